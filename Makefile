@@ -1,0 +1,39 @@
+# Every target sets up .venv by itself; a second run is quick.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check bench chaos docs clean
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing hearthnet into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . --group dev
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/hearthnet demo
+
+check: $(STAMP)
+	$(BIN)/ruff format --check mesh tui tests
+	$(BIN)/ruff check mesh tui tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	PYTHONASYNCIODEBUG=0 $(BIN)/python -m pytest -m "not chaos and not gpu"
+
+bench: $(STAMP)
+	$(BIN)/python -m tests.bench
+
+chaos: $(STAMP)
+	$(BIN)/python -m pytest -m chaos tests/chaos
+
+docs: $(STAMP)
+	$(BIN)/python -m docs.generate
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,29 @@
+"""Time as the rest of hearthnet sees it: one monotonic clock, one wall clock, both replaceable."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Where time comes from. Durations use `monotonic` only; `now` is for people to read."""
+
+    def monotonic(self) -> float:
+        """Seconds since an arbitrary moment; never goes back."""
+
+    def now(self) -> datetime:
+        """The wall clock, in UTC."""
+
+
+class SystemClock:
+    """The machine's own clocks."""
+
+    def monotonic(self) -> float:
+        """See `Clock.monotonic`."""
+        return time.monotonic()
+
+    def now(self) -> datetime:
+        """See `Clock.now`."""
+        return datetime.now(UTC)

@@ -1,0 +1,216 @@
+"""Child processes of the daemon: started with a private channel, watched, never outliving it.
+
+A child gets one end of a socket pair. Both sides exchange msgpack maps over it, each behind a
+four-byte length. When the parent dies, in whatever way, the child's end reads end-of-file and a
+watchdog thread ends the process, even while its event loop computes; on Linux the kernel is asked
+for the same as well (PR_SET_PDEATHSIG). Knows nothing of what the messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgpack
+
+from mesh.errors import InternalError, LinkLost
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct(">I")
+MAX_MESSAGE_BYTES = 64 << 20
+_CHANNEL_FD = "HEARTHNET_CHANNEL_FD"
+_PR_SET_PDEATHSIG = 1
+
+ChannelMessage = dict[str, Any]
+
+
+class Channel(asyncio.Protocol):
+    """One end of the pair: `on_message` gets each map in order, `on_closed` the end, once."""
+
+    def __init__(
+        self, on_message: Callable[[ChannelMessage], None], on_closed: Callable[[], None]
+    ) -> None:
+        self._on_message = on_message
+        self._on_closed = on_closed
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    @classmethod
+    async def open(
+        cls,
+        end: socket.socket,
+        on_message: Callable[[ChannelMessage], None],
+        on_closed: Callable[[], None],
+    ) -> Channel:
+        """Serve `end`, which the channel owns from now on."""
+        loop = asyncio.get_running_loop()
+        end.setblocking(False)
+        _, channel = await loop.create_connection(lambda: cls(on_message, on_closed), sock=end)
+        return channel
+
+    def send(self, message: ChannelMessage) -> None:
+        """Queue one map. Raises LinkLost when the other side is gone."""
+        if self._transport is None or self._transport.is_closing():
+            raise LinkLost(
+                "the process on the other end is gone", fix="It is restarted; try again."
+            )
+        body = msgpack.packb(message)
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise InternalError(f"a message of {len(body)} bytes exceeds the channel", fix="")
+        self._transport.write(_LENGTH.pack(len(body)) + body)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until the other side has taken most of what was sent; TimeoutError otherwise."""
+        async with asyncio.timeout(timeout_s):
+            await self._writable.wait()
+
+    def close(self) -> None:
+        """Close this end; the other side reads end-of-file."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Remember the transport."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Split the stream into maps."""
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            end = _LENGTH.size + length
+            if length > MAX_MESSAGE_BYTES:
+                logger.error("channel message of %d bytes refused", length)
+                self.close()
+                return
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_LENGTH.size : end])
+            del self._buffer[:end]
+            self._on_message(msgpack.unpackb(body, strict_map_key=False))
+
+    def pause_writing(self) -> None:
+        """The other side is slow."""
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        """The other side caught up."""
+        self._writable.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Report the end once."""
+        self._transport = None
+        self._writable.set()
+        self._on_closed()
+
+
+class Child:
+    """A running child process and the parent's end of its channel."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        self.name = name
+        self.channel = channel
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls,
+        module: str,
+        *,
+        name: str,
+        on_message: Callable[[ChannelMessage], None],
+        on_closed: Callable[[], None],
+        environment: dict[str, str] | None = None,
+    ) -> Child:
+        """Run ``python -m module`` with a channel; stderr is inherited, the rest is null."""
+        ours, theirs = socket.socketpair()
+        env = {**os.environ, **(environment or {}), _CHANNEL_FD: str(theirs.fileno())}
+        try:
+            process = await asyncio.to_thread(
+                subprocess.Popen,
+                [sys.executable, "-m", module],
+                env=env,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+        channel = await Channel.open(ours, on_message, on_closed)
+        return cls(name, process, channel)
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    async def stop(self, timeout_s: float) -> int:
+        """Close the channel, which ends the child; kill it after `timeout_s`. Returns its code."""
+        self.channel.close()
+        try:
+            return await self.wait(timeout_s)
+        except TimeoutError:
+            logger.warning("child=%s pid=%d ignored the stop; killing it", self.name, self.pid)
+            self._process.kill()
+            return await self.wait(timeout_s)
+
+    async def wait(self, timeout_s: float) -> int:
+        """The exit status; TimeoutError when it still runs then."""
+        try:
+            return await asyncio.to_thread(self._process.wait, timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{self.name} still runs after {timeout_s} s") from None
+
+
+async def attach_to_parent(on_message: Callable[[ChannelMessage], None]) -> Channel:
+    """Child side: take the inherited channel; the process ends when the parent is gone.
+
+    Call once, from the child's event loop. Raises InternalError when not started by `Child.start`.
+    """
+    text = os.environ.pop(_CHANNEL_FD, "")
+    if not text.isdigit():
+        raise InternalError(
+            "this module is a part of the hearthnet daemon and is started by it",
+            fix="Run `hearthnet up` instead.",
+        )
+    end = socket.socket(fileno=int(text))
+    _end_with_parent(end)
+    return await Channel.open(end, on_message, lambda: os._exit(0))
+
+
+def _end_with_parent(end: socket.socket) -> None:
+    parent = os.getppid()
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    watched = os.dup(end.fileno())
+
+    def watch() -> None:
+        # The loop also sees end-of-file, but not while it computes; this thread does.
+        poller = select.poll()
+        poller.register(watched, select.POLLHUP | getattr(select, "POLLRDHUP", 0))
+        while True:
+            with contextlib.suppress(OSError):
+                hung_up = poller.poll(1000)
+                if hung_up or os.getppid() != parent:
+                    os._exit(0)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

@@ -1,0 +1,254 @@
+"""The vocabulary that every package shares: ids, layer ranges, shard advertisements.
+
+Plain data only. Nothing here does I/O, reads a clock or imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import NewType
+
+NodeId = NewType("NodeId", str)
+ModelId = NewType("ModelId", str)
+ShardId = NewType("ShardId", str)
+Endpoint = NewType("Endpoint", str)
+"""Where a shard listens: ``ws://HOST:PORT``."""
+
+_INCLUSIVE = re.compile(r"(\d{1,6})-(\d{1,6})")
+
+
+class WireDtype(StrEnum):
+    """How activations are written between nodes."""
+
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class LayerRange:
+    """A contiguous range of decoder layers, half-open: ``start <= layer < stop``.
+
+    On the wire, in shard ids and on screen the same range is inclusive, ``lo-hi``; `parse` and
+    `str` convert. Raises ValueError when the range is empty or negative.
+    """
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ValueError(f"layer range [{self.start}, {self.stop}) is empty or negative")
+
+    @classmethod
+    def parse(cls, text: str) -> LayerRange:
+        """Read the inclusive form ``lo-hi``; ValueError when it is anything else."""
+        match = _INCLUSIVE.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is not a layer range; expected LO-HI, for example 0-7")
+        return cls(int(match[1]), int(match[2]) + 1)
+
+    def __str__(self) -> str:
+        return f"{self.start}-{self.stop - 1}"
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __contains__(self, layer: object) -> bool:
+        return isinstance(layer, int) and self.start <= layer < self.stop
+
+    def covers(self, other: LayerRange) -> bool:
+        """Whether every layer of `other` is in this range."""
+        return self.start <= other.start and other.stop <= self.stop
+
+
+def shard_id(model_id: ModelId, layers: LayerRange) -> ShardId:
+    """``<model_id>:<lo>-<hi>``, inclusive."""
+    return ShardId(f"{model_id}:{layers}")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDescriptor:
+    """One shard as its host advertises it.
+
+    `weights_sha256` is the hash of the whole checkpoint (see `mesh.models.manifest`): shards of one
+    route must agree on it. `determinism_class` names what the last bits of a result depend on
+    (architecture, dtype, kernels, threads, library versions).
+    """
+
+    shard_id: ShardId
+    model_id: ModelId
+    weights_sha256: str
+    layer_range: LayerRange
+    total_layers: int
+    vram_required_mb: int
+    max_concurrent_streams: int
+    host: NodeId
+    node_name: str
+    endpoint: Endpoint
+    dtype: str
+    determinism_class: str
+    advertised_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHealth:
+    """What a shard reports of itself. Latencies are milliseconds per recent step."""
+
+    shard_id: ShardId
+    online: bool
+    last_seen: datetime
+    p50_latency_ms: float
+    p95_latency_ms: float
+    queue_depth: int
+    active_streams: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouteHop:
+    """One shard's part in a route: the layers of it that this request uses."""
+
+    shard: ShardDescriptor
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The shards picked for one request, in layer order. Never persisted."""
+
+    pipeline_id: str
+    model_id: ModelId
+    weights_sha256: str
+    total_layers: int
+    hops: tuple[RouteHop, ...]
+    established_at: datetime
+
+    @property
+    def ordered_shards(self) -> list[ShardDescriptor]:
+        """The shards alone, in layer order."""
+        return [hop.shard for hop in self.hops]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. The defaults are greedy decoding.
+
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 switch the
+    respective rule off. `logprobs` is how many alternatives to report per token; None reports no
+    log-probabilities at all.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One request for a continuation. Exactly one of `messages`, `prompt`, `prompt_ids` is set.
+
+    `messages` are OpenAI chat messages (role, content) for the model's own chat template.
+    """
+
+    request_id: str
+    model: ModelId
+    messages: tuple[dict[str, str], ...] | None = None
+    prompt: str | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    wire_dtype: WireDtype | None = None
+    fallback_to_local: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One chosen token with the natural-log probability it had and its strongest alternatives."""
+
+    token_id: int
+    token: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New tokens. `text` may be empty while a character is still incomplete."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    type: str = "token_delta"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStatus:
+    """A shard of the route changed its state: ``degraded``, ``lost`` or ``ok``."""
+
+    shard_id: ShardId
+    node: str
+    status: str
+    reason: str
+    type: str = "shard_status"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardFailover:
+    """A lost hop was replaced; the stream goes on where it was."""
+
+    lost: ShardId
+    replaced_by: tuple[ShardId, ...]
+    position: int
+    type: str = "shard_failover"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineAborted:
+    """The distributed run ended; what follows is local fallback or an error."""
+
+    reason: str
+    type: str = "pipeline_aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class HopTiming:
+    """Per-step medians of one hop in milliseconds: compute there, everything else between."""
+
+    shard_id: ShardId
+    node: str
+    layers: str
+    steps: int
+    p50_ms: float
+    p95_ms: float
+    compute_p50_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of a stream. `finish_reason` is ``stop`` or ``length``."""
+
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    token_ids: tuple[int, ...]
+    route: tuple[RouteHop, ...]
+    failovers: int
+    fallback: bool
+    first_token_ms: float
+    tokens_per_second: float
+    hops: tuple[HopTiming, ...]
+    type: str = "done"
+
+
+StreamFrame = TokenDelta | ShardStatus | ShardFailover | PipelineAborted | Done
+"""What a running generation emits, in order; `Done` is always the last."""
