@@ -67,7 +67,7 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Ask for a session on layers [start, stop) of a checkpoint, for up to `max_tokens` positions."""
+    """Ask for a session on layers [start, stop) of a checkpoint, up to `max_tokens` positions."""
 
     session: int
     model_id: str
@@ -139,7 +139,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Advertise:
-    """All shards the sender serves now, encoded by `mesh.discovery`; replaces what it said before."""
+    """All shards the sender serves now, encoded by `mesh.discovery`; replaces the last one."""
 
     shards: list[dict[str, Any]]
     node: dict[str, Any] = field(default_factory=dict)

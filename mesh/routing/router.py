@@ -1,0 +1,97 @@
+"""Picks the pipeline of a request, and picks again when a part of it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from datetime import datetime
+from typing import Protocol
+
+from mesh.errors import NoRoute, WeightsMismatch
+from mesh.routing.cover import Candidate, CoverRules, ShardKey, greedy_cover, missing_layers
+from mesh.types import LayerRange, ModelId, Pipeline, RouteHop
+
+
+class ShardStore(Protocol):
+    """Where the router looks up who serves what (`mesh.discovery` keeps the real one)."""
+
+    def candidates(self, model_id: ModelId) -> Sequence[Candidate]:
+        """Every fresh, reachable shard of the model, whatever its weights."""
+
+
+class ShardRouter:
+    """Covers a model's layers from the shards a store knows."""
+
+    def __init__(self, store: ShardStore, rules: CoverRules) -> None:
+        self._store = store
+        self._rules = rules
+
+    def pick(
+        self,
+        model_id: ModelId,
+        weights_sha256: str,
+        total_layers: int,
+        *,
+        pipeline_id: str,
+        now: datetime,
+        exclude: Collection[ShardKey] = (),
+    ) -> Pipeline:
+        """A route over all layers.
+
+        Raises:
+            NoRoute: no cover exists.
+            WeightsMismatch: a cover exists only with shards of other weights.
+        """
+        hops = self.cover(model_id, weights_sha256, LayerRange(0, total_layers), exclude)
+        return Pipeline(pipeline_id, model_id, weights_sha256, total_layers, hops, now)
+
+    def repick(
+        self, pipeline: Pipeline, lost: int, exclude: Collection[ShardKey]
+    ) -> tuple[RouteHop, ...]:
+        """What replaces hop number `lost`: one or more hops over the same layers.
+
+        Exclusions are ignored when nobody else is left: a shard that failed once is a better bet
+        than none.
+
+        Raises:
+            NoRoute: nobody serves those layers any more.
+        """
+        span = pipeline.hops[lost].layers
+        try:
+            return self.cover(pipeline.model_id, pipeline.weights_sha256, span, exclude)
+        except NoRoute:
+            return self.cover(pipeline.model_id, pipeline.weights_sha256, span, ())
+
+    def cover(
+        self,
+        model_id: ModelId,
+        weights_sha256: str,
+        span: LayerRange,
+        exclude: Collection[ShardKey] = (),
+    ) -> tuple[RouteHop, ...]:
+        """Hops over `span` with exactly these weights; raises as `pick` does."""
+        everyone = self._store.candidates(model_id)
+        same = [c for c in everyone if c.descriptor.weights_sha256 == weights_sha256]
+        try:
+            return greedy_cover(same, span, self._rules, exclude)
+        except NoRoute:
+            other = [c for c in everyone if c.descriptor.weights_sha256 != weights_sha256]
+            if other and missing_layers(same, span) and not missing_layers(everyone, span):
+                raise _mismatch(model_id, weights_sha256, other) from None
+            raise
+
+
+def _mismatch(model_id: ModelId, wanted: str, other: Sequence[Candidate]) -> WeightsMismatch:
+    named = ", ".join(
+        sorted(
+            {
+                f"{c.descriptor.node_name} ({c.descriptor.layer_range}, "
+                f"{c.descriptor.weights_sha256[:12]})"
+                for c in other
+            }
+        )
+    )
+    return WeightsMismatch(
+        f"the weights of {model_id!r} differ between nodes: here {wanted[:12]}, at {named}.",
+        fix="Put the same checkpoint on every node, or give the other one its own id "
+        "(`--model PATH=ID`).",
+    )
