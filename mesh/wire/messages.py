@@ -26,6 +26,7 @@ class WireTensor:
     dtype: str  # "fp16" | "fp32" | "bf16" | "int8"
     shape: tuple[int, ...]
     data: bytes | bytearray | memoryview
+    gradient: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +117,13 @@ class Park:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Take a stream for a parked session again; answered with `Opened` or `Failure`."""
+    """Take a stream for a parked session again, now with room for `max_tokens` positions in all.
+
+    Answered with `Opened` or `Failure`.
+    """
 
     session: int
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,60 @@
+"""The text side of one generation: tokens in, text deltas out, and when it is over."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from mesh.pipeline.model import Text
+from mesh.pipeline.sampler import logprob_of
+from mesh.pipeline.stopping import StopStrings
+from mesh.types import SamplingParams, TokenDelta, TokenLogprob
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Answer:
+    """Collects tokens until an end token, a stop string or the limit: see `finish_reason`."""
+
+    def __init__(self, text: Text, params: SamplingParams, limit: int, started: float) -> None:
+        self.token_ids: list[int] = []
+        self.finish_reason = ""
+        self._text = text
+        self._params = params
+        self._limit = limit
+        self._decoder = text.decoder()
+        self._stops = StopStrings(params.stop)
+        self._started = started
+        self._first_at = started
+        self._last_at = started
+
+    def take(self, token: int, logits: torch.Tensor) -> TokenDelta:
+        """The next token with the text it completes; an end token has none."""
+        self._last_at = time.monotonic()
+        if not self.token_ids:
+            self._first_at = self._last_at
+        self.token_ids.append(token)
+        ends = token in self._text.eos_ids and not self._params.ignore_eos
+        shown = "" if ends else self._stops.push(self._decoder.push(token))
+        if ends or self._stops.hit is not None:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self._limit:
+            self.finish_reason = "length"
+        if self.finish_reason and self._stops.hit is None:
+            shown += self._stops.push(self._decoder.flush()) + self._stops.flush()
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if self._params.logprobs is not None:
+            logprobs = (logprob_of(logits, token, self._params.logprobs, self._text.token_text),)
+        return TokenDelta(shown, (token,), logprobs)
+
+    @property
+    def first_token_ms(self) -> float:
+        """From the request's arrival to its first token."""
+        return (self._first_at - self._started) * 1e3
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the tokens after the first; 0 when there is only one."""
+        elapsed = self._last_at - self._first_at
+        return (len(self.token_ids) - 1) / elapsed if elapsed > 0 else 0.0

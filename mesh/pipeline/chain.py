@@ -1,0 +1,182 @@
+"""The hops of one generation in a row, and the activations on their way through them.
+
+An answer of one station goes straight to the next, in the link's own callback and in its wire form:
+no task wakes up in between, nothing is converted. Only what leaves the last station wakes the
+generation loop. Chunks of a prefill follow each other through the stations by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+from mesh.errors import MeshError, PipelineStalled
+from mesh.pipeline.history import slice_rows
+from mesh.pipeline.lines import Lines
+from mesh.pipeline.station import SessionTerms, Station
+from mesh.types import RouteHop
+from mesh.wire.messages import WireTensor
+
+T = TypeVar("T")
+
+
+class HopLost(Exception):
+    """`hop` failed; the chain's station number `index` waits for a replacement."""
+
+    def __init__(self, index: int, hop: RouteHop, error: MeshError) -> None:
+        super().__init__(str(error))
+        self.index = index
+        self.hop = hop
+        self.error = error
+
+
+class Chain:
+    """Feeds hidden states in at the front and gives the last row out at the end.
+
+    `widened` counts tensors that overflowed the wire dtype and travelled wider.
+    """
+
+    def __init__(self, lines: Lines, terms: SessionTerms, *, open_timeout_s: float) -> None:
+        self.terms = terms
+        self.widened = 0
+        self.stations: list[Station] = []
+        self._lines = lines
+        self._open_timeout_s = open_timeout_s
+        self._last_row: WireTensor | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._target = 0
+
+    async def open(self, hops: Sequence[RouteHop]) -> None:
+        """Open a session on every hop at once. Raises HopLost for the first that refuses."""
+        self.stations = await self._stations(hops)
+
+    async def replace(self, index: int, hops: Sequence[RouteHop], max_rows: int) -> None:
+        """Put `hops` in the place of station `index` and replay its inputs into them.
+
+        The others keep their caches. Raises HopLost when a replacement refuses or dies while it is
+        opened; the lost station then stays in place, so that this can be tried again.
+        """
+        old = self.stations[index]
+        try:
+            fresh = await self._stations(hops)
+        except HopLost as lost:
+            raise HopLost(index, lost.hop, lost.error) from lost
+        old.close()
+        self.stations[index : index + 1] = fresh
+        # The first takes the inputs; only the last knows what the next hop has already seen. What
+        # lies between is rebuilt from what the first returns.
+        fresh[0].history = old.history
+        fresh[-1].delivered = old.delivered
+        fresh[0].replay(max_rows)
+
+    def feed(self, tensor: WireTensor) -> None:
+        """The next rows (1, rows, hidden) for the first hop."""
+        self._count_widened(tensor)
+        self.stations[0].accept(tensor)
+
+    async def output(self, position: int) -> WireTensor:
+        """Wait until every row before `position` has left the last hop; that row (1, 1, hidden).
+
+        Raises:
+            HopLost: a station failed. Replace it and wait again.
+        """
+        self._raise_lost()
+        if self.stations[-1].delivered < position:
+            self._target = position
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+            self._raise_lost()
+        row = self._last_row
+        if row is None:
+            raise PipelineStalled("nothing was fed into the pipeline.", fix="Report this as a bug.")
+        return slice_rows(row, row.shape[1] - 1, row.shape[1])
+
+    def cut(self, position: int) -> None:
+        """Forget everything from `position` on, in every hop."""
+        for station in self.stations:
+            station.cut(position)
+
+    def park(self) -> None:
+        """Keep the caches, give the streams back. Raises LinkLost."""
+        for station in self.stations:
+            station.park()
+
+    async def resume(self, max_tokens: int) -> None:
+        """Take the streams again. Raises HopLost for the first hop that has none or forgot."""
+        await self._all(
+            [station.resume(max_tokens, self._open_timeout_s) for station in self.stations],
+            [station.hop for station in self.stations],
+        )
+
+    def close(self) -> None:
+        """Free every hop's session."""
+        for station in self.stations:
+            station.close()
+
+    def stalled(self, limit_s: float, now: float) -> Iterator[Station]:
+        """Stations whose oldest unanswered step is older than `limit_s` at `now` (monotonic)."""
+        for station in self.stations:
+            since = station.waiting_since
+            if since is not None and now - since > limit_s and station.error is None:
+                yield station
+
+    # Private
+
+    async def _stations(self, hops: Sequence[RouteHop]) -> list[Station]:
+        lines = await self._all([self._lines.line(hop.shard.endpoint) for hop in hops], hops)
+        stations = [
+            Station(hop, line, self.terms, self._output, self._lost)
+            for hop, line in zip(hops, lines, strict=True)
+        ]
+        try:
+            await self._all([s.open(self._open_timeout_s) for s in stations], hops)
+        except BaseException:
+            for station in stations:
+                station.close()
+            raise
+        return stations
+
+    async def _all(
+        self, calls: Sequence[Coroutine[Any, Any, T]], hops: Sequence[RouteHop]
+    ) -> list[T]:
+        """All at once; HopLost for the first in order that failed, after all have ended."""
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        done: list[T] = []
+        for index, (hop, result) in enumerate(zip(hops, results, strict=True)):
+            if isinstance(result, MeshError):
+                raise HopLost(index, hop, result)
+            if isinstance(result, BaseException):
+                raise result
+            done.append(result)
+        return done
+
+    def _output(self, station: Station, tensor: WireTensor) -> None:
+        self._count_widened(tensor)
+        index = self.stations.index(station)
+        if index + 1 < len(self.stations):
+            self.stations[index + 1].accept(tensor)
+            return
+        self._last_row = tensor
+        if self._waiter is not None and station.delivered >= self._target:
+            self._wake()
+
+    def _count_widened(self, tensor: WireTensor) -> None:
+        if tensor.dtype != self.terms.wire_dtype:
+            self.widened += 1
+
+    def _lost(self, station: Station) -> None:
+        del station
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _raise_lost(self) -> None:
+        for index, station in enumerate(self.stations):
+            if station.error is not None:
+                raise HopLost(index, station.hop, station.error)

@@ -1,0 +1,139 @@
+"""The asker's links to shard hosts, one per endpoint, shared by all its generations.
+
+A line hands out session numbers and passes each message to the session it is about. It knows
+nothing of routes, tokens or tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from mesh.errors import ConnectFailed, LinkLost, MeshError, from_dict
+from mesh.types import Endpoint
+from mesh.wire.link import Link, LinkHandler
+from mesh.wire.messages import Failure, Message
+
+logger = logging.getLogger(__name__)
+
+Dial = Callable[[str, int, LinkHandler], Awaitable[Link]]
+"""Opens a link to host and port that reports to the handler; raises ConnectFailed and its kin."""
+
+
+class SessionReceiver(Protocol):
+    """The asker's end of one session on one hop."""
+
+    def message(self, message: Message) -> None:
+        """Something about this session arrived."""
+
+    def lost(self, error: MeshError) -> None:
+        """Nothing will arrive any more: the link is gone."""
+
+
+class Line:
+    """One link and the sessions on it. Implements LinkHandler."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._link: Link | None = None
+        self._receivers: dict[int, SessionReceiver] = {}
+        self._last_session = 0
+        self._closed = False
+
+    def attach(self, link: Link) -> None:
+        """Start using `link`, whose handler this line is."""
+        self._link = link
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether a new line has to be dialled."""
+        return self._closed or self._link is None or self._link.is_closed
+
+    @property
+    def rtt_ms(self) -> float | None:
+        """The link's last measured round trip."""
+        return self._link.rtt_ms if self._link is not None else None
+
+    def register(self, receiver: SessionReceiver) -> int:
+        """A fresh session number whose messages go to `receiver`."""
+        self._last_session = (self._last_session + 1) & 0xFFFFFFFF
+        self._receivers[self._last_session] = receiver
+        return self._last_session
+
+    def unregister(self, session: int) -> None:
+        """Messages about this session are dropped from now on."""
+        self._receivers.pop(session, None)
+
+    def send(self, message: Message) -> None:
+        """Queue a message. Raises LinkLost."""
+        if self._link is None or self._closed:
+            raise LinkLost(f"the link to {self.endpoint} is closed.", fix="Another route is tried.")
+        self._link.send(message)
+
+    def close(self) -> None:
+        """Close the link; receivers are told."""
+        if self._link is not None:
+            self._link.close("asker stops")
+
+    # LinkHandler
+
+    def message(self, message: Message) -> None:
+        """Pass a message to the session it names; a failure of the whole link goes to all."""
+        session = getattr(message, "session", None)
+        if session is None:
+            if isinstance(message, Failure):
+                logger.warning("endpoint=%s failure=%s", self.endpoint, from_dict(message.error))
+            return
+        receiver = self._receivers.get(session)
+        if receiver is not None:
+            receiver.message(message)
+
+    def closed(self, error: MeshError | None) -> None:
+        """Tell every session that its link is gone."""
+        self._closed = True
+        receivers, self._receivers = list(self._receivers.values()), {}
+        reason = error or LinkLost(f"{self.endpoint} closed the link.", fix="It may be stopping.")
+        for receiver in receivers:
+            receiver.lost(reason)
+
+
+class Lines:
+    """Dials endpoints on demand and keeps the live lines."""
+
+    def __init__(self, dial: Dial) -> None:
+        self._dial = dial
+        self._lines: dict[Endpoint, Line] = {}
+        self._dialling: dict[Endpoint, asyncio.Task[Line]] = {}
+
+    async def line(self, endpoint: Endpoint) -> Line:
+        """The live line to `endpoint`, dialled when there is none. Raises ConnectFailed."""
+        live = self._lines.get(endpoint)
+        if live is not None and not live.is_closed:
+            return live
+        task = self._dialling.get(endpoint)
+        if task is None:
+            task = asyncio.create_task(self._open(endpoint), name=f"dial {endpoint}")
+            self._dialling[endpoint] = task
+            task.add_done_callback(lambda _: self._dialling.pop(endpoint, None))
+        # Several sessions may wait for one dial; one that gives up must not end it for the others.
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Close every line."""
+        for task in list(self._dialling.values()):
+            task.cancel()
+        for line in list(self._lines.values()):
+            line.close()
+        self._lines.clear()
+
+    async def _open(self, endpoint: Endpoint) -> Line:
+        address = urlsplit(endpoint)
+        if address.hostname is None or address.port is None:
+            raise ConnectFailed(f"{endpoint!r} is no endpoint.", fix="Expected ws://HOST:PORT.")
+        line = Line(endpoint)
+        line.attach(await self._dial(address.hostname, address.port, line))
+        self._lines[endpoint] = line
+        return line

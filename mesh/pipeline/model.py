@@ -1,0 +1,62 @@
+"""What an asker holds of a model: its ends, its tokenizer, its name. Interfaces only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from mesh.types import GenerationRequest, ModelId
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Ends(Protocol):
+    """Embedding, final norm and output head, on the asker's own device."""
+
+    def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:
+        """(1, rows) token ids at positions from `position` to (1, rows, hidden)."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(1, rows, hidden) after the last layer to (1, rows, vocab)."""
+
+
+class TextDecoder(Protocol):
+    """Turns tokens into text as they come."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty inside a character."""
+
+    def flush(self) -> str:
+        """What is left at the end."""
+
+
+class Text(Protocol):
+    """The model's tokenizer as the pipeline needs it."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+
+    def prompt_ids(self, request: GenerationRequest) -> list[int]:
+        """The token ids a request stands for. Raises BadRequest."""
+
+    def decoder(self) -> TextDecoder:
+        """A fresh decoder for one answer."""
+
+    def token_text(self, token_id: int) -> str:
+        """One token on its own, for log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskerModel:
+    """What the asker holds of a model."""
+
+    model_id: ModelId
+    weights_sha256: str
+    total_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    ends: Ends
+    text: Text

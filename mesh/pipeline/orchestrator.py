@@ -1,0 +1,107 @@
+"""One generation from prompt to last token.
+
+The asker drives: it embeds, sends the hidden states through the hops, samples from what comes back
+and embeds again. This module knows nothing of sockets, HTTP or processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from mesh.errors import BadRequest, ContextTooLong
+from mesh.pipeline.answer import Answer
+from mesh.pipeline.model import AskerModel
+from mesh.pipeline.passage import Passage
+from mesh.pipeline.sampler import Sampler
+from mesh.pipeline.sessions import Sessions
+from mesh.pipeline.station import SessionTerms
+from mesh.routing.router import ShardRouter
+from mesh.types import Done, GenerationRequest, StreamFrame, WireDtype
+
+DEFAULT_MAX_TOKENS = 1024
+"""New tokens when a request names no limit: caches on every hop are reserved for them."""
+
+
+class PipelineOrchestrator:
+    """Runs requests for one model over the shards a router finds."""
+
+    def __init__(
+        self,
+        model: AskerModel,
+        sessions: Sessions,
+        router: ShardRouter,
+        *,
+        wire_dtype: WireDtype,
+        max_failovers: int = 8,
+    ) -> None:
+        self._model = model
+        self._sessions = sessions
+        self._router = router
+        self._max_failovers = max_failovers
+        self.wire_dtype = wire_dtype
+
+    async def chat(self, request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        """Token by token to the end; `Done` is last. Closing the iterator frees every hop.
+
+        Raises:
+            BadRequest, ContextTooLong: the request cannot be served by this model.
+            NoRoute, WeightsMismatch: no set of shards serves it.
+        """
+        started = time.monotonic()
+        prompt = self._model.text.prompt_ids(request)
+        limit = self._token_limit(prompt, request.sampling.max_tokens)
+        terms = SessionTerms(
+            self._model.model_id,
+            self._model.weights_sha256,
+            len(prompt) + limit,
+            request.wire_dtype or self.wire_dtype,
+        )
+        session = await self._sessions.acquire(prompt, terms, self._model.total_layers)
+        cached = len(session.token_ids)
+        finished = False
+        try:
+            passage = Passage(self._model, session, self._router, self._max_failovers)
+            answer = Answer(self._model.text, request.sampling, limit, started)
+            sampler = Sampler(request.sampling, prompt)
+            ids: Sequence[int] = prompt[cached:]
+            while not answer.finish_reason:
+                async for notice in passage.advance(ids):
+                    yield notice
+                token = sampler.choose(passage.logits)
+                yield answer.take(token, passage.logits)
+                ids = (token,)
+            finished = True
+        finally:
+            self._sessions.release(session, keep=finished)
+        yield self._done(prompt, cached, passage, answer)
+
+    def _token_limit(self, prompt: Sequence[int], wanted: int | None) -> int:
+        """How many new tokens this request may get; refuses rather than cuts."""
+        room = self._model.max_positions - len(prompt)
+        if not prompt:
+            raise BadRequest("the prompt is empty.", fix="Send at least one token.", param="prompt")
+        if room < 1 or (wanted is not None and wanted > room):
+            raise ContextTooLong(
+                f"the prompt has {len(prompt)} tokens and {wanted or 1} more are wanted; "
+                f"{self._model.model_id} can hold {self._model.max_positions}.",
+                fix="Shorten the prompt or lower max_tokens.",
+                param="max_tokens" if room >= 1 else "prompt",
+            )
+        return min(room, DEFAULT_MAX_TOKENS) if wanted is None else wanted
+
+    @staticmethod
+    def _done(prompt: Sequence[int], cached: int, passage: Passage, answer: Answer) -> Done:
+        return Done(
+            finish_reason=answer.finish_reason,
+            prompt_tokens=len(prompt),
+            cached_tokens=cached,
+            completion_tokens=len(answer.token_ids),
+            token_ids=tuple(answer.token_ids),
+            route=passage.route,
+            failovers=passage.failovers,
+            fallback=False,
+            first_token_ms=answer.first_token_ms,
+            tokens_per_second=answer.tokens_per_second,
+            hops=passage.timings(),
+        )

@@ -1,0 +1,118 @@
+"""Takes tokens through the hops of one session to logits, whatever happens to a hop.
+
+When a hop is lost, others are picked for its layers, its inputs are replayed into them, and the
+wait goes on where it was: the caller only sees notices of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import torch
+
+from mesh.errors import NoRoute
+from mesh.pipeline.chain import HopLost
+from mesh.pipeline.model import AskerModel
+from mesh.pipeline.sessions import GenerationSession, raise_if_hopeless, replaced
+from mesh.routing.cover import ShardKey, key_of
+from mesh.routing.router import ShardRouter
+from mesh.types import (
+    HopTiming,
+    PipelineAborted,
+    RouteHop,
+    ShardFailover,
+    ShardStatus,
+    StreamFrame,
+)
+from mesh.wire.activations import from_wire, to_wire
+
+CHUNK_ROWS = 128
+"""Rows of one prefill chunk: enough for an efficient matrix product, few enough to overlap hops."""
+
+CHUNK_BYTES = 1 << 20
+"""A chunk fits one frame, so that it need not be cut and put together again."""
+
+
+class Passage:
+    """Moves one session forward; `logits` (vocab,) belong to the last token fed."""
+
+    def __init__(
+        self, model: AskerModel, session: GenerationSession, router: ShardRouter, max_failovers: int
+    ) -> None:
+        self.failovers = 0
+        self.logits = torch.empty(0)
+        self._ends = model.ends
+        self._rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * model.hidden_size)))
+        self._session = session
+        self._router = router
+        self._max_failovers = max_failovers
+        self._excluded: set[ShardKey] = set()
+
+    @property
+    def route(self) -> tuple[RouteHop, ...]:
+        """The hops as they are now."""
+        return self._session.pipeline.hops
+
+    def timings(self) -> tuple[HopTiming, ...]:
+        """Percentiles per hop."""
+        return tuple(station.timing() for station in self._session.chain.stations)
+
+    async def advance(self, ids: Sequence[int]) -> AsyncIterator[StreamFrame]:
+        """Feed `ids` after what the session holds and set `logits`; yields notices only.
+
+        Chunks follow each other through the hops. At most one more than there are hops is on its
+        way at once, so that every hop is busy and memory stays bounded.
+        """
+        session = self._session
+        rows = self._rows
+        for start in range(0, len(ids), rows):
+            chunk = list(ids[start : start + rows])
+            hidden = self._ends.embed(torch.tensor([chunk]), len(session.token_ids))
+            session.chain.feed(to_wire(hidden, session.chain.terms.wire_dtype))
+            session.token_ids += chunk
+            under_way = rows * (len(session.chain.stations) + 1)
+            if start + rows < len(ids) and len(session.token_ids) > under_way:
+                async for notice in self._reach(len(session.token_ids) - under_way):
+                    yield notice
+        async for notice in self._reach(len(session.token_ids)):
+            yield notice
+        row = await session.chain.output(len(session.token_ids))
+        self.logits = self._ends.logits(from_wire(row))[0, -1]
+
+    async def _reach(self, position: int) -> AsyncIterator[StreamFrame]:
+        while True:
+            try:
+                await self._session.chain.output(position)
+            except HopLost as lost:
+                raise_if_hopeless(lost)
+                async for notice in self._recover(lost):
+                    yield notice
+            else:
+                return
+
+    async def _recover(self, lost: HopLost) -> AsyncIterator[StreamFrame]:
+        """Replace a lost hop, or raise what makes that impossible."""
+        shard = lost.hop.shard
+        while True:
+            yield ShardStatus(shard.shard_id, shard.node_name, "degraded", str(lost.error))
+            self._excluded.add(key_of(shard))
+            self.failovers += 1
+            try:
+                if self.failovers > self._max_failovers:
+                    raise lost.error
+                hops = self._router.repick(self._session.pipeline, lost.index, self._excluded)
+                await self._session.chain.replace(lost.index, hops, self._rows)
+            except HopLost as again:
+                raise_if_hopeless(again)
+                lost, shard = again, again.hop.shard
+            except NoRoute as nobody:
+                yield PipelineAborted(str(nobody))
+                raise
+            else:
+                break
+        self._session.pipeline = replaced(self._session.pipeline, lost.index, hops)
+        yield ShardFailover(
+            shard.shard_id,
+            tuple(hop.shard.shard_id for hop in hops),
+            len(self._session.token_ids),
+        )

@@ -1,0 +1,216 @@
+"""Opens the hops of a generation, and keeps finished ones for the request that continues them.
+
+A finished generation's caches stay on its hops, parked, with the tokens they stand for. A later
+prompt that begins with those tokens takes them over and prefills only what is new: that is what
+makes the second turn of a chat quick. Parked caches are bounded in number and age here, and may be
+dropped by the hops at any time; then the prompt is prefilled afresh.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mesh.clock import Clock
+from mesh.errors import BadRequest, ContextTooLong, LinkLost, MeshError
+from mesh.pipeline.chain import Chain, HopLost
+from mesh.pipeline.lines import Lines
+from mesh.pipeline.station import SessionTerms
+from mesh.routing.cover import ShardKey, key_of
+from mesh.routing.router import ShardRouter
+from mesh.types import Pipeline, RouteHop
+
+logger = logging.getLogger(__name__)
+
+MAX_PARKED = 4
+PARKED_SECONDS = 600.0
+MAX_PARKED_BYTES = 512 << 20
+_OPEN_ATTEMPTS = 8
+
+
+@dataclass(slots=True)
+class GenerationSession:
+    """The hops of one generation and the tokens whose states they hold."""
+
+    chain: Chain
+    pipeline: Pipeline
+    capacity: int
+    token_ids: list[int] = field(default_factory=list)
+    parked_at: float = 0.0
+
+    @property
+    def history_bytes(self) -> int:
+        """What the asker keeps in order to replay a lost hop."""
+        return sum(station.history.size_bytes for station in self.chain.stations)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """Time limits and room for growth of a session."""
+
+    open_timeout_s: float = 10.0
+    headroom_tokens: int = 256
+
+
+class Sessions:
+    """Every session of one model at this asker, live or parked."""
+
+    def __init__(
+        self, lines: Lines, router: ShardRouter, clock: Clock, settings: SessionSettings
+    ) -> None:
+        self._lines = lines
+        self._router = router
+        self._clock = clock
+        self._settings = settings
+        self._parked: list[GenerationSession] = []
+        self.live: dict[str, GenerationSession] = {}
+
+    async def acquire(
+        self, prompt: Sequence[int], terms: SessionTerms, total_layers: int
+    ) -> GenerationSession:
+        """A session whose `token_ids` are a proper prefix of `prompt`, empty when nothing is kept.
+
+        Raises:
+            NoRoute, WeightsMismatch: as `ShardRouter.pick`.
+            BadRequest, ContextTooLong: a hop cannot serve such a request at all.
+        """
+        kept = self._take_parked(prompt, terms)
+        if kept is not None:
+            session, common = kept
+            try:
+                await session.chain.resume(terms.max_tokens)
+            except (HopLost, LinkLost) as gone:
+                logger.info("parked session not resumed: %s", gone)
+                session.chain.close()
+            except BaseException:
+                session.chain.close()
+                raise
+            else:
+                session.capacity = terms.max_tokens
+                session.chain.cut(common)
+                del session.token_ids[common:]
+                return self._register(session)
+        return await self.open_fresh(terms, total_layers)
+
+    async def open_fresh(self, terms: SessionTerms, total_layers: int) -> GenerationSession:
+        """A session with empty caches; raises as `acquire`."""
+        return self._register(await self._open(terms, total_layers))
+
+    def release(self, session: GenerationSession, *, keep: bool) -> None:
+        """Give a session back: parked for a follow-up when `keep`, else freed on every hop."""
+        self.live.pop(session.pipeline.pipeline_id, None)
+        if not keep or not session.token_ids:
+            session.chain.close()
+            return
+        try:
+            session.chain.park()
+        except MeshError:
+            session.chain.close()
+            return
+        session.parked_at = self._clock.monotonic()
+        self._parked.append(session)
+        self._trim()
+
+    def expire(self) -> None:
+        """Drop what was parked too long; called now and then."""
+        self._trim()
+
+    async def close(self) -> None:
+        """Free everything."""
+        for session in [*self._parked, *self.live.values()]:
+            session.chain.close()
+        self._parked.clear()
+        self.live.clear()
+        await self._lines.close()
+
+    # Private
+
+    def _register(self, session: GenerationSession) -> GenerationSession:
+        self.live[session.pipeline.pipeline_id] = session
+        return session
+
+    async def _open(self, terms: SessionTerms, total_layers: int) -> GenerationSession:
+        """On a route where every hop admits it: a hop at its limit makes the router pick again."""
+        refused: set[ShardKey] = set()
+        for _ in range(_OPEN_ATTEMPTS):
+            pipeline = self._router.pick(
+                terms.model_id,
+                terms.weights_sha256,
+                total_layers,
+                pipeline_id=uuid.uuid4().hex[:12],
+                now=self._clock.now(),
+                exclude=refused,
+            )
+            chain = Chain(self._lines, terms, open_timeout_s=self._settings.open_timeout_s)
+            try:
+                await chain.open(pipeline.hops)
+            except HopLost as lost:
+                raise_if_hopeless(lost)
+                refused.add(key_of(lost.hop.shard))
+                logger.info("shard=%s refused: %s", lost.hop.shard.shard_id, lost.error)
+                last = lost.error
+                continue
+            return GenerationSession(chain, pipeline, terms.max_tokens)
+        raise last
+
+    def _take_parked(
+        self, prompt: Sequence[int], terms: SessionTerms
+    ) -> tuple[GenerationSession, int] | None:
+        best: tuple[int, GenerationSession] | None = None
+        for session in self._parked:
+            if session.chain.terms.wire_dtype is not terms.wire_dtype:
+                continue
+            # One token at least must be fed again: its row is what the next token comes from.
+            common = min(_common_prefix(session.token_ids, prompt), len(prompt) - 1)
+            # A cache that shares only its beginning (a system prompt, say) belongs to another
+            # conversation, which would lose it.
+            if 2 * common >= len(session.token_ids) and (best is None or common > best[0]):
+                best = (common, session)
+        if best is None or best[0] == 0:
+            return None
+        self._parked.remove(best[1])
+        return best[1], best[0]
+
+    def _trim(self) -> None:
+        oldest = self._clock.monotonic() - PARKED_SECONDS
+        while self._parked and (
+            len(self._parked) > MAX_PARKED
+            or self._parked[0].parked_at < oldest
+            or sum(session.history_bytes for session in self._parked) > MAX_PARKED_BYTES
+        ):
+            self._parked.pop(0).chain.close()
+
+
+def raise_if_hopeless(lost: HopLost) -> None:
+    """Raise the hop's error when no other hop could serve the request either."""
+    if isinstance(lost.error, BadRequest | ContextTooLong):
+        raise lost.error
+
+
+def replaced(pipeline: Pipeline, index: int, hops: Sequence[RouteHop]) -> Pipeline:
+    """The same pipeline with hop number `index` exchanged for `hops`."""
+    return Pipeline(
+        pipeline.pipeline_id,
+        pipeline.model_id,
+        pipeline.weights_sha256,
+        pipeline.total_layers,
+        (*pipeline.hops[:index], *hops, *pipeline.hops[index + 1 :]),
+        pipeline.established_at,
+    )
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return min(len(left), len(right))
+
+
+async def expire_regularly(sessions: Sessions, every_s: float) -> None:
+    """Run `Sessions.expire` for ever; the engine owns the task."""
+    while True:
+        await asyncio.sleep(every_s)
+        sessions.expire()

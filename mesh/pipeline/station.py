@@ -1,0 +1,247 @@
+"""One hop of one generation, seen from the asker: its session, its inputs, its answers.
+
+A station counts two things apart: how many positions went in (`history.length`) and how many came
+out and were handed on (`delivered`). A replacement starts with the old counts and an empty cache;
+it is sent the history again, and what it answers is cut to what the next hop has not seen. Replay,
+a repeated answer and an undisturbed step are then the same code path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mesh.errors import BadFrame, LinkLost, MeshError, PipelineStalled, from_dict
+from mesh.pipeline.history import History, rows_of, slice_rows
+from mesh.pipeline.lines import Line
+from mesh.types import HopTiming, ModelId, RouteHop, WireDtype
+from mesh.wire.messages import (
+    Close,
+    Failure,
+    Message,
+    Open,
+    Opened,
+    Park,
+    Result,
+    Resume,
+    Step,
+    WireTensor,
+)
+
+logger = logging.getLogger(__name__)
+
+TIMED_STEPS = 512
+"""How many of the latest steps the percentiles of a hop are taken over."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTerms:
+    """What every hop of a generation is asked for."""
+
+    model_id: ModelId
+    weights_sha256: str
+    max_tokens: int
+    wire_dtype: WireDtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    position: int
+    rows: int
+    sent_at: float
+
+
+class Station:
+    """Sends steps to one hop and hands its answers on, in order.
+
+    `on_output(station, tensor)` gets new rows only; `on_lost(station)` is called once when the hop
+    has failed, with the reason in `error`.
+    """
+
+    def __init__(
+        self,
+        hop: RouteHop,
+        line: Line,
+        terms: SessionTerms,
+        on_output: Callable[[Station, WireTensor], None],
+        on_lost: Callable[[Station], None],
+    ) -> None:
+        self.hop = hop
+        self.history = History()
+        self.delivered = 0
+        self.error: MeshError | None = None
+        self._line = line
+        self._terms = terms
+        self._on_output = on_output
+        self._on_lost = on_lost
+        self._session = line.register(self)
+        self._opening: asyncio.Future[Opened] | None = None
+        self._steps = 0
+        self._pending: dict[int, _Pending] = {}
+        self._timings: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
+        self._steps_timed = 0
+
+    # Life
+
+    async def open(self, timeout_s: float) -> None:
+        """Ask for the session. Raises what the hop answers, LinkLost, PipelineStalled."""
+        layers = self.hop.layers
+        await self._ask(
+            Open(
+                self._session,
+                self._terms.model_id,
+                self._terms.weights_sha256,
+                layers.start,
+                layers.stop,
+                self._terms.max_tokens,
+                self._terms.wire_dtype,
+            ),
+            timeout_s,
+        )
+
+    def park(self) -> None:
+        """Keep the cache, give the stream back."""
+        self._line.send(Park(self._session))
+
+    async def resume(self, max_tokens: int, timeout_s: float) -> None:
+        """Take a stream again, with room for `max_tokens` positions in all."""
+        await self._ask(Resume(self._session, max_tokens), timeout_s)
+
+    def close(self) -> None:
+        """Free the session on the hop, if it can still be told."""
+        self._line.unregister(self._session)
+        if self._opening is not None and not self._opening.done():
+            self._opening.cancel()
+        if not self._line.is_closed:
+            self._line.send(Close(self._session))
+
+    # Data
+
+    def accept(self, tensor: WireTensor) -> None:
+        """The next rows of input: remember them and send them on their way."""
+        position = self.history.length
+        self.history.append(tensor)
+        if self.error is None:
+            self._send(position, tensor)
+
+    def replay(self, max_rows: int) -> None:
+        """Send the whole history again, to a fresh session, in pieces of at most `max_rows`."""
+        for position, tensor in self.history.chunks(max_rows):
+            if self.error is not None:
+                return
+            self._send(position, tensor)
+
+    def cut(self, position: int) -> None:
+        """Forget everything from `position` on; the next step makes the hop do the same."""
+        self.history.cut(position)
+        self.delivered = min(self.delivered, position)
+
+    # What the rest of the pipeline asks
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When the oldest unanswered step was sent (monotonic seconds); None when none is."""
+        return min((p.sent_at for p in self._pending.values()), default=None)
+
+    def timing(self) -> HopTiming:
+        """Percentiles over the latest steps, in milliseconds."""
+        totals = sorted(total for total, _ in self._timings)
+        computes = sorted(compute for _, compute in self._timings)
+        shard = self.hop.shard
+        return HopTiming(
+            shard_id=shard.shard_id,
+            node=shard.node_name,
+            layers=str(self.hop.layers),
+            steps=self._steps_timed,
+            p50_ms=_percentile(totals, 0.50),
+            p95_ms=_percentile(totals, 0.95),
+            compute_p50_ms=_percentile(computes, 0.50),
+        )
+
+    def fail(self, error: MeshError) -> None:
+        """Take the hop as lost from now on; reported once."""
+        if self.error is not None:
+            return
+        self.error = error
+        self._pending.clear()
+        if self._opening is not None and not self._opening.done():
+            self._opening.set_exception(error)
+        else:
+            self._on_lost(self)
+
+    # SessionReceiver
+
+    def message(self, message: Message) -> None:
+        """An answer of the hop."""
+        if isinstance(message, Result):
+            self._result(message)
+        elif isinstance(message, Opened):
+            if self._opening is not None and not self._opening.done():
+                self._opening.set_result(message)
+        elif isinstance(message, Failure):
+            self.fail(from_dict(message.error))
+
+    def lost(self, error: MeshError) -> None:
+        """The link is gone."""
+        self.fail(error)
+
+    # Private
+
+    async def _ask(self, question: Open | Resume, timeout_s: float) -> None:
+        self._opening = asyncio.get_running_loop().create_future()
+        try:
+            self._line.send(question)
+            async with asyncio.timeout(timeout_s):
+                await self._opening
+        except TimeoutError:
+            raise PipelineStalled(
+                f"{self.hop.shard.node_name} did not open {self.hop.shard.shard_id} "
+                f"within {timeout_s:g} s.",
+                fix="Another shard is tried; see `hearthnet peers` for its state.",
+            ) from None
+        finally:
+            self._opening = None
+
+    def _send(self, position: int, tensor: WireTensor) -> None:
+        self._steps += 1
+        self._pending[self._steps] = _Pending(position, rows_of(tensor), time.monotonic())
+        try:
+            self._line.send(Step(self._session, self._steps, position, tensor))
+        except LinkLost as error:
+            self.fail(error)
+
+    def _result(self, result: Result) -> None:
+        pending = self._pending.pop(result.step, None)
+        if pending is None or self.error is not None:
+            return  # the answer to a step of before a cut, or of a hop already given up
+        if rows_of(result.tensor) != pending.rows or len(result.tensor.shape) != 3:
+            shape = result.tensor.shape
+            self.fail(
+                BadFrame(
+                    f"{self.hop.shard.node_name} answered {pending.rows} rows with shape {shape}.",
+                    fix="Update it; another shard is tried.",
+                )
+            )
+            return
+        elapsed_ms = (time.monotonic() - pending.sent_at) * 1e3
+        self._timings.append((elapsed_ms, result.compute_us / 1e3))
+        self._steps_timed += 1
+        end = pending.position + pending.rows
+        fresh = end - self.delivered
+        if fresh <= 0:
+            return
+        if fresh > pending.rows:
+            self.fail(BadFrame("answers arrived out of order.", fix="Another shard is tried."))
+            return
+        self.delivered = end
+        self._on_output(self, slice_rows(result.tensor, pending.rows - fresh, pending.rows))
+
+
+def _percentile(ordered: list[float], share: float) -> float:
+    if not ordered:
+        return 0.0
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

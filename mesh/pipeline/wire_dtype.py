@@ -1,0 +1,106 @@
+"""Finds out how narrow a model's activations may travel, once per checkpoint.
+
+fp16 halves the traffic of fp32 but not every model survives it: some overflow it, some change their
+most likely token. So fixed prompts are run over the real hops with each candidate and compared with
+fp32; the narrowest that changes nothing but rounding is kept with the checkpoint's hash.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from mesh.pipeline.model import AskerModel
+from mesh.pipeline.passage import Passage
+from mesh.pipeline.sessions import Sessions
+from mesh.pipeline.station import SessionTerms
+from mesh.routing.router import ShardRouter
+from mesh.types import WireDtype
+
+PROMPTS = 3
+PROMPT_ROWS = 12
+MAX_RELATIVE_ERROR = 1e-2
+"""Of the logits, as the ratio of norms. Rounding to fp16 costs about 1e-3, to bf16 about 1e-2 only
+where the hops compute more precisely than bf16 themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireVerdict:
+    """The dtype to use and what was seen of each candidate, in words a person can read."""
+
+    dtype: WireDtype
+    reason: str
+
+
+async def probe(model: AskerModel, sessions: Sessions, router: ShardRouter) -> WireVerdict:
+    """Compare candidates with fp32 over the hops there are now. Raises as a generation would."""
+    reference, _ = await _logits(model, sessions, router, WireDtype.FP32)
+    seen: list[str] = []
+    for candidate in (WireDtype.FP16, WireDtype.BF16):
+        logits, widened = await _logits(model, sessions, router, candidate)
+        fault, error = _compare(reference, logits, widened)
+        seen.append(f"{candidate}: {fault or 'fine'} (relative error {error:.1e})")
+        if not fault:
+            return WireVerdict(candidate, "; ".join(seen))
+    return WireVerdict(WireDtype.FP32, "; ".join(seen))
+
+
+def read_verdict(cache_dir: Path, weights_sha256: str) -> WireVerdict | None:
+    """What an earlier probe of this checkpoint found; None when there was none."""
+    try:
+        fields = json.loads(_path(cache_dir, weights_sha256).read_text(encoding="utf-8"))
+        return WireVerdict(WireDtype(fields["dtype"]), str(fields["reason"]))
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None  # absent or from another version: probing again costs little
+
+
+def write_verdict(cache_dir: Path, weights_sha256: str, verdict: WireVerdict) -> None:
+    """Keep a verdict for the next start."""
+    path = _path(cache_dir, weights_sha256)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(asdict(verdict)), encoding="utf-8")
+    draft.replace(path)
+
+
+async def _logits(
+    model: AskerModel, sessions: Sessions, router: ShardRouter, dtype: WireDtype
+) -> tuple[torch.Tensor, int]:
+    """(prompts, vocab) last-row logits in fp32, and how many tensors overflowed."""
+    rows: list[torch.Tensor] = []
+    widened = 0
+    for number in range(PROMPTS):
+        ids = [
+            (7919 * (number * PROMPT_ROWS + i + 1)) % model.vocab_size for i in range(PROMPT_ROWS)
+        ]
+        terms = SessionTerms(model.model_id, model.weights_sha256, PROMPT_ROWS, dtype)
+        session = await sessions.open_fresh(terms, model.total_layers)
+        try:
+            passage = Passage(model, session, router, max_failovers=1)
+            async for _ in passage.advance(ids):
+                pass  # a hop that is lost here is replaced as in any generation
+            rows.append(passage.logits.float())
+            widened += session.chain.widened
+        finally:
+            sessions.release(session, keep=False)
+    return torch.stack(rows), widened
+
+
+def _compare(reference: torch.Tensor, logits: torch.Tensor, widened: int) -> tuple[str, float]:
+    error = float((logits - reference).norm() / reference.norm().clamp_min(1e-12))
+    if widened:
+        return f"{widened} tensors overflow", error
+    if not error <= MAX_RELATIVE_ERROR:
+        return "too coarse", error
+    best = reference.topk(2, dim=-1).values
+    spread = (reference.amax(-1) - reference.amin(-1)).clamp_min(1e-12)
+    clear = (best[:, 0] - best[:, 1]) / spread > MAX_RELATIVE_ERROR
+    flipped = (reference.argmax(-1) != logits.argmax(-1)) & clear
+    return ("changes the most likely token" if bool(flipped.any()) else ""), error
+
+
+def _path(cache_dir: Path, weights_sha256: str) -> Path:
+    return cache_dir / "wire-dtype" / f"{weights_sha256}.json"
