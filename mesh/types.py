@@ -247,6 +247,7 @@ class Done:
     first_token_ms: float
     tokens_per_second: float
     hops: tuple[HopTiming, ...]
+    construct_ms: float = 0.0
     type: str = "done"
 
 

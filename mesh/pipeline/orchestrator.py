@@ -7,7 +7,8 @@ and embeds again. This module knows nothing of sockets, HTTP or processes.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 
 from mesh.errors import BadRequest, ContextTooLong
 from mesh.pipeline.answer import Answer
@@ -41,7 +42,7 @@ class PipelineOrchestrator:
         self._max_failovers = max_failovers
         self.wire_dtype = wire_dtype
 
-    async def chat(self, request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+    async def chat(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         """Token by token to the end; `Done` is last. Closing the iterator frees every hop.
 
         Raises:
@@ -58,6 +59,8 @@ class PipelineOrchestrator:
             request.wire_dtype or self.wire_dtype,
         )
         session = await self._sessions.acquire(prompt, terms, self._model.total_layers)
+        constructed = time.monotonic()
+        session.request_id = request.request_id
         cached = len(session.token_ids)
         finished = False
         try:
@@ -74,7 +77,8 @@ class PipelineOrchestrator:
             finished = True
         finally:
             self._sessions.release(session, keep=finished)
-        yield self._done(prompt, cached, passage, answer)
+        done = self._done(prompt, cached, passage, answer)
+        yield replace(done, construct_ms=(constructed - started) * 1e3)
 
     def _token_limit(self, prompt: Sequence[int], wanted: int | None) -> int:
         """How many new tokens this request may get; refuses rather than cuts."""

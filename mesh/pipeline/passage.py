@@ -6,7 +6,7 @@ wait goes on where it was: the caller only sees notices of it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import torch
 
@@ -39,7 +39,6 @@ class Passage:
     def __init__(
         self, model: AskerModel, session: GenerationSession, router: ShardRouter, max_failovers: int
     ) -> None:
-        self.failovers = 0
         self.logits = torch.empty(0)
         self._ends = model.ends
         self._rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * model.hidden_size)))
@@ -53,11 +52,16 @@ class Passage:
         """The hops as they are now."""
         return self._session.pipeline.hops
 
+    @property
+    def failovers(self) -> int:
+        """How many hops were replaced so far."""
+        return self._session.failovers
+
     def timings(self) -> tuple[HopTiming, ...]:
         """Percentiles per hop."""
         return tuple(station.timing() for station in self._session.chain.stations)
 
-    async def advance(self, ids: Sequence[int]) -> AsyncIterator[StreamFrame]:
+    async def advance(self, ids: Sequence[int]) -> AsyncGenerator[StreamFrame, None]:
         """Feed `ids` after what the session holds and set `logits`; yields notices only.
 
         Chunks follow each other through the hops. At most one more than there are hops is on its
@@ -79,7 +83,7 @@ class Passage:
         row = await session.chain.output(len(session.token_ids))
         self.logits = self._ends.logits(from_wire(row))[0, -1]
 
-    async def _reach(self, position: int) -> AsyncIterator[StreamFrame]:
+    async def _reach(self, position: int) -> AsyncGenerator[StreamFrame, None]:
         while True:
             try:
                 await self._session.chain.output(position)
@@ -90,15 +94,15 @@ class Passage:
             else:
                 return
 
-    async def _recover(self, lost: HopLost) -> AsyncIterator[StreamFrame]:
+    async def _recover(self, lost: HopLost) -> AsyncGenerator[StreamFrame, None]:
         """Replace a lost hop, or raise what makes that impossible."""
         shard = lost.hop.shard
         while True:
             yield ShardStatus(shard.shard_id, shard.node_name, "degraded", str(lost.error))
             self._excluded.add(key_of(shard))
-            self.failovers += 1
+            self._session.failovers += 1
             try:
-                if self.failovers > self._max_failovers:
+                if self._session.failovers > self._max_failovers:
                     raise lost.error
                 hops = self._router.repick(self._session.pipeline, lost.index, self._excluded)
                 await self._session.chain.replace(lost.index, hops, self._rows)

@@ -37,7 +37,8 @@ class GenerationSession:
 
     chain: Chain
     pipeline: Pipeline
-    capacity: int
+    request_id: str = ""
+    failovers: int = 0
     token_ids: list[int] = field(default_factory=list)
     parked_at: float = 0.0
 
@@ -89,7 +90,7 @@ class Sessions:
                 session.chain.close()
                 raise
             else:
-                session.capacity = terms.max_tokens
+                session.failovers = 0
                 session.chain.cut(common)
                 del session.token_ids[common:]
                 return self._register(session)
@@ -114,13 +115,17 @@ class Sessions:
         self._parked.append(session)
         self._trim()
 
+    def known(self) -> list[GenerationSession]:
+        """Live and parked sessions."""
+        return [*self.live.values(), *self._parked]
+
     def expire(self) -> None:
         """Drop what was parked too long; called now and then."""
         self._trim()
 
     async def close(self) -> None:
         """Free everything."""
-        for session in [*self._parked, *self.live.values()]:
+        for session in self.known():
             session.chain.close()
         self._parked.clear()
         self.live.clear()
@@ -153,7 +158,7 @@ class Sessions:
                 logger.info("shard=%s refused: %s", lost.hop.shard.shard_id, lost.error)
                 last = lost.error
                 continue
-            return GenerationSession(chain, pipeline, terms.max_tokens)
+            return GenerationSession(chain, pipeline)
         raise last
 
     def _take_parked(

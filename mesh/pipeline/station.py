@@ -84,6 +84,7 @@ class Station:
         self._pending: dict[int, _Pending] = {}
         self._timings: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
         self._steps_timed = 0
+        self._unreported: deque[float] = deque(maxlen=TIMED_STEPS)
 
     # Life
 
@@ -162,6 +163,12 @@ class Station:
             compute_p50_ms=_percentile(computes, 0.50),
         )
 
+    def take_latencies(self) -> list[float]:
+        """Milliseconds of the steps since the last call, at most `TIMED_STEPS` of them."""
+        latencies = list(self._unreported)
+        self._unreported.clear()
+        return latencies
+
     def fail(self, error: MeshError) -> None:
         """Take the hop as lost from now on; reported once."""
         if self.error is not None:
@@ -229,6 +236,7 @@ class Station:
             return
         elapsed_ms = (time.monotonic() - pending.sent_at) * 1e3
         self._timings.append((elapsed_ms, result.compute_us / 1e3))
+        self._unreported.append(elapsed_ms)
         self._steps_timed += 1
         end = pending.position + pending.rows
         fresh = end - self.delivered

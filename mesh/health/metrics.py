@@ -1,0 +1,99 @@
+"""What Prometheus reads. The first six carry the mesh specification's names (section 5.10).
+
+Labels are shard ids and node names only, so that their number stays small.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+
+from mesh.types import Done, PipelineAborted, ShardFailover, StreamFrame, TokenDelta
+
+_MS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 30000)
+_STEP_BUCKETS = (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 200, 500, 1000, 5000)
+_RATE_BUCKETS = (0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_PREFIX = "distributed_inference_"
+
+
+class Metrics:
+    """All series of one node, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        registry = self._registry
+        self._construct = Histogram(
+            _PREFIX + "pipeline_construct_ms",
+            "Time to pick a route and open its hops.",
+            buckets=_MS_BUCKETS,
+            registry=registry,
+        )
+        self._first_token = Histogram(
+            _PREFIX + "first_token_ms",
+            "From the request to its first token.",
+            buckets=_MS_BUCKETS,
+            registry=registry,
+        )
+        self._rate = Histogram(
+            _PREFIX + "tokens_per_second",
+            "Decode rate of one generation, after its first token.",
+            buckets=_RATE_BUCKETS,
+            registry=registry,
+        )
+        self._shard_latency = Histogram(
+            _PREFIX + "shard_latency_ms",
+            "From sending a step to having its result, per shard.",
+            ["shard_id"],
+            buckets=_STEP_BUCKETS,
+            registry=registry,
+        )
+        self._failovers = Counter(
+            _PREFIX + "failovers", "Hops replaced during a generation.", registry=registry
+        )
+        self._fallbacks = Counter(
+            _PREFIX + "fallback_to_local",
+            "Generations that went on at home after the mesh failed them.",
+            registry=registry,
+        )
+        self._tokens = Counter("hearthnet_tokens", "Tokens generated.", registry=registry)
+        self._aborted = Counter(
+            "hearthnet_pipelines_aborted", "Pipelines nobody could repair.", registry=registry
+        )
+        self._peers = Gauge("hearthnet_peers_up", "Peers with a live link.", registry=registry)
+
+    def frame(self, frame: StreamFrame) -> None:
+        """Count one frame of a generation."""
+        match frame:
+            case TokenDelta():
+                self._tokens.inc(len(frame.token_ids))
+            case ShardFailover():
+                self._failovers.inc()
+            case PipelineAborted():
+                self._aborted.inc()
+            case Done():
+                self._construct.observe(frame.construct_ms)
+                self._first_token.observe(frame.first_token_ms)
+                if frame.tokens_per_second:
+                    self._rate.observe(frame.tokens_per_second)
+                if frame.fallback:
+                    self._fallbacks.inc()
+
+    def latencies(self, shards: dict[str, list[float]]) -> None:
+        """Steps' milliseconds per shard id."""
+        for shard_id, values in shards.items():
+            series = self._shard_latency.labels(shard_id=shard_id)
+            for value in values:
+                series.observe(value)
+
+    def peers(self, up: int) -> None:
+        """How many peers are linked now."""
+        self._peers.set(up)
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        return generate_latest(self._registry)

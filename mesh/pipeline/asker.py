@@ -1,0 +1,256 @@
+"""The daemon's side of the asker processes: one per model, started, watched, started again.
+
+Passes requests to the right process and its frames on to whoever reads them. Computes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mesh.errors import (
+    Busy,
+    ExperimentalDisabled,
+    InternalError,
+    LinkLost,
+    MeshError,
+    ModelNotFound,
+    from_dict,
+)
+from mesh.pipeline.frames import decode_frame, encode_request
+from mesh.supervise import ChannelMessage, Child
+from mesh.types import GenerationRequest, ModelId, StreamFrame
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 5.0
+RESTART_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+CREDIT_BATCH = 16
+MAX_WAITING_FRAMES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class AskerSpec:
+    """What an asker process is told at its start."""
+
+    model_id: ModelId
+    model: dict[str, Any]
+    hello: dict[str, Any]
+    settings: dict[str, Any]
+
+
+ShardList = Callable[[ModelId], list[dict[str, Any]]]
+"""The shards of a model that may be routed to now, encoded by `mesh.discovery.advertisement`."""
+
+
+class AskerProcess:
+    """One model's asker: runs it, restarts it after a crash, multiplexes its generations."""
+
+    def __init__(
+        self,
+        spec: AskerSpec,
+        shards: ShardList,
+        on_change: Callable[[], None],
+        on_latencies: Callable[[dict[str, list[float]]], None],
+    ) -> None:
+        self.spec = spec
+        self.reasons: list[str] = []
+        self.generations: list[dict[str, Any]] = []
+        self.error: MeshError | None = None
+        self._shards = shards
+        self._on_change = on_change
+        self._on_latencies = on_latencies
+        self._child: Child | None = None
+        self._ready = asyncio.Event()
+        self._gone = asyncio.Event()
+        self._streams: dict[str, asyncio.Queue[ChannelMessage]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to run; `wait_ready` tells when it can answer."""
+        self._task = asyncio.create_task(self._keep_running(), name=f"asker {self.spec.model_id}")
+
+    async def wait_ready(self) -> None:
+        """Until the ends are loaded. Raises what loading raised, or InternalError after long."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self._ready.wait()
+        except TimeoutError:
+            raise InternalError(
+                f"the asker of {self.spec.model_id} did not start in {START_TIMEOUT_S:g} s.",
+                fix="See `hearthnet logs`.",
+            ) from None
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are answered now."""
+        return self._ready.is_set() and self.error is None
+
+    async def stop(self) -> None:
+        """End the process and wait for it."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def push_shards(self) -> None:
+        """Tell the process who serves what now."""
+        self._tell({"op": "shards", "shards": self._shards(self.spec.model_id)})
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
+        """The frames of one generation; closing the generator cancels it on every hop."""
+        await self.wait_ready()
+        # The process may be ahead by its credits only, so the queue never gets full.
+        queue: asyncio.Queue[ChannelMessage] = asyncio.Queue(maxsize=MAX_WAITING_FRAMES)
+        key = request.request_id
+        self._streams[key] = queue
+        taken = 0
+        ended = False
+        try:
+            self._tell({"op": "generate", "id": key, "request": encode_request(request)})
+            while True:
+                message = await queue.get()
+                if message["op"] == "end":
+                    ended = True
+                    return
+                if message["op"] == "error":
+                    ended = True
+                    raise from_dict(message["error"])
+                yield decode_frame(message["frame"])
+                taken += 1
+                if taken % CREDIT_BATCH == 0:
+                    self._tell({"op": "credit", "id": key, "frames": CREDIT_BATCH})
+        finally:
+            self._streams.pop(key, None)
+            if not ended:
+                self._tell({"op": "cancel", "id": key})
+
+    # Private
+
+    async def _keep_running(self) -> None:
+        failures = 0
+        while True:
+            self._gone.clear()
+            started = asyncio.get_running_loop().time()
+            try:
+                await self._start_child()
+                await self._gone.wait()
+            finally:
+                await self._end_child()
+            if asyncio.get_running_loop().time() - started > 60:
+                failures = 0
+            delay = RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S) - 1)]
+            failures += 1
+            logger.error("asker=%s ended; starting again in %g s", self.spec.model_id, delay)
+            await asyncio.sleep(delay)
+
+    async def _start_child(self) -> None:
+        self._child = await Child.start(
+            "mesh.pipeline.engine_process",
+            name=f"asker {self.spec.model_id}",
+            on_message=self._message,
+            on_closed=self._gone.set,
+        )
+        self._tell(
+            {
+                "op": "start",
+                "model": self.spec.model,
+                "hello": self.spec.hello,
+                "settings": self.spec.settings,
+                "shards": self._shards(self.spec.model_id),
+            }
+        )
+
+    async def _end_child(self) -> None:
+        self._ready.clear()
+        child, self._child = self._child, None
+        if child is not None:
+            await child.stop(STOP_TIMEOUT_S)
+        lost = InternalError("the asker process ended.", fix="Ask again; it is started anew.")
+        for queue in self._streams.values():
+            queue.put_nowait({"op": "error", "error": lost.to_dict()})
+        self.generations = []
+        self._on_change()
+
+    def _message(self, message: ChannelMessage) -> None:
+        match message["op"]:
+            case "ready":
+                self.reasons, self.error = message["reasons"], None
+                self._ready.set()
+                self._on_change()
+            case "failed":
+                self.error = from_dict(message["error"])
+                self._ready.set()
+                self._on_change()
+            case "generations":
+                self.generations = message["generations"]
+            case "latencies":
+                self._on_latencies(message["shards"])
+            case "frame" | "error" | "end":
+                queue = self._streams.get(message["id"])
+                if queue is not None:
+                    queue.put_nowait(message)
+
+    def _tell(self, message: ChannelMessage) -> None:
+        if self._child is not None:
+            # A process that just ended is started again, and then told everything anew.
+            with contextlib.suppress(LinkLost):
+                self._child.channel.send(message)
+
+
+class Askers:
+    """All askers of a node: the HTTP API's `mesh.api.services.Generations`."""
+
+    def __init__(
+        self,
+        askers: dict[ModelId, AskerProcess],
+        *,
+        max_concurrent: int,
+        why_disabled: Callable[[], str | None],
+        on_frame: Callable[[StreamFrame], None],
+    ) -> None:
+        self._askers = askers
+        self._max_concurrent = max_concurrent
+        self._why_disabled = why_disabled
+        self._on_frame = on_frame
+        self._running = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
+        """Frames of a generation, `Done` last.
+
+        Raises:
+            ModelNotFound: this node has no ends of the model.
+            Busy: `max_concurrent_pipelines` generations run already.
+            ExperimentalDisabled: distributed inference is switched off here.
+        """
+        asker = self._askers.get(request.model)
+        if asker is None:
+            known = ", ".join(sorted(self._askers)) or "none"
+            raise ModelNotFound(
+                f"this node cannot ask for {request.model!r}; it can ask for: {known}.",
+                fix="Start it with `--model PATH=ID` (and `--layers none` to hold no layers).",
+                param="model",
+            )
+        disabled = self._why_disabled()
+        if disabled is not None:
+            raise ExperimentalDisabled(disabled, fix="Set research.distributed_inference.enabled.")
+        if self._running >= self._max_concurrent:
+            raise Busy(
+                f"{self._running} generations run here already, the limit.",
+                fix="Wait for one to end, or raise max_concurrent_pipelines.",
+            )
+        self._running += 1
+        try:
+            async with contextlib.aclosing(asker.generate(request)) as frames:
+                async for frame in frames:
+                    self._on_frame(frame)
+                    yield frame
+        finally:
+            self._running -= 1

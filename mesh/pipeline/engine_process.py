@@ -1,0 +1,220 @@
+"""The process of one model's asker: commands from the daemon in, frames out.
+
+Started by `mesh.pipeline.asker` as ``python -m mesh.pipeline.engine_process``. Commands: ``start``,
+``shards``, ``generate``, ``credit``, ``cancel``, ``stop``. Answers: ``ready`` or ``failed``, then
+``frame``, ``end`` or ``error`` per generation, and ``generations`` when the live ones change. It
+opens no port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mesh.errors import InternalError, LinkLost, MeshError, PipelineStalled
+from mesh.models.load import load_ends
+from mesh.models.manifest import read_manifest
+from mesh.models.tokenizer import ModelText
+from mesh.pipeline.engine import Engine, EngineSettings
+from mesh.pipeline.frames import decode_request, encode_frame
+from mesh.pipeline.model import AskerModel
+from mesh.pipeline.sessions import expire_regularly
+from mesh.shard.device import choose_device, choose_dtype, choose_threads
+from mesh.supervise import Channel, ChannelMessage, attach_to_parent
+from mesh.types import ModelId, StreamFrame
+from mesh.wire.messages import Hello
+
+logger = logging.getLogger(__name__)
+
+FRAME_CREDITS = 64
+"""Frames a generation may be ahead of whoever reads its stream."""
+
+CONSUMER_TIMEOUT_S = 300.0
+EXPIRY_TICK_S = 5.0
+REPORT_TICK_S = 0.5
+
+
+@dataclass(slots=True)
+class _Reader:
+    """How many frames a generation may still send, and the task that runs it."""
+
+    credits: int = FRAME_CREDITS
+    refilled: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    async def take(self) -> None:
+        """One frame's credit. Raises PipelineStalled when the reader takes nothing for long."""
+        while self.credits <= 0:
+            self.refilled.clear()
+            try:
+                async with asyncio.timeout(CONSUMER_TIMEOUT_S):
+                    await self.refilled.wait()
+            except TimeoutError:
+                raise PipelineStalled(
+                    f"nobody read the stream for {CONSUMER_TIMEOUT_S:g} s.", fix="Ask again."
+                ) from None
+        self.credits -= 1
+
+
+class EngineProcess:
+    """Turns the daemon's commands into calls of an `Engine`."""
+
+    def __init__(self) -> None:
+        self._channel: Channel | None = None
+        self._engine: Engine | None = None
+        self._readers: dict[str, _Reader] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._reported: list[dict[str, Any]] = []
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until the daemon says stop or is gone."""
+        self._channel = await attach_to_parent(self._command)
+        await self._stopped.wait()
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if self._engine is not None:
+            await self._engine.sessions.close()
+
+    def _command(self, message: ChannelMessage) -> None:
+        match message["op"]:
+            case "start":
+                self._spawn(self._start(message), "start")
+            case "shards" if self._engine is not None:
+                self._engine.shards.replace(message["shards"])
+            case "generate":
+                self._generate(message["id"], message["request"])
+            case "credit":
+                reader = self._readers.get(message["id"])
+                if reader is not None:
+                    reader.credits += message["frames"]
+                    reader.refilled.set()
+            case "cancel":
+                reader = self._readers.get(message["id"])
+                if reader is not None and reader.task is not None:
+                    reader.task.cancel()
+            case "stop":
+                self._stopped.set()
+
+    async def _start(self, message: ChannelMessage) -> None:
+        try:
+            settings = EngineSettings(**message["settings"])
+            model, reasons = await asyncio.to_thread(_load, message["model"], settings)
+        except MeshError as error:
+            self._send({"op": "failed", "error": error.to_dict()})
+            return
+        self._engine = Engine(model, Hello(**message["hello"]), settings)
+        self._engine.shards.replace(message["shards"])
+        self._spawn(self._engine.watch_stalls(), "watch stalls")
+        self._spawn(expire_regularly(self._engine.sessions, EXPIRY_TICK_S), "expire parked")
+        self._spawn(self._report(), "report generations")
+        self._send({"op": "ready", "reasons": reasons})
+
+    def _generate(self, request_id: str, fields: dict[str, Any]) -> None:
+        if self._engine is None:
+            error = InternalError("the asker is not started.", fix="Report this as a bug.")
+            self._send({"op": "error", "id": request_id, "error": error.to_dict()})
+            return
+        reader = self._readers[request_id] = _Reader()
+        frames = self._engine.chat(decode_request(fields))
+        reader.task = self._spawn(self._run(request_id, frames, reader), f"generate {request_id}")
+
+    async def _run(
+        self, request_id: str, frames: AsyncGenerator[StreamFrame, None], reader: _Reader
+    ) -> None:
+        error: MeshError | None = None
+        try:
+            async with contextlib.aclosing(frames):
+                async for frame in frames:
+                    await self._pass_on(request_id, frame, reader)
+        except MeshError as raised:
+            error = raised
+        except Exception as raised:
+            logger.exception("request=%s failed", request_id)
+            error = InternalError(f"{type(raised).__name__}: {raised}.", fix="See the log.")
+            raise
+        finally:
+            del self._readers[request_id]
+            ending: ChannelMessage = {"op": "end", "id": request_id}
+            if error is not None:
+                ending = {"op": "error", "id": request_id, "error": error.to_dict()}
+            self._send(ending)
+            self._send_generations()
+
+    async def _pass_on(self, request_id: str, frame: StreamFrame, reader: _Reader) -> None:
+        await reader.take()
+        self._send({"op": "frame", "id": request_id, "frame": encode_frame(frame)})
+
+    async def _report(self) -> None:
+        while True:
+            self._send_generations()
+            latencies = self._engine.take_latencies() if self._engine is not None else {}
+            if latencies:
+                self._send({"op": "latencies", "shards": latencies})
+            await asyncio.sleep(REPORT_TICK_S)
+
+    def _send_generations(self) -> None:
+        live = self._engine.generations() if self._engine is not None else []
+        if live != self._reported:
+            self._reported = live
+            self._send({"op": "generations", "generations": live})
+
+    def _send(self, message: ChannelMessage) -> None:
+        if self._channel is not None:
+            # Without the daemon there is nobody left to tell; the process is about to end.
+            with contextlib.suppress(LinkLost):
+                self._channel.send(message)
+
+    def _spawn(self, coroutine: Any, name: str) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(coroutine, name=name)
+        self._background.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("task=%s ended: %s", task.get_name(), error)
+
+
+def _load(model: dict[str, Any], settings: EngineSettings) -> tuple[AskerModel, list[str]]:
+    """Load the ends and the tokenizer; blocking, so it runs in a thread."""
+    directory = Path(model["directory"])
+    manifest = read_manifest(
+        directory, model_id=ModelId(model["model_id"]), cache_dir=Path(settings.cache_dir)
+    )
+    device = choose_device(settings.device)
+    dtype = choose_dtype(settings.dtype, manifest.dtype, device.value)
+    threads = choose_threads(settings.threads, device.value)
+    torch.set_num_threads(threads.value)
+    ends = load_ends(manifest, dtype=dtype.value, device=device.value)
+    asker = AskerModel(
+        model_id=manifest.model_id,
+        weights_sha256=manifest.weights_sha256,
+        total_layers=manifest.total_layers,
+        hidden_size=manifest.hidden_size,
+        vocab_size=manifest.vocab_size,
+        max_positions=manifest.max_positions,
+        ends=ends,
+        text=ModelText(manifest),
+    )
+    return asker, [device.reason, dtype.reason, threads.reason]
+
+
+def main() -> None:
+    """Run until told to stop or until the daemon is gone."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    torch.set_grad_enabled(False)
+    asyncio.run(EngineProcess().run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""The daemon's side of the shard process: starts it, tells it what to load, hears how it is doing.
+
+One process serves all shards of one device (`mesh.shard.host`). A crash of it is those shards'
+failure, not the node's: it is started again and loads the same shards. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from mesh.errors import InternalError, LinkLost, MeshError, from_dict
+from mesh.supervise import ChannelMessage, Child
+from mesh.types import (
+    Endpoint,
+    LayerRange,
+    ModelId,
+    NodeId,
+    ShardDescriptor,
+    ShardHealth,
+    ShardId,
+    shard_id,
+)
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 5.0
+RESTART_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpec:
+    """The ``start`` command of the process and the ``load`` commands that follow it."""
+
+    start: dict[str, Any]
+    shards: tuple[dict[str, Any], ...]
+
+
+@dataclass(slots=True)
+class HostedShard:
+    """One shard of this node: what is advertised of it and what loading it took."""
+
+    descriptor: ShardDescriptor
+    health: ShardHealth
+    facts: dict[str, Any]
+
+
+class ShardHost:
+    """Runs the shard process and keeps the list of what it serves."""
+
+    def __init__(self, spec: HostSpec, on_change: Callable[[], None]) -> None:
+        self.spec = spec
+        self.shards: dict[ShardId, HostedShard] = {}
+        self.failed: dict[ShardId, MeshError] = {}
+        self.reasons: list[str] = []
+        self.port: int | None = None
+        self._on_change = on_change
+        self._child: Child | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._gone = asyncio.Event()
+        self._settled = asyncio.Event()
+
+    def start(self) -> None:
+        """Begin to run; `wait_settled` tells when every shard has loaded or failed."""
+        self._task = asyncio.create_task(self._keep_running(), name="shard host")
+
+    async def wait_settled(self) -> None:
+        """Until every shard has loaded or failed. Raises the first failure."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S + LOAD_TIMEOUT_S):
+                await self._settled.wait()
+        except TimeoutError:
+            raise InternalError("the shards did not load in time.", fix="See the log.") from None
+        for error in self.failed.values():
+            raise error
+
+    async def stop(self) -> None:
+        """End the process and wait for it."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    # Private
+
+    async def _keep_running(self) -> None:
+        failures = 0
+        while True:
+            self._gone.clear()
+            started = asyncio.get_running_loop().time()
+            try:
+                await self._start_child()
+                await self._gone.wait()
+            finally:
+                await self._end_child()
+            if asyncio.get_running_loop().time() - started > 60:
+                failures = 0
+            delay = RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S) - 1)]
+            failures += 1
+            logger.error("the shard process ended; starting again in %g s", delay)
+            await asyncio.sleep(delay)
+
+    async def _start_child(self) -> None:
+        self._child = await Child.start(
+            "mesh.shard.host", name="shards", on_message=self._message, on_closed=self._gone.set
+        )
+        start = dict(self.spec.start)
+        if self.port is not None:
+            # Peers know the old endpoint; coming back on it spares them an advertisement.
+            start["listen_port"] = self.port
+        self._tell({"op": "start", **start})
+
+    async def _end_child(self) -> None:
+        child, self._child = self._child, None
+        self.shards.clear()
+        self._on_change()
+        if child is not None:
+            await child.stop(STOP_TIMEOUT_S)
+
+    def _message(self, message: ChannelMessage) -> None:
+        match message["op"]:
+            case "listening":
+                self.port = message["port"]
+                self.reasons = message["reasons"]
+                for shard in self.spec.shards:
+                    self._tell({"op": "load", "shard": shard})
+                self._note_settled()
+            case "loaded":
+                hosted = _hosted(message)
+                self.shards[hosted.descriptor.shard_id] = hosted
+                self.failed.pop(hosted.descriptor.shard_id, None)
+                self._note_settled()
+            case "failed":
+                self._failed(message)
+            case "health":
+                for fields in message["shards"]:
+                    self._health(fields)
+
+    def _failed(self, message: ChannelMessage) -> None:
+        error = from_dict(message["error"])
+        shard = message.get("shard")
+        if shard is None:
+            names = [_id_of(wanted) for wanted in self.spec.shards]
+        else:
+            names = [_id_of(shard)]
+        for name in names:
+            self.failed[name] = error
+            logger.error("shard=%s failed: %s", name, error)
+        self._note_settled()
+
+    def _health(self, fields: dict[str, Any]) -> None:
+        hosted = self.shards.get(fields["shard_id"])
+        if hosted is None:
+            return
+        hosted.health = ShardHealth(
+            shard_id=hosted.descriptor.shard_id,
+            online=fields["online"],
+            last_seen=datetime.now(UTC),
+            p50_latency_ms=fields["p50_latency_ms"],
+            p95_latency_ms=fields["p95_latency_ms"],
+            queue_depth=fields["queue_depth"],
+            active_streams=fields["active_streams"],
+        )
+        hosted.facts.update(fields)
+
+    def _note_settled(self) -> None:
+        if len(self.shards) + len(self.failed) >= len(self.spec.shards):
+            self._settled.set()
+        self._on_change()
+
+    def _tell(self, message: ChannelMessage) -> None:
+        if self._child is not None:
+            with contextlib.suppress(LinkLost):
+                self._child.channel.send(message)
+
+
+def _id_of(shard: dict[str, Any]) -> ShardId:
+    return shard_id(ModelId(shard["model_id"]), LayerRange.parse(shard["layers"]))
+
+
+def _hosted(message: ChannelMessage) -> HostedShard:
+    fields = dict(message["descriptor"])
+    layers = LayerRange.parse(fields["layer_range"])
+    descriptor = ShardDescriptor(
+        shard_id=ShardId(fields["shard_id"]),
+        model_id=ModelId(fields["model_id"]),
+        weights_sha256=fields["weights_sha256"],
+        layer_range=layers,
+        total_layers=fields["total_layers"],
+        vram_required_mb=fields["vram_required_mb"],
+        max_concurrent_streams=fields["max_concurrent_streams"],
+        host=NodeId(fields["host"]),
+        node_name=fields["node_name"],
+        endpoint=Endpoint(fields["endpoint"]),
+        dtype=fields["dtype"],
+        determinism_class=fields["determinism_class"],
+        advertised_at=datetime.now(UTC),
+    )
+    health = ShardHealth(descriptor.shard_id, True, datetime.now(UTC), 0.0, 0.0, 0, 0)
+    facts: dict[str, Any] = {
+        key: message[key] for key in ("bytes_read", "load_ms", "reasons") if key in message
+    }
+    return HostedShard(descriptor, health, facts)
