@@ -1,0 +1,186 @@
+"""The greedy cover, against the mesh specification's rule and its own example."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesh.errors import NoRoute, WeightsMismatch
+from mesh.routing.cover import Candidate, CoverRules, greedy_cover, key_of, missing_layers
+from mesh.routing.router import ShardRouter
+from mesh.types import (
+    Endpoint,
+    LayerRange,
+    ModelId,
+    NodeId,
+    ShardDescriptor,
+    shard_id,
+)
+
+MODEL = ModelId("m")
+RULES = CoverRules()
+
+
+def shard(
+    layers: str,
+    node: str = "",
+    *,
+    queue: int = 0,
+    streams: int = 4,
+    weights: str = "a" * 64,
+    is_self: bool = False,
+    hop_weight: float = 1.0,
+) -> Candidate:
+    span = LayerRange.parse(layers)
+    name = node or f"node-{layers}"
+    descriptor = ShardDescriptor(
+        shard_id(MODEL, span), MODEL, weights, span, 16, 100, 4, NodeId(name), name,
+        Endpoint("ws://127.0.0.1:1"), "fp32", "cpu", datetime.now(UTC),
+    )  # fmt: skip
+    return Candidate(descriptor, queue, streams, hop_weight, is_self)
+
+
+def layers_of(hops: tuple[object, ...]) -> list[str]:
+    return [str(hop.layers) for hop in hops]  # type: ignore[attr-defined]
+
+
+def nodes_of(hops: tuple[object, ...]) -> list[str]:
+    return [hop.shard.node_name for hop in hops]  # type: ignore[attr-defined]
+
+
+def test_the_specifications_example_ignores_the_overlapping_shard() -> None:
+    shards = [shard("0-7"), shard("4-11"), shard("8-15")]
+    assert layers_of(greedy_cover(shards, LayerRange(0, 16), RULES)) == ["0-7", "8-15"]
+
+
+def test_a_shorter_queue_beats_a_longer_reach() -> None:
+    shards = [shard("0-7"), shard("4-11", queue=0), shard("8-15", queue=3), shard("12-15")]
+    assert layers_of(greedy_cover(shards, LayerRange(0, 16), RULES)) == ["0-7", "8-11", "12-15"]
+
+
+def test_the_lan_is_preferred_to_what_lies_beyond() -> None:
+    shards = [shard("0-15", "far", hop_weight=5.0), shard("0-15", "near")]
+    assert nodes_of(greedy_cover(shards, LayerRange(0, 16), RULES)) == ["near"]
+
+
+def test_the_asker_is_not_its_own_first_hop_unless_allowed_or_alone() -> None:
+    own, other = shard("0-15", "a-self", is_self=True), shard("0-15", "other", queue=2)
+    span = LayerRange(0, 16)
+    assert nodes_of(greedy_cover([own, other], span, RULES)) == ["other"]
+    allowed = CoverRules(allow_self_as_first=True)
+    assert nodes_of(greedy_cover([own, other], span, allowed)) == ["a-self"]
+    assert nodes_of(greedy_cover([own], span, RULES)) == ["a-self"]
+
+
+def test_the_asker_may_be_a_later_hop() -> None:
+    shards = [shard("0-7"), shard("8-15", "a-self", is_self=True), shard("8-15", "z-other")]
+    assert nodes_of(greedy_cover(shards, LayerRange(0, 16), RULES)) == ["node-0-7", "a-self"]
+
+
+def test_a_shard_at_its_limit_is_passed_over() -> None:
+    shards = [shard("0-15", "full", streams=0), shard("0-15", "free", queue=9)]
+    assert nodes_of(greedy_cover(shards, LayerRange(0, 16), RULES)) == ["free"]
+
+
+def test_missing_layers_are_named_with_the_reason() -> None:
+    shards = [shard("0-3"), shard("4-11", "busy", streams=0)]
+    with pytest.raises(NoRoute, match=r"layers 4-15.*limit of concurrent streams: busy") as raised:
+        greedy_cover(shards, LayerRange(0, 16), RULES)
+    assert raised.value.code == "shard_unavailable"
+
+
+def test_an_excluded_shard_is_named_as_failed() -> None:
+    bad = shard("0-15", "bad")
+    with pytest.raises(NoRoute, match="Failed during this request: bad"):
+        greedy_cover([bad], LayerRange(0, 16), RULES, {key_of(bad.descriptor)})
+
+
+def test_a_cover_of_too_many_shards_is_refused() -> None:
+    shards = [shard(f"{n}-{n}") for n in range(16)]
+    with pytest.raises(NoRoute, match="takes 16 shards; the limit is 15"):
+        greedy_cover(shards, LayerRange(0, 16), CoverRules(max_shards=15))
+
+
+class Known:
+    def __init__(self, *shards: Candidate) -> None:
+        self._shards = shards
+
+    def candidates(self, model_id: ModelId) -> list[Candidate]:
+        return [s for s in self._shards if s.descriptor.model_id == model_id]
+
+
+def pick(router: ShardRouter, weights: str = "a" * 64) -> tuple[object, ...]:
+    return router.pick(MODEL, weights, 16, pipeline_id="p", now=datetime.now(UTC)).hops
+
+
+def test_other_weights_under_the_same_name_are_a_mismatch_that_names_the_node() -> None:
+    router = ShardRouter(Known(shard("0-7"), shard("8-15", "odd", weights="b" * 64)), RULES)
+    with pytest.raises(WeightsMismatch, match=r"odd \(8-15, bbbbbbbbbbbb\)") as raised:
+        pick(router)
+    assert raised.value.code == "weights_mismatch"
+
+
+def test_other_weights_do_not_disturb_a_cover_that_exists() -> None:
+    router = ShardRouter(Known(shard("0-15"), shard("8-15", "odd", weights="b" * 64)), RULES)
+    assert layers_of(pick(router)) == ["0-15"]
+
+
+def test_repick_excludes_the_lost_shard_but_takes_it_when_nobody_else_is_left() -> None:
+    first, second, spare = shard("0-7"), shard("8-15", "b"), shard("8-15", "c", queue=5)
+    router = ShardRouter(Known(first, second, spare), RULES)
+    pipeline = router.pick(MODEL, "a" * 64, 16, pipeline_id="p", now=datetime.now(UTC))
+    assert nodes_of(router.repick(pipeline, 1, {key_of(second.descriptor)})) == ["c"]
+    both = {key_of(second.descriptor), key_of(spare.descriptor)}
+    assert nodes_of(router.repick(pipeline, 1, both)) == ["b"]
+
+
+def test_a_lost_hop_may_be_replaced_by_two() -> None:
+    shards = [shard("0-7"), shard("8-15", "b"), shard("8-11", "c"), shard("10-15", "d")]
+    router = ShardRouter(Known(*shards), RULES)
+    pipeline = router.pick(MODEL, "a" * 64, 16, pipeline_id="p", now=datetime.now(UTC))
+    hops = router.repick(pipeline, 1, {key_of(shards[1].descriptor)})
+    assert layers_of(hops) == ["8-11", "12-15"]
+
+
+@st.composite
+def topologies(draw: st.DrawFn) -> tuple[int, list[Candidate]]:
+    total = draw(st.integers(1, 24))
+    shards = []
+    for number in range(draw(st.integers(0, 10))):
+        start = draw(st.integers(0, total - 1))
+        stop = draw(st.integers(start + 1, total))
+        shards.append(
+            shard(
+                str(LayerRange(start, stop)),
+                f"n{number}",
+                queue=draw(st.integers(0, 3)),
+                streams=draw(st.integers(0, 2)),
+                is_self=draw(st.booleans()),
+            )
+        )
+    return total, shards
+
+
+@given(topologies())
+def test_a_cover_is_complete_and_disjoint_or_the_missing_layers_are_named(
+    topology: tuple[int, list[Candidate]],
+) -> None:
+    total, shards = topology
+    span = LayerRange(0, total)
+    rules = CoverRules(max_shards=24)
+    missing = missing_layers(shards, span)
+    if missing:
+        with pytest.raises(NoRoute):
+            greedy_cover(shards, span, rules)
+        return
+    hops = greedy_cover(shards, span, rules)
+    assert [layer for hop in hops for layer in range(hop.layers.start, hop.layers.stop)] == list(
+        range(total)
+    )
+    free = {id(s.descriptor) for s in shards if s.streams_left}
+    for hop in hops:
+        assert hop.shard.layer_range.covers(hop.layers)
+        assert id(hop.shard) in free
