@@ -213,7 +213,7 @@ class Askers:
         askers: dict[ModelId, AskerProcess],
         *,
         max_concurrent: int,
-        why_disabled: Callable[[], str | None],
+        why_disabled: Callable[[ModelId], str | None],
         on_frame: Callable[[StreamFrame], None],
     ) -> None:
         self._askers = askers
@@ -238,7 +238,7 @@ class Askers:
                 fix="Start it with `--model PATH=ID` (and `--layers none` to hold no layers).",
                 param="model",
             )
-        disabled = self._why_disabled()
+        disabled = self._why_disabled(request.model)
         if disabled is not None:
             raise ExperimentalDisabled(disabled, fix="Set research.distributed_inference.enabled.")
         if self._running >= self._max_concurrent:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from mesh.errors import BadRequest, ContextTooLong
 from mesh.pipeline.answer import Answer
 from mesh.pipeline.model import AskerModel
-from mesh.pipeline.passage import Passage
+from mesh.pipeline.passage import Passage, RecoverySettings
 from mesh.pipeline.sampler import Sampler
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.station import SessionTerms
@@ -34,12 +34,12 @@ class PipelineOrchestrator:
         router: ShardRouter,
         *,
         wire_dtype: WireDtype,
-        max_failovers: int = 8,
+        recovery: RecoverySettings = RecoverySettings(),  # noqa: B008 - frozen
     ) -> None:
         self._model = model
         self._sessions = sessions
         self._router = router
-        self._max_failovers = max_failovers
+        self._recovery = recovery
         self.wire_dtype = wire_dtype
 
     async def chat(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
@@ -64,7 +64,7 @@ class PipelineOrchestrator:
         cached = len(session.token_ids)
         finished = False
         try:
-            passage = Passage(self._model, session, self._router, self._max_failovers)
+            passage = Passage(self._model, session, self._router, self._recovery)
             answer = Answer(self._model.text, request.sampling, limit, started)
             sampler = Sampler(request.sampling, prompt)
             ids: Sequence[int] = prompt[cached:]

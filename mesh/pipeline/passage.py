@@ -6,7 +6,9 @@ wait goes on where it was: the caller only sees notices of it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -33,18 +35,34 @@ CHUNK_BYTES = 1 << 20
 """A chunk fits one frame, so that it need not be cut and put together again."""
 
 
+@dataclass(frozen=True, slots=True)
+class RecoverySettings:
+    """How long a lost hop is worth waiting for.
+
+    After `max_failovers` losses in one generation it is given up. `retry_delays_s` are waited, one
+    after the other, while nobody serves the lost layers.
+    """
+
+    max_failovers: int = 8
+    retry_delays_s: tuple[float, ...] = (0.1, 0.2, 0.4, 0.8, 1.6)
+
+
 class Passage:
     """Moves one session forward; `logits` (vocab,) belong to the last token fed."""
 
     def __init__(
-        self, model: AskerModel, session: GenerationSession, router: ShardRouter, max_failovers: int
+        self,
+        model: AskerModel,
+        session: GenerationSession,
+        router: ShardRouter,
+        recovery: RecoverySettings,
     ) -> None:
         self.logits = torch.empty(0)
         self._ends = model.ends
         self._rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * model.hidden_size)))
         self._session = session
         self._router = router
-        self._max_failovers = max_failovers
+        self._recovery = recovery
         self._excluded: set[ShardKey] = set()
 
     @property
@@ -95,28 +113,40 @@ class Passage:
                 return
 
     async def _recover(self, lost: HopLost) -> AsyncGenerator[StreamFrame, None]:
-        """Replace a lost hop, or raise what makes that impossible."""
-        shard = lost.hop.shard
-        while True:
-            yield ShardStatus(shard.shard_id, shard.node_name, "degraded", str(lost.error))
-            self._excluded.add(key_of(shard))
-            self._session.failovers += 1
+        """Replace a lost hop; PipelineAborted and NoRoute when that stays impossible."""
+        session, shard = self._session, lost.hop.shard
+        yield ShardStatus(shard.shard_id, shard.node_name, "degraded", str(lost.error))
+        self._excluded.add(key_of(shard))
+        session.failovers += 1
+        hops: tuple[RouteHop, ...] = ()
+        delays = iter(self._recovery.retry_delays_s)
+        while not hops and session.failovers <= self._recovery.max_failovers:
             try:
-                if self._session.failovers > self._max_failovers:
-                    raise lost.error
-                hops = self._router.repick(self._session.pipeline, lost.index, self._excluded)
-                await self._session.chain.replace(lost.index, hops, self._rows)
+                picked = self._router.repick(session.pipeline, lost.index, self._excluded)
+                await session.chain.replace(lost.index, picked, self._rows)
+                hops = picked
             except HopLost as again:
                 raise_if_hopeless(again)
-                lost, shard = again, again.hop.shard
-            except NoRoute as nobody:
-                yield PipelineAborted(str(nobody))
-                raise
-            else:
-                break
-        self._session.pipeline = replaced(self._session.pipeline, lost.index, hops)
-        yield ShardFailover(
-            shard.shard_id,
-            tuple(hop.shard.shard_id for hop in hops),
-            len(self._session.token_ids),
-        )
+                self._excluded.add(key_of(again.hop.shard))
+            except NoRoute:
+                delay = next(delays, None)
+                if delay is None:
+                    break
+                await asyncio.sleep(delay)
+                # Nobody else is left, so those who failed are as good as any: one may be back.
+                self._excluded.clear()
+        if not hops:
+            error = _gone(lost)
+            yield PipelineAborted(error.message)
+            raise error
+        session.pipeline = replaced(session.pipeline, lost.index, hops)
+        replacements = tuple(hop.shard.shard_id for hop in hops)
+        yield ShardFailover(shard.shard_id, replacements, len(session.token_ids))
+
+
+def _gone(lost: HopLost) -> NoRoute:
+    return NoRoute(
+        f"{lost.hop.shard.node_name} was lost with layers {lost.hop.layers} and nobody else "
+        f"serves them: {lost.error.message}",
+        fix="Start a node that holds them (`hearthnet up --layers LO-HI`), then ask again.",
+    )

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from mesh.pipeline.model import AskerModel
-from mesh.pipeline.passage import Passage
+from mesh.pipeline.passage import Passage, RecoverySettings
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.station import SessionTerms
 from mesh.routing.router import ShardRouter
@@ -79,7 +79,7 @@ async def _logits(
         terms = SessionTerms(model.model_id, model.weights_sha256, PROMPT_ROWS, dtype)
         session = await sessions.open_fresh(terms, model.total_layers)
         try:
-            passage = Passage(model, session, router, max_failovers=1)
+            passage = Passage(model, session, router, RecoverySettings())
             async for _ in passage.advance(ids):
                 pass  # a hop that is lost here is replaced as in any generation
             rows.append(passage.logits.float())

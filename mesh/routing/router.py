@@ -49,17 +49,11 @@ class ShardRouter:
     ) -> tuple[RouteHop, ...]:
         """What replaces hop number `lost`: one or more hops over the same layers.
 
-        Exclusions are ignored when nobody else is left: a shard that failed once is a better bet
-        than none.
-
         Raises:
-            NoRoute: nobody serves those layers any more.
+            NoRoute: nobody but the excluded serves those layers.
         """
         span = pipeline.hops[lost].layers
-        try:
-            return self.cover(pipeline.model_id, pipeline.weights_sha256, span, exclude)
-        except NoRoute:
-            return self.cover(pipeline.model_id, pipeline.weights_sha256, span, ())
+        return self.cover(pipeline.model_id, pipeline.weights_sha256, span, exclude)
 
     def cover(
         self,

@@ -81,6 +81,14 @@ class ShardHost:
         for error in self.failed.values():
             raise error
 
+    def wanted(self) -> list[ShardId]:
+        """The shards this node is configured to serve."""
+        return [_id_of(shard) for shard in self.spec.shards]
+
+    def knows(self, name: ShardId) -> bool:
+        """Whether a wanted shard has loaded or failed."""
+        return name in self.shards or name in self.failed
+
     async def stop(self) -> None:
         """End the process and wait for it."""
         task, self._task = self._task, None

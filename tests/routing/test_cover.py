@@ -128,13 +128,14 @@ def test_other_weights_do_not_disturb_a_cover_that_exists() -> None:
     assert layers_of(pick(router)) == ["0-15"]
 
 
-def test_repick_excludes_the_lost_shard_but_takes_it_when_nobody_else_is_left() -> None:
+def test_repick_excludes_the_lost_shard() -> None:
     first, second, spare = shard("0-7"), shard("8-15", "b"), shard("8-15", "c", queue=5)
     router = ShardRouter(Known(first, second, spare), RULES)
     pipeline = router.pick(MODEL, "a" * 64, 16, pipeline_id="p", now=datetime.now(UTC))
     assert nodes_of(router.repick(pipeline, 1, {key_of(second.descriptor)})) == ["c"]
     both = {key_of(second.descriptor), key_of(spare.descriptor)}
-    assert nodes_of(router.repick(pipeline, 1, both)) == ["b"]
+    with pytest.raises(NoRoute, match="Failed during this request: b, c"):
+        router.repick(pipeline, 1, both)
 
 
 def test_a_lost_hop_may_be_replaced_by_two() -> None:

@@ -1,0 +1,195 @@
+"""The mesh as this node sees it, in JSON-able form: what the API, the CLI and the dashboard show.
+
+Reads what others own and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mesh.discovery.advertisement import Advertisement
+from mesh.discovery.directory import ShardStore
+from mesh.discovery.peering import PeerView
+from mesh.health.eventstream import EventStream
+from mesh.health.metrics import Metrics
+from mesh.models.local import LocalModel
+from mesh.pipeline.asker import AskerProcess
+from mesh.routing.cover import Candidate, missing_layers
+from mesh.shard.hosting import ShardHost
+from mesh.types import LayerRange, ModelId
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """Everything an overview looks at."""
+
+    node: Callable[[], dict[str, Any]]
+    models: Sequence[LocalModel]
+    store: ShardStore
+    peers: Callable[[], list[PeerView]]
+    askers: dict[ModelId, AskerProcess]
+    host: ShardHost | None
+    events: EventStream
+    metrics: Metrics
+
+
+class Overview:
+    """Implements `mesh.api.services.MeshView`."""
+
+    def __init__(self, parts: NodeParts) -> None:
+        self._parts = parts
+
+    def status(self) -> dict[str, Any]:
+        """See `mesh.api.services.MeshView`."""
+        parts = self._parts
+        warnings = [event for event in parts.events.latest(200) if event["type"] == "warning"]
+        return {
+            "node": parts.node(),
+            "peers": self.peers(),
+            "models": self.models(),
+            "shards": self._local_shards(),
+            "generations": [
+                generation for asker in parts.askers.values() for generation in asker.generations
+            ],
+            "reasons": self._reasons(),
+            "warnings": warnings[-20:],
+        }
+
+    def peers(self) -> list[dict[str, Any]]:
+        """See `mesh.api.services.MeshView`."""
+        known = {view.info.node_id: view for view in self._parts.store.nodes()}
+        rows = []
+        for peer in self._parts.peers():
+            view = known.get(peer.node_id) if peer.node_id is not None else None
+            rows.append(
+                {
+                    "id": peer.node_id,
+                    "name": peer.name,
+                    "address": peer.address,
+                    "state": peer.state.value,
+                    "reason": peer.reason,
+                    "rtt_ms": None if peer.rtt_ms is None else round(peer.rtt_ms, 3),
+                    "software": view.info.software if view else None,
+                    "shards": [_shard(shard) for shard in view.shards] if view else [],
+                }
+            )
+        return rows
+
+    def models(self) -> list[dict[str, Any]]:
+        """See `mesh.api.services.MeshView`."""
+        rows = [self._local_model(model) for model in self._parts.models]
+        local = {(model.model_id, model.weights_sha256) for model in self._parts.models}
+        for view in self._parts.store.models():
+            if (view.model_id, view.weights_sha256) in local:
+                continue
+            missing = _missing(view.shards, view.total_layers)
+            rows.append(
+                {
+                    "id": view.model_id,
+                    "total_layers": view.total_layers,
+                    # Without its embedding and head this node cannot ask for it.
+                    "runnable": False,
+                    "missing": missing,
+                    "context": None,
+                    "nodes": _nodes(view.shards),
+                    "local": False,
+                    "weights_sha256": view.weights_sha256,
+                }
+            )
+        return rows
+
+    def readiness(self) -> list[str]:
+        """See `mesh.api.services.MeshView`."""
+        parts = self._parts
+        lacking = []
+        for model_id, asker in parts.askers.items():
+            if asker.error is not None:
+                lacking.append(f"the ends of {model_id} did not load: {asker.error}")
+            elif not asker.is_ready:
+                lacking.append(f"the ends of {model_id} are loading")
+        if parts.host is not None:
+            lacking += [f"{name} did not load: {why}" for name, why in parts.host.failed.items()]
+            lacking += [
+                f"{name} is loading" for name in parts.host.wanted() if not parts.host.knows(name)
+            ]
+        for row in self.models():
+            if row["local"] and row["missing"]:
+                lacking.append(f"no node serves layers {', '.join(row['missing'])} of {row['id']}")
+        return lacking
+
+    def events(self, after: int | None) -> AsyncGenerator[dict[str, Any], None]:
+        """See `mesh.api.services.MeshView`."""
+        return self._parts.events.follow(after)
+
+    def metrics(self) -> bytes:
+        """See `mesh.api.services.MeshView`."""
+        self._parts.metrics.peers(sum(peer.state.value == "up" for peer in self._parts.peers()))
+        return self._parts.metrics.render()
+
+    # Private
+
+    def _local_model(self, model: LocalModel) -> dict[str, Any]:
+        shards = self._parts.store.shards(model.model_id, model.weights_sha256)
+        missing = _missing(shards, model.total_layers)
+        asker = self._parts.askers.get(model.model_id)
+        conflicts = self._parts.store.conflicts(model.model_id)
+        return {
+            "id": model.model_id,
+            "total_layers": model.total_layers,
+            "runnable": not missing and asker is not None and asker.is_ready,
+            "missing": missing,
+            "context": model.context,
+            "nodes": _nodes(shards),
+            "local": True,
+            "weights_sha256": model.weights_sha256,
+            "other_weights": sorted(set(conflicts) - {model.weights_sha256}),
+            "directory": model.directory,
+        }
+
+    def _local_shards(self) -> list[dict[str, Any]]:
+        host = self._parts.host
+        if host is None:
+            return []
+        return [
+            {
+                **_shard(Advertisement(hosted.descriptor, hosted.health)),
+                "facts": hosted.facts,
+            }
+            for hosted in host.shards.values()
+        ]
+
+    def _reasons(self) -> list[str]:
+        parts = self._parts
+        reasons = list(parts.host.reasons) if parts.host is not None else []
+        for hosted in parts.host.shards.values() if parts.host is not None else ():
+            reasons += [f"{hosted.descriptor.shard_id}: {r}" for r in hosted.facts["reasons"]]
+        for model_id, asker in parts.askers.items():
+            reasons += [f"ends of {model_id}: {reason}" for reason in asker.reasons]
+        return reasons
+
+
+def _shard(shard: Advertisement) -> dict[str, Any]:
+    fields = asdict(shard.descriptor)
+    del fields["layer_range"]
+    fields["layers"] = str(shard.descriptor.layer_range)
+    fields["advertised_at"] = shard.descriptor.advertised_at.isoformat()
+    health = shard.health
+    return {
+        **fields,
+        "online": health.online,
+        "p50_latency_ms": round(health.p50_latency_ms, 3),
+        "p95_latency_ms": round(health.p95_latency_ms, 3),
+        "queue_depth": health.queue_depth,
+        "active_streams": health.active_streams,
+    }
+
+
+def _missing(shards: Sequence[Advertisement], total_layers: int) -> list[str]:
+    candidates = [Candidate(shard.descriptor, 0, 1) for shard in shards]
+    return [str(part) for part in missing_layers(candidates, LayerRange(0, total_layers))]
+
+
+def _nodes(shards: Sequence[Advertisement]) -> list[str]:
+    return sorted({shard.descriptor.node_name for shard in shards})

@@ -1,0 +1,103 @@
+"""The checkpoints a node was told to hold: from configuration to facts.
+
+Reads files, so it runs in a thread. Knows nothing of processes or the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mesh.config import Config
+from mesh.errors import BadValue
+from mesh.models.builtin import checkpoint_dir
+from mesh.models.manifest import Manifest, read_manifest
+from mesh.types import LayerRange, ModelId
+
+BUILTIN = "builtin"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A checkpoint this node holds on disk, with the layers it serves of it (None: only asks)."""
+
+    model_id: ModelId
+    directory: str
+    weights_sha256: str
+    total_layers: int
+    context: int | None
+    layers: LayerRange | None
+
+
+def find_local_models(config: Config, cache_dir: Path) -> list[LocalModel]:
+    """Read every configured checkpoint's manifest.
+
+    Raises:
+        BadCheckpoint: a directory cannot be used.
+        BadValue: layers outside the model, two models of one id, a shard over the memory limit.
+    """
+    found: list[LocalModel] = []
+    for text, layers in _wanted(config):
+        path, _, name = text.partition("=")
+        directory = checkpoint_dir() if path == BUILTIN else Path(path).expanduser()
+        model_id = ModelId(name or (BUILTIN if path == BUILTIN else directory.resolve().name))
+        if any(model.model_id == model_id for model in found):
+            raise BadValue(
+                f"two models are called {model_id!r}.",
+                fix="Give one its own id: --model PATH=ID.",
+                param="model",
+            )
+        manifest = read_manifest(directory, model_id=model_id, cache_dir=cache_dir)
+        span = _span(manifest, layers)
+        _check_size(manifest, span, config.distributed.host.shard_max_vram_mb)
+        found.append(
+            LocalModel(
+                model_id,
+                str(directory),
+                manifest.weights_sha256,
+                manifest.total_layers,
+                manifest.max_positions,
+                span,
+            )
+        )
+    return found
+
+
+def _wanted(config: Config) -> Iterator[tuple[str, str]]:
+    serve = config.distributed.host.serve_shards
+    for index, text in enumerate(config.model):
+        if not config.layers:
+            layers = ""
+        elif len(config.layers) == 1:
+            layers = config.layers[0]
+        else:
+            layers = config.layers[index]
+        yield text, "none" if serve is False else layers
+
+
+def _span(manifest: Manifest, layers: str) -> LayerRange | None:
+    if layers == "none":
+        return None
+    whole = LayerRange(0, manifest.total_layers)
+    span = LayerRange.parse(layers) if layers else whole
+    if not whole.covers(span):
+        raise BadValue(
+            f"layers {span} were asked for; {manifest.model_id} has layers {whole}.",
+            fix=f"Use --layers within {whole}, or none to hold no layers.",
+            param="layers",
+        )
+    return span
+
+
+def _check_size(manifest: Manifest, span: LayerRange | None, limit_mb: int) -> None:
+    if span is None:
+        return
+    size_mb = sum(manifest.layer_bytes[span.start : span.stop]) >> 20
+    if size_mb > limit_mb:
+        raise BadValue(
+            f"layers {span} of {manifest.model_id} take {size_mb} MB; the limit is {limit_mb} MB.",
+            fix="Hold fewer layers, or raise research.distributed_inference.host."
+            "shard_max_vram_mb.",
+            param="layers",
+        )

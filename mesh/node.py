@@ -1,0 +1,320 @@
+"""The composition root: builds a node out of its parts, runs it, takes it down in order.
+
+The only file that knows all parts. It decides nothing but who is given what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mesh import __version__
+from mesh.api.app import create_app
+from mesh.api.overview import NodeParts, Overview
+from mesh.api.server import ApiServer, serve_api
+from mesh.api.services import ApiSettings
+from mesh.clock import SystemClock
+from mesh.config import Config
+from mesh.discovery import interfaces
+from mesh.discovery.advertisement import Advertisement, encode
+from mesh.discovery.directory import ShardStore
+from mesh.discovery.events import PeerEvent
+from mesh.discovery.mdns import Mdns
+from mesh.discovery.peering import Peering, PeeringSettings
+from mesh.errors import AlreadyRunning
+from mesh.health.eventstream import EventStream
+from mesh.health.metrics import Metrics
+from mesh.identity.keys import NodeKey, load_or_create
+from mesh.models.local import LocalModel, find_local_models
+from mesh.paths import StatePaths, cache_dir
+from mesh.pipeline.asker import AskerProcess, Askers, AskerSpec
+from mesh.routing.cover import Candidate, missing_layers
+from mesh.runtime import DaemonRecord, read_daemon
+from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.types import LayerRange, ModelId
+from mesh.wire.messages import Hello
+
+logger = logging.getLogger(__name__)
+
+EXPIRY_FACTOR = 4
+"""An advertisement outlives this many health timeouts without a renewal (specification, 5.1)."""
+
+PUSH_TICK_S = 1.0
+
+
+class Node:
+    """One running daemon. `start`, then `stop`; both once."""
+
+    def __init__(self, config: Config, key: NodeKey, models: Sequence[LocalModel]) -> None:
+        self._config = config
+        self._key = key
+        self._models = list(models)
+        self._clock = SystemClock()
+        self._started_at = self._clock.now()
+        self._events = EventStream(self._clock)
+        self._metrics = Metrics()
+        timeout_s = config.distributed.shard_health_timeout_seconds
+        self._store = ShardStore(self._clock, expiry_s=timeout_s * EXPIRY_FACTOR)
+        self._host: ShardHost | None = None
+        self._askers: dict[ModelId, AskerProcess] = {}
+        self._peering: Peering | None = None
+        self._api: ApiServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Listen, start the processes, tell the neighbours. Raises PortInUse, BadValue and kin."""
+        chosen, skipped = await asyncio.to_thread(interfaces.choose, list(self._config.interface))
+        for line in [*chosen, *skipped]:
+            logger.info("interface %s", line)
+        address = str(chosen[0].address) if chosen else "127.0.0.1"
+        await self._start_peering(address, len(chosen))
+        self._start_host(address)
+        self._start_askers()
+        await self._start_api()
+        self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
+
+    async def stop(self) -> None:
+        """Say goodbye first, so that nobody routes here any more; then end the processes."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._peering is not None:
+            await self._peering.stop()
+        if self._api is not None:
+            await self._api.close()
+        stopping = [asker.stop() for asker in self._askers.values()]
+        if self._host is not None:
+            stopping.append(self._host.stop())
+        await asyncio.gather(*stopping)
+
+    def record(self) -> DaemonRecord:
+        """Where this daemon answers, for the runtime file. Only after `start`."""
+        port = self._api.port if self._api is not None else 0
+        return DaemonRecord.for_this_process(
+            api_url=self._api_url(),
+            api_port=port,
+            port=self._peering.port if self._peering is not None else 0,
+            api_key=self._config.api_key,
+        )
+
+    # Parts
+
+    async def _start_peering(self, address: str, interface_count: int) -> None:
+        config = self._config
+        if not self._is_distributed:
+            logger.info("distributed inference is switched off: nothing is announced")
+            return
+        settings = PeeringSettings(
+            node_id=self._key.node_id,
+            name=config.name,
+            hearth=config.hearth,
+            software=f"hearthnet/{__version__}",
+            # One interface is bound exactly; of several, each has to be listened on.
+            host=address if interface_count <= 1 else "0.0.0.0",  # noqa: S104
+            port=config.port,
+            static_peers=config.peer,
+            shard_health_timeout_s=config.distributed.shard_health_timeout_seconds,
+        )
+        mdns = Mdns(lambda: interfaces.choose(list(config.interface))[0])
+        self._peering = Peering(settings, self._store, self._served, self._on_peer, mdns=mdns)
+        await self._peering.start()
+
+    def _start_host(self, address: str) -> None:
+        held = [model for model in self._models if model.layers is not None]
+        config, limits = self._config, self._config.distributed.host
+        if not held:
+            return
+        start = {
+            "listen_host": address,
+            "listen_port": 0,
+            "hello": self._identity(),
+            "device": config.device,
+            "threads": self._threads,
+            "cache_dir": str(cache_dir()),
+        }
+        shards = tuple(
+            {
+                "directory": model.directory,
+                "model_id": model.model_id,
+                "layers": str(model.layers),
+                "dtype": config.dtype,
+                "max_concurrent_streams": limits.max_concurrent_streams,
+                "kv_tokens": limits.kv_tokens,
+                "eviction_idle_s": limits.shard_eviction_idle_seconds,
+                "advertise_host": address,
+            }
+            for model in held
+        )
+        self._host = ShardHost(HostSpec(start, shards), self._changed)
+        self._host.start()
+
+    def _start_askers(self) -> None:
+        distributed = self._config.distributed
+        settings = {
+            "max_shards": distributed.max_shards_per_request,
+            "allow_self_as_first": distributed.allow_self_as_shard,
+            "stall_limit_s": distributed.shard_health_timeout_seconds,
+            "activation_dtype": distributed.activation_dtype,
+            "cache_dir": str(cache_dir()),
+            "dtype": self._config.dtype,
+            "device": self._config.device,
+            "threads": self._threads,
+        }
+        hello = asdict(
+            Hello(self._key.node_id, self._config.name, "tensors", f"hearthnet/{__version__}")
+        )
+        for model in self._models:
+            spec = AskerSpec(
+                model.model_id,
+                {"directory": model.directory, "model_id": model.model_id},
+                hello,
+                settings,
+            )
+            asker = AskerProcess(spec, self._routable, self._changed, self._metrics.latencies)
+            self._askers[model.model_id] = asker
+            asker.start()
+
+    async def _start_api(self) -> None:
+        config = self._config
+        parts = NodeParts(
+            node=self._facts,
+            models=self._models,
+            store=self._store,
+            peers=self._peering.peers if self._peering is not None else list,
+            askers=self._askers,
+            host=self._host,
+            events=self._events,
+            metrics=self._metrics,
+        )
+        generations = Askers(
+            self._askers,
+            max_concurrent=config.distributed.max_concurrent_pipelines,
+            why_disabled=self._why_disabled,
+            on_frame=self._metrics.frame,
+        )
+        settings = ApiSettings(host=config.api_host, api_key=config.api_key)
+        app = create_app(generations, Overview(parts), settings)
+        self._api = await serve_api(app, config.api_host, config.api_port)
+
+    # What the parts ask
+
+    @property
+    def _is_distributed(self) -> bool:
+        return self._config.distributed.enabled is not False
+
+    @property
+    def _threads(self) -> int:
+        return 0 if self._config.threads == "auto" else self._config.threads
+
+    def _identity(self) -> dict[str, str]:
+        return {
+            "node_id": self._key.node_id,
+            "node_name": self._config.name,
+            "software": f"hearthnet/{__version__}",
+        }
+
+    def _api_url(self) -> str:
+        host = self._config.api_host
+        port = self._api.port if self._api is not None else 0
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "id": self._key.node_id,
+            "name": self._config.name,
+            "software": f"hearthnet/{__version__}",
+            "started_at": self._started_at.isoformat(),
+            "api": self._api_url(),
+            "endpoint": self._peering.address if self._peering is not None else None,
+            "state_dir": str(self._config.state_dir),
+            "hearth": self._config.hearth,
+            "enabled": self._is_distributed,
+        }
+
+    def _served(self) -> list[Advertisement]:
+        if self._host is None:
+            return []
+        return [Advertisement(s.descriptor, s.health) for s in self._host.shards.values()]
+
+    def _routable(self, model_id: ModelId) -> list[dict[str, Any]]:
+        if not self._is_distributed:
+            own = [s for s in self._served() if s.descriptor.model_id == model_id]
+            return [encode(shard) for shard in own]
+        return [encode(shard) for shard in self._store.shards(model_id)]
+
+    def _why_disabled(self, model_id: ModelId) -> str | None:
+        """Why this model cannot be run, when that is because the mesh is switched off."""
+        if self._is_distributed:
+            return None
+        local = next((m for m in self._models if m.model_id == model_id), None)
+        held = [Candidate(s.descriptor, 0, 1) for s in self._served()]
+        if local is None or not missing_layers(held, LayerRange(0, local.total_layers)):
+            return None
+        return f"distributed inference is switched off and {model_id} is not held here as a whole."
+
+    def _changed(self) -> None:
+        if self._peering is not None:
+            self._peering.advertise()
+
+    def _on_peer(self, event: PeerEvent) -> None:
+        fields = asdict(event)
+        kind = fields.pop("type")
+        logger.info("%s %s", kind, " ".join(f"{k}={v}" for k, v in fields.items()))
+        self._events.emit(kind, **fields)
+
+    async def _push_shards(self) -> None:
+        """Keep the askers' view of the mesh current: at every change, at most once per loop."""
+        subscription = self._store.subscribe()
+        try:
+            while True:
+                await subscription.wait(PUSH_TICK_S)
+                for asker in self._askers.values():
+                    asker.push_shards()
+        finally:
+            subscription.close()
+
+
+def run(config: Config, *, on_ready: Callable[[DaemonRecord], None] | None = None) -> None:
+    """Run a node in the foreground until SIGINT or SIGTERM.
+
+    `on_ready` is called once the API answers. Raises MeshError when the node cannot start.
+    """
+    asyncio.run(_run(config, on_ready))
+
+
+async def _run(config: Config, on_ready: Callable[[DaemonRecord], None] | None) -> None:
+    paths = await asyncio.to_thread(StatePaths(config.state_dir).create)
+    other = await asyncio.to_thread(read_daemon, paths.runtime_file)
+    if other is not None:
+        raise AlreadyRunning(
+            f"a daemon already runs on {config.state_dir} (process {other.pid}).",
+            fix="Use it, stop it with `hearthnet down`, or give this one its own --state-dir.",
+        )
+    key = await asyncio.to_thread(load_or_create, paths.identity_key)
+    models = await asyncio.to_thread(find_local_models, config, cache_dir())
+    node = Node(config, key, models)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    try:
+        await node.start()
+        record = node.record()
+        await asyncio.to_thread(record.write, paths.runtime_file)
+        if on_ready is not None:
+            on_ready(record)
+        await stopped.wait()
+    finally:
+        await node.stop()
+        await asyncio.to_thread(_forget, paths.runtime_file)
+
+
+def _forget(file: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        file.unlink()

@@ -1,0 +1,289 @@
+"""A whole generation over toy hops: exact tokens, whatever happens on the way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mesh.errors import BadRequest, ContextTooLong, NoRoute
+from mesh.pipeline.orchestrator import PipelineOrchestrator
+from mesh.types import (
+    Done,
+    GenerationRequest,
+    PipelineAborted,
+    SamplingParams,
+    ShardFailover,
+    StreamFrame,
+    TokenDelta,
+)
+from mesh.wire.messages import Step
+from tests.pipeline.toy_mesh import (
+    MODEL,
+    ToyNetwork,
+    ToyShard,
+    expected_tokens,
+    toy_orchestrator,
+    toy_request,
+)
+
+PROMPT = [5, 11, 23, 42, 8, 61]
+
+
+async def frames_of(
+    orchestrator: PipelineOrchestrator, request: GenerationRequest
+) -> list[StreamFrame]:
+    return [frame async for frame in orchestrator.chat(request)]
+
+
+def tokens_of(frames: list[StreamFrame]) -> list[int]:
+    return [token for frame in frames if isinstance(frame, TokenDelta) for token in frame.token_ids]
+
+
+def kinds_of(frames: list[StreamFrame]) -> list[str]:
+    return [frame.type for frame in frames if not isinstance(frame, TokenDelta)]
+
+
+def network_of(*layers: str) -> tuple[ToyNetwork, list[ToyShard]]:
+    network = ToyNetwork()
+    return network, [network.add(span) for span in layers]
+
+
+@pytest.mark.parametrize("layers", [["0-7"], ["0-3", "4-7"], ["0-2", "1-5", "4-7"]])
+async def test_hops_in_a_row_equal_the_whole_model(layers: list[str]) -> None:
+    network, _ = network_of(*layers)
+    orchestrator, sessions = toy_orchestrator(network)
+    frames = await frames_of(orchestrator, toy_request(PROMPT, 12))
+    assert tokens_of(frames) == expected_tokens(PROMPT, 12)
+    done = frames[-1]
+    assert isinstance(done, Done)
+    assert (done.prompt_tokens, done.completion_tokens, done.failovers) == (6, 12, 0)
+    assert done.token_ids == tuple(expected_tokens(PROMPT, 12))
+    assert done.route[0].layers.start == 0
+    assert done.hops[0].steps == 12
+    await sessions.close()
+
+
+async def test_a_long_prompt_goes_in_chunks_that_follow_each_other() -> None:
+    network, (first, second) = network_of("0-3", "4-7")
+    orchestrator, sessions = toy_orchestrator(network)
+    prompt = [(7 * i) % 97 for i in range(700)]
+    frames = await frames_of(orchestrator, toy_request(prompt, 2))
+    assert tokens_of(frames) == expected_tokens(prompt, 2)
+    chunks = [(0, 128), (128, 128), (256, 128), (384, 128), (512, 128), (640, 60)]
+    assert first.steps[:6] == chunks
+    assert second.steps[:6] == chunks
+    await sessions.close()
+
+
+async def test_an_end_token_ends_unless_ignored() -> None:
+    network, _ = network_of("0-7")
+    orchestrator, sessions = toy_orchestrator(network)
+    wanted = expected_tokens(PROMPT, 400)
+    assert 0 in wanted, "the toy model must reach its end token for this test"
+    request = GenerationRequest(
+        "r", MODEL, prompt_ids=tuple(PROMPT), sampling=SamplingParams(max_tokens=400)
+    )
+    frames = await frames_of(orchestrator, request)
+    assert tokens_of(frames) == wanted[: wanted.index(0) + 1]
+    assert isinstance(frames[-1], Done)
+    assert frames[-1].finish_reason == "stop"
+    await sessions.close()
+
+
+async def test_a_follow_up_prefills_only_what_is_new() -> None:
+    network, (first, _) = network_of("0-3", "4-7")
+    orchestrator, sessions = toy_orchestrator(network)
+    answer = tokens_of(await frames_of(orchestrator, toy_request(PROMPT, 5)))
+    follow_up = [*PROMPT, *answer, 33, 44]
+    first.steps.clear()
+    frames = await frames_of(orchestrator, toy_request(follow_up, 5, "r2"))
+    assert tokens_of(frames) == expected_tokens(follow_up, 5)
+    done = frames[-1]
+    assert isinstance(done, Done)
+    assert done.cached_tokens == len(PROMPT) + 4  # the last token was sampled, never fed
+    assert first.steps[0] == (10, 3)
+    await sessions.close()
+
+
+async def test_a_follow_up_that_parts_from_the_kept_tokens_cuts_the_caches() -> None:
+    network, _ = network_of("0-3", "4-7")
+    orchestrator, sessions = toy_orchestrator(network)
+    answer = tokens_of(await frames_of(orchestrator, toy_request(PROMPT, 6)))
+    edited = [*PROMPT, *answer[:3], 90, 91]
+    frames = await frames_of(orchestrator, toy_request(edited, 5, "r2"))
+    assert tokens_of(frames) == expected_tokens(edited, 5)
+    assert isinstance(frames[-1], Done)
+    assert frames[-1].cached_tokens == len(PROMPT) + 3
+    await sessions.close()
+
+
+async def test_a_kept_session_that_a_hop_forgot_is_prefilled_afresh() -> None:
+    network, (first, second) = network_of("0-3", "4-7")
+    orchestrator, sessions = toy_orchestrator(network)
+    answer = tokens_of(await frames_of(orchestrator, toy_request(PROMPT, 5)))
+    await asyncio.sleep(0.01)
+    assert first.open_streams() == 0, "a finished session is parked"
+    second.sessions.clear()
+    follow_up = [*PROMPT, *answer, 33]
+    frames = await frames_of(orchestrator, toy_request(follow_up, 5, "r2"))
+    assert tokens_of(frames) == expected_tokens(follow_up, 5)
+    await sessions.close()
+    await asyncio.sleep(0.01)
+    assert not first.sessions
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("at_step", [1, 2, 5, 12])
+async def test_a_lost_hop_is_replaced_and_the_tokens_stay_the_same(
+    victim: int, at_step: int
+) -> None:
+    network, shards = network_of("0-2", "3-5", "6-7")
+    spares = [network.add(span, name=f"z{span}") for span in ("0-2", "3-5", "6-7")]
+    orchestrator, sessions = toy_orchestrator(network)
+
+    def die(step: Step) -> bool:
+        if step.step == at_step:
+            shards[victim].kill()
+        return True
+
+    shards[victim].before_step = die
+    frames = await frames_of(orchestrator, toy_request(PROMPT, 12))
+    assert tokens_of(frames) == expected_tokens(PROMPT, 12)
+    assert kinds_of(frames) == ["shard_status", "shard_failover", "done"]
+    assert isinstance(frames[-1], Done)
+    assert frames[-1].failovers == 1
+    others = [shard for index, shard in enumerate(shards) if index != victim]
+    for shard in others:  # kept its cache: every position exactly once
+        assert sorted(p for start, rows in shard.steps for p in range(start, start + rows)) == list(
+            range(len(PROMPT) + 11)
+        )
+    replayed = [p for start, rows in spares[victim].steps for p in range(start, start + rows)]
+    assert sorted(replayed) == list(range(len(PROMPT) + 11))
+    await sessions.close()
+
+
+async def test_two_shards_replace_one() -> None:
+    network, (_, second) = network_of("0-3", "4-7")
+    network.add("4-5", name="z1")
+    network.add("5-7", name="z2")
+    orchestrator, sessions = toy_orchestrator(network)
+
+    def die(step: Step) -> bool:
+        if step.step == 6:
+            second.kill()
+        return True
+
+    second.before_step = die
+    frames = await frames_of(orchestrator, toy_request(PROMPT, 12))
+    assert tokens_of(frames) == expected_tokens(PROMPT, 12)
+    failover = next(frame for frame in frames if isinstance(frame, ShardFailover))
+    assert failover.replaced_by == ("toy:4-5", "toy:5-7")
+    await sessions.close()
+
+
+async def test_a_replacement_that_dies_during_the_replay_is_replaced_too() -> None:
+    network, (_, second) = network_of("0-3", "4-7")
+    third = network.add("4-7", name="x-dies-too")
+    network.add("4-7", name="z-stays")
+    orchestrator, sessions = toy_orchestrator(network)
+
+    def die(step: Step) -> bool:
+        if step.step == 6:
+            second.kill()
+        return True
+
+    def die_at_once(step: Step) -> bool:
+        third.kill()
+        return True
+
+    second.before_step, third.before_step = die, die_at_once
+    frames = await frames_of(orchestrator, toy_request(PROMPT, 12))
+    assert tokens_of(frames) == expected_tokens(PROMPT, 12)
+    assert sum(isinstance(frame, ShardFailover) for frame in frames) == 2
+    await sessions.close()
+
+
+async def test_without_a_replacement_the_pipeline_is_aborted_naming_the_layers() -> None:
+    network, (_, second) = network_of("0-3", "4-7")
+    orchestrator, sessions = toy_orchestrator(network)
+
+    def die(step: Step) -> bool:
+        if step.step == 3:
+            second.kill()
+        return True
+
+    second.before_step = die
+    frames: list[StreamFrame] = []
+
+    async def collect() -> None:
+        async for frame in orchestrator.chat(toy_request(PROMPT, 12)):
+            frames.append(frame)  # noqa: PERF401 - what came before the error is wanted
+
+    with pytest.raises(NoRoute) as raised:
+        await collect()
+    assert raised.value.code == "shard_unavailable"
+    assert tokens_of(frames) == expected_tokens(PROMPT, 12)[:2]
+    assert isinstance(frames[-1], PipelineAborted)
+    assert not sessions.live
+    await sessions.close()
+
+
+async def test_a_hop_at_its_limit_makes_the_router_pick_another() -> None:
+    network, (full,) = network_of("0-7")
+    full.descriptor = full.descriptor.__class__(
+        **{
+            **{f: getattr(full.descriptor, f) for f in full.descriptor.__slots__},
+            "max_concurrent_streams": 1,
+        }
+    )
+    other = network.add("0-7", name="z-other")
+    orchestrator, sessions = toy_orchestrator(network)
+    first = orchestrator.chat(toy_request(PROMPT, 12, "one"))
+    await anext(first)
+    frames = await frames_of(orchestrator, toy_request(PROMPT[:3], 4, "two"))
+    assert tokens_of(frames) == expected_tokens(PROMPT[:3], 4)
+    assert other.steps
+    await first.aclose()
+    await sessions.close()
+
+
+async def test_closing_the_stream_frees_every_hop() -> None:
+    network, shards = network_of("0-3", "4-7")
+    orchestrator, sessions = toy_orchestrator(network)
+    stream = orchestrator.chat(toy_request(PROMPT, 100))
+    for _ in range(3):
+        await anext(stream)
+    await stream.aclose()
+    await asyncio.sleep(0.01)
+    assert [len(shard.sessions) for shard in shards] == [0, 0]
+    assert not sessions.live
+    await sessions.close()
+
+
+async def test_many_at_once_equal_each_alone() -> None:
+    network, _ = network_of("0-3", "4-7")
+    orchestrator, sessions = toy_orchestrator(network)
+    prompts = [[n + 1, 2 * n + 3, 50 - n] for n in range(6)]
+    results = await asyncio.gather(
+        *(frames_of(orchestrator, toy_request(p, 10, f"r{i}")) for i, p in enumerate(prompts))
+    )
+    assert [tokens_of(frames) for frames in results] == [expected_tokens(p, 10) for p in prompts]
+    await sessions.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "error"),
+    [([], 3, BadRequest), ([1] * 5000, 3, ContextTooLong), ([1] * 4000, 200, ContextTooLong)],
+)
+async def test_what_cannot_fit_is_refused_with_both_numbers(
+    prompt: list[int], count: int, error: type[Exception]
+) -> None:
+    network, _ = network_of("0-7")
+    orchestrator, sessions = toy_orchestrator(network)
+    with pytest.raises(error) as raised:
+        await frames_of(orchestrator, toy_request(prompt, count))
+    if error is ContextTooLong:
+        assert str(len(prompt)) in str(raised.value)
+        assert "4096" in str(raised.value)
+    await sessions.close()

@@ -1,0 +1,279 @@
+"""A mesh in one process: real pipeline, real wire protocol, toy layers with exact arithmetic.
+
+A toy layer's output at a position depends on every input before it, in whole numbers below 97: a
+position that is lost, repeated or out of order changes every token after it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+import torch
+
+from mesh.clock import SystemClock
+from mesh.errors import Busy, ConnectFailed, SessionGone
+from mesh.pipeline.lines import Lines
+from mesh.pipeline.model import AskerModel
+from mesh.pipeline.orchestrator import PipelineOrchestrator
+from mesh.pipeline.passage import RecoverySettings
+from mesh.pipeline.sessions import Sessions, SessionSettings
+from mesh.routing.cover import Candidate, CoverRules
+from mesh.routing.router import ShardRouter
+from mesh.types import (
+    Endpoint,
+    GenerationRequest,
+    LayerRange,
+    ModelId,
+    NodeId,
+    SamplingParams,
+    ShardDescriptor,
+    WireDtype,
+    shard_id,
+)
+from mesh.wire.link import Link, LinkHandler
+from mesh.wire.memory import MemoryLink, link_pair
+from mesh.wire.messages import (
+    Close,
+    Failure,
+    Hello,
+    Message,
+    Open,
+    Opened,
+    Park,
+    Result,
+    Resume,
+    Step,
+    WireTensor,
+)
+
+MODEL = ModelId("toy")
+WEIGHTS = "f" * 64
+HIDDEN = 4
+PRIME = 97
+TOTAL_LAYERS = 8
+
+
+def toy_layer(layer: int, row: Sequence[int], past: Sequence[int]) -> list[int]:
+    """One position through one layer; `past` sums the layer's earlier inputs. Non-linear enough."""
+    return [
+        (value * (layer + 2) + 3 * seen + index + value * seen) % PRIME
+        for index, (value, seen) in enumerate(zip(row, past, strict=True))
+    ]
+
+
+class ToySession:
+    """The cache of one session: the inputs of every layer, per position."""
+
+    def __init__(self, layers: LayerRange) -> None:
+        self.layers = layers
+        self.inputs: list[list[list[int]]] = []  # position, layer, value
+        self.parked = False
+        self.last: Result | None = None
+
+    def run(self, position: int, rows: list[list[int]]) -> list[list[int]]:
+        assert position <= len(self.inputs), "a hole in the positions"
+        del self.inputs[position:]
+        outputs = []
+        for first in rows:
+            row, per_layer = first, []
+            for index, layer in enumerate(range(self.layers.start, self.layers.stop)):
+                past = [sum(step[index][i] for step in self.inputs) for i in range(HIDDEN)]
+                per_layer.append(row)
+                row = toy_layer(layer, row, past)
+            self.inputs.append(per_layer)
+            outputs.append(row)
+        return outputs
+
+
+class ToyShard:
+    """A shard host that answers at once. `before_step` may raise or return False to stay silent."""
+
+    def __init__(self, network: ToyNetwork, descriptor: ShardDescriptor) -> None:
+        self.descriptor = descriptor
+        self.network = network
+        self.sessions: dict[tuple[int, int], ToySession] = {}
+        self.steps: list[tuple[int, int]] = []  # (position, rows) of every step that was run
+        self.alive = True
+        self.before_step: Callable[[Step], bool] = lambda step: True
+        self.links: list[MemoryLink] = []
+
+    def open_streams(self) -> int:
+        return sum(not session.parked for session in self.sessions.values())
+
+    def kill(self) -> None:
+        """Gone with everything it held, links cut under way."""
+        self.alive = False
+        links, self.links = self.links, []
+        self.sessions.clear()
+        for link in links:
+            link.cut()
+
+
+class ToyDoor:
+    """One link into a toy shard."""
+
+    def __init__(self, shard: ToyShard, link: MemoryLink, number: int) -> None:
+        self._shard = shard
+        self._link = link
+        self._number = number
+
+    def message(self, message: Message) -> None:
+        sessions, key = self._shard.sessions, (self._number, getattr(message, "session", 0))
+        if isinstance(message, Open):
+            if self._shard.open_streams() >= self._shard.descriptor.max_concurrent_streams:
+                self._fail(key[1], Busy("full.", fix="Elsewhere."))
+                return
+            sessions[key] = ToySession(LayerRange(message.start, message.stop))
+            self._link.send(Opened(message.session, message.max_tokens))
+        elif isinstance(message, Resume):
+            if key not in sessions:
+                self._fail(key[1], SessionGone("gone.", fix="Replay."))
+                return
+            sessions[key].parked = False
+            self._link.send(Opened(message.session, message.max_tokens))
+        elif isinstance(message, Park):
+            sessions[key].parked = True
+        elif isinstance(message, Close):
+            sessions.pop(key, None)
+        elif isinstance(message, Step):
+            self._step(sessions[key], message)
+
+    def closed(self, error: Exception | None) -> None:
+        for key in [key for key in self._shard.sessions if key[0] == self._number]:
+            del self._shard.sessions[key]
+
+    def _step(self, session: ToySession, step: Step) -> None:
+        if not self._shard.before_step(step) or not self._shard.alive:
+            return
+        rows = decode(step.tensor)
+        self._shard.steps.append((step.position, len(rows)))
+        out = encode(session.run(step.position, rows))
+        self._link.send(Result(step.session, step.step, out, compute_us=1, queue_us=0))
+
+    def _fail(self, session: int, error: Busy | SessionGone) -> None:
+        self._link.send(Failure(error.to_dict(), session=session))
+
+
+class ToyNetwork:
+    """Nodes by port; also the router's store. Only what `online` lists is advertised."""
+
+    def __init__(self) -> None:
+        self.shards: dict[int, ToyShard] = {}
+        self._links = 0
+
+    def add(self, layers: str, *, streams: int = 8, name: str = "") -> ToyShard:
+        span, port = LayerRange.parse(layers), 1000 + len(self.shards)
+        node = name or f"node-{port}"
+        descriptor = ShardDescriptor(
+            shard_id(MODEL, span), MODEL, WEIGHTS, span, TOTAL_LAYERS, 1, streams, NodeId(node),
+            node, Endpoint(f"ws://toy:{port}"), "fp32", "toy", datetime.now(UTC),
+        )  # fmt: skip
+        self.shards[port] = ToyShard(self, descriptor)
+        return self.shards[port]
+
+    def candidates(self, model_id: ModelId) -> list[Candidate]:
+        return [Candidate(shard.descriptor, 0, 1) for shard in self.shards.values()]
+
+    async def dial(self, host: str, port: int, handler: LinkHandler) -> Link:
+        shard = self.shards[port]
+        if not shard.alive:
+            raise ConnectFailed(f"{host}:{port} is gone.", fix="Elsewhere.")
+        ours, theirs = link_pair(
+            Hello("asker", "asker", "tensors", "toy"), Hello("hop", "hop", "tensors", "toy")
+        )
+        self._links += 1
+        ours.attach(handler)
+        theirs.attach(ToyDoor(shard, theirs, self._links))
+        shard.links.append(ours)
+        return ours
+
+
+class ToyEnds:
+    """Token ids become rows, rows become one-hot logits; both depend on the position."""
+
+    vocab = PRIME
+
+    def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:
+        rows = [
+            [(token * (i + 1) + position + offset) % PRIME for i in range(HIDDEN)]
+            for offset, token in enumerate(ids[0].tolist())
+        ]
+        return torch.tensor([rows], dtype=torch.float32)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = (hidden.sum(-1).long() * 31 + 7) % self.vocab
+        return torch.nn.functional.one_hot(tokens, self.vocab).float()
+
+
+class ToyText:
+    """Tokens are numbers; 0 ends."""
+
+    eos_ids = frozenset({0})
+
+    def prompt_ids(self, request: GenerationRequest) -> list[int]:
+        return list(request.prompt_ids or ())
+
+    def decoder(self) -> ToyText:
+        return self
+
+    def push(self, token_id: int) -> str:
+        return f"{token_id} "
+
+    def flush(self) -> str:
+        return ""
+
+    def token_text(self, token_id: int) -> str:
+        return str(token_id)
+
+
+def toy_orchestrator(network: ToyNetwork) -> tuple[PipelineOrchestrator, Sessions]:
+    """An orchestrator over the network with fp32 on the wire."""
+    router = ShardRouter(network, CoverRules())
+    sessions = Sessions(
+        Lines(network.dial), router, SystemClock(), SessionSettings(open_timeout_s=2.0)
+    )
+    model = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, 4096, ToyEnds(), ToyText())
+    orchestrator = PipelineOrchestrator(
+        model,
+        sessions,
+        router,
+        wire_dtype=WireDtype.FP32,
+        recovery=RecoverySettings(retry_delays_s=(0.01, 0.02)),
+    )
+    return orchestrator, sessions
+
+
+def toy_request(prompt: Sequence[int], count: int, request_id: str = "r") -> GenerationRequest:
+    return GenerationRequest(
+        request_id,
+        MODEL,
+        prompt_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=count, ignore_eos=True),
+    )
+
+
+def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
+    """The same generation with one session over all layers and no mesh at all."""
+    ends, session = ToyEnds(), ToySession(LayerRange(0, TOTAL_LAYERS))
+    ids, tokens = list(prompt), []
+    position = 0
+    for _ in range(count):
+        rows = [[int(v) for v in row] for row in ends.embed(torch.tensor([ids]), position)[0]]
+        out = session.run(position, rows)
+        position += len(ids)
+        token = int(ends.logits(torch.tensor([out[-1:]], dtype=torch.float32)).argmax())
+        tokens.append(token)
+        ids = [token]
+    return tokens
+
+
+def encode(rows: list[list[int]]) -> WireTensor:
+    values = [float(value) for row in rows for value in row]
+    return WireTensor("fp32", (1, len(rows), HIDDEN), struct.pack(f"<{len(values)}f", *values))
+
+
+def decode(tensor: WireTensor) -> list[list[int]]:
+    values = struct.unpack(f"<{len(tensor.data) // 4}f", bytes(tensor.data))
+    return [[int(v) for v in values[i : i + HIDDEN]] for i in range(0, len(values), HIDDEN)]
