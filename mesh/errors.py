@@ -3,11 +3,14 @@
 MeshError
 ├─ ConfigError        BadValue  UnknownKey
 ├─ NotRunning  PortInUse  AlreadyRunning
+├─ IdentityError      KeyUnreadable  BadKey
 ├─ WireError          BadFrame  FrameTooLarge  VersionMismatch  LinkLost  ConnectFailed
+│                     BadAdvertisement  PeerRefused
 ├─ RouteError         NoRoute (shard_unavailable)  WeightsMismatch  ExperimentalDisabled
 ├─ ShardError         ModelNotFound  BadCheckpoint  UnsupportedFamily  CacheFull  DeviceFailed
 │                     SessionGone
 ├─ GenerationError    BadRequest  ContextTooLong  PipelineStalled  Busy
+├─ ApiError           Unauthorized  Forbidden  NotFound  MethodNotAllowed  BodyTooLarge
 └─ InternalError      a child process failed in a way that nobody foresaw
 
 Each carries a stable `code`, an HTTP status, whether trying again may help, and `fix`: what the
@@ -87,6 +90,24 @@ class PortInUse(MeshError):
     http_status = 409
 
 
+class IdentityError(MeshError):
+    """Root for this node's own key."""
+
+    code = "identity_error"
+
+
+class KeyUnreadable(IdentityError):
+    """The node key cannot be read, or others on this machine could read it too."""
+
+    code = "key_unreadable"
+
+
+class BadKey(IdentityError):
+    """The key file holds something else than one Ed25519 private key."""
+
+    code = "bad_key"
+
+
 class WireError(MeshError):
     """Root for links between nodes."""
 
@@ -125,6 +146,20 @@ class ConnectFailed(WireError):
     """No link could be opened in time."""
 
     code = "connect_failed"
+
+
+class BadAdvertisement(WireError):
+    """A peer's advertisement is malformed; `param` names the field. The link stays."""
+
+    code = "bad_advertisement"
+    retryable = False
+
+
+class PeerRefused(WireError):
+    """The node at the other end is not one to link with: its hello says so, or there is no room."""
+
+    code = "peer_refused"
+    retryable = False
 
 
 class RouteError(MeshError):
@@ -244,6 +279,48 @@ class Busy(GenerationError):
     retryable = True
 
 
+class ApiError(MeshError):
+    """Root for HTTP requests refused before anybody looked at what they ask."""
+
+    code = "api_error"
+    http_status = 400
+
+
+class Unauthorized(ApiError):
+    """The API key is missing or wrong."""
+
+    code = "unauthorized"
+    http_status = 401
+
+
+class Forbidden(ApiError):
+    """The request's Host or Origin is not this API's."""
+
+    code = "forbidden"
+    http_status = 403
+
+
+class NotFound(ApiError):
+    """No such path."""
+
+    code = "not_found"
+    http_status = 404
+
+
+class MethodNotAllowed(ApiError):
+    """The path exists but not with this method."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class BodyTooLarge(ApiError):
+    """The request's body exceeds the limit."""
+
+    code = "body_too_large"
+    http_status = 413
+
+
 class InternalError(MeshError):
     """A bug, or a child process that died; details are in the log."""
 
@@ -274,8 +351,10 @@ def from_dict(fields: dict[str, Any]) -> MeshError:
 
 
 _LEAVES: tuple[type[MeshError], ...] = (
-    BadValue, UnknownKey, NotRunning, AlreadyRunning, PortInUse, BadFrame, FrameTooLarge,
+    BadValue, UnknownKey, NotRunning, AlreadyRunning, PortInUse, KeyUnreadable, BadKey,
+    BadAdvertisement, PeerRefused, BadFrame, FrameTooLarge,
     VersionMismatch, LinkLost, ConnectFailed, NoRoute, WeightsMismatch, ExperimentalDisabled,
     ModelNotFound, BadCheckpoint, BadRequest, CacheFull, SessionGone, DeviceFailed,
-    ContextTooLong, PipelineStalled, Busy, InternalError,
+    ContextTooLong, PipelineStalled, Busy, Unauthorized, Forbidden, NotFound, MethodNotAllowed,
+    BodyTooLarge, InternalError,
 )  # fmt: skip

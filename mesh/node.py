@@ -162,9 +162,12 @@ class Node:
             "stall_limit_s": distributed.shard_health_timeout_seconds,
             "activation_dtype": distributed.activation_dtype,
             "cache_dir": str(cache_dir()),
+        }
+        options = {
             "dtype": self._config.dtype,
             "device": self._config.device,
             "threads": self._threads,
+            "cache_dir": str(cache_dir()),
         }
         hello = asdict(
             Hello(self._key.node_id, self._config.name, "tensors", f"hearthnet/{__version__}")
@@ -174,6 +177,7 @@ class Node:
                 model.model_id,
                 {"directory": model.directory, "model_id": model.model_id},
                 hello,
+                options,
                 settings,
             )
             asker = AskerProcess(spec, self._routable, self._changed, self._metrics.latencies)

@@ -11,7 +11,7 @@ from typing import Any
 
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
-from mesh.discovery.peering import PeerView
+from mesh.discovery.sightings import PeerView
 from mesh.health.eventstream import EventStream
 from mesh.health.metrics import Metrics
 from mesh.models.local import LocalModel

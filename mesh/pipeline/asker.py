@@ -41,6 +41,7 @@ class AskerSpec:
     model_id: ModelId
     model: dict[str, Any]
     hello: dict[str, Any]
+    options: dict[str, Any]
     settings: dict[str, Any]
 
 
@@ -163,6 +164,7 @@ class AskerProcess:
                 "op": "start",
                 "model": self.spec.model,
                 "hello": self.spec.hello,
+                "options": self.spec.options,
                 "settings": self.spec.settings,
                 "shards": self._shards(self.spec.model_id),
             }

@@ -76,9 +76,6 @@ class EngineSettings:
     stall_limit_s: float
     activation_dtype: str
     cache_dir: str
-    dtype: str
-    device: str
-    threads: int
 
 
 class Engine:

@@ -19,14 +19,10 @@ from typing import Any
 import torch
 
 from mesh.errors import InternalError, LinkLost, MeshError, PipelineStalled
-from mesh.models.load import load_ends
-from mesh.models.manifest import read_manifest
-from mesh.models.tokenizer import ModelText
+from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.engine import Engine, EngineSettings
 from mesh.pipeline.frames import decode_request, encode_frame
-from mesh.pipeline.model import AskerModel
 from mesh.pipeline.sessions import expire_regularly
-from mesh.shard.device import choose_device, choose_dtype, choose_threads
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
 from mesh.types import ModelId, StreamFrame
 from mesh.wire.messages import Hello
@@ -107,7 +103,13 @@ class EngineProcess:
     async def _start(self, message: ChannelMessage) -> None:
         try:
             settings = EngineSettings(**message["settings"])
-            model, reasons = await asyncio.to_thread(_load, message["model"], settings)
+            wanted = message["model"]
+            model, reasons = await asyncio.to_thread(
+                load_asker,
+                Path(wanted["directory"]),
+                ModelId(wanted["model_id"]),
+                _options(message["options"]),
+            )
         except MeshError as error:
             self._send({"op": "failed", "error": error.to_dict()})
             return
@@ -185,28 +187,8 @@ class EngineProcess:
             logger.error("task=%s ended: %s", task.get_name(), error)
 
 
-def _load(model: dict[str, Any], settings: EngineSettings) -> tuple[AskerModel, list[str]]:
-    """Load the ends and the tokenizer; blocking, so it runs in a thread."""
-    directory = Path(model["directory"])
-    manifest = read_manifest(
-        directory, model_id=ModelId(model["model_id"]), cache_dir=Path(settings.cache_dir)
-    )
-    device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, manifest.dtype, device.value)
-    threads = choose_threads(settings.threads, device.value)
-    torch.set_num_threads(threads.value)
-    ends = load_ends(manifest, dtype=dtype.value, device=device.value)
-    asker = AskerModel(
-        model_id=manifest.model_id,
-        weights_sha256=manifest.weights_sha256,
-        total_layers=manifest.total_layers,
-        hidden_size=manifest.hidden_size,
-        vocab_size=manifest.vocab_size,
-        max_positions=manifest.max_positions,
-        ends=ends,
-        text=ModelText(manifest),
-    )
-    return asker, [device.reason, dtype.reason, threads.reason]
+def _options(fields: dict[str, Any]) -> AskerOptions:
+    return AskerOptions(**{**fields, "cache_dir": Path(fields["cache_dir"])})
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from mesh.types import (
     ShardStatus,
     StreamFrame,
 )
-from mesh.wire.activations import from_wire, to_wire
+from mesh.wire.activations import to_torch, to_wire
 
 CHUNK_ROWS = 128
 """Rows of one prefill chunk: enough for an efficient matrix product, few enough to overlap hops."""
@@ -99,7 +99,7 @@ class Passage:
         async for notice in self._reach(len(session.token_ids)):
             yield notice
         row = await session.chain.output(len(session.token_ids))
-        self.logits = self._ends.logits(from_wire(row))[0, -1]
+        self.logits = self._ends.logits(to_torch(row))[0, -1]
 
     async def _reach(self, position: int) -> AsyncGenerator[StreamFrame, None]:
         while True:

@@ -1,0 +1,38 @@
+"""The HTTP application: mounts the families of endpoints and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+
+from mesh.api import faults, health, mesh
+from mesh.api.auth import Gate
+from mesh.api.openai import chat, completions, models
+from mesh.api.services import ApiSettings, Generations, MeshView
+from mesh.errors import MeshError
+
+
+def create_app(generations: Generations, view: MeshView, settings: ApiSettings) -> Starlette:
+    """The application. ``app.state.closing`` is an event that ends its endless streams."""
+    closing = asyncio.Event()
+    app = Starlette(
+        routes=[
+            *chat.routes(generations, settings),
+            *completions.routes(generations, settings),
+            *models.routes(view),
+            *mesh.routes(view, settings, closing),
+            *health.routes(view),
+        ],
+        middleware=[Middleware(Gate, settings=settings)],
+        exception_handlers={
+            MeshError: faults.on_mesh_error,
+            HTTPException: faults.on_http_exception,
+            Exception: faults.on_exception,
+        },
+    )
+    app.state.closing = closing
+    app.state.settings = settings
+    return app

@@ -1,0 +1,97 @@
+"""Reading request bodies: bounded in size and time, strict JSON, problems named by field."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import json
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from mesh.api.services import ApiSettings
+from mesh.errors import BadRequest, BodyTooLarge
+
+_Body = TypeVar("_Body", bound=BaseModel)
+_SHOWN_CHARS = 100
+
+
+async def read_body(request: Request, model: type[_Body], settings: ApiSettings) -> _Body:
+    """The request's JSON object as `model`. Raises BadRequest and BodyTooLarge."""
+    raw = await _read(request, settings)
+    try:
+        fields = json.loads(raw, parse_constant=_refuse_constant)
+        if b"\\u" in raw:
+            json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except RecursionError:
+        raise BadRequest("The body is nested too deeply.", fix="Send a flat object.") from None
+    except ValueError as error:
+        raise BadRequest(
+            f"The body is not valid JSON: {error}.", fix="Send one JSON object in UTF-8."
+        ) from None
+    if not isinstance(fields, dict):
+        raise BadRequest("The body is not a JSON object.", fix="Send one JSON object.")
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise _bad_request(error, fields, list(model.model_fields)) from None
+
+
+async def _read(request: Request, settings: ApiSettings) -> bytes:
+    limit = settings.max_body_bytes
+    too_large = BodyTooLarge(
+        f"The body is larger than {limit} bytes.", fix="Send less text in one request."
+    )
+    if int(request.headers.get("content-length", 0)) > limit:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(settings.body_timeout_s):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise BadRequest(
+            f"The body did not arrive within {settings.body_timeout_s:g} s.", fix="Try again."
+        ) from None
+    return bytes(body)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _bad_request(error: ValidationError, fields: dict[str, Any], known: list[str]) -> BadRequest:
+    """The first problem, by the name of its field as the client wrote it."""
+    first, *others = error.errors(include_url=False, include_input=False)
+    problems: list[Any] = [first, *(p for p in others if p["loc"][:1] == first["loc"][:1])]
+    # Every branch of a union reports; the one that got furthest is the one that was meant.
+    paths = [_path(problem["loc"], fields) for problem in problems]
+    path = max(paths, key=len)
+    problem = problems[paths.index(path)]
+    param = ".".join(map(str, path))[:_SHOWN_CHARS] or None
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(path[-1]), known, n=1)
+        hint = f"Did you mean {near[0]}?" if near and len(path) == 1 else "Leave it out."
+        return BadRequest(f"Unknown field: {param}.", fix=hint, param=param)
+    if problem["type"] == "missing":
+        missing = ".".join(map(str, [*path, problem["loc"][-1]]))
+        return BadRequest(f"The field {missing} is missing.", fix="Add it.", param=missing)
+    same = [p["msg"] for p, its in zip(problems, paths, strict=True) if its == path]
+    why = " / ".join(dict.fromkeys(same)).replace("Value error, ", "")
+    where = f"{param}: " if param else ""
+    return BadRequest(f"{where}{why}.", fix="Correct the request.", param=param)
+
+
+def _path(location: tuple[int | str, ...], fields: dict[str, Any]) -> list[int | str]:
+    """The part of `location` that is in the body; names of a union's branches are not."""
+    path: list[int | str] = []
+    place: Any = fields
+    for part in location:
+        in_list = isinstance(place, list) and isinstance(part, int)
+        if in_list or (isinstance(place, dict) and part in place):
+            place = place[part]
+            path.append(part)
+    return path

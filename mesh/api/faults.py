@@ -1,0 +1,73 @@
+"""Errors as HTTP responses, in OpenAI's shape: the only place that translates them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mesh.errors import InternalError, MeshError, MethodNotAllowed, NotFound
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
+_RETRY_AFTER_S = {429: 1, 503: 5}
+
+
+def error_body(error: MeshError) -> dict[str, Any]:
+    """``{"error": {"message", "type", "param", "code", "fix"}}``."""
+    default = "invalid_request_error" if error.http_status < 500 else "server_error"
+    return {
+        "error": {
+            "message": error.message,
+            "type": _TYPES.get(error.http_status, default),
+            "param": error.param,
+            "code": error.code,
+            "fix": error.fix,
+        }
+    }
+
+
+def error_response(error: MeshError) -> Response:
+    """The response for an error that ends a request."""
+    headers = {}
+    if error.http_status in _RETRY_AFTER_S:
+        headers["Retry-After"] = str(_RETRY_AFTER_S[error.http_status])
+    if error.http_status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)
+
+
+def unforeseen() -> MeshError:
+    """What a client is told of an exception that nobody translated; the log has the rest."""
+    return InternalError(
+        "The daemon failed in a way nobody foresaw.", fix="Its log has the details; try again."
+    )
+
+
+def on_mesh_error(_request: Request, error: Exception) -> Response:
+    """Handler for MeshError."""
+    return error_response(error if isinstance(error, MeshError) else unforeseen())
+
+
+def on_http_exception(request: Request, error: Exception) -> Response:
+    """Handler for what Starlette's router raises: unknown paths and methods."""
+    path = request.url.path
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        response = error_response(
+            MethodNotAllowed(
+                f"{path} does not take {request.method}.", fix="See docs/reference/api.md."
+            )
+        )
+        response.headers.update(error.headers or {})
+        return response
+    return error_response(NotFound(f"There is no {path} here.", fix="See docs/reference/api.md."))
+
+
+def on_exception(_request: Request, _error: Exception) -> Response:
+    """Handler for everything else; Starlette raises it again and uvicorn logs it."""
+    return error_response(unforeseen())

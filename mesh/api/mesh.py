@@ -1,0 +1,63 @@
+"""`/mesh/v1/...`: the mesh as this node sees it, for the CLI, the TUI and scripts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mesh.api.services import ApiSettings, MeshView
+from mesh.api.sse import PING, EventStream, encode, paced
+from mesh.errors import BadRequest
+
+
+def routes(view: MeshView, settings: ApiSettings, closing: asyncio.Event) -> list[Route]:
+    """The endpoints' routes; event streams end when `closing` is set."""
+
+    async def status(_request: Request) -> Response:
+        return JSONResponse(view.status())
+
+    async def peers(_request: Request) -> Response:
+        return JSONResponse({"peers": view.peers()})
+
+    async def models(_request: Request) -> Response:
+        return JSONResponse({"models": view.models()})
+
+    async def events(request: Request) -> Response:
+        after = _last_event_id(request)
+        return EventStream(_events(view, after, settings.ping_s), closing)
+
+    return [
+        Route("/mesh/v1/status", status),
+        Route("/mesh/v1/peers", peers),
+        Route("/mesh/v1/models", models),
+        Route("/mesh/v1/events", events),
+    ]
+
+
+async def _events(view: MeshView, after: int | None, ping_s: float) -> AsyncGenerator[bytes, None]:
+    # The first bytes go out at once, so that a client knows that it is connected.
+    yield PING
+    async with aclosing(paced(view.events(after), ping_s)) as news:
+        async for event in news:
+            if event is None:
+                yield PING
+            else:
+                yield encode(event, event=event["type"], id_=event["id"])
+
+
+def _last_event_id(request: Request) -> int | None:
+    text = request.headers.get("last-event-id")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise BadRequest(
+            "Last-Event-ID is not an event's number.",
+            fix="Send the last `id:` you read, or leave the header out.",
+            param="Last-Event-ID",
+        )
+    return int(text)

@@ -1,0 +1,111 @@
+"""The parts that every OpenAI answer is made of, from the frames of a generation."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mesh.types import Done, ShardFailover, ShardStatus, TokenLogprob
+from mesh.types import PipelineAborted as Aborted
+
+_LOWEST_LOGPROB = -9999.0
+"""OpenAI's stand-in for minus infinity, which JSON does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all objects of one answer repeat."""
+
+    id: str
+    object: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """The object with these choices."""
+        return {**asdict(self), "choices": choices}
+
+
+def usage(done: Done) -> dict[str, Any]:
+    """OpenAI's token counts."""
+    return {
+        "prompt_tokens": done.prompt_tokens,
+        "completion_tokens": done.completion_tokens,
+        "total_tokens": done.prompt_tokens + done.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": done.cached_tokens},
+    }
+
+
+def extension(done: Done) -> dict[str, Any]:
+    """The `hearthnet` object: what ran where and how fast."""
+    return {
+        "token_ids": list(done.token_ids),
+        "route": [
+            {
+                "shard_id": hop.shard.shard_id,
+                "node": hop.shard.node_name,
+                "layers": str(hop.layers),
+            }
+            for hop in done.route
+        ],
+        "failovers": done.failovers,
+        "fallback": done.fallback,
+        "timings": {
+            "first_token_ms": _finite(done.first_token_ms),
+            "tokens_per_second": _finite(done.tokens_per_second),
+            "hops": [
+                {key: _finite(value) for key, value in asdict(hop).items()} for hop in done.hops
+            ],
+        },
+    }
+
+
+def diagnostic(frame: ShardStatus | ShardFailover | Aborted) -> dict[str, Any]:
+    """The `hearthnet` object of a chunk that reports what happens to the route."""
+    return {"event": asdict(frame)}
+
+
+def chat_logprobs(entries: tuple[TokenLogprob, ...]) -> dict[str, Any]:
+    """The `logprobs` of a chat choice."""
+    return {
+        "content": [
+            {
+                **_chat_entry(entry.token, entry.logprob),
+                "top_logprobs": [_chat_entry(token, value) for _, token, value in entry.top],
+            }
+            for entry in entries
+        ],
+        "refusal": None,
+    }
+
+
+def completion_logprobs(entries: tuple[TokenLogprob, ...], offset: int) -> dict[str, Any]:
+    """The `logprobs` of a completion choice whose text starts at character `offset`."""
+    offsets = []
+    for entry in entries:
+        offsets.append(offset)
+        offset += len(entry.token)
+    return {
+        "tokens": [entry.token for entry in entries],
+        "token_logprobs": [_logprob(entry.logprob) for entry in entries],
+        "top_logprobs": [
+            {token: _logprob(value) for _, token, value in entry.top}
+            | {entry.token: _logprob(entry.logprob)}
+            for entry in entries
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _chat_entry(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": _logprob(logprob), "bytes": list(token.encode())}
+
+
+def _logprob(value: float) -> float:
+    return value if value > _LOWEST_LOGPROB else _LOWEST_LOGPROB
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,66 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mesh.api.bodies import read_body
+from mesh.api.openai.answers import Head, chat_logprobs
+from mesh.api.openai.schemas import ChatBody
+from mesh.api.openai.streaming import streamed, whole
+from mesh.api.services import ApiSettings, Generations
+from mesh.types import TokenLogprob
+
+
+def routes(generations: Generations, settings: ApiSettings) -> list[Route]:
+    """The endpoint's route."""
+
+    async def create(request: Request) -> Response:
+        body = await read_body(request, ChatBody, settings)
+        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        frames = generations.generate(body.to_request(request_id))
+        style = _ChatStyle(with_logprobs=bool(body.logprobs))
+        if not body.stream:
+            head = Head(request_id, "chat.completion", body.model)
+            return await whole(request, frames, style, head)
+        head = Head(request_id, "chat.completion.chunk", body.model)
+        return streamed(frames, style, head, settings, include_usage=body.include_usage)
+
+    return [Route("/v1/chat/completions", create, methods=["POST"])]
+
+
+class _ChatStyle:
+    """Choices with a message, or with a delta of it."""
+
+    def __init__(self, *, with_logprobs: bool) -> None:
+        self._with_logprobs = with_logprobs
+
+    def opening(self) -> dict[str, Any]:
+        return self._delta({"role": "assistant", "content": ""})
+
+    def piece(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> dict[str, Any]:
+        return self._delta({"content": text}, logprobs)
+
+    def ending(self, finish_reason: str) -> dict[str, Any]:
+        return self._delta({}) | {"finish_reason": finish_reason}
+
+    def whole(
+        self, text: str, logprobs: tuple[TokenLogprob, ...], finish_reason: str
+    ) -> dict[str, Any]:
+        return {
+            "index": 0,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": chat_logprobs(logprobs) if self._with_logprobs else None,
+            "finish_reason": finish_reason,
+        }
+
+    def _delta(
+        self, delta: dict[str, str], logprobs: tuple[TokenLogprob, ...] = ()
+    ) -> dict[str, Any]:
+        shown = chat_logprobs(logprobs) if self._with_logprobs and logprobs else None
+        return {"index": 0, "delta": delta, "logprobs": shown, "finish_reason": None}

@@ -1,0 +1,227 @@
+"""The bodies of OpenAI's endpoints, and the generation each asks for.
+
+A field that OpenAI has and hearthnet has not is refused by name unless it is null or says what
+happens anyway; a field nobody knows is refused too. Nothing is silently ignored except hints that
+cannot change the answer (`user`, `metadata`, cache and safety keys).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from mesh.errors import BadRequest
+from mesh.types import GenerationRequest, ModelId, SamplingParams, WireDtype
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default length of `/v1/completions`."""
+_MAX_STOPS = 16
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _only(*accepted: object) -> BeforeValidator:
+    """A field of OpenAI's that hearthnet takes at null and at the values that change nothing."""
+
+    def check(value: object) -> None:
+        if value is None or any(
+            value == known and type(value) is type(known) for known in accepted
+        ):
+            return
+        if accepted:
+            raise ValueError(f"values other than {accepted[0]!r} are not supported")
+        raise ValueError("this field is not supported")
+
+    return BeforeValidator(check)
+
+
+Refused = Annotated[None, _only()]
+Hint = Any
+
+
+class StreamOptions(_Strict):
+    """What a stream carries besides the text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[None, _only(False)] = None
+
+
+class _SamplingBody(_Strict):
+    """What both endpoints share. The defaults are OpenAI's: `temperature` is 1 when absent."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: str | list[str] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    # hearthnet's own
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    ignore_eos: bool | None = None
+    wire_dtype: Literal["fp16", "bf16", "fp32"] | None = None
+    fallback_to_local: bool | None = None
+    # OpenAI's, not here
+    n: Annotated[None, _only(1)] = None
+    logit_bias: Annotated[None, _only({})] = None
+    presence_penalty: Annotated[None, _only(0, 0.0)] = None
+    frequency_penalty: Annotated[None, _only(0, 0.0)] = None
+    service_tier: Annotated[None, _only("auto", "default")] = None
+    # hints
+    user: Hint = None
+    metadata: Hint = None
+    safety_identifier: Hint = None
+    prompt_cache_key: Hint = None
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        texts = [value] if isinstance(value, str) else value or []
+        if len(texts) > _MAX_STOPS or not all(texts):
+            raise ValueError(f"at most {_MAX_STOPS} texts, none of them empty")
+        return value
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(self.top_k or 0, 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            seed=self.seed,
+            max_tokens=max_tokens,
+            stop=stop,
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=logprobs,
+        )
+
+    def _wire(self) -> WireDtype | None:
+        return None if self.wire_dtype is None else WireDtype(self.wire_dtype)
+
+
+class TextPart(_Strict):
+    """A piece of a message's content; only text has a meaning here."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Strict):
+    """One turn. What OpenAI's own answers carry besides the text is taken while it is empty."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: Hint = None
+    refusal: Refused = None
+    audio: Refused = None
+    annotations: Annotated[None, _only([])] = None
+    tool_calls: Annotated[None, _only([])] = None
+    function_call: Refused = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> Self:
+        if self.content is None:
+            raise ValueError("content is missing; only text messages are supported")
+        return self
+
+    def to_template(self) -> dict[str, str]:
+        """The role and text that a chat template knows."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(p.text for p in content or ())
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatBody(_SamplingBody):
+    """The body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    # OpenAI's, not here
+    tools: Annotated[None, _only([])] = None
+    tool_choice: Annotated[None, _only("none", "auto")] = None
+    functions: Annotated[None, _only([])] = None
+    function_call: Annotated[None, _only("none", "auto")] = None
+    response_format: Annotated[None, _only({"type": "text"})] = None
+    modalities: Annotated[None, _only(["text"])] = None
+    audio: Refused = None
+    prediction: Refused = None
+    reasoning_effort: Refused = None
+    verbosity: Refused = None
+    web_search_options: Refused = None
+    store: Annotated[None, _only(False)] = None
+    # hints
+    parallel_tool_calls: Hint = None
+    prompt_cache_retention: Hint = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
+        return self
+
+    def to_request(self, request_id: str) -> GenerationRequest:
+        """The generation this body asks for."""
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return GenerationRequest(
+            request_id=request_id,
+            model=ModelId(self.model),
+            messages=tuple(message.to_template() for message in self.messages),
+            sampling=self._sampling(self.max_completion_tokens or self.max_tokens, logprobs),
+            wire_dtype=self._wire(),
+            fallback_to_local=self.fallback_to_local,
+        )
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class CompletionBody(_SamplingBody):
+    """The body of `POST /v1/completions`: `prompt` is one text or one list of token ids."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    # OpenAI's, not here
+    best_of: Annotated[None, _only(1)] = None
+    echo: Annotated[None, _only(False)] = None
+    suffix: Refused = None
+
+    def to_request(self, request_id: str) -> GenerationRequest:
+        """The generation this body asks for. Raises BadRequest unless it has exactly one prompt."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            if len(prompt) > 1:
+                raise BadRequest(
+                    f"prompt: {len(prompt)} prompts in one request are not supported.",
+                    fix="Send one request for each prompt.",
+                    param="prompt",
+                )
+            prompt = prompt[0]
+        if not prompt:
+            raise BadRequest("prompt: it is empty.", fix="Send some text.", param="prompt")
+        is_text = isinstance(prompt, str)
+        return GenerationRequest(
+            request_id=request_id,
+            model=ModelId(self.model),
+            prompt=prompt if is_text else None,
+            prompt_ids=None if is_text else tuple(prompt),
+            sampling=self._sampling(self.max_tokens or COMPLETION_MAX_TOKENS, self.logprobs),
+            wire_dtype=self._wire(),
+            fallback_to_local=self.fallback_to_local,
+        )

@@ -1,0 +1,103 @@
+"""Serving the application: one uvicorn server inside the daemon's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from mesh.config import is_loopback
+from mesh.errors import BadValue, PortInUse
+
+_MAX_HEADER_BYTES = 32 << 10
+_MAX_CONNECTIONS = 512
+_GRACE_S = 5
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the daemon and says when it has started."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+
+class ApiServer:
+    """A running server. `close` must be awaited."""
+
+    def __init__(self, app: Starlette, server: _Server, task: asyncio.Task[None]) -> None:
+        self._app = app
+        self._server = server
+        self._task = task
+        self.port = 0
+
+    async def close(self) -> None:
+        """Stop listening; running answers get a few seconds, then they are cancelled."""
+        self._app.state.closing.set()
+        self._server.should_exit = True
+        await self._task
+
+
+async def serve_api(app: Starlette, host: str, port: int) -> ApiServer:
+    """Listen on `host`, an IP address or ``localhost``, and on `port`, 0 for a free one.
+
+    Raises PortInUse, and BadValue for an address that is not this machine's or that others reach
+    while no key is set.
+    """
+    if not is_loopback(host) and app.state.settings.api_key is None:
+        raise BadValue(
+            f"The API would be open to everybody who reaches {host}.",
+            fix="Set an API key, or bind to 127.0.0.1.",
+            param="api_host",
+        )
+    listener = _listen("127.0.0.1" if host == "localhost" else host, port)
+    config = uvicorn.Config(
+        app,
+        # h11 because it limits headers, and so that every platform runs the same parser.
+        http="h11",
+        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=_MAX_CONNECTIONS,
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+    server = _Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listener]), name="api-server")
+    api = ApiServer(app, server, task)
+    api.port = listener.getsockname()[1]
+    await server.ready.wait()
+    return api
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"Port {port} on {host} is taken.",
+                fix="Stop what uses it, or choose another with --api-port (0 takes a free one).",
+                param="api_port",
+            ) from None
+        raise BadValue(
+            f"The API cannot listen on {host}:{port}: {error.strerror}.",
+            fix="Name an address of this machine and a port you may use.",
+            param="api_host",
+        ) from None

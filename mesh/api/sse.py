@@ -1,0 +1,156 @@
+"""Server-sent events: a generator pulled as fast as the client reads, and no faster.
+
+At most one item is in flight between the generator and the socket, so a slow reader slows its own
+stream and nothing else. When the client leaves, the generator is closed at once. Knows nothing of
+what the events say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from mesh.api.faults import error_body, error_response, unforeseen
+from mesh.errors import MeshError
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_END: Any = object()
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def encode(payload: dict[str, Any], *, event: str | None = None, id_: int | None = None) -> bytes:
+    """One event. ASCII only: some clients split lines at every character Unicode calls a break."""
+    head = "" if id_ is None else f"id: {id_}\n"
+    if event is not None:
+        head += f"event: {event}\n"
+    return f"{head}data: {json.dumps(payload, separators=(',', ':'))}\n\n".encode("ascii")
+
+
+async def paced(source: AsyncIterator[_T], ping_s: float) -> AsyncGenerator[_T | None, None]:
+    """The items of `source`, and None whenever none came for `ping_s` seconds.
+
+    Closing this generator cancels what `source` is waiting for and closes `source`.
+    """
+    step: asyncio.Task[_T] | None = None
+    try:
+        while True:
+            step = asyncio.create_task(_next(source), name="api-next-frame")
+            while not (await asyncio.wait({step}, timeout=ping_s))[0]:
+                yield None
+            item = step.result()
+            if item is _END:
+                return
+            yield item
+    finally:
+        if step is not None and not step.done():
+            step.cancel()
+            await asyncio.wait({step})
+        if isinstance(source, AsyncGenerator):
+            await source.aclose()
+
+
+async def unless_gone(
+    receive: Receive, work: Coroutine[Any, Any, _T], closing: asyncio.Event | None = None
+) -> _T | None:
+    """The result of `work`; None when the client left first or `closing` was set.
+
+    The request's body must have been read. `work` has ended in any case when this returns.
+    """
+    task = asyncio.create_task(work, name="api-answer")
+    watchers = {asyncio.create_task(_disconnected(receive), name="api-disconnect")}
+    if closing is not None:
+        watchers.add(asyncio.create_task(_set(closing), name="api-closing"))
+    try:
+        await asyncio.wait({task, *watchers}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        abandoned = not task.done()
+        for each in (task, *watchers):
+            each.cancel()
+        outcome, *_ = await asyncio.gather(task, *watchers, return_exceptions=True)
+        if abandoned and isinstance(outcome, Exception):
+            logger.warning("closing an abandoned answer failed", exc_info=outcome)
+
+
+class EventStream(Response):
+    """A response of server-sent events.
+
+    `chunks` are whole events. What it raises before its first chunk becomes an ordinary error
+    response; later, a last event that carries the error.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, chunks: AsyncGenerator[bytes, None], closing: asyncio.Event | None = None
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._closing = closing
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the chunks end, the client leaves or the server closes."""
+        await unless_gone(receive, self._run(scope, receive, send), self._closing)
+        if self._started and self._closing is not None and self._closing.is_set():
+            await send({"type": "http.response.body", "body": b""})
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self._chunks):
+                async for chunk in self._chunks:
+                    await self._send(send, chunk)
+        except MeshError as error:
+            if not self._started:
+                await error_response(error)(scope, receive, send)
+                return
+            await self._send(send, encode(error_body(error)))
+        except Exception:
+            if self._started:
+                await self._send(send, encode(error_body(unforeseen())))
+                await send({"type": "http.response.body", "body": b""})
+            raise
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send(self, send: Send, chunk: bytes) -> None:
+        if not self._started:
+            self._started = True
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+
+async def _next(source: AsyncIterator[_T]) -> _T:
+    # StopAsyncIteration cannot be a task's result.
+    try:
+        return await anext(source)
+    except StopAsyncIteration:
+        end: _T = _END
+        return end
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _set(event: asyncio.Event) -> None:
+    await event.wait()

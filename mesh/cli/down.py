@@ -1,0 +1,42 @@
+"""`hearthnet down`: stops the daemon of a state directory."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mesh.cli.options import StateDir
+from mesh.cli.output import note
+
+
+def down(
+    state_dir: StateDir = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Then it is killed.")
+    ] = 20.0,
+) -> None:
+    """Stop the daemon; running answers get a few seconds to end."""
+    import psutil
+
+    from mesh.client import not_running
+    from mesh.config import load_config
+    from mesh.paths import StatePaths
+    from mesh.runtime import read_daemon
+
+    directory = load_config({"state_dir": state_dir}).config.state_dir
+    record = read_daemon(StatePaths(directory).runtime_file)
+    if record is None:
+        raise not_running(f"No hearthnet daemon runs with the state directory {directory}.")
+    try:
+        process = psutil.Process(record.pid)
+        process.terminate()
+        try:
+            process.wait(timeout)
+        except psutil.TimeoutExpired:
+            note(f"The daemon did not stop within {timeout:g} s; killing it.")
+            process.kill()
+            process.wait(timeout)
+    except psutil.NoSuchProcess:
+        pass  # it went by itself, which is what was wanted
+    note("stopped")

@@ -1,0 +1,134 @@
+"""How the command line prints: answers on stdout, all else on stderr, plain when not a terminal.
+
+Names and texts that come from other machines are stripped of control characters first. Also the
+only place that turns errors into exit codes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from mesh.errors import ConfigError, InternalError, MeshError
+
+FAILURE = 1
+INTERRUPTED = 130
+EXIT_CODES_HELP = (
+    "Exit codes: 0 ok, 1 failure, 2 usage, 3 no daemon runs, 4 not found, 5 no memory or no route,"
+    " 6 refused, 130 interrupted."
+)
+_USAGE = 2
+_EXIT_CODES = {
+    "bad_request": _USAGE,
+    "not_running": 3,
+    "model_not_found": 4,
+    "not_found": 4,
+    "shard_unavailable": 5,
+    "cache_full": 5,
+    "unauthorized": 6,
+    "forbidden": 6,
+    "experimental_disabled": 6,
+}
+# C0 but for newline and tab, DEL, C1, and the controls that reorder text.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_BREAKS = re.compile(r"[\n\t\u2028\u2029]")
+
+
+def printable(text: str) -> str:
+    """`text` without what could move the cursor, change colours or reorder the line."""
+    return _CONTROLS.sub("", text)
+
+
+def one_line(value: object) -> str:
+    """`value` as one printable line."""
+    return _BREAKS.sub(" ", printable(str(value)))
+
+
+def say(text: str = "", *, end: str = "\n", to: TextIO | None = None) -> None:
+    """Print now; stdout unless `to` is given."""
+    stream = sys.stdout if to is None else to
+    stream.write(printable(text) + end)
+    stream.flush()
+
+
+def note(text: str, *, end: str = "\n") -> None:
+    """Print on stderr: whatever is not the answer."""
+    say(text, end=end, to=sys.stderr)
+
+
+def print_json(payload: Any) -> None:
+    """One JSON document on stdout; escaped to ASCII, so that no name can act on a terminal."""
+    say(json.dumps(payload, indent=2))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on stdout: ruled on a terminal, aligned columns of text otherwise."""
+    lines = [[one_line("-" if cell in {None, ""} else cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*(Text(name) for name in columns), box=None, pad_edge=False)
+        for line in lines:
+            table.add_row(*(Text(cell) for cell in line))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(columns, *lines, strict=True)]
+    for line in [list(columns), *lines]:
+        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def report(error: Exception, *, debug: bool = False) -> int:
+    """Print what went wrong and what to do about it; the exit code that says the same."""
+    if debug:
+        traceback.print_exception(error)
+    if not isinstance(error, MeshError):
+        note(f"error: hearthnet failed: {one_line(error) or type(error).__name__}")
+        note("fix:   This is a bug; run again with --debug and report what it prints.")
+        return FAILURE
+    note(f"error: {one_line(error.message)}")
+    if error.param:
+        note(f"       ({error.code}, {one_line(error.param)})")
+    elif not isinstance(error, InternalError):
+        note(f"       ({error.code})")
+    if error.fix:
+        note(f"fix:   {one_line(error.fix)}")
+    return _USAGE if isinstance(error, ConfigError) else _EXIT_CODES.get(error.code, FAILURE)
+
+
+def route_line(route: Sequence[dict[str, Any]]) -> str:
+    """``kitchen 0-11 -> attic 12-23``."""
+    return " -> ".join(f"{hop['node']} {hop['layers']}" for hop in route)
+
+
+def summary_line(extension: dict[str, Any], usage: dict[str, Any]) -> str:
+    """Where an answer came from and how fast, from its `hearthnet` object and token counts."""
+    timings = extension["timings"]
+    parts = [route_line(extension["route"]) or "here"]
+    if extension["fallback"]:
+        parts.append("local fallback")
+    if extension["failovers"]:
+        parts.append(f"{extension['failovers']} failover(s)")
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    prompt = f"{usage['prompt_tokens']} prompt tokens"
+    parts.append(f"{prompt} ({cached} cached)" if cached else prompt)
+    parts.append(f"{usage['completion_tokens']} tokens")
+    if timings["first_token_ms"] is not None:
+        parts.append(f"first token {timings['first_token_ms']:.0f} ms")
+    if timings["tokens_per_second"] is not None:
+        parts.append(f"{timings['tokens_per_second']:.1f} tok/s")
+    return " · ".join(parts)
+
+
+def event_line(event: dict[str, Any]) -> str:
+    """A diagnostic frame in words."""
+    if event["type"] == "shard_failover":
+        return f"{event['lost']} was replaced by {', '.join(event['replaced_by'])}"
+    if event["type"] == "shard_status":
+        return f"{event['shard_id']} on {event['node']}: {event['status']} ({event['reason']})"
+    return f"the distributed run ended: {event['reason']}"

@@ -1,0 +1,78 @@
+"""`hearthnet status`: the whole picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
+from mesh.cli.output import note, print_json, print_table, route_line, say
+
+
+def status(
+    state_dir: StateDir = None,
+    host: Host = None,
+    api_port: ApiPort = None,
+    as_json: Json = False,
+) -> None:
+    """Show this node, its peers, models, shards and running generations."""
+    picture = ask(locate_daemon(state_dir, host, api_port), lambda client: client.status())
+    if as_json:
+        print_json(picture)
+    else:
+        show(picture)
+
+
+def show(picture: dict[str, Any]) -> None:
+    """Print what `GET /mesh/v1/status` returned."""
+    node = picture["node"]
+    mesh = "on" if node["enabled"] else "off (local models only)"
+    say(f"{node['name']} ({node['id'][:6]}) · {node['software']} · mesh {mesh}")
+    say(f"API {node['api']} · nodes {node['endpoint']} · state {node['state_dir']}")
+    say()
+    print_models(picture["models"])
+    say()
+    print_peers(picture["peers"])
+    if picture["shards"]:
+        held = ", ".join(f"{shard['model_id']} {shard['layers']}" for shard in picture["shards"])
+        say(f"\nheld here: {held}")
+    for running in picture["generations"]:
+        say(f"running: {running['model']} over {route_line(running['route'])}")
+    for reason in picture["reasons"]:
+        note(f"note: {reason}")
+    for warning in picture["warnings"]:
+        note(f"warning: {warning}")
+
+
+def print_models(models: list[dict[str, Any]]) -> None:
+    """A table of models; what is missing is said in words."""
+    print_table(
+        ("MODEL", "LAYERS", "STATE", "CONTEXT", "NODES"),
+        [
+            (
+                model["id"],
+                model["total_layers"],
+                "ready" if model["runnable"] else f"missing layers {', '.join(model['missing'])}",
+                model["context"],
+                ", ".join(model["nodes"]),
+            )
+            for model in models
+        ],
+    )
+
+
+def print_peers(peers: list[dict[str, Any]]) -> None:
+    """A table of peers and the layers each holds."""
+    print_table(
+        ("PEER", "ID", "STATE", "RTT MS", "ADDRESS", "LAYERS"),
+        [
+            (
+                peer["name"],
+                peer["id"][:6],
+                peer["state"],
+                None if peer["rtt_ms"] is None else f"{peer['rtt_ms']:.1f}",
+                peer["address"],
+                ", ".join(f"{shard['model_id']} {shard['layers']}" for shard in peer["shards"]),
+            )
+            for peer in peers
+        ],
+    )

@@ -1,0 +1,185 @@
+"""An async client of the local daemon's HTTP API, for the CLI, the TUI and scripts.
+
+Which HTTP library is used stays in this file. Errors that the daemon reports come back as the same
+`mesh.errors` classes they were raised as.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from mesh.config import is_loopback
+from mesh.errors import InternalError, LinkLost, MeshError, NotRunning, from_dict
+from mesh.paths import StatePaths
+from mesh.runtime import read_daemon
+
+_CONNECT_S = 5.0
+_READ_S = 60.0
+"""Longer than the server's pause between keep-alive comments."""
+
+
+class Client:
+    """A connection to one daemon; use it as ``async with``.
+
+    Every method raises NotRunning when no daemon answers, LinkLost when it goes away meanwhile,
+    and otherwise the MeshError that the daemon reports.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        # Proxies of the environment must not see what stays on this machine.
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=headers,
+            timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
+            trust_env=not is_loopback(httpx.URL(self.url).host),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def status(self) -> dict[str, Any]:
+        """`GET /mesh/v1/status`."""
+        return await self._get("/mesh/v1/status")
+
+    async def peers(self) -> list[dict[str, Any]]:
+        """`GET /mesh/v1/peers`."""
+        found: list[dict[str, Any]] = (await self._get("/mesh/v1/peers"))["peers"]
+        return found
+
+    async def models(self) -> list[dict[str, Any]]:
+        """`GET /mesh/v1/models`: all models, also those that miss layers."""
+        found: list[dict[str, Any]] = (await self._get("/mesh/v1/models"))["models"]
+        return found
+
+    async def readiness(self) -> list[str]:
+        """What the daemon misses before it can answer; empty when ready."""
+        try:
+            response = await self._http.get("/readyz")
+        except httpx.TransportError as error:
+            raise self._lost(error) from error
+        if response.status_code not in {200, 503}:
+            raise _reported(response.content)
+        missing: list[str] = response.json()["missing"]
+        return missing
+
+    def chat(
+        self, model: str, messages: list[dict[str, str]], **options: Any
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a streamed chat completion; `options` are further fields of the body.
+
+        Closing the iterator cancels the generation.
+        """
+        body = {"model": model, "messages": messages, **options}
+        return self._completion("/v1/chat/completions", body)
+
+    def complete(
+        self, model: str, prompt: str | list[int], **options: Any
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a streamed completion without a chat template; see `chat`."""
+        return self._completion("/v1/completions", {"model": model, "prompt": prompt, **options})
+
+    async def events(self, after: int | None = None) -> AsyncGenerator[dict[str, Any], None]:
+        """What happens in the mesh, from event `after` on; ends when the daemon stops."""
+        headers = {} if after is None else {"Last-Event-ID": str(after)}
+        async with aclosing(self._stream("GET", "/mesh/v1/events", headers=headers)) as stream:
+            async for data in stream:
+                yield json.loads(data)
+
+    async def _completion(
+        self, path: str, body: dict[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        async with aclosing(self._stream("POST", path, json={**body, **options})) as stream:
+            async for data in stream:
+                if data == "[DONE]":
+                    return
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise from_dict(chunk["error"])
+                yield chunk
+        raise LinkLost("The daemon ended the answer too early.", fix="See its log; try again.")
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        try:
+            response = await self._http.get(path)
+        except httpx.TransportError as error:
+            raise self._lost(error) from error
+        if response.is_error:
+            raise _reported(response.content)
+        found: dict[str, Any] = response.json()
+        return found
+
+    async def _stream(self, method: str, path: str, **options: Any) -> AsyncGenerator[str, None]:
+        """The data of each server-sent event."""
+        try:
+            async with self._http.stream(method, path, **options) as response:
+                if response.is_error:
+                    raise _reported(await response.aread())
+                async for line in response.aiter_lines():
+                    if line.startswith("data: "):
+                        yield line.removeprefix("data: ")
+        except httpx.TransportError as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: httpx.TransportError) -> MeshError:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return not_running(f"Nothing answers at {self.url}.")
+        return LinkLost(
+            f"The connection to the daemon at {self.url} broke: {type(error).__name__}.",
+            fix="See `hearthnet status` and the daemon's log.",
+        )
+
+
+def locate(
+    *, host: str | None = None, state_dir: Path | None = None, api_key: str | None = None
+) -> Client:
+    """A client of the daemon at URL `host`, else of the one that runs with `state_dir`.
+
+    Raises NotRunning when `state_dir` has no running daemon.
+    """
+    if host is not None:
+        return Client(host if "://" in host else f"http://{host}", api_key=api_key)
+    if state_dir is None:
+        raise not_running("No daemon was named.")
+    record = read_daemon(StatePaths(state_dir).runtime_file)
+    if record is None:
+        raise not_running(f"No hearthnet daemon runs with the state directory {state_dir}.")
+    return Client(record.api_url, api_key=record.api_key or api_key)
+
+
+def not_running(message: str) -> NotRunning:
+    """The error for a daemon that is not there."""
+    return NotRunning(
+        message, fix="Start one with `hearthnet up`, or name another with --host or --state-dir."
+    )
+
+
+def _reported(body: bytes) -> MeshError:
+    try:
+        fields = json.loads(body)["error"]
+        return from_dict(fields)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return InternalError(
+            "What answers there is not a hearthnet daemon.", fix="Check the address."
+        )

@@ -1,0 +1,164 @@
+"""Which network interfaces to announce on, with a reason for each one left out.
+
+Looks at the machine's interface table. Knows nothing of mDNS or peers.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Interface, IPv4Network
+from typing import Any
+
+import psutil
+
+from mesh.errors import BadValue
+
+_VIRTUAL = (
+    ("container bridge", r"docker.*|br-.+|cni.*|cbr\d+|flannel.*|cali.*|podman\d*|lx[cd]br\d+"),
+    ("container link", r"veth.*|vethernet.*"),
+    ("virtual machine network", r"virbr.*|vboxnet.*|vmnet.*|vnet\d+"),
+    ("VPN or tunnel", r"tun\d*|tap\d*|u?tun\d+|wg.*|tailscale.*|zt.*|ppp\d+|ipsec.*|gif\d+|stf\d+"),
+    ("Apple peer-to-peer link", r"awdl\d*|llw\d*|anpi\d*|ap\d+"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class InterfaceChoice:
+    """An IPv4 address to announce and listen on, and the subnet it is in."""
+
+    name: str
+    address: IPv4Address
+    network: IPv4Network
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address}): {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """An interface that is not used, and why."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: skipped, {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """One row of the machine's interface table."""
+
+    name: str
+    is_up: bool
+    addresses: tuple[IPv4Interface, ...]
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether all it has are loopback addresses."""
+        return bool(self.addresses) and all(a.ip.is_loopback for a in self.addresses)
+
+
+def choose(requested: Sequence[str]) -> tuple[list[InterfaceChoice], list[Skipped]]:
+    """`select` on this machine's interfaces as they are now."""
+    return select(read_table(), requested)
+
+
+def read_table() -> list[Interface]:
+    """The machine's interfaces with their IPv4 addresses, by name."""
+    states: Mapping[str, Any] = psutil.net_if_stats()
+    table = []
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        ipv4 = tuple(
+            ipaddress.IPv4Interface(f"{entry.address}/{entry.netmask or 32}")
+            for entry in addresses
+            if entry.family == socket.AF_INET
+        )
+        state = states.get(name)
+        table.append(Interface(name, state is not None and state.isup, ipv4))
+    return table
+
+
+def select(
+    table: Sequence[Interface], requested: Sequence[str]
+) -> tuple[list[InterfaceChoice], list[Skipped]]:
+    """The addresses to use and the interfaces left out.
+
+    `requested` are names or IPv4 addresses: exactly those are then used, whatever kind they are.
+    Without any, every LAN interface is; when none is usable, loopback with the reason. Raises
+    BadValue for a name or address that this machine does not have.
+    """
+    if requested:
+        return _select_requested(table, requested)
+    chosen: list[InterfaceChoice] = []
+    skipped: list[Skipped] = []
+    for interface in table:
+        reason = _why_not(interface)
+        if reason is not None:
+            skipped.append(Skipped(interface.name, reason))
+        else:
+            chosen += [_choice(interface, a, "local network") for a in interface.addresses]
+    if not chosen:
+        loopback = next((i for i in table if i.is_loopback and i.is_up), None)
+        if loopback is not None:
+            reason = "no usable network; only nodes on this machine can be found"
+            chosen = [_choice(loopback, loopback.addresses[0], reason)]
+            skipped = [entry for entry in skipped if entry.name != loopback.name]
+    return chosen, skipped
+
+
+def _select_requested(
+    table: Sequence[Interface], requested: Sequence[str]
+) -> tuple[list[InterfaceChoice], list[Skipped]]:
+    chosen: dict[IPv4Address, InterfaceChoice] = {}
+    for wanted in requested:
+        found = [
+            (interface, address)
+            for interface in table
+            for address in interface.addresses
+            if wanted in (interface.name, str(address.ip))
+        ]
+        if not found:
+            raise _unknown(table, wanted)
+        for interface, address in found:
+            chosen[address.ip] = _choice(interface, address, "asked for")
+    used = {choice.name for choice in chosen.values()}
+    return list(chosen.values()), [
+        Skipped(interface.name, "not among the interfaces asked for")
+        for interface in table
+        if interface.name not in used
+    ]
+
+
+def _unknown(table: Sequence[Interface], wanted: str) -> BadValue:
+    existing = ", ".join(
+        f"{i.name} ({', '.join(str(a.ip) for a in i.addresses) or 'no IPv4 address'})"
+        for i in table
+    )
+    return BadValue(
+        f"This machine has no interface {wanted!r} with an IPv4 address.",
+        fix=f"Use one of: {existing}.",
+        param="interface",
+    )
+
+
+def _choice(interface: Interface, address: IPv4Interface, reason: str) -> InterfaceChoice:
+    return InterfaceChoice(interface.name, address.ip, address.network, reason)
+
+
+def _why_not(interface: Interface) -> str | None:
+    if interface.is_loopback:
+        return "loopback reaches this machine only"
+    if not interface.is_up:
+        return "it is down"
+    for kind, pattern in _VIRTUAL:
+        if re.fullmatch(pattern, interface.name, re.IGNORECASE):
+            return f"it looks like a {kind}; use --interface {interface.name} if it is your network"
+    if not interface.addresses:
+        return "no IPv4 address"
+    return None

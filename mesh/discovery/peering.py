@@ -1,0 +1,357 @@
+"""The daemon's links to the other daemons of its hearth: who is there, who went, what they serve.
+
+Serves the node-to-node port, dials whoever was announced or named, keeps one control link per peer,
+tells every peer what this node serves and feeds what they say into the `ShardStore`. Knows nothing
+of tensors, models or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from mesh.discovery import advertisement
+from mesh.discovery.advertisement import Advertisement
+from mesh.discovery.announcement import Announcement, instance_name, summarise
+from mesh.discovery.dialing import Dialer, DialResult, DialSettings, Target, parse_endpoint
+from mesh.discovery.directory import NodeInfo, ShardStore
+from mesh.discovery.events import PeerDown, PeerEvent, PeerUp, Warned
+from mesh.discovery.greeting import PeerHello, from_hello, label, to_hello
+from mesh.discovery.links import Admitted, ControlLink, LinkTable
+from mesh.discovery.mdns import Mdns
+from mesh.discovery.sightings import PeerState, PeerView, Sightings
+from mesh.discovery.tasks import end as end_tasks
+from mesh.discovery.tasks import spawn
+from mesh.errors import BadAdvertisement, ConnectFailed, MeshError, PeerRefused, VersionMismatch
+from mesh.types import NodeId
+from mesh.wire.link import Link, LinkHandler
+from mesh.wire.messages import PROTOCOL_VERSION, Advertise
+from mesh.wire.websocket import LinkServer, connect, serve
+
+logger = logging.getLogger(__name__)
+
+MAX_LINKS = 128
+_MAX_ENDPOINTS = 16
+_SETTLE_S = 0.05
+"""Changes within this time go out as one advertisement."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeeringSettings:
+    """Who this node is and how it links; `static_peers` are ``HOST:PORT``."""
+
+    node_id: NodeId
+    name: str
+    hearth: str
+    software: str
+    host: str
+    port: int = 0
+    static_peers: tuple[str, ...] = ()
+    shard_health_timeout_s: float = 30.0
+    dial: DialSettings = field(default_factory=DialSettings)
+
+
+class Peering:
+    """Owns the node-to-node port and the control links.
+
+    `shards` is asked for what this node serves at every heartbeat and after `advertise`. `on_event`
+    is called in the event loop and must not block.
+    """
+
+    def __init__(
+        self,
+        settings: PeeringSettings,
+        store: ShardStore,
+        shards: Callable[[], Sequence[Advertisement]],
+        on_event: Callable[[PeerEvent], None],
+        *,
+        mdns: Mdns | None = None,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._shards = shards
+        self._on_event = on_event
+        self._mdns = mdns
+        self._run = secrets.token_hex(8)
+        self._dials = 0
+        self._links = LinkTable(settings.node_id)
+        self._dialer = Dialer(
+            self._dial,
+            lambda node_id: self._links.get(node_id) is not None,
+            own_id=settings.node_id,
+            settings=settings.dial,
+        )
+        self._server: LinkServer | None = None
+        self._heartbeat: asyncio.Task[None] | None = None
+        self._due = asyncio.Event()
+        self._sightings = Sightings(on_event)
+        self._stopping = False
+
+    @property
+    def port(self) -> int:
+        """Where the node-to-node port listens; 0 before `start`."""
+        return self._server.port if self._server is not None else 0
+
+    @property
+    def address(self) -> str:
+        """``HOST:PORT`` as other nodes of the network can name it."""
+        announced = self._mdns.addresses if self._mdns is not None else ()
+        return f"{announced[0] if announced else self._settings.host}:{self.port}"
+
+    async def start(self) -> None:
+        """Listen, announce, dial. Raises PortInUse, and BadValue for a static peer's form."""
+        settings = self._settings
+        for peer in settings.static_peers:
+            parse_endpoint(peer)
+        self._server = await serve(
+            settings.host, settings.port, accept=self._accept, hello=lambda: to_hello(self._own())
+        )
+        if self._mdns is not None:
+            nonce = self._run[:6]
+            own = Announcement(
+                instance=instance_name(settings.node_id, nonce),
+                node_id=settings.node_id,
+                hearth=settings.hearth,
+                name=settings.name,
+                version=PROTOCOL_VERSION,
+                port=self.port,
+                addresses=(),
+            )
+            await self._mdns.start(own, self._follow_announcements, self._on_event)
+        for peer in settings.static_peers:
+            self._dialer.add(f"static {peer}", (peer,))
+        self._heartbeat = spawn(self._keep_telling(), "peering heartbeat")
+
+    async def stop(self) -> None:
+        """Say goodbye to every peer and to the network; safe after a failed `start`."""
+        self._stopping = True
+        await self._dialer.stop()
+        if self._heartbeat is not None:
+            await end_tasks([self._heartbeat])
+        for link in self._links.all():
+            link.link.close("goodbye")
+        if self._mdns is not None:
+            await self._mdns.stop()
+        if self._server is not None:
+            await self._server.close()
+
+    def advertise(self) -> None:
+        """What this node serves has changed: tell everybody now."""
+        self._due.set()
+
+    def peers(self) -> list[PeerView]:
+        """Everybody known: linked, being dialled, announced by other hearths."""
+        linked = [
+            PeerView(
+                end.hello.node_id, end.hello.name, end.hello.address,
+                PeerState.UP, "", end.link.rtt_ms,
+            )
+            for end in self._links.all()
+        ]  # fmt: skip
+        up = {view.node_id for view in linked}
+        return linked + [view for view in self._sightings.rows() if view.node_id not in up]
+
+    # Telling.
+
+    async def _keep_telling(self) -> None:
+        period_s = self._settings.shard_health_timeout_s / 3
+        while True:
+            self._due.clear()
+            await self._tell()
+            await asyncio.sleep(_SETTLE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(period_s):
+                    await self._due.wait()
+
+    async def _tell(self) -> None:
+        shards = self._shards()
+        try:
+            self._store.update(_info(self._own()), shards)
+        except BadAdvertisement as error:
+            self._sightings.warn_once("own", Warned(error.code, error.message, error.fix))
+            return
+        for peer in self._links.all():
+            self._send(peer, shards)
+        self._store.sweep()
+        if self._mdns is not None:
+            served = [(s.descriptor.model_id, s.descriptor.layer_range) for s in shards]
+            await self._mdns.announce(summarise(served))
+
+    def _send(self, peer: ControlLink, shards: Sequence[Advertisement]) -> None:
+        try:
+            peer.link.send(Advertise([advertisement.encode(shard) for shard in shards]))
+        except MeshError as error:  # it is closing, or does not read; its link reports the end
+            logger.info("not told: peer=%s reason=%s", label(peer.hello), error)
+
+    # Links.
+
+    def _own(self, dial: int = 0) -> PeerHello:
+        settings = self._settings
+        return PeerHello(
+            settings.node_id, settings.name, settings.software, settings.hearth,
+            self._run, dial, self.address,
+        )  # fmt: skip
+
+    def _accept(self, link: Link) -> LinkHandler:
+        if len(self._links.all()) >= MAX_LINKS:
+            raise PeerRefused(f"This node already has {MAX_LINKS} links.", fix="Try again later.")
+        end = ControlLink(self._on_advertise, self._on_closed, initiated=False)
+        peer = from_hello(link.peer)
+        state, reason = self._judge(peer, None)
+        if state is PeerState.UP:
+            self._take_in(end, link, peer)
+        else:
+            # Our hello goes out first: the other side then says for itself what is wrong.
+            asyncio.get_running_loop().call_soon(link.close, reason)
+            logger.info("turned away: peer=%s reason=%s", label(peer), reason)
+        return end
+
+    async def _dial(self, target: Target, endpoint: str) -> DialResult:
+        host, port = parse_endpoint(endpoint)
+        self._dials += 1
+        dial = self._dials
+        end = ControlLink(self._on_advertise, self._on_closed, initiated=True, dial=dial)
+        hello = to_hello(self._own(dial))
+        timeout_s = self._settings.dial.timeout_s
+        try:
+            link = await connect(host, port, hello=hello, handler=end, timeout_s=timeout_s)
+        except VersionMismatch as error:
+            self._note(target, endpoint, PeerState.OTHER_VERSION, str(error))
+            return DialResult.REFUSED
+        except (MeshError, UnicodeError) as error:
+            reached = not isinstance(error, ConnectFailed | UnicodeError)
+            state = PeerState.NOT_A_PEER if reached else PeerState.UNREACHABLE
+            self._note(target, endpoint, state, str(error))
+            return DialResult.FAILED
+        try:
+            peer = from_hello(link.peer)
+        except PeerRefused as error:
+            link.close(error.message)
+            self._note(target, endpoint, PeerState.NOT_A_PEER, str(error))
+            return DialResult.REFUSED
+        state, reason = self._judge(peer, target.pinned)
+        if state is not PeerState.UP:
+            link.close(reason)
+            self._note(target, endpoint, state, reason, peer)
+            return DialResult.REFUSED
+        if link.is_closed:
+            self._note(target, endpoint, PeerState.TRYING, "it closed the link at once", peer)
+            return DialResult.FAILED
+        target.node_id = peer.node_id
+        self._sightings.forget(target.key)
+        self._take_in(end, link, peer)
+        return DialResult.LINKED
+
+    def _judge(self, peer: PeerHello, expected: NodeId | None) -> tuple[PeerState, str]:
+        """Whether to link with a peer, and the reason when not."""
+        if peer.node_id == self._settings.node_id:
+            if peer.run == self._run:
+                return PeerState.SELF, "this node, under one of its own addresses"
+            self._sightings.warn_cloned(peer.node_id, self.address, peer.address)
+            return PeerState.NOT_A_PEER, "another machine with this node's key"
+        if peer.hearth != self._settings.hearth:
+            return PeerState.OTHER_HEARTH, "it belongs to another hearth"
+        if expected not in (None, peer.node_id):
+            return PeerState.NOT_A_PEER, "another node than the one announced there"
+        return PeerState.UP, ""
+
+    def _take_in(self, end: ControlLink, link: Link, peer: PeerHello) -> None:
+        old = self._links.get(peer.node_id)
+        if old is not None and old.hello.run != peer.run and old.hello.address != peer.address:
+            self._sightings.warn_cloned(peer.node_id, old.hello.address, peer.address)
+        end.identify(link, peer)
+        admitted = self._links.admit(end)
+        if admitted is Admitted.FIRST:
+            try:
+                self._store.update(_info(peer), [])
+            except BadAdvertisement as error:
+                logger.warning("not listed: peer=%s reason=%s", label(peer), error)
+            self._on_event(PeerUp(peer.node_id, peer.name, peer.address, end.initiated))
+        if admitted is not Admitted.SPARE:
+            self._send(end, self._shards())
+        end.release()
+
+    def _on_advertise(self, end: ControlLink, message: Advertise) -> None:
+        if not self._links.is_current(end):
+            return
+        peer = end.hello
+        try:
+            self._store.update(
+                _info(peer), advertisement.decode_all(message.shards, host=peer.node_id)
+            )
+        except BadAdvertisement as error:
+            warning = Warned(error.code, f"{label(peer)}: {error.message}", error.fix)
+            self._sightings.warn_once(f"{peer.run} {error.param}", warning)
+
+    def _on_closed(self, end: ControlLink, error: MeshError | None) -> None:
+        if not self._links.drop(end) or self._stopping:
+            return
+        peer = end.hello
+        if error is None:
+            self._store.remove(peer.node_id)
+        else:
+            self._store.offline(peer.node_id)
+        reason = "goodbye" if error is None else error.message
+        self._on_event(PeerDown(peer.node_id, peer.name, reason))
+        self._dialer.lost(peer.node_id)
+
+    def _note(
+        self,
+        target: Target,
+        endpoint: str,
+        state: PeerState,
+        reason: str,
+        peer: PeerHello | None = None,
+    ) -> None:
+        node_id = peer.node_id if peer is not None else target.node_id
+        name = peer.name if peer is not None else endpoint
+        view = PeerView(node_id, name, endpoint, state, reason, None)
+        self._sightings.show(target.key, view)
+
+    # What the network announces.
+
+    def _follow_announcements(self) -> None:
+        """Dial whom mDNS shows and nobody else; the newest announcement of a node comes first."""
+        if self._mdns is None or self._stopping:
+            return
+        wanted: dict[str, list[Announcement]] = {}
+        strangers: dict[str, Announcement] = {}
+        for announcement in reversed(self._mdns.announcements()):
+            key = f"mdns {announcement.node_id}"
+            if announcement.hearth != self._settings.hearth:
+                strangers[announcement.instance] = announcement
+            elif not self._is_former_self(announcement):
+                wanted.setdefault(key, []).append(announcement)
+        for key, announcements in wanted.items():
+            endpoints = dict.fromkeys(e for a in announcements for e in a.endpoints())
+            node_id = announcements[0].node_id
+            self._dialer.add(key, tuple(endpoints)[:_MAX_ENDPOINTS], node_id)
+        for target in self._dialer.targets():
+            if target.key.startswith("mdns ") and target.key not in wanted:
+                self._dialer.discard(target.key)
+        known = {target.key for target in self._dialer.targets()}
+        self._sightings.keep_only(known | strangers.keys())
+        for key, stranger in strangers.items():
+            reason = "it belongs to another hearth"
+            address = stranger.endpoints()[0]
+            view = PeerView(
+                stranger.node_id, stranger.name, address, PeerState.OTHER_HEARTH, reason, None
+            )
+            self._sightings.show(key, view)
+
+    def _is_former_self(self, announcement: Announcement) -> bool:
+        """An earlier run of this very daemon, still in the network's memory."""
+        return (
+            announcement.node_id == self._settings.node_id
+            and self._mdns is not None
+            and announcement.port == self.port
+            and set(announcement.addresses) <= set(self._mdns.addresses)
+        )
+
+
+def _info(peer: PeerHello) -> NodeInfo:
+    return NodeInfo(peer.node_id, peer.name, peer.address, peer.software)

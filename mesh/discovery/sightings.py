@@ -1,0 +1,88 @@
+"""What is known of nodes that are not linked, and what was already said about them.
+
+Turns repeated findings into one event each, so that a node which stays unreachable is reported once
+and not at every attempt. Knows nothing of links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mesh.discovery.events import PeerEvent, PeerSeen, Warned
+from mesh.identity.keys import short_id
+from mesh.types import NodeId
+
+_MAX_WARNED = 256
+
+
+class PeerState(StrEnum):
+    """How this node stands with another one."""
+
+    UP = "up"
+    TRYING = "trying"
+    UNREACHABLE = "unreachable"
+    OTHER_HEARTH = "other hearth"
+    OTHER_VERSION = "other version"
+    NOT_A_PEER = "not a peer"
+    SELF = "this node"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerView:
+    """A row of the peers table. `node_id` is None while a named address has not answered yet."""
+
+    node_id: NodeId | None
+    name: str
+    address: str
+    state: PeerState
+    reason: str
+    rtt_ms: float | None
+
+
+class Sightings:
+    """The rows of nodes that are not linked, by what led to them."""
+
+    def __init__(self, on_event: Callable[[PeerEvent], None]) -> None:
+        self._on_event = on_event
+        self._rows: dict[str, PeerView] = {}
+        self._warned: set[str] = set()
+
+    def rows(self) -> list[PeerView]:
+        """The present rows."""
+        return list(self._rows.values())
+
+    def show(self, key: str, view: PeerView) -> None:
+        """Put the row in place; an event only when it says something new."""
+        before = self._rows.get(key)
+        self._rows[key] = view
+        if before != view:
+            self._on_event(
+                PeerSeen(view.node_id, view.name, view.address, view.state.value, view.reason)
+            )
+
+    def keep_only(self, keys: Collection[str]) -> None:
+        """Forget all other rows."""
+        self._rows = {key: view for key, view in self._rows.items() if key in keys}
+
+    def forget(self, key: str) -> None:
+        """Nothing to say about this one any more."""
+        self._rows.pop(key, None)
+
+    def warn_once(self, key: str, warning: Warned) -> None:
+        """Hand the warning on unless one with this key was; remembers a bounded number of keys."""
+        if len(self._warned) >= _MAX_WARNED:
+            self._warned.clear()
+        if key not in self._warned:
+            self._warned.add(key)
+            self._on_event(warning)
+
+    def warn_cloned(self, node_id: NodeId, one: str, other: str) -> None:
+        """Two machines have one key: a copied home directory, most likely."""
+        warning = Warned(
+            code="cloned_key",
+            message=f"Two machines have the key of node {short_id(node_id)}: {one} and {other}.",
+            fix="On the one that was copied, stop hearthnet and remove its identity key.",
+        )
+        self.warn_once(f"cloned {' '.join(sorted((one, other)))}", warning)

@@ -1,0 +1,53 @@
+"""Stored tensors into the form a module wants, where the two differ.
+
+transformers keeps, per architecture, a table of renamings and fusions (most mixtures of experts
+store one matrix per expert and compute with one tensor for all). This module applies that table to
+the tensors of a span; it knows nothing of files or of layer ranges.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+def convert_tensors(module: Any, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`stored` under the names and in the shapes that `module` expects.
+
+    Tensors that need no conversion are handed through without a copy; a name that nothing converts
+    is kept, so that loading can complain about it.
+    """
+    table = get_model_conversion_mapping(module, add_legacy=False)
+    if not table:
+        return stored
+    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+    by_source = {source: entry for entry in converters for source in entry.source_patterns}
+    expected = module.state_dict().keys()
+    converted: dict[str, torch.Tensor] = {}
+    pending: dict[str, Any] = {}
+    # Experts are stacked in the order they are added: by number, not by spelling.
+    for name in sorted(stored, key=dot_natural_key):
+        target, source = rename_source_key(name, renamings, converters)
+        if source is None or name in expected:
+            converted[name if name in expected else target] = stored[name]
+            continue
+        if target not in pending:
+            pending[target] = copy.deepcopy(by_source[source])
+        pending[target].add_tensor(target, name, source, stored[name])
+    for target, converter in pending.items():
+        made = converter.convert(target, model=module, config=module.config)
+        for key, value in made.items():
+            converted[key] = value[0] if isinstance(value, list) else value
+    return converted

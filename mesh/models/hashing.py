@@ -1,0 +1,128 @@
+"""Which weights are these? Hashes over a checkpoint's tensors, and the file that remembers them.
+
+`weights_sha256` depends on tensor names, dtypes, shapes and bytes only, not on how the tensors are
+spread over files, so that a node holding only some of them can prove each one it holds. Its input
+is one line per tensor, in ascending order of the name's code points::
+
+    ["<name>","<dtype>",[<shape>],"<hex sha256 of the bytes>"]\\n
+
+each a JSON array without spaces, all but ASCII escaped. JSON's quoting leaves no ambiguity.
+This module knows nothing of layers or torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mesh.errors import BadCheckpoint
+from mesh.models.header import TensorEntry
+
+_BUFFER_BYTES = 1024 * 1024
+_CACHE_VERSION = 1
+
+
+def weights_sha256(entries: Iterable[TensorEntry]) -> str:
+    """The hash of a checkpoint whose tensors have all been hashed, in hex."""
+    total = hashlib.sha256()
+    for entry in sorted(entries, key=lambda entry: entry.name):
+        fields = [entry.name, entry.dtype, list(entry.shape), entry.sha256]
+        total.update(json.dumps(fields, separators=(",", ":")).encode("ascii") + b"\n")
+    return total.hexdigest()
+
+
+def hash_tensors(
+    tensors: Mapping[str, TensorEntry], *, cache_dir: Path | None
+) -> tuple[dict[str, TensorEntry], int]:
+    """The same entries with their `sha256` filled in, and how many bytes were hashed for it.
+
+    With a `cache_dir`, the digests are kept there, and are used again while path, size,
+    modification time and inode of every file stay as they were. Raises BadCheckpoint if a file
+    shrinks meanwhile.
+    """
+    files = _fingerprint({entry.file for entry in tensors.values()})
+    known = _recall(cache_dir, files) if cache_dir else None
+    if known is not None and known.keys() == tensors.keys():
+        return {name: replace(entry, sha256=known[name]) for name, entry in tensors.items()}, 0
+    # sha256 releases the GIL: a few threads hash on as many cores.
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="hash") as pool:
+        digests = dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
+    if cache_dir:
+        _remember(cache_dir, files, digests)
+    hashed = {name: replace(entry, sha256=digests[name]) for name, entry in tensors.items()}
+    return hashed, sum(entry.nbytes for entry in tensors.values())
+
+
+def write_json_atomically(target: Path, content: Any) -> None:
+    """Replace `target` by `content` as JSON; readers see the old or the new file, never a part."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(content, stream)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(source: Path) -> dict[str, Any] | None:
+    """The JSON object in `source`; None when there is none or it is damaged, as caches may be."""
+    try:
+        content = json.loads(source.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _digest(entry: TensorEntry) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(_BUFFER_BYTES, max(entry.nbytes, 1))))
+    remaining = entry.nbytes
+    with entry.file.open("rb", buffering=0) as stream:
+        stream.seek(entry.offset)
+        while remaining:
+            count = stream.readinto(buffer[: min(len(buffer), remaining)])
+            if not count:
+                raise BadCheckpoint(
+                    f"{entry.file} ended {remaining} bytes early, in tensor {entry.name}.",
+                    fix="Leave the checkpoint alone while it is read, then start again.",
+                )
+            digest.update(buffer[:count])
+            remaining -= count
+    return digest.hexdigest()
+
+
+def _fingerprint(files: set[Path]) -> list[list[Any]]:
+    fingerprint = []
+    for file in sorted(files):
+        status = file.stat()
+        fingerprint.append(
+            [os.path.realpath(file), status.st_size, status.st_mtime_ns, status.st_ino]
+        )
+    return fingerprint
+
+
+def _cache_file(cache_dir: Path, files: list[list[Any]]) -> Path:
+    paths = "\n".join(path for path, *_ in files)
+    return cache_dir / f"weights-{hashlib.sha256(paths.encode()).hexdigest()[:32]}.json"
+
+
+def _recall(cache_dir: Path, files: list[list[Any]]) -> dict[str, str] | None:
+    content = read_json(_cache_file(cache_dir, files))
+    if content is None or content.get("version") != _CACHE_VERSION or content["files"] != files:
+        return None
+    digests: dict[str, str] = content["tensors"]
+    return digests
+
+
+def _remember(cache_dir: Path, files: list[list[Any]], digests: dict[str, str]) -> None:
+    content = {"version": _CACHE_VERSION, "files": files, "tensors": digests}
+    write_json_atomically(_cache_file(cache_dir, files), content)

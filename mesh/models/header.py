@@ -1,0 +1,142 @@
+"""Read the header of a safetensors file: which tensors it holds, and where their bytes lie.
+
+Only the header is read, never a tensor, and nothing in it is believed before it is checked. This
+module knows nothing of models, layers or torch. Format: https://github.com/huggingface/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mesh.errors import BadCheckpoint
+
+MAX_HEADER_BYTES = 25 * 1024 * 1024
+_COPY_AGAIN = "Copy or download the file again."
+
+DTYPE_BITS: Mapping[str, int] = MappingProxyType(
+    {
+        "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8,
+        "I64": 64, "I32": 32, "I16": 16, "I8": 8,
+        "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One stored tensor: `nbytes` bytes at `offset` of `file`, little-endian and row-major.
+
+    `dtype` is spelled as safetensors does (``BF16``). `sha256` is the hex digest of the bytes,
+    empty until they were hashed.
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    sha256: str = ""
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of one file by name.
+
+    Raises BadCheckpoint, naming the file and the numbers, when the file is missing or truncated or
+    its header is malformed: too large, ranges outside the file or overlapping, sizes that do not
+    follow from dtype and shape.
+    """
+    try:
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            length = int.from_bytes(stream.read(8), "little") if size >= 8 else -1
+            _check_length(file, length, size)
+            raw = stream.read(length)
+    except OSError as error:
+        raise BadCheckpoint(
+            f"Weights file {file} cannot be read: {error.strerror}.", fix=_COPY_AGAIN
+        ) from error
+    fields = _parse(file, raw)
+    body = 8 + length
+    entries = {
+        name: _entry(file, name, value, body=body, size=size)
+        for name, value in fields.items()
+        if name != "__metadata__"
+    }
+    _check_overlap(file, list(entries.values()))
+    return entries
+
+
+def _check_length(file: Path, length: int, size: int) -> None:
+    if length < 0:
+        raise BadCheckpoint(
+            f"{file} is {size} bytes long, too short for a safetensors file.", fix=_COPY_AGAIN
+        )
+    if length > MAX_HEADER_BYTES:
+        raise BadCheckpoint(
+            f"{file} claims a header of {length} bytes; the limit is {MAX_HEADER_BYTES}.",
+            fix="It is not a safetensors file, or it is damaged. " + _COPY_AGAIN,
+        )
+    if 8 + length > size:
+        raise BadCheckpoint(
+            f"{file} is truncated: its header needs {8 + length} bytes, the file has {size}.",
+            fix=_COPY_AGAIN,
+        )
+
+
+def _parse(file: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(
+            f"The header of {file} is not JSON: {error}.", fix=_COPY_AGAIN
+        ) from error
+    if not isinstance(fields, dict):
+        raise BadCheckpoint(f"The header of {file} is not a JSON object.", fix=_COPY_AGAIN)
+    return fields
+
+
+def _entry(file: Path, name: str, value: Any, *, body: int, size: int) -> TensorEntry:
+    try:
+        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        numbers = (*shape, begin, end)
+        well_formed = all(type(number) is int and number >= 0 for number in numbers)
+    except (KeyError, TypeError, ValueError):
+        well_formed = False
+    if not well_formed or dtype not in DTYPE_BITS:
+        raise BadCheckpoint(
+            f"{file} describes tensor {name} in a way that is not understood: {str(value)[:200]}.",
+            fix="The file is damaged, or needs a newer hearthnet. " + _COPY_AGAIN,
+        )
+    nbytes = math.prod(shape) * DTYPE_BITS[dtype] // 8
+    if end - begin != nbytes:
+        raise BadCheckpoint(
+            f"{file} gives tensor {name} {end - begin} bytes;"
+            f" {dtype} {list(shape)} needs {nbytes}.",
+            fix=_COPY_AGAIN,
+        )
+    if body + end > size:
+        raise BadCheckpoint(
+            f"{file} is truncated: tensor {name} ends at byte {body + end}, the file has {size}.",
+            fix=_COPY_AGAIN,
+        )
+    return TensorEntry(name, file, dtype, shape, body + begin, nbytes)
+
+
+def _check_overlap(file: Path, entries: list[TensorEntry]) -> None:
+    ordered = sorted(entries, key=lambda entry: (entry.offset, entry.nbytes))
+    for before, after in pairwise(ordered):
+        if before.offset + before.nbytes > after.offset:
+            raise BadCheckpoint(
+                f"{file} stores tensors {before.name} and {after.name} over one another: one ends"
+                f" at byte {before.offset + before.nbytes}, the other begins at {after.offset}.",
+                fix=_COPY_AGAIN,
+            )

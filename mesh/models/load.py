@@ -1,0 +1,45 @@
+"""Load a span or the ends of a checkpoint: the entry for shards and askers.
+
+Decides whether the family may be cut (`families`, and `proof` for the ones nobody has tested), then
+leaves building and filling to `span`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mesh.models.families import family_of
+from mesh.models.manifest import Manifest
+from mesh.models.proof import require_proof
+from mesh.models.span import Ends, LoadedSpan, Placement, build_ends, build_span
+from mesh.types import LayerRange
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Ends", "LoadedSpan", "load_ends", "load_span"]
+
+
+def load_span(
+    manifest: Manifest,
+    layers: LayerRange,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attn_implementation: str = "sdpa",
+) -> LoadedSpan:
+    """These layers of the checkpoint, in `dtype` on `device`; reads their tensors and no others.
+
+    Raises UnsupportedFamily (``bad_request``) with the reason when the model cannot be cut, and
+    BadCheckpoint when the files do not hold what the config needs.
+    """
+    family = family_of(manifest)
+    require_proof(family, manifest.cache_dir)
+    return build_span(manifest, family, layers, Placement(dtype, device, attn_implementation))
+
+
+def load_ends(manifest: Manifest, *, dtype: torch.dtype, device: torch.device) -> Ends:
+    """Embedding, final norm and head of the checkpoint. Raises as `load_span` does."""
+    family = family_of(manifest)
+    require_proof(family, manifest.cache_dir)
+    return build_ends(manifest, family, Placement(dtype, device))

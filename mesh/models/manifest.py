@@ -1,0 +1,283 @@
+"""What a local checkpoint directory holds, before any tensor is loaded.
+
+Reads config.json, the safetensors headers and, once per checkpoint, every byte for its hash. It
+refuses to know how an architecture computes (`families`), and never imports torch or transformers:
+the daemon reads manifests, and the daemon computes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mesh.errors import BadCheckpoint, ModelNotFound
+from mesh.models.hashing import hash_tensors, weights_sha256
+from mesh.models.header import TensorEntry, read_header
+from mesh.types import LayerRange, ModelId
+
+_INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_INDEXED = re.compile(r"(.*?)(\d+)\.")
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+# Where decoder layers live in the checkpoints in circulation; the first complete one is taken.
+_LAYER_PREFIXES = (
+    "model.language_model.layers.", "language_model.model.layers.", "model.layers.",
+    "transformer.h.", "h.", "layers.", "model.decoder.layers.", "gpt_neox.layers.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One checkpoint directory.
+
+    `config` is config.json as it stands; `dtype` the dtype most of the weights are stored in, as
+    torch spells it. `layer_bytes[i]` is the stored size of decoder layer i, `ends_bytes` that of
+    embedding, final norm and head (once when `tied`). Tensors of layer i are named
+    ``{layer_prefix}{i}.…``. `max_positions` is None where the config leaves it to its class.
+    `eos_ids` come from generation_config.json and config.json. `bytes_hashed` is 0 when the hashes
+    came from `cache_dir`.
+    """
+
+    model_id: ModelId
+    directory: Path
+    config: Mapping[str, Any]
+    architecture: str
+    model_type: str
+    total_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int | None
+    dtype: str
+    tensors: Mapping[str, TensorEntry]
+    layer_prefix: str
+    layer_bytes: tuple[int, ...]
+    ends_bytes: int
+    tied: bool
+    weights_sha256: str
+    has_tokenizer: bool
+    eos_ids: tuple[int, ...]
+    bytes_hashed: int
+    cache_dir: Path | None
+
+    @property
+    def base_prefix(self) -> str:
+        """What the names of the base model's own tensors begin with, ``model.`` for most."""
+        return _parent(self.layer_prefix)
+
+    def layer_tensors(self, layers: LayerRange) -> tuple[TensorEntry, ...]:
+        """The tensors of these layers; BadCheckpoint when the model does not have that many."""
+        if layers.stop > self.total_layers:
+            raise BadCheckpoint(
+                f"Layers {layers} were asked of {self.model_id}, which has {self.total_layers}.",
+                fix=f"Ask for layers within 0-{self.total_layers - 1}.",
+            )
+        wanted = tuple(f"{self.layer_prefix}{layer}." for layer in range(layers.start, layers.stop))
+        return tuple(entry for name, entry in self.tensors.items() if name.startswith(wanted))
+
+    def ends_tensors(self) -> tuple[TensorEntry, ...]:
+        """Embedding, final norm and head; towers for other modalities are left out."""
+        return tuple(e for e in self.tensors.values() if _is_end(e.name, self.layer_prefix))
+
+
+def read_manifest(
+    directory: Path, *, model_id: ModelId | None = None, cache_dir: Path | None = None
+) -> Manifest:
+    """Read the checkpoint in `directory`; `model_id` is the directory's name unless given.
+
+    Blocks: the first time it reads every byte of the weights, afterwards (with a `cache_dir`) only
+    the headers. Raises ModelNotFound when nothing is there and BadCheckpoint when it cannot be
+    used, with the file and the reason.
+    """
+    if not directory.is_dir():
+        kind = BadCheckpoint if directory.exists() else ModelNotFound
+        raise kind(
+            f"{directory} is not a directory.", fix="Give the directory that holds config.json."
+        )
+    config = _read_object(directory / "config.json")
+    text = config.get("text_config") or config
+    tensors = _read_headers(directory)
+    prefix, total_layers = _find_layers(directory, list(tensors), text)
+    tensors, bytes_hashed = hash_tensors(tensors, cache_dir=cache_dir)
+    embedding = _largest_end(directory, tensors, prefix)
+    return Manifest(
+        model_id=model_id or ModelId(directory.resolve().name),
+        directory=directory,
+        config=config,
+        architecture=str((config.get("architectures") or [config.get("model_type", "")])[0]),
+        model_type=str(text.get("model_type", config.get("model_type", ""))),
+        total_layers=total_layers,
+        hidden_size=_number(text, "hidden_size", "n_embd", "d_model") or embedding.shape[1],
+        vocab_size=_number(text, "vocab_size") or embedding.shape[0],
+        max_positions=_number(text, "max_position_embeddings", "n_positions", "n_ctx"),
+        dtype=_main_dtype(tensors),
+        tensors=tensors,
+        layer_prefix=prefix,
+        layer_bytes=_layer_bytes(tensors, prefix, total_layers),
+        ends_bytes=sum(e.nbytes for e in tensors.values() if _is_end(e.name, prefix)),
+        tied=not any(map(is_head, tensors)),
+        weights_sha256=weights_sha256(tensors.values()),
+        has_tokenizer=any((directory / name).is_file() for name in _TOKENIZER_FILES),
+        eos_ids=_eos_ids(directory, config, text),
+        bytes_hashed=bytes_hashed,
+        cache_dir=cache_dir,
+    )
+
+
+def is_head(name: str) -> bool:
+    """Whether a stored tensor is an output head of its own (the model is not tied then)."""
+    return _HEAD.search(name) is not None
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise BadCheckpoint(
+            f"{file.parent} has no {file.name}.", fix="Give a Hugging Face checkpoint directory."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(
+            f"{file} cannot be read: {error}.", fix="Copy or download the file again."
+        ) from error
+    if not isinstance(content, dict):
+        raise BadCheckpoint(f"{file} is not a JSON object.", fix="Download the file again.")
+    return content
+
+
+def _read_headers(directory: Path) -> dict[str, TensorEntry]:
+    index = directory / _INDEX
+    if index.is_file():
+        return _read_sharded(directory, _read_object(index).get("weight_map"))
+    if (directory / "model.safetensors").is_file():
+        return read_header(directory / "model.safetensors")
+    pickles = sorted(file.name for pattern in _PICKLES for file in directory.glob(pattern))
+    if pickles:
+        raise BadCheckpoint(
+            f"{directory} holds its weights as pickle ({pickles[0]}), which runs code when loaded.",
+            fix="Convert it on a machine you can spare: load it with transformers and call"
+            " save_pretrained(), which writes safetensors; then use that directory.",
+        )
+    raise BadCheckpoint(
+        f"{directory} has neither model.safetensors nor {_INDEX}.",
+        fix="Download the checkpoint's safetensors files.",
+    )
+
+
+def _read_sharded(directory: Path, weight_map: Any) -> dict[str, TensorEntry]:
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadCheckpoint(f"{directory / _INDEX} has no weight_map.", fix="Download it again.")
+    tensors: dict[str, TensorEntry] = {}
+    for file_name in sorted(set(map(str, weight_map.values()))):
+        if Path(file_name).name != file_name:
+            raise BadCheckpoint(
+                f"{_INDEX} names {file_name!r}, which is not a file of this directory.",
+                fix="Download the index again.",
+            )
+        for name, entry in read_header(directory / file_name).items():
+            if weight_map.get(name) != file_name:
+                raise BadCheckpoint(
+                    f"Tensor {name} lies in {file_name}; {_INDEX} says {weight_map.get(name)}.",
+                    fix="Download index and weights again, from the same revision.",
+                )
+            tensors[name] = entry
+    missing = sorted(weight_map.keys() - tensors.keys())
+    if missing:
+        raise BadCheckpoint(
+            f"{weight_map[missing[0]]} lacks tensor {missing[0]} and {len(missing) - 1} more that"
+            f" {_INDEX} promises.",
+            fix="Download index and weights again, from the same revision.",
+        )
+    return tensors
+
+
+def _find_layers(directory: Path, names: list[str], text: dict[str, Any]) -> tuple[str, int]:
+    """The prefix of the decoder layers' tensor names, and how many layers there are."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for name in names:
+        if match := _INDEXED.match(name):
+            found[match[1]].add(int(match[2]))
+    known = [prefix for prefix in _LAYER_PREFIXES if prefix in found]
+    ordered = known + sorted(set(found) - set(known), key=lambda prefix: -len(found[prefix]))
+    total = _number(text, "num_hidden_layers", "n_layer", "num_layers")
+    if total is None and ordered:
+        total = max(found[ordered[0]]) + 1
+    if not ordered or not total:
+        raise BadCheckpoint(
+            f"No decoder layers were found among the {len(names)} tensors of {directory}.",
+            fix="Only decoder language models can be spread over machines.",
+        )
+    for prefix in ordered:
+        if found[prefix].issuperset(range(total)):
+            return prefix, total
+    missing = sorted(set(range(total)) - found[ordered[0]])
+    raise BadCheckpoint(
+        f"{directory} lacks layers {', '.join(map(str, missing[:8]))}: {len(missing)} of {total}.",
+        fix="Download the missing weights files.",
+    )
+
+
+def _layer_bytes(
+    tensors: Mapping[str, TensorEntry], prefix: str, total_layers: int
+) -> tuple[int, ...]:
+    sizes = [0] * total_layers
+    for name, entry in tensors.items():
+        index = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
+        if index.isdigit() and int(index) < total_layers:
+            sizes[int(index)] += entry.nbytes
+    return tuple(sizes)
+
+
+def _is_end(name: str, prefix: str) -> bool:
+    if name.startswith(prefix):
+        return False
+    inside = name.startswith(_parent(prefix)) and not _INDEXED.match(name)
+    return inside or is_head(name)
+
+
+def _largest_end(directory: Path, tensors: Mapping[str, TensorEntry], prefix: str) -> TensorEntry:
+    """The embedding, or a head of the same shape."""
+    matrices = [e for e in tensors.values() if _is_end(e.name, prefix) and len(e.shape) == 2]
+    if not matrices:
+        raise BadCheckpoint(
+            f"{directory} has no embedding beside its layers.", fix="Download the whole checkpoint."
+        )
+    return max(matrices, key=lambda entry: entry.nbytes)
+
+
+def _main_dtype(tensors: Mapping[str, TensorEntry]) -> str:
+    sizes: Counter[str] = Counter()
+    for entry in tensors.values():
+        sizes[entry.dtype] += entry.nbytes
+    most = sizes.most_common(1)[0][0]
+    return _DTYPES.get(most, most.lower())
+
+
+def _eos_ids(directory: Path, config: dict[str, Any], text: dict[str, Any]) -> tuple[int, ...]:
+    generation = directory / "generation_config.json"
+    sources = [_read_object(generation)] if generation.is_file() else []
+    ids: dict[int, None] = {}
+    for source in (*sources, config, text):
+        value = source.get("eos_token_id")
+        for item in value if isinstance(value, list) else [value]:
+            if isinstance(item, int):
+                ids.setdefault(item)
+    return tuple(ids)
+
+
+def _number(config: dict[str, Any], *names: str) -> int | None:
+    for name in names:
+        if isinstance(config.get(name), int):
+            return int(config[name])
+    return None
+
+
+def _parent(layer_prefix: str) -> str:
+    head, dot, _ = layer_prefix.rstrip(".").rpartition(".")
+    return head + dot

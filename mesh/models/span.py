@@ -1,0 +1,292 @@
+"""Build a span or the ends of a checkpoint as small Hugging Face modules, and fill them.
+
+A span is the base model of a cut config without embeddings and final norm; the ends are those, and
+the causal model's own head code. Only their tensors are read. Files are memory-mapped: on the CPU,
+a tensor wanted in the dtype it is stored in is used where it lies in the page cache, without a
+copy; any other is converted into memory of its own and the mapping is dropped. Whether the family
+may be cut at all is decided in `load` and `families`, not here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from mesh.errors import BadCheckpoint, UnsupportedFamily
+from mesh.models.convert import convert_tensors
+from mesh.models.families import Family
+from mesh.models.header import TensorEntry
+from mesh.models.manifest import Manifest, is_head
+from mesh.types import LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSpan:
+    """Some layers of a model, ready to run.
+
+    Call `module(inputs_embeds=(1, rows, hidden), position_ids=(1, rows), past_key_values=cache,
+    use_cache=True)`; its `last_hidden_state` (1, rows, hidden) is what the last of `layers` gives,
+    without the final norm. `config` is the span's own: layer 0 is `layers.start`; build caches from
+    it. `bytes_read` and `tensors_read` count what was taken from the checkpoint's files.
+    """
+
+    module: Any
+    config: Any
+    layers: LayerRange
+    bytes_read: int
+    tensors_read: int
+
+
+class Ends(nn.Module):
+    """Embedding, final norm and head of a model: what turns ids into hidden states, and back.
+
+    `bytes_read` counts what was taken from the checkpoint's files.
+    """
+
+    def __init__(self, causal: Any, anatomy: Anatomy, family: Family, bytes_read: int) -> None:
+        super().__init__()
+        base = causal.base_model
+        entry = family.entry
+        self.hidden_size: int = family.config.hidden_size
+        self.vocab_size: int = family.config.vocab_size
+        self.bytes_read = bytes_read
+        self._embedding = base.get_submodule(anatomy.embedding)
+        self._positions = base.get_submodule(anatomy.positions) if anatomy.positions else None
+        self._scale: float | None = (
+            getattr(family.config, entry.embedding_scale) if entry.embedding_scale else None
+        )
+        # The causal model's forward then is: norm, head, and whatever scaling or capping it does.
+        setattr(causal, causal.base_model_prefix, _NormOnly(base.get_submodule(anatomy.norm)))
+        self._causal = causal
+
+    @torch.no_grad()
+    def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:
+        """Token ids (1, rows) that stand at `position`.. as hidden states (1, rows, hidden)."""
+        hidden: torch.Tensor = self._embedding(ids)
+        if self._scale is not None:
+            hidden = hidden * self._scale
+        if self._positions is not None:
+            places = torch.arange(position, position + ids.shape[1], device=ids.device)
+            hidden = hidden + self._positions(places.unsqueeze(0))
+        return hidden
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states (1, rows, hidden) after the last layer as logits (1, rows, vocab)."""
+        logits: torch.Tensor = self._causal(inputs_embeds=hidden, use_cache=False).logits
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """Where a base model keeps its parts: attribute names."""
+
+    layers: str
+    embedding: str
+    norm: str
+    positions: str | None
+
+    @classmethod
+    def of(cls, base: Any, family: Family) -> Anatomy:
+        """Find the parts of `base`; UnsupportedFamily when something is left over or missing."""
+        lists = [n for n, child in base.named_children() if isinstance(child, nn.ModuleList)]
+        layers = [n for n in lists if len(getattr(base, n)) == base.config.num_hidden_layers]
+        embedding = [n for n, m in base.named_modules() if m is base.get_input_embeddings()]
+        known = {*layers, *embedding, family.entry.positions}
+        others = [(name, child) for name, child in base.named_children() if name not in known]
+        rest = [name for name, child in others if any(True for _ in child.parameters())]
+        # Some norms have no parameters (OLMo's): go by the class then.
+        rest = rest or [name for name, child in others if "Norm" in type(child).__name__]
+        if len(layers) != 1 or len(embedding) != 1 or len(rest) != 1 or lists != layers:
+            raise UnsupportedFamily(
+                f"Model type {family.model_type} is not embedding, layers, norm: it has"
+                f" {', '.join(name for name, _ in base.named_children())}.",
+                fix="It needs an entry in mesh/models/families.py.",
+            )
+        return cls(layers[0], embedding[0], rest[0], family.entry.positions)
+
+
+@dataclass
+class _NormOutput(BaseModelOutputWithPast):  # type: ignore[misc] # transformers is untyped
+    """What causal models of any kind expect of their base model."""
+
+    router_logits: Any = None
+    cross_attentions: Any = None
+
+
+class _NormOnly(nn.Module):
+    """Stands for the base model in a causal model whose layers have already run elsewhere."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _NormOutput:
+        return _NormOutput(last_hidden_state=self.norm(inputs_embeds))
+
+
+class _NoPositions(nn.Module):
+    """Stands for a position embedding that the ends have already added."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((*position_ids.shape, 1), dtype=self.dtype, device=position_ids.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where and in what form weights are wanted."""
+
+    dtype: torch.dtype
+    device: torch.device
+    attn_implementation: str = "sdpa"
+
+
+def build_span(
+    manifest: Manifest, family: Family, layers: LayerRange, placement: Placement
+) -> LoadedSpan:
+    """The module of these layers with its weights; BadCheckpoint when tensors are missing."""
+    config = family.slice_config(layers)
+    with torch.device("meta"):
+        base = _empty(family.base_class, config, placement)
+    anatomy = Anatomy.of(base, family)
+    setattr(base, anatomy.norm, nn.Identity())
+    setattr(base, anatomy.embedding, None)
+    if anatomy.positions:
+        setattr(base, anatomy.positions, _NoPositions(placement.dtype))
+    stored = {
+        _shifted(entry.name, manifest.layer_prefix, anatomy.layers, layers.start): entry
+        for entry in manifest.layer_tensors(layers)
+    }
+    names = _used(base, stored)
+    _fill(base, names, placement, same={})
+    size = sum(entry.nbytes for entry in names.values())
+    return LoadedSpan(base, config, layers, size, len(names))
+
+
+def build_ends(manifest: Manifest, family: Family, placement: Placement) -> Ends:
+    """Embedding, norm and head with their weights; BadCheckpoint when tensors are missing."""
+    config = family.slice_config(LayerRange(0, 1))
+    with torch.device("meta"):
+        causal = _empty(family.causal_class, config, placement)
+    base, prefix = causal.base_model, f"{causal.base_model_prefix}."
+    anatomy = Anatomy.of(base, family)
+    setattr(base, anatomy.layers, nn.ModuleList())
+    names = _used(causal, _named_ends(manifest, prefix))
+    embedding = f"{prefix}{anatomy.embedding}.weight"
+    head = next(n for n, m in causal.named_modules() if m is causal.get_output_embeddings())
+    head = f"{head}.weight"
+    if head in names and embedding in names and names[head].sha256 == names[embedding].sha256:
+        del names[head]
+        tied = True
+    else:
+        tied = bool(getattr(family.config, "tie_word_embeddings", True))
+    _fill(causal, names, placement, same={head: embedding} if tied else {})
+    size = sum(entry.nbytes for entry in names.values())
+    return Ends(causal, anatomy, family, size)
+
+
+def _empty(cls: type[Any], config: Any, placement: Placement) -> Any:
+    wanted = placement.attn_implementation
+    # Some classes refuse sdpa because their attention does what sdpa cannot (soft-capping).
+    implementation = "eager" if wanted == "sdpa" and not cls._supports_sdpa else wanted
+    module = cls._from_config(config, dtype=placement.dtype, attn_implementation=implementation)
+    return module.eval().requires_grad_(requires_grad=False)
+
+
+def _shifted(name: str, prefix: str, layers: str, start: int) -> str:
+    index, _, rest = name.removeprefix(prefix).partition(".")
+    return f"{layers}.{int(index) - start}.{rest}"
+
+
+def _named_ends(manifest: Manifest, prefix: str) -> dict[str, TensorEntry]:
+    """The stored ends by the names they have in a causal model whose base is called `prefix`."""
+    base = manifest.base_prefix
+    outer = base.rstrip(".").rpartition(".")[0]
+    names = {}
+    for entry in manifest.ends_tensors():
+        if entry.name.startswith(base) and not is_head(entry.name):
+            names[prefix + entry.name.removeprefix(base)] = entry
+        else:
+            names[entry.name.removeprefix(f"{outer}.")] = entry
+    return names
+
+
+def _used(module: Any, names: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """`names` without what older checkpoints store and nothing needs: masks, frequencies."""
+    ignorable = module._keys_to_ignore_on_load_unexpected or ()  # noqa: SLF001
+    ignored = [r"rotary_emb\.inv_freq$", *ignorable]
+    expected = module.state_dict().keys()
+    return {
+        name: entry
+        for name, entry in names.items()
+        if name in expected or not any(re.search(pattern, name) for pattern in ignored)
+    }
+
+
+def _fill(
+    module: Any, names: Mapping[str, TensorEntry], placement: Placement, *, same: Mapping[str, str]
+) -> None:
+    """Put the stored tensors into `module`; `same` maps a name that may be absent to its equal."""
+    _compute_buffers(module, placement.device)
+    weights = convert_tensors(module, _map_tensors(names))
+    wide = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+    for name, tensor in weights.items():
+        dtype = torch.float32 if any(part in name for part in wide) else placement.dtype
+        target = dtype if tensor.is_floating_point() else tensor.dtype
+        weights[name] = tensor.to(device=placement.device, dtype=target)
+    for name, other in same.items():
+        if name not in weights and other in weights:
+            weights[name] = weights[other]
+    try:
+        missing, unexpected = module.load_state_dict(weights, strict=False, assign=True)
+    except RuntimeError as error:
+        raise BadCheckpoint(
+            f"Weights do not fit the config: {error}.", fix="Download config and weights again."
+        ) from error
+    if missing or unexpected:
+        what, example = ("lack", missing[0]) if missing else ("hold the unknown", unexpected[0])
+        raise BadCheckpoint(
+            f"The weights {what} tensor {example} (of {len(missing) + len(unexpected)} that do not"
+            " match the config).",
+            fix="Download config and weights again, from the same revision.",
+        )
+    module.requires_grad_(requires_grad=False)
+
+
+def _map_tensors(names: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+    by_file: dict[Any, list[tuple[str, TensorEntry]]] = defaultdict(list)
+    for name, entry in names.items():
+        by_file[entry.file].append((name, entry))
+    mapped: dict[str, torch.Tensor] = {}
+    for file, entries in by_file.items():
+        try:
+            with safe_open(file, framework="pt") as stored:
+                mapped.update((name, stored.get_tensor(entry.name)) for name, entry in entries)
+        except (SafetensorError, OSError) as error:
+            raise BadCheckpoint(
+                f"{file} cannot be read: {error}.", fix="Copy or download the file again."
+            ) from error
+    return mapped
+
+
+def _compute_buffers(module: Any, device: torch.device) -> None:
+    """Give every buffer that is not stored (rotary frequencies, embedding scales) its value."""
+    for owner in list(module.modules()):
+        names: Iterable[str] = owner._non_persistent_buffers_set  # noqa: SLF001 - no accessor
+        empty = [name for name in names if owner._buffers[name] is not None]  # noqa: SLF001
+        for name in empty:
+            owner._buffers[name] = torch.empty_like(owner._buffers[name], device=device)  # noqa: SLF001
+        if empty:
+            module._init_weights(owner)  # noqa: SLF001 - as transformers does

@@ -1,0 +1,74 @@
+"""Where hearthnet keeps its files: every path in one place.
+
+One state directory per node holds everything that must survive a restart or must stay private; it
+is 0700. Nothing here decides which state directory is used (`mesh.config` does) or what is inside
+the files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+_APP = "hearthnet"
+
+
+def default_state_dir() -> Path:
+    """The node's state directory when nobody names another."""
+    return platformdirs.user_state_path(_APP, appauthor=False)
+
+
+def default_config_file() -> Path:
+    """The TOML file that is read when it exists and nobody names another."""
+    return platformdirs.user_config_path(_APP, appauthor=False) / "config.toml"
+
+
+def cache_dir() -> Path:
+    """What can be computed again, such as manifests and hashes; shared by a user's nodes."""
+    return platformdirs.user_cache_path(_APP, appauthor=False)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePaths:
+    """The files of one node, below its state directory."""
+
+    root: Path
+
+    @property
+    def identity_key(self) -> Path:
+        """The node's private key (0600); whoever has it is this node."""
+        return self.root / "identity.key"
+
+    @property
+    def api_key(self) -> Path:
+        """The API key made for a bind beyond loopback (0600)."""
+        return self.root / "api.key"
+
+    @property
+    def runtime_file(self) -> Path:
+        """Written while a daemon runs: where it listens (see `mesh.runtime`)."""
+        return self.root / "daemon.json"
+
+    @property
+    def logs_dir(self) -> Path:
+        """Log files."""
+        return self.root / "logs"
+
+    @property
+    def daemon_log(self) -> Path:
+        """What a detached daemon prints."""
+        return self.logs_dir / "daemon.log"
+
+    @property
+    def chat_history(self) -> Path:
+        """What was typed into `hearthnet chat` (0600)."""
+        return self.root / "chat_history"
+
+    def create(self) -> StatePaths:
+        """Make the directories, readable by their owner only; returns self. Raises OSError."""
+        for directory in (self.root, self.logs_dir):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            directory.chmod(0o700)
+        return self

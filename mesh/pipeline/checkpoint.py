@@ -1,0 +1,112 @@
+"""A checkpoint's ends and tokenizer as the pipeline uses them. Loading blocks; use a thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mesh.errors import BadRequest
+from mesh.models.load import Ends, load_ends
+from mesh.models.manifest import read_manifest
+from mesh.models.tokenizer import Tokenizer
+from mesh.pipeline.model import AskerModel, TextDecoder
+from mesh.shard.device import choose_device, choose_dtype, choose_threads
+from mesh.shard.linear import choose_kernels
+from mesh.types import GenerationRequest, ModelId
+
+STORED = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+"""How checkpoints spell a dtype, and how everything else here does."""
+
+DEFAULT_MAX_POSITIONS = 4096
+"""Where a checkpoint does not say how long its context is."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskerOptions:
+    """Where an asker computes: the configuration's values, ``auto`` included; 0 threads is auto."""
+
+    dtype: str
+    device: str
+    threads: int
+    cache_dir: Path
+
+
+class CheckpointEnds:
+    """`mesh.pipeline.model.Ends` on one device in one dtype, whatever the wire's dtype is."""
+
+    def __init__(self, ends: Ends, device: torch.device, dtype: torch.dtype) -> None:
+        self._ends = ends
+        self._device = device
+        self._dtype = dtype
+
+    def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:
+        """See `mesh.pipeline.model.Ends.embed`."""
+        return self._ends.embed(ids.to(self._device), position)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `mesh.pipeline.model.Ends.logits`."""
+        return self._ends.logits(hidden.to(self._device, self._dtype))
+
+
+class CheckpointText:
+    """`mesh.pipeline.model.Text` over a checkpoint's tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self.eos_ids = tokenizer.eos_ids
+
+    def prompt_ids(self, request: GenerationRequest) -> list[int]:
+        """See `mesh.pipeline.model.Text.prompt_ids`."""
+        if request.messages is not None:
+            return self._tokenizer.encode_chat(request.messages)
+        if request.prompt is not None:
+            return self._tokenizer.encode(request.prompt)
+        ids = list(request.prompt_ids or ())
+        for index, token in enumerate(ids):
+            if not 0 <= token < self._vocab_size:
+                raise BadRequest(
+                    f"token {token} at index {index} is outside the vocabulary of "
+                    f"{self._vocab_size}.",
+                    fix="Send ids of this model's own tokenizer.",
+                    param="prompt",
+                )
+        return ids
+
+    def decoder(self) -> TextDecoder:
+        """See `mesh.pipeline.model.Text.decoder`."""
+        return self._tokenizer.decoder()
+
+    def token_text(self, token_id: int) -> str:
+        """See `mesh.pipeline.model.Text.token_text`."""
+        return self._tokenizer.token_text(token_id)
+
+
+def load_asker(
+    directory: Path, model_id: ModelId, options: AskerOptions
+) -> tuple[AskerModel, list[str]]:
+    """The ends and the tokenizer, with the reasons of what was chosen.
+
+    Sets torch's thread count. Raises BadCheckpoint, UnsupportedFamily, BadValue.
+    """
+    manifest = read_manifest(directory, model_id=model_id, cache_dir=options.cache_dir)
+    device = choose_device(options.device)
+    stored = STORED.get(manifest.dtype, manifest.dtype)
+    dtype = choose_dtype(options.dtype, stored, device.value)
+    threads = choose_threads(options.threads, device.value)
+    torch.set_num_threads(threads.value)
+    ends = load_ends(manifest, dtype=dtype.value, device=device.value)
+    kernels = choose_kernels(ends, dtype.value, device.value)
+    model = AskerModel(
+        model_id=manifest.model_id,
+        weights_sha256=manifest.weights_sha256,
+        total_layers=manifest.total_layers,
+        hidden_size=manifest.hidden_size,
+        vocab_size=manifest.vocab_size,
+        max_positions=manifest.max_positions or DEFAULT_MAX_POSITIONS,
+        ends=CheckpointEnds(ends, device.value, dtype.value),
+        text=CheckpointText(Tokenizer.load(manifest), manifest.vocab_size),
+    )
+    return model, [device.reason, dtype.reason, threads.reason, kernels.reason]

@@ -1,0 +1,68 @@
+"""The file a running daemon leaves in its state directory, so that others find it.
+
+It names the process and its API. A file whose process is gone counts as absent: process ids are
+reused, so the process' start time is compared as well. Knows nothing of what the daemon does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import psutil
+
+# psutil derives the start time from clock ticks; two readings differ by rounding only.
+_START_TOLERANCE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonRecord:
+    """A running daemon: its process and where it answers. `api_key` is None on a bare loopback."""
+
+    pid: int
+    create_time: float
+    api_url: str
+    api_port: int
+    port: int
+    api_key: str | None = None
+
+    @classmethod
+    def for_this_process(
+        cls, *, api_url: str, api_port: int, port: int, api_key: str | None
+    ) -> DaemonRecord:
+        """The record of the calling process."""
+        pid = os.getpid()
+        started = psutil.Process(pid).create_time()
+        return cls(pid, started, api_url, api_port, port, api_key)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether this very process still runs."""
+        try:
+            process = psutil.Process(self.pid)
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            return bool(abs(process.create_time() - self.create_time) < _START_TOLERANCE_S)
+        except psutil.NoSuchProcess:
+            return False
+
+    def write(self, file: Path) -> None:
+        """Put the record in place in one step, readable by its owner only. Raises OSError."""
+        part = file.with_suffix(f".{self.pid}.part")
+        part.unlink(missing_ok=True)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            json.dump(asdict(self), stream, indent=1)
+        part.replace(file)
+
+
+def read_daemon(file: Path) -> DaemonRecord | None:
+    """The daemon that runs now; None when there is none or the file is not readable as one."""
+    try:
+        found = json.loads(file.read_text("utf-8"))
+        record = DaemonRecord(**{field.name: found[field.name] for field in fields(DaemonRecord)})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return record if record.is_alive else None

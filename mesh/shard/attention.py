@@ -1,0 +1,207 @@
+"""Attention over rows of different sessions, known to transformers as ``hearthnet``.
+
+The linear layers of a model run over a batch of rows at once; here each row meets its own session's
+keys, without padding. Instead of a mask tensor, models hand `CausalRule` from the mask function to
+the attention: which keys a query sees is a rule, and only a chunk behind a past needs it spelt out.
+
+Refuses what it does not compute: the name ``hearthnet-check`` runs the same code but raises
+`NotExpressible` for masks that are not causal or sliding-window and for options that would change
+the result (attention sinks, position biases). A model that passed once is run without the checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+NAME = "hearthnet"
+CHECKING_NAME = "hearthnet-check"
+
+_IGNORED = frozenset(
+    {
+        "dropout", "sliding_window", "position_ids", "use_cache", "output_attentions", "is_causal",
+        "output_hidden_states", "output_router_logits", "cache_position", "return_dict",
+        "position_embeddings", "past_key_values", "past_key_value", "layer_idx", "head_mask",
+    }
+)  # fmt: skip
+"""Keywords models pass to every attention that cannot change what this one computes."""
+
+_QUERY_BLOCK = 128
+"""Rows of a softcapped chunk computed at a time; its score matrix is spelt out in full."""
+
+
+class NotExpressible(Exception):
+    """The model asks its attention for something that this one does not do; the text says what."""
+
+
+class CausalRule:
+    """A query sees itself and what stands before it, at most `window` keys in all (None: all)."""
+
+    __slots__ = ("_chunk", "_mask", "window")
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+        self._chunk: tuple[int, int] | None = None
+        self._mask: torch.Tensor | None = None
+
+    def mask(self, rows: int, keys: int, device: torch.device) -> torch.Tensor:
+        """(rows, keys) bool for the last `rows` of `keys` positions; kept for the next layer."""
+        if self._mask is None or self._chunk != (rows, keys):
+            query = torch.arange(keys - rows, keys, device=device)[:, None]
+            key = torch.arange(keys, device=device)[None, :]
+            mask = key <= query
+            if self.window is not None:
+                mask &= key > query - self.window
+            self._mask, self._chunk = mask, (rows, keys)
+        return self._mask
+
+
+_SINGLE_ROW: dict[int | None, CausalRule] = {}
+
+
+def rule_mask(*, q_length: int, local_size: int | None = None, **_unused: Any) -> CausalRule:
+    """The mask function: the rule itself, a fresh one per chunk so that its mask dies with it."""
+    if q_length > 1:
+        return CausalRule(local_size)
+    rule = _SINGLE_ROW.get(local_size)
+    if rule is None:
+        rule = _SINGLE_ROW[local_size] = CausalRule(local_size)
+    return rule
+
+
+def checked_rule_mask(
+    *,
+    q_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    local_size: int | None = None,
+    attention_mask: torch.Tensor | None = None,
+    **_unused: Any,
+) -> CausalRule:
+    """As `rule_mask`, but raises NotExpressible when `mask_function` is another rule."""
+    if attention_mask is not None:
+        raise NotExpressible("a padding mask")
+    # Both sides of every multiple of the window are where chunked and sliding rules part.
+    edge = local_size or 64
+    marks = sorted({max(0, k * edge + d) for k in range(4) for d in (-2, -1, 0, 1, 2)})
+    query, key = torch.tensor(marks)[:, None], torch.tensor(marks)[None, :]
+    zero = torch.tensor(0)
+    found = torch.as_tensor(mask_function(zero, zero, query, key))
+    expected = key <= query
+    if local_size is not None:
+        expected = expected & (key > query - local_size)
+    if not torch.equal(found.expand_as(expected), expected):
+        raise NotExpressible("a mask that is neither causal nor a sliding window")
+    return rule_mask(q_length=q_length, local_size=local_size)
+
+
+def ragged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # (batch, heads, rows, width)
+    key: torch.Tensor | list[torch.Tensor],  # (batch, kv heads, keys, width), or one per session
+    value: torch.Tensor | list[torch.Tensor],
+    attention_mask: CausalRule,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_ignored: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function; returns (batch, rows, heads, width)."""
+    attend = _attend if softcap is None else _softcapped(softcap)
+    if isinstance(key, list) or isinstance(value, list):
+        outputs = [
+            attend(query[i : i + 1], key[i], value[i], attention_mask, scaling)
+            for i in range(len(key))
+        ]
+        return torch.cat(outputs).transpose(1, 2).contiguous(), None
+    output = attend(query, key, value, attention_mask, scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def checked_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | list[torch.Tensor],
+    value: torch.Tensor | list[torch.Tensor],
+    attention_mask: CausalRule,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """As `ragged_attention`, but raises NotExpressible for options that would change the result."""
+    if not isinstance(attention_mask, CausalRule):
+        raise NotExpressible("an attention mask of the model's own making")
+    for name, option in options.items():
+        if option is not None and name not in _IGNORED and name not in ("scaling", "softcap"):
+            raise NotExpressible(f"the attention option {name}")
+    if options.get("is_causal") is False:
+        raise NotExpressible("attention that looks ahead")
+    return ragged_attention(module, query, key, value, attention_mask, **options)
+
+
+def register() -> None:
+    """Make both names known to transformers; safe to call twice."""
+    AttentionInterface.register(NAME, ragged_attention)
+    AttentionInterface.register(CHECKING_NAME, checked_attention)
+    AttentionMaskInterface.register(NAME, rule_mask)
+    AttentionMaskInterface.register(CHECKING_NAME, checked_rule_mask)
+
+
+def _visible(
+    rows: int, key: torch.Tensor, value: torch.Tensor, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Only the keys that at least one of the rows sees."""
+    if window is None or key.shape[2] <= window + rows - 1:
+        return key, value
+    first = key.shape[2] - (window + rows - 1)
+    return key[:, :, first:], value[:, :, first:]
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rule: CausalRule,
+    scaling: float | None,
+) -> torch.Tensor:
+    rows = query.shape[2]
+    if rule.window is not None:
+        key, value = _visible(rows, key, value, rule.window)
+    keys = key.shape[2]
+    # From the first position on the kernel's own causal flag says it all, and is the fastest.
+    whole = rows == keys and (rule.window is None or rows <= rule.window)
+    mask = None if rows == 1 or whole else rule.mask(rows, keys, query.device)
+    gqa = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scaling, is_causal=whole and rows > 1,
+        enable_gqa=gqa,
+    )  # fmt: skip
+
+
+def _softcapped(softcap: float) -> Callable[..., torch.Tensor]:
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rule: CausalRule,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        rows, heads = query.shape[2], query.shape[1]
+        key, value = _visible(rows, key, value, rule.window)
+        groups = heads // key.shape[1]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        mask = None if rows == 1 else rule.mask(rows, key.shape[2], query.device)
+        blocks = []
+        for first in range(0, rows, _QUERY_BLOCK):
+            block = slice(first, first + _QUERY_BLOCK)
+            scores = torch.matmul(query[:, :, block], key.transpose(2, 3)) * scale
+            scores = torch.tanh(scores / softcap) * softcap
+            if mask is not None:
+                scores = scores.masked_fill(~mask[block], float("-inf"))
+            weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+            blocks.append(torch.matmul(weights, value))
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
+
+    return attend

@@ -1,0 +1,193 @@
+"""Which device, dtype and thread count a shard computes with, each with the reason to print.
+
+Knows nothing of models: it is told how a checkpoint is stored and answers what to compute in.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import psutil
+import torch
+import torch.nn.functional as F
+import transformers
+
+from mesh.errors import BadValue
+
+T = TypeVar("T")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[T]):
+    """A value that was chosen, and why."""
+
+    value: T
+    reason: str
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``fp32``, ``bf16`` or ``fp16``. KeyError for any other dtype."""
+    return {dtype: name for name, dtype in DTYPES.items()}[dtype]
+
+
+def short_dtype_name(name: str) -> str:
+    """``fp32`` for ``float32`` and so on; any other name as it is."""
+    return {str(d).removeprefix("torch."): short for short, d in DTYPES.items()}.get(name, name)
+
+
+def choose_device(requested: str = "auto") -> Choice[torch.device]:
+    """``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``. Raises BadValue when it is not there."""
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if requested == "auto":
+        if cuda:
+            name = torch.cuda.get_device_name(0)
+            return Choice(torch.device("cuda:0"), f"device cuda:0: found {name}")
+        if mps:
+            return Choice(torch.device("mps"), "device mps: Apple GPU found")
+        return Choice(torch.device("cpu"), "device cpu: no CUDA or Apple GPU found")
+    kind, _, index = requested.partition(":")
+    there = {"cpu": not index, "mps": mps and not index, "cuda": cuda}.get(kind, False)
+    if there and kind == "cuda":
+        there = (index or "0").isdigit() and int(index or 0) < torch.cuda.device_count()
+    if not there:
+        raise BadValue(
+            f"device {requested!r} is not available here.",
+            fix="Use auto, cpu, cuda, cuda:N or mps, as far as this machine has it.",
+            param="device",
+        )
+    device = torch.device(f"cuda:{index or 0}" if kind == "cuda" else kind)
+    return Choice(device, f"device {device}: as requested")
+
+
+def choose_dtype(requested: str, stored: str, device: torch.device) -> Choice[torch.dtype]:
+    """The compute dtype for weights stored as `stored` (``fp16``, or ``float16`` as torch says it).
+
+    Raises BadValue for a dtype that is not one of auto, fp32, bf16, fp16.
+    """
+    if requested != "auto":
+        if requested not in DTYPES:
+            raise BadValue(
+                f"dtype {requested!r} is unknown.",
+                fix="Use auto, fp32, bf16 or fp16.",
+                param="dtype",
+            )
+        return Choice(DTYPES[requested], f"dtype {requested}: as requested")
+    stored = short_dtype_name(stored)
+    if stored not in DTYPES or stored == "fp32":
+        return Choice(torch.float32, f"dtype fp32: weights are stored as {stored}")
+    if device.type != "cpu":
+        if stored == "bf16" and not _has_bf16(device):
+            return Choice(torch.float16, f"dtype fp16: {device.type} here has no bf16")
+        return Choice(DTYPES[stored], f"dtype {stored}: as stored")
+    if stored in cpu_fast_dtypes():
+        return Choice(DTYPES[stored], f"dtype {stored}: as stored, the CPU computes in it")
+    return Choice(torch.float32, f"dtype fp32: this CPU has no fast {stored} arithmetic")
+
+
+def cpu_fast_dtypes() -> frozenset[str]:
+    """The 16-bit dtypes this CPU multiplies natively; the others run many times slower."""
+    fast = set()
+    capabilities = torch.backends.cpu.get_cpu_capability()
+    if platform.machine() in ("arm64", "aarch64"):
+        flags = _cpu_flags()
+        return frozenset({"bf16"} if "bf16" in flags else set())
+    if capabilities.startswith(("AVX512", "AMX")):
+        flags = _cpu_flags()
+        if flags & {"avx512_bf16", "amx_bf16"}:
+            fast.add("bf16")
+        if flags & {"avx512_fp16", "amx_fp16"}:
+            fast.add("fp16")
+    return frozenset(fast)
+
+
+def choose_threads(requested: int, device: torch.device) -> Choice[int]:
+    """How many threads a CPU kernel uses; 0 measures one against all physical cores now.
+
+    A second thread on a core that another process wants makes every kernel wait for it, so more
+    threads must be clearly faster to be taken.
+    """
+    if requested > 0:
+        return Choice(requested, f"threads {requested}: as requested")
+    cores = _usable_cores()
+    if device.type != "cpu" or cores == 1:
+        return Choice(
+            1, "threads 1: one core" if cores == 1 else f"threads 1: {device.type} computes"
+        )
+    before = torch.get_num_threads()
+    try:
+        alone, together = _gemv_ms(1), _gemv_ms(cores)
+    finally:
+        torch.set_num_threads(before)
+    if together < 0.85 * alone:
+        return Choice(cores, f"threads {cores}: {alone / together:.1f}x as fast as one, measured")
+    return Choice(1, f"threads 1: {cores} were only {alone / together:.1f}x as fast, measured")
+
+
+def determinism_class(device: torch.device, dtype: torch.dtype, kernels: str, threads: int) -> str:
+    """What the last bits of a result depend on, as one comparable string."""
+    where = (
+        f"cpu-{torch.backends.cpu.get_cpu_capability()}"
+        if device.type == "cpu"
+        else f"cuda-{torch.cuda.get_device_name(device)}"
+        if device.type == "cuda"
+        else device.type
+    )
+    parts = (
+        platform.machine(),
+        where.replace(" ", "_"),
+        dtype_name(dtype),
+        kernels,
+        f"t{threads}",
+        f"torch-{torch.__version__}",
+        f"transformers-{transformers.__version__}",
+    )
+    return "/".join(parts)
+
+
+def _has_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    try:
+        probe = torch.ones(2, 2, dtype=torch.bfloat16, device=device)
+        return bool((probe @ probe)[0, 0].item() == 2)
+    except (RuntimeError, TypeError):
+        return False
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        with Path("/proc/cpuinfo").open(encoding="ascii", errors="replace") as lines:
+            for line in lines:
+                if line.lower().startswith(("flags", "features")):
+                    return frozenset(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def _usable_cores() -> int:
+    physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
+    return max(1, min(physical, allowed))
+
+
+def _gemv_ms(threads: int) -> float:
+    """The best of several matrix-vector products that do not fit the caches of a core."""
+    torch.set_num_threads(threads)
+    weights = [torch.zeros(4096, 2048) for _ in range(4)]
+    vector = torch.zeros(1, 2048)
+    best = float("inf")
+    with torch.inference_mode():
+        for _ in range(4):
+            started = time.perf_counter()
+            for weight in weights:
+                F.linear(vector, weight)
+            best = min(best, time.perf_counter() - started)
+    return best * 1000

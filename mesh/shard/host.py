@@ -1,0 +1,263 @@
+"""The shard process: ``python -m mesh.shard.host``, one per device, started by the daemon.
+
+Takes commands from the daemon's channel, one after the other, and serves askers on its own
+listener. Its event loop serves nothing but hops, so that a short decode step may be computed on it.
+
+Commands: ``start``, ``load``, ``unload``, ``stop``. Answers: ``listening``, ``loaded``,
+``unloaded``, ``failed``, and ``health`` every second and on every change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mesh.errors import BadRequest, MeshError
+from mesh.shard.batcher import DeviceQueue
+from mesh.shard.device import choose_device, choose_threads
+from mesh.shard.loading import HostedOn, LoadedShard, ShardRequest, load_shard
+from mesh.shard.server import ShardServer
+from mesh.shard.service import ShardService
+from mesh.shard.settings import ShardSettings
+from mesh.supervise import Channel, ChannelMessage, attach_to_parent
+from mesh.types import Endpoint, LayerRange, ModelId, NodeId, ShardDescriptor, ShardId
+from mesh.wire.link import Link, LinkHandler
+from mesh.wire.messages import Hello
+from mesh.wire.websocket import LinkServer, serve
+
+logger = logging.getLogger(__name__)
+
+_HEALTH_INTERVAL_S = 1.0
+_CHANGES_TOGETHER_S = 0.05
+_MAX_COMMANDS = 64
+
+
+class ShardHost:
+    """The shards of this process. Runs until it is told to stop."""
+
+    def __init__(self) -> None:
+        self._commands: asyncio.Queue[ChannelMessage] = asyncio.Queue(_MAX_COMMANDS)
+        self._channel: Channel | None = None
+        self._service = ShardService()
+        self._changed = asyncio.Event()
+        self._place: HostedOn | None = None
+        self._cache_dir: str | None = None
+        self._queue: DeviceQueue | None = None
+        self._listener: LinkServer | None = None
+
+    def receive(self, command: ChannelMessage) -> None:
+        """One map from the daemon; more than a few unanswered ones are refused."""
+        try:
+            self._commands.put_nowait(command)
+        except asyncio.QueueFull:
+            error = BadRequest("The shard process has too many commands waiting.", fix="Wait.")
+            self._say({"op": "failed", "shard": command.get("shard"), "error": error.to_dict()})
+
+    async def run(self, channel: Channel) -> None:
+        """Serve until ``stop``."""
+        self._channel = channel
+        health = asyncio.create_task(self._report(), name="shard-health")
+        try:
+            while (command := await self._commands.get()).get("op") != "stop":
+                await self._obey(command)
+            await self._drain(float(command.get("grace_s", 0.0)))
+        finally:
+            health.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await health
+            if self._listener is not None:
+                await self._listener.close()
+            if self._queue is not None:
+                self._queue.close()
+
+    async def _obey(self, command: ChannelMessage) -> None:
+        obey: dict[str, Callable[[ChannelMessage], Awaitable[ChannelMessage]]] = {
+            "start": self._start,
+            "load": self._load,
+            "unload": self._unload,
+        }
+        try:
+            answer = await obey.get(str(command.get("op")), _unknown)(command)
+        except MeshError as error:
+            answer = _failed(command, error)
+        except (KeyError, TypeError, ValueError) as error:
+            answer = _failed(command, BadRequest(f"Bad command: {error!r}.", fix="Fix its fields."))
+        except Exception:
+            # Not one of ours: the daemon restarts the process, which is the safest answer.
+            logger.exception("command failed op=%s", command.get("op"))
+            raise
+        self._say(answer)
+
+    async def _start(self, command: ChannelMessage) -> ChannelMessage:
+        if self._place is not None:
+            raise BadRequest("The shard process has started already.", fix="Send start once.")
+        device = await asyncio.to_thread(choose_device, str(command.get("device") or "auto"))
+        threads = await asyncio.to_thread(
+            choose_threads, int(command.get("threads") or 0), device.value
+        )
+        said = command["hello"]
+        hello = Hello(
+            str(said["node_id"]), str(said["node_name"]), "tensors", str(said["software"])
+        )
+        host, port = str(command["listen_host"]), int(command["listen_port"])
+        self._listener = await serve(host, port, accept=self._accept, hello=hello)
+        self._queue = DeviceQueue(threads.value)
+        self._cache_dir = command.get("cache_dir")
+        self._place = HostedOn(
+            NodeId(hello.node_id),
+            hello.node_name,
+            Endpoint(_endpoint(host, self._listener.port)),
+            device.value,
+            threads.value,
+        )
+        return {
+            "op": "listening",
+            "port": self._listener.port,
+            "device": str(device.value),
+            "reasons": [device.reason, threads.reason],
+        }
+
+    async def _load(self, command: ChannelMessage) -> ChannelMessage:
+        place, queue = self._started()
+        asked = command["shard"]
+        if asked.get("advertise_host") and self._listener is not None:
+            endpoint = Endpoint(_endpoint(str(asked["advertise_host"]), self._listener.port))
+            place = HostedOn(place.node_id, place.node_name, endpoint, place.device, place.threads)
+        request = _shard_request(asked, self._cache_dir)
+        loaded = await queue.load(lambda: load_shard(request, place))
+        server = ShardServer(
+            loaded.descriptor,
+            loaded.load,
+            request.settings,
+            hidden_size=loaded.hidden_size,
+            queue=queue,
+        )
+        server.on_change(self._changed.set)
+        await server.start()
+        self._service.add(server)
+        self._changed.set()
+        return _loaded(loaded)
+
+    async def _unload(self, command: ChannelMessage) -> ChannelMessage:
+        shard_id = ShardId(str(command["shard_id"]))
+        await self._service.remove(shard_id).evict()
+        self._changed.set()
+        return {"op": "unloaded", "shard_id": shard_id}
+
+    async def _drain(self, grace_s: float) -> None:
+        """Take no new sessions; give running ones `grace_s` to end."""
+        servers = self._service.servers
+        for server in servers:
+            self._service.remove(server.descriptor.shard_id)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while any([(await server.health()).active_streams for server in servers]):
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    async def _report(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _HEALTH_INTERVAL_S)
+                # What changes together is said together.
+                await asyncio.sleep(_CHANGES_TOGETHER_S)
+            self._changed.clear()
+            rss_mb = psutil.Process().memory_info().rss / 2**20
+            shards = [await _health(server, rss_mb) for server in self._service.servers]
+            self._say({"op": "health", "shards": shards})
+
+    def _accept(self, link: Link) -> LinkHandler:
+        if link.peer.purpose != "tensors":
+            raise BadRequest(
+                f"A shard takes tensor links, not {link.peer.purpose!r}.",
+                fix="Connect to the daemon's control port.",
+            )
+        return self._service.handler(link)
+
+    def _started(self) -> tuple[HostedOn, DeviceQueue]:
+        if self._place is None or self._queue is None:
+            raise BadRequest("The shard process has not started.", fix="Send start first.")
+        return self._place, self._queue
+
+    def _say(self, message: ChannelMessage) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+
+def _shard_request(asked: dict[str, Any], cache_dir: str | None) -> ShardRequest:
+    defaults = ShardSettings()
+    settings = {
+        name: type(getattr(defaults, name))(asked[name])
+        for name in ShardSettings.__dataclass_fields__
+        if asked.get(name) is not None
+    }
+    return ShardRequest(
+        Path(asked["directory"]),
+        ModelId(str(asked["model_id"])),
+        LayerRange.parse(str(asked["layers"])),
+        str(asked.get("dtype") or "auto"),
+        ShardSettings(**settings),
+        Path(cache_dir) if cache_dir else None,
+    )
+
+
+def _loaded(shard: LoadedShard) -> ChannelMessage:
+    return {
+        "op": "loaded",
+        "descriptor": descriptor_fields(shard.descriptor),
+        "bytes_read": shard.bytes_read,
+        "load_ms": shard.load_ms,
+        "reasons": list(shard.reasons),
+    }
+
+
+def descriptor_fields(descriptor: ShardDescriptor) -> dict[str, Any]:
+    """The descriptor as JSON-able fields: layers as ``lo-hi``, the time as ISO 8601."""
+    return {
+        **asdict(descriptor),
+        "layer_range": str(descriptor.layer_range),
+        "advertised_at": descriptor.advertised_at.isoformat(),
+    }
+
+
+async def _health(server: ShardServer, rss_mb: float) -> dict[str, Any]:
+    health = await server.health()
+    return {
+        "shard_id": health.shard_id,
+        "online": health.online,
+        "p50_latency_ms": health.p50_latency_ms,
+        "p95_latency_ms": health.p95_latency_ms,
+        "queue_depth": health.queue_depth,
+        "active_streams": health.active_streams,
+        "rss_mb": rss_mb,
+        **asdict(server.load_now()),
+    }
+
+
+async def _unknown(command: ChannelMessage) -> ChannelMessage:
+    raise BadRequest(f"Unknown command {command.get('op')!r}.", fix="Update the daemon.")
+
+
+def _failed(command: ChannelMessage, error: MeshError) -> ChannelMessage:
+    return {"op": "failed", "shard": command.get("shard"), "error": error.to_dict()}
+
+
+def _endpoint(host: str, port: int) -> str:
+    return f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
+
+
+async def _main() -> None:
+    host = ShardHost()
+    await host.run(await attach_to_parent(host.receive))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+    asyncio.run(_main())

@@ -1,0 +1,157 @@
+"""The key/value cache of one session on one shard, and several of them seen as one batch.
+
+Buffers are contiguous per layer, start small and double up to the session's limit. What lies beyond
+`length` does not exist: a forward writes there and `commit` makes it real, so a forward that fails
+half-way leaves nothing behind, and cutting back is one assignment. Knows no masks and no positions
+other than its own length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformers.cache_utils import Cache
+
+from mesh.errors import ContextTooLong
+
+if TYPE_CHECKING:
+    import torch
+
+_FIRST_BLOCK = 256
+
+
+class SessionCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+    """Keys and values of one session for the layers of one span, in the form transformers asks for.
+
+    Sliding-window layers keep every position too: cutting back needs them.
+    """
+
+    def __init__(self, layer_count: int, max_tokens: int) -> None:
+        super().__init__(layers=[])
+        self.max_tokens = max_tokens
+        self.length = 0
+        self._capacity = 0
+        self._keys: list[torch.Tensor | None] = [None] * layer_count
+        self._values: list[torch.Tensor | None] = [None] * layer_count
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What the buffers take on the device now."""
+        return sum(t.nbytes for t in (*self._keys, *self._values) if t is not None)
+
+    def cut(self, position: int) -> None:
+        """Forget everything from `position` on; a position beyond the end changes nothing."""
+        self.length = min(self.length, position)
+
+    def reset(self) -> None:
+        """Forget everything and give the buffers back."""
+        self.length = self._capacity = 0
+        self._keys = [None] * len(self._keys)
+        self._values = [None] * len(self._values)
+
+    def reserve(self, rows: int) -> None:
+        """Make room for `rows` more positions. Raises ContextTooLong beyond `max_tokens`."""
+        needed = self.length + rows
+        if needed <= self._capacity:
+            return
+        if needed > self.max_tokens:
+            raise ContextTooLong(
+                f"The session holds at most {self.max_tokens} positions; {needed} are needed.",
+                fix="Open the session with more max_tokens, or shorten the prompt.",
+            )
+        capacity = max(self._capacity, _FIRST_BLOCK)
+        while capacity < needed:
+            capacity *= 2
+        capacity = min(capacity, self.max_tokens)
+        # All or nothing: when the device has no room, the old buffers still stand.
+        keys = [self._grown(t, capacity) for t in self._keys]
+        values = [self._grown(t, capacity) for t in self._values]
+        self._keys, self._values, self._capacity = keys, values, capacity
+
+    def commit(self, rows: int) -> None:
+        """The forward over `rows` positions succeeded; they count from now on."""
+        self.length += rows
+
+    def _grown(self, old: torch.Tensor | None, capacity: int) -> torch.Tensor | None:
+        if old is None:
+            return None
+        _, heads, _, width = old.shape
+        new = old.new_empty((1, heads, capacity, width))
+        new[:, :, : self.length] = old[:, :, : self.length]
+        return new
+
+    # transformers.Cache
+
+    def update(
+        self,
+        key_states: torch.Tensor,  # (1, heads, rows, width)
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_args: Any,
+        **_kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write behind the end; returns (1, heads, length + rows, width) views."""
+        start = self.length
+        end = start + key_states.shape[2]
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        if keys is None or values is None:
+            keys = self._keys[layer_idx] = self._new(key_states)
+            values = self._values[layer_idx] = self._new(value_states)
+        keys[:, :, start:end] = key_states
+        values[:, :, start:end] = value_states
+        return keys[:, :, :end], values[:, :, :end]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The same for every layer."""
+        return self.length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Where the next row stands."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(keys a query of this length sees, offset of the first): nothing is dropped."""
+        return self.length + query_length, 0
+
+    def _new(self, like: torch.Tensor) -> torch.Tensor:
+        return like.new_empty((1, like.shape[1], self._capacity, like.shape[3]))
+
+
+class BatchCache(Cache):  # type: ignore[misc]
+    """Caches of different lengths under one batch of single rows.
+
+    `update` returns one tensor per session instead of one padded tensor; only the attention in
+    `mesh.shard.attention` reads that, anything else fails on it.
+    """
+
+    def __init__(self, caches: Sequence[SessionCache]) -> None:
+        super().__init__(layers=[])
+        self._caches = caches
+
+    def update(
+        self,
+        key_states: torch.Tensor,  # (sessions, heads, 1, width)
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_args: Any,
+        **_kwargs: Any,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Write each session's row to its own cache; returns their views in the same order."""
+        rows = [
+            cache.update(key_states[i : i + 1], value_states[i : i + 1], layer_idx)
+            for i, cache in enumerate(self._caches)
+        ]
+        return [keys for keys, _ in rows], [values for _, values in rows]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Of no session in particular: the positions come with the step."""
+        return self._caches[0].length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """See `get_seq_length`."""
+        return self._caches[0].length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """See `get_seq_length`; the mask of a single row allows everything its window covers."""
+        return self._caches[0].length + query_length, 0

@@ -1,0 +1,109 @@
+"""Whether a shard's weights are on the device: loaded on demand, freed when nobody needs them.
+
+Knows how to load only as a function it is given; which sessions there are is told to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from mesh.shard.batcher import DeviceQueue
+from mesh.shard.compute import Lane
+from mesh.shard.settings import ShardSettings
+
+if TYPE_CHECKING:
+    from mesh.shard.runtime import SpanRuntime
+
+
+class Residence:
+    """The weights of one shard and the timer that frees them."""
+
+    def __init__(
+        self, load: Callable[[], SpanRuntime], settings: ShardSettings, queue: DeviceQueue
+    ) -> None:
+        self._load = load
+        self._settings = settings
+        self._queue = queue
+        self._loading: asyncio.Task[Lane] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._evicting: asyncio.Task[None] | None = None
+        self.lane: Lane | None = None
+        """The loaded span, None while the weights are not here."""
+        self.changed: Callable[[], None] = lambda: None
+
+    async def acquire(self) -> Lane:
+        """The loaded span; loads it first when it is not here. Raises what loading raises."""
+        self.keep()
+        if self.lane is not None:
+            return self.lane
+        if self._loading is None:
+            self._loading = asyncio.create_task(self._load_lane(), name="shard-load")
+            self._loading.add_done_callback(_retrieve)
+        # Shielded: one opener that gives up must not stop the load for the others.
+        return await asyncio.shield(self._loading)
+
+    def keep(self) -> None:
+        """A session is here: do not free the weights."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def idle(self) -> None:
+        """The last session left: free the weights after `eviction_idle_s` unless one comes."""
+        self.keep()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._settings.eviction_idle_s, self._evict_idle)
+
+    async def evict(self) -> None:
+        """Free the weights now; a load under way is waited for first.
+
+        A session that still computes keeps them alive until it ends.
+        """
+        self.keep()
+        if self._loading is not None:
+            await asyncio.wait([self._loading])
+        await self._free(self._take())
+
+    def _evict_idle(self) -> None:
+        self._timer = None
+        if self._loading is not None:
+            self.idle()
+            return
+        # Taken at once: a session that opens right now must not get weights on their way out.
+        self._evicting = asyncio.create_task(self._free(self._take()), name="shard-evict")
+
+    def _take(self) -> list[Lane | None]:
+        holder = [self.lane]
+        self.lane = None
+        self.changed()
+        return holder
+
+    async def _free(self, holder: list[Lane | None]) -> None:
+        # Giving back gigabytes takes a while, so the last reference goes on the loading thread.
+        await self._queue.load(lambda: _drop(holder))
+
+    async def _load_lane(self) -> Lane:
+        try:
+            runtime = await self._queue.load(self._load)
+            settings = self._settings
+            self.lane = Lane(
+                runtime, inline_ms=settings.inline_ms, prefill_rows=settings.prefill_rows
+            )
+            return self.lane
+        finally:
+            self._loading = None
+            self.changed()
+
+
+def _drop(holder: list[Lane | None]) -> None:
+    holder.clear()
+    gc.collect()
+
+
+def _retrieve(loading: asyncio.Task[Lane]) -> None:
+    # Every opener may have given up by now; the error was theirs.
+    if not loading.cancelled():
+        loading.exception()

@@ -1,0 +1,162 @@
+"""A loaded span that computes: hidden states in, hidden states out, for many sessions.
+
+Calls transformers' own model code on sliced layers, with our cache, our attention where it was
+checked, and faster linear kernels. Synchronous and not thread-safe: whoever owns the device calls
+it from one place at a time. Knows nothing of links, streams or budgets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mesh.errors import BadRequest
+from mesh.shard.kv import BatchCache, SessionCache
+from mesh.shard.linear import choose_kernels
+from mesh.shard.selfcheck import choose_attention, rope_types
+from mesh.shard.views import layer_view
+from mesh.types import LayerRange
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mesh.models.load import LoadedSpan
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """`hidden` (1, rows, hidden) for the positions from `position` on, of the session of `cache`.
+
+    What the cache holds beyond `position` is forgotten; `position` beyond its end is refused.
+    """
+
+    cache: SessionCache
+    position: int
+    hidden: torch.Tensor
+
+
+class SpanRuntime:
+    """The layers of one shard on one device."""
+
+    def __init__(
+        self,
+        loaded: LoadedSpan,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_invariant: bool = False,
+    ) -> None:
+        """Take over `loaded`: its linear layers may be repacked, its attention replaced.
+
+        Raises UnsupportedFamily when the family cannot run on our cache.
+        """
+        self.layers = loaded.layers
+        self.device = device
+        self.dtype = dtype
+        self.hidden_size: int = loaded.config.hidden_size
+        self._module: nn.Module = loaded.module.eval().requires_grad_(requires_grad=False)
+        with torch.inference_mode():
+            kernels = choose_kernels(self._module, dtype, device)
+        attention = choose_attention(self._module, device, dtype)
+        self.batched = attention.batched and not batch_invariant
+        self.kernels = f"{kernels.name}+{attention.name}" + ("+alone" if not self.batched else "")
+        self.reasons = (kernels.reason, attention.reason)
+        self._views: dict[LayerRange, nn.Module] = {}
+        self._ropes = _DynamicRopes(self._module)
+
+    def new_cache(self, max_tokens: int) -> SessionCache:
+        """An empty cache for a session on any layers of this span."""
+        return SessionCache(len(self.layers), max_tokens)
+
+    @torch.inference_mode()
+    def forward(
+        self, steps: Sequence[StepInput], layers: LayerRange | None = None
+    ) -> list[torch.Tensor]:
+        """Run `layers` (all of the span's when None); returns (1, rows, hidden) per step, in order.
+
+        Steps of one row run as one batch, longer ones after each other. No cache has changed its
+        length when this raises: ContextTooLong, BadRequest (position beyond a cache's end), or what
+        the device raises.
+        """
+        for step in steps:
+            _prepare(step)
+        view = self._view(layers or self.layers)
+        if len(steps) == 1:
+            return [self._alone(view, steps[0])]
+        outputs: dict[int, torch.Tensor] = {}
+        single = [i for i, step in enumerate(steps) if step.hidden.shape[1] == 1]
+        if self.batched and len(single) > 1:
+            rows = self._together(view, [steps[i] for i in single])
+            outputs.update(zip(single, rows, strict=True))
+        for i, step in enumerate(steps):
+            if i not in outputs:
+                outputs[i] = self._alone(view, step)
+        return [outputs[i] for i in range(len(steps))]
+
+    def _alone(self, view: nn.Module, step: StepInput) -> torch.Tensor:
+        rows = step.hidden.shape[1]
+        first = step.position
+        positions = torch.arange(first, first + rows, device=self.device)[None]
+        output = self._run(view, step.hidden, positions, step.cache)
+        step.cache.commit(rows)
+        return output
+
+    def _together(self, view: nn.Module, steps: list[StepInput]) -> list[torch.Tensor]:
+        hidden = torch.cat([step.hidden for step in steps])
+        positions = torch.tensor([[step.position] for step in steps], device=self.device)
+        output = self._run(view, hidden, positions, BatchCache([step.cache for step in steps]))
+        for step in steps:
+            step.cache.commit(1)
+        return list(output.tensor_split(len(steps)))
+
+    def _run(
+        self, view: nn.Module, hidden: torch.Tensor, positions: torch.Tensor, cache: Any
+    ) -> torch.Tensor:
+        self._ropes.reset()
+        output: torch.Tensor = view(
+            inputs_embeds=hidden.to(self.device, self.dtype),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        return output
+
+    def _view(self, layers: LayerRange) -> nn.Module:
+        view = self._views.get(layers)
+        if view is None:
+            first = self.layers.start
+            view = layer_view(self._module, layers.start - first, layers.stop - first)
+            self._views[layers] = view
+        return view
+
+
+class _DynamicRopes:
+    """Rotary embeddings that remember the longest sequence they saw, of whichever session.
+
+    Reset before every forward, they choose their frequencies by the step at hand alone.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        dynamic = "dynamic" in rope_types(module.config)
+        self._ropes: list[Any] = [
+            part for part in module.modules() if dynamic and hasattr(part, "original_inv_freq")
+        ]
+
+    def reset(self) -> None:
+        for rope in self._ropes:
+            rope.inv_freq = rope.original_inv_freq
+            rope.max_seq_len_cached = rope.original_max_seq_len
+
+
+def _prepare(step: StepInput) -> None:
+    if step.position > step.cache.length:
+        raise BadRequest(
+            f"The step starts at position {step.position}; the session holds {step.cache.length}.",
+            fix="Replay the missing positions first.",
+            param="position",
+        )
+    step.cache.cut(step.position)
+    step.cache.reserve(step.hidden.shape[1])

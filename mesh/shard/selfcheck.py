@@ -1,0 +1,172 @@
+"""Which attention a loaded span can run with, found by running it.
+
+A span runs batched over sessions only after it gave the same numbers as transformers' own
+implementation on a few rows; otherwise it runs stock and one session at a time. Slower is
+acceptable, another answer is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache
+
+from mesh.errors import UnsupportedFamily
+from mesh.shard import attention
+from mesh.shard.kv import BatchCache, SessionCache
+from mesh.shard.views import layer_list_name, layer_view
+
+_ROWS = 5
+_SHORT = 3
+_FAILURES = (
+    attention.NotExpressible, AttributeError, IndexError, KeyError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What a model raises that does more with its keys or masks than hand them on."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """The attention implementation in use, whether sessions are batched with it, and why."""
+
+    name: str
+    batched: bool
+    reason: str
+
+
+def choose_attention(
+    module: nn.Module, device: torch.device, dtype: torch.dtype
+) -> AttentionChoice:
+    """Pick for `module` and switch it over.
+
+    Raises UnsupportedFamily when not even transformers' own implementation gives equal numbers with
+    our cache.
+    """
+    attention.register()
+    probe = _Probe(module, device, dtype)
+    stock = "sdpa" if getattr(module, "_supports_sdpa", False) else "eager"
+    expected = probe.reference(stock)
+    try:
+        agrees = probe.agrees(attention.CHECKING_NAME, expected, batched=True)
+        why_not = "it gave other numbers"
+    except _FAILURES as error:
+        agrees, why_not = False, f"the model uses {error}"
+    if agrees:
+        probe.use(attention.NAME)
+        batched = _rope_ignores_neighbours(module.config)
+        return AttentionChoice(attention.NAME, batched, f"attention {attention.NAME}: checked")
+    try:
+        agrees = probe.agrees(stock, expected, batched=False)
+    except _FAILURES as error:
+        agrees, why_not = False, f"{why_not}; with {stock}: {error}"
+    if not agrees:
+        raise UnsupportedFamily(
+            f"{type(module).__name__} cannot run with a cache that is cut back ({why_not}).",
+            fix="Use a model of a supported family.",
+        )
+    return AttentionChoice(stock, False, f"attention {stock}, sessions one by one: {why_not}")
+
+
+class _Probe:
+    """The first layers of a span, as many as show every kind of layer, run on a few random rows."""
+
+    def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        self._view = layer_view(module, 0, _layers_to_see_every_kind(module))
+        self._device = device
+        self._dtype = dtype
+        config: Any = module.config
+        seeded = torch.Generator().manual_seed(20)
+        rows = torch.randn(1, _ROWS + 1, config.hidden_size, generator=seeded)
+        self._rows = rows.to(device, dtype)
+        # The layers read the span's config, the view's own forward reads the cut one.
+        self._configs: tuple[Any, Any] = (module.config, self._view.config)
+
+    def use(self, name: str) -> None:
+        """Switch the span, not only the probe, to attention `name`."""
+        for config in self._configs:
+            config._attn_implementation = name  # noqa: SLF001 - its only setter
+
+    @torch.inference_mode()
+    def reference(self, name: str) -> torch.Tensor:
+        """(3, hidden): the row after `_ROWS`, the last of them, the row after `_SHORT`."""
+        self.use(name)
+        answers = []
+        for past in (_ROWS, _SHORT):
+            cache = DynamicCache(config=self._view.config)
+            chunk = self._run(self._rows[:, :past], 0, cache)
+            answers.append(self._run(self._rows[:, past : past + 1], past, cache)[:, -1])
+            if past == _ROWS:
+                answers.append(chunk[:, -1])
+        return torch.cat(answers)
+
+    @torch.inference_mode()
+    def agrees(self, name: str, expected: torch.Tensor, *, batched: bool) -> bool:
+        """Whether implementation `name` with our caches gives `expected`, after a cut as well."""
+        self.use(name)
+        config: Any = self._view.config
+        caches = [SessionCache(config.num_hidden_layers, 64) for _ in range(2)]
+        chunk = self._step(caches[0], self._rows[:, :_ROWS])
+        self._step(caches[1], self._rows[:, : _SHORT + 1])
+        caches[1].cut(_SHORT)
+        if batched:
+            for cache in caches:
+                cache.reserve(1)
+            hidden = torch.cat([self._rows[:, _ROWS:], self._rows[:, _SHORT : _SHORT + 1]])
+            positions = torch.tensor([[_ROWS], [_SHORT]], device=self._device)
+            long, short = self._forward(hidden, positions, BatchCache(caches)).tensor_split(2)
+        else:
+            long = self._step(caches[0], self._rows[:, _ROWS:])
+            short = self._step(caches[1], self._rows[:, _SHORT : _SHORT + 1])
+        return self._close(torch.cat([long[:, -1], chunk[:, -1], short[:, -1]]), expected)
+
+    def _close(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
+        inputs = self._rows[0, [_ROWS, _ROWS - 1, _SHORT]].float()
+        exact = self._dtype == torch.float32
+        # Relative to what the layers add: the residual stream would hide what they do.
+        allowed = (1e-4 if exact else 0.05) * (expected.float() - inputs).norm()
+        allowed += 4 * torch.finfo(self._dtype).eps * expected.float().norm()
+        return bool((found.float() - expected.float()).norm() <= allowed)
+
+    def _step(self, cache: SessionCache, hidden: torch.Tensor) -> torch.Tensor:
+        cache.reserve(hidden.shape[1])
+        output = self._run(hidden, cache.length, cache)
+        cache.commit(hidden.shape[1])
+        return output
+
+    def _run(self, hidden: torch.Tensor, past: int, cache: Any) -> torch.Tensor:
+        positions = torch.arange(past, past + hidden.shape[1], device=self._device)
+        return self._forward(hidden, positions[None], cache)
+
+    def _forward(self, hidden: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
+        output: torch.Tensor = self._view(
+            inputs_embeds=hidden, position_ids=positions, past_key_values=cache, use_cache=True
+        ).last_hidden_state
+        return output
+
+
+def rope_types(config: Any) -> frozenset[str]:
+    """The kinds of rotary embedding in use, over all layer types."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
+        return frozenset({str(parameters["rope_type"])})
+    nested = [p for p in parameters.values() if isinstance(p, dict)]
+    return frozenset(str(p["rope_type"]) for p in nested if "rope_type" in p)
+
+
+def _rope_ignores_neighbours(config: Any) -> bool:
+    # These pick their frequencies by the largest position in the batch.
+    return not rope_types(config) & {"dynamic", "longrope"}
+
+
+def _layers_to_see_every_kind(module: nn.Module) -> int:
+    config: Any = module.config
+    layers = module.get_submodule(layer_list_name(module))
+    types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    kinds = [
+        (kind, *(type(part).__name__ for part in layer.modules()))
+        for kind, layer in zip(types, layers.children(), strict=True)
+    ]
+    return max(kinds.index(kind) for kind in set(kinds)) + 1

@@ -1,0 +1,321 @@
+"""`ShardServer`: one shard's sessions, from admission to the last result.
+
+Everything happens on the event loop, except what `DeviceQueue` takes elsewhere. Knows messages but
+no links: answers go to the function that came with the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mesh.clock import Clock, SystemClock
+from mesh.errors import BadRequest, MeshError, NoRoute, WeightsMismatch, from_dict
+from mesh.shard.batcher import DeviceQueue
+from mesh.shard.compute import Outcome, PendingStep
+from mesh.shard.residence import Residence
+from mesh.shard.sessions import Place, Reply, Session, SessionTable, gone
+from mesh.shard.settings import ShardSettings
+from mesh.types import LayerRange, ShardDescriptor, ShardHealth
+from mesh.wire.messages import Failure, Open, Result, Step
+
+if TYPE_CHECKING:
+    from mesh.shard.runtime import SpanRuntime
+
+_RECENT_STEPS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLoad:
+    """What a shard holds right now."""
+
+    loaded: bool
+    parked: int
+    kv_tokens_used: int
+    kv_tokens: int
+
+
+class ShardServer:
+    """Serves the sessions of one shard."""
+
+    def __init__(
+        self,
+        descriptor: ShardDescriptor,
+        load: Callable[[], SpanRuntime],
+        settings: ShardSettings,
+        *,
+        hidden_size: int,
+        queue: DeviceQueue,
+        clock: Clock | None = None,
+    ) -> None:
+        """`load` blocks while it reads the weights; it is called off the event loop, again after
+        each eviction. `queue` is shared by all shards of the device."""
+        self.descriptor = descriptor
+        self.settings = settings
+        self._hidden_size = hidden_size
+        self._queue = queue
+        self._clock = clock or SystemClock()
+        self._sessions = SessionTable(settings)
+        self._residence = Residence(load, settings, queue)
+        self._recent_ms: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._queue_depth = 0
+
+    def on_change(self, changed: Callable[[], None]) -> None:
+        """Call `changed` when streams, caches or residence changed; replaces an earlier one."""
+        self._residence.changed = changed
+
+    async def start(self) -> None:
+        """Load the weights now. Raises what loading raises."""
+        await self._residence.acquire()
+        self._note_idle()
+
+    async def evict(self) -> None:
+        """Drop every session (their next step gets session_gone) and free the weights."""
+        for session in list(self._sessions):
+            self._abandon(session, gone())
+        await self._residence.evict()
+
+    async def health(self) -> ShardHealth:
+        """Latencies over the last steps, queue depth and streams in use."""
+        ordered = sorted(self._recent_ms)
+        return ShardHealth(
+            shard_id=self.descriptor.shard_id,
+            online=True,
+            last_seen=self._clock.now(),
+            p50_latency_ms=_quantile(ordered, 0.5),
+            p95_latency_ms=_quantile(ordered, 0.95),
+            queue_depth=self._queue_depth,
+            active_streams=self._sessions.active,
+        )
+
+    def load_now(self) -> ShardLoad:
+        """Residence and cache budget at this moment."""
+        table = self._sessions
+        return ShardLoad(
+            self._residence.lane is not None,
+            table.parked,
+            table.kv_tokens_used,
+            self.settings.kv_tokens,
+        )
+
+    def admit(self, request: Open) -> Session:
+        """Take a stream and cache room for a new session, at once.
+
+        It can be used after `opened`. Raises WeightsMismatch, NoRoute (layers or model not here),
+        BadRequest, Busy or CacheFull, and has then changed nothing.
+        """
+        layers = self._check_open(request)
+        session = Session(request.session, layers, request.max_tokens, request.wire_dtype)
+        for evicted in self._sessions.admit(session):
+            self._abandon(evicted, gone())
+        self._queue.sessions += 1
+        self._residence.keep()
+        lane = self._residence.lane
+        if lane is not None:
+            session.place = Place(lane, lane.runtime.new_cache(session.max_tokens))
+        self._residence.changed()
+        return session
+
+    async def opened(self, session: Session) -> None:
+        """Wait until the weights are here and `session` can compute.
+
+        Raises what loading raises (the session is then freed) and SessionGone when it was closed
+        meanwhile.
+        """
+        if session.place is not None:
+            return
+        try:
+            lane = await self._residence.acquire()
+        except BaseException:
+            self.close(session)
+            raise
+        if session.closed:
+            raise gone()
+        session.place = Place(lane, lane.runtime.new_cache(session.max_tokens))
+
+    def submit(self, session: Session, step: Step, reply: Reply) -> None:
+        """Compute `step`; `reply` gets its Result or Failure, on the event loop, perhaps right now.
+
+        The last answered step is answered again from memory; one that is under way is not started
+        twice. Raises SessionGone, BadRequest, ContextTooLong or Busy for a step that is refused;
+        the session is then as before. A parked session takes a stream again.
+        """
+        if session.closed:
+            raise gone()
+        if session.place is None:
+            raise BadRequest("The session is still opening.", fix="Wait for its `Opened`.")
+        if self._is_repeated(session, step, reply):
+            return
+        session.check(step, self._hidden_size)
+        if session.parked:
+            self._take_stream_again(session)
+        session.park_when_idle = False
+        session.waiting.append((step, reply))
+        session.last_step = step.step
+        session.end = step.position + step.tensor.shape[1]
+        self._queue_depth += 1
+        if session.pending is None:
+            self._begin(session, session.place)
+
+    async def forward(self, session: Session, step: Step) -> Result:
+        """As `submit`, awaited. Raises what a refused or failed step carries."""
+        answer: asyncio.Future[Result | Failure] = asyncio.get_running_loop().create_future()
+
+        def settle(message: Result | Failure) -> None:
+            if not answer.done():
+                answer.set_result(message)
+
+        self.submit(session, step, settle)
+        message = await answer
+        if isinstance(message, Failure):
+            raise from_dict(message.error)
+        return message
+
+    def park(self, session: Session) -> None:
+        """Give the stream back once no step is under way; the cache stays for `park_lease_s`."""
+        if session.closed or session.parked:
+            return
+        if session.waiting:
+            session.park_when_idle = True
+            return
+        session.park_when_idle = False
+        self._sessions.park(session)
+        self._queue.sessions -= 1
+        loop = asyncio.get_running_loop()
+        session.lease = loop.call_later(self.settings.park_lease_s, self._abandon, session, gone())
+        self._residence.changed()
+
+    def resume(self, session: Session) -> None:
+        """Take a stream for a parked session. Raises SessionGone, or Busy when none is free."""
+        if session.closed:
+            raise gone()
+        session.park_when_idle = False
+        if session.parked:
+            self._take_stream_again(session)
+
+    def close(self, session: Session) -> None:
+        """Free the session, right after the step that is being computed if there is one."""
+        if session.closed:
+            return
+        session.closed = True
+        if session.lease is not None:
+            session.lease.cancel()
+        self._queue_depth -= len(session.waiting)
+        pending = session.pending
+        session.forget_waiting()
+        if pending is not None:
+            pending.cancelled = True
+            if pending.running:
+                session.pending = pending
+                return
+        self._free(session)
+
+    # One step
+
+    def _begin(self, session: Session, place: Place) -> None:
+        step, _ = session.waiting[0]
+        pending = PendingStep(
+            place.lane,
+            session.layers,
+            place.cache,
+            step.position,
+            step.tensor,
+            session.wire_dtype,
+            lambda outcome: self._finished(session, place, outcome),
+        )
+        session.pending = pending
+        self._queue.submit(pending)
+
+    def _finished(self, session: Session, place: Place, outcome: Outcome) -> None:
+        session.pending = None
+        if session.closed:
+            self._free(session)
+            return
+        if outcome.tensor is None:
+            self._fail_waiting(session, outcome.error or gone())
+        else:
+            self._recent_ms.append(outcome.compute_us / 1000)
+            step, reply = session.waiting.popleft()
+            self._queue_depth -= 1
+            session.last_result = Result(
+                step.session, step.step, outcome.tensor, outcome.compute_us, outcome.queue_us
+            )
+            reply(session.last_result)
+        if session.waiting:
+            self._begin(session, place)
+        elif session.park_when_idle:
+            self.park(session)
+
+    def _fail_waiting(self, session: Session, error: MeshError) -> None:
+        # What follows a failed step starts beyond the cache's end: it cannot run either.
+        dropped = session.forget_waiting()
+        self._queue_depth -= len(dropped)
+        for step, reply in dropped:
+            reply(Failure(error.to_dict(), step.session, step.step))
+
+    def _is_repeated(self, session: Session, step: Step, reply: Reply) -> bool:
+        if session.waiting:
+            return any(step.step == accepted.step for accepted, _ in session.waiting)
+        last = session.last_result
+        if last is None or step.step != last.step:
+            return False
+        reply(last)
+        return True
+
+    # Admission and release
+
+    def _check_open(self, request: Open) -> LayerRange:
+        here = self.descriptor
+        if request.weights_sha256 != here.weights_sha256 and request.model_id == here.model_id:
+            raise WeightsMismatch(
+                f"{here.node_name} serves {here.model_id} with other weights.",
+                fix="Use shards of one checkpoint; compare weights_sha256.",
+            )
+        if not 0 <= request.start < request.stop or request.max_tokens < 1:
+            raise BadRequest(
+                f"Layers [{request.start}, {request.stop}) with {request.max_tokens} tokens are not"
+                " a session.",
+                fix="Ask for at least one layer and one token.",
+            )
+        layers = LayerRange(request.start, request.stop)
+        if request.model_id != here.model_id or not here.layer_range.covers(layers):
+            raise NoRoute(
+                f"{here.node_name} serves {here.shard_id}, not {request.model_id}:{layers}.",
+                fix="Use a shard that covers these layers.",
+            )
+        return layers
+
+    def _take_stream_again(self, session: Session) -> None:
+        self._sessions.resume(session)
+        self._queue.sessions += 1
+        if session.lease is not None:
+            session.lease.cancel()
+            session.lease = None
+        self._residence.changed()
+
+    def _abandon(self, session: Session, error: MeshError) -> None:
+        waiting = [*session.waiting]
+        self.close(session)
+        for step, reply in waiting:
+            reply(Failure(error.to_dict(), step.session, step.step))
+
+    def _free(self, session: Session) -> None:
+        if not session.parked:
+            self._queue.sessions -= 1
+        self._sessions.remove(session)
+        session.place = None
+        self._note_idle()
+        self._residence.changed()
+
+    def _note_idle(self) -> None:
+        if not any(True for _ in self._sessions):
+            self._residence.idle()
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    if not ordered:
+        return 0.0
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,33 @@
+"""What a shard may be told: plain numbers, validated once. Reads no file and no environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSettings:
+    """The limits of one shard. Raises ValueError when one makes no sense.
+
+    `kv_tokens` is the sum of `max_tokens` over all sessions, parked ones included. A chunk longer
+    than `prefill_rows` is computed in pieces of that length, always, so that how it is cut never
+    depends on what else runs. A step predicted to take less than `inline_ms` is computed on the
+    event loop. With `batch_invariant`, every row is computed alone: a step's result then does not
+    depend on its neighbours.
+    """
+
+    max_concurrent_streams: int = 4
+    kv_tokens: int = 32768
+    eviction_idle_s: float = 600.0
+    park_lease_s: float = 600.0
+    prefill_rows: int = 512
+    inline_ms: float = 30.0
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_concurrent_streams", "kv_tokens", "prefill_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        for name in ("eviction_idle_s", "park_lease_s", "inline_ms"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative")

@@ -1,0 +1,52 @@
+"""A loaded span seen as a shorter one: the same layer modules under a cut config.
+
+A route may use only some layers of a shard. The view shares every weight with the span and costs
+nothing until it runs. Knows nothing of sessions.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from mesh.errors import UnsupportedFamily
+
+
+def layer_list_name(module: nn.Module) -> str:
+    """The attribute that holds the decoder layers (``layers``, ``h``, …).
+
+    Raises UnsupportedFamily when no child is a list of exactly the config's number of layers.
+    """
+    config: Any = module.config
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == config.num_hidden_layers:
+            return name
+    raise UnsupportedFamily(
+        f"{type(module).__name__} keeps its layers in a form that spans cannot be cut from.",
+        fix="Use a model of a supported family.",
+    )
+
+
+def layer_view(module: nn.Module, start: int, stop: int) -> nn.Module:
+    """Layers [start, stop) of `module`, counted within it; `module` itself when that is all."""
+    name = layer_list_name(module)
+    layers: Any = module.get_submodule(name)
+    if (start, stop) == (0, len(layers)):
+        return module
+    view = copy.copy(module)
+    # A copied module shares its dict of children; the view needs its own.
+    view._modules = {**module._modules, name: layers[start:stop]}  # noqa: SLF001
+    view.config = _cut_config(module.config, start, stop)
+    return view
+
+
+def _cut_config(config: Any, start: int, stop: int) -> Any:
+    whole = config.num_hidden_layers
+    cut = copy.copy(config)
+    cut.num_hidden_layers = stop - start
+    for name, entries in vars(config).items():
+        if isinstance(entries, list) and len(entries) == whole and name != "architectures":
+            setattr(cut, name, entries[start:stop])
+    return cut

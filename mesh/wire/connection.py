@@ -1,0 +1,392 @@
+"""One websocket connection as a `Link`: an asyncio.Protocol around websockets' Sans-I/O layer.
+
+websockets does the HTTP upgrade, masking and framing, `TensorSession` the rest; this file moves
+bytes between them and the transport and keeps time. Messages reach the handler from
+`data_received` itself: with cold caches every task switch or queue in between costs more than the
+framing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+from websockets.client import ClientProtocol
+from websockets.exceptions import PayloadTooBig
+from websockets.frames import CloseCode, Frame, Opcode
+from websockets.protocol import State
+from websockets.server import ServerProtocol
+
+from mesh.errors import BadFrame, ConnectFailed, FrameTooLarge, LinkLost, MeshError, PipelineStalled
+from mesh.wire.framing import frame_size, unwrap, wrap
+from mesh.wire.link import LinkHandler
+from mesh.wire.messages import Bye, Hello, Message, Ping, Pong
+from mesh.wire.protocol import TensorSession
+
+if TYPE_CHECKING:
+    from websockets.http11 import Request, Response
+
+PATH = "/mesh/v1/link"
+_CLOSE_GRACE_S = 1.0
+_RECONNECT = "Connect again, or use another hop."
+_SAME_VERSION = "Run the same hearthnet version on both machines."
+
+
+class WebSocketLink(asyncio.Protocol):
+    """See `mesh.wire.link.Link`. `greet` gets the peer's hello and returns the handler.
+
+    It may raise MeshError to refuse the peer. `settled` is called when the link has opened and
+    again when the connection is gone, in any case the latter.
+    """
+
+    def __init__(
+        self,
+        websocket: ClientProtocol | ServerProtocol,
+        session: TensorSession,
+        greet: Callable[[WebSocketLink], LinkHandler],
+        settled: Callable[[WebSocketLink], None],
+    ) -> None:
+        self._websocket = websocket
+        self._session = session
+        self._greet = greet
+        self._settled = settled
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._handler: LinkHandler | None = None
+        self._error: MeshError | None = None
+        self._is_server = isinstance(websocket, ServerProtocol)
+        self._unparsed = 1  # bytes websockets has of an incomplete frame; not 0 until the upgrade
+        self._fragments: bytearray | None = None
+        self._corked = False
+        self._write_paused = False
+        self._read_paused = False
+        self._closed = False
+        self._gone = False
+        self._room: asyncio.Future[None] | None = None
+        self._heard_at = self._loop.time()
+        self._backlog = 0
+        self._rtt_ms: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.opened: asyncio.Future[None] = self._loop.create_future()
+        """Done once both hellos were exchanged; carries the reason when that failed."""
+        self.opened.add_done_callback(_mark_retrieved)
+
+    # The Link interface.
+
+    @property
+    def peer(self) -> Hello:
+        """See `Link.peer`."""
+        return cast("Hello", self._session.peer)
+
+    @property
+    def is_closed(self) -> bool:
+        """See `Link.is_closed`."""
+        return self._closed or not self._session.is_open
+
+    @property
+    def rtt_ms(self) -> float | None:
+        """See `Link.rtt_ms`."""
+        return self._rtt_ms
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait for the peer, here and in the transport."""
+        written = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return self._session.queued_bytes + written
+
+    @property
+    def peer_certificate(self) -> bytes | None:
+        """The peer's TLS certificate in DER, None without TLS or without a certificate."""
+        tls = self._transport and self._transport.get_extra_info("ssl_object")
+        return tls.getpeercert(binary_form=True) if tls else None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the transport is closed, after whatever had to be said."""
+        return self._gone
+
+    def send(self, message: Message) -> None:
+        """See `Link.send`; also raises Busy when `Limits.queued_bytes` wait already."""
+        if self._closed:
+            raise LinkLost("The link is closed.", fix=_RECONNECT)
+        self._session.send(message)
+        self._flush()
+
+    async def drain(self, timeout_s: float) -> None:
+        """See `Link.drain`."""
+        high_water = self._session.limits.high_water_bytes
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._closed and self.queued_bytes > high_water:
+                    if self._room is None:
+                        self._room = self._loop.create_future()
+                    await asyncio.shield(self._room)
+        except TimeoutError as exc:
+            raise PipelineStalled(
+                f"The peer took nothing for {timeout_s} s.", fix=_RECONNECT
+            ) from exc
+        if self.is_closed:
+            raise LinkLost("The link closed while draining.", fix=_RECONNECT)
+
+    def close(self, reason: str = "") -> None:
+        """See `Link.close`."""
+        if not self._closed:
+            self._session.close(reason)
+            self._finish(None)
+
+    def abort(self, error: MeshError) -> None:
+        """Drop the connection without a word; the handler gets `error`."""
+        self._finish(error)
+        if self._transport is not None:
+            self._transport.abort()
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A client asks for the upgrade at once; a server waits."""
+        self._transport = cast("asyncio.Transport", transport)
+        # Room for a few chunks: what the transport buffers is counted, and blocks `drain`.
+        limits = self._session.limits
+        self._transport.set_write_buffer_limits(high=4 * limits.chunk_bytes)
+        self._timer = self._loop.call_later(limits.handshake_s, self._expire)
+        if isinstance(self._websocket, ClientProtocol):
+            self._websocket.send_request(self._websocket.connect())
+            self._write()
+
+    def data_received(self, data: bytes) -> None:
+        """Everything that arrives passes here, through to the handler."""
+        self._heard_at = self._loop.time()
+        if not self._unparsed and (payload := unwrap(data, masked=self._is_server)) is not None:
+            self._receive(payload)
+        else:
+            self._parse(data)
+        self._flush()
+
+    def eof_received(self) -> None:
+        """The peer will say no more; returning None makes asyncio close the transport."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The end, whoever caused it."""
+        self._gone = True
+        why = "." if exc is None else f": {exc}."
+        self._finish(LinkLost(f"The connection broke{why}", fix=_RECONNECT))
+        if self._timer is not None:
+            self._timer.cancel()
+        self._settled(self)
+
+    def pause_writing(self) -> None:
+        """The transport is full: frames stay in the session until there is room."""
+        self._write_paused = True
+
+    def resume_writing(self) -> None:
+        """The transport has room again."""
+        self._write_paused = False
+        self._flush()
+
+    # The way in.
+
+    def _parse(self, data: bytes) -> None:
+        """Everything but the usual case: the upgrade, parts of frames, several, control frames."""
+        websocket = self._websocket
+        websocket.receive_data(data)
+        self._unparsed += len(data)
+        for event in websocket.events_received():
+            if not isinstance(event, Frame):
+                self._unparsed = len(data) - data.find(b"\r\n\r\n") - 4
+                self._upgrade(event)
+                continue
+            self._unparsed -= frame_size(len(event.data), masked=self._is_server)
+            if event.opcode is Opcode.BINARY and event.fin:
+                self._receive(event.data)
+            else:
+                self._receive_other(event)
+        if websocket.parser_exc is not None:
+            self._finish(_websocket_error(websocket.parser_exc))
+
+    def _upgrade(self, event: Request | Response) -> None:
+        websocket = self._websocket
+        if isinstance(websocket, ServerProtocol):
+            request = cast("Request", event)
+            if request.path == PATH:
+                websocket.send_response(websocket.accept(request))
+            else:
+                websocket.send_response(websocket.reject(404, f"Only {PATH} is served here.\n"))
+        elif websocket.handshake_exc is None:
+            self._session.start()
+        else:
+            why = f"The server refused the upgrade: {websocket.handshake_exc}."
+            self._finish(ConnectFailed(why, fix="Check that a hearthnet shard listens there."))
+
+    def _receive(self, data: bytes | bytearray | memoryview) -> None:
+        if self._closed:
+            return
+        try:
+            messages = self._session.receive(data)
+        except MeshError as error:
+            self._finish(error)
+            return
+        for message in messages:
+            if self._handler is not None and type(message) not in _OURS:
+                self._handler.message(message)
+            else:
+                self._receive_ours(message)
+
+    def _receive_other(self, frame: Frame) -> None:
+        """Fragmented messages, which an intermediary may cause, and what nobody should send."""
+        if frame.opcode is Opcode.BINARY:
+            self._fragments = bytearray(frame.data)
+        elif frame.opcode is Opcode.CONT and self._fragments is not None:
+            self._fragments += frame.data
+            if frame.fin:
+                whole, self._fragments = self._fragments, None
+                self._receive(whole)
+        elif frame.opcode is Opcode.CLOSE:
+            closed = self._websocket.close_rcvd
+            self._finish(LinkLost(f"The peer closed the websocket: {closed}.", fix=_RECONNECT))
+            self._hang_up()
+        elif frame.opcode is Opcode.TEXT or frame.opcode is Opcode.CONT:
+            self._refuse(BadFrame("A text message on a binary link.", fix=_SAME_VERSION))
+
+    def _receive_ours(self, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._open()
+        elif isinstance(message, Pong):
+            self._rtt_ms = (self._loop.time() - message.token / 1e6) * 1e3
+        elif isinstance(message, Bye):
+            self._finish(None)
+            self._hang_up()
+
+    def _open(self) -> None:
+        self._corked = True  # if `greet` refuses the peer, our hello must not have left
+        try:
+            if self._is_server:
+                self._session.start()
+            self._handler = self._greet(self)
+        except MeshError as error:
+            self._refuse(error)
+            return
+        finally:
+            self._corked = False
+        self._restart_timer(self._tick, self._session.limits.ping_interval_s)
+        if not self.opened.done():
+            self.opened.set_result(None)
+        self._settled(self)
+
+    # The way out.
+
+    def _flush(self) -> None:
+        """Hand over what cork and transport admit, then settle both sides' backpressure."""
+        if not self._corked and not self._closed and self._transport is not None:
+            session, masked = self._session, not self._is_server
+            while not self._write_paused and (frame := session.next_frame()) is not None:
+                self._transport.write(wrap(frame, masked=masked))
+        if self._websocket.writes:
+            self._write()
+        if self._room or self._write_paused or self._read_paused:
+            self._relieve()
+
+    def _write(self) -> None:
+        transport = self._transport
+        for data in self._websocket.data_to_send():
+            if transport is not None and not transport.is_closing():
+                if data:
+                    transport.write(data)
+                else:
+                    transport.close()
+
+    def _relieve(self) -> None:
+        """Wake `drain`; stop or start reading a peer that does or does not read us."""
+        limits, transport = self._session.limits, self._transport
+        full = not self._closed and self.queued_bytes > limits.high_water_bytes
+        if self._room is not None and not full:
+            self._room.set_result(None)
+            self._room = None
+        if transport is None or transport.is_closing():
+            return
+        unread = self._session.ready_bytes + transport.get_write_buffer_size()
+        crowded = self._write_paused and unread > limits.unread_bytes
+        if crowded is not self._read_paused:
+            self._read_paused = crowded
+            if crowded:
+                transport.pause_reading()
+            else:
+                transport.resume_reading()
+
+    # Time and the end.
+
+    def _restart_timer(self, callback: Callable[[], None], after_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(after_s, callback)
+
+    def _tick(self) -> None:
+        """Ping the peer, give up one that stays silent."""
+        now, limits = self._loop.time(), self._session.limits
+        backlog = self.queued_bytes
+        if self._read_paused and backlog < self._backlog:
+            self._heard_at = now  # we do not listen, but it takes what we send
+        self._backlog = backlog
+        if now - self._heard_at > limits.silence_s:
+            why = f"The peer was silent for {limits.silence_s} s."
+            self.abort(LinkLost(why, fix=_RECONNECT))
+            return
+        self._restart_timer(self._tick, limits.ping_interval_s)
+        if not self.is_closed:
+            self.send(Ping(int(now * 1e6)))
+
+    def _expire(self) -> None:
+        self.abort(ConnectFailed("The peer did not say hello in time.", fix=_RECONNECT))
+
+    def _refuse(self, error: MeshError) -> None:
+        self._session.refuse(error)
+        self._finish(error)
+
+    def _finish(self, error: MeshError | None) -> None:
+        """Everything that happens once at the end, except waiting for the peer to hang up."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self.opened.done():
+            self.opened.set_exception(error or LinkLost("The peer said bye.", fix=_RECONNECT))
+        if self._handler is not None:
+            self._loop.call_soon(self._handler.closed, error)
+        self._relieve()
+        if self._gone:
+            return
+        websocket = self._websocket
+        if websocket.state is State.OPEN:
+            while (frame := self._session.next_frame()) is not None:
+                websocket.send_binary(frame)
+            websocket.send_close(CloseCode.NORMAL_CLOSURE)
+            self._write()
+        # Whoever closes first with unread input resets the connection and may destroy its own last
+        # words, so wait for the peer's close frame.
+        self._restart_timer(self._hang_up, _CLOSE_GRACE_S)
+
+    def _hang_up(self) -> None:
+        """Close the transport: at once when it is flushed, by force after the grace time."""
+        self._restart_timer(self._cut, _CLOSE_GRACE_S)
+        self._write()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _cut(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+_OURS = frozenset({Hello, Bye, Pong})
+
+
+def _websocket_error(exc: Exception) -> MeshError:
+    """What went wrong below our own protocol, as one of our errors."""
+    if isinstance(exc, PayloadTooBig):
+        return FrameTooLarge(f"A websocket message is too large: {exc}.", fix=_SAME_VERSION)
+    return BadFrame(f"The peer broke the websocket protocol: {exc}.", fix=_SAME_VERSION)
+
+
+def _mark_retrieved(opened: asyncio.Future[None]) -> None:
+    """A server's link that never opens is no news; without this asyncio would report it."""
+    if not opened.cancelled():
+        opened.exception()

@@ -1,0 +1,260 @@
+"""Opening links over TCP: `connect` and `serve`.
+
+Half-open connections are counted from the TCP accept on, before any TLS handshake: a household
+machine must not be talked to death by something that connects and stays silent. Knows nothing of
+keys; who may connect is decided by the `ssl` context and by `accept`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl as tls
+from collections import Counter
+from collections.abc import Callable
+from typing import cast
+
+from websockets.client import ClientProtocol
+from websockets.server import ServerProtocol
+from websockets.uri import WebSocketURI
+
+from mesh.errors import ConnectFailed, LinkLost, PortInUse
+from mesh.wire.connection import PATH, WebSocketLink
+from mesh.wire.limits import DEFAULT_LIMITS, Limits
+from mesh.wire.link import LinkHandler
+from mesh.wire.messages import Hello
+from mesh.wire.protocol import TensorSession
+
+_BACKLOG = 128
+
+
+async def connect(
+    host: str,
+    port: int,
+    *,
+    hello: Hello,
+    handler: LinkHandler,
+    limits: Limits = DEFAULT_LIMITS,
+    ssl: tls.SSLContext | None = None,
+    timeout_s: float = 5.0,
+) -> WebSocketLink:
+    """Open a link; returns once the server's hello is here.
+
+    What the server sends right after its hello may reach `handler` before this returns. Raises
+    ConnectFailed when nobody answers in time, VersionMismatch, or the error the server refused us
+    with. `handler.closed` is not called for a link that never opened.
+    """
+    uri = WebSocketURI(ssl is not None, host.partition("%")[0], port, PATH, "")
+
+    def new_link() -> WebSocketLink:
+        websocket = ClientProtocol(uri, max_size=limits.message_bytes)
+        return WebSocketLink(
+            websocket, TensorSession(hello, limits), lambda _: handler, lambda _: None
+        )
+
+    link: WebSocketLink | None = None
+    loop = asyncio.get_running_loop()
+    where = f"{host}:{port}"
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, link = await loop.create_connection(new_link, host, port, ssl=ssl)
+            await link.opened
+    except TimeoutError as exc:
+        raise ConnectFailed(
+            f"{where} did not answer in {timeout_s} s.", fix="Check that the peer is up."
+        ) from exc
+    except (OSError, LinkLost) as exc:
+        raise ConnectFailed(
+            f"No link to {where}: {exc}", fix="Check that the peer is up and knows this node."
+        ) from exc
+    finally:
+        if link is not None and link.is_closed and not link.is_gone:
+            link.abort(ConnectFailed(f"Gave up on {where}.", fix="Connect again."))
+    return link
+
+
+async def serve(
+    host: str | None,
+    port: int,
+    *,
+    accept: Callable[[WebSocketLink], LinkHandler],
+    hello: Hello | Callable[[], Hello],
+    limits: Limits = DEFAULT_LIMITS,
+    ssl: tls.SSLContext | None = None,
+    sock: socket.socket | None = None,
+) -> LinkServer:
+    """Listen for links on `host` and `port` (0: any free one), or on `sock` alone.
+
+    `accept` is called with each link whose client said hello; it returns the link's handler, or
+    raises MeshError to refuse the client with that error. What it sends follows our hello. Raises
+    PortInUse.
+    """
+    server = LinkServer(accept, hello if callable(hello) else lambda: hello, limits, ssl)
+    loop = asyncio.get_running_loop()
+    try:
+        if sock is None:
+            listener = await loop.create_server(server.door, host, port, backlog=_BACKLOG)
+        else:
+            listener = await loop.create_server(server.door, sock=sock, backlog=_BACKLOG)
+    except OSError as exc:
+        if exc.errno != errno.EADDRINUSE:
+            raise
+        raise PortInUse(
+            f"Something else listens on {host}:{port}.", fix="Stop it, or choose another port."
+        ) from exc
+    server.listen_on(listener)
+    return server
+
+
+class LinkServer:
+    """A listening socket and its links. Made by `serve`."""
+
+    def __init__(
+        self,
+        accept: Callable[[WebSocketLink], LinkHandler],
+        hello: Callable[[], Hello],
+        limits: Limits,
+        ssl: tls.SSLContext | None,
+    ) -> None:
+        self._accept = accept
+        self._hello = hello
+        self._ssl = ssl
+        self._listener: asyncio.Server | None = None
+        self._half_open: Counter[str] = Counter()
+        self._hosts: dict[WebSocketLink, str] = {}  # of the links that are not open yet
+        self._open: set[WebSocketLink] = set()
+        self._doors: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self.limits = limits
+
+    @property
+    def port(self) -> int:
+        """The port of the first listening socket."""
+        assert self._listener is not None  # noqa: S101 - `serve` hands out listening ones only
+        port: int = self._listener.sockets[0].getsockname()[1]
+        return port
+
+    @property
+    def links(self) -> tuple[WebSocketLink, ...]:
+        """The open links."""
+        return tuple(self._open)
+
+    @property
+    def half_open(self) -> int:
+        """Connections that did not say hello yet."""
+        return self._half_open.total()
+
+    async def close(self, timeout_s: float = 3.0) -> None:
+        """Stop listening, say bye on every link, wait until all are gone; cut what remains."""
+        if self._listener is not None:
+            self._listener.close()
+        for task in self._doors:
+            task.cancel()
+        remaining = [*self._open, *self._hosts]
+        for link in remaining:
+            link.close("The server stops.")
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._open or self._hosts or self._doors:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            for link in remaining:
+                link.abort(LinkLost("The server stopped.", fix="Connect again."))
+
+    # For `serve` and `_Door`.
+
+    def listen_on(self, listener: asyncio.Server) -> None:
+        """Own the listener from now on."""
+        self._listener = listener
+
+    def door(self) -> _Door:
+        """The protocol of a new TCP connection."""
+        return _Door(self)
+
+    def enter(self, door: _Door, transport: asyncio.Transport) -> None:
+        """Count a TCP connection as half-open and go on with it, or cut it."""
+        peer = transport.get_extra_info("peername")
+        host = str(peer[0]) if peer else ""
+        if (
+            self._half_open.total() >= self.limits.half_open
+            or self._half_open[host] >= self.limits.half_open_per_host
+        ):
+            transport.abort()
+            return
+        self._half_open[host] += 1
+        if self._ssl is None:
+            self._make_link(host, transport, door)
+            return
+        transport.pause_reading()
+        task = asyncio.create_task(
+            self._encrypt(host, transport, door, self._ssl), name="link-tls-handshake"
+        )
+        self._doors.add(task)
+        task.add_done_callback(self._door_closed)
+
+    async def _encrypt(
+        self, host: str, transport: asyncio.Transport, door: _Door, ssl: tls.SSLContext
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        secured: asyncio.Transport | None = None
+        try:
+            secured = await loop.start_tls(
+                transport, door, ssl,
+                server_side=True, ssl_handshake_timeout=self.limits.handshake_s,
+            )  # fmt: skip
+        except OSError:
+            pass  # a stranger or a broken connection; the TLS layer has closed it
+        finally:
+            if secured is None:
+                self._leave(host)
+                transport.abort()
+        if secured is not None:
+            self._make_link(host, secured, door)
+
+    def _make_link(self, host: str, transport: asyncio.Transport, door: _Door) -> None:
+        websocket = ServerProtocol(max_size=self.limits.message_bytes)
+        session = TensorSession(self._hello(), self.limits)
+        link = WebSocketLink(websocket, session, self._accept, self._settled)
+        self._hosts[link] = host
+        transport.set_protocol(link)
+        link.connection_made(transport)
+        if door.early:
+            link.data_received(bytes(door.early))
+
+    def _settled(self, link: WebSocketLink) -> None:
+        """A link opened or is gone."""
+        host = self._hosts.pop(link, None)
+        if host is not None:
+            self._leave(host)
+        if link.is_gone:
+            self._open.discard(link)
+            self._idle.set()
+        else:
+            self._open.add(link)
+
+    def _leave(self, host: str) -> None:
+        self._half_open[host] -= 1
+        if not self._half_open[host]:
+            del self._half_open[host]
+
+    def _door_closed(self, task: asyncio.Task[None]) -> None:
+        self._doors.discard(task)
+        self._idle.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error  # a bug: let the loop's exception handler have it
+
+
+class _Door(asyncio.Protocol):
+    """A TCP connection until its link exists; keeps what comes with the end of the handshake."""
+
+    def __init__(self, server: LinkServer) -> None:
+        self._server = server
+        self.early = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._server.enter(self, cast("asyncio.Transport", transport))
+
+    def data_received(self, data: bytes) -> None:
+        self.early += data

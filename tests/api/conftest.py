@@ -1,0 +1,61 @@
+"""A real server on a real socket, in front of scripted generations."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import httpx
+import pytest
+
+from mesh.api.app import create_app
+from mesh.api.server import ApiServer, serve_api
+from mesh.api.services import ApiSettings
+from tests.fakes import ScriptedGenerations, ScriptedView
+
+SETTINGS = ApiSettings(ping_s=0.05, max_body_bytes=10_000, body_timeout_s=0.3)
+
+
+@dataclass
+class Served:
+    """The parts of a running API."""
+
+    generations: ScriptedGenerations = field(default_factory=ScriptedGenerations)
+    view: ScriptedView = field(default_factory=ScriptedView)
+    server: ApiServer = field(init=False)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.port}"
+
+
+@asynccontextmanager
+async def serving(settings: ApiSettings = SETTINGS) -> AsyncIterator[Served]:
+    """Run an API with these settings on a free loopback port."""
+    served = Served()
+    app = create_app(served.generations, served.view, settings)
+    # What a bind beyond loopback does to the checks is in the settings; the socket stays local.
+    served.server = await serve_api(app, "127.0.0.1", 0)
+    try:
+        yield served
+    finally:
+        served.generations.proceed.set()
+        await served.server.close()
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Served]:
+    async with serving() as served:
+        yield served
+
+
+@pytest.fixture
+async def http(api: Served) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=api.url, trust_env=False, timeout=10) as client:
+        yield client
+
+
+def with_key(key: str, host: str = "127.0.0.1") -> ApiSettings:
+    """Settings with a key, as if bound to `host`."""
+    return replace(SETTINGS, api_key=key, host=host)

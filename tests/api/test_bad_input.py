@@ -1,0 +1,174 @@
+"""What cannot be served is refused with a status, a code and the name of the field."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.conftest import Served
+
+CHAT: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def _message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hi"}, fields]}
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"temprature": 1}, "temprature", "Unknown field: temprature."),
+        ({"\u0000x": 1}, "\u0000x", "Unknown field"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tool_choice": "required"}, "tool_choice", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"n": 2}, "n", "other than 1"),
+        ({"n": True}, "n", "other than 1"),
+        ({"audio": {"voice": "x"}}, "audio", "not supported"),
+        ({"modalities": ["audio"]}, "modalities", "not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "other than 0"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
+        ({"store": True}, "store", "not supported"),
+        ({"stream_options": {"include_usages": True}}, "stream_options.include_usages", "Unknown"),
+        ({"temperature": -0.1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": "1"}, "temperature", "valid number"),
+        ({"top_p": 0}, "top_p", "greater than 0"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, None, "differ"),
+        ({"top_logprobs": 2}, None, "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+        ({"stop": ["a", ""]}, "stop", "none of them empty"),
+        ({"stop": ["a", 3]}, "stop.1", "valid string"),
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"seed": 2**63}, "seed", "less than"),
+        ({"wire_dtype": "int8"}, "wire_dtype", "'fp16', 'bf16' or 'fp32'"),
+        ({"model": 3}, "model", "valid string"),
+        ({"messages": []}, "messages", "at least 1"),
+        (_message(role="tool", content="x"), "messages.1.role", "'user'"),
+        (_message(role="user", content=[IMAGE]), "messages.1.content.0.type", "'text'"),
+        (_message(role="assistant"), "messages.1", "content is missing"),
+        (_message(role="user", content="x", nmae="y"), "messages.1.nmae", "Unknown field"),
+        (_message(content="x"), "messages.1.role", "missing"),
+    ],
+)
+async def test_fields_are_refused_by_name(
+    http: httpx.AsyncClient, api: Served, change: dict[str, Any], param: str | None, said: str
+) -> None:
+    response = await http.post("/v1/chat/completions", json={**CHAT, **change})
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["param"] == param
+    assert said in error["message"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "bad_request")
+    assert error["fix"]
+    assert not api.generations.requests
+
+
+async def test_misspelt_field_gets_the_nearest(http: httpx.AsyncClient) -> None:
+    response = await http.post("/v1/chat/completions", json={**CHAT, "temprature": 1})
+    assert response.json()["error"]["fix"] == "Did you mean temperature?"
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"", "not valid JSON"),
+        (b'{"model": "echo",', "not valid JSON"),
+        (b'{"model": "\xff"}', "not valid JSON"),
+        (b'{"temperature": NaN}', "NaN is not a JSON number"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b"[" * 9000, "nested too deeply"),
+        (b'["model"]', "not a JSON object"),
+        (b'{"model": "\\ud800"}', "not valid JSON"),
+        (b'{"\\udfff": 1}', "not valid JSON"),
+    ],
+)
+async def test_malformed_json_is_refused(http: httpx.AsyncClient, raw: bytes, said: str) -> None:
+    response = await http.post("/v1/chat/completions", content=raw)
+    assert response.status_code == 400
+    assert said in response.json()["error"]["message"]
+
+
+async def test_large_bodies_are_refused_with_and_without_a_length(
+    http: httpx.AsyncClient,
+) -> None:
+    async def chunked() -> Any:
+        for _ in range(20):
+            yield b" " * 1000
+
+    at_limit = json.dumps(CHAT).encode().ljust(10_000)
+    assert (await http.post("/v1/chat/completions", content=at_limit)).status_code == 200
+    for content in (at_limit + b" ", chunked()):
+        response = await http.post("/v1/chat/completions", content=content)
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "body_too_large"
+
+
+async def test_body_that_does_not_arrive_is_given_up(api: Served) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.server.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
+    answer = await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)
+    assert answer == b"HTTP/1.1 400 Bad Request\r\n"
+    writer.close()
+    await writer.wait_closed()
+
+
+async def test_headers_without_end_are_refused(api: Served) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.server.port)
+    writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 40_000)
+    answer = await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)
+    assert answer == b"HTTP/1.1 400 Bad Request\r\n"
+    writer.close()
+    await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("model", "status", "code", "retry"),
+    [
+        ("nobody", 404, "model_not_found", None),
+        ("too-long", 400, "context_length_exceeded", None),
+        ("no-route", 503, "shard_unavailable", "5"),
+        ("busy", 429, "busy", "1"),
+        ("bug", 500, "internal", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_errors_before_the_first_token_have_their_status(
+    http: httpx.AsyncClient, model: str, status: int, code: str, retry: str | None, stream: bool
+) -> None:
+    response = await http.post(
+        "/v1/chat/completions", json={**CHAT, "model": model, "stream": stream}
+    )
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert response.headers.get("retry-after") == retry
+    assert "secret" not in response.text
+
+
+async def test_unforeseen_error_in_mid_stream_is_told_without_details(
+    http: httpx.AsyncClient,
+) -> None:
+    response = await http.post(
+        "/v1/chat/completions", json={**CHAT, "model": "late-bug", "stream": True}
+    )
+    last = response.text.strip().split("\n\n")[-1]
+    assert json.loads(last[6:])["error"]["code"] == "internal"
+    assert "secret" not in response.text
+
+
+async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
+    missing = await http.get("/v1/nothing")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    wrong = await http.get("/v1/chat/completions")
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
+    unknown = await http.get("/v1/models/org/half")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")

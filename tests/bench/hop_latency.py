@@ -1,0 +1,194 @@
+"""What one hop costs: a Step out and a Result back between two processes, ours beside websockets.
+
+Hot: nothing happens between messages. Cold: both sides read about 100 MB of memory between
+messages, as a shard reads its weights, so that interpreter, library and kernel path have left the
+caches. That is how a hop really runs, and everything is several times dearer then. The high-level
+API carries the same bytes without any of our framing, so the comparison favours it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import struct
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from statistics import quantiles
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+import numpy as np
+import websockets.asyncio.client as high_client
+import websockets.asyncio.server as high_server
+
+from mesh.errors import MeshError
+from mesh.wire.link import Link
+from mesh.wire.messages import Hello, Message, Result, Step, WireTensor
+from mesh.wire.websocket import connect, serve
+
+PAYLOAD_BYTES = 1792
+COLD_MB = 100
+STAMPS = struct.Struct("!qq")
+_PADDING = bytes(PAYLOAD_BYTES - STAMPS.size)
+_HELLO = Hello("bench", "bench", "tensors", "bench")
+
+Exchange = Callable[[], Awaitable[tuple[int, int, int, int]]]
+
+
+def streamer(megabytes: int) -> Callable[[], None]:
+    """A function that reads `megabytes` of memory through a matrix-vector product."""
+    blocks = [np.ones((1024, 1024), dtype=np.float32) for _ in range(megabytes // 4)]
+    vector = np.ones(1024, dtype=np.float32)
+
+    def stream() -> None:
+        for block in blocks:
+            block @ vector
+
+    return stream
+
+
+class _Hop:
+    """The serving end: stream, then answer with when the message came and when the answer went."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._streams = {mb: streamer(mb) for mb in (0, COLD_MB)}
+
+    def message(self, message: Message) -> None:
+        arrived = time.perf_counter_ns()
+        assert isinstance(message, Step)
+        self._streams[message.position]()
+        data = STAMPS.pack(arrived, time.perf_counter_ns()) + _PADDING
+        tensor = WireTensor("fp16", message.tensor.shape, data)
+        self._link.send(Result(message.session, message.step, tensor, 0, 0))
+
+    def closed(self, error: MeshError | None) -> None:
+        pass
+
+
+class _Asker:
+    """The asking end: whoever asked awaits `answer`."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
+    def message(self, message: Message) -> None:
+        self.answer.set_result(message)
+
+    def closed(self, error: MeshError | None) -> None:
+        pass
+
+
+async def _serve_both() -> None:
+    streams = {mb: streamer(mb) for mb in (0, COLD_MB)}
+
+    async def handle(connection: high_server.ServerConnection) -> None:
+        async for message in connection:
+            arrived = time.perf_counter_ns()
+            assert isinstance(message, bytes)
+            streams[message[0]]()
+            await connection.send(STAMPS.pack(arrived, time.perf_counter_ns()) + _PADDING)
+
+    ours = await serve("127.0.0.1", 0, accept=_Hop, hello=_HELLO)
+    theirs = await high_server.serve(handle, "127.0.0.1", 0, compression=None, ping_interval=None)
+    ports = [ours.port, next(iter(theirs.sockets)).getsockname()[1]]
+    sys.stdout.write(json.dumps(ports) + "\n")
+    sys.stdout.flush()
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await ours.close()
+
+
+async def _exchanges(ports: list[int], megabytes: int) -> dict[str, Exchange]:
+    asker = _Asker()
+    link = await connect("127.0.0.1", ports[0], hello=_HELLO, handler=asker)
+    theirs = await high_client.connect(
+        f"ws://127.0.0.1:{ports[1]}", compression=None, ping_interval=None, proxy=None
+    )
+    data = bytes([megabytes]) + bytes(PAYLOAD_BYTES - 1)
+    tensor = WireTensor("fp16", (1, 1, PAYLOAD_BYTES // 2), data)
+
+    async def by_link() -> tuple[int, int, int, int]:
+        asker.answer = asyncio.get_running_loop().create_future()
+        sent = time.perf_counter_ns()
+        link.send(Step(1, 1, megabytes, tensor))
+        answer = await asker.answer
+        back = time.perf_counter_ns()
+        assert isinstance(answer, Result)
+        return (sent, *STAMPS.unpack_from(answer.tensor.data), back)
+
+    async def by_websockets() -> tuple[int, int, int, int]:
+        sent = time.perf_counter_ns()
+        await theirs.send(data)
+        answer = await theirs.recv()
+        back = time.perf_counter_ns()
+        assert isinstance(answer, bytes)
+        return (sent, *STAMPS.unpack_from(answer), back)
+
+    return {"hearthnet": by_link, "websockets.asyncio": by_websockets}
+
+
+async def _measure(ports: list[int], samples: int) -> dict[str, dict[str, float]]:
+    result = {}
+    for name, megabytes in (("hot", 0), ("cold", COLD_MB)):
+        stream = streamer(megabytes)
+        times: dict[str, list[tuple[float, float]]] = {}
+        exchanges = await _exchanges(ports, megabytes)
+        for index in range(samples + 5):
+            for kind, exchange in exchanges.items():  # alternated, so that noise hits both
+                sent, arrived, answered, back = await exchange()
+                stream()
+                if index >= 5:
+                    there, home = (arrived - sent) / 1e3, (back - answered) / 1e3
+                    times.setdefault(kind, []).append((there, home))
+        result[name] = _summary(times)
+    return result
+
+
+def _summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
+    summary: dict[str, float] = {}
+    for kind, pairs in times.items():
+        summary[f"{kind} out us"] = _quartile([there for there, _ in pairs])
+        summary[f"{kind} back us"] = _quartile([home for _, home in pairs])
+        summary[f"{kind} round trip us"] = _quartile([there + home for there, home in pairs])
+    ours, theirs = (summary[f"{kind} round trip us"] for kind in times)
+    return {**summary, "ratio": ours / theirs}
+
+
+def _quartile(values: list[float]) -> float:
+    """The lower quartile: what other processes on the machine add is in the upper part."""
+    return quantiles(values, n=4)[0]
+
+
+async def _run(samples: int) -> dict[str, dict[str, float]]:
+    server = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", __spec__.name, "serve",
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert server.stdout is not None
+    try:
+        ports = json.loads(await server.stdout.readline())
+        return await _measure(ports, samples)
+    finally:
+        server.kill()
+        await server.wait()
+
+
+def measure(samples: int = 300) -> dict[str, dict[str, float]]:
+    """Lower-quartile microseconds out, back and both, hot and cold, with ours over theirs."""
+    return asyncio.run(_run(samples))
+
+
+def main() -> None:
+    """Print `measure()`, or serve for it."""
+    if sys.argv[1:] == ["serve"]:
+        asyncio.run(_serve_both())
+        return
+    for name, values in measure().items():
+        print(name)
+        for key, value in values.items():
+            print(f"  {key:32} {value:8.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""Random Hugging Face checkpoints, with tokenizers, of every family that is tested.
+
+Weights are scaled so that greedy decoding wanders over the vocabulary with clear winners: a test
+that compares token ids can then fail only when the computation differs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3", "phi3", "olmo2", "gpt2",
+    "smollm3", "minicpm3", "granite",
+)  # fmt: skip
+SENTENCEPIECE_FAMILIES = ("mistral", "gemma2", "gemma3", "phi3", "minicpm3")
+
+WINDOW = 64
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|turn|>")
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|turn|>{{ m['role'] }}: {{ m['content'] }}\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant: {% endif %}"
+)
+_TEXT = (
+    "The kettle sings on the hearth while rain runs down the window. Anna reads to the cat, the cat"
+    " listens to the rain, and nobody hears the door. Grüße aus dem Garten, où dort le chat. When"
+    " the visitors arrive there is bread on the table, and somebody has hidden the butter again."
+)
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def make_checkpoint(
+    directory: Path,
+    family: str,
+    *,
+    layers: int = 8,
+    seed: int = 0,
+    hidden: int = 64,
+    vocab: int = 384,
+    dtype: str = "float32",
+    tied: bool | None = None,
+    sharded: bool = False,
+    **overrides: Any,
+) -> Path:
+    """Write a random checkpoint of `family` to `directory` and return it.
+
+    `tied` None leaves the family's default. `overrides` go into the config as they are.
+    """
+    settings = _base_settings(layers, hidden, vocab) | _special(family, layers, hidden) | overrides
+    if tied is not None:
+        settings["tie_word_embeddings"] = tied
+    config = _CONFIGS[family](**settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _randomise(model, seed)
+    model.to(getattr(torch, dtype)).save_pretrained(
+        directory, max_shard_size=_part(model, dtype) if sharded else "50GB"
+    )
+    make_tokenizer(vocab, sentencepiece=family in SENTENCEPIECE_FAMILIES).save_pretrained(directory)
+    return directory
+
+
+def make_large_checkpoint(directory: Path, shape: str, dtype: str = "bfloat16") -> Path:
+    """Write a random checkpoint for benchmarks; `shape` is ``0.16B`` or ``qwen0.5B``."""
+    wide = {
+        "max_position_embeddings": 8192,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    if shape == "0.16B":
+        config: Any = transformers.LlamaConfig(
+            num_hidden_layers=12, hidden_size=768, num_attention_heads=12, num_key_value_heads=12,
+            intermediate_size=3072, vocab_size=32000, tie_word_embeddings=False, **wide,
+        )  # fmt: skip
+    elif shape == "qwen0.5B":
+        config = transformers.Qwen2Config(
+            num_hidden_layers=24, hidden_size=896, num_attention_heads=14, num_key_value_heads=2,
+            intermediate_size=4864, vocab_size=151936, tie_word_embeddings=True, **wide,
+        )  # fmt: skip
+    else:
+        raise ValueError(f"no such shape: {shape!r}")
+    with transformers.initialization.no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    # One block of noise, repeated: as good for timing as fresh noise, and written much sooner.
+    noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            torch.nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
+            continue
+        repeats = -(-parameter.numel() // noise.numel())
+        block = noise.repeat(repeats)[: parameter.numel()].view_as(parameter)
+        parameter.data.copy_(block / math.sqrt(parameter.shape[-1]))
+    model.tie_weights()
+    model.save_pretrained(directory)
+    make_tokenizer(384, sentencepiece=False).save_pretrained(directory)
+    return directory
+
+
+@cache
+def make_tokenizer(vocab: int, *, sentencepiece: bool) -> Any:
+    """A tokenizer of `vocab` ids: byte-level BPE, or BPE with byte fallback as in SentencePiece."""
+    backend = _sentencepiece(vocab) if sentencepiece else _byte_level(vocab)
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        additional_special_tokens=["<|turn|>"],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
+
+
+def _byte_level(vocab: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([_TEXT], _trainer(vocab, alphabet, SPECIAL_TOKENS))
+    return tokenizer
+
+
+def _sentencepiece(vocab: int) -> Tokenizer:
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    learned = Tokenizer(models.BPE())
+    learned.normalizer = normalizers.Replace(" ", "▁")
+    learned.train_from_iterator([_TEXT], _trainer(vocab - 256 - len(SPECIAL_TOKENS), [], ()))
+    pieces = sorted(learned.get_vocab(), key=learned.get_vocab().__getitem__)
+    ids = {piece: i for i, piece in enumerate([*SPECIAL_TOKENS, *byte_tokens, *pieces])}
+    merges = [tuple(pair) for pair in _model_json(learned)["merges"]]
+    tokenizer = Tokenizer(
+        models.BPE(ids, merges, byte_fallback=True, unk_token=SPECIAL_TOKENS[0], fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
+
+
+def _model_json(tokenizer: Tokenizer) -> dict[str, Any]:
+    model: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
+    return model
+
+
+def _trainer(vocab: int, alphabet: list[str], special: tuple[str, ...]) -> trainers.BpeTrainer:
+    return trainers.BpeTrainer(
+        vocab_size=vocab,
+        initial_alphabet=alphabet,
+        special_tokens=list(special),
+        show_progress=False,
+    )
+
+
+def _base_settings(layers: int, hidden: int, vocab: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers, "hidden_size": hidden, "vocab_size": vocab,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 2 * hidden,
+        "max_position_embeddings": 1024, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+
+
+def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
+    head = {"head_dim": hidden // 4}
+    by_family: dict[str, dict[str, Any]] = {
+        "llama": {"rope_parameters": _LLAMA3},
+        "qwen2": {"rope_parameters": _YARN},
+        "qwen3": head,
+        "qwen3_moe": head
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+        | {"decoder_sparse_step": 2, "mlp_only_layers": [layers - 1]},
+        "mistral": {"sliding_window": WINDOW} | head,
+        "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16} | head,
+        "gemma3": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16} | head,
+        "phi3": {"sliding_window": None},
+        "minicpm3": {
+            "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8, "v_head_dim": 16, "scale_emb": 2, "scale_depth": 3.0,
+            "dim_model_base": hidden // 2,
+        },
+        "granite": {
+            "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "logits_scaling": 2.0,
+            "attention_multiplier": 0.2,
+        },
+    }  # fmt: skip
+    return by_family.get(family, {})
+
+
+_CONFIGS: dict[str, Callable[..., Any]] = {
+    "llama": transformers.LlamaConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
+    "mistral": transformers.MistralConfig,
+    "gemma2": transformers.Gemma2Config,
+    "gemma3": transformers.Gemma3TextConfig,
+    "phi3": transformers.Phi3Config,
+    "olmo2": transformers.Olmo2Config,
+    "gpt2": transformers.GPT2Config,
+    "smollm3": transformers.SmolLM3Config,
+    "minicpm3": transformers.MiniCPM3Config,
+    "granite": transformers.GraniteConfig,
+    "stablelm": transformers.StableLmConfig,
+    "starcoder2": transformers.Starcoder2Config,
+    "olmoe": transformers.OlmoeConfig,
+    "opt": transformers.OPTConfig,
+}
+
+
+@torch.no_grad()
+def _randomise(model: Any, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    head = model.get_output_embeddings().weight
+    embedding = model.get_input_embeddings()
+    # A tied head finds the last token again unless the layers outweigh its (scaled) embedding.
+    spread = (
+        0.05 / float(getattr(embedding, "embed_scale", 1.0)) if head is embedding.weight else 0.5
+    )
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() < 2:
+            parameter.add_(noise, alpha=0.1)
+        elif parameter is embedding.weight or "wpe" in name:
+            parameter.copy_(noise * spread)
+        else:
+            # Rows without a mean pass on what differs between tokens, not the activations' mean.
+            axis = -2 if "c_" in name else -1
+            noise -= noise.mean(axis, keepdim=True)
+            parameter.copy_(noise * 1.3 / math.sqrt(parameter.shape[axis]))
+    # Rows of unequal length part the best two logits further than equal ones would.
+    head.mul_(torch.randn((len(head), 1), generator=generator).mul_(0.3).exp_())
+    _widen(model, generator)
+    # A zero row keeps the end-of-sequence logit at zero, far below the best of the others.
+    head[model.config.eos_token_id] = 0.0
+
+
+def _widen(model: Any, generator: torch.Generator) -> None:
+    """Scale the final norm so that logits spread by about 2."""
+    ids = torch.randint(4, model.config.vocab_size, (1, 32), generator=generator)
+    factor = 2.0 / float(model(ids).logits.std())
+    norm = model.base_model.ln_f if hasattr(model.base_model, "ln_f") else model.base_model.norm
+    offset = 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
+    norm.weight.copy_((norm.weight + offset) * factor - offset)
+    if getattr(norm, "bias", None) is not None:
+        norm.bias.mul_(factor)
+
+
+def _part(model: Any, dtype: str) -> int:
+    itemsize = getattr(torch, dtype).itemsize
+    return sum(p.numel() for p in model.parameters()) * itemsize // 3

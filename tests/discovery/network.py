@@ -1,0 +1,169 @@
+"""In-process daemons' discovery on loopback, and shards for them to advertise."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+from mesh.clock import SystemClock
+from mesh.discovery.advertisement import Advertisement
+from mesh.discovery.dialing import DialSettings
+from mesh.discovery.directory import ShardStore
+from mesh.discovery.events import PeerEvent
+from mesh.discovery.interfaces import InterfaceChoice, choose
+from mesh.discovery.mdns import Mdns, MdnsSettings
+from mesh.discovery.peering import Peering, PeeringSettings
+from mesh.identity.keys import node_id
+from mesh.types import (
+    Endpoint,
+    LayerRange,
+    ModelId,
+    NodeId,
+    ShardDescriptor,
+    ShardHealth,
+    shard_id,
+)
+
+PATIENCE_S = 20.0
+MOMENT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+QUICK = DialSettings(first_s=0.05, most_s=0.3, refused_s=0.3, yield_s=0.1, timeout_s=2.0)
+QUICK_MDNS = MdnsSettings(ttl_s=1, refresh_s=0.5, resolve_timeout_s=1.0, hear_self_s=5.0)
+
+
+class FakeClock:
+    """Time that moves when a test says so."""
+
+    def __init__(self) -> None:
+        self.time_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.time_s
+
+    def now(self) -> datetime:
+        return MOMENT + timedelta(seconds=self.time_s)
+
+
+def new_id() -> NodeId:
+    return node_id(secrets.token_bytes(32))
+
+
+def advertised(
+    host: NodeId,
+    layers: str = "0-7",
+    model: str = "tiny",
+    weights: str = "a" * 64,
+) -> Advertisement:
+    """A shard of a 16-layer model."""
+    span = LayerRange.parse(layers)
+    identifier = shard_id(ModelId(model), span)
+    return Advertisement(
+        ShardDescriptor(
+            shard_id=identifier,
+            model_id=ModelId(model),
+            weights_sha256=weights,
+            layer_range=span,
+            total_layers=16,
+            vram_required_mb=12,
+            max_concurrent_streams=4,
+            host=host,
+            node_name="kitchen",
+            endpoint=Endpoint("ws://127.0.0.1:7701"),
+            dtype="fp32",
+            determinism_class="x86-fp32",
+            advertised_at=MOMENT,
+        ),
+        ShardHealth(identifier, True, MOMENT, 1.5, 2.5, 0, 0),
+    )
+
+
+def loopback() -> list[InterfaceChoice]:
+    return choose(["127.0.0.1"])[0]
+
+
+class Node:
+    """One daemon's discovery: its peering, its directory and every event so far."""
+
+    def __init__(self, settings: PeeringSettings, mdns: Mdns | None) -> None:
+        self.id = settings.node_id
+        self.clock = SystemClock()
+        self.store = ShardStore(self.clock, expiry_s=settings.shard_health_timeout_s * 4)
+        self.serving: list[Advertisement] = []
+        self.events: list[PeerEvent] = []
+        self._happened = asyncio.Event()
+        self.mdns = mdns
+        self.peering = Peering(settings, self.store, lambda: self.serving, self._record, mdns=mdns)
+
+    def _record(self, event: PeerEvent) -> None:
+        self.events.append(event)
+        self._happened.set()
+
+    def serve(self, *shards: Advertisement) -> None:
+        self.serving = list(shards)
+        self.peering.advertise()
+
+    def told(self, kind: str) -> list[PeerEvent]:
+        return [event for event in self.events if event.type == kind]
+
+    async def event(self, wanted: Callable[[PeerEvent], bool]) -> PeerEvent:
+        """The first event that fits, waiting for it."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                self._happened.clear()
+                for event in self.events:
+                    if wanted(event):
+                        return event
+                await self._happened.wait()
+
+    async def until(self, condition: Callable[[ShardStore], bool]) -> None:
+        """Wait for changes of the directory until the condition holds."""
+        changes = self.store.subscribe()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not condition(self.store):
+                    await changes.wait(PATIENCE_S)
+        finally:
+            changes.close()
+
+    def online(self) -> set[NodeId]:
+        return {view.info.node_id for view in self.store.nodes() if view.online}
+
+
+@asynccontextmanager
+async def running(
+    hearth: str,
+    *static_peers: str,
+    own_id: NodeId | None = None,
+    mdns: Mdns | None = None,
+    multicast: bool = True,
+    port: int = 0,
+    health_timeout_s: float = 30.0,
+) -> AsyncIterator[Node]:
+    """A started node on 127.0.0.1, stopped with a goodbye at the end."""
+    settings = PeeringSettings(
+        node_id=own_id or new_id(),
+        name="kitchen",
+        hearth=hearth,
+        software="0.1",
+        host="127.0.0.1",
+        port=port,
+        static_peers=static_peers,
+        shard_health_timeout_s=health_timeout_s,
+        dial=QUICK,
+    )
+    if multicast and mdns is None:
+        mdns = Mdns(loopback, settings=QUICK_MDNS)
+    node = Node(settings, mdns)
+    try:
+        await node.peering.start()
+        yield node
+    finally:
+        await node.peering.stop()
+
+
+def offline(shard: Advertisement) -> Advertisement:
+    """The same shard, calling itself offline."""
+    return replace(shard, health=replace(shard.health, online=False))

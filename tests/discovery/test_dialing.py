@@ -1,0 +1,127 @@
+"""Who is dialled, when, and how patiently."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mesh.discovery.dialing import (
+    Dialer,
+    DialResult,
+    DialSettings,
+    Target,
+    backoff_s,
+    parse_endpoint,
+)
+from mesh.errors import BadValue
+from mesh.types import NodeId
+from tests.discovery.network import PATIENCE_S
+
+SMALL, OWN, LARGE = (NodeId("hn1" + letter * 52) for letter in "abc")
+QUICK = DialSettings(first_s=0.001, most_s=0.002, refused_s=60, yield_s=60, timeout_s=1)
+
+
+class Phone:
+    """Counts dials; answers each endpoint as told."""
+
+    def __init__(self, settings: DialSettings, **answers: DialResult) -> None:
+        self.answers = answers
+        self.calls: list[str] = []
+        self.linked: set[NodeId] = set()
+        self.rang = asyncio.Event()
+        self.dialer = Dialer(self._dial, self.linked.__contains__, own_id=OWN, settings=settings)
+
+    async def _dial(self, target: Target, endpoint: str) -> DialResult:
+        self.calls.append(endpoint)
+        self.rang.set()
+        result = self.answers[endpoint]
+        if result is DialResult.LINKED and target.node_id is not None:
+            self.linked.add(target.node_id)
+        return result
+
+    async def until(self, calls: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.calls) < calls:
+                self.rang.clear()
+                await self.rang.wait()
+
+
+async def test_unreachable_target_is_tried_again_and_again_at_every_endpoint() -> None:
+    phone = Phone(QUICK, a=DialResult.FAILED, b=DialResult.FAILED)
+    phone.dialer.add("x", ("a", "b"), LARGE)
+    await phone.until(6)
+    await phone.dialer.stop()
+    assert phone.calls[:6] == ["a", "b"] * 3
+
+
+async def test_linked_target_is_dialled_again_only_once_the_link_is_lost() -> None:
+    phone = Phone(QUICK, a=DialResult.FAILED, b=DialResult.LINKED)
+    phone.dialer.add("x", ("a", "b"), LARGE)
+    await phone.until(2)
+    await asyncio.sleep(0.05)  # many times the longest wait
+    assert phone.calls == ["a", "b"]
+    phone.linked.clear()
+    phone.dialer.lost(LARGE)
+    await phone.until(4)
+    await phone.dialer.stop()
+
+
+async def test_refusing_target_is_left_alone_until_its_address_changes() -> None:
+    phone = Phone(QUICK, a=DialResult.REFUSED, b=DialResult.REFUSED)
+    phone.dialer.add("x", ("a",), LARGE)
+    await phone.until(1)
+    await asyncio.sleep(0.05)
+    assert phone.calls == ["a"]
+    phone.dialer.add("x", ("b",), LARGE)
+    await phone.until(2)
+    await phone.dialer.stop()
+    assert phone.calls == ["a", "b"]
+
+
+async def test_smaller_id_dials_first() -> None:
+    phone = Phone(QUICK, a=DialResult.FAILED, b=DialResult.FAILED)
+    phone.dialer.add("small", ("a",), SMALL)
+    phone.dialer.add("large", ("b",), LARGE)
+    await phone.until(3)
+    await phone.dialer.stop()
+    assert set(phone.calls) == {"b"}
+
+
+async def test_discarded_target_is_not_dialled_any_more() -> None:
+    phone = Phone(QUICK, a=DialResult.FAILED)
+    phone.dialer.add("x", ("a",), LARGE)
+    await phone.until(2)
+    phone.dialer.discard("x")
+    calls = len(phone.calls)
+    await asyncio.sleep(0.05)
+    assert len(phone.calls) == calls
+    assert phone.dialer.targets() == []
+
+
+def test_waits_double_up_to_the_limit_with_jitter() -> None:
+    settings = DialSettings(first_s=0.5, most_s=30.0)
+    for failures in (0, 1, 3, 6, 10, 10_000):
+        whole = min(30.0, 0.5 * 2 ** min(failures, 20))
+        waits = [backoff_s(failures, settings) for _ in range(50)]
+        assert all(whole / 2 <= wait <= whole for wait in waits)
+        assert len(set(waits)) > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("192.168.1.5:7700", ("192.168.1.5", 7700)),
+        ("attic.local:1", ("attic.local", 1)),
+        ("[fe80::1%eth0]:7700", ("fe80::1%eth0", 7700)),
+    ],
+)
+def test_endpoint_is_read(text: str, expected: tuple[str, int]) -> None:
+    assert parse_endpoint(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "attic", "attic:", ":7700", "attic:0", "attic:65536", "a:-1"])
+def test_endpoint_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(BadValue) as caught:
+        parse_endpoint(text)
+    assert caught.value.param == "peer"

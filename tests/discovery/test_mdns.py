@@ -1,0 +1,187 @@
+"""Multicast DNS for real, on loopback; floods go into one instance's own packet handler."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psutil
+import pytest
+from zeroconf import DNSOutgoing, DNSPointer, DNSText
+from zeroconf.const import _CLASS_IN, _FLAGS_AA, _FLAGS_QR_RESPONSE, _TYPE_PTR, _TYPE_TXT
+
+from mesh.discovery.announcement import SERVICE_TYPE, Announcement, instance_name
+from mesh.discovery.events import Warned
+from mesh.discovery.interfaces import InterfaceChoice
+from mesh.discovery.mdns import MAX_INSTANCES, Mdns, MdnsSettings
+from mesh.discovery.multicast import joinable
+from tests.discovery.network import PATIENCE_S, QUICK_MDNS, loopback, new_id
+
+
+class Listener:
+    """One Mdns and what it reported."""
+
+    def __init__(
+        self,
+        hearth: str,
+        choose: Callable[[], list[InterfaceChoice]] = loopback,
+        settings: MdnsSettings = QUICK_MDNS,
+    ) -> None:
+        node_id = new_id()
+        instance = instance_name(node_id, secrets.token_hex(3))
+        self.own = Announcement(instance, node_id, hearth, "kitchen", 1, 7700, ())
+        self.mdns = Mdns(choose, settings=settings)
+        self.warnings: list[Warned] = []
+        self.changed = asyncio.Event()
+
+    async def start(self) -> None:
+        await self.mdns.start(self.own, self.changed.set, self._warn)
+
+    def _warn(self, warning: Warned) -> None:
+        self.warnings.append(warning)
+        self.changed.set()
+
+    def sees(self, other: Listener) -> Announcement | None:
+        """What it knows of another; nodes of other tests are around as well."""
+        for announcement in self.mdns.announcements():
+            if announcement.instance == other.own.instance:
+                return announcement
+        return None
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@asynccontextmanager
+async def listening(*listeners: Listener) -> AsyncIterator[None]:
+    try:
+        for listener in listeners:
+            await listener.start()
+        yield
+    finally:
+        await asyncio.gather(*(listener.mdns.stop() for listener in listeners))
+
+
+@pytest.fixture
+def hearth() -> str:
+    return f"test-{secrets.token_hex(8)}"
+
+
+async def test_announcement_is_seen_with_all_it_says(hearth: str) -> None:
+    one, other = Listener(hearth), Listener(hearth)
+    async with listening(one, other):
+        await one.until(lambda: one.sees(other) is not None)
+        seen = one.sees(other)
+        assert seen is not None
+        assert (seen.node_id, seen.hearth, seen.name) == (other.own.node_id, hearth, "kitchen")
+        assert (seen.version, seen.endpoints()) == (1, ["127.0.0.1:7700"])
+        assert one.own.instance not in {a.instance for a in one.mdns.announcements()}
+        assert not one.warnings
+
+
+async def test_changed_shards_reach_the_others(hearth: str) -> None:
+    one, other = Listener(hearth), Listener(hearth)
+    async with listening(one, other):
+        await one.until(lambda: one.sees(other) is not None)
+        for shards in ("tiny:0-7", "tiny:8-15"):
+            await other.mdns.announce(shards)
+            await one.until(lambda shards=shards: getattr(one.sees(other), "shards", "") == shards)
+
+
+async def test_goodbye_is_heard(hearth: str) -> None:
+    one, other = Listener(hearth, settings=MdnsSettings()), Listener(hearth)
+    async with listening(one):
+        async with listening(other):
+            await one.until(lambda: one.sees(other) is not None)
+        await one.until(lambda: one.sees(other) is None)
+
+
+async def test_node_that_vanishes_silently_is_dropped_and_found_again(hearth: str) -> None:
+    one, other = Listener(hearth), Listener(hearth)
+    async with listening(one):
+        async with listening(other):
+            await one.until(lambda: one.sees(other) is not None)
+            assert other.mdns._multicast is not None
+            zeroconf = other.mdns._multicast._zeroconf.zeroconf
+            info = other.mdns._multicast._info
+            zeroconf.registry.async_remove(info)  # deaf and mute from here on, no goodbye
+            await one.until(lambda: one.sees(other) is None)
+            zeroconf.registry.async_add(info)
+            await one.until(lambda: one.sees(other) is not None)
+
+
+async def test_interfaces_that_change_are_followed(hearth: str) -> None:
+    available: list[InterfaceChoice] = []
+    one, other = Listener(hearth), Listener(hearth, choose=lambda: list(available))
+    async with listening(one, other):
+        assert [w.code for w in other.warnings] == ["no_multicast"]
+        available += loopback()
+        await one.until(lambda: one.sees(other) is not None)
+
+
+async def test_unheard_announcements_are_a_warning(hearth: str) -> None:
+    deaf = Listener(hearth, settings=MdnsSettings(hear_self_s=0.1))
+    deaf.mdns._on_state = lambda instance, alive: None  # type: ignore[method-assign]
+    async with listening(deaf):
+        await deaf.until(lambda: bool(deaf.warnings))
+        [warning] = deaf.warnings
+        assert warning.code == "no_multicast"
+        assert "firewall" in warning.message
+        assert "--peer 127.0.0.1:7700" in warning.fix
+
+
+def test_address_that_is_not_ours_cannot_join() -> None:
+    assert joinable("127.0.0.1") is None
+    assert joinable("198.51.100.7")
+
+
+@pytest.mark.parametrize("plausible", [True, False])
+async def test_flood_of_bogus_records_is_bounded(
+    hearth: str, plausible: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = Listener(hearth, settings=MdnsSettings(resolve_timeout_s=0.2)), Listener(hearth)
+    async with listening(one, other):
+        await one.until(lambda: one.sees(other) is not None)
+        before = psutil.Process().memory_info().rss
+        with caplog.at_level(logging.WARNING, logger="mesh.discovery.mdns"):
+            for packet in bogus(10_000, plausible=plausible):
+                receive(one.mdns, packet)
+                await asyncio.sleep(0)
+        assert len(one.mdns._rows) <= MAX_INSTANCES
+        assert len(one.mdns._unresolved) <= MAX_INSTANCES
+        grown = psutil.Process().memory_info().rss - before
+        assert grown < 40 << 20  # zeroconf's own cache of 10 000 records included
+        assert len([r for r in caplog.records if "ignored" in r.message]) <= 1
+        assert one.sees(other) is not None
+
+
+def bogus(count: int, *, plausible: bool) -> list[bytes]:
+    """Response packets with pointers to instances that do not exist."""
+    packets: list[bytes] = []
+    for start in range(0, count, 50):
+        out = DNSOutgoing(_FLAGS_QR_RESPONSE | _FLAGS_AA)
+        for number in range(start, start + 50):
+            name = (
+                instance_name(new_id(), f"{number:06x}")
+                if plausible
+                else f"printer {number}.{SERVICE_TYPE}"
+            )
+            out.add_answer_at_time(DNSPointer(SERVICE_TYPE, _TYPE_PTR, _CLASS_IN, 4500, name), 0)
+            if number % 10 == 0:
+                out.add_answer_at_time(DNSText(name, _TYPE_TXT, _CLASS_IN, 4500, b"\x05junk!"), 0)
+        packets += out.packets()
+    return packets
+
+
+def receive(mdns: Mdns, packet: bytes) -> None:
+    """As if it had come from the network, but for this instance only."""
+    assert mdns._multicast is not None
+    zeroconf: Any = mdns._multicast._zeroconf.zeroconf
+    zeroconf.engine.protocols[0].datagram_received(packet, ("127.0.0.1", 5353))

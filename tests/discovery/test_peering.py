@@ -1,0 +1,299 @@
+"""Whole nodes on loopback: real zeroconf, real links."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from contextlib import AsyncExitStack
+from ipaddress import IPv4Address, IPv4Network
+from typing import Any
+
+import pytest
+
+from mesh.discovery.advertisement import encode
+from mesh.discovery.dialing import Target
+from mesh.discovery.events import PeerDown, PeerUp, Warned
+from mesh.discovery.greeting import PeerHello, to_hello
+from mesh.discovery.interfaces import InterfaceChoice
+from mesh.discovery.mdns import Mdns
+from mesh.errors import MeshError, PeerRefused
+from mesh.types import ModelId
+from mesh.wire.connection import WebSocketLink
+from mesh.wire.messages import PROTOCOL_VERSION, Advertise, Hello, Message
+from mesh.wire.websocket import connect, serve
+from tests.discovery.network import QUICK_MDNS, Node, advertised, new_id, running
+
+TINY = ModelId("tiny")
+
+
+@pytest.fixture
+def hearth() -> str:
+    """Nobody else's: other tests announce on loopback at the same time."""
+    return f"test-{secrets.token_hex(8)}"
+
+
+async def test_three_nodes_on_one_machine_find_each_other_and_their_shards(hearth: str) -> None:
+    async with AsyncExitStack() as stack:
+        nodes = [await stack.enter_async_context(running(hearth)) for _ in range(3)]
+        for node, layers in zip(nodes, ("0-4", "5-9", "10-15"), strict=True):
+            node.serve(advertised(node.id, layers))
+        everybody = {node.id for node in nodes}
+        for node in nodes:
+            await node.until(lambda store: len(store.shards(TINY)) == 3)
+            assert node.online() == everybody
+            assert [str(s.descriptor.layer_range) for s in node.store.shards(TINY)] == [
+                "0-4", "5-9", "10-15",
+            ]  # fmt: skip
+            assert {view.node_id for view in node.peering.peers()} == everybody - {node.id}
+            assert len(node.told("peer_up")) == 2
+            assert not node.told("peer_down")
+
+
+async def test_goodbye_removes_a_node_at_once(hearth: str) -> None:
+    async with running(hearth) as stays:
+        async with running(hearth) as leaves:
+            leaves.serve(advertised(leaves.id))
+            await stays.until(lambda store: len(store.shards(TINY)) == 1)
+        await stays.until(lambda store: {v.info.node_id for v in store.nodes()} == {stays.id})
+        down = await stays.event(lambda event: isinstance(event, PeerDown))
+        assert isinstance(down, PeerDown)
+        assert (down.node_id, down.reason) == (leaves.id, "goodbye")
+
+
+async def test_lost_link_takes_a_node_offline_and_its_return_brings_it_back(hearth: str) -> None:
+    async with running(hearth) as one, running(hearth) as other:
+        other.serve(advertised(other.id))
+        await one.until(lambda store: len(store.shards(TINY)) == 1)
+        cut(other)
+        down = await one.event(lambda event: isinstance(event, PeerDown))
+        assert isinstance(down, PeerDown)
+        assert down.reason != "goodbye"
+        assert one.store.shards(TINY) == []
+        assert other.id in {view.info.node_id for view in one.store.nodes()}
+        await one.until(lambda store: len(store.shards(TINY)) == 1)
+        assert len(one.told("peer_up")) == 2
+
+
+async def test_named_peer_is_found_without_multicast(hearth: str) -> None:
+    async with running(hearth, multicast=False) as one:
+        address = f"127.0.0.1:{one.peering.port}"
+        async with running(hearth, address, multicast=False) as other:
+            one.serve(advertised(one.id))
+            await other.until(lambda store: len(store.shards(TINY)) == 1)
+            up = await one.event(lambda event: isinstance(event, PeerUp))
+            assert isinstance(up, PeerUp)
+            assert (up.node_id, up.initiated) == (other.id, False)
+
+
+async def test_named_peer_is_awaited_until_it_starts(hearth: str) -> None:
+    async with running(hearth, multicast=False) as first:
+        port = first.peering.port
+    async with running(hearth, f"127.0.0.1:{port}", multicast=False) as waiting:
+        seen = await waiting.event(lambda event: event.type == "peer_seen")
+        assert getattr(seen, "state", "") == "unreachable"
+        async with running(hearth, multicast=False, port=port) as late:
+            await waiting.until(lambda store: late.id in waiting.online())
+    assert len(waiting.told("peer_seen")) == 1  # said once, not at every attempt
+
+
+async def test_broken_multicast_is_a_warning_that_names_the_way_out(hearth: str) -> None:
+    nowhere = InterfaceChoice(
+        "gone0", IPv4Address("198.51.100.7"), IPv4Network("198.51.100.0/24"), ""
+    )
+    mdns = Mdns(lambda: [nowhere], settings=QUICK_MDNS)
+    async with running(hearth, multicast=False) as one:
+        address = f"127.0.0.1:{one.peering.port}"
+        async with running(hearth, address, mdns=mdns) as other:
+            warning = await other.event(lambda event: event.type == "warning")
+            assert isinstance(warning, Warned)
+            assert warning.code == "no_multicast"
+            assert "gone0 (198.51.100.7)" in warning.message
+            assert "--peer HOST:PORT" in warning.fix
+            await other.until(lambda store: one.id in other.online())
+
+
+async def test_both_dialling_at_once_keep_the_link_of_the_smaller_id(hearth: str) -> None:
+    small, large = sorted((new_id(), new_id()))
+    async with (
+        running(hearth, own_id=small, multicast=False) as one,
+        running(hearth, own_id=large, multicast=False) as other,
+    ):
+        pairs = ((one, other), (other, one)) * 3
+        await asyncio.gather(
+            *(a.peering._dial(Target("", ()), f"127.0.0.1:{b.peering.port}") for a, b in pairs)
+        )
+        one.serve(advertised(one.id, "0-7"))
+        other.serve(advertised(other.id, "8-15"))
+        for node in (one, other):
+            await node.until(lambda store: len(store.shards(TINY)) == 2)
+            assert not node.told("peer_down")
+            assert len(node.told("peer_up")) == 1
+        [kept], [same] = one.peering._links.all(), other.peering._links.all()
+        assert (kept.initiated, same.initiated) == (True, False)
+        assert kept.dial == same.dial
+
+
+async def test_node_named_by_two_addresses_keeps_one_link(hearth: str) -> None:
+    async with running(hearth, multicast=False) as one:
+        port = one.peering.port
+        aliases = (f"127.0.0.1:{port}", f"localhost:{port}")
+        async with running(hearth, *aliases, multicast=False) as other:
+            await other.until(lambda store: one.id in other.online())
+            one.serve(advertised(one.id))
+            await other.until(lambda store: len(store.shards(TINY)) == 1)
+            assert len(other.peering._links.all()) == len(one.peering._links.all()) == 1
+            assert not other.told("peer_down")
+            assert not one.told("peer_down")
+
+
+async def test_own_address_is_not_a_peer(hearth: str) -> None:
+    [port] = free_ports(1)
+    async with running(hearth, f"127.0.0.1:{port}", multicast=False, port=port) as node:
+        seen = await node.event(lambda event: event.type == "peer_seen")
+        assert getattr(seen, "state", "") == "this node"
+        assert node.online() == {node.id}
+        assert not node.told("warning")
+
+
+async def test_copied_key_is_reported_with_both_addresses(hearth: str) -> None:
+    async with running(hearth) as one, running(hearth, own_id=one.id) as clone:
+        for node in (one, clone):
+            warning = await node.event(lambda event: event.type == "warning")
+            assert isinstance(warning, Warned)
+            assert warning.code == "cloned_key"
+            for port in (one.peering.port, clone.peering.port):
+                assert f"127.0.0.1:{port}" in warning.message
+            assert node.online() == {one.id}
+
+
+async def test_third_node_reports_two_machines_with_one_key(hearth: str) -> None:
+    shared = new_id()
+    async with (
+        running(hearth, multicast=False) as witness,
+        running(hearth, f"127.0.0.1:{witness.peering.port}", own_id=shared, multicast=False) as one,
+    ):
+        await witness.until(lambda store: shared in witness.online())
+        address = f"127.0.0.1:{witness.peering.port}"
+        async with running(hearth, address, own_id=shared, multicast=False) as other:
+            warning = await witness.event(lambda event: event.type == "warning")
+            assert isinstance(warning, Warned)
+            assert warning.code == "cloned_key"
+            assert f":{one.peering.port}" in warning.message
+            assert f":{other.peering.port}" in warning.message
+
+
+async def test_other_hearth_is_shown_and_never_dialled(hearth: str) -> None:
+    async with running(f"{hearth}-next-door") as stranger, running(hearth) as node:
+        seen = await node.event(
+            lambda event: event.type == "peer_seen" and getattr(event, "node_id", "") == stranger.id
+        )
+        assert getattr(seen, "state", "") == "other hearth"
+        await stranger.event(
+            lambda event: event.type == "peer_seen" and getattr(event, "node_id", "") == node.id
+        )
+        assert node.peering._dials == stranger.peering._dials == 0
+        assert node.online() == {node.id}
+
+
+async def test_other_hearth_is_turned_away_when_it_dials(hearth: str) -> None:
+    async with running(hearth, multicast=False) as node:
+        address = f"127.0.0.1:{node.peering.port}"
+        async with running(f"{hearth}-next-door", address, multicast=False) as stranger:
+            seen = await stranger.event(lambda event: event.type == "peer_seen")
+            assert getattr(seen, "state", "") == "other hearth"
+            assert node.online() == {node.id}
+            assert not node.told("peer_up")
+
+
+async def test_peer_of_another_version_is_shown_with_who_is_too_old(hearth: str) -> None:
+    newer = Hello(new_id(), "attic", "control", "9.0", version=PROTOCOL_VERSION + 1)
+    server = await serve("127.0.0.1", 0, accept=lambda link: Silent(), hello=newer)
+    try:
+        async with running(hearth, f"127.0.0.1:{server.port}", multicast=False) as node:
+            seen = await node.event(lambda event: event.type == "peer_seen")
+            assert getattr(seen, "state", "") == "other version"
+            assert "too old" in getattr(seen, "reason", "")
+    finally:
+        await server.close()
+
+
+@pytest.mark.parametrize(
+    ("entry", "field"),
+    [
+        ({"model_id": "tiny"}, "layers"),
+        ({**encode(advertised(new_id())), "total_layers": "16"}, "host"),
+    ],
+)
+async def test_malformed_advertisement_is_reported_and_the_last_good_one_stays(
+    hearth: str, entry: Any, field: str
+) -> None:
+    async with running(hearth, multicast=False) as node:
+        me = PeerHello(new_id(), "attic", "0.1", hearth, "run", 1, "127.0.0.1:9")
+        link = await connect(
+            "127.0.0.1", node.peering.port, hello=to_hello(me), handler=Silent(), timeout_s=5
+        )
+        good = advertised(me.node_id)
+        link.send(Advertise([encode(good)]))
+        await node.until(lambda store: len(store.shards(TINY)) == 1)
+        link.send(Advertise([encode(good), entry]))
+        warning = await node.event(lambda event: event.type == "warning")
+        assert isinstance(warning, Warned)
+        assert warning.code == "bad_advertisement"
+        assert repr(field) in warning.message
+        assert node.store.shards(TINY) == [good]
+        assert not link.is_closed
+        link.close()
+
+
+@pytest.mark.parametrize("fields", [{}, {"hearth": 1}, {"hearth": "x" * 300}])
+async def test_hello_without_what_a_daemon_says_is_refused(
+    hearth: str, fields: dict[str, Any]
+) -> None:
+    async with running(hearth, multicast=False) as node:
+        hello = Hello(new_id(), "attic", "control", "0.1", fields=fields)
+        with pytest.raises(PeerRefused):
+            await connect("127.0.0.1", node.peering.port, hello=hello, handler=Silent())
+        assert node.online() == {node.id}
+
+
+async def test_heartbeats_renew_what_would_expire(hearth: str) -> None:
+    """With a health timeout of 0.3 s advertisements expire after 1.2 s unless repeated."""
+    async with (
+        running(hearth, multicast=False, health_timeout_s=0.3) as one,
+        running(
+            hearth, f"127.0.0.1:{one.peering.port}", multicast=False, health_timeout_s=0.3
+        ) as other,
+    ):
+        other.serve(advertised(other.id))
+        await one.until(lambda store: len(store.shards(TINY)) == 1)
+        for _ in range(8):
+            await asyncio.sleep(0.2)  # real time has to pass: that is what is tested
+            assert len(one.store.shards(TINY)) == 1
+
+
+class Silent:
+    """A link handler that does nothing."""
+
+    def message(self, message: Message) -> None:
+        """Ignored."""
+
+    def closed(self, error: MeshError | None) -> None:
+        """Ignored."""
+
+
+def cut(node: Node) -> None:
+    """Break every link of a node as a power failure would, without a goodbye."""
+    for end in node.peering._links.all():
+        link = end.link
+        assert isinstance(link, WebSocketLink)
+        assert link._transport is not None
+        link._transport.abort()
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports

@@ -1,0 +1,282 @@
+"""The one fake of the suite: generations and a mesh that follow a script.
+
+Everything around it is real: the application, uvicorn's socket, the clients, the processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+
+from mesh.errors import Busy, ContextTooLong, ModelNotFound, NoRoute, PipelineStalled
+from mesh.types import (
+    Done,
+    Endpoint,
+    GenerationRequest,
+    HopTiming,
+    LayerRange,
+    ModelId,
+    NodeId,
+    PipelineAborted,
+    RouteHop,
+    ShardDescriptor,
+    ShardFailover,
+    ShardId,
+    ShardStatus,
+    StreamFrame,
+    TokenDelta,
+    TokenLogprob,
+    shard_id,
+)
+
+MOMENT = datetime(2030, 1, 1, tzinfo=UTC)
+FILLER = "x" * 2000
+"""The text of each token of the model ``endless``."""
+
+
+def descriptor(node: str, layers: str, model: str = "echo") -> ShardDescriptor:
+    """A shard of a 12-layer model."""
+    span = LayerRange.parse(layers)
+    return ShardDescriptor(
+        shard_id=shard_id(ModelId(model), span),
+        model_id=ModelId(model),
+        weights_sha256="0" * 64,
+        layer_range=span,
+        total_layers=12,
+        vram_required_mb=1,
+        max_concurrent_streams=4,
+        host=NodeId(f"id-of-{node}"),
+        node_name=node,
+        endpoint=Endpoint("ws://127.0.0.1:1"),
+        dtype="fp32",
+        determinism_class="test",
+        advertised_at=MOMENT,
+    )
+
+
+def done(token_ids: tuple[int, ...], *, prompt_tokens: int = 5, failovers: int = 0) -> Done:
+    """The end of a generation over two hops."""
+    shards = [descriptor("attic", "0-5"), descriptor("kitchen", "6-11")]
+    return Done(
+        finish_reason="stop",
+        prompt_tokens=prompt_tokens,
+        cached_tokens=2,
+        completion_tokens=len(token_ids),
+        token_ids=token_ids,
+        route=tuple(RouteHop(shard, shard.layer_range) for shard in shards),
+        failovers=failovers,
+        fallback=False,
+        first_token_ms=12.5,
+        tokens_per_second=float("inf"),
+        hops=tuple(
+            HopTiming(s.shard_id, s.node_name, str(s.layer_range), 3, 1.0, 2.0, 0.5) for s in shards
+        ),
+    )
+
+
+class ScriptedGenerations:
+    """Answers by the model's name; see the methods below.
+
+    Remembers every request, how many frames each model gave, and sets `ended` of
+    a model whose generation is over, in whatever way.
+    """
+
+    def __init__(self) -> None:
+        self.requests: list[GenerationRequest] = []
+        self.pulled: Counter[str] = Counter()
+        self.started = asyncio.Event()
+        self.ended: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self.proceed = asyncio.Event()
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
+        self.requests.append(request)
+        try:
+            async for frame in self._script(request):
+                self.pulled[request.model] += 1
+                yield frame
+        finally:
+            self.ended[request.model].set()
+
+    def _script(self, request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        script = getattr(self, f"_{request.model}".replace("-", "_"), None)
+        if script is None:
+            return self._unknown(request)
+        frames: AsyncIterator[StreamFrame] = script(request)
+        return frames
+
+    async def _unknown(self, request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        raise ModelNotFound(
+            f"No node has a model {request.model!r}.",
+            fix="See `hearthnet models`.",
+            param="model",
+        )
+        yield
+
+    async def _echo(self, request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        """The words of the last message or prompt, one token each."""
+        text = request.prompt or " ".join(map(str, request.prompt_ids or ()))
+        if request.messages:
+            text = request.messages[-1]["content"]
+        words = text.split(" ")
+        for number, word in enumerate(words):
+            token = word if number == 0 else f" {word}"
+            logprobs: tuple[TokenLogprob, ...] = ()
+            if request.sampling.logprobs is not None:
+                top = ((number, token, -0.5), (99, "ö", float("-inf")))
+                logprobs = (TokenLogprob(number, token, -0.5, top[: request.sampling.logprobs]),)
+            yield TokenDelta(token, (number,), logprobs)
+        yield done(tuple(range(len(words))))
+
+    async def _failover(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        lost, new = ShardId("failover:6-11"), ShardId("failover:4-11")
+        yield TokenDelta("one", (1,))
+        yield ShardStatus(lost, "kitchen", "lost", "the connection ended")
+        yield ShardFailover(lost, (new,), position=6)
+        yield TokenDelta("", (2,))
+        yield TokenDelta(" two", (3,))
+        yield done((1, 2, 3), failovers=1)
+
+    async def _breaks(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        yield TokenDelta("one", (1,))
+        yield PipelineAborted("no replacement")
+        raise PipelineStalled("No progress for 30 s.", fix="Try again.")
+
+    async def _bug(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        raise ZeroDivisionError("secret detail")
+        yield
+
+    async def _late_bug(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        yield TokenDelta("one", (1,))
+        raise ZeroDivisionError("secret detail")
+
+    async def _unfinished(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        yield TokenDelta("one", (1,))
+
+    async def _busy(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        raise Busy("4 generations run already.", fix="Try again in a moment.")
+        yield
+
+    async def _no_route(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        raise NoRoute("Layers 8-11 are missing.", fix="Start a node that holds them.")
+        yield
+
+    async def _too_long(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        raise ContextTooLong("9000 tokens, the limit is 8192.", fix="Shorten the prompt.")
+        yield
+
+    async def _stuck(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        """Says one word, then nothing until `proceed`."""
+        self.started.set()
+        yield TokenDelta("one", (1,))
+        await self.proceed.wait()
+        yield TokenDelta(" two", (2,))
+        yield done((1, 2))
+
+    async def _silent(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        """Says nothing until `proceed`."""
+        self.started.set()
+        await self.proceed.wait()
+        yield TokenDelta("late", (1,))
+        yield done((1,))
+
+    async def _endless(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        while True:
+            yield TokenDelta(FILLER, (1,))
+            await asyncio.sleep(0)
+
+    async def _ugly(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        """What a terminal or a line splitter could trip over."""
+        yield TokenDelta("\x1b[31mred\x1b[0m\u2028next\x85\tß\n", (1,))
+        yield done((1,))
+
+
+class ScriptedView:
+    """A mesh of this node and one peer."""
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+        self.happened: list[dict[str, Any]] = []
+        self.news = asyncio.Event()
+        self.unwatched = asyncio.Event()
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "node": {
+                "id": "n" * 52,
+                "name": "here",
+                "software": "hearthnet/0",
+                "started_at": MOMENT.isoformat(),
+                "api": "http://127.0.0.1:8420",
+                "endpoint": "ws://127.0.0.1:8421",
+                "state_dir": "/state",
+                "enabled": True,
+            },
+            "peers": self.peers(),
+            "models": self.models(),
+            "shards": [{"shard_id": "echo:0-5", "model_id": "echo", "layers": "0-5"}],
+            "generations": [
+                {
+                    "id": "chatcmpl-1",
+                    "model": "echo",
+                    "route": [
+                        {
+                            "shard_id": "echo:0-5",
+                            "node": "attic",
+                            "layers": "0-5",
+                            "p50_ms": 1.0,
+                            "p95_ms": 2.0,
+                        }
+                    ],
+                    "failovers": 0,
+                }
+            ],
+            "reasons": ["device=cpu: no accelerator found"],
+            "warnings": ["disk is nearly full"],
+        }
+
+    def peers(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": "p" * 52,
+                "name": "attic\x1b[2J",
+                "address": "192.0.2.7:8421",
+                "state": "up",
+                "rtt_ms": 0.7,
+                "software": "hearthnet/0",
+                "shards": [{"shard_id": "echo:6-11", "model_id": "echo", "layers": "6-11"}],
+            }
+        ]
+
+    def models(self) -> list[dict[str, Any]]:
+        whole = {"total_layers": 12, "context": 2048, "nodes": ["attic", "here"], "local": False}
+        return [
+            {"id": "echo", "runnable": True, "missing": [], **whole},
+            {"id": "org/half", "runnable": False, "missing": ["8-11"], **whole},
+        ]
+
+    def readiness(self) -> list[str]:
+        return list(self.missing)
+
+    async def events(self, after: int | None) -> AsyncGenerator[dict[str, Any], None]:
+        position = len(self.happened) if after is None else after
+        try:
+            while True:
+                while position < len(self.happened):
+                    position += 1
+                    yield self.happened[position - 1]
+                await self.news.wait()
+                self.news.clear()
+        finally:
+            self.unwatched.set()
+
+    def metrics(self) -> bytes:
+        return b"# HELP hearthnet_test A test.\nhearthnet_test 1\n"
+
+    def happen(self, type_: str) -> None:
+        """Add an event."""
+        number = len(self.happened) + 1
+        self.happened.append({"id": number, "type": type_, "at": MOMENT.isoformat()})
+        self.news.set()

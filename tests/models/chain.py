@@ -1,0 +1,69 @@
+"""Run a checkpoint whole and in parts over one schedule, and keep the logits of every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from mesh.models.load import load_ends, load_span
+from mesh.models.manifest import Manifest
+from mesh.types import LayerRange
+
+CPU = torch.device("cpu")
+
+
+def prompt_chunks(rows: Sequence[int], vocab: int = 384) -> list[torch.Tensor]:
+    """Seeded prompt ids, cut into chunks of these many rows."""
+    ids = torch.randint(4, vocab, (1, sum(rows)), generator=torch.Generator().manual_seed(7))
+    return list(torch.split(ids, list(rows), dim=1))
+
+
+@torch.no_grad()
+def run_whole(
+    directory: Path, chunks: Sequence[torch.Tensor], decode: int
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Hugging Face alone: logits (1, rows, vocab) of each step, and the greedy ids it decoded."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    cache = DynamicCache(config=model.config.get_text_config())
+    steps = [model(chunk, past_key_values=cache).logits for chunk in chunks]
+    ids: list[int] = []
+    for _ in range(decode):
+        ids.append(int(steps[-1][0, -1].argmax()))
+        steps.append(model(torch.tensor([[ids[-1]]]), past_key_values=cache).logits)
+    return steps, ids
+
+
+@torch.no_grad()
+def run_parts(
+    manifest: Manifest, cuts: Sequence[int], chunks: Sequence[torch.Tensor], decode: int
+) -> tuple[list[torch.Tensor], list[int]]:
+    """The same from spans between `cuts` and the ends."""
+    ends = load_ends(manifest, dtype=torch.float32, device=CPU)
+    spans = [
+        load_span(manifest, LayerRange(start, stop), dtype=torch.float32, device=CPU)
+        for start, stop in pairwise(cuts)
+    ]
+    caches = [DynamicCache(config=span.config) for span in spans]
+    position = 0
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        nonlocal position
+        hidden = ends.embed(ids, position)
+        places = torch.arange(position, position + ids.shape[1]).unsqueeze(0)
+        for span, cache in zip(spans, caches, strict=True):
+            hidden = span.module(
+                inputs_embeds=hidden, position_ids=places, past_key_values=cache, use_cache=True
+            ).last_hidden_state
+        position += ids.shape[1]
+        return ends.logits(hidden)
+
+    steps = [step(chunk) for chunk in chunks]
+    ids: list[int] = []
+    for _ in range(decode):
+        ids.append(int(steps[-1][0, -1].argmax()))
+        steps.append(step(torch.tensor([[ids[-1]]])))
+    return steps, ids

@@ -1,0 +1,238 @@
+"""Spans and ends compute what the whole Hugging Face model computes, from their tensors alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma3Config
+
+from mesh.errors import BadCheckpoint
+from mesh.models.load import load_ends, load_span
+from mesh.models.manifest import read_manifest
+from mesh.types import LayerRange
+from tests.checkpoints import FAMILIES, WINDOW
+from tests.models.chain import CPU, prompt_chunks, run_parts, run_whole
+from tests.models.conftest import Checkpoint
+
+CHUNKS = (128, 72)
+DECODE = 16
+LAYERS = 8
+ALL_CUTS = ([0, 8], [0, 3, 8], [0, 1, 5, 8], [0, 2, 3, 6, 8])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chain_of_spans_equals_the_whole_model(checkpoint: Checkpoint, family: str) -> None:
+    directory = checkpoint(family, layers=LAYERS)
+    manifest = read_manifest(directory)
+    chunks = prompt_chunks(CHUNKS)
+    expected, expected_ids = run_whole(directory, chunks, DECODE)
+    assert len(set(expected_ids)) > 3, "the checkpoint generates too little to compare"
+    for cuts in ALL_CUTS:
+        logits, ids = run_parts(manifest, cuts, chunks, DECODE)
+        assert ids == expected_ids
+        for part, whole in zip(logits, expected, strict=True):
+            torch.testing.assert_close(part, whole, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
+def test_prompt_reaches_past_the_sliding_window(checkpoint: Checkpoint, family: str) -> None:
+    # Without the window, the comparison above would prove nothing about it.
+    directory = checkpoint(family, layers=LAYERS)
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    ids = prompt_chunks((WINDOW * 2,))[0]
+    windowed = model(ids).logits
+    config = json.loads((directory / "config.json").read_text())
+    config["sliding_window"] = 4096
+    config["layer_types"] = ["full_attention"] * LAYERS
+    wide = AutoModelForCausalLM.from_pretrained(
+        directory, config=type(model.config).from_dict(config)
+    ).eval()
+    assert not torch.allclose(wide(ids).logits[:, -1], windowed[:, -1], atol=1e-3)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_tied_and_untied_heads(checkpoint: Checkpoint, family: str, tied: bool) -> None:
+    directory = checkpoint(family, layers=3, tied=tied)
+    manifest = read_manifest(directory)
+    assert manifest.tied is tied
+    chunks = prompt_chunks((20,))
+    expected, ids = run_whole(directory, chunks, 4)
+    logits, got = run_parts(manifest, [0, 2, 3], chunks, 4)
+    assert got == ids
+    torch.testing.assert_close(logits[0], expected[0], atol=1e-4, rtol=0)
+
+
+def test_a_tied_head_shares_the_embedding_even_when_both_are_stored(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(checkpoint("qwen2", layers=3, tied=True), tmp_path / "twice")
+    weights = load_file(directory / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    manifest = read_manifest(directory)
+    ends = load_ends(manifest, dtype=torch.float32, device=CPU)
+    single = manifest.tensors["lm_head.weight"].nbytes
+    assert ends.bytes_read == manifest.ends_bytes - single
+    storages = {p.data_ptr() for p in ends.parameters() if p.dim() == 2}
+    assert len(storages) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+def test_sharded_checkpoint(checkpoint: Checkpoint, family: str) -> None:
+    directory = checkpoint(family, layers=4, sharded=True)
+    manifest = read_manifest(directory)
+    assert len({entry.file for entry in manifest.tensors.values()}) > 1
+    chunks = prompt_chunks((20,))
+    expected, ids = run_whole(directory, chunks, 4)
+    logits, got = run_parts(manifest, [0, 3, 4], chunks, 4)
+    assert got == ids
+    torch.testing.assert_close(logits[0], expected[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_span_reads_its_own_tensors_only(checkpoint: Checkpoint, family: str) -> None:
+    manifest = read_manifest(checkpoint(family, layers=LAYERS))
+    layers = LayerRange(2, 5)
+    span = load_span(manifest, layers, dtype=torch.float32, device=CPU)
+    assert span.bytes_read == sum(manifest.layer_bytes[2:5])
+    assert span.tensors_read == len(manifest.layer_tensors(layers))
+    held = sum(p.numel() * p.element_size() for p in span.module.parameters())
+    assert held == span.bytes_read
+    ends = load_ends(manifest, dtype=torch.float32, device=CPU)
+    assert ends.bytes_read == manifest.ends_bytes
+    total = sum(entry.nbytes for entry in manifest.tensors.values())
+    assert ends.bytes_read + sum(manifest.layer_bytes) == total
+
+
+def test_a_span_needs_no_other_layers_on_disk(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    directory = checkpoint("llama", layers=LAYERS)
+    manifest = read_manifest(directory)
+    expected = load_span(manifest, LayerRange(2, 4), dtype=torch.float32, device=CPU)
+    # Overwrite every byte that does not belong to layers 2 and 3.
+    damaged = shutil.copytree(directory, tmp_path / "damaged")
+    file = damaged / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    kept = {entry.name for entry in manifest.layer_tensors(LayerRange(2, 4))}
+    for name, entry in manifest.tensors.items():
+        if name not in kept:
+            content[entry.offset : entry.offset + entry.nbytes] = b"\xff" * entry.nbytes
+    file.write_bytes(content)
+    span = load_span(read_manifest(damaged), LayerRange(2, 4), dtype=torch.float32, device=CPU)
+    for mine, theirs in zip(span.module.parameters(), expected.module.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_weights_are_converted_and_rotary_frequencies_stay_fp32(checkpoint: Checkpoint) -> None:
+    manifest = read_manifest(checkpoint("llama", layers=3, dtype="bfloat16"))
+    assert manifest.dtype == "bfloat16"
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        span = load_span(manifest, LayerRange(0, 2), dtype=dtype, device=CPU)
+        assert {p.dtype for p in span.module.parameters()} == {dtype}
+        assert span.module.rotary_emb.inv_freq.dtype == torch.float32
+        assert not span.module.training
+        assert not any(p.requires_grad for p in span.module.parameters())
+        ends = load_ends(manifest, dtype=dtype, device=CPU)
+        hidden = ends.embed(torch.tensor([[5, 6]]), 0)
+        assert hidden.shape == (1, 2, ends.hidden_size)
+        assert hidden.dtype == dtype
+        assert ends.logits(hidden).shape == (1, 2, ends.vocab_size)
+
+
+def test_weights_in_their_own_dtype_are_not_copied(checkpoint: Checkpoint) -> None:
+    manifest = read_manifest(checkpoint("llama", layers=3))
+    loaded = [
+        load_span(manifest, LayerRange(0, 1), dtype=torch.float32, device=CPU) for _ in range(2)
+    ]
+    weight = loaded[0].module.layers[0].mlp.up_proj.weight
+    mapped = [
+        line
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if str(manifest.directory / "model.safetensors") in line
+    ]
+    spans = [tuple(int(part, 16) for part in line.split()[0].split("-")) for line in mapped]
+    assert any(low <= weight.data_ptr() < high for low, high in spans)
+
+
+def test_base_model_saved_without_its_prefix(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    # gpt2 on the hub: no `transformer.` before the names, and causal masks stored as buffers.
+    directory = checkpoint("gpt2", layers=3)
+    bare = shutil.copytree(directory, tmp_path / "bare")
+    weights = load_file(directory / "model.safetensors")
+    renamed = {name.removeprefix("transformer."): value for name, value in weights.items()}
+    renamed |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(3)}
+    save_file(renamed, bare / "model.safetensors", metadata={"format": "pt"})
+    chunks = prompt_chunks((20,))
+    expected, _ = run_whole(directory, chunks, 0)
+    logits, _ = run_parts(read_manifest(bare), [0, 1, 3], chunks, 0)
+    torch.testing.assert_close(logits[0], expected[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
+def test_text_half_of_a_multimodal_checkpoint(
+    checkpoint: Checkpoint, tmp_path: Path, layout: str
+) -> None:
+    directory = checkpoint("gemma3", layers=4)
+    text = json.loads((directory / "config.json").read_text())
+    whole = Gemma3Config(text_config=text, vision_config={"num_hidden_layers": 4}).to_dict()
+    whole["architectures"] = ["Gemma3ForConditionalGeneration"]
+    multimodal = tmp_path / "multimodal"
+    multimodal.mkdir()
+    (multimodal / "config.json").write_text(json.dumps(whole))
+    weights = {
+        name.replace("model.", layout, 1): value
+        for name, value in load_file(directory / "model.safetensors").items()
+    }
+    for layer in range(4):
+        weights[f"vision_tower.vision_model.encoder.layers.{layer}.w"] = torch.ones(500)
+    save_file(weights, multimodal / "model.safetensors", metadata={"format": "pt"})
+    manifest = read_manifest(multimodal)
+    assert manifest.layer_bytes == read_manifest(directory).layer_bytes
+    chunks = prompt_chunks((80,))
+    expected, _ = run_whole(directory, chunks, 0)
+    logits, _ = run_parts(manifest, [0, 1, 4], chunks, 0)
+    torch.testing.assert_close(logits[0], expected[0], atol=1e-4, rtol=0)
+
+
+def test_layers_beyond_the_model_are_refused(checkpoint: Checkpoint) -> None:
+    manifest = read_manifest(checkpoint("llama", layers=3))
+    with pytest.raises(BadCheckpoint, match="which has 3"):
+        load_span(manifest, LayerRange(2, 4), dtype=torch.float32, device=CPU)
+
+
+def test_missing_tensor_inside_a_layer_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    directory = shutil.copytree(checkpoint("llama", layers=3), tmp_path / "holed")
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    manifest = read_manifest(directory)
+    load_span(manifest, LayerRange(0, 1), dtype=torch.float32, device=CPU)
+    with pytest.raises(BadCheckpoint, match=r"lack tensor layers\.0\.mlp\.up_proj\.weight"):
+        load_span(manifest, LayerRange(1, 2), dtype=torch.float32, device=CPU)
+
+
+def test_missing_head_is_not_replaced_by_the_embedding(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(checkpoint("llama", layers=3, tied=False), tmp_path / "headless")
+    weights = load_file(directory / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadCheckpoint, match=r"lack tensor lm_head\.weight"):
+        load_ends(read_manifest(directory), dtype=torch.float32, device=CPU)
+
+
+def test_weights_of_another_shape_than_the_config_says(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(checkpoint("llama", layers=3), tmp_path / "other")
+    config = json.loads((directory / "config.json").read_text())
+    config["intermediate_size"] = 96
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadCheckpoint, match="size mismatch"):
+        load_span(read_manifest(directory), LayerRange(0, 1), dtype=torch.float32, device=CPU)

@@ -1,0 +1,67 @@
+"""What the shard tests run on: small random checkpoints, loaded once per family and layer range."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mesh.models.load import load_span
+from mesh.models.manifest import Manifest, read_manifest
+from mesh.shard.kv import SessionCache
+from mesh.shard.runtime import SpanRuntime, StepInput
+from mesh.types import LayerRange
+from tests.checkpoints import make_checkpoint
+
+torch.set_num_threads(1)
+
+CPU = torch.device("cpu")
+HIDDEN = 64
+_DIRECTORY = tempfile.TemporaryDirectory(prefix="hearthnet-shards-")
+
+
+@cache
+def checkpoint(family: str = "llama", layers: int = 4) -> Manifest:
+    """The manifest of a random fp32 checkpoint."""
+    directory = Path(_DIRECTORY.name) / f"{family}-{layers}"
+    return read_manifest(make_checkpoint(directory, family, layers=layers))
+
+
+def runtime(
+    family: str = "llama",
+    layers: LayerRange = LayerRange(0, 4),
+    *,
+    dtype: torch.dtype = torch.float32,
+    batch_invariant: bool = False,
+) -> SpanRuntime:
+    """A fresh runtime of some layers."""
+    loaded = load_span(checkpoint(family), layers, dtype=dtype, device=CPU)
+    return SpanRuntime(loaded, device=CPU, dtype=dtype, batch_invariant=batch_invariant)
+
+
+def of_module(module: Any) -> SpanRuntime:
+    """A runtime of a Hugging Face base model made by hand."""
+    layers = LayerRange(0, module.config.num_hidden_layers)
+    loaded: Any = SimpleNamespace(module=module, config=module.config, layers=layers)
+    return SpanRuntime(loaded, device=CPU, dtype=torch.float32)
+
+
+def rows(count: int, seed: int = 0) -> torch.Tensor:
+    """(1, count, HIDDEN) of noise."""
+    return torch.randn(1, count, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def step(
+    span: SpanRuntime, cache: SessionCache, position: int, hidden: torch.Tensor
+) -> torch.Tensor:
+    """One session's step, alone."""
+    return span.forward([StepInput(cache, position, hidden)])[0]
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest deviation, relative to the largest value expected."""
+    return float((found - expected).abs().max() / expected.abs().max())
