@@ -3,7 +3,8 @@
 MeshError
 ├─ ConfigError        BadValue  UnknownKey
 ├─ NotRunning  PortInUse  AlreadyRunning
-├─ IdentityError      KeyUnreadable  BadKey
+├─ IdentityError      KeyUnreadable  BadKey  UntrustedPeer  PairingRejected  TokenRejected
+│                     BadMembershipEvent
 ├─ WireError          BadFrame  FrameTooLarge  VersionMismatch  LinkLost  ConnectFailed
 │                     BadAdvertisement  PeerRefused
 ├─ RouteError         NoRoute (shard_unavailable)  WeightsMismatch  ExperimentalDisabled
@@ -11,6 +12,7 @@ MeshError
 │                     SessionGone
 ├─ GenerationError    BadRequest  ContextTooLong  PipelineStalled  Busy
 ├─ ApiError           Unauthorized  Forbidden  NotFound  MethodNotAllowed  BodyTooLarge
+│                     QuotaExceeded
 └─ InternalError      a child process failed in a way that nobody foresaw
 
 Each carries a stable `code`, an HTTP status, whether trying again may help, and `fix`: what the
@@ -106,6 +108,34 @@ class BadKey(IdentityError):
     """The key file holds something else than one Ed25519 private key."""
 
     code = "bad_key"
+
+
+class UntrustedPeer(IdentityError):
+    """The node at the other end did not prove that it is the member it should be."""
+
+    code = "untrusted_peer"
+    http_status = 403
+
+
+class PairingRejected(IdentityError):
+    """Pairing failed; `param` says at what: code, window, busy, protocol, timeout, refused."""
+
+    code = "pairing_rejected"
+    http_status = 403
+
+
+class TokenRejected(IdentityError):
+    """A capability token does not entitle its holder; `param` names the check that failed."""
+
+    code = "token_rejected"
+    http_status = 401
+
+
+class BadMembershipEvent(IdentityError):
+    """A membership event's payload has the wrong form; `param` names the field."""
+
+    code = "bad_membership_event"
+    http_status = 400
 
 
 class WireError(MeshError):
@@ -321,6 +351,14 @@ class BodyTooLarge(ApiError):
     http_status = 413
 
 
+class QuotaExceeded(ApiError):
+    """The API key's quota is used up for now; `param` names it."""
+
+    code = "quota_exceeded"
+    http_status = 429
+    retryable = True
+
+
 class InternalError(MeshError):
     """A bug, or a child process that died; details are in the log."""
 
@@ -356,5 +394,6 @@ _LEAVES: tuple[type[MeshError], ...] = (
     VersionMismatch, LinkLost, ConnectFailed, NoRoute, WeightsMismatch, ExperimentalDisabled,
     ModelNotFound, BadCheckpoint, BadRequest, CacheFull, SessionGone, DeviceFailed,
     ContextTooLong, PipelineStalled, Busy, Unauthorized, Forbidden, NotFound, MethodNotAllowed,
-    BodyTooLarge, InternalError,
+    BodyTooLarge, InternalError, UntrustedPeer, PairingRejected, TokenRejected, BadMembershipEvent,
+    QuotaExceeded,
 )  # fmt: skip

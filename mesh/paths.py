@@ -61,11 +61,6 @@ class StatePaths:
         """What a detached daemon prints."""
         return self.logs_dir / "daemon.log"
 
-    @property
-    def chat_history(self) -> Path:
-        """What was typed into `hearthnet chat` (0600)."""
-        return self.root / "chat_history"
-
     def create(self) -> StatePaths:
         """Make the directories, readable by their owner only; returns self. Raises OSError."""
         for directory in (self.root, self.logs_dir):

@@ -17,6 +17,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.initialization import no_init_weights
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3", "phi3", "olmo2", "gpt2",
@@ -98,7 +99,7 @@ def make_large_checkpoint(directory: Path, shape: str, dtype: str = "bfloat16") 
         )  # fmt: skip
     else:
         raise ValueError(f"no such shape: {shape!r}")
-    with transformers.initialization.no_init_weights():
+    with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     # One block of noise, repeated: as good for timing as fresh noise, and written much sooner.
     noise = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).to(model.dtype)
@@ -106,9 +107,9 @@ def make_large_checkpoint(directory: Path, shape: str, dtype: str = "bfloat16") 
         if parameter.dim() < 2:
             torch.nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
             continue
-        repeats = -(-parameter.numel() // noise.numel())
-        block = noise.repeat(repeats)[: parameter.numel()].view_as(parameter)
-        parameter.data.copy_(block / math.sqrt(parameter.shape[-1]))
+        scaled = noise / math.sqrt(parameter.shape[-1])
+        for part in parameter.data.view(-1).split(len(noise)):
+            part.copy_(scaled[: len(part)])
     model.tie_weights()
     model.save_pretrained(directory)
     make_tokenizer(384, sentencepiece=False).save_pretrained(directory)

@@ -13,10 +13,9 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from mesh.errors import ConfigError, InternalError, MeshError
+from mesh.errors import ConfigError, MeshError
 
 FAILURE = 1
-INTERRUPTED = 130
 EXIT_CODES_HELP = (
     "Exit codes: 0 ok, 1 failure, 2 usage, 3 no daemon runs, 4 not found, 5 no memory or no route,"
     " 6 refused, 130 interrupted."
@@ -73,7 +72,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(*(Text(name) for name in columns), box=None, pad_edge=False)
+        table = Table(*columns, box=None, pad_edge=False)
         for line in lines:
             table.add_row(*(Text(cell) for cell in line))
         Console().print(table)
@@ -91,11 +90,7 @@ def report(error: Exception, *, debug: bool = False) -> int:
         note(f"error: hearthnet failed: {one_line(error) or type(error).__name__}")
         note("fix:   This is a bug; run again with --debug and report what it prints.")
         return FAILURE
-    note(f"error: {one_line(error.message)}")
-    if error.param:
-        note(f"       ({error.code}, {one_line(error.param)})")
-    elif not isinstance(error, InternalError):
-        note(f"       ({error.code})")
+    note(f"error: {one_line(error.message)} [{error.code}]")
     if error.fix:
         note(f"fix:   {one_line(error.fix)}")
     return _USAGE if isinstance(error, ConfigError) else _EXIT_CODES.get(error.code, FAILURE)

@@ -127,8 +127,8 @@ def _cut(text: str) -> str:
 
 def _text(txt: Mapping[bytes, bytes | None], key: str, least: int = 1) -> str:
     raw = txt.get(key.encode()) or b""
-    text = raw.decode()  # UnicodeDecodeError is a ValueError
-    if not least <= len(text) or len(raw) > MAX_VALUE_BYTES or not text.isprintable():
+    text = raw.decode(errors="replace")
+    if not least <= len(raw) <= MAX_VALUE_BYTES or not text.isprintable() or "\ufffd" in text:
         raise ValueError(f"its entry {key!r} is missing, too long or not printable")
     return text
 

@@ -197,6 +197,8 @@ class Peering:
         )  # fmt: skip
 
     def _accept(self, link: Link) -> LinkHandler:
+        if self._stopping:
+            raise PeerRefused("This node is stopping.", fix="Try again once it runs.")
         if len(self._links.all()) >= MAX_LINKS:
             raise PeerRefused(f"This node already has {MAX_LINKS} links.", fix="Try again later.")
         end = ControlLink(self._on_advertise, self._on_closed, initiated=False)

@@ -6,22 +6,23 @@ Knows files and Ed25519. Knows nothing of certificates, links, hearths or trust.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import os
 import re
-import secrets
-import stat
 from pathlib import Path
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from mesh.errors import BadKey, KeyUnreadable
+from mesh.identity.private_files import read_private, write_draft
 from mesh.types import NodeId
 
 _PREFIX = "hn1"
 _NODE_ID = re.compile(r"hn1[a-z2-7]{52}")
 _MAX_KEY_BYTES = 4096  # a PKCS8 Ed25519 key in PEM has 119
+_RESTORE = "Restore it from a backup, or move it away: the next start makes a new identity."
 
 
 class NodeKey:
@@ -46,6 +47,17 @@ class NodeKey:
             serialization.PrivateFormat.PKCS8,
             serialization.NoEncryption(),
         )
+
+
+def parse_pem(pem: bytes) -> NodeKey:
+    """The key in `NodeKey.to_pem`'s form. Raises BadKey."""
+    try:
+        private = serialization.load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError) as error:
+        raise BadKey("This is not a private key.", fix=_RESTORE) from error
+    if not isinstance(private, Ed25519PrivateKey):
+        raise BadKey("This is not an Ed25519 key.", fix=_RESTORE)
+    return NodeKey(private)
 
 
 def node_id(public_bytes: bytes) -> NodeId:
@@ -74,13 +86,16 @@ def load_or_create(path: Path) -> NodeKey:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.path.lexists(path):
             _create(path)
-        pem = _read_private(path)
+        pem = read_private(path, _MAX_KEY_BYTES)
     except OSError as error:
         raise KeyUnreadable(
             f"The node key {path} cannot be used: {error.strerror or error}.",
             fix="Make the file and its directory readable and writable for this user only.",
         ) from error
-    return _parse(path, pem)
+    try:
+        return parse_pem(pem)
+    except BadKey as error:
+        raise BadKey(f"{path} does not hold a node key. {error.message}", fix=_RESTORE) from error
 
 
 def _create(path: Path) -> None:
@@ -88,54 +103,9 @@ def _create(path: Path) -> None:
 
     A crash leaves no half file, and of two daemons starting at once both end up with one key.
     """
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    draft = write_draft(path, NodeKey(Ed25519PrivateKey.generate()).to_pem())
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(NodeKey(Ed25519PrivateKey.generate()).to_pem())
-            file.flush()
-            os.fsync(file.fileno())
-        try:
+        with contextlib.suppress(FileExistsError):
             os.link(draft, path)
-        except FileExistsError:
-            return
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _read_private(path: Path) -> bytes:
-    """The file's bytes, after checking on the open descriptor who else could have read them."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise KeyUnreadable(f"{path} is not a regular file.", fix="Remove what lies there.")
-        if os.name == "posix":
-            if status.st_uid != os.geteuid():
-                raise KeyUnreadable(
-                    f"The node key {path} belongs to user id {status.st_uid}, not to this user.",
-                    fix="Use another state directory, or change the file's owner.",
-                )
-            if status.st_mode & 0o077:
-                raise KeyUnreadable(
-                    f"The node key {path} is open to others (mode {status.st_mode & 0o777:04o}).",
-                    fix=f"If nobody has copied it, run: chmod 600 {path}",
-                )
-        return file.read(_MAX_KEY_BYTES + 1)
-
-
-def _parse(path: Path, pem: bytes) -> NodeKey:
-    try:
-        private = serialization.load_pem_private_key(pem, password=None)
-    except (ValueError, TypeError) as error:
-        raise _bad_key(path) from error
-    if not isinstance(private, Ed25519PrivateKey):
-        raise _bad_key(path)
-    return NodeKey(private)
-
-
-def _bad_key(path: Path) -> BadKey:
-    return BadKey(
-        f"{path} does not hold an Ed25519 private key.",
-        fix="Restore it from a backup, or move it away: the next start makes a new identity.",
-    )

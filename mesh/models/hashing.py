@@ -117,9 +117,9 @@ def _cache_file(cache_dir: Path, files: list[list[Any]]) -> Path:
 
 def _recall(cache_dir: Path, files: list[list[Any]]) -> dict[str, str] | None:
     content = read_json(_cache_file(cache_dir, files))
-    if content is None or content.get("version") != _CACHE_VERSION or content["files"] != files:
+    if content is None or (content.get("version"), content.get("files")) != (_CACHE_VERSION, files):
         return None
-    digests: dict[str, str] = content["tensors"]
+    digests: dict[str, str] | None = content.get("tensors")
     return digests
 
 

@@ -105,7 +105,10 @@ def read_manifest(
     tensors = _read_headers(directory)
     prefix, total_layers = _find_layers(directory, list(tensors), text)
     tensors, bytes_hashed = hash_tensors(tensors, cache_dir=cache_dir)
-    embedding = _largest_end(directory, tensors, prefix)
+
+    def embedding() -> TensorEntry:
+        return _largest_end(directory, tensors, prefix)
+
     return Manifest(
         model_id=model_id or ModelId(directory.resolve().name),
         directory=directory,
@@ -113,8 +116,8 @@ def read_manifest(
         architecture=str((config.get("architectures") or [config.get("model_type", "")])[0]),
         model_type=str(text.get("model_type", config.get("model_type", ""))),
         total_layers=total_layers,
-        hidden_size=_number(text, "hidden_size", "n_embd", "d_model") or embedding.shape[1],
-        vocab_size=_number(text, "vocab_size") or embedding.shape[0],
+        hidden_size=_number(text, "hidden_size", "n_embd", "d_model") or embedding().shape[1],
+        vocab_size=_number(text, "vocab_size") or embedding().shape[0],
         max_positions=_number(text, "max_position_embeddings", "n_positions", "n_ctx"),
         dtype=_main_dtype(tensors),
         tensors=tensors,

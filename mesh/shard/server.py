@@ -141,7 +141,7 @@ class ShardServer:
 
         The last answered step is answered again from memory; one that is under way is not started
         twice. Raises SessionGone, BadRequest, ContextTooLong or Busy for a step that is refused;
-        the session is then as before. A parked session takes a stream again.
+        the session is then as before.
         """
         if session.closed:
             raise gone()
@@ -150,9 +150,6 @@ class ShardServer:
         if self._is_repeated(session, step, reply):
             return
         session.check(step, self._hidden_size)
-        if session.parked:
-            self._take_stream_again(session)
-        session.park_when_idle = False
         session.waiting.append((step, reply))
         session.last_step = step.step
         session.end = step.position + step.tensor.shape[1]
@@ -188,13 +185,24 @@ class ShardServer:
         session.lease = loop.call_later(self.settings.park_lease_s, self._abandon, session, gone())
         self._residence.changed()
 
-    def resume(self, session: Session) -> None:
-        """Take a stream for a parked session. Raises SessionGone, or Busy when none is free."""
-        if session.closed:
+    def resume(self, session: Session, max_tokens: int) -> None:
+        """Take a stream for a parked session, with room for `max_tokens` positions in all.
+
+        Raises SessionGone, Busy, CacheFull, or BadRequest (not parked, no tokens); the session is
+        then as before.
+        """
+        if session.closed or session.place is None:
             raise gone()
-        session.park_when_idle = False
-        if session.parked:
-            self._take_stream_again(session)
+        if not session.parked or max_tokens < 1:
+            raise BadRequest("Only a parked session is resumed.", fix="Park it first.")
+        for evicted in self._sessions.resume(session, max_tokens):
+            self._abandon(evicted, gone())
+        session.place.cache.max_tokens = max_tokens
+        self._queue.sessions += 1
+        if session.lease is not None:
+            session.lease.cancel()
+            session.lease = None
+        self._residence.changed()
 
     def close(self, session: Session) -> None:
         """Free the session, right after the step that is being computed if there is one."""
@@ -287,14 +295,6 @@ class ShardServer:
                 fix="Use a shard that covers these layers.",
             )
         return layers
-
-    def _take_stream_again(self, session: Session) -> None:
-        self._sessions.resume(session)
-        self._queue.sessions += 1
-        if session.lease is not None:
-            session.lease.cancel()
-            session.lease = None
-        self._residence.changed()
 
     def _abandon(self, session: Session, error: MeshError) -> None:
         waiting = [*session.waiting]

@@ -123,7 +123,7 @@ class LinkSessions:
                 server.park(session)
             case Resume():
                 server, session = self._find(message.session)
-                server.resume(session)
+                server.resume(session, message.max_tokens)
                 self._send(Opened(session.number, session.max_tokens))
             case Failure():
                 logger.warning("peer=%s reports %s", self._link.peer.node_name, message.error)

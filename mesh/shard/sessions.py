@@ -63,6 +63,8 @@ class Session:
 
     def check(self, step: Step, hidden_size: int) -> None:
         """Raise BadRequest, ContextTooLong or Busy when `step` cannot follow what was accepted."""
+        if self.parked or self.park_when_idle:
+            raise BadRequest("The session is parked.", fix="Resume it before sending steps.")
         if self.last_step is not None and step.step <= self.last_step:
             raise BadRequest(
                 f"Step {step.step} comes after step {self.last_step}.",
@@ -151,22 +153,7 @@ class SessionTable:
 
         Raises Busy when no stream is free, CacheFull when it does not fit beside the active ones.
         """
-        self._need_stream()
-        budget = self._settings.kv_tokens
-        held = sum(active.max_tokens for active in self._active)
-        if held + session.max_tokens > budget:
-            raise CacheFull(
-                f"The shard caches {budget} positions, {held} are taken; {session.max_tokens} do"
-                " not fit.",
-                fix="Ask for fewer max_tokens, or use another shard.",
-            )
-        evicted = []
-        held += sum(parked.max_tokens for parked in self._parked)
-        for parked in self._parked:
-            if held + session.max_tokens <= budget:
-                break
-            evicted.append(parked)
-            held -= parked.max_tokens
+        evicted = self._make_room(session, session.max_tokens)
         self._active.add(session)
         return evicted
 
@@ -176,25 +163,42 @@ class SessionTable:
         self._parked[session] = None
         session.parked = True
 
-    def resume(self, session: Session) -> None:
-        """Take a stream again. Raises Busy when none is free."""
-        self._need_stream()
+    def resume(self, session: Session, max_tokens: int) -> list[Session]:
+        """Take a stream again, with room for `max_tokens`. Returns and raises as `admit` does."""
+        evicted = self._make_room(session, max_tokens)
         self._parked.pop(session, None)
         self._active.add(session)
         session.parked = False
+        session.max_tokens = max_tokens
+        return evicted
 
     def remove(self, session: Session) -> None:
         """Forget the session and what it held."""
         self._active.discard(session)
         self._parked.pop(session, None)
 
-    def _need_stream(self) -> None:
-        limit = self._settings.max_concurrent_streams
+    def _make_room(self, session: Session, max_tokens: int) -> list[Session]:
+        limit, budget = self._settings.max_concurrent_streams, self._settings.kv_tokens
         if len(self._active) >= limit:
             raise Busy(
                 f"The shard serves {limit} streams at a time and all are taken.",
                 fix="Use another shard, or try again when a stream has ended.",
             )
+        held = sum(active.max_tokens for active in self._active)
+        if held + max_tokens > budget:
+            raise CacheFull(
+                f"The shard caches {budget} positions, {held} are taken; {max_tokens} do not fit.",
+                fix="Ask for fewer max_tokens, or use another shard.",
+            )
+        others = [parked for parked in self._parked if parked is not session]
+        held += sum(parked.max_tokens for parked in others)
+        evicted = []
+        for parked in others:
+            if held + max_tokens <= budget:
+                break
+            evicted.append(parked)
+            held -= parked.max_tokens
+        return evicted
 
 
 def gone() -> SessionGone:

@@ -1,7 +1,8 @@
 """Bounded zstd. Knows nothing of frames.
 
-Tensors are not compressed on send: fp16 activations of a trained model shrink to SEE_BELOW of their
-size at 1/NN of the copy speed, which loses on any link faster than a slow Wi-Fi.
+Tensors are never compressed on send: fp16 hidden states of a trained model (the built-in one, 512
+rows, levels 1 and 3) keep 0.92 of their size for a millisecond or two per megabyte, which pays on
+no LAN. Control bodies are text, and shrink. On receive both are understood.
 """
 
 from __future__ import annotations

@@ -127,13 +127,8 @@ class LinkServer:
         self._doors: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self.limits = limits
-
-    @property
-    def port(self) -> int:
+        self.port = 0
         """The port of the first listening socket."""
-        assert self._listener is not None  # noqa: S101 - `serve` hands out listening ones only
-        port: int = self._listener.sockets[0].getsockname()[1]
-        return port
 
     @property
     def links(self) -> tuple[WebSocketLink, ...]:
@@ -168,6 +163,7 @@ class LinkServer:
     def listen_on(self, listener: asyncio.Server) -> None:
         """Own the listener from now on."""
         self._listener = listener
+        self.port = listener.sockets[0].getsockname()[1]
 
     def door(self) -> _Door:
         """The protocol of a new TCP connection."""

@@ -148,9 +148,9 @@ async def _measure(ports: list[int], samples: int) -> dict[str, dict[str, float]
 def _summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
     summary: dict[str, float] = {}
     for kind, pairs in times.items():
-        summary[f"{kind} out us"] = _quartile([there for there, _ in pairs])
-        summary[f"{kind} back us"] = _quartile([home for _, home in pairs])
-        summary[f"{kind} round trip us"] = _quartile([there + home for there, home in pairs])
+        summary[f"{kind} out us"] = out = _quartile([there for there, _ in pairs])
+        summary[f"{kind} back us"] = back = _quartile([home for _, home in pairs])
+        summary[f"{kind} round trip us"] = out + back
     ours, theirs = (summary[f"{kind} round trip us"] for kind in times)
     return {**summary, "ratio": ours / theirs}
 

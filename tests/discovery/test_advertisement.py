@@ -8,7 +8,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.discovery.advertisement import (
@@ -20,6 +20,7 @@ from mesh.discovery.advertisement import (
     encode,
 )
 from mesh.errors import BadAdvertisement
+from mesh.identity.keys import node_id
 from mesh.types import (
     Endpoint,
     LayerRange,
@@ -29,9 +30,9 @@ from mesh.types import (
     ShardHealth,
     shard_id,
 )
-from tests.discovery.network import advertised, new_id
+from tests.discovery.network import advertised
 
-HOST = new_id()
+HOST, OTHER = node_id(b"host"), node_id(b"other")
 texts = st.text(
     st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=40
 )
@@ -68,6 +69,7 @@ def advertisements(draw: st.DrawFn) -> Advertisement:
     return Advertisement(descriptor, health)
 
 
+@settings(deadline=None)
 @given(advertisements())
 def test_round_trip_over_json_and_msgpack(advertisement: Advertisement) -> None:
     data = encode(advertisement)
@@ -119,7 +121,7 @@ def test_bad_health_is_refused_by_name(key: str, bad: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "bad"),
     [
-        ("host", new_id()),
+        ("host", OTHER),
         ("shard_id", "tiny:0-8"),
         ("layers", "7-0"),
         ("layers", "0-7777777"),
@@ -160,6 +162,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from([*FIELDS, "health"]), JSON), st.booleans())
 def test_arbitrary_values_are_either_read_or_refused(changes: dict[str, Any], whole: bool) -> None:
     data = changes if whole else {**encode(advertised(HOST)), **changes}

@@ -44,8 +44,8 @@ def test_every_real_interface_is_used_and_every_other_has_a_reason() -> None:
     "name",
     [
         "docker0", "docker_gwbridge", "br-1a2b3c4d5e6f", "veth12ab", "cni0", "virbr0", "tun0",
-        "tap3", "wg0", "tailscale0", "utun4", "awdl0", "llw0", "ztabcdef12", "vmnet8", "podman0", "lxdbr0",
-        "ppp0", "flannel.1", "cali12345",
+        "tap3", "wg0", "tailscale0", "utun4", "awdl0", "llw0", "ztabcdef12", "vmnet8", "podman0",
+        "lxdbr0", "ppp0", "flannel.1", "cali12345",
     ],
 )  # fmt: skip
 def test_virtual_interfaces_are_skipped(name: str) -> None:

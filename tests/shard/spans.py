@@ -21,6 +21,7 @@ torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
 HIDDEN = 64
+WHOLE = LayerRange(0, 4)
 _DIRECTORY = tempfile.TemporaryDirectory(prefix="hearthnet-shards-")
 
 
@@ -33,7 +34,7 @@ def checkpoint(family: str = "llama", layers: int = 4) -> Manifest:
 
 def runtime(
     family: str = "llama",
-    layers: LayerRange = LayerRange(0, 4),
+    layers: LayerRange = WHOLE,
     *,
     dtype: torch.dtype = torch.float32,
     batch_invariant: bool = False,

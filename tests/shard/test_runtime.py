@@ -10,7 +10,16 @@ from mesh.models.load import load_span
 from mesh.shard.runtime import StepInput
 from mesh.types import LayerRange
 from tests.checkpoints import FAMILIES, WINDOW
-from tests.shard.spans import CPU, HIDDEN, checkpoint, of_module, relative_error, rows, runtime, step
+from tests.shard.spans import (
+    CPU,
+    HIDDEN,
+    checkpoint,
+    of_module,
+    relative_error,
+    rows,
+    runtime,
+    step,
+)
 
 UNBATCHED = ("minicpm3",)
 """Families whose code touches the keys between cache and attention."""
@@ -31,7 +40,9 @@ def whole_model(family: str, hidden: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_spans_with_chunks_decode_and_rollback_give_what_hugging_face_gives(family: str) -> None:
+def test_two_spans_with_chunks_decode_and_rollback_give_what_hugging_face_gives(
+    family: str,
+) -> None:
     spans = [runtime(family, LayerRange(0, 1)), runtime(family, LayerRange(1, 4))]
     hidden = rows(WINDOW + 40)
     expected = whole_model(family, hidden)
@@ -52,8 +63,7 @@ def test_a_row_in_a_ragged_batch_equals_the_row_alone(family: str) -> None:
     span = runtime(family)
     assert span.batched == (family not in UNBATCHED)
     lengths = (3, WINDOW + 20, 17, WINDOW - 1)
-    alone, together = [], []
-    inputs = []
+    alone, inputs = [], []
     for i, length in enumerate(lengths):
         first, last = rows(length, seed=i), rows(1, seed=100 + i)
         cache = span.new_cache(256)
@@ -68,9 +78,7 @@ def test_a_row_in_a_ragged_batch_equals_the_row_alone(family: str) -> None:
 def test_a_batch_mixes_chunks_and_single_rows() -> None:
     span = runtime()
     expected = [step(span, span.new_cache(64), 0, rows(n, seed=n)) for n in (1, 5, 1)]
-    found = span.forward(
-        [StepInput(span.new_cache(64), 0, rows(n, seed=n)) for n in (1, 5, 1)]
-    )
+    found = span.forward([StepInput(span.new_cache(64), 0, rows(n, seed=n)) for n in (1, 5, 1)])
     for one, batched in zip(expected, found, strict=True):
         assert relative_error(batched, one) < 1e-5
 
@@ -142,8 +150,6 @@ def test_what_our_attention_cannot_express_runs_stock_and_is_still_right(kind: s
     norm = next(n for n, _ in reversed(list(module.named_children())) if "norm" in n or n == "ln_f")
     setattr(module, norm, torch.nn.Identity())
     hidden = rows(40)
-    if kind == "alibi":
-        hidden = module.word_embeddings_layernorm(hidden)
     if kind == "dynamic rope":
         # Its frequencies depend on how far the sequence had come at each step.
         cache = transformers.DynamicCache(config=module.config)
@@ -159,8 +165,6 @@ def test_what_our_attention_cannot_express_runs_stock_and_is_still_right(kind: s
         expected = module(
             inputs_embeds=hidden, position_ids=torch.arange(40)[None], use_cache=False
         ).last_hidden_state[:, :31]
-    if kind == "alibi":
-        hidden, expected = rows(40), expected
     span = of_module(module)
     assert not span.batched
     cache, other = span.new_cache(64), span.new_cache(64)

@@ -1,0 +1,157 @@
+"""A daemon of its own on this machine, for the demo, the benchmarks and the end-to-end tests.
+
+Started through the same command that people use, with its own state directory, on free ports of
+the loopback interface. It never outlives the ``with`` block that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from mesh.errors import InternalError, NotRunning
+from mesh.paths import StatePaths
+from mesh.runtime import DaemonRecord, read_daemon
+
+START_LIMIT_S = 120.0
+STOP_LIMIT_S = 15.0
+_POLL_S = 0.05
+
+
+@dataclass
+class LocalNode:
+    """One daemon process. `flags` go to ``hearthnet up`` as they are."""
+
+    name: str
+    state_dir: Path
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    _record: DaemonRecord | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the process; `wait_up` and `wait_ready` tell when it answers."""
+        paths = StatePaths(self.state_dir).create()
+        arguments = [
+            "--name", self.name, "--state-dir", str(self.state_dir), "--port", "0",
+            "--api-port", "0", "--interface", "127.0.0.1", *self.flags,
+        ]  # fmt: skip
+        with paths.daemon_log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mesh.cli.main", "up", *arguments],
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def stop(self) -> None:
+        """Ask it to end, then make it end."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_LIMIT_S)
+
+    def kill(self) -> None:
+        """What pulling the plug does: SIGKILL, no goodbye."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(STOP_LIMIT_S)
+            self.process = None
+
+    def freeze(self) -> None:
+        """SIGSTOP to the daemon and everything it started: nothing answers, nothing closes."""
+        self._signal_all(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """The opposite of `freeze`."""
+        self._signal_all(signal.SIGCONT)
+
+    @property
+    def record(self) -> DaemonRecord:
+        """Where it answers. Raises NotRunning before `wait_up`."""
+        if self._record is None:
+            raise NotRunning(f"{self.name} has not started.", fix="Wait for it.")
+        return self._record
+
+    @property
+    def url(self) -> str:
+        """The HTTP API's base URL."""
+        return self.record.api_url
+
+    @property
+    def log(self) -> str:
+        """Everything it printed."""
+        return StatePaths(self.state_dir).daemon_log.read_text(errors="replace")
+
+    def wait_up(self, limit_s: float = START_LIMIT_S) -> DaemonRecord:
+        """Until its API answers. Raises InternalError with its last words when it ends instead."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            record = read_daemon(StatePaths(self.state_dir).runtime_file)
+            if record is not None:
+                self._record = record
+                return record
+            if self.process is None or self.process.poll() is not None:
+                break
+            time.sleep(_POLL_S)
+        raise InternalError(f"{self.name} did not start:\n{self.log[-2000:]}", fix="Read its log.")
+
+    def wait_ready(self, limit_s: float = START_LIMIT_S) -> None:
+        """Until ``/readyz`` says yes. Raises InternalError with what is missing."""
+        self.wait_up(limit_s)
+        deadline = time.monotonic() + limit_s
+        missing: Any = "nothing answered"
+        while time.monotonic() < deadline:
+            response = httpx.get(f"{self.url}/readyz", timeout=10.0, trust_env=False)
+            if response.status_code == 200:
+                return
+            missing = response.json().get("missing")
+            time.sleep(_POLL_S)
+        raise InternalError(f"{self.name} is not ready: {missing}.", fix="Read its log.")
+
+    def get(self, path: str) -> Any:
+        """JSON from its API."""
+        response = httpx.get(f"{self.url}{path}", timeout=30.0, trust_env=False)
+        response.raise_for_status()
+        return response.json()
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """POST JSON to its API."""
+        return httpx.post(f"{self.url}{path}", json=body, timeout=120.0, trust_env=False)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        import psutil
+
+        if self.process is None:
+            return
+        daemon = psutil.Process(self.process.pid)
+        for process in [daemon, *daemon.children(recursive=True)]:
+            process.send_signal(number)

@@ -1,0 +1,93 @@
+"""The `hearthnet` command: registers the verbs and turns what they raise into exit codes.
+
+Imports nothing heavy: `--help` must stay quick, so every verb imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated, NoReturn
+
+import typer
+
+from mesh import __version__
+from mesh.cli import chat, config, down, models, peers, run, status, up
+from mesh.cli.options import ask, locate_daemon
+from mesh.cli.output import EXIT_CODES_HELP, report, say
+from mesh.errors import NotRunning
+
+_QUICKSTART = """\
+No hearthnet daemon runs here.
+  hearthnet up --detach       start a node that holds the built-in model
+  hearthnet chat              talk to it"""
+
+
+@dataclass
+class _Flags:
+    debug: bool = False
+
+
+app = typer.Typer(
+    name="hearthnet",
+    help="Run one language model over the machines of a household.",
+    epilog=EXIT_CODES_HELP,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+app.command()(up.up)
+app.command()(down.down)
+app.command()(status.status)
+app.command()(chat.chat)
+app.command()(run.run)
+app.command()(peers.peers)
+app.command()(models.models)
+app.add_typer(config.app, name="config")
+
+
+@app.command()
+def demo() -> None:
+    """Show three nodes finding each other and answering together."""
+    from mesh.cli import demo as story
+
+    raise typer.Exit(story.main())
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(f"hearthnet {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def hearthnet(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Run one language model over the machines of a household."""
+    context.obj.debug = debug
+    if context.invoked_subcommand is None:
+        try:
+            status.show(ask(locate_daemon(None, None, None), lambda client: client.status()))
+        except NotRunning:
+            say(_QUICKSTART)
+
+
+def main() -> NoReturn:
+    """The command's entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    flags = _Flags()
+    try:
+        app(obj=flags)
+    except Exception as error:  # noqa: BLE001 - the outermost edge: everything becomes an exit code
+        sys.exit(report(error, debug=flags.debug))
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

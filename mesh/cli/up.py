@@ -1,0 +1,154 @@
+"""`hearthnet up`: runs a node here, or leaves one running behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mesh.cli.options import ConfigFile, StateDir
+from mesh.cli.output import note, say
+from mesh.errors import NotRunning
+
+if TYPE_CHECKING:
+    from mesh.config import Config
+    from mesh.paths import StatePaths
+    from mesh.runtime import DaemonRecord
+
+_MAX_LOG_BYTES = 16 << 20
+_START_LIMIT_S = 180.0
+_POLL_S = 0.1
+_QUIET = ("uvicorn", "websockets", "zeroconf", "asyncio")
+
+Repeated = list[str] | None
+
+
+def up(  # noqa: PLR0913 - flags
+    *,
+    model: Annotated[
+        Repeated, typer.Option(metavar="PATH[=ID]", help="A model to hold, or builtin. Repeatable.")
+    ] = None,
+    layers: Annotated[
+        Repeated, typer.Option(metavar="LO-HI|none", help="Layers to hold; one, or one per model.")
+    ] = None,
+    state_dir: StateDir = None,
+    name: Annotated[str | None, typer.Option(help="What people call this node.")] = None,
+    port: Annotated[int | None, typer.Option(metavar="N", help="Port for other nodes.")] = None,
+    api_port: Annotated[int | None, typer.Option(metavar="N", help="Port of the HTTP API.")] = None,
+    api_host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address of the HTTP API.")
+    ] = None,
+    peer: Annotated[
+        Repeated, typer.Option(metavar="HOST:PORT", help="A node to connect to. Repeatable.")
+    ] = None,
+    interface: Annotated[
+        Repeated, typer.Option(metavar="NAME|ADDRESS", help="An interface to use. Repeatable.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = None,
+    threads: Annotated[str | None, typer.Option(metavar="N", help="CPU threads, or auto.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    config: ConfigFile = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Leave it running and return.")] = False,
+) -> None:
+    """Start a node: hold layers, answer the API, find the others.
+
+    Every flag is also a HEARTHNET_... variable and a key of the TOML file; see `config show`.
+    """
+    from mesh.config import load_config
+    from mesh.paths import StatePaths
+
+    flags = {
+        "model": model, "layers": layers, "state_dir": state_dir, "name": name, "port": port,
+        "api_port": api_port, "api_host": api_host, "peer": peer, "interface": interface,
+        "dtype": dtype, "device": device, "threads": threads, "log_level": log_level,
+    }  # fmt: skip
+    loaded = load_config(flags, file=config).config
+    paths = StatePaths(loaded.state_dir).create()
+    ready = with_api_key(loaded, paths)
+    if detach:
+        announce(_detached(_arguments(flags, config), paths))
+        return
+    _log_to_stderr(ready.log_level)
+    from mesh.node import run
+
+    run(ready, on_ready=announce)
+
+
+def with_api_key(config: Config, paths: StatePaths) -> Config:
+    """`config` with a key when others can reach the API: the stored one, or a new one, printed."""
+    if config.api_is_loopback or config.api_key is not None:
+        return config
+    if paths.api_key.exists():
+        return config.model_copy(update={"api_key": paths.api_key.read_text("ascii").strip()})
+    key = secrets.token_hex(24)
+    descriptor = os.open(paths.api_key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(key + "\n")
+    note(f"API key (shown once, kept in {paths.api_key}): {key}")
+    return config.model_copy(update={"api_key": key})
+
+
+def announce(record: DaemonRecord) -> None:
+    """Say where the daemon answers, ready to copy."""
+    say(f"hearthnet is up: API {record.api_url}, nodes on port {record.port}, pid {record.pid}")
+    say(f"export OPENAI_BASE_URL={record.api_url}/v1 OPENAI_API_KEY={record.api_key or 'unused'}")
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s %(message)s"
+    )
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _arguments(flags: dict[str, Any], config: Path | None) -> list[str]:
+    arguments: list[str] = []
+    for key, value in {**flags, "config": config}.items():
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None:
+                arguments += [f"--{key.replace('_', '-')}", str(each)]
+    return arguments
+
+
+def _detached(arguments: list[str], paths: StatePaths) -> DaemonRecord:
+    """Start the daemon in a session of its own; its record once it answers."""
+    from mesh.runtime import read_daemon
+
+    log = paths.daemon_log
+    if log.exists() and log.stat().st_size > _MAX_LOG_BYTES:
+        log.replace(log.with_suffix(".log.1"))
+    with log.open("ab") as output:
+        begin = output.tell()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mesh.cli.main", "up", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + _START_LIMIT_S
+    while time.monotonic() < deadline:
+        record = read_daemon(paths.runtime_file)
+        if record is not None and record.pid == process.pid:
+            return record
+        try:
+            code = process.wait(_POLL_S)
+        except subprocess.TimeoutExpired:
+            continue
+        with log.open("rb") as output:
+            output.seek(begin)
+            note(output.read().decode(errors="replace"), end="")
+        raise typer.Exit(code or 1)
+    process.terminate()
+    raise NotRunning(
+        f"The daemon did not answer within {_START_LIMIT_S:.0f} s.", fix=f"Read {log}."
+    )

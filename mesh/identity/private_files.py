@@ -1,0 +1,68 @@
+"""Small files that only this user may read: written whole or not at all, checked before reading.
+
+Knows permissions and atomic replacement. Knows nothing of what the files hold.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from mesh.errors import KeyUnreadable
+
+
+def read_private(path: Path, limit: int) -> bytes:
+    """At most `limit` bytes of the file, after checking who else could have read them.
+
+    The check is on the open descriptor, so nothing can be swapped in between. Raises KeyUnreadable
+    when the file is not a regular one, not ours, or open to others; OSError when it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise KeyUnreadable(f"{path} is not a regular file.", fix="Remove what lies there.")
+        if os.name == "posix":
+            if status.st_uid != os.geteuid():
+                raise KeyUnreadable(
+                    f"{path} belongs to user id {status.st_uid}, not to this user.",
+                    fix="Use another state directory, or change the file's owner.",
+                )
+            if status.st_mode & 0o077:
+                raise KeyUnreadable(
+                    f"{path} is open to others (mode {status.st_mode & 0o777:04o}).",
+                    fix=f"If nobody has copied it, run: chmod 600 {path}",
+                )
+        return file.read(limit)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Put `data` in the place of the file, 0600; a crash leaves the old one. Raises OSError."""
+    draft = write_draft(path, data)
+    try:
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    if os.name == "posix":  # the new name survives a power cut only once its directory is synced
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_draft(path: Path, data: bytes) -> Path:
+    """A new 0600 file with `data` beside `path`, on the disk; the caller moves or removes it."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    return draft

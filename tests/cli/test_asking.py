@@ -1,0 +1,215 @@
+"""`hearthnet run` and `hearthnet chat`, piped and on a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.api.conftest import Served
+from tests.cli.conftest import COMMAND, Run
+
+
+async def test_answer_is_alone_on_stdout(hearthnet: Run, daemon: Served) -> None:
+    finished = await hearthnet("run", "echo", "hello big world")
+    assert (finished.code, finished.out) == (0, "hello big world\n")
+    assert "attic 0-5 -> kitchen 6-11" in finished.err
+    assert "5 prompt tokens (2 cached) · 3 tokens · first token 12 ms" in finished.err
+    request = daemon.generations.requests[0]
+    assert request.sampling.temperature == 0
+
+
+async def test_piped_input_is_added_and_flags_arrive(hearthnet: Run, daemon: Served) -> None:
+    finished = await hearthnet(
+        "run", "echo", "sum up:", "--system", "be brief", "--temperature", "0.5", "--seed", "3",
+        "--max-tokens", "7", "--ignore-eos", "--wire-dtype", "fp32", stdin="some text\n",
+    )  # fmt: skip
+    assert finished.out == "sum up:\n\nsome text\n"
+    request = daemon.generations.requests[0]
+    assert request.messages == (
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "sum up:\n\nsome text"},
+    )
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.seed, sampling.max_tokens) == (0.5, 3, 7)
+    assert (sampling.ignore_eos, request.wire_dtype) == (True, "fp32")
+    assert (await hearthnet("run", "echo", stdin="only this")).out == "only this\n"
+
+
+async def test_raw_prompt_and_json(hearthnet: Run, daemon: Served) -> None:
+    finished = await hearthnet("run", "echo", "Once upon", "--raw", "--json")
+    answer = json.loads(finished.out)
+    assert (answer["text"], answer["finish_reason"]) == ("Once upon", "stop")
+    assert answer["hearthnet"]["token_ids"] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == 2
+    assert daemon.generations.requests[0].prompt == "Once upon"
+
+
+async def test_failover_is_told_on_stderr(hearthnet: Run, daemon: Served) -> None:
+    finished = await hearthnet("run", "failover", "x")
+    assert finished.out == "one two\n"
+    assert "[failover:6-11 was replaced by failover:4-11]" in finished.err
+    assert "1 failover(s)" in finished.err
+
+
+async def test_control_characters_of_a_model_are_stripped(hearthnet: Run, daemon: Served) -> None:
+    finished = await hearthnet("run", "ugly", "x")
+    assert finished.out == "[31mred[0m\u2028next\tß\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["nobody", "x"], 4, "[model_not_found]"),
+        (["no-route", "x"], 5, "[shard_unavailable]"),
+        (["busy", "x"], 1, "[busy]"),
+        (["breaks", "x"], 1, "[pipeline_stalled]"),
+        (["echo", "x", "--temperature", "9"], 2, "temperature"),
+        (["echo", "x", "--wire-dtype", "int8"], 2, "wire_dtype"),
+        (["echo"], 2, "There is no prompt."),
+        (["echo", "x", "--bogus"], 2, "--bogus"),
+    ],
+)
+async def test_errors_have_codes_and_fixes(
+    hearthnet: Run, daemon: Served, arguments: list[str], code: int, said: str
+) -> None:
+    finished = await hearthnet("run", *arguments)
+    assert finished.code == code
+    assert said in finished.err
+    assert "Traceback" not in finished.err
+    assert finished.out in {"", "one\n"}
+
+
+async def test_debug_shows_the_traceback(hearthnet: Run, daemon: Served) -> None:
+    finished = await hearthnet("--debug", "run", "nobody", "x")
+    assert finished.code == 4
+    assert "Traceback" in finished.err
+
+
+async def test_piped_chat_answers_each_line_and_remembers(hearthnet: Run, daemon: Served) -> None:
+    lines = [
+        "hello there", "", "/set temperature 0.25", "/set sytem x", "/set system be kind",
+        "/set seed x", '"""two', 'lines"""', "/route", "/clear", "fresh", "/bye", "never",
+    ]  # fmt: skip
+    finished = await hearthnet("chat", stdin="\n".join(lines))
+    assert (finished.code, finished.out) == (0, "hello there\ntwo\nlines\nfresh\n")
+    first, second, third = (request.messages for request in daemon.generations.requests)
+    assert first == ({"role": "user", "content": "hello there"},)
+    assert second == (
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "hello there"},
+        {"role": "assistant", "content": "hello there"},
+        {"role": "user", "content": "two\nlines"},
+    )
+    assert third == (second[0], {"role": "user", "content": "fresh"})
+    temperatures = [r.sampling.temperature for r in daemon.generations.requests]
+    assert temperatures == [0.0, 0.25, 0.25]
+    assert "did you mean system?" in finished.err
+    assert "'x' is no value for seed" in finished.err
+    assert "kitchen 6-11: 1.0 ms a token" in finished.err
+
+
+async def test_chat_with_an_unknown_model_names_the_known(hearthnet: Run, daemon: Served) -> None:
+    finished = await hearthnet("chat", "nobody", stdin="hi\n")
+    assert finished.code == 4
+    assert "echo, org/half" in finished.err
+
+
+async def test_piped_chat_stops_at_an_error(hearthnet: Run, daemon: Served) -> None:
+    finished = await hearthnet("chat", "org/half", stdin="hi\nhi\n")
+    assert finished.code == 4
+    assert "org/half misses layers 8-11 now" in finished.err
+    assert len(daemon.generations.requests) == 1
+
+
+class Terminal:
+    """A process on a terminal of its own; what it prints is read as it comes."""
+
+    def __init__(self, environment: dict[str, str], *arguments: str) -> None:
+        self._arguments = arguments
+        self._environment = environment
+        self.seen = ""
+
+    async def __aenter__(self) -> Terminal:
+        self._ours, theirs = os.openpty()
+        self.process = await asyncio.create_subprocess_exec(
+            *COMMAND, *self._arguments,
+            stdin=theirs, stdout=theirs, stderr=theirs, env=self._environment,
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        os.set_blocking(self._ours, False)
+        self._news = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._ours, self._read)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        asyncio.get_running_loop().remove_reader(self._ours)
+        os.close(self._ours)
+        if self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+    def _read(self) -> None:
+        try:
+            self.seen += os.read(self._ours, 65536).decode(errors="replace")
+        except OSError:  # Linux' way to say that the other side has closed
+            asyncio.get_running_loop().remove_reader(self._ours)
+        self._news.set()
+
+    async def until(self, text: str) -> None:
+        async with asyncio.timeout(20):
+            while text not in self.seen:
+                self._news.clear()
+                await self._news.wait()
+        self.seen = self.seen.partition(text)[2]
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+async def test_interrupt_stops_the_answer_and_not_the_chat(
+    environment: dict[str, str], daemon: Served
+) -> None:
+    async with Terminal(environment, "chat", "echo") as terminal:
+        await terminal.until(">>> ")
+        terminal.type("/set temperature\n")
+        await terminal.until("is no value")
+        await terminal.until(">>> ")
+        terminal.type("hi you\n")
+        await terminal.until("hi you\r\nhi you")
+        await terminal.until(">>> ")
+        daemon.generations._echo = daemon.generations._stuck  # type: ignore[method-assign]
+        terminal.type("go on\n")
+        await asyncio.wait_for(daemon.generations.started.wait(), 20)
+        await terminal.until("one")
+        daemon.generations.ended["echo"].clear()
+        terminal.process.send_signal(signal.SIGINT)
+        await asyncio.wait_for(daemon.generations.ended["echo"].wait(), 5)
+        await terminal.until("(stopped")
+        await terminal.until(">>> ")
+        terminal.type("/bye\n")
+        assert await asyncio.wait_for(terminal.process.wait(), 10) == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+async def test_interrupted_run_is_exit_code_130(
+    environment: dict[str, str], daemon: Served
+) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, "run", "stuck", "x",
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE, env=environment,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readexactly(3), 20) == b"one"
+    process.send_signal(signal.SIGINT)
+    _, err = await asyncio.wait_for(process.communicate(), 10)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    await asyncio.wait_for(daemon.generations.ended["stuck"].wait(), 5)

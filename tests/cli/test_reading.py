@@ -1,0 +1,128 @@
+"""Help, version and the verbs that only read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.api.conftest import Served, serving, with_key
+from tests.cli.conftest import Run
+
+HEAVY = ("torch", "transformers", "textual", "starlette", "uvicorn", "httpx", "pydantic", "numpy")
+LIST_MODULES = (
+    "import sys; from mesh.cli.main import main\ntry: main()\nfinally: print(*sys.modules)"
+)
+
+
+async def test_help_loads_nothing_heavy(environment: dict[str, str]) -> None:
+    import asyncio
+    import sys
+
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LIST_MODULES, "--help",
+        stdout=asyncio.subprocess.PIPE, env=environment,
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    *text, loaded = out.decode().splitlines()
+    assert "Exit codes: 0 ok" in "\n".join(text)
+    assert {name.partition(".")[0] for name in loaded.split()}.isdisjoint(HEAVY)
+    assert "mesh.cli.chat" in loaded
+
+
+async def test_every_verb_has_help(hearthnet: Run) -> None:
+    listing = (await hearthnet("--help")).out
+    verbs = ("up", "down", "status", "chat", "run", "peers", "models", "config", "demo")
+    for verb in verbs:
+        assert f" {verb} " in listing
+    shown = await hearthnet("up", "--help")
+    for flag in (
+        "--model", "--layers", "--state-dir", "--port", "--api-port", "--peer", "--interface",
+        "--name", "--dtype", "--device", "--threads", "--config", "--detach",
+    ):  # fmt: skip
+        assert flag in shown.out
+
+
+async def test_version(hearthnet: Run) -> None:
+    finished = await hearthnet("--version")
+    assert finished.code == 0
+    assert finished.out.startswith("hearthnet ")
+
+
+async def test_bare_command_is_a_quickstart_or_the_status(hearthnet: Run) -> None:
+    finished = await hearthnet()
+    assert (finished.code, len(finished.out.splitlines())) == (0, 3)
+    assert "hearthnet up" in finished.out
+
+
+async def test_bare_command_shows_the_running_daemon(hearthnet: Run, daemon: Served) -> None:
+    finished = await hearthnet()
+    assert finished.code == 0
+    assert finished.out.startswith("here (nnnnnn)")
+
+
+async def test_reading_verbs_print_json(hearthnet: Run, daemon: Served) -> None:
+    status = await hearthnet("status", "--json")
+    assert status.code == 0
+    assert json.loads(status.out) == daemon.view.status()
+    assert "\x1b" not in status.out
+    peers = await hearthnet("peers", "--json")
+    assert json.loads(peers.out) == {"peers": daemon.view.peers()}
+    models = await hearthnet("models", "--json")
+    assert json.loads(models.out) == {"models": daemon.view.models()}
+
+
+async def test_tables_are_plain_and_harmless_in_a_pipe(hearthnet: Run, daemon: Served) -> None:
+    models = await hearthnet("models")
+    assert models.out.splitlines()[0].split() == ["MODEL", "LAYERS", "STATE", "CONTEXT", "NODES"]
+    assert "missing layers 8-11" in models.out
+    peers = await hearthnet("peers")
+    assert peers.out.splitlines()[1].startswith("attic[2J  pppppp  up")  # its escape is gone
+    status = await hearthnet("status")
+    assert "held here: echo 0-5" in status.out
+    assert "warning: disk is nearly full" in status.err
+    assert "device=cpu: no accelerator found" in status.err
+    assert not any("\x1b" in text for text in (models.out, peers.out, status.out, status.err))
+
+
+@pytest.mark.parametrize("verb", ["status", "peers", "models", "chat", "down", "run"])
+async def test_no_daemon_is_exit_code_3_with_a_fix(hearthnet: Run, verb: str) -> None:
+    finished = await hearthnet(verb, *(["echo", "hi"] if verb == "run" else []))
+    assert finished.code == 3
+    assert finished.out == ""
+    error, fix = finished.err.splitlines()
+    assert error.startswith("error: No hearthnet daemon runs")
+    assert "hearthnet up" in fix
+
+
+async def test_daemon_is_found_by_port_host_and_environment(hearthnet: Run, daemon: Served) -> None:
+    port = str(daemon.server.port)
+    elsewhere = {"HEARTHNET_STATE_DIR": "/nonexistent"}
+    assert (await hearthnet("peers", **elsewhere)).code == 3
+    assert (await hearthnet("peers", "--api-port", port, **elsewhere)).code == 0
+    assert (await hearthnet("peers", "--host", daemon.url, **elsewhere)).code == 0
+    assert (await hearthnet("peers", HEARTHNET_HOST=f"127.0.0.1:{port}", **elsewhere)).code == 0
+    gone = await hearthnet("peers", "--api-port", "1")
+    assert (gone.code, "Nothing answers at" in gone.err) == (3, True)
+
+
+async def test_wrong_key_is_exit_code_6(hearthnet: Run) -> None:
+    key = "k" * 20
+    async with serving(with_key(key)) as api:
+        refused = await hearthnet("peers", "--host", api.url)
+        assert (refused.code, "[unauthorized]" in refused.err) == (6, True)
+        assert (await hearthnet("peers", "--host", api.url, HEARTHNET_API_KEY=key)).code == 0
+
+
+async def test_config_show_names_origins(hearthnet: Run) -> None:
+    finished = await hearthnet(
+        "config", "show", "--origin", "--json",
+        HEARTHNET_PORT="9", HEARTHNET_API_KEY="s" * 16,
+    )  # fmt: skip
+    shown = json.loads(finished.out)
+    assert shown["port"] == {"value": 9, "origin": "HEARTHNET_PORT"}
+    assert shown["api_port"] == {"value": 8420, "origin": "default"}
+    assert shown["api_key"]["value"] == "(set)"
+    plain = await hearthnet("config", "show", HEARTHNET_MODEL="a,b")
+    assert "model" in plain.out
+    assert "a, b" in plain.out

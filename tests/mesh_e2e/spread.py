@@ -1,0 +1,164 @@
+"""A checkpoint spread over hops of a real shard process, asked over real loopback sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from mesh.clock import SystemClock
+from mesh.pipeline.checkpoint import AskerOptions, load_asker
+from mesh.pipeline.lines import Lines
+from mesh.pipeline.model import AskerModel
+from mesh.pipeline.orchestrator import PipelineOrchestrator
+from mesh.pipeline.passage import Passage, RecoverySettings
+from mesh.pipeline.sessions import Sessions, SessionSettings
+from mesh.pipeline.station import SessionTerms
+from mesh.routing.cover import Candidate, CoverRules
+from mesh.routing.router import ShardRouter
+from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.types import (
+    Done,
+    GenerationRequest,
+    LayerRange,
+    ModelId,
+    SamplingParams,
+    ShardDescriptor,
+    WireDtype,
+)
+from mesh.wire.link import Link, LinkHandler
+from mesh.wire.messages import Hello
+from mesh.wire.websocket import connect
+
+MODEL = ModelId("spread")
+
+
+def split(total: int, parts: int) -> list[LayerRange]:
+    """`total` layers in `parts` ranges of uneven length."""
+    cuts = [round(total * (i / parts) ** 1.2) for i in range(parts + 1)]
+    return [LayerRange(a, b) for a, b in itertools.pairwise(cuts)]
+
+
+class Spread:
+    """One model over one real shard process; `use` chooses which of its shards a route may take."""
+
+    def __init__(self, model: AskerModel, host: ShardHost) -> None:
+        self.model = model
+        self._host = host
+        self._allowed: list[ShardDescriptor] = []
+        self._router = ShardRouter(self, CoverRules())
+        self._sessions = Sessions(Lines(_dial), self._router, SystemClock(), SessionSettings())
+
+    async def use(self, layers: Sequence[LayerRange]) -> None:
+        """Route over exactly these shards from now on; nothing kept of earlier requests is used."""
+        await self._sessions.close()
+        wanted = {str(span) for span in layers}
+        self._allowed = [
+            hosted.descriptor
+            for hosted in self._host.shards.values()
+            if str(hosted.descriptor.layer_range) in wanted
+        ]
+        assert len(self._allowed) == len(layers)
+
+    def candidates(self, model_id: ModelId) -> list[Candidate]:
+        return [Candidate(descriptor, 0, 1) for descriptor in self._allowed]
+
+    async def generate(self, request: GenerationRequest, wire: WireDtype = WireDtype.FP32) -> Done:
+        """Run a request to its end."""
+        orchestrator = PipelineOrchestrator(
+            self.model, self._sessions, self._router, wire_dtype=wire
+        )
+        done: Done | None = None
+        async for frame in orchestrator.chat(request):
+            if isinstance(frame, Done):
+                done = frame
+        assert done is not None
+        return done
+
+    async def logits(self, prompt: list[int], forced: list[int]) -> torch.Tensor:
+        """(len(forced), vocab) logits before each of `forced`, fed whatever the model would say."""
+        terms = SessionTerms(
+            MODEL, self.model.weights_sha256, len(prompt) + len(forced), WireDtype.FP32
+        )
+        session = await self._sessions.open_fresh(terms, self.model.total_layers)
+        passage = Passage(self.model, session, self._router, RecoverySettings())
+        rows = []
+        for ids in [prompt, *([token] for token in forced[:-1])]:
+            async for notice in passage.advance(ids):
+                raise AssertionError(f"a hop was lost: {notice}")
+            rows.append(passage.logits)
+        self._sessions.release(session, keep=False)
+        return torch.stack(rows)
+
+    async def close(self) -> None:
+        await self._sessions.close()
+
+
+@asynccontextmanager
+async def spread(
+    directory: Path,
+    layers: Sequence[LayerRange],
+    cache_dir: Path,
+    **shard: Any,
+) -> AsyncIterator[Spread]:
+    """Serve these layer ranges of the checkpoint in a shard process of their own."""
+    start = {
+        "listen_host": "127.0.0.1", "listen_port": 0, "device": "cpu", "threads": 1,
+        "hello": {"node_id": "node", "node_name": "node", "software": "test"},
+        "cache_dir": str(cache_dir),
+    }  # fmt: skip
+    loads = tuple(
+        {"directory": str(directory), "model_id": MODEL, "layers": str(span), "dtype": "fp32",
+         "advertise_host": "127.0.0.1", **shard}
+        for span in sorted(set(layers))
+    )  # fmt: skip
+    host = ShardHost(HostSpec(start, loads), lambda: None)
+    host.start()
+    try:
+        await host.wait_settled()
+        options = AskerOptions("fp32", "cpu", 1, cache_dir)
+        model, _ = await asyncio.to_thread(load_asker, directory, MODEL, options)
+        mesh = Spread(model, host)
+        yield mesh
+        await mesh.close()
+    finally:
+        await host.stop()
+
+
+def hugging_face(directory: Path, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """Greedy ids and (count, vocab) logits of the whole model on one machine, in fp32."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None  # ours ignores it as well
+    with torch.no_grad():
+        out = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    ids = out.sequences[0, len(prompt) :].tolist()
+    return ids, torch.stack([step[0].float() for step in out.logits])
+
+
+def greedy(prompt: list[int], count: int, request_id: str = "r") -> GenerationRequest:
+    return GenerationRequest(
+        request_id,
+        MODEL,
+        prompt_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=count, ignore_eos=True),
+    )
+
+
+async def _dial(host: str, port: int, handler: LinkHandler) -> Link:
+    return await connect(
+        host, port, hello=Hello("asker", "asker", "tensors", "test"), handler=handler
+    )

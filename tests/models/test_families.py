@@ -1,0 +1,136 @@
+"""How configs are cut, and what is refused with which reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from mesh.errors import UnsupportedFamily
+from mesh.models.families import family_of, family_of_config
+from mesh.models.load import load_ends, load_span
+from mesh.models.manifest import read_manifest
+from mesh.types import LayerRange
+from tests.models.chain import CPU
+from tests.models.conftest import Checkpoint
+
+
+def _with_config(source: Path, target: Path, **changes: Any) -> Path:
+    """A copy of a checkpoint with fields of its config changed."""
+    shutil.copytree(source, target)
+    config = json.loads((target / "config.json").read_text()) | changes
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def _hollow(directory: Path, config: Any, prefix: str) -> Path:
+    """A checkpoint of `config` with the least that a manifest asks for."""
+    directory.mkdir()
+    config.save_pretrained(directory)
+    total = config.get_text_config(decoder=True).num_hidden_layers
+    weights = {f"{prefix}{layer}.w": torch.zeros(2) for layer in range(total)}
+    weights["model.embed_tokens.weight"] = torch.zeros(4, 2)
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
+REFUSED = {
+    "deepseek_v3": (transformers.DeepseekV3Config(num_hidden_layers=4), "first 3 layers differ"),
+    "gemma3n_text": (transformers.Gemma3nTextConfig(), "share the keys and values"),
+    "rwkv": (transformers.RwkvConfig(num_hidden_layers=2), "running state"),
+    "mamba": (transformers.MambaConfig(num_hidden_layers=2), "running state"),
+    "jamba": (transformers.JambaConfig(num_hidden_layers=8), "running state"),
+    "qwen3_next": (transformers.Qwen3NextConfig(num_hidden_layers=4), "running state"),
+    "t5": (transformers.T5Config(num_layers=2), "encoder-decoder"),
+    "vit": (transformers.ViTConfig(num_hidden_layers=2), "not a causal language model"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    config, reason = REFUSED[name]
+    manifest = read_manifest(_hollow(tmp_path / name, config, "model.layers."))
+    with pytest.raises(UnsupportedFamily, match=reason) as caught:
+        load_span(manifest, LayerRange(0, 1), dtype=torch.float32, device=CPU)
+    assert caught.value.code == "bad_request"
+    assert "qwen3" in caught.value.fix
+    with pytest.raises(UnsupportedFamily, match=reason):
+        load_ends(manifest, dtype=torch.float32, device=CPU)
+
+
+def test_unknown_model_type_and_its_own_code_are_refused(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = _with_config(
+        checkpoint("llama", layers=3),
+        tmp_path / "unknown",
+        model_type="homebrew",
+        auto_map={"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil"},
+    )
+    (directory / "evil.py").write_text("raise SystemExit('code of the checkpoint was run')\n")
+    with pytest.raises(UnsupportedFamily, match="homebrew"):
+        family_of(read_manifest(directory))
+
+
+def test_known_model_type_does_not_run_code_of_the_checkpoint(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = _with_config(
+        checkpoint("llama", layers=3),
+        tmp_path / "mapped",
+        auto_map={"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.Evil"},
+    )
+    (directory / "evil.py").write_text("raise SystemExit('code of the checkpoint was run')\n")
+    assert family_of(read_manifest(directory)).model_type == "llama"
+
+
+def test_quantised_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    directory = _with_config(
+        checkpoint("llama", layers=3),
+        tmp_path / "quantised",
+        quantization_config={"quant_method": "gptq", "bits": 4},
+    )
+    with pytest.raises(UnsupportedFamily, match="gptq"):
+        family_of(read_manifest(directory))
+
+
+def test_gpt2_with_attention_scaled_by_layer_index_is_refused(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = _with_config(
+        checkpoint("gpt2", layers=3), tmp_path / "scaled", scale_attn_by_inverse_layer_idx=True
+    )
+    with pytest.raises(UnsupportedFamily, match="absolute index"):
+        family_of(read_manifest(directory))
+
+
+def test_per_layer_lists_are_cut_and_the_whole_config_stays() -> None:
+    config = transformers.Gemma3TextConfig(num_hidden_layers=8, sliding_window=64)
+    kinds = list(config.layer_types)
+    family = family_of_config(config)
+    span = family.slice_config(LayerRange(3, 7))
+    assert span.num_hidden_layers == 4
+    assert span.layer_types == kinds[3:7]
+    assert (config.num_hidden_layers, config.layer_types) == (8, kinds)
+
+
+def test_end_of_sequence_ids_as_many_as_layers_are_not_cut() -> None:
+    config = transformers.LlamaConfig(num_hidden_layers=3, eos_token_id=[7, 8, 9])
+    span = family_of_config(config).slice_config(LayerRange(1, 2))
+    assert span.eos_token_id == [7, 8, 9]
+
+
+def test_dense_layers_of_a_mixture_keep_their_place() -> None:
+    config = transformers.Qwen3MoeConfig(
+        num_hidden_layers=8, decoder_sparse_step=2, mlp_only_layers=[3]
+    )
+    span = family_of_config(config).slice_config(LayerRange(2, 6))
+    # Sparse are 1, 5 and 7 (3 is excepted), so of 2..5 only the last.
+    assert span.mlp_only_layers == [0, 1, 2]
+    assert span.decoder_sparse_step == 1

@@ -1,0 +1,120 @@
+"""Model types outside the tested list are compared with the whole model before they are used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from mesh.errors import UnsupportedFamily
+from mesh.models import proof
+from mesh.models.families import family_of_config
+from mesh.models.load import load_span
+from mesh.models.manifest import read_manifest
+from mesh.types import LayerRange
+from tests.models.chain import CPU, prompt_chunks, run_parts, run_whole
+from tests.models.conftest import Checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _forget_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_settled", {})
+
+
+@pytest.mark.parametrize("family", ["stablelm", "starcoder2", "olmoe"])
+def test_standard_layout_is_proved_and_then_exact(
+    checkpoint: Checkpoint, tmp_path: Path, family: str
+) -> None:
+    directory = checkpoint(family, layers=5)
+    manifest = read_manifest(directory, cache_dir=tmp_path)
+    assert not family_of_config(transformers.CONFIG_MAPPING[family]()).proven
+    chunks = prompt_chunks((70, 30))
+    expected, ids = run_whole(directory, chunks, 4)
+    logits, got = run_parts(manifest, [0, 2, 5], chunks, 4)
+    assert got == ids
+    torch.testing.assert_close(logits[-1], expected[-1], atol=1e-4, rtol=0)
+    (verdict,) = tmp_path.glob("proof-*.json")
+    assert transformers.__version__ in verdict.name
+    assert json.loads(verdict.read_text())["reason"] == ""
+
+
+DISPROVED = {
+    # Its attention subtracts by a weight that depends on the layer's absolute index.
+    "diffllama": (
+        transformers.DiffLlamaConfig,
+        {"num_key_value_heads": 4},
+        "differs from the whole",
+    ),
+    # It adds computed positions to whatever is embedded, in every span again.
+    "xglm": (transformers.XGLMConfig, {}, "differs from the whole"),
+    # It normalises the embeddings with a part that the layout does not have.
+    "bloom": (transformers.BloomConfig, {}, "not embedding, layers, norm"),
+    # Its layers sit in a decoder inside the base model.
+    "opt": (transformers.OPTConfig, {}, "not embedding, layers, norm"),
+}
+
+
+@pytest.mark.parametrize("name", DISPROVED)
+def test_what_differs_is_refused_with_the_reason(name: str) -> None:
+    kind, settings, reason = DISPROVED[name]
+    config = kind(num_hidden_layers=4, hidden_size=64, num_attention_heads=4, **settings)
+    with pytest.raises(UnsupportedFamily, match=reason) as caught:
+        proof.require_proof(family_of_config(config), None)
+    assert caught.value.code == "bad_request"
+
+
+def test_verdict_is_reached_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    real = proof._compare
+
+    def counting(*arguments: Any) -> float:
+        compared.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(proof, "_compare", counting)
+    family = family_of_config(transformers.XGLMConfig(num_layers=3, d_model=64, attention_heads=4))
+    for _ in range(2):
+        with pytest.raises(UnsupportedFamily):
+            proof.require_proof(family, tmp_path)
+    proof._settled.clear()
+    with pytest.raises(UnsupportedFamily, match="differs from the whole"):
+        proof.require_proof(family, tmp_path)
+    assert len(compared) == 1
+
+
+def test_another_layer_pattern_is_another_proof(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    for types in (kinds * 2, kinds[::-1] * 2):
+        config = transformers.Cohere2Config(num_hidden_layers=4, layer_types=types)
+        proof.require_proof(family_of_config(config), tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_twin_keeps_layers_and_shrinks_widths() -> None:
+    config = transformers.Cohere2Config(num_hidden_layers=40)
+    twin = proof.twin_config(config)
+    assert twin.num_hidden_layers == 40
+    assert twin.layer_types == config.layer_types
+    assert (twin.hidden_size, twin.vocab_size) == (64, 64)
+    assert config.hidden_size == 8192
+
+
+def test_proof_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    config = transformers.StableLmConfig(num_hidden_layers=3)
+    proof.require_proof(family_of_config(config), None)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_tested_types_are_not_proved_again(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "_compare", None)
+    manifest = read_manifest(checkpoint("llama", layers=3))
+    load_span(manifest, LayerRange(0, 1), dtype=torch.float32, device=CPU)

@@ -1,0 +1,183 @@
+"""Prompts, chats, and text that arrives in whole characters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from mesh.errors import BadCheckpoint, BadRequest
+from mesh.models.detokenize import decoder_for
+from mesh.models.manifest import read_manifest
+from mesh.models.tokenizer import Tokenizer
+from tests.checkpoints import make_tokenizer
+from tests.models.conftest import Checkpoint
+
+VOCAB = 384
+CAT = "🐈"
+
+
+def _tokenizer(kind: str) -> Tokenizer:
+    if kind in {"byte-level", "sentencepiece"}:
+        return Tokenizer(make_tokenizer(VOCAB, sentencepiece=kind == "sentencepiece"), frozenset())
+    words = {word: i for i, word in enumerate(["</s>", "▁a", "▁", "b", "é", "▁▁c", "d"])}
+    backend = Backend(models.WordLevel(words, unk_token=next(iter(words))))
+    backend.decoder = decoders.Metaspace()
+    special = {"eos_token": "</s>"}
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **special), frozenset())
+
+
+def _stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    decoder = tokenizer.decoder()
+    return [*(decoder.push(token_id) for token_id in ids), decoder.flush()]
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "metaspace"])
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_parts_joined_are_the_whole_text(kind: str, data: st.DataObject) -> None:
+    # Ids beyond the vocabulary are what padded embeddings can produce.
+    tokenizer = _tokenizer(kind)
+    ids = data.draw(st.lists(st.integers(0, 8 if kind == "metaspace" else VOCAB + 8), max_size=40))
+    assert "".join(_stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=20))
+def test_real_text_never_shows_half_a_character(kind: str, text: str) -> None:
+    tokenizer = _tokenizer(kind)
+    ids = tokenizer.encode(text)
+    parts = _stream(tokenizer, ids)
+    assert "".join(parts) == tokenizer.decode(ids)
+    assert "\ufffd" in text or not any("\ufffd" in part for part in parts)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_emoji_comes_in_one_piece(kind: str) -> None:
+    tokenizer = _tokenizer(kind)
+    ids = tokenizer.encode(f"the {CAT} sings")
+    parts = _stream(tokenizer, ids)
+    assert "".join(parts).strip() == f"the {CAT} sings"
+    assert sum(CAT in part for part in parts) == 1
+    assert sum(part == "" for part in parts) >= 3
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_unfinished_character_is_flushed_as_a_replacement(kind: str) -> None:
+    tokenizer = _tokenizer(kind)
+    whole = tokenizer.encode(CAT)
+    decoder = tokenizer.decoder()
+    shown = "".join(decoder.push(token_id) for token_id in whole[:-1])
+    assert "\ufffd" not in shown
+    assert "\ufffd" in decoder.flush()
+    assert decoder.flush() == ""
+
+
+def test_words_keep_the_spaces_between_them() -> None:
+    tokenizer = _tokenizer("sentencepiece")
+    parts = _stream(tokenizer, tokenizer.encode("the cat the cat"))
+    assert "".join(parts) == "the cat the cat"
+    assert any(part.startswith(" ") or part.endswith(" ") for part in parts)
+
+
+@settings(max_examples=100, deadline=None)
+@given(ids=st.lists(st.integers(4, VOCAB - 1), max_size=20))
+def test_tokenizer_without_a_known_inside_loses_no_text(ids: list[int]) -> None:
+    tokenizer = _tokenizer("byte-level")
+    decoder = decoder_for(None, tokenizer.decode)
+    text = tokenizer.decode(ids)
+    joined = "".join([*(decoder.push(token_id) for token_id in ids), decoder.flush()])
+    assert joined.replace("\ufffd", "") == text.replace("\ufffd", "")
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_work_per_token_does_not_grow(kind: str) -> None:
+    tokenizer = _tokenizer(kind)
+    decoded = 0
+
+    def counting(ids: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return tokenizer.decode(ids)
+
+    ids = tokenizer.encode("the cat listens to the rain 🐈 " * 60)
+    decoder = decoder_for(tokenizer._backend, counting)  # type: ignore[arg-type]
+    joined = "".join([*(decoder.push(token_id) for token_id in ids), decoder.flush()])
+    assert joined == tokenizer.decode(ids)
+    assert decoded <= 4 * len(ids)
+
+
+def test_chat_follows_the_models_template(checkpoint: Checkpoint) -> None:
+    tokenizer = Tokenizer.load(read_manifest(checkpoint("llama", layers=3)))
+    assert tokenizer.has_chat_template
+    ids = tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+    assert tokenizer.token_text(ids[0]) == "<s>"
+    assert tokenizer.decode(ids) == "user: hello\nassistant: "
+    assert tokenizer.eos_ids == {2}
+
+
+def test_eos_ids_come_from_every_source(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    directory = shutil.copytree(checkpoint("llama", layers=3), tmp_path / "eos")
+    for name, ids in (("generation_config.json", [5, 6]), ("config.json", 7)):
+        content = json.loads((directory / name).read_text()) | {"eos_token_id": ids}
+        (directory / name).write_text(json.dumps(content))
+    manifest = read_manifest(directory)
+    assert manifest.eos_ids == (5, 6, 7)
+    assert Tokenizer.load(manifest).eos_ids == {2, 5, 6, 7}
+
+
+def _without_template(directory: Path) -> Path:
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    file = directory / "tokenizer_config.json"
+    content = json.loads(file.read_text())
+    content.pop("chat_template", None)
+    file.write_text(json.dumps(content))
+    return directory
+
+
+def test_model_without_a_template_gets_a_plain_transcript(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(checkpoint("llama", layers=3), tmp_path / "plain")
+    tokenizer = Tokenizer.load(read_manifest(_without_template(directory)))
+    assert not tokenizer.has_chat_template
+    ids = tokenizer.encode_chat(
+        [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+    )
+    assert tokenizer.decode(ids) == "system: be kind\n\nuser: hello\n\nassistant:"
+
+
+def test_template_that_refuses_is_a_bad_request(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    directory = _without_template(shutil.copytree(checkpoint("llama", layers=3), tmp_path / "no"))
+    (directory / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    tokenizer = Tokenizer.load(read_manifest(directory))
+    with pytest.raises(BadRequest, match="roles must alternate") as caught:
+        tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "message", [{"role": "user"}, {"content": "x"}, {"role": "user", "content": 3}]
+)
+def test_message_without_its_fields_is_a_bad_request(message: dict[str, str]) -> None:
+    with pytest.raises(BadRequest) as caught:
+        _tokenizer("byte-level").encode_chat([{"role": "user", "content": "hi"}, message])
+    assert caught.value.param == "messages[1]"
+
+
+def test_directory_without_a_tokenizer(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    directory = shutil.copytree(checkpoint("llama", layers=3), tmp_path / "mute")
+    for file in directory.glob("tokenizer*"):
+        file.unlink()
+    manifest = read_manifest(directory)
+    assert not manifest.has_tokenizer
+    with pytest.raises(BadCheckpoint, match="No tokenizer"):
+        Tokenizer.load(manifest)

@@ -1,0 +1,74 @@
+"""A listening node on loopback, for the tests that use real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from mesh.wire.connection import WebSocketLink
+from mesh.wire.limits import DEFAULT_LIMITS, Limits
+from mesh.wire.link import LinkHandler
+from mesh.wire.messages import Message, Step
+from mesh.wire.websocket import LinkServer, connect, serve
+from tests.wire.support import Recorder, answer, hello
+
+QUICK = replace(DEFAULT_LIMITS, handshake_s=0.2, ping_interval_s=0.05, silence_s=0.4)
+
+
+class Echo(Recorder):
+    """Answers every step with its own tensor."""
+
+    def __init__(self, link: WebSocketLink) -> None:
+        super().__init__()
+        self.link = link
+
+    def message(self, message: Message) -> None:
+        if isinstance(message, Step):
+            self.link.send(answer(message))
+        else:
+            super().message(message)
+
+
+class House:
+    """A listening node and what it accepted."""
+
+    def __init__(self) -> None:
+        self.server: LinkServer
+        self.handlers: list[Echo] = []
+
+    def accept(self, link: WebSocketLink) -> LinkHandler:
+        self.handlers.append(Echo(link))
+        return self.handlers[-1]
+
+    async def dial(
+        self, handler: LinkHandler | None = None, limits: Limits = DEFAULT_LIMITS
+    ) -> WebSocketLink:
+        return await connect(
+            "127.0.0.1", self.server.port,
+            hello=hello("client"), handler=handler or Recorder(), limits=limits,
+        )  # fmt: skip
+
+
+@asynccontextmanager
+async def listening(
+    limits: Limits = DEFAULT_LIMITS,
+    accept: Callable[[WebSocketLink], LinkHandler] | None = None,
+    host: str = "127.0.0.1",
+) -> AsyncIterator[House]:
+    house = House()
+    house.server = await serve(
+        host, 0, accept=accept or house.accept, hello=lambda: hello("server"), limits=limits
+    )
+    try:
+        yield house
+    finally:
+        await house.server.close()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Poll for what no event announces."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)

@@ -1,0 +1,214 @@
+"""Links over real sockets on loopback: opening, refusing, closing, cutting."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import replace
+
+import pytest
+import websockets.asyncio.client as high_client
+from websockets.exceptions import InvalidStatus
+
+from mesh.errors import (
+    Busy,
+    ConnectFailed,
+    LinkLost,
+    PortInUse,
+    VersionMismatch,
+)
+from mesh.wire.connection import WebSocketLink
+from mesh.wire.link import LinkHandler
+from mesh.wire.messages import Advertise, Park, Result, Step
+from mesh.wire.websocket import connect, serve
+from tests.wire.house import QUICK, Echo, listening, until
+from tests.wire.support import Recorder, hello, same, tensor
+
+
+async def test_both_sides_know_each_other_once_connect_returns() -> None:
+    async with listening() as house:
+        link = await house.dial()
+        assert link.peer == hello("server")
+        assert not link.is_closed
+        assert [other.peer for other in house.server.links] == [hello("client")]
+        assert house.server.half_open == 0
+        link.close()
+
+
+async def test_a_decode_step_there_and_back() -> None:
+    async with listening() as house:
+        asker = Recorder()
+        link = await house.dial(asker)
+        for number in range(50):
+            step = Step(1, number, number, tensor("fp16", (1, 1, 896), number))
+            link.send(step)
+            result = await asker.next()
+            assert isinstance(result, Result)
+            assert (result.step, same(result.tensor, step.tensor)) == (number, True)
+        link.close()
+
+
+async def test_64_mib_both_ways_at_once_with_decode_steps_between() -> None:
+    async with listening() as house:
+        asker = Recorder()
+        link = await house.dial(asker)
+        large = tensor("fp32", (16, 1024, 1024), 3)
+        link.send(Step(1, 0, 0, large))
+        for number in range(20):
+            link.send(Step(2, number, 0, tensor()))
+        results = [await asker.next(30) for _ in range(21)]
+        assert [r.session for r in results] == [2] * 20 + [1]  # type: ignore[union-attr]
+        assert same(results[-1].tensor, large)  # type: ignore[union-attr]
+        await link.drain(1)
+        assert link.queued_bytes == 0
+        link.close()
+
+
+async def test_what_accept_sends_follows_the_hello() -> None:
+    def accept(link: WebSocketLink) -> LinkHandler:
+        link.send(Advertise([]))
+        return Recorder()
+
+    async with listening(accept=accept) as house:
+        asker = Recorder()
+        link = await house.dial(asker)
+        assert await asker.next() == Advertise([])
+        link.close()
+
+
+async def test_close_is_a_bye_to_the_other_side() -> None:
+    async with listening() as house:
+        asker = Recorder()
+        link = await house.dial(asker)
+        link.send(Park(1))
+        link.close("enough")
+        link.close("enough")
+        assert await asker.end() is None
+        assert await house.handlers[0].next() == Park(1)
+        assert await house.handlers[0].end() is None
+        with pytest.raises(LinkLost):
+            link.send(Park(1))
+        await until(lambda: link.is_gone and not house.server.links)
+
+
+async def test_closing_the_server_ends_its_links() -> None:
+    async with listening() as house:
+        asker = Recorder()
+        link = await house.dial(asker)
+        await house.server.close()
+        assert await asker.end() is None
+        assert link.is_closed
+        with pytest.raises(ConnectFailed):
+            await house.dial()
+
+
+async def test_a_cut_connection_is_a_lost_link_on_both_sides() -> None:
+    async with listening() as house:
+        asker = Recorder()
+        link = await house.dial(asker)
+        link.abort(LinkLost("pulled", fix=""))
+        assert isinstance(await asker.end(), LinkLost)
+        assert isinstance(await house.handlers[0].end(), LinkLost)
+        assert link.is_closed
+
+
+@pytest.mark.parametrize("version", [0, 2])
+async def test_another_version_is_told_who_is_too_old(version: int) -> None:
+    async with listening() as house:
+        with pytest.raises(VersionMismatch, match="too old"):
+            await connect(
+                "127.0.0.1", house.server.port,
+                hello=hello("client", version=version), handler=Recorder(),
+            )  # fmt: skip
+        await until(lambda: house.server.half_open == 0)
+
+
+async def test_accept_can_refuse() -> None:
+    def accept(link: WebSocketLink) -> LinkHandler:
+        raise Busy("No room.", fix="Try later.")
+
+    async with listening(accept=accept) as house:
+        with pytest.raises(Busy, match=r"No room\."):
+            await house.dial()
+        await until(lambda: house.server.half_open == 0)
+        assert house.server.links == ()
+
+
+async def test_a_port_in_use_is_named() -> None:
+    async with listening() as house:
+        with pytest.raises(PortInUse, match=str(house.server.port)):
+            await serve("127.0.0.1", house.server.port, accept=house.accept, hello=hello())
+
+
+async def test_an_existing_socket_is_used() -> None:
+    sock = socket.create_server(("127.0.0.1", 0))
+    server = await serve(None, 0, accept=Echo, hello=hello(), sock=sock)
+    assert server.port == sock.getsockname()[1]
+    await server.close()
+
+
+async def test_ipv6_works() -> None:
+    async with listening(host="::1") as house:
+        link = await connect("::1", house.server.port, hello=hello("client"), handler=Recorder())
+        assert link.peer.node_name == "server"
+        link.close()
+
+
+async def test_nobody_listening_is_a_failed_connection() -> None:
+    sock = socket.create_server(("127.0.0.1", 0))
+    port = sock.getsockname()[1]
+    sock.close()
+    with pytest.raises(ConnectFailed):
+        await connect("127.0.0.1", port, hello=hello(), handler=Recorder())
+
+
+async def test_a_listener_that_says_nothing_is_a_failed_connection() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as sock,
+        pytest.raises(ConnectFailed, match="did not answer"),
+    ):
+        await connect(
+            "127.0.0.1", sock.getsockname()[1],
+            hello=hello(), handler=Recorder(), timeout_s=0.1,
+        )  # fmt: skip
+
+
+async def test_half_open_connections_are_capped_and_time_out() -> None:
+    limits = replace(QUICK, half_open_per_host=4)
+    async with listening(limits) as house:
+        strangers = [
+            await asyncio.open_connection("127.0.0.1", house.server.port) for _ in range(8)
+        ]
+        strangers[0][1].write(b"GET / HTTP/1.1\r\nX-a: ")
+        assert house.server.half_open <= 4
+        reads = [asyncio.create_task(reader.read()) for reader, _ in strangers]
+        ended, _ = await asyncio.wait(reads, timeout=10)
+        assert len(ended) == 8
+        await until(lambda: house.server.half_open == 0)
+        for _, writer in strangers:
+            writer.close()
+        await asyncio.gather(*reads, return_exceptions=True)
+        (await house.dial()).close()
+
+
+async def test_another_path_is_not_found_and_plain_http_is_hung_up_on() -> None:
+    async with listening() as house:
+        with pytest.raises(InvalidStatus, match="404"):
+            await high_client.connect(
+                f"ws://127.0.0.1:{house.server.port}/other", proxy=None, compression=None
+            )
+        reader, writer = await asyncio.open_connection("127.0.0.1", house.server.port)
+        writer.write(b"\x16\x03\x01 no http\r\n\r\n")
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_an_idle_link_stays_and_measures_its_round_trip() -> None:
+    async with listening(QUICK) as house:
+        link = await house.dial(limits=QUICK)
+        loop = asyncio.get_running_loop()
+        quiet_until = loop.time() + 2 * QUICK.silence_s
+        await until(lambda: link.rtt_ms is not None and loop.time() > quiet_until)
+        assert not link.is_closed
+        assert house.server.links[0].rtt_ms is not None
+        link.close()
