@@ -4,9 +4,9 @@ MeshError
 ├─ ConfigError        BadValue  UnknownKey
 ├─ NotRunning  PortInUse  AlreadyRunning
 ├─ IdentityError      KeyUnreadable  BadKey  UntrustedPeer  PairingRejected  TokenRejected
-│                     BadMembershipEvent
 ├─ WireError          BadFrame  FrameTooLarge  VersionMismatch  LinkLost  ConnectFailed
 │                     BadAdvertisement  PeerRefused
+├─ EventLogError      BadEvent  LogCorrupt  SchemaTooNew  LogFull  LogForked  LogBehind  LogRefused
 ├─ RouteError         NoRoute (shard_unavailable)  WeightsMismatch  ExperimentalDisabled
 ├─ ShardError         ModelNotFound  BadCheckpoint  UnsupportedFamily  CacheFull  DeviceFailed
 │                     SessionGone
@@ -131,13 +131,6 @@ class TokenRejected(IdentityError):
     http_status = 401
 
 
-class BadMembershipEvent(IdentityError):
-    """A membership event's payload has the wrong form; `param` names the field."""
-
-    code = "bad_membership_event"
-    http_status = 400
-
-
 class WireError(MeshError):
     """Root for links between nodes."""
 
@@ -190,6 +183,60 @@ class PeerRefused(WireError):
 
     code = "peer_refused"
     retryable = False
+
+
+class EventLogError(MeshError):
+    """Root for the signed event log."""
+
+    code = "event_log"
+
+
+class BadEvent(EventLogError):
+    """Bytes that are no event of this version, or a payload that cannot be one."""
+
+    code = "bad_event"
+    http_status = 400
+
+
+class LogCorrupt(EventLogError):
+    """The log's file is damaged beyond what a repair gives back."""
+
+    code = "log_corrupt"
+
+
+class SchemaTooNew(EventLogError):
+    """A newer hearthnet has written this log."""
+
+    code = "schema_too_new"
+
+
+class LogFull(EventLogError):
+    """The disk took no more; nothing that was acknowledged is lost, reading goes on."""
+
+    code = "log_full"
+    http_status = 507
+    retryable = True
+
+
+class LogForked(EventLogError):
+    """This node has signed two events with one sequence number; no peer takes more from it."""
+
+    code = "log_forked"
+    http_status = 409
+
+
+class LogBehind(EventLogError):
+    """This node has signed more than its log holds: a restored backup, or a copied key."""
+
+    code = "log_behind"
+    http_status = 409
+
+
+class LogRefused(EventLogError):
+    """The hearth would not take this event from this node."""
+
+    code = "log_refused"
+    http_status = 403
 
 
 class RouteError(MeshError):
@@ -393,7 +440,7 @@ _LEAVES: tuple[type[MeshError], ...] = (
     BadAdvertisement, PeerRefused, BadFrame, FrameTooLarge,
     VersionMismatch, LinkLost, ConnectFailed, NoRoute, WeightsMismatch, ExperimentalDisabled,
     ModelNotFound, BadCheckpoint, BadRequest, CacheFull, SessionGone, DeviceFailed,
+    BadEvent, LogCorrupt, SchemaTooNew, LogFull, LogForked, LogBehind, LogRefused,
     ContextTooLong, PipelineStalled, Busy, Unauthorized, Forbidden, NotFound, MethodNotAllowed,
-    BodyTooLarge, InternalError, UntrustedPeer, PairingRejected, TokenRejected, BadMembershipEvent,
-    QuotaExceeded,
+    BodyTooLarge, InternalError, UntrustedPeer, PairingRejected, TokenRejected, QuotaExceeded,
 )  # fmt: skip

@@ -62,6 +62,9 @@ def print_models(models: list[dict[str, Any]]) -> None:
 
 def print_peers(peers: list[dict[str, Any]]) -> None:
     """A table of peers and the layers each holds."""
+    if not peers:
+        say("no other nodes seen")
+        return
     print_table(
         ("PEER", "ID", "STATE", "RTT MS", "ADDRESS", "LAYERS"),
         [

@@ -6,8 +6,7 @@ part of every fingerprint: never change it.
 
 from __future__ import annotations
 
-WORDS: tuple[str, ...] = tuple(
-    """
+_TEXT = """
 acorn alder amber anvil apple arrow aspen atlas autumn badger bagel bamboo banjo barley basil
 beacon beaver bell birch biscuit bison blanket blossom boat bonfire book bottle branch bread
 breeze brick bridge broom bucket butter cabin cactus camel candle canoe canvas caramel cargo
@@ -26,5 +25,6 @@ pine planet plum pocket pony poppy prairie prism pumpkin quartz quilt rabbit rad
 raven reef ribbon river robin rocket rose ruby saddle saffron salmon sandal satin scarf shell
 silver sofa spoon spruce stone sunset swan tango teapot thimble tiger timber tulip turtle valley
 velvet violet walnut whale willow window winter wizard yogurt zebra zinc
-""".split()
-)
+"""
+
+WORDS: tuple[str, ...] = tuple(_TEXT.split())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +108,7 @@ class Engine:
         """Fail every hop that owes an answer for longer than the limit; runs for ever."""
         while True:
             await asyncio.sleep(STALL_TICK_S)
-            limit, now = self._settings.stall_limit_s, time.monotonic()
+            limit, now = self._settings.stall_limit_s, asyncio.get_running_loop().time()
             for session in list(self.sessions.live.values()):
                 for station in list(session.chain.stalled(limit, now)):
                     shard = station.hop.shard

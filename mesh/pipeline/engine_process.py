@@ -24,7 +24,7 @@ from mesh.pipeline.engine import Engine, EngineSettings
 from mesh.pipeline.frames import decode_request, encode_frame
 from mesh.pipeline.sessions import expire_regularly
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
-from mesh.types import ModelId, StreamFrame
+from mesh.types import ModelId, ShardFailover, StreamFrame
 from mesh.wire.messages import Hello
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,11 @@ class EngineProcess:
         error: MeshError | None = None
         try:
             async with contextlib.aclosing(frames):
+                first = True
                 async for frame in frames:
+                    if first or isinstance(frame, ShardFailover):
+                        self._send_generations()
+                        first = False
                     await self._pass_on(request_id, frame, reader)
         except MeshError as raised:
             error = raised

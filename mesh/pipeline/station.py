@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -215,7 +214,9 @@ class Station:
 
     def _send(self, position: int, tensor: WireTensor) -> None:
         self._steps += 1
-        self._pending[self._steps] = _Pending(position, rows_of(tensor), time.monotonic())
+        self._pending[self._steps] = _Pending(
+            position, rows_of(tensor), asyncio.get_running_loop().time()
+        )
         try:
             self._line.send(Step(self._session, self._steps, position, tensor))
         except LinkLost as error:
@@ -234,7 +235,7 @@ class Station:
                 )
             )
             return
-        elapsed_ms = (time.monotonic() - pending.sent_at) * 1e3
+        elapsed_ms = (asyncio.get_running_loop().time() - pending.sent_at) * 1e3
         self._timings.append((elapsed_ms, result.compute_us / 1e3))
         self._unreported.append(elapsed_ms)
         self._steps_timed += 1

@@ -6,12 +6,12 @@ Knows how to load only as a function it is given; which sessions there are is to
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.compute import Lane
+from mesh.shard.memory import release_memory
 from mesh.shard.settings import ShardSettings
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Residence:
 
 def _drop(holder: list[Lane | None]) -> None:
     holder.clear()
-    gc.collect()
+    release_memory()
 
 
 def _retrieve(loading: asyncio.Task[Lane]) -> None:

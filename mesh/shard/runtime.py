@@ -16,6 +16,7 @@ import torch
 from mesh.errors import BadRequest
 from mesh.shard.kv import BatchCache, SessionCache
 from mesh.shard.linear import choose_kernels
+from mesh.shard.memory import release_memory
 from mesh.shard.selfcheck import choose_attention, rope_types
 from mesh.shard.views import layer_view
 from mesh.types import LayerRange
@@ -64,6 +65,7 @@ class SpanRuntime:
         self.batched = attention.batched and not batch_invariant
         self.kernels = f"{kernels.name}+{attention.name}" + ("+alone" if not self.batched else "")
         self.reasons = (kernels.reason, attention.reason)
+        release_memory()
         self._views: dict[LayerRange, nn.Module] = {}
         self._ropes = _DynamicRopes(self._module)
 

@@ -172,5 +172,11 @@ class LinkSessions:
         self._sessions = {n: known for n, known in self._sessions.items() if not known[1].closed}
 
     def _send(self, message: Result | Failure | Opened) -> None:
-        if not self._link.is_closed:
+        if self._link.is_closed:
+            return
+        try:
             self._link.send(message)
+        except MeshError as error:
+            # A peer that asks and does not read is not served any further.
+            logger.warning("peer=%s cut: %s", self._link.peer.node_name, error)
+            self._link.close("You do not read what you asked for.")

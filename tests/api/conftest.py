@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from mesh.api.app import create_app
 from mesh.api.server import ApiServer, serve_api
@@ -15,6 +16,12 @@ from mesh.api.services import ApiSettings
 from tests.fakes import ScriptedGenerations, ScriptedView
 
 SETTINGS = ApiSettings(ping_s=0.05, max_body_bytes=10_000, body_timeout_s=0.3)
+
+
+SHARED_LOOP = pytest.mark.asyncio(loop_scope="module")
+"""For tests that use the fixture `shared`."""
+
+Shared = tuple["Served", httpx.AsyncClient]
 
 
 @dataclass
@@ -48,6 +55,16 @@ async def serving(settings: ApiSettings = SETTINGS) -> AsyncIterator[Served]:
 async def api() -> AsyncIterator[Served]:
     async with serving() as served:
         yield served
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[Shared]:
+    """One server for a module's many small questions; such tests share its event loop."""
+    async with (
+        serving() as served,
+        httpx.AsyncClient(base_url=served.url, trust_env=False, timeout=10) as client,
+    ):
+        yield served, client
 
 
 @pytest.fixture

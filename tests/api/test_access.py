@@ -8,7 +8,7 @@ import pytest
 from mesh.api.app import create_app
 from mesh.api.server import serve_api
 from mesh.errors import BadValue, PortInUse
-from tests.api.conftest import SETTINGS, Served, serving, with_key
+from tests.api.conftest import SETTINGS, SHARED_LOOP, Served, Shared, serving, with_key
 from tests.fakes import ScriptedGenerations, ScriptedView
 
 KEY = "k" * 20
@@ -34,9 +34,11 @@ PATHS = ["/v1/models", "/mesh/v1/status", "/mesh/v1/events", "/readyz", "/metric
         ("", 403),
     ],
 )
+@SHARED_LOOP
 async def test_loopback_answers_to_loopback_names_only(
-    http: httpx.AsyncClient, host: str, status: int
+    shared: Shared, host: str, status: int
 ) -> None:
+    _, http = shared
     response = await http.get("/v1/models", headers={"Host": host})
     assert response.status_code == status
     if status == 403:

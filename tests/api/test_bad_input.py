@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.conftest import Served
+from tests.api.conftest import SHARED_LOOP, Served, Shared
 
 CHAT: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -59,9 +59,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         (_message(content="x"), "messages.1.role", "missing"),
     ],
 )
+@SHARED_LOOP
 async def test_fields_are_refused_by_name(
-    http: httpx.AsyncClient, api: Served, change: dict[str, Any], param: str | None, said: str
+    shared: Shared, change: dict[str, Any], param: str | None, said: str
 ) -> None:
+    api, http = shared
+    before = len(api.generations.requests)
     response = await http.post("/v1/chat/completions", json={**CHAT, **change})
     error = response.json()["error"]
     assert response.status_code == 400
@@ -69,7 +72,7 @@ async def test_fields_are_refused_by_name(
     assert said in error["message"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "bad_request")
     assert error["fix"]
-    assert not api.generations.requests
+    assert len(api.generations.requests) == before
 
 
 async def test_misspelt_field_gets_the_nearest(http: httpx.AsyncClient) -> None:
@@ -91,8 +94,9 @@ async def test_misspelt_field_gets_the_nearest(http: httpx.AsyncClient) -> None:
         (b'{"\\udfff": 1}', "not valid JSON"),
     ],
 )
-async def test_malformed_json_is_refused(http: httpx.AsyncClient, raw: bytes, said: str) -> None:
-    response = await http.post("/v1/chat/completions", content=raw)
+@SHARED_LOOP
+async def test_malformed_json_is_refused(shared: Shared, raw: bytes, said: str) -> None:
+    response = await shared[1].post("/v1/chat/completions", content=raw)
     assert response.status_code == 400
     assert said in response.json()["error"]["message"]
 
@@ -141,10 +145,11 @@ async def test_headers_without_end_are_refused(api: Served) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
+@SHARED_LOOP
 async def test_errors_before_the_first_token_have_their_status(
-    http: httpx.AsyncClient, model: str, status: int, code: str, retry: str | None, stream: bool
+    shared: Shared, model: str, status: int, code: str, retry: str | None, stream: bool
 ) -> None:
-    response = await http.post(
+    response = await shared[1].post(
         "/v1/chat/completions", json={**CHAT, "model": model, "stream": stream}
     )
     assert response.status_code == status

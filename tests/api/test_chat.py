@@ -10,9 +10,21 @@ import openai
 import pytest
 
 from mesh.types import WireDtype
-from tests.api.conftest import Served
+from tests.api.conftest import SHARED_LOOP, Served, Shared
+
+pytestmark = SHARED_LOOP
 
 HELLO = [{"role": "user", "content": "hello big world"}]
+
+
+@pytest.fixture
+def api(shared: Shared) -> Served:
+    return shared[0]
+
+
+@pytest.fixture
+def http(shared: Shared) -> httpx.AsyncClient:
+    return shared[1]
 
 
 def body(model: str = "echo", **more: Any) -> dict[str, Any]:
@@ -143,7 +155,7 @@ async def test_fields_reach_the_generation(http: httpx.AsyncClient, api: Served)
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
     ]
     assert (await http.post("/v1/chat/completions", json=payload)).status_code == 200
-    request = api.generations.requests[0]
+    request = api.generations.requests[-1]
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.5, 0)
     assert (sampling.min_p, sampling.repetition_penalty, sampling.seed) == (0.1, 1.1, -7)
@@ -160,10 +172,10 @@ async def test_fields_reach_the_generation(http: httpx.AsyncClient, api: Served)
 
 async def test_absent_temperature_is_openais_default(http: httpx.AsyncClient, api: Served) -> None:
     await http.post("/v1/chat/completions", json=body())
-    sampling = api.generations.requests[0].sampling
+    sampling = api.generations.requests[-1].sampling
     assert (sampling.temperature, sampling.max_tokens, sampling.logprobs) == (1.0, None, None)
-    assert api.generations.requests[0].wire_dtype is None
-    assert api.generations.requests[0].fallback_to_local is None
+    assert api.generations.requests[-1].wire_dtype is None
+    assert api.generations.requests[-1].fallback_to_local is None
 
 
 async def test_openai_client_reads_whole_and_streamed_answers(api: Served) -> None:

@@ -8,19 +8,21 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.conftest import Served
+from tests.api.conftest import SHARED_LOOP, Shared
 
 
 @pytest.mark.parametrize(
     ("prompt", "text", "ids"),
     [("a b", "a b", None), (["a b"], "a b", None), ([1, 2], None, (1, 2)), ([[7]], None, (7,))],
 )
+@SHARED_LOOP
 async def test_prompt_forms(
-    http: httpx.AsyncClient, api: Served, prompt: Any, text: str | None, ids: tuple[int, ...] | None
+    shared: Shared, prompt: Any, text: str | None, ids: tuple[int, ...] | None
 ) -> None:
+    api, http = shared
     response = await http.post("/v1/completions", json={"model": "echo", "prompt": prompt})
     assert response.status_code == 200
-    request = api.generations.requests[0]
+    request = api.generations.requests[-1]
     assert (request.prompt, request.prompt_ids, request.messages) == (text, ids, None)
     assert request.sampling.max_tokens == 16
     choice = response.json()["choices"][0]
@@ -33,8 +35,9 @@ async def test_prompt_forms(
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], ["a", "b"], [1, "a"], [-1], [True], [2**31], 3])
-async def test_other_prompts_are_refused_by_name(http: httpx.AsyncClient, prompt: Any) -> None:
-    response = await http.post("/v1/completions", json={"model": "echo", "prompt": prompt})
+@SHARED_LOOP
+async def test_other_prompts_are_refused_by_name(shared: Shared, prompt: Any) -> None:
+    response = await shared[1].post("/v1/completions", json={"model": "echo", "prompt": prompt})
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["param"].split(".")[0] == "prompt"

@@ -38,6 +38,20 @@ async def test_silence_is_filled_with_comments(http: httpx.AsyncClient, api: Ser
     assert lines[-1] == "data: [DONE]"
 
 
+async def test_answers_do_not_wait_for_acknowledgements(api: Served) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", api.server.port)
+    writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    state = api.server._server.server_state
+    async with asyncio.timeout(5):
+        while not state.connections:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(0)
+    (connection,) = state.connections
+    accepted = connection.transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    writer.close()
+    await writer.wait_closed()
+
+
 @pytest.mark.parametrize("model", ["stuck", "silent"])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_generation_ends_when_the_client_leaves(

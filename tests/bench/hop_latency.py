@@ -15,6 +15,7 @@ import struct
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from statistics import quantiles
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -72,8 +73,10 @@ class _Asker:
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self.delivered = 0
 
     def message(self, message: Message) -> None:
+        self.delivered = time.perf_counter_ns()
         self.answer.set_result(message)
 
     def closed(self, error: MeshError | None) -> None:
@@ -108,12 +111,12 @@ async def _exchanges(ports: list[int], megabytes: int) -> dict[str, Exchange]:
     data = bytes([megabytes]) + bytes(PAYLOAD_BYTES - 1)
     tensor = WireTensor("fp16", (1, 1, PAYLOAD_BYTES // 2), data)
 
-    async def by_link() -> tuple[int, int, int, int]:
+    async def by_link(*, in_handler: bool = False) -> tuple[int, int, int, int]:
         asker.answer = asyncio.get_running_loop().create_future()
         sent = time.perf_counter_ns()
         link.send(Step(1, 1, megabytes, tensor))
         answer = await asker.answer
-        back = time.perf_counter_ns()
+        back = asker.delivered if in_handler else time.perf_counter_ns()
         assert isinstance(answer, Result)
         return (sent, *STAMPS.unpack_from(answer.tensor.data), back)
 
@@ -125,7 +128,11 @@ async def _exchanges(ports: list[int], megabytes: int) -> dict[str, Exchange]:
         assert isinstance(answer, bytes)
         return (sent, *STAMPS.unpack_from(answer), back)
 
-    return {"hearthnet": by_link, "websockets.asyncio": by_websockets}
+    return {
+        "hearthnet": by_link,
+        "websockets.asyncio": by_websockets,
+        "hearthnet, in the handler": partial(by_link, in_handler=True),
+    }
 
 
 async def _measure(ports: list[int], samples: int) -> dict[str, dict[str, float]]:
@@ -151,8 +158,9 @@ def _summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, float]:
         summary[f"{kind} out us"] = out = _quartile([there for there, _ in pairs])
         summary[f"{kind} back us"] = back = _quartile([home for _, home in pairs])
         summary[f"{kind} round trip us"] = out + back
-    ours, theirs = (summary[f"{kind} round trip us"] for kind in times)
-    return {**summary, "ratio": ours / theirs}
+    theirs = summary["websockets.asyncio round trip us"]
+    ratios = {f"{kind} ratio": summary[f"{kind} round trip us"] / theirs for kind in times}
+    return {**summary, **ratios}
 
 
 def _quartile(values: list[float]) -> float:
@@ -187,7 +195,7 @@ def main() -> None:
     for name, values in measure().items():
         print(name)
         for key, value in values.items():
-            print(f"  {key:32} {value:8.2f}")
+            print(f"  {key:42} {value:8.2f}")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,23 @@ def test_chain_of_spans_equals_the_whole_model(checkpoint: Checkpoint, family: s
             torch.testing.assert_close(part, whole, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_bfloat16_spans_give_the_same_bits(checkpoint: Checkpoint, family: str) -> None:
+    # A width whose root is no power of two: embedding scales are rounded to the dtype.
+    directory = checkpoint(family, layers=3, hidden=80, dtype="bfloat16")
+    manifest = read_manifest(directory)
+    ids = prompt_chunks((WINDOW + 10,))[0]
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+    ends = load_ends(manifest, dtype=torch.bfloat16, device=CPU)
+    hidden = ends.embed(ids, 0)
+    for layers in (LayerRange(0, 1), LayerRange(1, 3)):
+        span = load_span(manifest, layers, dtype=torch.bfloat16, device=CPU)
+        places = torch.arange(ids.shape[1]).unsqueeze(0)
+        hidden = span.module(inputs_embeds=hidden, position_ids=places).last_hidden_state
+    assert torch.equal(ends.logits(hidden), whole(ids).logits)
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
 def test_prompt_reaches_past_the_sliding_window(checkpoint: Checkpoint, family: str) -> None:
     # Without the window, the comparison above would prove nothing about it.

@@ -1,0 +1,200 @@
+"""Who is in the hearth, at which trust level: plain data that `mesh.identity.membership` makes.
+
+Answers questions and changes nothing. Knows nothing of events, links or how anybody got in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import Protocol
+
+from mesh.errors import UntrustedPeer
+from mesh.types import NodeId
+
+
+class Attributed(Protocol):
+    """What is looked at of an event to see whether it has an effect."""
+
+    @property
+    def author(self) -> NodeId:
+        """Who signed it."""
+
+    @property
+    def type(self) -> str:
+        """The event type."""
+
+
+class TrustLevel(IntEnum):
+    """What a member may do; each level includes those below it."""
+
+    MEMBER = 1
+    """May link, and see who is there."""
+    TRUSTED = 2
+    """May serve and use shards."""
+    ANCHOR = 3
+    """May decide who is in."""
+
+    @property
+    def label(self) -> str:
+        """``member``, ``trusted`` or ``anchor``."""
+        return self.name.lower()
+
+    @classmethod
+    def parse(cls, text: str) -> TrustLevel:
+        """The level of that label; ValueError when there is none."""
+        for level in cls:
+            if level.label == text:
+                return level
+        raise ValueError(f"{text!r} is not a trust level; expected member, trusted or anchor")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One node that is in. `certificate` is DER; `added_by` the anchor that let it in."""
+
+    node_id: NodeId
+    public_key: bytes
+    name: str
+    level: TrustLevel
+    added_by: NodeId
+    certificate: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The end of an author's chain: its events after `last_seq` count for nothing, ever.
+
+    The event at `last_seq` counts only if it has `last_hash`; 0 and b"" cut the whole chain.
+    """
+
+    last_seq: int
+    last_hash: bytes
+
+    def voids(self, seq: int, event_hash: bytes) -> bool:
+        """Whether an event of the author falls to the cut."""
+        if seq == self.last_seq and self.last_hash:
+            return event_hash != self.last_hash
+        return seq > self.last_seq
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A decision that waits for more anchors: `action` is ``revoke`` or a level's label."""
+
+    subject: NodeId
+    action: str
+    voters: tuple[NodeId, ...]
+    needed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """One hearth's members. Nodes in `cuts` are out for good, under that key.
+
+    `frozen` ones of them are out because nobody can say who was right (two anchors revoked each
+    other) or because they signed two histories. `former` are members that are out now.
+
+    It also is what the log asks for as `mesh.events.rules.Membership`.
+    """
+
+    hearth_id: str
+    name: str = ""
+    two_signatures: bool = True
+    members: Mapping[NodeId, Member] = field(default_factory=dict)
+    former: Mapping[NodeId, Member] = field(default_factory=dict)
+    cuts: Mapping[NodeId, Cut] = field(default_factory=dict)
+    frozen: frozenset[NodeId] = frozenset()
+    pending: tuple[Pending, ...] = ()
+
+    @property
+    def revoked(self) -> frozenset[NodeId]:
+        """Who was put out by a decision."""
+        return frozenset(self.cuts) - self.frozen
+
+    @property
+    def anchors(self) -> tuple[NodeId, ...]:
+        """Who decides."""
+        return tuple(m.node_id for m in self.members.values() if m.level is TrustLevel.ANCHOR)
+
+    @property
+    def certificates(self) -> tuple[bytes, ...]:
+        """The trust anchors for `mesh.identity.tls`."""
+        return tuple(member.certificate for member in self.members.values())
+
+    @property
+    def keys(self) -> Mapping[NodeId, bytes]:
+        """The raw public keys of everybody who is or was in: what they signed can be checked."""
+        everybody = (*self.former.values(), *self.members.values())
+        return {member.node_id: member.public_key for member in everybody}
+
+    def is_member(self, node_id: str) -> bool:
+        """Whether the node is in, at any level."""
+        return NodeId(node_id) in self.members
+
+    def at_least(self, node_id: str, level: TrustLevel) -> bool:
+        """Whether the node is in at `level` or above."""
+        member = self.members.get(NodeId(node_id))
+        return member is not None and member.level >= level
+
+    def require(self, node_id: str, level: TrustLevel = TrustLevel.MEMBER) -> Member:
+        """The member, if it is in at `level` or above. Raises UntrustedPeer."""
+        member = self.members.get(NodeId(node_id))
+        if member is None:
+            raise UntrustedPeer(
+                f"{node_id[:9]} is not a member of this hearth.",
+                fix="Pair it with `hearthnet invite` and `hearthnet join`.",
+            )
+        if member.level < level:
+            raise UntrustedPeer(
+                f"{member.name} is {member.level.label}; this needs {level.label}.",
+                fix=f"An anchor can run `hearthnet members promote {member.name}`.",
+            )
+        return member
+
+    # What the log asks.
+
+    def limit(self, author: NodeId) -> int | None:
+        """The author's last sequence number that counts; None for no end."""
+        cut = self.cuts.get(author)
+        return None if cut is None else cut.last_seq
+
+    def standing(self, author: NodeId) -> TrustLevel | None:
+        """The level that the author has, or had when it was put out."""
+        member = self.members.get(author) or self.former.get(author)
+        return None if member is None else member.level
+
+    def admits(self, event: Attributed) -> bool:
+        """Whether the author's level suffices for what the event says."""
+        level = self.standing(event.author)
+        return level is not None and level >= _LEVEL_FOR.get(event.type, TrustLevel.MEMBER)
+
+
+_LEVEL_FOR = {
+    "experimental.shard.advertised": TrustLevel.TRUSTED,
+    "model.published": TrustLevel.TRUSTED,
+    "placement.wished": TrustLevel.TRUSTED,
+}
+
+
+def freeze(roster: Roster, forked: Mapping[NodeId, int]) -> Roster:
+    """The roster without those that signed two histories; `forked` has their last good seq."""
+    cuts = dict(roster.cuts)
+    for node, last_seq in forked.items():
+        known = cuts.get(node)
+        if known is None or last_seq < known.last_seq:
+            cuts[node] = Cut(last_seq, b"")
+    out = {n: member for n, member in roster.members.items() if n in cuts}
+    return replace(
+        roster,
+        members={n: member for n, member in roster.members.items() if n not in cuts},
+        former={**roster.former, **out},
+        cuts=cuts,
+        frozen=roster.frozen | frozenset(forked),
+    )
+
+
+def departed(before: Roster, after: Roster) -> frozenset[NodeId]:
+    """Who is in `before` and not in `after`: whose live links are to be closed."""
+    return frozenset(before.members) - frozenset(after.members)

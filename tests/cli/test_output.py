@@ -1,0 +1,151 @@
+"""Exit codes, stripping and the key of an open API, without a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mesh import errors
+from mesh.cli.output import one_line, print_table, printable, report
+from mesh.cli.up import with_api_key
+from mesh.config import Config
+from mesh.paths import StatePaths
+from mesh.runtime import DaemonRecord, read_daemon
+from tests.cli.conftest import COMMAND
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (errors.InternalError, 1),
+        (errors.Busy, 1),
+        (errors.BadValue, 2),
+        (errors.UnknownKey, 2),
+        (errors.BadRequest, 2),
+        (errors.NotRunning, 3),
+        (errors.ModelNotFound, 4),
+        (errors.NoRoute, 5),
+        (errors.CacheFull, 5),
+        (errors.Unauthorized, 6),
+        (errors.ExperimentalDisabled, 6),
+    ],
+)
+def test_exit_codes(
+    kind: type[errors.MeshError], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(kind("It broke\x1b[2J\nbadly.", fix="Mend it.")) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"error: It broke[2J badly. [{kind.code}]\nfix:   Mend it.\n"
+
+
+def test_bugs_are_reported_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(ZeroDivisionError("oops")) == 1
+    assert "oops" in (err := capsys.readouterr().err)
+    assert "--debug" in err
+    assert "Traceback" not in err
+
+
+def test_control_characters_are_stripped() -> None:
+    text = "a\x00\x07\x1b[31m\r\x7f\x9b\u202e\u2066b\tc\nd"
+    assert printable(text) == "a[31mb\tc\nd"
+    assert one_line(text) == "a[31mb c d"
+
+
+def test_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(("A", "LONG"), [("wide", 1), (None, "")])
+    assert capsys.readouterr().out == "A     LONG\nwide  1\n-     -\n"
+
+
+def test_open_api_gets_one_key_that_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = StatePaths(tmp_path / "state").create()
+    assert stat.S_IMODE(paths.root.stat().st_mode) == 0o700
+    local = Config(state_dir=paths.root)
+    assert with_api_key(local, paths) is local
+    opened = Config(state_dir=paths.root, api_host="192.0.2.7")
+    first = with_api_key(opened, paths)
+    assert first.api_key is not None
+    assert first.api_key in capsys.readouterr().err
+    assert Config(api_key=first.api_key).api_key == first.api_key  # passes its own check
+    assert stat.S_IMODE(paths.api_key.stat().st_mode) == 0o600
+    assert with_api_key(opened, paths).api_key == first.api_key
+    assert capsys.readouterr().err == ""
+    chosen = Config(state_dir=paths.root, api_host="192.0.2.7", api_key="c" * 20)
+    assert with_api_key(chosen, paths) is chosen
+
+
+def test_record_is_private_and_dies_with_its_process(tmp_path: Path) -> None:
+    file = tmp_path / "daemon.json"
+    assert read_daemon(file) is None
+    record = DaemonRecord.for_this_process(
+        api_url="http://127.0.0.1:1", api_port=1, port=2, api_key="secret"
+    )
+    record.write(file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert read_daemon(file) == record
+    # The same process id, started at another time: a process that came later.
+    DaemonRecord(record.pid, record.create_time - 60, "http://127.0.0.1:1", 1, 2).write(file)
+    assert read_daemon(file) is None
+    for text in ("", "[]", "{}", '{"pid": 1}', "\x00"):
+        file.write_text(text)
+        assert read_daemon(file) is None
+
+
+def _sleeper(code: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import signal, time; {code}; print(1, flush=True); time.sleep(60)",
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs signals")
+@pytest.mark.parametrize(
+    ("code", "timeout", "ended_by"),
+    [("pass", "20", signal.SIGTERM), ("signal.signal(15, signal.SIG_IGN)", "0.2", signal.SIGKILL)],
+)
+def test_down_stops_the_daemon(
+    tmp_path: Path, environment: dict[str, str], code: str, timeout: str, ended_by: int
+) -> None:
+    import psutil
+
+    with _sleeper(code) as process:
+        started = psutil.Process(process.pid).create_time()
+        record = DaemonRecord(process.pid, started, "http://127.0.0.1:1", 1, 2)
+        record.write(tmp_path / "daemon.json")
+        command = [*COMMAND, "down", "--state-dir", str(tmp_path), "--timeout", timeout]
+        with subprocess.Popen(command, env=environment) as finished:
+            # Reaps the child, so that `down` sees it go.
+            assert process.wait(20) == -ended_by
+            assert finished.wait(20) == 0
+
+
+def test_detached_daemon_that_fails_says_why(tmp_path: Path, environment: dict[str, str]) -> None:
+    state = tmp_path / "state"
+    finished = subprocess.run(
+        [*COMMAND, "up", "--detach", "--state-dir", str(state), "--model", "/nonexistent"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert finished.returncode not in {0, 3}
+    assert "error: " in finished.stderr
+    assert "/nonexistent" in finished.stderr
+    assert not (state / "daemon.json").exists()
+    assert os.listdir(state / "logs") == ["daemon.log"]  # noqa: PTH208 - names only

@@ -1,0 +1,29 @@
+"""Daemons for end-to-end tests: real processes on loopback, in a hearth of their own."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from mesh.cli.local_node import LocalNode
+
+StartNode = Callable[..., LocalNode]
+
+
+@pytest.fixture(scope="module")
+def start_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartNode]:
+    """Starts daemons of one hearth that nobody else's tests see; ends them all."""
+    root = tmp_path_factory.mktemp("nodes")
+    hearth = f"test-{secrets.token_hex(4)}"
+    with ExitStack() as stack:
+
+        def start(name: str, *flags: str, environment: dict[str, str] | None = None) -> LocalNode:
+            variables = {"HEARTHNET_HEARTH": hearth, "OMP_NUM_THREADS": "1", **(environment or {})}
+            node = LocalNode(name, Path(root) / name, ("--threads", "1", *flags), variables)
+            return stack.enter_context(node)
+
+        yield start

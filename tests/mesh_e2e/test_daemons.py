@@ -1,0 +1,339 @@
+"""Real daemons: they find each other, answer together, and say clearly what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from mesh.cli.local_node import LocalNode
+from mesh.models.builtin import checkpoint_dir
+from tests.checkpoints import make_checkpoint
+from tests.mesh_e2e.conftest import StartNode
+from tests.mesh_e2e.spread import hugging_face
+
+QUESTION = [{"role": "user", "content": "What is hearthnet?"}]
+
+
+@pytest.fixture(scope="module")
+def home(start_node: StartNode) -> dict[str, LocalNode]:
+    """Three nodes that hold the built-in model with overlap, and an asker without layers."""
+    nodes = {
+        "attic": start_node("attic", "--layers", "0-4"),
+        "kitchen": start_node("kitchen", "--layers", "3-7"),
+        "study": start_node("study", "--layers", "4-7"),
+        "sofa": start_node("sofa", "--layers", "none"),
+    }
+    for node in nodes.values():
+        node.wait_ready()
+    return nodes
+
+
+@pytest.fixture
+def sofa(home: dict[str, LocalNode]) -> LocalNode:
+    return home["sofa"]
+
+
+def ask(node: LocalNode, **body: Any) -> dict[str, Any]:
+    response = node.post(
+        "/v1/chat/completions",
+        {"model": "builtin", "messages": QUESTION, "temperature": 0, **body},
+    )
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def refused(node: LocalNode, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    response = node.post(path, body)
+    assert response.status_code >= 400
+    error: dict[str, Any] = response.json()["error"]
+    assert error["message"]
+    assert error["fix"]
+    return {**error, "status": response.status_code}
+
+
+def hearthnet(*arguments: str, node: LocalNode | None = None, stdin: str = "") -> Any:
+    flags = ["--state-dir", str(node.state_dir)] if node else []
+    return subprocess.run(
+        [sys.executable, "-m", "mesh.cli.main", *arguments, *flags],
+        input=stdin, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+class TestAnswering:
+    def test_everybody_found_everybody(self, home: dict[str, LocalNode]) -> None:
+        for name, node in home.items():
+            peers = {p["name"] for p in node.get("/mesh/v1/peers")["peers"] if p["state"] == "up"}
+            assert peers == set(home) - {name}
+
+    def test_an_answer_comes_over_two_nodes(self, sofa: LocalNode) -> None:
+        answer = ask(sofa)
+        assert "mesh" in answer["choices"][0]["message"]["content"]
+        facts = answer["hearthnet"]
+        assert [hop["layers"] for hop in facts["route"]] == ["0-4", "5-7"]
+        assert facts["failovers"] == 0
+        assert not facts["fallback"]
+        assert facts["timings"]["first_token_ms"] > 0
+        assert len(facts["timings"]["hops"]) == 2
+
+    def test_token_ids_equal_hugging_face_with_fp16_on_the_wire(self, sofa: LocalNode) -> None:
+        prompt = [40 + i for i in range(50)]
+        response = sofa.post(
+            "/v1/completions",
+            {"model": "builtin", "prompt": prompt, "temperature": 0, "max_tokens": 48,
+             "ignore_eos": True},
+        )  # fmt: skip
+        ids, _ = hugging_face(checkpoint_dir(), prompt, 48)
+        assert response.json()["hearthnet"]["token_ids"] == ids
+        wide = sofa.post(
+            "/v1/completions",
+            {"model": "builtin", "prompt": prompt, "temperature": 0, "max_tokens": 48,
+             "ignore_eos": True, "wire_dtype": "fp32"},
+        )  # fmt: skip
+        assert wide.json()["hearthnet"]["token_ids"] == ids
+
+    def test_the_openai_client_streams(self, sofa: LocalNode) -> None:
+        client = openai.OpenAI(
+            base_url=f"{sofa.url}/v1", api_key="unused",
+            http_client=httpx.Client(trust_env=False),
+        )  # fmt: skip
+        with client:
+            chunks = list(
+                client.chat.completions.create(
+                    model="builtin", messages=QUESTION, temperature=0, stream=True,  # type: ignore[arg-type]
+                    stream_options={"include_usage": True},
+                )
+            )  # fmt: skip
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert text == ask(sofa)["choices"][0]["message"]["content"]
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens > 10
+
+    def test_a_second_turn_prefills_only_what_is_new(self, sofa: LocalNode) -> None:
+        first = ask(sofa)
+        messages = [
+            *QUESTION,
+            {"role": "assistant", "content": first["choices"][0]["message"]["content"]},
+            {"role": "user", "content": "Who drives a request?"},
+        ]
+        second = ask(sofa, messages=messages)
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= first["usage"]["total_tokens"] - 1
+
+    def test_the_same_seed_gives_the_same_text(self, sofa: LocalNode) -> None:
+        texts = {
+            ask(sofa, temperature=1.5, seed=11, max_tokens=30)["choices"][0]["message"]["content"]
+            for _ in range(2)
+        }
+        assert len(texts) == 1
+
+    def test_stop_strings_and_limits(self, sofa: LocalNode) -> None:
+        whole = ask(sofa)["choices"][0]["message"]["content"]
+        cut = ask(sofa, stop=["home"])
+        assert cut["choices"][0]["message"]["content"] == whole[: whole.index("home")]
+        assert cut["choices"][0]["finish_reason"] == "stop"
+        short = ask(sofa, max_tokens=5)
+        assert short["choices"][0]["finish_reason"] == "length"
+        assert short["usage"]["completion_tokens"] == 5
+
+    def test_a_client_that_leaves_frees_every_hop(self, home: dict[str, LocalNode]) -> None:
+        sofa = home["sofa"]
+        body = {"model": "builtin", "prompt": "Once", "max_tokens": 3000, "ignore_eos": True,
+                "temperature": 0, "stream": True}  # fmt: skip
+        url = f"{sofa.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as response:
+            lines = response.iter_lines()
+            for _ in range(6):
+                next(lines)
+            assert sofa.get("/mesh/v1/status")["generations"]
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            streams = sum(
+                shard["active_streams"]
+                for name in ("attic", "kitchen", "study")
+                for shard in home[name].get("/mesh/v1/status")["shards"]
+            )
+            if streams == 0 and not sofa.get("/mesh/v1/status")["generations"]:
+                return
+            time.sleep(0.1)
+        pytest.fail("a hop still holds the session")
+
+    def test_the_verbs(self, sofa: LocalNode) -> None:
+        run = hearthnet("run", "builtin", "What is hearthnet?", node=sofa)
+        assert run.returncode == 0
+        assert "mesh" in run.stdout
+        assert "attic" in run.stderr
+        chat = hearthnet("chat", "builtin", node=sofa, stdin="Hello!\n/route\n/bye\n")
+        assert chat.returncode == 0
+        assert chat.stdout.strip()
+        status = json.loads(hearthnet("status", "--json", node=sofa).stdout)
+        assert status["node"]["name"] == "sofa"
+        peers = json.loads(hearthnet("peers", "--json", node=sofa).stdout)
+        assert "attic" in json.dumps(peers)
+        models = json.loads(hearthnet("models", "--json", node=sofa).stdout)
+        assert "builtin" in json.dumps(models)
+
+    def test_metrics_carry_the_specifications_names(self, sofa: LocalNode) -> None:
+        ask(sofa)
+        text = httpx.get(f"{sofa.url}/metrics", trust_env=False).text
+        for name in (
+            "pipeline_construct_ms", "first_token_ms", "tokens_per_second", "shard_latency_ms",
+            "failovers_total", "fallback_to_local_total",
+        ):  # fmt: skip
+            assert f"distributed_inference_{name}" in text
+        assert 'shard_latency_ms_count{shard_id="builtin:0-4"}' in text
+
+    def test_events_are_followed_and_resumed(self, sofa: LocalNode) -> None:
+        url = f"{sofa.url}/mesh/v1/events"
+        headers = {"Last-Event-ID": "0"}
+        found = []
+        with httpx.stream("GET", url, headers=headers, timeout=20, trust_env=False) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    found.append(json.loads(line.removeprefix("data: ")))
+                if len([e for e in found if e["type"] == "peer_up"]) == 3:
+                    break
+        assert {e["name"] for e in found if e["type"] == "peer_up"} == {"attic", "kitchen", "study"}
+
+
+@pytest.mark.slow
+class TestBadInput:
+    def test_an_unknown_model(self, sofa: LocalNode) -> None:
+        error = refused(sofa, "/v1/chat/completions", {"model": "nobody", "messages": QUESTION})
+        assert (error["status"], error["code"]) == (404, "model_not_found")
+        assert "builtin" in error["message"]
+
+    def test_an_over_long_prompt_names_both_numbers(self, sofa: LocalNode) -> None:
+        error = refused(
+            sofa, "/v1/completions", {"model": "builtin", "prompt": [40] * 5000, "max_tokens": 4}
+        )
+        assert (error["status"], error["code"]) == (400, "context_length_exceeded")
+        assert "5000" in error["message"]
+        assert "4096" in error["message"]
+
+    def test_a_token_outside_the_vocabulary(self, sofa: LocalNode) -> None:
+        error = refused(sofa, "/v1/completions", {"model": "builtin", "prompt": [1, 10**6]})
+        assert (error["code"], error["param"]) == ("bad_request", "prompt")
+
+    def test_malformed_json_and_unknown_fields(self, sofa: LocalNode) -> None:
+        raw = httpx.post(
+            f"{sofa.url}/v1/completions", content=b"{", trust_env=False,
+            headers={"content-type": "application/json"},
+        )  # fmt: skip
+        assert raw.status_code == 400
+        error = refused(sofa, "/v1/completions", {"model": "builtin", "prompt": "a", "wat": 1})
+        assert "wat" in error["message"]
+
+    def test_layers_outside_the_model(self, tmp_path: Path) -> None:
+        run = hearthnet("up", "--layers", "0-99", "--state-dir", str(tmp_path))
+        assert run.returncode != 0
+        assert "0-99" in run.stderr
+        assert "0-7" in run.stderr
+
+    def test_a_truncated_and_a_pickled_checkpoint(self, tmp_path: Path) -> None:
+        broken = make_checkpoint(tmp_path / "broken", "llama", layers=2)
+        weights = broken / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        run = hearthnet("up", "--model", str(broken), "--state-dir", str(tmp_path / "s1"))
+        assert run.returncode != 0
+        assert "model.safetensors" in run.stderr
+        pickled = make_checkpoint(tmp_path / "pickled", "llama", layers=2)
+        (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+        run = hearthnet("up", "--model", str(pickled), "--state-dir", str(tmp_path / "s2"))
+        assert run.returncode != 0
+        assert "pickle" in run.stderr.lower()
+
+    def test_a_port_in_use(self, sofa: LocalNode, tmp_path: Path) -> None:
+        for flag, port in (("--api-port", sofa.record.api_port), ("--port", sofa.record.port)):
+            other = "--port" if flag == "--api-port" else "--api-port"
+            run = hearthnet(
+                "up", flag, str(port), other, "0", "--layers", "none", "--interface", "127.0.0.1",
+                "--state-dir", str(tmp_path / flag.strip("-")),
+            )  # fmt: skip
+            assert run.returncode != 0
+            assert str(port) in run.stderr
+
+    def test_an_unknown_interface_names_the_existing_ones(self, tmp_path: Path) -> None:
+        run = hearthnet("up", "--interface", "nope0", "--state-dir", str(tmp_path))
+        assert run.returncode != 0
+        assert "lo" in run.stderr
+
+    def test_two_daemons_on_one_state_directory(self, sofa: LocalNode) -> None:
+        run = hearthnet("up", "--port", "0", "--api-port", "0", node=sofa)
+        assert run.returncode != 0
+        assert "already runs" in run.stderr
+
+
+@pytest.mark.slow
+class TestLives:
+    def test_a_span_nobody_serves(self, start_node: StartNode, tmp_path: Path) -> None:
+        directory = make_checkpoint(tmp_path / "lonely", "llama", layers=8)
+        node = start_node("half", "--model", f"{directory}=half", "--layers", "0-3")
+        node.wait_up()
+        deadline = time.monotonic() + 60
+        while "no node serves layers 4-7 of half" not in str(missing := readiness(node)):
+            assert time.monotonic() < deadline, missing
+            time.sleep(0.2)
+        error = refused(
+            node, "/v1/completions", {"model": "half", "prompt": [5, 6], "max_tokens": 2}
+        )
+        assert (error["status"], error["code"]) == (503, "shard_unavailable")
+        assert "4-7" in error["message"]
+
+    def test_other_weights_under_the_same_name(self, start_node: StartNode, tmp_path: Path) -> None:
+        one = make_checkpoint(tmp_path / "one", "llama", layers=8, seed=1)
+        two = make_checkpoint(tmp_path / "two", "llama", layers=8, seed=2)
+        left = start_node("left", "--model", f"{one}=twins", "--layers", "0-3")
+        right = start_node("right", "--model", f"{two}=twins", "--layers", "4-7")
+        left.wait_up()
+        right.wait_up()
+        deadline = time.monotonic() + 60
+        error: dict[str, Any] = {}
+        while time.monotonic() < deadline and error.get("code") != "weights_mismatch":
+            body = {"model": "twins", "prompt": [5, 6], "max_tokens": 2}
+            error = refused(left, "/v1/completions", body)
+            time.sleep(0.2)
+        assert (error["status"], error["code"]) == (409, "weights_mismatch")
+        assert "right" in error["message"]
+
+    def test_everything_a_daemon_started_dies_with_it(self, start_node: StartNode) -> None:
+        node = start_node("doomed")
+        node.wait_up()
+        assert node.process is not None
+        deadline = time.monotonic() + 30
+        children: list[psutil.Process] = []
+        while len(children) < 2 and time.monotonic() < deadline:
+            children = psutil.Process(node.process.pid).children(recursive=True)
+            time.sleep(0.05)
+        assert len(children) == 2
+        node.kill()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert not alive
+
+    def test_detach_status_and_down(self, tmp_path: Path) -> None:
+        state = ["--state-dir", str(tmp_path / "state")]
+        up = hearthnet(
+            "up", "--detach", "--layers", "none", "--port", "0", "--api-port", "0",
+            "--interface", "127.0.0.1", *state,
+        )  # fmt: skip
+        assert up.returncode == 0, up.stderr
+        assert "OPENAI_BASE_URL" in up.stdout
+        assert hearthnet("status", *state).returncode == 0
+        assert hearthnet("down", *state).returncode == 0
+        assert hearthnet("status", *state).returncode == 3
+
+
+def readiness(node: LocalNode) -> list[str]:
+    response = httpx.get(f"{node.url}/readyz", trust_env=False, timeout=10)
+    missing: list[str] = response.json().get("missing", [])
+    return missing

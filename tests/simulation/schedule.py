@@ -1,0 +1,151 @@
+"""Draws what happens in one simulated run from its seed: who serves, who asks, what breaks when.
+
+Plain data; the same seed always gives the same schedule.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from mesh.types import LayerRange
+from tests.pipeline.toy_mesh import PRIME, TOTAL_LAYERS
+
+FAULTS = ("crash", "power loss", "freeze", "cut", "silence", "slow", "forget")
+"""crash: the process dies, its peers hear of it. power loss: nobody hears of it. freeze: SIGSTOP.
+cut: its links break, it lives on. silence: its links deliver nothing more, unnoticed. slow: every
+step takes nearly the stall limit. forget: it drops its sessions, as after an eviction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One shard's host."""
+
+    name: str
+    layers: LayerRange
+    streams: int
+    queue_depth: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something happens to a node: at a time, or when the n-th message of a kind reaches it.
+
+    `lasts_s` None: for good. `withdrawn_after_s`: when the asker learns that the shard is gone.
+    """
+
+    kind: str
+    victim: str
+    at_s: float | None
+    at_message: tuple[str, int] | None
+    lasts_s: float | None
+    withdrawn_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. It is told apart on the wire by `positions`, which no other one has.
+
+    `follows` names the request whose conversation it continues. `leaves_after` tokens the client
+    hangs up.
+    """
+
+    name: str
+    start_s: float
+    prompt: tuple[int, ...]
+    count: int
+    follows: str | None = None
+    leaves_after: int | None = None
+
+    @property
+    def positions(self) -> int:
+        return len(self.prompt) + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One run."""
+
+    seed: int
+    nodes: tuple[Node, ...]
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+    delay_s: tuple[float, float]
+    stall_limit_s: float
+
+    def untouched(self) -> list[Node]:
+        """The nodes that nothing happens to."""
+        victims = {fault.victim for fault in self.faults}
+        return [node for node in self.nodes if node.name not in victims]
+
+
+def draw(seed: int) -> Schedule:
+    """The schedule of a seed."""
+    rng = random.Random(seed)
+    nodes = _nodes(rng)
+    asks = _asks(rng)
+    faults = tuple(_fault(rng, nodes) for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3, 4))))
+    fastest = rng.choice((0.0001, 0.001, 0.02))
+    return Schedule(
+        seed, nodes, asks, faults, (fastest, fastest * rng.choice((1, 3, 10))),
+        stall_limit_s=rng.choice((1.0, 2.0, 5.0)),
+    )  # fmt: skip
+
+
+def _nodes(rng: random.Random) -> tuple[Node, ...]:
+    hops = rng.randint(1, 5)
+    cuts = [0, *sorted(rng.sample(range(1, TOTAL_LAYERS), hops - 1)), TOTAL_LAYERS]
+    spans: list[LayerRange] = []
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        for _ in range(rng.choice((1, 2, 2, 3))):
+            wider = rng.choice((0, 0, 1, 2))
+            spans.append(LayerRange(max(0, start - wider), min(TOTAL_LAYERS, stop + wider)))
+    if rng.random() < 0.3:
+        spans.append(LayerRange(0, TOTAL_LAYERS))
+    names = [f"n{i:02}" for i in range(len(spans))]
+    rng.shuffle(names)
+    return tuple(
+        Node(
+            name,
+            span,
+            streams=rng.choice((1, 2, 8, 8, 8)),
+            queue_depth=rng.choice((0, 0, 0, 1, 2)),
+            step_s=rng.choice((0.0002, 0.002, 0.01)),
+        )
+        for name, span in zip(names, spans, strict=True)
+    )
+
+
+def _asks(rng: random.Random) -> tuple[Ask, ...]:
+    asks: list[Ask] = []
+    taken: set[int] = set()
+    for number in range(rng.choice((1, 1, 2, 3, 5))):
+        rows = rng.choice((1, 2, 7, 20, 20, 300)) if number == 0 else rng.randint(1, 25)
+        count = rng.choice((1, 2, 8, 16))
+        while rows + count in taken:
+            rows += 1
+        taken.add(rows + count)
+        prompt = tuple(rng.randrange(PRIME) for _ in range(rows))
+        leaves = rng.randint(0, count) if rng.random() < 0.15 else None
+        asks.append(Ask(f"r{number}", rng.uniform(0, 0.3), prompt, count, leaves_after=leaves))
+    if rng.random() < 0.3:
+        total = 400 + rng.randrange(50)
+        extra = tuple(rng.randrange(PRIME) for _ in range(3))
+        asks.append(Ask("follow-up", 0.0, extra, total, follows="r0"))
+    return tuple(asks)
+
+
+def _fault(rng: random.Random, nodes: tuple[Node, ...]) -> Fault:
+    timed = rng.random() < 0.5
+    kind = rng.choice(FAULTS)
+    at_message = (rng.choice(("open", "step", "step", "step")), rng.choice((1, 1, 2, 3, 5, 9, 16)))
+    lasting = kind in ("freeze", "slow") or rng.random() < 0.5
+    return Fault(
+        kind,
+        rng.choice(nodes).name,
+        rng.uniform(0, 1.0) if timed else None,
+        None if timed else at_message,
+        rng.choice((0.01, 0.3, 2.0, 12.0)) if lasting else None,
+        rng.choice((0.05, 1.0, 60.0)),
+    )
