@@ -86,13 +86,20 @@ class ScriptedGenerations:
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
+        self._streams: list[AsyncGenerator[StreamFrame, None]] = []
         self.pulled: Counter[str] = Counter()
         self.started = asyncio.Event()
         self.ended: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self.proceed = asyncio.Event()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         self.requests.append(request)
+        stream = self._run(request)
+        # Kept, so that no garbage collection closes what the API forgot to close.
+        self._streams.append(stream)
+        return stream
+
+    async def _run(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         try:
             async for frame in self._script(request):
                 self.pulled[request.model] += 1

@@ -24,6 +24,15 @@ class Answer:
         """Where the answer came from and how fast."""
         return summary_line(self.extension, self.usage)
 
+    def to_dict(self) -> dict[str, Any]:
+        """What `run --json` prints."""
+        return {
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "usage": self.usage,
+            "hearthnet": self.extension,
+        }
+
 
 async def receive(
     chunks: AsyncGenerator[dict[str, Any], None], answer: Answer, *, show: bool = True

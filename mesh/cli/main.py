@@ -48,9 +48,9 @@ app.add_typer(config.app, name="config")
 @app.command()
 def demo() -> None:
     """Show three nodes finding each other and answering together."""
-    from mesh.cli import demo as story
+    from mesh.cli.demo import main as play
 
-    raise typer.Exit(story.main())
+    raise typer.Exit(play())
 
 
 def _print_version(wanted: bool) -> None:

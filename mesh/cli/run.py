@@ -16,25 +16,32 @@ if TYPE_CHECKING:
     from mesh.client import Client
 
 
+_System = Annotated[str | None, typer.Option(help="What the model is told first.")]
+_Temperature = Annotated[
+    float, typer.Option(help="0 always takes the likeliest token; higher varies more.")
+]
+_TopP = Annotated[float | None, typer.Option(help="Sample from this much probability.")]
+_TopK = Annotated[int | None, typer.Option(help="Sample from this many tokens.")]
+_Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+_MaxTokens = Annotated[int | None, typer.Option(help="The longest answer.")]
+_IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on to the limit.")]
+_Wire = Annotated[str | None, typer.Option(help="fp16, bf16 or fp32 between the nodes.")]
+_Raw = Annotated[bool, typer.Option("--raw", help="Continue the text, without chat template.")]
+
+
 def run(  # noqa: PLR0913 - flags
     model: Annotated[str, typer.Argument(help="See `hearthnet models`.")],
     prompt: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
     *,
-    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
-    temperature: Annotated[
-        float, typer.Option(help="0 always takes the likeliest token; higher varies more.")
-    ] = 0.0,
-    top_p: Annotated[float | None, typer.Option(help="Sample from this much probability.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from this many tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="The longest answer.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to the limit.")] = False,
-    wire_dtype: Annotated[
-        str | None, typer.Option(help="fp16, bf16 or fp32 between the nodes.")
-    ] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text, without the chat template.")
-    ] = False,
+    system: _System = None,
+    temperature: _Temperature = 0.0,
+    top_p: _TopP = None,
+    top_k: _TopK = None,
+    seed: _Seed = None,
+    max_tokens: _MaxTokens = None,
+    ignore_eos: _IgnoreEos = False,
+    wire_dtype: _Wire = None,
+    raw: _Raw = False,
     state_dir: StateDir = None,
     host: Host = None,
     api_port: ApiPort = None,
@@ -43,36 +50,23 @@ def run(  # noqa: PLR0913 - flags
     """Ask once. Piped input is added to the prompt; the answer is the only thing on stdout."""
     text = _whole_prompt(prompt)
     options: dict[str, Any] = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "seed": seed,
-        "max_tokens": max_tokens,
-        "ignore_eos": ignore_eos,
-        "wire_dtype": wire_dtype,
-    }
+        "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
+        "max_tokens": max_tokens, "ignore_eos": ignore_eos, "wire_dtype": wire_dtype,
+    }  # fmt: skip
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": text})
     answer = Answer()
 
     async def question(client: Client) -> None:
-        chunks = (
-            client.complete(model, text, **options)
-            if raw
-            else client.chat(model, messages, **options)
-        )
+        if raw:
+            chunks = client.complete(model, text, **options)
+        else:
+            chunks = client.chat(model, messages, **options)
         await receive(chunks, answer, show=not as_json)
 
     ask(locate_daemon(state_dir, host, api_port), question)
     if as_json:
-        print_json(
-            {
-                "text": answer.text,
-                "finish_reason": answer.finish_reason,
-                "usage": answer.usage,
-                "hearthnet": answer.extension,
-            }
-        )
+        print_json(answer.to_dict())
     else:
         note(answer.summary)
 

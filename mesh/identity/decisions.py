@@ -128,10 +128,10 @@ def decode(kind: str, payload: Mapping[str, Any]) -> Decision:
         return Added(read.certificate(), read.text("name"), level)
     if kind == LEVEL_CHANGED:
         return LevelChanged(read.subject(), read.level(), read.cut())
-    if kind == REVOKED:
-        reason = read.text("reason", shortest=0, longest=MAX_REASON)
-        return Revoked(read.subject(), read.cut(), reason)
-    _refuse("type", f"{kind!r} is no membership event")
+    if kind != REVOKED:
+        _refuse("type", f"{kind!r} is no membership event")
+    reason = read.text("reason", shortest=0, longest=MAX_REASON)
+    return Revoked(read.subject(), read.cut(), reason)
 
 
 class _Reader:

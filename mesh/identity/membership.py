@@ -282,7 +282,9 @@ class _Judgement:
         if promotes:
             self._grants.setdefault(member.node_id, []).append(act.order)
         else:
-            kept = {act.author: votes[act.author]} if steps_down else votes
+            wish = decision.level.label
+            agreed = {n: v for n, v in votes.items() if v.wish == wish}
+            kept = {act.author: votes[act.author]} if steps_down else agreed
             self._rule(member.node_id, kept, act.order, ousts=False)
         self.members[member.node_id] = replace(member, level=decision.level)
         votes.clear()

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
-from mesh.errors import MeshError, PipelineStalled
+from mesh.errors import BadRequest, ContextTooLong, MeshError, PipelineStalled
 from mesh.pipeline.history import slice_rows
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.station import SessionTerms, Station
@@ -29,6 +29,12 @@ class HopLost(Exception):
         self.index = index
         self.hop = hop
         self.error = error
+
+
+def raise_if_hopeless(lost: HopLost) -> None:
+    """Raise the hop's error when no other hop could serve the request either."""
+    if isinstance(lost.error, BadRequest | ContextTooLong):
+        raise lost.error
 
 
 class Chain:
@@ -51,23 +57,26 @@ class Chain:
         """Open a session on every hop at once. Raises HopLost for the first that refuses."""
         self.stations = await self._stations(hops)
 
-    async def replace(self, index: int, hops: Sequence[RouteHop], max_rows: int) -> None:
-        """Put `hops` in the place of station `index` and replay its inputs into them.
+    async def replace(
+        self, index: int, hops: Sequence[RouteHop], max_rows: int, *, count: int = 1
+    ) -> None:
+        """Put `hops` in the place of `count` stations from `index` on and replay their inputs.
 
         The others keep their caches. Raises HopLost when a replacement refuses or dies while it is
-        opened; the lost station then stays in place, so that this can be tried again.
+        opened; the old stations then stay in place, so that this can be tried again.
         """
-        old = self.stations[index]
         try:
             fresh = await self._stations(hops)
         except HopLost as lost:
             raise HopLost(index, lost.hop, lost.error) from lost
-        old.close()
-        self.stations[index : index + 1] = fresh
+        old = self.stations[index : index + count]
+        for station in old:
+            station.close()
+        self.stations[index : index + count] = fresh
         # The first takes the inputs; only the last knows what the next hop has already seen. What
         # lies between is rebuilt from what the first returns.
-        fresh[0].history = old.history
-        fresh[-1].delivered = old.delivered
+        fresh[0].history = old[0].history
+        fresh[-1].delivered = old[-1].delivered
         fresh[0].replay(max_rows)
 
     def feed(self, tensor: WireTensor) -> None:
@@ -79,17 +88,16 @@ class Chain:
         """Wait until every row before `position` has left the last hop; that row (1, 1, hidden).
 
         Raises:
-            HopLost: a station failed. Replace it and wait again.
+            HopLost: a station failed before that. Replace it and wait again.
         """
-        self._raise_lost()
-        if self.stations[-1].delivered < position:
+        while self.stations[-1].delivered < position:
+            self._raise_lost()
             self._target = position
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-            self._raise_lost()
         row = self._last_row
         if row is None:
             raise PipelineStalled("nothing was fed into the pipeline.", fix="Report this as a bug.")

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from mesh.errors import ConnectFailed, LinkLost, MeshError, from_dict
 from mesh.types import Endpoint
 from mesh.wire.link import Link, LinkHandler
-from mesh.wire.messages import Failure, Message
+from mesh.wire.messages import Drain, Failure, Message
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +34,14 @@ class SessionReceiver(Protocol):
 
 
 class Line:
-    """One link and the sessions on it. Implements LinkHandler."""
+    """One link and the sessions on it. Implements LinkHandler.
+
+    `is_draining`: its host asked that sessions move elsewhere while they can.
+    """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
+        self.is_draining = False
         self._link: Link | None = None
         self._receivers: dict[int, SessionReceiver] = {}
         self._last_session = 0
@@ -84,6 +88,8 @@ class Line:
         """Pass a message to the session it names; a failure of the whole link goes to all."""
         session = getattr(message, "session", None)
         if session is None:
+            if isinstance(message, Drain):
+                self.is_draining = True
             if isinstance(message, Failure):
                 logger.warning("endpoint=%s failure=%s", self.endpoint, from_dict(message.error))
             return

@@ -13,9 +13,10 @@ from dataclasses import replace
 from mesh.errors import BadRequest, ContextTooLong
 from mesh.pipeline.answer import Answer
 from mesh.pipeline.model import AskerModel
-from mesh.pipeline.passage import Passage, RecoverySettings
+from mesh.pipeline.passage import Passage
+from mesh.pipeline.recovery import LocalModel, Recovery, RecoverySettings
 from mesh.pipeline.sampler import Sampler
-from mesh.pipeline.sessions import Sessions
+from mesh.pipeline.sessions import GenerationSession, Sessions
 from mesh.pipeline.station import SessionTerms
 from mesh.routing.router import ShardRouter
 from mesh.types import Done, GenerationRequest, StreamFrame, WireDtype
@@ -35,11 +36,13 @@ class PipelineOrchestrator:
         *,
         wire_dtype: WireDtype,
         recovery: RecoverySettings = RecoverySettings(),  # noqa: B008 - frozen
+        local_model: LocalModel | None = None,
     ) -> None:
         self._model = model
         self._sessions = sessions
         self._router = router
         self._recovery = recovery
+        self._local_model = local_model
         self.wire_dtype = wire_dtype
 
     async def chat(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
@@ -64,7 +67,7 @@ class PipelineOrchestrator:
         cached = len(session.token_ids)
         finished = False
         try:
-            passage = Passage(self._model, session, self._router, self._recovery)
+            passage = Passage(self._model, session, self._recover(session, request))
             answer = Answer(self._model.text, request.sampling, limit, started)
             sampler = Sampler(request.sampling, prompt)
             ids: Sequence[int] = prompt[cached:]
@@ -79,6 +82,16 @@ class PipelineOrchestrator:
             self._sessions.release(session, keep=finished)
         done = self._done(prompt, cached, passage, answer)
         yield replace(done, construct_ms=(constructed - started) * 1e3)
+
+    def _recover(self, session: GenerationSession, request: GenerationRequest) -> Recovery:
+        may_go_home = request.fallback_to_local is not False
+        return Recovery(
+            session,
+            self._router,
+            self._model.hidden_size,
+            self._recovery,
+            self._local_model if may_go_home else None,
+        )
 
     def _token_limit(self, prompt: Sequence[int], wanted: int | None) -> int:
         """How many new tokens this request may get; refuses rather than cuts."""
@@ -104,7 +117,7 @@ class PipelineOrchestrator:
             token_ids=tuple(answer.token_ids),
             route=passage.route,
             failovers=passage.failovers,
-            fallback=False,
+            fallback=passage.fallback,
             first_token_ms=answer.first_token_ms,
             tokens_per_second=answer.tokens_per_second,
             hops=passage.timings(),

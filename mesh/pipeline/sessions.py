@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mesh.clock import Clock
-from mesh.errors import BadRequest, ContextTooLong, LinkLost, MeshError
-from mesh.pipeline.chain import Chain, HopLost
+from mesh.errors import LinkLost, MeshError
+from mesh.pipeline.chain import Chain, HopLost, raise_if_hopeless
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.station import SessionTerms
 from mesh.routing.cover import ShardKey, key_of
@@ -39,6 +39,7 @@ class GenerationSession:
     pipeline: Pipeline
     request_id: str = ""
     failovers: int = 0
+    fallback: bool = False
     token_ids: list[int] = field(default_factory=list)
     parked_at: float = 0.0
 
@@ -90,7 +91,7 @@ class Sessions:
                 session.chain.close()
                 raise
             else:
-                session.failovers = 0
+                session.failovers, session.fallback = 0, False
                 session.chain.cut(common)
                 del session.token_ids[common:]
                 return self._register(session)
@@ -189,20 +190,16 @@ class Sessions:
             self._parked.pop(0).chain.close()
 
 
-def raise_if_hopeless(lost: HopLost) -> None:
-    """Raise the hop's error when no other hop could serve the request either."""
-    if isinstance(lost.error, BadRequest | ContextTooLong):
-        raise lost.error
-
-
-def replaced(pipeline: Pipeline, index: int, hops: Sequence[RouteHop]) -> Pipeline:
-    """The same pipeline with hop number `index` exchanged for `hops`."""
+def replaced(
+    pipeline: Pipeline, index: int, hops: Sequence[RouteHop], *, count: int = 1
+) -> Pipeline:
+    """The same pipeline with `count` hops from `index` on exchanged for `hops`."""
     return Pipeline(
         pipeline.pipeline_id,
         pipeline.model_id,
         pipeline.weights_sha256,
         pipeline.total_layers,
-        (*pipeline.hops[:index], *hops, *pipeline.hops[index + 1 :]),
+        (*pipeline.hops[:index], *hops, *pipeline.hops[index + count :]),
         pipeline.established_at,
     )
 

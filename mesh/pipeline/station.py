@@ -147,6 +147,11 @@ class Station:
         """When the oldest unanswered step was sent (monotonic seconds); None when none is."""
         return min((p.sent_at for p in self._pending.values()), default=None)
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether the host is about to stop and the session should move."""
+        return self._line.is_draining and self.error is None
+
     def timing(self) -> HopTiming:
         """Percentiles over the latest steps, in milliseconds."""
         totals = sorted(total for total, _ in self._timings)

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from mesh.pipeline.model import AskerModel
-from mesh.pipeline.passage import Passage, RecoverySettings
+from mesh.pipeline.passage import Passage
+from mesh.pipeline.recovery import Recovery, RecoverySettings
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.station import SessionTerms
 from mesh.routing.router import ShardRouter
@@ -79,7 +80,8 @@ async def _logits(
         terms = SessionTerms(model.model_id, model.weights_sha256, PROMPT_ROWS, dtype)
         session = await sessions.open_fresh(terms, model.total_layers)
         try:
-            passage = Passage(model, session, router, RecoverySettings())
+            recovery = Recovery(session, router, model.hidden_size, RecoverySettings(), None)
+            passage = Passage(model, session, recovery)
             async for _ in passage.advance(ids):
                 pass  # a hop that is lost here is replaced as in any generation
             rows.append(passage.logits.float())

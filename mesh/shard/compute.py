@@ -14,6 +14,7 @@ import torch
 
 from mesh.errors import DeviceFailed, MeshError
 from mesh.shard.kv import SessionCache
+from mesh.shard.memory import trim_heap
 from mesh.shard.runtime import SpanRuntime, StepInput
 from mesh.types import LayerRange, WireDtype
 from mesh.wire.activations import to_torch, to_wire
@@ -160,7 +161,11 @@ def _advance(step: PendingStep, output: torch.Tensor) -> WireTensor | None:
         step.outputs.append(output)
         return None
     whole = torch.cat([*step.outputs, output], dim=1) if step.outputs else output
-    return to_wire(whole, step.wire_dtype)
+    tensor = to_wire(whole, step.wire_dtype)
+    if not step.is_short:
+        step.inputs, step.outputs = None, []
+        trim_heap()  # the scratch memory of a chunk is many times that of a decode step
+    return tensor
 
 
 def _timed(

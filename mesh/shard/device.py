@@ -107,6 +107,11 @@ def cpu_fast_dtypes() -> frozenset[str]:
     return frozenset(fast)
 
 
+def cpu_has_amx() -> bool:
+    """Whether the CPU has matrix tiles, which torch's 16-bit CPU kernels are then built on."""
+    return "amx_tile" in _cpu_flags()
+
+
 def choose_threads(requested: int, device: torch.device) -> Choice[int]:
     """How many threads a CPU kernel uses; 0 measures one against all physical cores now.
 

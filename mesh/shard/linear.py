@@ -18,6 +18,8 @@ from transformers.pytorch_utils import Conv1D
 PLAIN = "plain"
 PACKED = "onednn-packed"
 
+_SMALL_BYTES = 1 << 20
+
 # Torch has no public name for these two; what they give is checked before they are used.
 _OPS = torch.ops.mkldnn
 
@@ -65,6 +67,7 @@ def choose_kernels(module: nn.Module, dtype: torch.dtype, device: torch.device) 
     replaced = sum(_replace(parent, name) for parent, name in places)
     if not replaced:
         return Kernels(PLAIN, "kernels plain: no linear layer to pack")
+    _leave_the_file(module)
     return Kernels(
         PACKED, f"kernels {PACKED}: bf16 on the CPU, {replaced} layers packed and checked"
     )
@@ -80,6 +83,13 @@ def _replace(parent: nn.Module, name: str) -> bool:
         return False
     setattr(parent, name, packed)
     return True
+
+
+def _leave_the_file(module: nn.Module) -> None:
+    # What is left may lie in a mapping of the whole checkpoint file, which a single norm keeps.
+    for parameter in module.parameters():
+        if parameter.nbytes <= _SMALL_BYTES:
+            parameter.data = parameter.data.clone()
 
 
 def _agrees(packed: PackedLinear, weight: torch.Tensor) -> bool:

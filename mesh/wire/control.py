@@ -19,6 +19,7 @@ from mesh.wire.messages import (
     Advertise,
     Bye,
     Close,
+    Drain,
     Failure,
     Hello,
     Message,
@@ -86,6 +87,7 @@ _LAYOUT: dict[FrameType, tuple[type[Message], dict[str, Check]]] = {
     FrameType.FAILURE: (
         Failure, {"error": _mapping, "session": _optional_uint32, "step": _optional_uint32}
     ),
+    FrameType.DRAIN: (Drain, {"reason": _text(1024)}),
     FrameType.ADVERTISE: (Advertise, {"shards": _mappings, "node": _mapping}),
 }  # fmt: skip
 

@@ -40,6 +40,7 @@ class FrameType(IntEnum):
     CLOSE = 0x16
     FAILURE = 0x17
     ADVERTISE = 0x18
+    DRAIN = 0x19
 
 
 class FrameFlags(IntFlag):
@@ -59,6 +60,7 @@ _CONTROL = frozenset(
     {
         FrameType.NACK, FrameType.HELLO, FrameType.BYE, FrameType.OPEN, FrameType.OPENED,
         FrameType.PARK, FrameType.RESUME, FrameType.CLOSE, FrameType.FAILURE, FrameType.ADVERTISE,
+        FrameType.DRAIN,
     }
 )  # fmt: skip
 _KNOWN_FLAGS = COMPRESSED | FINAL | GRADIENT

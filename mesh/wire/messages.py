@@ -150,7 +150,14 @@ class Advertise:
     node: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """The shard host is about to stop: running sessions go on, but should move while they can."""
+
+    reason: str
+
+
 Message = (
     Hello | Bye | Ping | Pong | Open | Opened | Step | Result | Park | Resume | Close | Failure
-    | Advertise
+    | Advertise | Drain
 )  # fmt: skip

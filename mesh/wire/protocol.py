@@ -369,7 +369,7 @@ class TensorSession:
         **dict.fromkeys(
             (
                 FrameType.BYE, FrameType.OPEN, FrameType.OPENED, FrameType.PARK, FrameType.RESUME,
-                FrameType.CLOSE, FrameType.FAILURE, FrameType.ADVERTISE,
+                FrameType.CLOSE, FrameType.FAILURE, FrameType.ADVERTISE, FrameType.DRAIN,
             ),
             _receive_control,
         ),

@@ -26,7 +26,6 @@ from mesh.models.manifest import read_manifest
 from mesh.shard.device import DTYPES
 from mesh.shard.runtime import SpanRuntime, StepInput
 from mesh.types import LayerRange
-from tests.checkpoints import make_large_checkpoint
 
 CPU = torch.device("cpu")
 PROMPT_ROWS = 128
@@ -37,6 +36,9 @@ ROUNDS = 5
 
 def measure() -> dict[str, Any]:
     """tokens/s of ours and of Hugging Face, and their ratio, per dtype and phase; MB of memory."""
+    # Not above: what it imports is no part of a shard process, whose memory the child measures.
+    from tests.checkpoints import make_large_checkpoint
+
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:

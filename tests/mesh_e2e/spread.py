@@ -17,7 +17,8 @@ from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.orchestrator import PipelineOrchestrator
-from mesh.pipeline.passage import Passage, RecoverySettings
+from mesh.pipeline.passage import Passage
+from mesh.pipeline.recovery import Recovery, RecoverySettings
 from mesh.pipeline.sessions import Sessions, SessionSettings
 from mesh.pipeline.station import SessionTerms
 from mesh.routing.cover import Candidate, CoverRules
@@ -87,7 +88,8 @@ class Spread:
             MODEL, self.model.weights_sha256, len(prompt) + len(forced), WireDtype.FP32
         )
         session = await self._sessions.open_fresh(terms, self.model.total_layers)
-        passage = Passage(self.model, session, self._router, RecoverySettings())
+        recovery = Recovery(session, self._router, self.model.hidden_size, RecoverySettings(), None)
+        passage = Passage(self.model, session, recovery)
         rows = []
         for ids in [prompt, *([token] for token in forced[:-1])]:
             async for notice in passage.advance(ids):

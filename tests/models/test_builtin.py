@@ -25,6 +25,7 @@ from mesh.models.builtin.corpus import (
 )
 from mesh.models.builtin.corpus.arithmetic import question
 from mesh.models.builtin.corpus.cast import PRONOUNS
+from mesh.models.builtin.corpus.drills import drill
 from mesh.models.builtin.corpus.mixture import is_held_out
 from mesh.models.builtin.corpus.stories import PLOTS, tell
 
@@ -231,6 +232,15 @@ def test_stories_leave_no_slot_open_and_use_one_pronoun_for_the_hero() -> None:
         genders = {person.gender for person in (story.cast.hero, story.cast.friend)}
         assert genders == set(PRONOUNS)
     assert seen == {plot.name for plot in PLOTS}
+
+
+def test_drills_can_be_answered_from_what_was_said() -> None:
+    rng = Random(11)
+    for _ in range(300):
+        messages = drill(rng)
+        said = " ".join(m.content for m in messages if m.role == "user")
+        last = messages[-1].content.removeprefix("Your name is ").rstrip(".")
+        assert last in said
 
 
 def test_sums_in_the_corpus_are_true() -> None:

@@ -17,7 +17,7 @@ from mesh.errors import Busy, ConnectFailed, SessionGone
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.orchestrator import PipelineOrchestrator
-from mesh.pipeline.passage import RecoverySettings
+from mesh.pipeline.recovery import RecoverySettings
 from mesh.pipeline.sessions import Sessions, SessionSettings
 from mesh.routing.cover import Candidate, CoverRules
 from mesh.routing.router import ShardRouter

@@ -5,16 +5,18 @@ Plain data; the same seed always gives the same schedule.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
 from mesh.types import LayerRange
 from tests.pipeline.toy_mesh import PRIME, TOTAL_LAYERS
 
-FAULTS = ("crash", "power loss", "freeze", "cut", "silence", "slow", "forget")
+FAULTS = ("crash", "power loss", "freeze", "cut", "silence", "slow", "forget", "refuse")
 """crash: the process dies, its peers hear of it. power loss: nobody hears of it. freeze: SIGSTOP.
 cut: its links break, it lives on. silence: its links deliver nothing more, unnoticed. slow: every
-step takes nearly the stall limit. forget: it drops its sessions, as after an eviction."""
+step takes nearly the stall limit. forget: it drops its sessions, as after an eviction. refuse: it
+answers every step with an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +34,16 @@ class Node:
 class Fault:
     """Something happens to a node: at a time, or when the n-th message of a kind reaches it.
 
+    `victim` None: whichever node the n-th message reaches, so that it hits one in use. `chained`:
+    messages are counted from the fault before it on, so that it hits the recovery from that one.
     `lasts_s` None: for good. `withdrawn_after_s`: when the asker learns that the shard is gone.
     """
 
     kind: str
-    victim: str
+    victim: str | None
     at_s: float | None
     at_message: tuple[str, int] | None
+    chained: bool
     lasts_s: float | None
     withdrawn_after_s: float
 
@@ -47,8 +52,8 @@ class Fault:
 class Ask:
     """One request. It is told apart on the wire by `positions`, which no other one has.
 
-    `follows` names the request whose conversation it continues. `leaves_after` tokens the client
-    hangs up.
+    `follows` names the request whose conversation it continues: `prompt` then comes after what was
+    said there, and `start_s` counts from its end. `leaves_after` tokens the client hangs up.
     """
 
     name: str
@@ -74,18 +79,13 @@ class Schedule:
     delay_s: tuple[float, float]
     stall_limit_s: float
 
-    def untouched(self) -> list[Node]:
-        """The nodes that nothing happens to."""
-        victims = {fault.victim for fault in self.faults}
-        return [node for node in self.nodes if node.name not in victims]
-
 
 def draw(seed: int) -> Schedule:
     """The schedule of a seed."""
     rng = random.Random(seed)
     nodes = _nodes(rng)
     asks = _asks(rng)
-    faults = tuple(_fault(rng, nodes) for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3, 4))))
+    faults = tuple(_fault(rng, nodes) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))))
     fastest = rng.choice((0.0001, 0.001, 0.02))
     return Schedule(
         seed, nodes, asks, faults, (fastest, fastest * rng.choice((1, 3, 10))),
@@ -97,7 +97,7 @@ def _nodes(rng: random.Random) -> tuple[Node, ...]:
     hops = rng.randint(1, 5)
     cuts = [0, *sorted(rng.sample(range(1, TOTAL_LAYERS), hops - 1)), TOTAL_LAYERS]
     spans: list[LayerRange] = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in itertools.pairwise(cuts):
         for _ in range(rng.choice((1, 2, 2, 3))):
             wider = rng.choice((0, 0, 1, 2))
             spans.append(LayerRange(max(0, start - wider), min(TOTAL_LAYERS, stop + wider)))
@@ -109,7 +109,7 @@ def _nodes(rng: random.Random) -> tuple[Node, ...]:
         Node(
             name,
             span,
-            streams=rng.choice((1, 2, 8, 8, 8)),
+            streams=rng.choice((1, 2, 8, 8, 8, 8)),
             queue_depth=rng.choice((0, 0, 0, 1, 2)),
             step_s=rng.choice((0.0002, 0.002, 0.01)),
         )
@@ -121,7 +121,7 @@ def _asks(rng: random.Random) -> tuple[Ask, ...]:
     asks: list[Ask] = []
     taken: set[int] = set()
     for number in range(rng.choice((1, 1, 2, 3, 5))):
-        rows = rng.choice((1, 2, 7, 20, 20, 300)) if number == 0 else rng.randint(1, 25)
+        rows = rng.choice((1, 2, 7, 20, 20, 30, 270)) if number == 0 else rng.randint(1, 25)
         count = rng.choice((1, 2, 8, 16))
         while rows + count in taken:
             rows += 1
@@ -130,22 +130,25 @@ def _asks(rng: random.Random) -> tuple[Ask, ...]:
         leaves = rng.randint(0, count) if rng.random() < 0.15 else None
         asks.append(Ask(f"r{number}", rng.uniform(0, 0.3), prompt, count, leaves_after=leaves))
     if rng.random() < 0.3:
-        total = 400 + rng.randrange(50)
         extra = tuple(rng.randrange(PRIME) for _ in range(3))
-        asks.append(Ask("follow-up", 0.0, extra, total, follows="r0"))
+        count = 5
+        while asks[0].positions + len(extra) + count in taken:
+            count += 1
+        asks.append(Ask("follow-up", rng.uniform(0, 3), extra, count, follows="r0"))
     return tuple(asks)
 
 
 def _fault(rng: random.Random, nodes: tuple[Node, ...]) -> Fault:
-    timed = rng.random() < 0.5
     kind = rng.choice(FAULTS)
+    lasting = kind in ("freeze", "slow", "refuse") or rng.random() < 0.5
+    timed = rng.random() < 0.25
     at_message = (rng.choice(("open", "step", "step", "step")), rng.choice((1, 1, 2, 3, 5, 9, 16)))
-    lasting = kind in ("freeze", "slow") or rng.random() < 0.5
     return Fault(
         kind,
-        rng.choice(nodes).name,
-        rng.uniform(0, 1.0) if timed else None,
-        None if timed else at_message,
-        rng.choice((0.01, 0.3, 2.0, 12.0)) if lasting else None,
-        rng.choice((0.05, 1.0, 60.0)),
+        victim=rng.choice(nodes).name if timed or rng.random() < 0.2 else None,
+        at_s=rng.uniform(0, 1.0) if timed else None,
+        at_message=None if timed else at_message,
+        chained=not timed and rng.random() < 0.5,
+        lasts_s=rng.choice((0.01, 0.3, 2.0, 12.0)) if lasting else None,
+        withdrawn_after_s=rng.choice((0.05, 1.0, 60.0)),
     )

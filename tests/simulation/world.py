@@ -1,4 +1,4 @@
-"""Nodes and links of a simulated mesh: the real wire protocol, links that take time, hosts that die.
+"""Nodes and links of a simulated mesh: the real wire protocol, slow links, hosts that die.
 
 A hop is the toy shard of `tests.pipeline.toy_mesh` behind a queue: its layers' arithmetic shows
 every lost, repeated or swapped position in the tokens. What it must never see goes to the ledger.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 
-from mesh.errors import Busy, ConnectFailed, LinkLost, MeshError, SessionGone
+from mesh.errors import Busy, ConnectFailed, DeviceFailed, LinkLost, MeshError, SessionGone
 from mesh.types import Endpoint, LayerRange, NodeId, ShardDescriptor, shard_id
 from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.link import Link, LinkHandler
@@ -29,16 +29,10 @@ from mesh.wire.messages import (
     Resume,
     Step,
 )
-from tests.pipeline.toy_mesh import (
-    MODEL,
-    TOTAL_LAYERS,
-    WEIGHTS,
-    ToySession,
-    decode,
-    encode,
-)
+from tests.pipeline.toy_mesh import MODEL, TOTAL_LAYERS, WEIGHTS, decode, encode
 from tests.simulation.ledger import Ledger
 from tests.simulation.schedule import Node
+from tests.simulation.toy import SummedSession
 
 KEEPALIVE_S = 30.0
 """After so much silence a real link is closed by its own pings."""
@@ -96,7 +90,7 @@ class Wire:
         asyncio.get_running_loop().call_later(KEEPALIVE_S, self.cut)
 
 
-class SimSession(ToySession):
+class SimSession(SummedSession):
     """A toy session that knows which request it belongs to and what it may be sent next."""
 
     def __init__(self, opened: Open) -> None:
@@ -120,6 +114,7 @@ class SimHost:
         self.alive = True
         self.reachable = True
         self.frozen = False
+        self.refusing = False
         self.step_s = node.step_s
         self.sessions: dict[tuple[int, int], SimSession] = {}
         self.wires: list[Wire] = []
@@ -229,33 +224,46 @@ class Door:
         if not host.alive:
             return
         session = host.sessions.get(key)
-        if isinstance(message, Open):
-            if session is not None:
-                host.ledger.broke(f"{host.node.name}: session {key[1]} was opened twice")
-            if host.active() >= host.node.streams:
-                self._say(Failure(Busy("full.", fix="Elsewhere.").to_dict(), key[1]))
-                return
-            host.sessions[key] = SimSession(message)
-            self._say(Opened(key[1], message.max_tokens))
-        elif isinstance(message, Resume):
-            if session is None:
-                self._gone(key[1])
-            elif host.active() >= host.node.streams:
-                self._say(Failure(Busy("full.", fix="Elsewhere.").to_dict(), key[1]))
-            else:
-                session.parked, session.may_cut = False, True
-                session.request = message.max_tokens
-                self._say(Opened(key[1], message.max_tokens))
-        elif isinstance(message, Park) and session is not None:
-            session.parked = True
-        elif isinstance(message, Close):
-            host.sessions.pop(key, None)
-        elif isinstance(message, Step):
-            if session is None:
-                self._gone(key[1], message.step)
-            else:
-                act = partial(self._run, key, session, message)
-                host.compute(message.tensor.shape[1], act)
+        match message:
+            case Open():
+                self._open(key, message)
+            case Resume():
+                self._resume(session, message)
+            case Step():
+                self._step(key, session, message)
+            case Park() if session is not None:
+                session.parked = True
+            case Close():
+                host.sessions.pop(key, None)
+
+    def _open(self, key: tuple[int, int], request: Open) -> None:
+        host = self._host
+        if key in host.sessions:
+            host.ledger.broke(f"{host.node.name}: session {key[1]} was opened twice")
+        if host.active() >= host.node.streams:
+            self._fail(Busy("full.", fix="Elsewhere."), key[1])
+            return
+        host.sessions[key] = SimSession(request)
+        self._say(Opened(request.session, request.max_tokens))
+
+    def _resume(self, session: SimSession | None, request: Resume) -> None:
+        if session is None:
+            self._fail(SessionGone("gone.", fix="Replay."), request.session)
+        elif self._host.active() >= self._host.node.streams:
+            self._fail(Busy("full.", fix="Elsewhere."), request.session)
+        else:
+            session.parked, session.may_cut = False, True
+            session.request = request.max_tokens
+            self._say(Opened(request.session, request.max_tokens))
+
+    def _step(self, key: tuple[int, int], session: SimSession | None, step: Step) -> None:
+        if session is None:
+            self._fail(SessionGone("gone.", fix="Replay."), step.session, step.step)
+        elif self._host.refusing:
+            self._fail(DeviceFailed("out of memory.", fix="Elsewhere."), step.session, step.step)
+        else:
+            rows = step.tensor.shape[1]
+            self._host.compute(rows, partial(self._run, key, session, step))
 
     def _run(self, key: tuple[int, int], session: SimSession, step: Step) -> None:
         host = self._host
@@ -275,8 +283,8 @@ class Door:
         out = encode(session.run(step.position, rows))
         self._say(Result(step.session, step.step, out, compute_us=1, queue_us=0))
 
-    def _gone(self, session: int, step: int | None = None) -> None:
-        self._say(Failure(SessionGone("gone.", fix="Replay.").to_dict(), session, step))
+    def _fail(self, error: MeshError, session: int, step: int | None = None) -> None:
+        self._say(Failure(error.to_dict(), session, step))
 
     def _say(self, message: Message) -> None:
         if not self._link.is_closed:
@@ -289,9 +297,7 @@ class World:
     def __init__(
         self, nodes: tuple[Node, ...], delay_s: tuple[float, float], seed: int, ledger: Ledger
     ) -> None:
-        self.hosts = {
-            node.name: SimHost(node, 1000 + i, ledger) for i, node in enumerate(nodes)
-        }
+        self.hosts = {node.name: SimHost(node, 1000 + i, ledger) for i, node in enumerate(nodes)}
         self._by_port = {1000 + i: self.hosts[node.name] for i, node in enumerate(nodes)}
         self._rng = random.Random(seed + 1)
         self._delay_s = delay_s

@@ -22,6 +22,7 @@ from mesh.wire.control import _LAYOUT, pack_map
 from mesh.wire.frames import Frame, FrameType
 from mesh.wire.messages import (
     Advertise,
+    Drain,
     Bye,
     Close,
     Failure,
@@ -108,6 +109,7 @@ CONTROL: list[Message] = [
     Close(4),
     Failure({"code": "busy", "message": "m", "fix": "f"}, 1, 2),
     Failure({"code": "busy"}),
+    Drain("stopping"),
     Advertise([{"a": 1.5}, {"b": [b"x", None, True]}], {"n": "ö"}),
 ]
 

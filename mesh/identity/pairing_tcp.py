@@ -1,0 +1,280 @@
+"""Pairing over TCP: a listener that exists while an invitation is open, and the joiner's call.
+
+Each frame is behind a two-byte length. Nothing here lasts: exchanges have a deadline, callers are
+counted and slowed down, the listener goes when the window shuts. Knows nothing of what a new member
+may do or where the address came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import struct
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from mesh.errors import ConnectFailed, MeshError, PairingRejected, PortInUse
+from mesh.identity.invitations import Ending, Ticket, Window
+from mesh.identity.keys import NodeKey
+from mesh.identity.pairing import (
+    MAX_FRAME_BYTES,
+    Inviter,
+    Joined,
+    Joiner,
+    JoinRequest,
+    Welcome,
+    refusal,
+)
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct(">H")
+
+
+@dataclass(frozen=True, slots=True)
+class PairingLimits:
+    """How long a caller may take, and how many there may be.
+
+    `starts` exchanges are begun in any `starts_within_s`: each costs some 15 ms of computing.
+    """
+
+    frame_s: float = 5.0
+    exchange_s: float = 20.0
+    callers: int = 8
+    callers_per_host: int = 4
+    starts: int = 10
+    starts_within_s: float = 10.0
+
+
+DEFAULT_LIMITS = PairingLimits()
+
+Admit = Callable[[JoinRequest], Awaitable[Welcome]]
+"""Makes the proven joiner a member. A MeshError refuses it; the invitation is used up anyway."""
+
+
+class PairingListener:
+    """The inviter's end of one window. Made by `listen`."""
+
+    def __init__(self, key: NodeKey, window: Window, admit: Admit, limits: PairingLimits) -> None:
+        self.port = 0
+        self._key = key
+        self._window = window
+        self._admit = admit
+        self._limits = limits
+        self._server: asyncio.Server | None = None
+        self._callers: Counter[str] = Counter()
+        self._exchanges: set[asyncio.Task[None]] = set()
+        self._starts: deque[float] = deque()
+        self._shut = asyncio.Event()
+        self._winner: asyncio.Task[None] | None = None
+        self._joined: JoinRequest | None = None
+
+    async def wait(self) -> tuple[Ending, JoinRequest | None]:
+        """Wait until the window is shut and the listener gone; how it ended, and who joined."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._window.remaining_s):
+                await self._shut.wait()
+        self._window.shut(Ending.EXPIRED)
+        if self._server is not None:
+            self._server.close()
+        if self._winner is not None:  # the others have nothing left to win
+            await asyncio.wait([self._winner], timeout=self._limits.exchange_s)
+        await self.close()
+        return self._window.ending or Ending.EXPIRED, self._joined
+
+    async def close(self) -> None:
+        """Shut the window and the listener now; safe to call twice."""
+        self._window.shut(Ending.CLOSED)
+        self._shut.set()
+        if self._server is not None:
+            self._server.close()
+        exchanges = [task for task in self._exchanges if task is not asyncio.current_task()]
+        for task in exchanges:
+            task.cancel()
+        await asyncio.gather(*exchanges, return_exceptions=True)
+
+    # For `listen`.
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen. Raises PortInUse."""
+        try:
+            self._server = await asyncio.start_server(
+                self._called, host, port, limit=MAX_FRAME_BYTES + _LENGTH.size
+            )
+        except OSError as error:
+            raise PortInUse(
+                f"No pairing listener on {host}:{port}: {error.strerror}.",
+                fix="Choose another address or port.",
+            ) from error
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def _called(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host = str(writer.get_extra_info("peername", ("",))[0])
+        limits = self._limits
+        crowded = len(self._exchanges) >= limits.callers
+        if crowded or self._callers[host] >= limits.callers_per_host or self._window.ending:
+            writer.transport.abort()
+            return
+        self._callers[host] += 1
+        task = asyncio.create_task(self._serve(reader, writer), name=f"pairing with {host}")
+        self._exchanges.add(task)
+        task.add_done_callback(lambda done: self._left(done, host))
+
+    def _left(self, task: asyncio.Task[None], host: str) -> None:
+        self._exchanges.discard(task)
+        self._callers[host] -= 1
+        if not self._callers[host]:
+            del self._callers[host]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error  # a bug: let the loop's exception handler have it
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        frames = _Frames(reader, writer, self._limits.frame_s)
+        try:
+            async with asyncio.timeout(self._limits.exchange_s):
+                await self._exchange(frames)
+        except TimeoutError:
+            frames.send_last(refusal(_timed_out()))
+        except PairingRejected as error:
+            logger.info("pairing failed reason=%s", error.param)
+            frames.send_last(refusal(error))
+        except MeshError as error:
+            logger.warning("pairing failed after the code was right: %s", error)
+            frames.send_last(refusal(PairingRejected("", fix="", param="refused")))
+        finally:
+            writer.close()
+            if self._window.ending is not None:
+                self._shut.set()
+
+    async def _exchange(self, frames: _Frames) -> None:
+        inviter = Inviter(self._key, self._window)
+        start = await frames.receive()
+        self._slow_down()
+        await frames.send(inviter.greet(start))
+        request = inviter.examine(await frames.receive())
+        self._winner = asyncio.current_task()
+        self._shut.set()
+        welcome = await self._admit(request)
+        self._joined = request
+        await frames.send(inviter.welcome(welcome))
+        inviter.finish(await frames.receive())
+
+    def _slow_down(self) -> None:
+        now = asyncio.get_running_loop().time()
+        while self._starts and now - self._starts[0] > self._limits.starts_within_s:
+            self._starts.popleft()
+        if len(self._starts) >= self._limits.starts:
+            raise PairingRejected("Too many callers.", fix="Wait.", param="busy")
+        self._starts.append(now)
+
+
+async def listen(
+    host: str,
+    port: int,
+    *,
+    key: NodeKey,
+    window: Window,
+    admit: Admit,
+    limits: PairingLimits = DEFAULT_LIMITS,
+) -> PairingListener:
+    """Open the window on `host` and `port` (0: any free one). Raises PortInUse.
+
+    The caller awaits `PairingListener.wait`, which ends the listener when the window ends.
+    """
+    listener = PairingListener(key, window, admit, limits)
+    await listener.start(host, port)
+    return listener
+
+
+async def join(
+    host: str,
+    port: int,
+    *,
+    key: NodeKey,
+    name: str,
+    ticket: Ticket,
+    keep: Callable[[Joined], Awaitable[None]],
+    limits: PairingLimits = DEFAULT_LIMITS,
+) -> Joined:
+    """Pair with the inviter at that address; `keep` stores the result before it is acknowledged.
+
+    Raises ConnectFailed when nobody answers there, PairingRejected, and what `keep` raises.
+    """
+    try:
+        async with asyncio.timeout(limits.frame_s):
+            reader, writer = await asyncio.open_connection(
+                host, port, limit=MAX_FRAME_BYTES + _LENGTH.size
+            )
+    except (OSError, TimeoutError) as error:
+        raise ConnectFailed(
+            f"Nobody answers at {host}:{port}.", fix="Check that the invitation is still open."
+        ) from error
+    frames = _Frames(reader, writer, limits.frame_s)
+    joiner = Joiner(key, name, ticket)
+    try:
+        async with asyncio.timeout(limits.exchange_s):
+            await frames.send(joiner.start())
+            await frames.send(joiner.prove(await frames.receive()))
+            joined = joiner.read_welcome(await frames.receive())
+            await keep(joined)
+            await frames.send(joiner.done())
+    except TimeoutError as error:
+        raise _timed_out() from error
+    finally:
+        writer.close()
+    return joined
+
+
+class _Frames:
+    """Length-prefixed frames on one connection; each has to come within `frame_s`."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, frame_s: float
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._frame_s = frame_s
+
+    async def receive(self) -> bytes:
+        """The next frame. Raises PairingRejected when it is too large, late, or never comes."""
+        try:
+            async with asyncio.timeout(self._frame_s):
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                if length > MAX_FRAME_BYTES:
+                    raise PairingRejected(
+                        f"A pairing message of {length} bytes.", fix=_AGAIN, param="protocol"
+                    )
+                return await self._reader.readexactly(length)
+        except TimeoutError as error:
+            raise _timed_out() from error
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise PairingRejected(
+                "The other side hung up.", fix=_AGAIN, param="protocol"
+            ) from error
+
+    async def send(self, frame: bytes) -> None:
+        """Write a frame. Raises PairingRejected when the other side does not take it in time."""
+        self._writer.write(_LENGTH.pack(len(frame)) + frame)
+        try:
+            async with asyncio.timeout(self._frame_s):
+                await self._writer.drain()
+        except TimeoutError as error:
+            raise _timed_out() from error
+        except OSError as error:
+            raise PairingRejected(
+                "The other side hung up.", fix=_AGAIN, param="protocol"
+            ) from error
+
+    def send_last(self, frame: bytes) -> None:
+        """Write a frame before closing, without waiting for anybody."""
+        if not self._writer.transport.is_closing():
+            self._writer.write(_LENGTH.pack(len(frame)) + frame)
+
+
+_AGAIN = "Run `hearthnet invite` again, and join once more."
+
+
+def _timed_out() -> PairingRejected:
+    return PairingRejected("The exchange took too long.", fix=_AGAIN, param="timeout")

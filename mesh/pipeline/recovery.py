@@ -1,0 +1,171 @@
+"""What a generation does when a hop is lost, or is about to go.
+
+Others are picked for its layers and its inputs are replayed into them. After too many losses, or
+when nobody else serves the layers, the whole model goes on at home where that is possible. The
+tokens so far are never touched: only caches are rebuilt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from mesh.errors import MeshError, NoRoute
+from mesh.pipeline.chain import HopLost, raise_if_hopeless
+from mesh.pipeline.sessions import GenerationSession, replaced
+from mesh.routing.cover import ShardKey, key_of
+from mesh.routing.router import ShardRouter
+from mesh.types import PipelineAborted, RouteHop, ShardFailover, ShardStatus, StreamFrame
+
+CHUNK_ROWS = 128
+"""Rows of one prefill chunk: enough for an efficient matrix product, few enough to overlap hops."""
+
+CHUNK_BYTES = 1 << 20
+"""A chunk fits one frame, so that it need not be cut and put together again."""
+
+LocalModel = Callable[[], Awaitable[Sequence[RouteHop]]]
+"""Loads the whole model at home; hops over all its layers. Raises MeshError when it cannot."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoverySettings:
+    """How much a generation puts up with.
+
+    The `fallback_after`-th loss sends it home, when `go_home` allows that. After `max_failovers`
+    it is given up. `retry_delays_s` are waited, one after the other, while nobody serves the lost
+    layers and it cannot go home.
+    """
+
+    fallback_after: int = 2
+    max_failovers: int = 16
+    retry_delays_s: tuple[float, ...] = (0.1, 0.2, 0.4, 0.8, 1.6)
+
+
+class Recovery:
+    """Repairs one session. `local_model` is None when this request may not or cannot go home."""
+
+    def __init__(
+        self,
+        session: GenerationSession,
+        router: ShardRouter,
+        hidden_size: int,
+        settings: RecoverySettings,
+        local_model: LocalModel | None,
+    ) -> None:
+        self._session = session
+        self._router = router
+        self._rows = chunk_rows(hidden_size)
+        self._settings = settings
+        self._local_model = local_model
+        self._excluded: set[ShardKey] = set()
+        self._stays: set[ShardKey] = set()
+
+    async def recover(self, lost: HopLost) -> AsyncGenerator[StreamFrame, None]:
+        """Replace a lost hop; PipelineAborted and NoRoute when that stays impossible."""
+        session, shard = self._session, lost.hop.shard
+        yield ShardStatus(shard.shard_id, shard.node_name, "degraded", str(lost.error))
+        self._excluded.add(key_of(shard))
+        session.failovers += 1
+        hops: tuple[RouteHop, ...] = ()
+        if session.failovers < self._settings.fallback_after or session.fallback:
+            hops = await self._elsewhere(lost, ())
+        if not hops:
+            was_home = session.fallback
+            async for notice in self._home(lost):
+                yield notice
+            if session.fallback and not was_home:
+                return
+            hops = await self._elsewhere(lost, self._settings.retry_delays_s)
+        if not hops:
+            error = _gone(lost)
+            yield PipelineAborted(error.message)
+            raise error
+        self._note(lost.index, hops)
+        yield self._failover(lost.hop, hops)
+
+    async def leave_draining_hops(self) -> AsyncGenerator[StreamFrame, None]:
+        """Move off hops whose host is about to stop, where somebody else serves their layers.
+
+        A hop that nobody can replace is used on: its host waits for us.
+        """
+        while (index := self._movable()) is not None:
+            hop = self._session.chain.stations[index].hop
+            key = key_of(hop.shard)
+            try:
+                picked = self._router.repick(
+                    self._session.pipeline, index, self._excluded | self._stays | {key}
+                )
+                await self._session.chain.replace(index, picked, self._rows)
+            except (NoRoute, HopLost):
+                self._stays.add(key)
+                continue
+            yield ShardStatus(hop.shard.shard_id, hop.shard.node_name, "draining", "it is stopping")
+            self._note(index, picked)
+            yield self._failover(hop, picked)
+
+    # Private
+
+    async def _elsewhere(self, lost: HopLost, delays: Sequence[float]) -> tuple[RouteHop, ...]:
+        """Hops that now replace the lost one; empty when nobody could after all `delays`."""
+        waits = iter(delays)
+        while self._session.failovers <= self._settings.max_failovers:
+            try:
+                hops = self._router.repick(self._session.pipeline, lost.index, self._excluded)
+                await self._session.chain.replace(lost.index, hops, self._rows)
+            except HopLost as again:
+                raise_if_hopeless(again)
+                self._excluded.add(key_of(again.hop.shard))
+            except NoRoute:
+                wait = next(waits, None)
+                if wait is None:
+                    return ()
+                await asyncio.sleep(wait)
+                # Nobody else is left, so those who failed are as good as any: one may be back.
+                self._excluded.clear()
+            else:
+                return hops
+        return ()
+
+    async def _home(self, lost: HopLost) -> AsyncGenerator[StreamFrame, None]:
+        """Go on with the whole model at home; nothing happens when that cannot be."""
+        if self._local_model is None or self._session.fallback:
+            return
+        chain = self._session.chain
+        try:
+            hops = tuple(await self._local_model())
+            await chain.replace(0, hops, self._rows, count=len(chain.stations))
+        except (MeshError, HopLost):
+            # It does not fit here, or its process failed: others are asked after all.
+            self._local_model = None
+            return
+        self._session.fallback = True
+        pipeline = self._session.pipeline
+        self._session.pipeline = replaced(pipeline, 0, hops, count=len(pipeline.hops))
+        yield PipelineAborted(f"{lost.error.message} The answer goes on from the local model.")
+
+    def _movable(self) -> int | None:
+        for index, station in enumerate(self._session.chain.stations):
+            if station.is_draining and key_of(station.hop.shard) not in self._stays:
+                return index
+        return None
+
+    def _note(self, index: int, hops: Sequence[RouteHop]) -> None:
+        self._session.pipeline = replaced(self._session.pipeline, index, hops)
+
+    def _failover(self, lost: RouteHop, hops: Sequence[RouteHop]) -> ShardFailover:
+        replacements = tuple(hop.shard.shard_id for hop in hops)
+        return ShardFailover(lost.shard.shard_id, replacements, len(self._session.token_ids))
+
+
+def chunk_rows(hidden_size: int) -> int:
+    """How many rows of a prefill travel together."""
+    return max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * hidden_size)))
+
+
+def _gone(lost: HopLost) -> NoRoute:
+    return NoRoute(
+        f"{lost.hop.shard.node_name} was lost with layers {lost.hop.layers} and nobody else "
+        f"serves them: {lost.error.message}",
+        fix="Start a node that holds them (`hearthnet up --layers LO-HI`), then ask again.",
+    )

@@ -1,0 +1,174 @@
+"""Two shards on loopback, one core each, beside Hugging Face generate on one core, alternating.
+
+Every sample waits for an idle machine and records what share of a core others used meanwhile.
+Ratios are taken within a round; medians over rounds are reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mesh.cli.local_node import LocalNode
+from tests.bench.noise import Meter, wait_for_idle
+from tests.checkpoints import make_large_checkpoint
+
+SHAPES = {"0.16B": 12, "qwen0.5B": 24}
+ROUNDS = 5
+DECODE_PROMPT, DECODE_TOKENS = 32, 64
+PREFILL_PROMPT = 512
+
+
+def pin(pid: int, core: int) -> None:
+    """Every thread of a process and of its children on one core."""
+    process = psutil.Process(pid)
+    for each in [process, *process.children(recursive=True)]:
+        for thread in each.threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, {core})
+
+
+class Reference:
+    """The Hugging Face process."""
+
+    def __init__(self, directory: Path, dtype: str, core: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.bench.reference", str(directory), dtype],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self._line()
+        pin(self.process.pid, core)
+
+    def run(self, ids: list[int], count: int) -> dict[str, float]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([ids, count]) + "\n")
+        self.process.stdin.flush()
+        result: dict[str, float] = json.loads(self._line())
+        return result
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+
+def mesh_run(asker: LocalNode, ids: list[int], count: int) -> dict[str, Any]:
+    response = asker.post(
+        "/v1/completions",
+        {"model": "bench", "prompt": ids, "max_tokens": count, "temperature": 0,
+         "ignore_eos": True},
+    )  # fmt: skip
+    response.raise_for_status()
+    facts: dict[str, Any] = response.json()["hearthnet"]["timings"]
+    return facts
+
+
+def measure_one(shape: str, dtype: str, directory: Path, root: Path) -> dict[str, Any]:
+    layers, half = SHAPES[shape], SHAPES[shape] // 2
+    hearth = {"HEARTHNET_HEARTH": f"bench-{secrets.token_hex(3)}", "OMP_NUM_THREADS": "1"}
+    common = ("--model", f"{directory}=bench", "--dtype", dtype, "--threads", "1")
+    with contextlib.ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                LocalNode(name, root / f"{shape}-{dtype}-{name}", (*common, "--layers", span), hearth)
+            )
+            for name, span in (
+                ("first", f"0-{half - 1}"), ("second", f"{half}-{layers - 1}"), ("asker", "none"),
+            )
+        ]  # fmt: skip
+        for node in nodes:
+            node.wait_ready()
+        for node, core in zip(nodes[:2], (0, 1), strict=True):
+            assert node.process is not None
+            pin(node.process.pid, core)
+        reference = Reference(directory, dtype, 0)
+        stack.callback(reference.close)
+        return {
+            "shape": shape,
+            "dtype": dtype,
+            **_rounds(nodes[2], reference, _pids(nodes, reference)),
+            "shards": [_shard_facts(node) for node in nodes[:2]],
+        }
+
+
+def _pids(nodes: list[LocalNode], reference: Reference) -> list[int]:
+    pids = [reference.process.pid]
+    for node in nodes:
+        assert node.process is not None
+        daemon = psutil.Process(node.process.pid)
+        pids += [daemon.pid, *(child.pid for child in daemon.children(recursive=True))]
+    return pids
+
+
+def _rounds(asker: LocalNode, reference: Reference, pids: list[int]) -> dict[str, Any]:
+    rng = random.Random(0)
+    rows: dict[str, list[float]] = {
+        k: [] for k in ("decode", "decode_hf", "prefill", "prefill_hf", "foreign", "overhead_ms")
+    }
+    mesh_run(asker, [rng.randrange(3, 30000) for _ in range(8)], 4)  # wire dtype, warm-up
+    for _ in range(ROUNDS):
+        prompt = [rng.randrange(3, 30000) for _ in range(DECODE_PROMPT)]
+        long = [rng.randrange(3, 30000) for _ in range(PREFILL_PROMPT)]
+        wait_for_idle()
+        meter = Meter(pids)
+        ours = mesh_run(asker, prompt, DECODE_TOKENS)
+        theirs = reference.run(prompt, DECODE_TOKENS)
+        ours_long = mesh_run(asker, long, 1)
+        theirs_long = reference.run(long, 2)
+        rows["foreign"].append(meter.foreign())
+        rows["decode"].append(ours["tokens_per_second"])
+        rows["decode_hf"].append(theirs["tok_s"])
+        rows["prefill"].append(PREFILL_PROMPT / ours_long["first_token_ms"] * 1e3)
+        rows["prefill_hf"].append(PREFILL_PROMPT / theirs_long["first_token_ms"] * 1e3)
+        hops = ours["hops"]
+        rows["overhead_ms"].append(
+            sum(hop["p50_ms"] - hop["compute_p50_ms"] for hop in hops) / len(hops)
+        )
+    ratio = {
+        kind: statistics.median(a / b for a, b in zip(rows[kind], rows[f"{kind}_hf"], strict=True))
+        for kind in ("decode", "prefill")
+    }
+    medians = {key: round(statistics.median(values), 3) for key, values in rows.items()}
+    return {**medians, "decode_ratio": ratio["decode"], "prefill_ratio": ratio["prefill"]}
+
+
+def _shard_facts(node: LocalNode) -> dict[str, Any]:
+    shard = node.get("/mesh/v1/status")["shards"][0]
+    facts = shard["facts"]
+    return {
+        "layers": shard["layers"],
+        "load_ms": round(facts["load_ms"], 1),
+        "bytes_read_mb": round(facts["bytes_read"] / 2**20, 1),
+        "rss_mb": round(facts["rss_mb"], 1),
+        "beyond_weights_mb": round(facts["rss_mb"] - shard["vram_required_mb"], 1),
+    }
+
+
+def measure() -> dict[str, Any]:
+    """Every shape and dtype; see the keys of the rows."""
+    results = []
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        for shape in SHAPES:
+            directory = make_large_checkpoint(root / shape, shape)
+            results += [measure_one(shape, dtype, directory, root) for dtype in ("bf16", "fp32")]
+    return {"mesh_speed": results}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(), indent=1))
