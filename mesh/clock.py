@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from datetime import UTC, datetime
 from typing import Protocol
@@ -27,3 +28,11 @@ class SystemClock:
     def now(self) -> datetime:
         """See `Clock.now`."""
         return datetime.now(UTC)
+
+
+class LoopClock(SystemClock):
+    """The running event loop's clock: what a simulation's loop says the time is, is the time."""
+
+    def monotonic(self) -> float:
+        """See `Clock.monotonic`."""
+        return asyncio.get_running_loop().time()

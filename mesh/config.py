@@ -71,6 +71,8 @@ class HostSection(BaseModel):
     """The most memory one shard may take for its weights, in MB."""
     max_concurrent_streams: int = Field(default=8, ge=1, le=1024)
     """Sessions a shard serves at the same time; further ones are refused, never queued."""
+    drain_seconds: float = Field(default=30, ge=0, le=3600)
+    """How long a node that is stopped waits for running answers to end or move elsewhere."""
     kv_tokens: int = Field(default=16384, ge=16)
     """Positions that all sessions of a shard may hold in its cache together."""
 
@@ -91,6 +93,8 @@ class DistributedInferenceSection(BaseModel):
     """A shard that was silent for this long counts as lost."""
     fallback_to_local: bool = True
     """Answer from a local model when the mesh cannot and the model fits here."""
+    fallback_to_local_after_failures: int = Field(default=2, ge=1, le=16)
+    """The how-manieth lost hop of one answer sends the rest of it to the local model."""
     activation_dtype: Literal["fp16", "bf16", "fp32"] = "fp16"
     """How activations are written between nodes, where the model tolerates it."""
     allow_self_as_shard: bool = False

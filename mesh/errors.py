@@ -9,10 +9,11 @@ MeshError
 ├─ EventLogError      BadEvent  LogCorrupt  SchemaTooNew  LogFull  LogForked  LogBehind  LogRefused
 ├─ RouteError         NoRoute (shard_unavailable)  WeightsMismatch  ExperimentalDisabled
 ├─ ShardError         ModelNotFound  BadCheckpoint  UnsupportedFamily  CacheFull  DeviceFailed
-│                     SessionGone
+│                     SessionGone  ShardCorrupt
 ├─ GenerationError    BadRequest  ContextTooLong  PipelineStalled  Busy
 ├─ ApiError           Unauthorized  Forbidden  NotFound  MethodNotAllowed  BodyTooLarge
 │                     QuotaExceeded
+├─ JailError          JailUnavailable  PolicyViolation
 └─ InternalError      a child process failed in a way that nobody foresaw
 
 Each carries a stable `code`, an HTTP status, whether trying again may help, and `fix`: what the
@@ -304,6 +305,21 @@ class CacheFull(ShardError):
     retryable = True
 
 
+class ShardCorrupt(ShardError):
+    """A hop answered what no honest one can: NaN, Inf, an absurd norm or shape, or a lie."""
+
+    code = "shard_corrupt"
+    http_status = 502
+    retryable = True
+
+
+class NotEnoughMemory(ShardError):
+    """The layers do not fit; the message says what they need and what there is."""
+
+    code = "not_enough_memory"
+    http_status = 503
+
+
 class SessionGone(ShardError):
     """The hop no longer has this session's cache; replay it into a new one."""
 
@@ -406,6 +422,27 @@ class QuotaExceeded(ApiError):
     retryable = True
 
 
+class JailError(MeshError):
+    """Root for code that may not run here, or not like this."""
+
+    code = "jail_error"
+
+
+class JailUnavailable(JailError):
+    """No process for a job: the jail did not start, or its walls are too weak for this key."""
+
+    code = "jail_unavailable"
+    http_status = 503
+    retryable = True
+
+
+class PolicyViolation(JailError):
+    """A job's code uses something that its key is not trusted with; `param` is the line."""
+
+    code = "policy_violation"
+    http_status = 400
+
+
 class InternalError(MeshError):
     """A bug, or a child process that died; details are in the log."""
 
@@ -439,8 +476,9 @@ _LEAVES: tuple[type[MeshError], ...] = (
     BadValue, UnknownKey, NotRunning, AlreadyRunning, PortInUse, KeyUnreadable, BadKey,
     BadAdvertisement, PeerRefused, BadFrame, FrameTooLarge,
     VersionMismatch, LinkLost, ConnectFailed, NoRoute, WeightsMismatch, ExperimentalDisabled,
-    ModelNotFound, BadCheckpoint, BadRequest, CacheFull, SessionGone, DeviceFailed,
+    ModelNotFound, BadCheckpoint, BadRequest, CacheFull, SessionGone, DeviceFailed, NotEnoughMemory,
+    ShardCorrupt,
     BadEvent, LogCorrupt, SchemaTooNew, LogFull, LogForked, LogBehind, LogRefused,
     ContextTooLong, PipelineStalled, Busy, Unauthorized, Forbidden, NotFound, MethodNotAllowed,
-    BodyTooLarge, InternalError, UntrustedPeer, PairingRejected, TokenRejected, QuotaExceeded,
+    BodyTooLarge, JailUnavailable, PolicyViolation, InternalError, UntrustedPeer, PairingRejected, TokenRejected, QuotaExceeded,
 )  # fmt: skip

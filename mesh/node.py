@@ -31,13 +31,13 @@ from mesh.errors import AlreadyRunning
 from mesh.health.eventstream import EventStream
 from mesh.health.metrics import Metrics
 from mesh.identity.keys import NodeKey, load_or_create
-from mesh.models.local import LocalModel, find_local_models
+from mesh.models.local import LocalModel, find_local_models, require_memory
 from mesh.paths import StatePaths, cache_dir
 from mesh.pipeline.asker import AskerProcess, Askers, AskerSpec
 from mesh.routing.cover import Candidate, missing_layers
 from mesh.runtime import DaemonRecord, read_daemon
 from mesh.shard.hosting import HostSpec, ShardHost
-from mesh.types import LayerRange, ModelId
+from mesh.types import LayerRange, ModelId, RouteHop
 from mesh.wire.messages import Hello
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Node:
         self._metrics = Metrics()
         timeout_s = config.distributed.shard_health_timeout_seconds
         self._store = ShardStore(self._clock, expiry_s=timeout_s * EXPIRY_FACTOR)
-        self._host: ShardHost | None = None
+        self._host = ShardHost(HostSpec({}, ()), self.asker_changed)
         self._askers: dict[ModelId, AskerProcess] = {}
         self._peering: Peering | None = None
         self._api: ApiServer | None = None
@@ -80,18 +80,21 @@ class Node:
         self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
 
     async def stop(self) -> None:
-        """Say goodbye first, so that nobody routes here any more; then end the processes."""
+        """Say goodbye first, so that nobody routes here any more; then end the processes.
+
+        Running answers, ours and others', get `drain_seconds` to end or to move elsewhere.
+        """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._peering is not None:
             await self._peering.stop()
+        grace_s = self._config.distributed.host.drain_seconds
+        draining = [self._host.drain(grace_s)]
         if self._api is not None:
-            await self._api.close()
-        stopping = [asker.stop() for asker in self._askers.values()]
-        if self._host is not None:
-            stopping.append(self._host.stop())
-        await asyncio.gather(*stopping)
+            draining.append(self._api.close(grace_s))
+        await asyncio.gather(*draining)
+        await asyncio.gather(*(asker.stop() for asker in self._askers.values()))
 
     def record(self) -> DaemonRecord:
         """Where this daemon answers, for the runtime file. Only after `start`."""
@@ -126,33 +129,32 @@ class Node:
         await self._peering.start()
 
     def _start_host(self, address: str) -> None:
-        held = [model for model in self._models if model.layers is not None]
-        config, limits = self._config, self._config.distributed.host
-        if not held:
-            return
         start = {
             "listen_host": address,
             "listen_port": 0,
             "hello": self._identity(),
-            "device": config.device,
+            "device": self._config.device,
             "threads": self._threads,
             "cache_dir": str(cache_dir()),
         }
-        shards = tuple(
-            {
-                "directory": model.directory,
-                "model_id": model.model_id,
-                "layers": str(model.layers),
-                "dtype": config.dtype,
-                "max_concurrent_streams": limits.max_concurrent_streams,
-                "kv_tokens": limits.kv_tokens,
-                "eviction_idle_s": limits.shard_eviction_idle_seconds,
-                "advertise_host": address,
-            }
-            for model in held
-        )
-        self._host = ShardHost(HostSpec(start, shards), self._changed)
-        self._host.start()
+        held = [model for model in self._models if model.layers is not None]
+        shards = tuple(self._shard(model, model.layers) for model in held if model.layers)
+        self._host = ShardHost(HostSpec(start, shards), self.asker_changed)
+        if shards:
+            self._host.start()
+
+    def _shard(self, model: LocalModel, layers: LayerRange) -> dict[str, Any]:
+        """What the shard process is told to load."""
+        limits = self._config.distributed.host
+        return {
+            "directory": model.directory,
+            "model_id": model.model_id,
+            "layers": str(layers),
+            "dtype": self._config.dtype,
+            "max_concurrent_streams": limits.max_concurrent_streams,
+            "kv_tokens": limits.kv_tokens,
+            "eviction_idle_s": limits.shard_eviction_idle_seconds,
+        }
 
     def _start_askers(self) -> None:
         distributed = self._config.distributed
@@ -162,6 +164,8 @@ class Node:
             "stall_limit_s": distributed.shard_health_timeout_seconds,
             "activation_dtype": distributed.activation_dtype,
             "cache_dir": str(cache_dir()),
+            "fallback_to_local": distributed.fallback_to_local,
+            "fallback_after": distributed.fallback_to_local_after_failures,
         }
         options = {
             "dtype": self._config.dtype,
@@ -180,7 +184,7 @@ class Node:
                 options,
                 settings,
             )
-            asker = AskerProcess(spec, self._routable, self._changed, self._metrics.latencies)
+            asker = AskerProcess(spec, self)
             self._askers[model.model_id] = asker
             asker.start()
 
@@ -242,15 +246,27 @@ class Node:
         }
 
     def _served(self) -> list[Advertisement]:
-        if self._host is None:
-            return []
         return [Advertisement(s.descriptor, s.health) for s in self._host.shards.values()]
 
-    def _routable(self, model_id: ModelId) -> list[dict[str, Any]]:
+    def routable(self, model_id: ModelId) -> list[dict[str, Any]]:
+        """See `AskerOwner`."""
         if not self._is_distributed:
             own = [s for s in self._served() if s.descriptor.model_id == model_id]
             return [encode(shard) for shard in own]
         return [encode(shard) for shard in self._store.shards(model_id)]
+
+    def latencies(self, shards: dict[str, list[float]]) -> None:
+        """See `AskerOwner`."""
+        self._metrics.latencies(shards)
+
+    async def load_locally(self, model_id: ModelId) -> list[RouteHop]:
+        """See `AskerOwner`."""
+        model = next(m for m in self._models if m.model_id == model_id)
+        limit_mb = self._config.distributed.host.shard_max_vram_mb
+        await asyncio.to_thread(require_memory, model, limit_mb)
+        whole = LayerRange(0, model.total_layers)
+        hosted = await self._host.ensure(self._shard(model, whole))
+        return [RouteHop(hosted.descriptor, whole)]
 
     def _why_disabled(self, model_id: ModelId) -> str | None:
         """Why this model cannot be run, when that is because the mesh is switched off."""
@@ -262,7 +278,8 @@ class Node:
             return None
         return f"distributed inference is switched off and {model_id} is not held here as a whole."
 
-    def _changed(self) -> None:
+    def asker_changed(self) -> None:
+        """See `AskerOwner`; also when a shard came or went: neighbours are told."""
         if self._peering is not None:
             self._peering.advertise()
 

@@ -30,7 +30,7 @@ class NodeParts:
     store: ShardStore
     peers: Callable[[], list[PeerView]]
     askers: dict[ModelId, AskerProcess]
-    host: ShardHost | None
+    host: ShardHost
     events: EventStream
     metrics: Metrics
 
@@ -109,11 +109,10 @@ class Overview:
                 lacking.append(f"the ends of {model_id} did not load: {asker.error}")
             elif not asker.is_ready:
                 lacking.append(f"the ends of {model_id} are loading")
-        if parts.host is not None:
-            lacking += [f"{name} did not load: {why}" for name, why in parts.host.failed.items()]
-            lacking += [
-                f"{name} is loading" for name in parts.host.wanted() if not parts.host.knows(name)
-            ]
+        lacking += [f"{name} did not load: {why}" for name, why in parts.host.failed.items()]
+        lacking += [
+            f"{name} is loading" for name in parts.host.wanted() if not parts.host.knows(name)
+        ]
         for row in self.models():
             if row["local"] and row["missing"]:
                 lacking.append(f"no node serves layers {', '.join(row['missing'])} of {row['id']}")
@@ -149,21 +148,18 @@ class Overview:
         }
 
     def _local_shards(self) -> list[dict[str, Any]]:
-        host = self._parts.host
-        if host is None:
-            return []
         return [
             {
                 **_shard(Advertisement(hosted.descriptor, hosted.health)),
                 "facts": hosted.facts,
             }
-            for hosted in host.shards.values()
+            for hosted in self._parts.host.shards.values()
         ]
 
     def _reasons(self) -> list[str]:
         parts = self._parts
-        reasons = list(parts.host.reasons) if parts.host is not None else []
-        for hosted in parts.host.shards.values() if parts.host is not None else ():
+        reasons = list(parts.host.reasons)
+        for hosted in parts.host.shards.values():
             reasons += [f"{hosted.descriptor.shard_id}: {r}" for r in hosted.facts["reasons"]]
         for model_id, asker in parts.askers.items():
             reasons += [f"ends of {model_id}: {reason}" for reason in asker.reasons]

@@ -46,8 +46,9 @@ class ApiServer:
         self._task = task
         self.port = 0
 
-    async def close(self) -> None:
-        """Stop listening; running answers get a few seconds, then they are cancelled."""
+    async def close(self, grace_s: float = _GRACE_S) -> None:
+        """Stop listening; running answers get `grace_s` seconds, then they are cancelled."""
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
         self._app.state.closing.set()
         self._server.should_exit = True
         await self._task

@@ -110,8 +110,10 @@ def encode(decision: Decision) -> tuple[str, dict[str, Any]]:
             return REVOKED, {"subject": subject, "reason": reason, **_cut_fields(cut)}
 
 
-def decode(kind: str, payload: Mapping[str, Any]) -> Decision:
+def decode(kind: str, payload: Any) -> Decision:
     """Read a payload; keys that nobody knows are ignored. Raises BadEvent naming the field."""
+    if not isinstance(payload, Mapping):
+        _refuse("payload", "it is not a map")
     read = _Reader(payload)
     if kind == FOUNDED:
         return Founded(

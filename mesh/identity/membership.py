@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -33,40 +33,12 @@ from mesh.identity import decisions
 from mesh.identity.certificates import check_certificate
 from mesh.identity.decisions import Added, Decision, Founded, LevelChanged, Revoked
 from mesh.identity.keys import node_id
-from mesh.identity.roster import Cut, Member, Pending, Roster, TrustLevel
+from mesh.identity.roster import Cut, Member, Pending, Roster, SignedFact, TrustLevel
 from mesh.types import NodeId
 
 _Order = tuple[int, NodeId, int]
 _MAX_ROUNDS = 64
 """Rounds after which what is still moving counts as unrankable; honest logs settle in two."""
-
-
-class SignedFact(Protocol):
-    """What is looked at of an event of the log."""
-
-    @property
-    def author(self) -> NodeId:
-        """Who signed it."""
-
-    @property
-    def seq(self) -> int:
-        """Its number in the author's chain, from 1, without gaps."""
-
-    @property
-    def id(self) -> bytes:
-        """The SHA-256 of its body."""
-
-    @property
-    def lamport(self) -> int:
-        """Greater than that of all events that its author had seen; grows along a chain."""
-
-    @property
-    def type(self) -> str:
-        """The event type."""
-
-    @property
-    def payload(self) -> Mapping[str, Any]:
-        """The event's fields."""
 
 
 class SignedEvent(SignedFact, Protocol):
@@ -84,6 +56,8 @@ class SignedEvent(SignedFact, Protocol):
 class HearthRules:
     """The log's `Rules` for one hearth."""
 
+    version = "hearthnet/membership/v1"
+
     def __init__(self, hearth_id: str) -> None:
         self.hearth_id = hearth_id
 
@@ -98,15 +72,18 @@ class HearthRules:
         """
         acts = sorted(_read(events), key=lambda act: act.order)
         few: frozenset[_Ruling] = frozenset()
-        many = few
+        lenient = _judge(self.hearth_id, acts, few)
+        many = lenient.rulings()
         for _ in range(_MAX_ROUNDS):
-            many = _judge(self.hearth_id, acts, few).rulings()
             fewer = _judge(self.hearth_id, acts, many).rulings()
             if fewer == few:
                 break
             few = fewer
+            many = _judge(self.hearth_id, acts, few).rulings()
         judged = _judge(self.hearth_id, acts, many | few)
-        return _roster(judged, decided=few & many, possible=few | many)
+        roster = _roster(judged, decided=few & many, possible=few | many)
+        keys = {member.node_id: member.public_key for member in lenient.members.values()}
+        return replace(roster, keys=keys, deciders=lenient.deciders)
 
 
 def verify(event: SignedEvent, membership: Roster) -> bool | None:
@@ -209,6 +186,11 @@ class _Judgement:
         """What this reading finds decided."""
         return frozenset(self.found)
 
+    @property
+    def deciders(self) -> frozenset[NodeId]:
+        """Who ever was an anchor."""
+        return frozenset(self._grants)
+
     def let_in(self, act: _Act) -> None:
         """Founding, adding, changing levels."""
         match act.decision:
@@ -266,12 +248,13 @@ class _Judgement:
         steps_down = act.author == decision.subject and decision.level < TrustLevel.ANCHOR
         if member is None or not self._decides(act):
             return
+        votes = self.votes.setdefault(member.node_id, {})
+        votes.pop(act.author, None)  # whoever wishes something else takes its vote back
         if TrustLevel.ANCHOR not in (member.level, decision.level):
             self.members[member.node_id] = replace(member, level=decision.level)
             return
         if member.level is decision.level:
             return
-        votes = self.votes.setdefault(member.node_id, {})
         cut = Cut(act.seq, act.id) if steps_down else decision.cut
         votes[act.author] = _Vote(act.order, cut, decision.level.label)
         promotes = decision.level is TrustLevel.ANCHOR

@@ -144,7 +144,7 @@ class PairingListener:
             logger.warning("pairing failed after the code was right: %s", error)
             frames.send_last(refusal(PairingRejected("", fix="", param="refused")))
         finally:
-            writer.close()
+            await frames.hang_up()
             if self._window.ending is not None:
                 self._shut.set()
 
@@ -223,7 +223,7 @@ async def join(
     except TimeoutError as error:
         raise _timed_out() from error
     finally:
-        writer.close()
+        await frames.hang_up()
     return joined
 
 
@@ -272,7 +272,19 @@ class _Frames:
         if not self._writer.transport.is_closing():
             self._writer.write(_LENGTH.pack(len(frame)) + frame)
 
+    async def hang_up(self) -> None:
+        """Close; whoever does not take the last words in time does not get them."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._writer.wait_closed()
+        except TimeoutError:
+            self._writer.transport.abort()
+        except OSError:
+            pass  # it is closed, which is all that was wanted
 
+
+_LAST_WORDS_S = 1.0
 _AGAIN = "Run `hearthnet invite` again, and join once more."
 
 

@@ -8,22 +8,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from mesh.errors import UntrustedPeer
 from mesh.types import NodeId
 
 
-class Attributed(Protocol):
-    """What is looked at of an event to see whether it has an effect."""
+class SignedFact(Protocol):
+    """What identity looks at of an event of the log."""
 
     @property
     def author(self) -> NodeId:
         """Who signed it."""
 
     @property
+    def seq(self) -> int:
+        """Its number in the author's chain, from 1, without gaps."""
+
+    @property
+    def id(self) -> bytes:
+        """The SHA-256 of its body."""
+
+    @property
+    def lamport(self) -> int:
+        """Greater than that of all events that its author had seen; grows along a chain."""
+
+    @property
     def type(self) -> str:
         """The event type."""
+
+    @property
+    def payload(self) -> Any:
+        """The event's content."""
 
 
 class TrustLevel(IntEnum):
@@ -94,7 +110,9 @@ class Roster:
     """One hearth's members. Nodes in `cuts` are out for good, under that key.
 
     `frozen` ones of them are out because nobody can say who was right (two anchors revoked each
-    other) or because they signed two histories. `former` are members that are out now.
+    other) or because they signed two histories. `former` are members that are out now. `keys` are
+    the raw public keys of everybody who was ever let in, rightly or not, and `deciders` those who
+    were ever made anchors: what they signed is kept and checked.
 
     It also is what the log asks for as `mesh.events.rules.Membership`.
     """
@@ -107,6 +125,8 @@ class Roster:
     cuts: Mapping[NodeId, Cut] = field(default_factory=dict)
     frozen: frozenset[NodeId] = frozenset()
     pending: tuple[Pending, ...] = ()
+    keys: Mapping[NodeId, bytes] = field(default_factory=dict)
+    deciders: frozenset[NodeId] = frozenset()
 
     @property
     def revoked(self) -> frozenset[NodeId]:
@@ -122,12 +142,6 @@ class Roster:
     def certificates(self) -> tuple[bytes, ...]:
         """The trust anchors for `mesh.identity.tls`."""
         return tuple(member.certificate for member in self.members.values())
-
-    @property
-    def keys(self) -> Mapping[NodeId, bytes]:
-        """The raw public keys of everybody who is or was in: what they signed can be checked."""
-        everybody = (*self.former.values(), *self.members.values())
-        return {member.node_id: member.public_key for member in everybody}
 
     def is_member(self, node_id: str) -> bool:
         """Whether the node is in, at any level."""
@@ -156,19 +170,25 @@ class Roster:
     # What the log asks.
 
     def limit(self, author: NodeId) -> int | None:
-        """The author's last sequence number that counts; None for no end."""
+        """After which of the author's events the log need not keep more; None for no end.
+
+        What an anchor signed after its cut is void but has to be known: if it revokes those who
+        revoked it, then only nodes that have seen both can agree that both are frozen.
+        """
         cut = self.cuts.get(author)
-        return None if cut is None else cut.last_seq
+        return None if cut is None or author in self.deciders else cut.last_seq
 
-    def standing(self, author: NodeId) -> TrustLevel | None:
-        """The level that the author has, or had when it was put out."""
+    def standing(self, author: NodeId) -> tuple[TrustLevel | None, Cut | None]:
+        """The level that the author has, or had when it was put out, and where it ends."""
         member = self.members.get(author) or self.former.get(author)
-        return None if member is None else member.level
+        return None if member is None else member.level, self.cuts.get(author)
 
-    def admits(self, event: Attributed) -> bool:
-        """Whether the author's level suffices for what the event says."""
-        level = self.standing(event.author)
-        return level is not None and level >= _LEVEL_FOR.get(event.type, TrustLevel.MEMBER)
+    def admits(self, event: SignedFact) -> bool:
+        """Whether an event counts: before its author's end, and what its level may say."""
+        level, cut = self.standing(event.author)
+        if level is None or (cut is not None and cut.voids(event.seq, event.id)):
+            return False
+        return level >= _LEVEL_FOR.get(event.type, TrustLevel.MEMBER)
 
 
 _LEVEL_FOR = {

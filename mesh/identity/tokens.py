@@ -163,7 +163,7 @@ class TokenVerifier:
 
 def _split(token: str) -> tuple[bytes, bytes, bytes]:
     """What is signed, the payload, the signature."""
-    parts = token.split(".") if len(token) <= MAX_TOKEN_BYTES else []
+    parts = token.split(".") if len(token) <= MAX_TOKEN_BYTES and token.isascii() else []
     # The header is compared, not parsed: the algorithm is ours to choose, not the sender's.
     if len(parts) != 3 or parts[0] != _HEADER:
         _reject("form", "is not an EdDSA token of hearthnet")

@@ -11,13 +11,21 @@ from typing import TYPE_CHECKING
 from mesh.models.families import family_of
 from mesh.models.manifest import Manifest
 from mesh.models.proof import require_proof
-from mesh.models.span import Ends, LoadedSpan, Placement, build_ends, build_span
+from mesh.models.span import (
+    Ends,
+    LoadedSpan,
+    Placement,
+    build_ends,
+    build_skeleton,
+    build_span,
+)
 from mesh.types import LayerRange
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
-__all__ = ["Ends", "LoadedSpan", "load_ends", "load_span"]
+__all__ = ["Ends", "LoadedSpan", "load_ends", "load_skeleton", "load_span"]
 
 
 def load_span(
@@ -43,3 +51,16 @@ def load_ends(manifest: Manifest, *, dtype: torch.dtype, device: torch.device) -
     family = family_of(manifest)
     require_proof(family, manifest.cache_dir)
     return build_ends(manifest, family, Placement(dtype, device))
+
+
+def load_skeleton(
+    manifest: Manifest, *, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The whole causal model with real ends and every decoder layer on the meta device.
+
+    Raises as `load_span` does.
+    """
+    family = family_of(manifest)
+    require_proof(family, manifest.cache_dir)
+    model: PreTrainedModel = build_skeleton(manifest, family, Placement(dtype, device))
+    return model

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from mesh.config import Config
-from mesh.errors import BadValue
+from mesh.errors import BadValue, NotEnoughMemory
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.types import LayerRange, ModelId
@@ -28,6 +30,8 @@ class LocalModel:
     total_layers: int
     context: int | None
     layers: LayerRange | None
+    layers_mb: int = 0
+    """What all layers take as stored; the ends come on top."""
 
 
 def find_local_models(config: Config, cache_dir: Path) -> list[LocalModel]:
@@ -59,9 +63,23 @@ def find_local_models(config: Config, cache_dir: Path) -> list[LocalModel]:
                 manifest.total_layers,
                 manifest.max_positions,
                 span,
+                sum(manifest.layer_bytes) >> 20,
             )
         )
     return found
+
+
+def require_memory(model: LocalModel, limit_mb: int) -> None:
+    """Raise NotEnoughMemory when the whole model cannot be loaded here beside what runs."""
+    # Weights stored in 16 bits may be computed in 32; the caches and the process come on top.
+    needed_mb = 2 * model.layers_mb + 512
+    free_mb = min(psutil.virtual_memory().available >> 20, limit_mb + 512)
+    if needed_mb > free_mb:
+        raise NotEnoughMemory(
+            f"all layers of {model.model_id} need up to {needed_mb} MB here, {free_mb} MB may be "
+            "used.",
+            fix="Let other nodes hold its layers.",
+        )
 
 
 def _wanted(config: Config) -> Iterator[tuple[str, str]]:

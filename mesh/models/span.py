@@ -9,6 +9,7 @@ may be cut at all is decided in `load` and `families`, not here.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -183,6 +184,24 @@ def build_ends(manifest: Manifest, family: Family, placement: Placement) -> Ends
     base, prefix = causal.base_model, f"{causal.base_model_prefix}."
     anatomy = Anatomy.of(base, family)
     setattr(base, anatomy.layers, nn.ModuleList())
+    names = _fill_ends(causal, manifest, family, anatomy, placement)
+    size = sum(entry.nbytes for entry in names.values())
+    return Ends(causal, anatomy, family, size)
+
+
+def build_skeleton(manifest: Manifest, family: Family, placement: Placement) -> Any:
+    """The whole causal model, the ends with their weights, every layer on the meta device."""
+    with torch.device("meta"):
+        causal = _empty(family.causal_class, copy.deepcopy(family.config), placement)
+    _fill_ends(causal, manifest, family, Anatomy.of(causal.base_model, family), placement)
+    return causal
+
+
+def _fill_ends(
+    causal: Any, manifest: Manifest, family: Family, anatomy: Anatomy, placement: Placement
+) -> dict[str, TensorEntry]:
+    """Read the ends into `causal`, whose layers (if any) stay as they are; what was read."""
+    prefix = f"{causal.base_model_prefix}."
     names = _used(causal, _named_ends(manifest, prefix))
     embedding = f"{prefix}{anatomy.embedding}.weight"
     head = next(n for n, m in causal.named_modules() if m is causal.get_output_embeddings())
@@ -192,9 +211,9 @@ def build_ends(manifest: Manifest, family: Family, placement: Placement) -> Ends
         tied = True
     else:
         tied = bool(getattr(family.config, "tie_word_embeddings", True))
-    _fill(causal, names, placement, same={head: embedding} if tied else {})
-    size = sum(entry.nbytes for entry in names.values())
-    return Ends(causal, anatomy, family, size)
+    same = {head: embedding} if tied else {}
+    _fill(causal, names, placement, same=same, absent=f"{prefix}{anatomy.layers}.")
+    return names
 
 
 def _empty(cls: type[Any], config: Any, placement: Placement) -> Any:
@@ -236,9 +255,17 @@ def _used(module: Any, names: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def _fill(
-    module: Any, names: Mapping[str, TensorEntry], placement: Placement, *, same: Mapping[str, str]
+    module: Any,
+    names: Mapping[str, TensorEntry],
+    placement: Placement,
+    *,
+    same: Mapping[str, str],
+    absent: str | None = None,
 ) -> None:
-    """Put the stored tensors into `module`; `same` maps a name that may be absent to its equal."""
+    """Put the stored tensors into `module`.
+
+    `same` maps a name that may be absent to its equal; what begins with `absent` is not expected.
+    """
     _compute_buffers(module, placement.device)
     weights = convert_tensors(module, _map_tensors(names))
     wide = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
@@ -255,6 +282,7 @@ def _fill(
         raise BadCheckpoint(
             f"Weights do not fit the config: {error}.", fix="Download config and weights again."
         ) from error
+    missing = [name for name in missing if absent is None or not name.startswith(absent)]
     if missing or unexpected:
         what, example = ("lack", missing[0]) if missing else ("hold the unknown", unexpected[0])
         raise BadCheckpoint(

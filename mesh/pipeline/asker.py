@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from mesh.errors import (
     Busy,
@@ -21,9 +21,9 @@ from mesh.errors import (
     ModelNotFound,
     from_dict,
 )
-from mesh.pipeline.frames import decode_frame, encode_request
+from mesh.pipeline.frames import decode_frame, encode_hop, encode_request
 from mesh.supervise import ChannelMessage, Child
-from mesh.types import GenerationRequest, ModelId, StreamFrame
+from mesh.types import GenerationRequest, ModelId, RouteHop, StreamFrame
 
 logger = logging.getLogger(__name__)
 
@@ -45,27 +45,32 @@ class AskerSpec:
     settings: dict[str, Any]
 
 
-ShardList = Callable[[ModelId], list[dict[str, Any]]]
-"""The shards of a model that may be routed to now, encoded by `mesh.discovery.advertisement`."""
+class AskerOwner(Protocol):
+    """What an asker process needs of the daemon around it."""
+
+    def routable(self, model_id: ModelId) -> list[dict[str, Any]]:
+        """The shards that may be routed to now, encoded by `mesh.discovery.advertisement`."""
+
+    def asker_changed(self) -> None:
+        """An asker became ready, failed or ended."""
+
+    def latencies(self, shards: dict[str, list[float]]) -> None:
+        """Milliseconds of steps per shard."""
+
+    async def load_locally(self, model_id: ModelId) -> list[RouteHop]:
+        """Hops over the whole model on this machine. Raises MeshError when it cannot hold it."""
 
 
 class AskerProcess:
     """One model's asker: runs it, restarts it after a crash, multiplexes its generations."""
 
-    def __init__(
-        self,
-        spec: AskerSpec,
-        shards: ShardList,
-        on_change: Callable[[], None],
-        on_latencies: Callable[[dict[str, list[float]]], None],
-    ) -> None:
+    def __init__(self, spec: AskerSpec, owner: AskerOwner) -> None:
         self.spec = spec
         self.reasons: list[str] = []
         self.generations: list[dict[str, Any]] = []
         self.error: MeshError | None = None
-        self._shards = shards
-        self._on_change = on_change
-        self._on_latencies = on_latencies
+        self._owner = owner
+        self._loading: asyncio.Task[None] | None = None
         self._child: Child | None = None
         self._ready = asyncio.Event()
         self._gone = asyncio.Event()
@@ -97,13 +102,14 @@ class AskerProcess:
     async def stop(self) -> None:
         """End the process and wait for it."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        running = [each for each in (task, self._loading) if each is not None]
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
     def push_shards(self) -> None:
         """Tell the process who serves what now."""
-        self._tell({"op": "shards", "shards": self._shards(self.spec.model_id)})
+        self._tell({"op": "shards", "shards": self._owner.routable(self.spec.model_id)})
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         """The frames of one generation; closing the generator cancels it on every hop."""
@@ -166,7 +172,7 @@ class AskerProcess:
                 "hello": self.spec.hello,
                 "options": self.spec.options,
                 "settings": self.spec.settings,
-                "shards": self._shards(self.spec.model_id),
+                "shards": self._owner.routable(self.spec.model_id),
             }
         )
 
@@ -179,26 +185,38 @@ class AskerProcess:
         for queue in self._streams.values():
             queue.put_nowait({"op": "error", "error": lost.to_dict()})
         self.generations = []
-        self._on_change()
+        self._owner.asker_changed()
 
     def _message(self, message: ChannelMessage) -> None:
         match message["op"]:
             case "ready":
                 self.reasons, self.error = message["reasons"], None
                 self._ready.set()
-                self._on_change()
+                self._owner.asker_changed()
             case "failed":
                 self.error = from_dict(message["error"])
                 self._ready.set()
-                self._on_change()
+                self._owner.asker_changed()
             case "generations":
                 self.generations = message["generations"]
             case "latencies":
-                self._on_latencies(message["shards"])
+                self._owner.latencies(message["shards"])
+            case "local":
+                name = f"load {self.spec.model_id} locally"
+                self._loading = asyncio.create_task(self._load_locally(), name=name)
             case "frame" | "error" | "end":
                 queue = self._streams.get(message["id"])
                 if queue is not None:
                     queue.put_nowait(message)
+
+    async def _load_locally(self) -> None:
+        answer: ChannelMessage = {"op": "local"}
+        try:
+            hops = await self._owner.load_locally(self.spec.model_id)
+            answer["hops"] = [encode_hop(hop) for hop in hops]
+        except MeshError as error:
+            answer["error"] = error.to_dict()
+        self._tell(answer)
 
     def _tell(self, message: ChannelMessage) -> None:
         if self._child is not None:

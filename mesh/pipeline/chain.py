@@ -8,13 +8,14 @@ generation loop. Chunks of a prefill follow each other through the stations by t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from mesh.errors import BadRequest, ContextTooLong, MeshError, PipelineStalled
 from mesh.pipeline.history import slice_rows
 from mesh.pipeline.lines import Lines
-from mesh.pipeline.station import SessionTerms, Station
+from mesh.pipeline.station import Overseer, SessionTerms, Station
 from mesh.types import RouteHop
 from mesh.wire.messages import WireTensor
 
@@ -43,8 +44,11 @@ class Chain:
     `widened` counts tensors that overflowed the wire dtype and travelled wider.
     """
 
-    def __init__(self, lines: Lines, terms: SessionTerms, *, open_timeout_s: float) -> None:
+    def __init__(
+        self, lines: Lines, terms: SessionTerms, overseer: Overseer, *, open_timeout_s: float
+    ) -> None:
         self.terms = terms
+        self._overseer = overseer
         self.widened = 0
         self.stations: list[Station] = []
         self._lines = lines
@@ -115,6 +119,9 @@ class Chain:
 
     async def resume(self, max_tokens: int) -> None:
         """Take the streams again. Raises HopLost for the first hop that has none or forgot."""
+        self.terms = replace(self.terms, max_tokens=max_tokens)  # also for whoever replaces a hop
+        for station in self.stations:
+            station.terms = self.terms
         await self._all(
             [station.resume(max_tokens, self._open_timeout_s) for station in self.stations],
             [station.hop for station in self.stations],
@@ -125,19 +132,12 @@ class Chain:
         for station in self.stations:
             station.close()
 
-    def stalled(self, limit_s: float, now: float) -> Iterator[Station]:
-        """Stations whose oldest unanswered step is older than `limit_s` at `now` (monotonic)."""
-        for station in self.stations:
-            since = station.waiting_since
-            if since is not None and now - since > limit_s and station.error is None:
-                yield station
-
     # Private
 
     async def _stations(self, hops: Sequence[RouteHop]) -> list[Station]:
         lines = await self._all([self._lines.line(hop.shard.endpoint) for hop in hops], hops)
         stations = [
-            Station(hop, line, self.terms, self._output, self._lost)
+            Station(hop, line, self.terms, self._output, self._lost, self._overseer)
             for hop, line in zip(hops, lines, strict=True)
         ]
         try:
@@ -156,6 +156,7 @@ class Chain:
         done: list[T] = []
         for index, (hop, result) in enumerate(zip(hops, results, strict=True)):
             if isinstance(result, MeshError):
+                self._overseer.failed(hop, result)
                 raise HopLost(index, hop, result)
             if isinstance(result, BaseException):
                 raise result
@@ -177,7 +178,8 @@ class Chain:
             self.widened += 1
 
     def _lost(self, station: Station) -> None:
-        del station
+        if station.error is not None:
+            self._overseer.failed(station.hop, station.error)
         self._wake()
 
     def _wake(self) -> None:

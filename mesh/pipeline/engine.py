@@ -8,20 +8,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh.clock import SystemClock
+from mesh.clock import LoopClock
 from mesh.discovery.advertisement import Advertisement, decode
-from mesh.errors import PipelineStalled
+from mesh.errors import MeshError
+from mesh.health.detector import Verdict
+from mesh.health.sanity import Envelope, corrupt
+from mesh.health.standing import Standings
 from mesh.pipeline import wire_dtype
+from mesh.pipeline.audit import Auditor, AuditSettings
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.orchestrator import PipelineOrchestrator
+from mesh.pipeline.oversight import Oversight
+from mesh.pipeline.recovery import LocalModel, RecoverySettings
 from mesh.pipeline.sessions import Sessions, SessionSettings
-from mesh.routing.cover import Candidate, CoverRules
+from mesh.pipeline.stalls import StallWatch
+from mesh.routing.cover import Candidate, CoverRules, ShardKey, key_of
 from mesh.routing.router import ShardRouter
 from mesh.types import GenerationRequest, ModelId, NodeId, StreamFrame, WireDtype
 from mesh.wire.link import Link, LinkHandler
@@ -30,20 +38,26 @@ from mesh.wire.websocket import connect
 
 logger = logging.getLogger(__name__)
 
-STALL_TICK_S = 0.25
 CONNECT_TIMEOUT_S = 5.0
 
 
 class PushedShards:
     """The shards the daemon last told of; the router's store."""
 
-    def __init__(self, node_id: str) -> None:
+    def __init__(self, node_id: str, standings: Standings) -> None:
         self._node_id = node_id
+        self._standings = standings
         self._shards: list[Advertisement] = []
+        self._suspects: set[ShardKey] = set()
 
     def replace(self, shards: Sequence[dict[str, Any]]) -> None:
-        """Take the daemon's newest list."""
+        """Take the daemon's newest list; beside a shard stands the ``verdict`` on its node."""
         self._shards = [decode(fields, host=NodeId(fields["host"])) for fields in shards]
+        self._suspects = {
+            (fields["host"], fields["shard_id"])
+            for fields in shards
+            if fields.get("verdict") == Verdict.SUSPECT
+        }
 
     def candidates(self, model_id: ModelId) -> list[Candidate]:
         """See `mesh.routing.router.ShardStore`."""
@@ -57,12 +71,14 @@ class PushedShards:
         # What a node says of its streams is seconds old, so a full one is only put last: whether
         # it has room is decided by its answer to `Open`.
         full = shard.health.active_streams >= shard.descriptor.max_concurrent_streams
+        key = key_of(shard.descriptor)
+        suspect = key in self._suspects
         return Candidate(
             shard.descriptor,
             queue_depth=shard.health.queue_depth,
             streams_left=1,
             is_self=shard.descriptor.host == self._node_id,
-            penalty=1 if full else 0,
+            penalty=full + 2 * suspect + self._standings.penalty(key),
         )
 
 
@@ -75,15 +91,23 @@ class EngineSettings:
     stall_limit_s: float
     activation_dtype: str
     cache_dir: str
+    fallback_to_local: bool
+    fallback_after: int
+    spot_check_probability: float = 0.0
 
 
 class Engine:
     """Everything one model's asker owns."""
 
-    def __init__(self, model: AskerModel, hello: Hello, settings: EngineSettings) -> None:
-        self.shards = PushedShards(hello.node_id)
+    def __init__(
+        self, model: AskerModel, hello: Hello, settings: EngineSettings, local_model: LocalModel
+    ) -> None:
+        self._clock = LoopClock()
+        self.oversight = Oversight(self._clock, ceiling_s=settings.stall_limit_s)
+        self.shards = PushedShards(hello.node_id, self.oversight.standings)
         self._model = model
         self._settings = settings
+        self._local_model = local_model if settings.fallback_to_local else None
         self._router = ShardRouter(
             self.shards, CoverRules(settings.max_shards, settings.allow_self_as_first)
         )
@@ -93,31 +117,41 @@ class Engine:
                 host, port, hello=hello, handler=handler, timeout_s=CONNECT_TIMEOUT_S
             )
 
-        self.sessions = Sessions(Lines(dial), self._router, SystemClock(), SessionSettings())
+        lines = Lines(dial)
+        self.sessions = Sessions(
+            lines, self._router, self._clock, SessionSettings(), self.oversight
+        )
+        self.oversight.expel = self._expel
+        self.auditor = self.oversight.auditor = Auditor(
+            lines,
+            self.shards,
+            self.oversight.standings,
+            self.oversight.found,
+            AuditSettings(settings.spot_check_probability, own_host=hello.node_id),
+            random.Random(),  # noqa: S311 - a host that could predict it would need our memory
+        )
         self._orchestrator: PipelineOrchestrator | None = None
         self._probing = asyncio.Lock()
 
     async def chat(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
-        """See `PipelineOrchestrator.chat`; the first request finds out the wire dtype."""
+        """See `PipelineOrchestrator.chat`; the first request finds out the wire dtype and what
+        activations of this model look like."""
         orchestrator = await self._ready_orchestrator()
         async with contextlib.aclosing(orchestrator.chat(request)) as frames:
             async for frame in frames:
                 yield frame
+        if self.oversight.envelope.is_dirty:
+            await asyncio.to_thread(self.oversight.envelope.write, *self._cached)
 
     async def watch_stalls(self) -> None:
-        """Fail every hop that owes an answer for longer than the limit; runs for ever."""
-        while True:
-            await asyncio.sleep(STALL_TICK_S)
-            limit, now = self._settings.stall_limit_s, asyncio.get_running_loop().time()
-            for session in list(self.sessions.live.values()):
-                for station in list(session.chain.stalled(limit, now)):
-                    shard = station.hop.shard
-                    station.fail(
-                        PipelineStalled(
-                            f"{shard.node_name} gave no answer for {limit:g} s.",
-                            fix="Another shard is tried; see `hearthnet status`.",
-                        )
-                    )
+        """Fail every hop that makes no progress; runs for ever."""
+        ceiling_s = self._settings.stall_limit_s
+        await StallWatch(self.sessions, self._router, self.oversight, ceiling_s=ceiling_s).run()
+
+    async def close(self) -> None:
+        """Free every session, those of spot checks too."""
+        await self.auditor.close()
+        await self.sessions.close()
 
     def generations(self) -> list[dict[str, Any]]:
         """Live generations with their current routes, as `/mesh/v1/status` shows them."""
@@ -151,25 +185,56 @@ class Engine:
                     taken.setdefault(station.hop.shard.shard_id, []).extend(latencies)
         return taken
 
+    # Private
+
+    @property
+    def _cached(self) -> tuple[Path, str]:
+        return Path(self._settings.cache_dir), self._model.weights_sha256
+
+    def _expel(self, liar: ShardKey) -> None:
+        """Have every session leave a shard that was caught in a wrong answer."""
+        for session in self.sessions.known():
+            for station in session.chain.stations:
+                if key_of(station.hop.shard) == liar:
+                    what = "values that other hosts contradict"
+                    station.fail(corrupt(station.hop.shard.node_name, what))
+
     async def _ready_orchestrator(self) -> PipelineOrchestrator:
         async with self._probing:
             if self._orchestrator is None:
+                self.oversight.envelope = await asyncio.to_thread(Envelope.read, *self._cached)
                 verdict = await self._wire_verdict()
                 logger.info("model=%s wire=%s %s", self._model.model_id, *_words(verdict))
                 self._orchestrator = PipelineOrchestrator(
-                    self._model, self.sessions, self._router, wire_dtype=verdict.dtype
+                    self._model,
+                    self.sessions,
+                    self._router,
+                    wire_dtype=verdict.dtype,
+                    recovery=RecoverySettings(fallback_after=self._settings.fallback_after),
+                    local_model=self._local_model,
                 )
+            if not self.oversight.envelope.is_known:
+                await self._record_envelope(self._orchestrator.wire_dtype)
             return self._orchestrator
 
+    async def _record_envelope(self, dtype: WireDtype) -> None:
+        """Only NaN and Inf are noticed until this has succeeded; tried again at each request."""
+        try:
+            with self.oversight.envelope.recording():
+                await wire_dtype.exercise(self._model, self.sessions, self._router, dtype)
+        except MeshError as error:
+            logger.warning("no bounds recorded for model=%s: %s", self._model.model_id, error)
+
     async def _wire_verdict(self) -> wire_dtype.WireVerdict:
-        if self._settings.activation_dtype == WireDtype.FP32:
-            return wire_dtype.WireVerdict(WireDtype.FP32, "configured")
-        cache, sha = Path(self._settings.cache_dir), self._model.weights_sha256
-        known = await asyncio.to_thread(wire_dtype.read_verdict, cache, sha)
+        wanted = WireDtype(self._settings.activation_dtype)
+        if wanted is not WireDtype.FP16:
+            return wire_dtype.WireVerdict(wanted, "configured")
+        known = await asyncio.to_thread(wire_dtype.read_verdict, *self._cached)
         if known is not None:
             return known
-        verdict = await wire_dtype.probe(self._model, self.sessions, self._router)
-        await asyncio.to_thread(wire_dtype.write_verdict, cache, sha, verdict)
+        with self.oversight.envelope.recording():
+            verdict = await wire_dtype.probe(self._model, self.sessions, self._router)
+        await asyncio.to_thread(wire_dtype.write_verdict, *self._cached, verdict)
         return verdict
 
 

@@ -1,9 +1,9 @@
 """The process of one model's asker: commands from the daemon in, frames out.
 
 Started by `mesh.pipeline.asker` as ``python -m mesh.pipeline.engine_process``. Commands: ``start``,
-``shards``, ``generate``, ``credit``, ``cancel``, ``stop``. Answers: ``ready`` or ``failed``, then
-``frame``, ``end`` or ``error`` per generation, and ``generations`` when the live ones change. It
-opens no port.
+``shards``, ``generate``, ``credit``, ``cancel``, ``local``, ``stop``. Answers: ``ready`` or
+``failed``, then ``frame``, ``end`` or ``error`` per generation, ``generations`` when the live ones
+change, ``latencies``, and ``local`` to have the whole model loaded here. It opens no port.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from mesh.errors import InternalError, LinkLost, MeshError, PipelineStalled
+from mesh.errors import InternalError, LinkLost, MeshError, PipelineStalled, from_dict
 from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.engine import Engine, EngineSettings
-from mesh.pipeline.frames import decode_request, encode_frame
+from mesh.pipeline.frames import decode_hop, decode_request, encode_frame
 from mesh.pipeline.sessions import expire_regularly
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
-from mesh.types import ModelId, ShardFailover, StreamFrame
+from mesh.types import ModelId, RouteHop, ShardFailover, StreamFrame
 from mesh.wire.messages import Hello
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ FRAME_CREDITS = 64
 
 CONSUMER_TIMEOUT_S = 300.0
 EXPIRY_TICK_S = 5.0
+LOCAL_LOAD_TIMEOUT_S = 300.0
 REPORT_TICK_S = 0.5
 
 
@@ -69,6 +70,7 @@ class EngineProcess:
         self._background: set[asyncio.Task[None]] = set()
         self._reported: list[dict[str, Any]] = []
         self._stopped = asyncio.Event()
+        self._local: asyncio.Future[tuple[RouteHop, ...]] | None = None
 
     async def run(self) -> None:
         """Serve until the daemon says stop or is gone."""
@@ -78,7 +80,7 @@ class EngineProcess:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         if self._engine is not None:
-            await self._engine.sessions.close()
+            await self._engine.close()
 
     def _command(self, message: ChannelMessage) -> None:
         match message["op"]:
@@ -97,6 +99,8 @@ class EngineProcess:
                 reader = self._readers.get(message["id"])
                 if reader is not None and reader.task is not None:
                     reader.task.cancel()
+            case "local":
+                self._local_answer(message)
             case "stop":
                 self._stopped.set()
 
@@ -113,7 +117,7 @@ class EngineProcess:
         except MeshError as error:
             self._send({"op": "failed", "error": error.to_dict()})
             return
-        self._engine = Engine(model, Hello(**message["hello"]), settings)
+        self._engine = Engine(model, Hello(**message["hello"]), settings, self._local_model)
         self._engine.shards.replace(message["shards"])
         self._spawn(self._engine.watch_stalls(), "watch stalls")
         self._spawn(expire_regularly(self._engine.sessions, EXPIRY_TICK_S), "expire parked")
@@ -158,6 +162,27 @@ class EngineProcess:
     async def _pass_on(self, request_id: str, frame: StreamFrame, reader: _Reader) -> None:
         await reader.take()
         self._send({"op": "frame", "id": request_id, "frame": encode_frame(frame)})
+
+    async def _local_model(self) -> tuple[RouteHop, ...]:
+        """Have the daemon load the whole model here; one question at a time serves all who ask."""
+        if self._local is None:
+            self._local = asyncio.get_running_loop().create_future()
+            self._send({"op": "local"})
+        try:
+            async with asyncio.timeout(LOCAL_LOAD_TIMEOUT_S):
+                return await asyncio.shield(self._local)
+        except TimeoutError:
+            raise PipelineStalled("the local model did not load.", fix="See the log.") from None
+
+    def _local_answer(self, message: ChannelMessage) -> None:
+        asked, self._local = self._local, None
+        if asked is None or asked.done():
+            return
+        if "error" in message:
+            asked.set_exception(from_dict(message["error"]))
+            asked.exception()  # whoever asked may be gone; that is no error of its own
+        else:
+            asked.set_result(tuple(decode_hop(hop) for hop in message["hops"]))
 
     async def _report(self) -> None:
         while True:

@@ -51,16 +51,36 @@ class History:
             if self.length < position:
                 self.append(slice_rows(last, 0, position - self.length))
 
-    def chunks(self, max_rows: int) -> Iterator[tuple[int, WireTensor]]:
-        """(position, tensor) pieces of at most `max_rows` rows that rebuild the whole.
+    @property
+    def width(self) -> int:
+        """Values per row; 1 while there is none."""
+        return self._entries[0].shape[2] if self._entries else 1
+
+    def window(self, start: int, stop: int) -> list[WireTensor]:
+        """The rows start..stop-1, as far as there are such, in pieces as they came."""
+        pieces: list[WireTensor] = []
+        position = self.length
+        for entry in reversed(self._entries):  # what is asked for is mostly at the end
+            end, position = position, position - rows_of(entry)
+            if position < stop and end > start:
+                low, high = max(start, position), min(stop, end)
+                pieces.append(slice_rows(entry, low - position, high - position))
+            if position <= start:
+                break
+        return pieces[::-1]
+
+    def chunks(
+        self, max_rows: int, first: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, WireTensor]]:
+        """(position, tensor) pieces of at most `max_rows` rows that rebuild rows first..stop-1.
 
         Decode steps left one row each; they are joined, so that a replay is one prefill and not as
         many steps again.
         """
-        position = 0
+        position = first
         waiting: list[WireTensor] = []
         count = 0
-        for entry in self._entries:
+        for entry in self.window(first, self.length if stop is None else stop):
             for start in range(0, rows_of(entry), max_rows):
                 piece = slice_rows(entry, start, min(start + max_rows, rows_of(entry)))
                 fits = count + rows_of(piece) <= max_rows

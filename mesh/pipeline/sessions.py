@@ -18,7 +18,7 @@ from mesh.clock import Clock
 from mesh.errors import LinkLost, MeshError
 from mesh.pipeline.chain import Chain, HopLost, raise_if_hopeless
 from mesh.pipeline.lines import Lines
-from mesh.pipeline.station import SessionTerms
+from mesh.pipeline.station import Overseer, SessionTerms
 from mesh.routing.cover import ShardKey, key_of
 from mesh.routing.router import ShardRouter
 from mesh.types import Pipeline, RouteHop
@@ -61,12 +61,18 @@ class Sessions:
     """Every session of one model at this asker, live or parked."""
 
     def __init__(
-        self, lines: Lines, router: ShardRouter, clock: Clock, settings: SessionSettings
+        self,
+        lines: Lines,
+        router: ShardRouter,
+        clock: Clock,
+        settings: SessionSettings,
+        overseer: Overseer,
     ) -> None:
         self._lines = lines
         self._router = router
         self._clock = clock
         self._settings = settings
+        self._overseer = overseer
         self._parked: list[GenerationSession] = []
         self.live: dict[str, GenerationSession] = {}
 
@@ -150,7 +156,8 @@ class Sessions:
                 now=self._clock.now(),
                 exclude=refused,
             )
-            chain = Chain(self._lines, terms, open_timeout_s=self._settings.open_timeout_s)
+            timeout_s = self._settings.open_timeout_s
+            chain = Chain(self._lines, terms, self._overseer, open_timeout_s=timeout_s)
             try:
                 await chain.open(pipeline.hops)
             except HopLost as lost:

@@ -13,9 +13,10 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from mesh.errors import BadFrame, LinkLost, MeshError, PipelineStalled, from_dict
-from mesh.pipeline.history import History, rows_of, slice_rows
+from mesh.pipeline.history import History, slice_rows
 from mesh.pipeline.lines import Line
 from mesh.types import HopTiming, ModelId, RouteHop, WireDtype
 from mesh.wire.messages import (
@@ -32,6 +33,8 @@ from mesh.wire.messages import (
 )
 
 logger = logging.getLogger(__name__)
+
+_FLOATS = frozenset({"fp16", "bf16", "fp32"})
 
 TIMED_STEPS = 512
 """How many of the latest steps the percentiles of a hop are taken over."""
@@ -50,8 +53,33 @@ class SessionTerms:
 @dataclass(frozen=True, slots=True)
 class _Pending:
     position: int
-    rows: int
+    shape: tuple[int, ...]
     sent_at: float
+
+    @property
+    def rows(self) -> int:
+        return self.shape[1]
+
+
+class Overseer(Protocol):
+    """Who is told what stations do; the real one is `mesh.pipeline.oversight`."""
+
+    def answered(
+        self, station: Station, position: int, tensor: WireTensor, elapsed_s: float
+    ) -> MeshError | None:
+        """An answer of the right shape arrived, before anybody uses it; an error refuses it."""
+
+    def corrupted(self, hop: RouteHop, what: str) -> MeshError:
+        """A hop answered something else than activations of the right shape: the error of that."""
+
+    def failed(self, hop: RouteHop, error: MeshError) -> None:
+        """A hop could not be opened, or was lost."""
+
+    def cut(self, station: Station, position: int) -> None:
+        """Everything from `position` on was forgotten."""
+
+    def closed(self, station: Station) -> None:
+        """The session ended, or was parked."""
 
 
 class Station:
@@ -68,19 +96,22 @@ class Station:
         terms: SessionTerms,
         on_output: Callable[[Station, WireTensor], None],
         on_lost: Callable[[Station], None],
+        overseer: Overseer,
     ) -> None:
         self.hop = hop
         self.history = History()
         self.delivered = 0
         self.error: MeshError | None = None
         self._line = line
-        self._terms = terms
+        self.terms = terms
         self._on_output = on_output
         self._on_lost = on_lost
+        self._overseer = overseer
         self._session = line.register(self)
         self._opening: asyncio.Future[Opened] | None = None
         self._steps = 0
         self._pending: dict[int, _Pending] = {}
+        self._answered_at = 0.0
         self._timings: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
         self._steps_timed = 0
         self._unreported: deque[float] = deque(maxlen=TIMED_STEPS)
@@ -93,18 +124,19 @@ class Station:
         await self._ask(
             Open(
                 self._session,
-                self._terms.model_id,
-                self._terms.weights_sha256,
+                self.terms.model_id,
+                self.terms.weights_sha256,
                 layers.start,
                 layers.stop,
-                self._terms.max_tokens,
-                self._terms.wire_dtype,
+                self.terms.max_tokens,
+                self.terms.wire_dtype,
             ),
             timeout_s,
         )
 
     def park(self) -> None:
         """Keep the cache, give the stream back."""
+        self._overseer.closed(self)
         self._line.send(Park(self._session))
 
     async def resume(self, max_tokens: int, timeout_s: float) -> None:
@@ -113,6 +145,7 @@ class Station:
 
     def close(self) -> None:
         """Free the session on the hop, if it can still be told."""
+        self._overseer.closed(self)
         self._line.unregister(self._session)
         if self._opening is not None and not self._opening.done():
             self._opening.cancel()
@@ -139,13 +172,27 @@ class Station:
         """Forget everything from `position` on; the next step makes the hop do the same."""
         self.history.cut(position)
         self.delivered = min(self.delivered, position)
+        self._overseer.cut(self, position)
 
     # What the rest of the pipeline asks
 
     @property
     def waiting_since(self) -> float | None:
-        """When the oldest unanswered step was sent (monotonic seconds); None when none is."""
-        return min((p.sent_at for p in self._pending.values()), default=None)
+        """The loop's time since which an answer is owed: when the oldest unanswered step was sent,
+        or the last answer came if that was later. None when nothing is owed."""
+        oldest = next(iter(self._pending.values()), None)
+        return None if oldest is None else max(oldest.sent_at, self._answered_at)
+
+    @property
+    def waiting_rows(self) -> int:
+        """How many rows the oldest unanswered step has; 1 when none is."""
+        oldest = next(iter(self._pending.values()), None)
+        return 1 if oldest is None else oldest.rows
+
+    @property
+    def answers(self) -> int:
+        """How many steps the hop has answered in this session."""
+        return self._steps_timed
 
     @property
     def is_draining(self) -> bool:
@@ -220,7 +267,7 @@ class Station:
     def _send(self, position: int, tensor: WireTensor) -> None:
         self._steps += 1
         self._pending[self._steps] = _Pending(
-            position, rows_of(tensor), asyncio.get_running_loop().time()
+            position, tensor.shape, asyncio.get_running_loop().time()
         )
         try:
             self._line.send(Step(self._session, self._steps, position, tensor))
@@ -231,16 +278,13 @@ class Station:
         pending = self._pending.pop(result.step, None)
         if pending is None or self.error is not None:
             return  # the answer to a step of before a cut, or of a hop already given up
-        if rows_of(result.tensor) != pending.rows or len(result.tensor.shape) != 3:
-            shape = result.tensor.shape
-            self.fail(
-                BadFrame(
-                    f"{self.hop.shard.node_name} answered {pending.rows} rows with shape {shape}.",
-                    fix="Update it; another shard is tried.",
-                )
-            )
+        now = asyncio.get_running_loop().time()
+        fault = self._fault(result.tensor, pending, now)
+        if fault is not None:
+            self.fail(fault)
             return
-        elapsed_ms = (asyncio.get_running_loop().time() - pending.sent_at) * 1e3
+        self._answered_at = now
+        elapsed_ms = (now - pending.sent_at) * 1e3
         self._timings.append((elapsed_ms, result.compute_us / 1e3))
         self._unreported.append(elapsed_ms)
         self._steps_timed += 1
@@ -253,6 +297,16 @@ class Station:
             return
         self.delivered = end
         self._on_output(self, slice_rows(result.tensor, pending.rows - fresh, pending.rows))
+
+    def _fault(self, tensor: WireTensor, pending: _Pending, now: float) -> MeshError | None:
+        """What is wrong with an answer; None when it may be handed on."""
+        if tensor.shape != pending.shape or tensor.dtype not in _FLOATS:
+            return self._overseer.corrupted(
+                self.hop,
+                f"{tensor.dtype} of shape {tensor.shape} where {pending.shape} was expected",
+            )
+        elapsed_s = now - max(pending.sent_at, self._answered_at)
+        return self._overseer.answered(self, pending.position, tensor, elapsed_s)
 
 
 def _percentile(ordered: list[float], share: float) -> float:

@@ -19,10 +19,14 @@ from mesh.pipeline.recovery import Recovery, RecoverySettings
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.station import SessionTerms
 from mesh.routing.router import ShardRouter
-from mesh.types import WireDtype
+from mesh.types import GenerationRequest, WireDtype
 
 PROMPTS = 3
 PROMPT_ROWS = 12
+_MOST_TEXT_ROWS = 64
+_TEXT = "1. The river froze; nobody crossed it.\n\n2. \"Why?\" - because (they said) 40 % was ice.\n"
+"""Sentence ends, line breaks and digits are where models keep their largest activations."""
+
 MAX_RELATIVE_ERROR = 1e-2
 """Of the logits, as the ratio of norms. Rounding to fp16 costs about 1e-3, to bf16 about 1e-2 only
 where the hops compute more precisely than bf16 themselves."""
@@ -49,6 +53,13 @@ async def probe(model: AskerModel, sessions: Sessions, router: ShardRouter) -> W
     return WireVerdict(WireDtype.FP32, "; ".join(seen))
 
 
+async def exercise(
+    model: AskerModel, sessions: Sessions, router: ShardRouter, dtype: WireDtype
+) -> None:
+    """Run the fixed prompts once, for whoever watches the hops. Raises as a generation would."""
+    await _logits(model, sessions, router, dtype)
+
+
 def read_verdict(cache_dir: Path, weights_sha256: str) -> WireVerdict | None:
     """What an earlier probe of this checkpoint found; None when there was none."""
     try:
@@ -73,11 +84,8 @@ async def _logits(
     """(prompts, vocab) last-row logits in fp32, and how many tensors overflowed."""
     rows: list[torch.Tensor] = []
     widened = 0
-    for number in range(PROMPTS):
-        ids = [
-            (7919 * (number * PROMPT_ROWS + i + 1)) % model.vocab_size for i in range(PROMPT_ROWS)
-        ]
-        terms = SessionTerms(model.model_id, model.weights_sha256, PROMPT_ROWS, dtype)
+    for ids in _prompts(model):
+        terms = SessionTerms(model.model_id, model.weights_sha256, len(ids), dtype)
         session = await sessions.open_fresh(terms, model.total_layers)
         try:
             recovery = Recovery(session, router, model.hidden_size, RecoverySettings(), None)
@@ -89,6 +97,16 @@ async def _logits(
         finally:
             sessions.release(session, keep=False)
     return torch.stack(rows), widened
+
+
+def _prompts(model: AskerModel) -> list[list[int]]:
+    """Tokens from all over the vocabulary, and a text as the tokenizer begins it."""
+    spread = [
+        [(7919 * (number * PROMPT_ROWS + i + 1)) % model.vocab_size for i in range(PROMPT_ROWS)]
+        for number in range(PROMPTS)
+    ]
+    text = model.text.prompt_ids(GenerationRequest("probe", model.model_id, prompt=_TEXT))
+    return [*spread, text[:_MOST_TEXT_ROWS]] if text else spread
 
 
 def _compare(reference: torch.Tensor, logits: torch.Tensor, widened: int) -> tuple[str, float]:

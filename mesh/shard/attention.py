@@ -183,6 +183,11 @@ def _attend(
     # From the first position on the kernel's own causal flag says it all, and is the fastest.
     whole = rows == keys and (rule.window is None or rows <= rule.window)
     mask = None if rows == 1 or whole else rule.mask(rows, keys, query.device)
+    shared = heads > kv_heads
+    if shared and not on_cpu and (mask is not None or query.device.type == "mps"):
+        # CUDA's fast kernels take shared heads only without a mask, older Apple ones not at all.
+        key, value = (t.repeat_interleave(heads // kv_heads, 1) for t in (key, value))
+        shared = False
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -190,7 +195,7 @@ def _attend(
         attn_mask=mask,
         scale=scaling,
         is_causal=whole and rows > 1,
-        enable_gqa=heads > kv_heads,
+        enable_gqa=shared,
     ).to(dtype)
 
 

@@ -27,9 +27,9 @@ from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
 from mesh.shard.settings import ShardSettings
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
-from mesh.types import Endpoint, LayerRange, ModelId, NodeId, ShardDescriptor, ShardId
+from mesh.types import Endpoint, LayerRange, ModelId, NodeId, ShardDescriptor, ShardId, shard_id
 from mesh.wire.link import Link, LinkHandler
-from mesh.wire.messages import Hello
+from mesh.wire.messages import Drain, Hello
 from mesh.wire.websocket import LinkServer, serve
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _CHANGES_TOGETHER_S = 0.05
 _MAX_COMMANDS = 64
 
 
-class ShardHost:
+class ShardProcess:
     """The shards of this process. Runs until it is told to stop."""
 
     def __init__(self) -> None:
@@ -131,6 +131,7 @@ class ShardHost:
             endpoint = Endpoint(_endpoint(str(asked["advertise_host"]), self._listener.port))
             place = HostedOn(place.node_id, place.node_name, endpoint, place.device, place.threads)
         request = _shard_request(asked, self._cache_dir)
+        self._service.require_absent(shard_id(request.model_id, request.layers))
         loaded = await queue.load(lambda: load_shard(request, place))
         server = ShardServer(
             loaded.descriptor,
@@ -146,16 +147,18 @@ class ShardHost:
         return _loaded(loaded)
 
     async def _unload(self, command: ChannelMessage) -> ChannelMessage:
-        shard_id = ShardId(str(command["shard_id"]))
-        await self._service.remove(shard_id).evict()
+        name = ShardId(str(command["shard_id"]))
+        await self._service.remove(name).evict()
         self._changed.set()
-        return {"op": "unloaded", "shard_id": shard_id}
+        return {"op": "unloaded", "shard_id": name}
 
     async def _drain(self, grace_s: float) -> None:
         """Take no new sessions; give running ones `grace_s` to end."""
         servers = self._service.servers
         for server in servers:
             self._service.remove(server.descriptor.shard_id)
+        for link in self._listener.links if self._listener is not None else ():
+            link.send(Drain("the node is stopping"))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while any([(await server.health()).active_streams for server in servers]):
@@ -164,8 +167,10 @@ class ShardHost:
 
     async def _report(self) -> None:
         while True:
+            # Not `wait_for`: before Python 3.12 it loses a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _HEALTH_INTERVAL_S)
+                async with asyncio.timeout(_HEALTH_INTERVAL_S):
+                    await self._changed.wait()
                 # What changes together is said together.
                 await asyncio.sleep(_CHANGES_TOGETHER_S)
             self._changed.clear()
@@ -254,8 +259,8 @@ def _endpoint(host: str, port: int) -> str:
 
 
 async def _main() -> None:
-    host = ShardHost()
-    await host.run(await attach_to_parent(host.receive))
+    process = ShardProcess()
+    await process.run(await attach_to_parent(process.receive))
 
 
 if __name__ == "__main__":

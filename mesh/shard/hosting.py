@@ -53,11 +53,15 @@ class HostedShard:
 
 
 class ShardHost:
-    """Runs the shard process and keeps the list of what it serves."""
+    """Runs the shard process and keeps the list of what it serves.
+
+    `shards` are advertised; `private` ones were loaded with `ensure`, for this node alone.
+    """
 
     def __init__(self, spec: HostSpec, on_change: Callable[[], None]) -> None:
         self.spec = spec
         self.shards: dict[ShardId, HostedShard] = {}
+        self.private: dict[ShardId, HostedShard] = {}
         self.failed: dict[ShardId, MeshError] = {}
         self.reasons: list[str] = []
         self.port: int | None = None
@@ -66,9 +70,14 @@ class ShardHost:
         self._task: asyncio.Task[None] | None = None
         self._gone = asyncio.Event()
         self._settled = asyncio.Event()
+        self._listening = asyncio.Event()
+        self._is_stopping = False
+        self._wanted_privately: dict[ShardId, asyncio.Future[HostedShard]] = {}
 
     def start(self) -> None:
-        """Begin to run; `wait_settled` tells when every shard has loaded or failed."""
+        """Begin to run, once; `wait_settled` tells when every shard has loaded or failed."""
+        if self._task is not None:
+            return
         self._task = asyncio.create_task(self._keep_running(), name="shard host")
 
     async def wait_settled(self) -> None:
@@ -81,6 +90,27 @@ class ShardHost:
         for error in self.failed.values():
             raise error
 
+    async def ensure(self, shard: dict[str, Any]) -> HostedShard:
+        """A shard for this node alone, loaded now unless it is here already.
+
+        Raises what loading raises, or InternalError when it takes too long.
+        """
+        name = _id_of(shard)
+        here = self.shards.get(name) or self.private.get(name)
+        if here is not None:
+            return here
+        self.start()
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S + LOAD_TIMEOUT_S):
+                await self._listening.wait()
+                if name not in self._wanted_privately:
+                    future = asyncio.get_running_loop().create_future()
+                    self._wanted_privately[name] = future
+                    self._tell({"op": "load", "shard": shard})
+                return await asyncio.shield(self._wanted_privately[name])
+        except TimeoutError:
+            raise InternalError(f"{name} did not load in time.", fix="See the log.") from None
+
     def wanted(self) -> list[ShardId]:
         """The shards this node is configured to serve."""
         return [_id_of(shard) for shard in self.spec.shards]
@@ -89,12 +119,25 @@ class ShardHost:
         """Whether a wanted shard has loaded or failed."""
         return name in self.shards or name in self.failed
 
+    async def drain(self, grace_s: float) -> None:
+        """Have running sessions move elsewhere; wait up to `grace_s` until the last has ended.
+
+        New sessions are refused from now on. The process ends by itself afterwards.
+        """
+        task, self._task = self._task, None
+        if task is None:
+            return
+        self._is_stopping = True
+        self._tell({"op": "stop", "grace_s": grace_s})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s + STOP_TIMEOUT_S):
+                await self._gone.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
     async def stop(self) -> None:
         """End the process and wait for it."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await self.drain(0.0)
 
     # Private
 
@@ -108,6 +151,8 @@ class ShardHost:
                 await self._gone.wait()
             finally:
                 await self._end_child()
+            if self._is_stopping:
+                return
             if asyncio.get_running_loop().time() - started > 60:
                 failures = 0
             delay = RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S) - 1)]
@@ -128,6 +173,12 @@ class ShardHost:
     async def _end_child(self) -> None:
         child, self._child = self._child, None
         self.shards.clear()
+        self.private.clear()
+        self._listening.clear()
+        ended = InternalError("the shard process ended.", fix="It starts again; try again.")
+        for future in self._wanted_privately.values():
+            future.set_exception(ended)
+        self._wanted_privately.clear()
         self._on_change()
         if child is not None:
             await child.stop(STOP_TIMEOUT_S)
@@ -139,9 +190,15 @@ class ShardHost:
                 self.reasons = message["reasons"]
                 for shard in self.spec.shards:
                     self._tell({"op": "load", "shard": shard})
+                self._listening.set()
                 self._note_settled()
             case "loaded":
                 hosted = _hosted(message)
+                private = self._wanted_privately.pop(hosted.descriptor.shard_id, None)
+                if private is not None:
+                    self.private[hosted.descriptor.shard_id] = hosted
+                    private.set_result(hosted)
+                    return
                 self.shards[hosted.descriptor.shard_id] = hosted
                 self.failed.pop(hosted.descriptor.shard_id, None)
                 self._note_settled()
@@ -159,12 +216,16 @@ class ShardHost:
         else:
             names = [_id_of(shard)]
         for name in names:
+            private = self._wanted_privately.pop(name, None)
+            if private is not None:
+                private.set_exception(error)
+                return
             self.failed[name] = error
             logger.error("shard=%s failed: %s", name, error)
         self._note_settled()
 
     def _health(self, fields: dict[str, Any]) -> None:
-        hosted = self.shards.get(fields["shard_id"])
+        hosted = self.shards.get(fields["shard_id"]) or self.private.get(fields["shard_id"])
         if hosted is None:
             return
         hosted.health = ShardHealth(

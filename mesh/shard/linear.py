@@ -40,7 +40,8 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         # One row is the batch the layout is tuned for; larger batches run on it as well.
         self.packed = _OPS._reorder_linear_weight(weight.contiguous(), 1)  # noqa: SLF001
-        self.bias = bias
+        # A copy: the original may lie in a mapping of the whole file, which it would keep alive.
+        self.bias = None if bias is None else bias.clone()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, in_features) -> (…, out_features)."""

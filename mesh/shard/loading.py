@@ -112,6 +112,7 @@ def _describe(
     layers, settings = request.layers, request.settings
     stored_bytes = sum(manifest.layer_bytes[layers.start : layers.stop])
     itemsize = DTYPES.get(short_dtype_name(manifest.dtype), torch.float32).itemsize
+    kernels = f"{runtime.kernels}+{settings.prefill_rows}rows"
     weight_bytes = stored_bytes * runtime.dtype.itemsize / itemsize
     return ShardDescriptor(
         shard_id=shard_id(manifest.model_id, layers),
@@ -125,8 +126,6 @@ def _describe(
         node_name=host.node_name,
         endpoint=host.endpoint,
         dtype=dtype_name(runtime.dtype),
-        determinism_class=determinism_class(
-            host.device, runtime.dtype, runtime.kernels, host.threads
-        ),
+        determinism_class=determinism_class(host.device, runtime.dtype, kernels, host.threads),
         advertised_at=datetime.now(UTC),
     )

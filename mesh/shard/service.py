@@ -44,10 +44,13 @@ class ShardService:
 
     def add(self, server: ShardServer) -> None:
         """Serve this shard from now on. Raises BadRequest when one of the same id is here."""
-        shard_id = server.descriptor.shard_id
+        self.require_absent(server.descriptor.shard_id)
+        self._servers[server.descriptor.shard_id] = server
+
+    def require_absent(self, shard_id: ShardId) -> None:
+        """Raise BadRequest when a shard of this id is here."""
         if shard_id in self._servers:
             raise BadRequest(f"{shard_id} is already loaded.", fix="Unload it first.")
-        self._servers[shard_id] = server
 
     def remove(self, shard_id: ShardId) -> ShardServer:
         """Serve it no longer; its sessions go on until closed. Raises BadRequest if unknown."""

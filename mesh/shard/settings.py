@@ -20,7 +20,7 @@ class ShardSettings:
     kv_tokens: int = 32768
     eviction_idle_s: float = 600.0
     park_lease_s: float = 600.0
-    prefill_rows: int = 512
+    prefill_rows: int = 256
     inline_ms: float = 30.0
     batch_invariant: bool = False
 

@@ -192,8 +192,9 @@ async def test_downgrade_to_tls_1_2_is_refused(
 ) -> None:
     old = await friend.trusting(home) if side == "client" else await home.trusting(friend)
     weak = old.client(home.id) if side == "client" else old.server
-    weak.sni_callback = None
-    weak.load_verify_locations(cadata=home.certificate if side == "client" else friend.certificate)
+    if side == "server":
+        weak.sni_callback = None
+        weak.load_verify_locations(cadata=friend.certificate)
     weak.minimum_version = ssl.TLSVersion.TLSv1_2
     weak.maximum_version = ssl.TLSVersion.TLSv1_2
     tls = await home.trusting(friend) if side == "client" else old

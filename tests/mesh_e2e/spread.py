@@ -17,6 +17,7 @@ from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.orchestrator import PipelineOrchestrator
+from mesh.pipeline.oversight import Oversight
 from mesh.pipeline.passage import Passage
 from mesh.pipeline.recovery import Recovery, RecoverySettings
 from mesh.pipeline.sessions import Sessions, SessionSettings
@@ -54,7 +55,13 @@ class Spread:
         self._host = host
         self._allowed: list[ShardDescriptor] = []
         self._router = ShardRouter(self, CoverRules())
-        self._sessions = Sessions(Lines(_dial), self._router, SystemClock(), SessionSettings())
+        self._sessions = Sessions(
+            Lines(_dial),
+            self._router,
+            SystemClock(),
+            SessionSettings(),
+            Oversight(SystemClock(), ceiling_s=30.0),
+        )
 
     async def use(self, layers: Sequence[LayerRange]) -> None:
         """Route over exactly these shards from now on; nothing kept of earlier requests is used."""

@@ -17,6 +17,7 @@ from mesh.errors import Busy, ConnectFailed, SessionGone
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.orchestrator import PipelineOrchestrator
+from mesh.pipeline.oversight import Oversight
 from mesh.pipeline.recovery import RecoverySettings
 from mesh.pipeline.sessions import Sessions, SessionSettings
 from mesh.routing.cover import Candidate, CoverRules
@@ -228,11 +229,17 @@ class ToyText:
         return str(token_id)
 
 
-def toy_orchestrator(network: ToyNetwork) -> tuple[PipelineOrchestrator, Sessions]:
+def toy_orchestrator(
+    network: ToyNetwork, oversight: Oversight | None = None
+) -> tuple[PipelineOrchestrator, Sessions]:
     """An orchestrator over the network with fp32 on the wire."""
     router = ShardRouter(network, CoverRules())
     sessions = Sessions(
-        Lines(network.dial), router, SystemClock(), SessionSettings(open_timeout_s=2.0)
+        Lines(network.dial),
+        router,
+        SystemClock(),
+        SessionSettings(open_timeout_s=2.0),
+        oversight or Oversight(SystemClock(), ceiling_s=30.0),
     )
     model = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, 4096, ToyEnds(), ToyText())
     orchestrator = PipelineOrchestrator(

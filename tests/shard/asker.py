@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any
@@ -25,6 +26,7 @@ from mesh.types import (
     shard_id,
 )
 from mesh.wire.activations import to_torch, to_wire
+from mesh.wire.limits import DEFAULT_LIMITS, Limits
 from mesh.wire.link import Link
 from mesh.wire.memory import MemoryLink, link_pair
 from mesh.wire.messages import (
@@ -39,9 +41,10 @@ from mesh.wire.messages import (
     Resume,
     Step,
 )
-from tests.shard.spans import HIDDEN, WHOLE, runtime
+from tests.shard.spans import HIDDEN, WHOLE, relative_error, runtime
 
 ANSWER_TIMEOUT_S = 10.0
+SETTLE_TIMEOUT_S = 5.0
 MODEL = ModelId("toy")
 SHA = "5" * 64
 
@@ -96,10 +99,12 @@ class Attic:
         await self.server.evict()
         self.queue.close()
 
-    def asker(self) -> Asker:
+    def asker(self, limits: Limits = DEFAULT_LIMITS) -> Asker:
         """A new link to this node."""
         ours, theirs = link_pair(
-            Hello("b" * 64, "attic", "tensors", "test"), Hello("a" * 64, "asker", "tensors", "test")
+            Hello("b" * 64, "attic", "tensors", "test"),
+            Hello("a" * 64, "asker", "tensors", "test"),
+            limits=limits,
         )
         ours.attach(self.service.handler(ours))
         asker = Asker()
@@ -198,3 +203,14 @@ class Asker:
         if isinstance(answer, Failure):
             raise from_dict(answer.error)
         return answer
+
+
+async def settled(condition: Callable[[], bool]) -> None:
+    """Let the loop turn until `condition` holds."""
+    async with asyncio.timeout(SETTLE_TIMEOUT_S):
+        while not condition():  # noqa: ASYNC110 - there is no event for every state of a server
+            await asyncio.sleep(0)
+
+
+def close_to(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return relative_error(found, expected) < 1e-5

@@ -85,6 +85,9 @@ async def test_a_shard_process_from_start_to_stop(
     assert "/t1/" in described["determinism_class"]
     assert loaded["bytes_read"] > 0
 
+    child.channel.send({"op": "load", "shard": shard})
+    assert "already loaded" in (await daemon.hears("failed"))["error"]["message"]
+
     asker = Asker()
     hello = Hello("a" * 64, "asker", "tensors", "test")
     link = await connect("127.0.0.1", listening["port"], hello=hello, handler=asker)

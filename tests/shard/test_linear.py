@@ -18,10 +18,11 @@ needs_packing = pytest.mark.skipif(
 )
 
 
-def layers() -> nn.Module:
+def layers() -> nn.Sequential:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(48, 96, bias=False), nn.GELU(), Conv1D(32, 96))
-    nn.init.normal_(module[2].bias)
+    last = Conv1D(32, 96)
+    nn.init.normal_(last.bias)
+    module = nn.Sequential(nn.Linear(48, 96, bias=False), nn.GELU(), last)
     return module.to(torch.bfloat16).requires_grad_(requires_grad=False)
 
 

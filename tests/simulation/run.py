@@ -22,8 +22,16 @@ from mesh.errors import MeshError
 from mesh.pipeline.engine import Engine, EngineSettings
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.model import AskerModel
-from mesh.pipeline.recovery import RecoverySettings
-from mesh.types import Done, LayerRange, ShardHealth, ShardStatus, StreamFrame, TokenDelta
+from mesh.types import (
+    Done,
+    LayerRange,
+    PipelineAborted,
+    RouteHop,
+    ShardHealth,
+    ShardStatus,
+    StreamFrame,
+    TokenDelta,
+)
 from mesh.wire.messages import Hello
 from tests.pipeline.toy_mesh import (
     HIDDEN,
@@ -44,7 +52,11 @@ from tests.simulation.world import KEEPALIVE_S, SimHost, World
 DEADLINE_S = 300.0
 """Virtual seconds within which every request ends: eight losses, each noticed late."""
 
-MAX_FAILOVERS = RecoverySettings().max_failovers
+DRAIN_S = 3.0
+"""How long a host that stops politely waits for its sessions to move."""
+
+_MODEL = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, 4096, ToyEnds(), ToyText())
+_ALL = LayerRange(0, TOTAL_LAYERS)
 
 
 @dataclass(slots=True)
@@ -55,6 +67,7 @@ class Outcome:
     ended: str = "not asked"
     tokens: list[int] = field(default_factory=list)
     lost: list[LayerRange] = field(default_factory=list)
+    lost_nodes: list[str] = field(default_factory=list)
     failovers: int = 0
 
 
@@ -96,7 +109,7 @@ class _Run:
         self._schedule = schedule
         self._ledger = ledger
         self._world = World(schedule.nodes, schedule.delay_s, schedule.seed, ledger)
-        self._engine = _engine(self._world, schedule.stall_limit_s)
+        self._engine = self._asker()
         self._listed = set(self._world.hosts)
         self._ended = {ask.name: asyncio.Event() for ask in schedule.asks}
         self._outcomes = {ask.name: Outcome(ask) for ask in schedule.asks}
@@ -106,6 +119,22 @@ class _Run:
         self.faults = 0
         for host in self._world.hosts.values():
             host.on_message = partial(self._seen, host.node.name)
+
+    def _asker(self) -> Engine:
+        """The product's asker over the simulated links."""
+        settings = EngineSettings(
+            max_shards=16,
+            allow_self_as_first=False,
+            stall_limit_s=self._schedule.stall_limit_s,
+            activation_dtype="fp32",
+            cache_dir="",
+            fallback_to_local=self._schedule.has_home,
+            fallback_after=2,
+        )
+        hello = Hello("asker", "asker", "tensors", "sim")
+        engine = Engine(_MODEL, hello, settings, self._go_home)
+        engine.sessions._lines = Lines(self._world.dial)
+        return engine
 
     async def all(self) -> list[Outcome]:
         self._publish()
@@ -171,9 +200,11 @@ class _Run:
             if outcome.tokens != expected[: len(outcome.tokens)]:
                 self._ledger.broke(f"{name}: {outcome.tokens} instead of {expected}")
         elif isinstance(frame, ShardStatus):
-            if frame.status == "degraded":
-                outcome.failovers += 1
-                outcome.lost.append(LayerRange.parse(frame.shard_id.rpartition(":")[2]))
+            outcome.failovers += frame.status == "degraded"
+            outcome.lost_nodes.append(frame.node)
+            outcome.lost.append(LayerRange.parse(frame.shard_id.rpartition(":")[2]))
+        elif isinstance(frame, PipelineAborted):
+            outcome.lost.append(_ALL)  # what goes on at home starts there from nothing
         elif isinstance(frame, Done):
             outcome.ended = "done"
             said = (list(frame.token_ids), frame.failovers, frame.finish_reason)
@@ -227,6 +258,21 @@ class _Run:
                 host.refusing = True
                 self._later(fault, partial(setattr, host, "refusing", False))
 
+            case "drain":
+                host.drain()
+                self._loop.call_later(DRAIN_S, self._stop, host, fault)
+
+    def _stop(self, host: SimHost, fault: Fault) -> None:
+        """A drained host has waited long enough."""
+        if host.alive and host.draining:
+            host.die(noticed=True)
+            self._loop.call_later(fault.withdrawn_after_s, self._withdraw, host)
+            self._later(fault, partial(self._restart, host))
+
+    async def _go_home(self) -> tuple[RouteHop, ...]:
+        await asyncio.sleep(0.2)
+        return (RouteHop(self._world.home.descriptor, _ALL),)
+
     def _later(self, fault: Fault, act: Callable[[], None]) -> None:
         if fault.lasts_s is not None:
             self._loop.call_later(fault.lasts_s, act)
@@ -256,17 +302,25 @@ class _Run:
 
     # Promises
 
-    def _check_failure(self, error: MeshError, outcome: Outcome) -> None:
-        name, asks = outcome.ask.name, len(self._schedule.asks)
+    def _unharmed_cover(self) -> bool:
+        """Whether nodes that nothing happened to hold all layers, with room for every request."""
+        asks = len(self._schedule.asks)
         unharmed = [n for n in self._schedule.nodes if n.name not in self._harmed]
         roomy = [n.layers for n in unharmed if n.streams >= asks]
-        covered = all(any(i in layers for layers in roomy) for i in range(TOTAL_LAYERS))
-        if covered and outcome.failovers <= MAX_FAILOVERS:
-            self._ledger.broke(f"{name} failed although unharmed nodes hold all layers: {error}")
+        return all(any(i in layers for layers in roomy) for i in range(TOTAL_LAYERS))
+
+    def _check_failure(self, error: MeshError, outcome: Outcome) -> None:
+        name = outcome.ask.name
+        may_go_home = self._schedule.has_home and bool(outcome.lost)
+        if self._unharmed_cover() or may_go_home:
+            self._ledger.broke(f"{name} failed although others could have served it: {error}")
         if error.code not in ("shard_unavailable", "busy"):
             self._ledger.broke(f"{name} failed with {error.code}: {error}")
 
     def _check_request(self, positions: int, outcome: Outcome) -> None:
+        twice = [node for node, times in Counter(outcome.lost_nodes).items() if times > 1]
+        if twice and self._unharmed_cover():
+            self._ledger.broke(f"{outcome.ask.name} was given to {twice} again, who had failed it")
         for layer in range(TOTAL_LAYERS):
             allowed = 1 + sum(layer in lost for lost in outcome.lost)
             if self._ledger.repeats(positions, layer) > allowed:
@@ -277,7 +331,7 @@ class _Run:
 
     def _check_freed(self) -> None:
         """Only finished generations are kept, parked, on hops that the asker still knows of."""
-        hosts = self._world.hosts.values()
+        hosts = [*self._world.hosts.values(), self._world.home]
         for host in hosts:
             if host.active():
                 self._ledger.broke(f"{host.node.name} still has {host.active()} streams in use")
@@ -295,21 +349,6 @@ class _Run:
         left = asyncio.all_tasks() - {asyncio.current_task()}
         if left:
             self._ledger.broke(f"tasks are left: {sorted(task.get_name() for task in left)}")
-
-
-def _engine(world: World, stall_limit_s: float) -> Engine:
-    """The product's asker over the simulated links."""
-    model = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, 4096, ToyEnds(), ToyText())
-    settings = EngineSettings(
-        max_shards=16,
-        allow_self_as_first=False,
-        stall_limit_s=stall_limit_s,
-        activation_dtype="fp32",
-        cache_dir="",
-    )
-    engine = Engine(model, Hello("asker", "asker", "tensors", "sim"), settings)
-    engine.sessions._lines = Lines(world.dial)
-    return engine
 
 
 def _advertised(host: SimHost) -> dict[str, object]:

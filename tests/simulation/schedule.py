@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from mesh.types import LayerRange
 from tests.pipeline.toy_mesh import PRIME, TOTAL_LAYERS
 
-FAULTS = ("crash", "power loss", "freeze", "cut", "silence", "slow", "forget", "refuse")
+FAULTS = ("crash", "power loss", "freeze", "cut", "silence", "slow", "forget", "refuse", "drain")
 """crash: the process dies, its peers hear of it. power loss: nobody hears of it. freeze: SIGSTOP.
 cut: its links break, it lives on. silence: its links deliver nothing more, unnoticed. slow: every
 step takes nearly the stall limit. forget: it drops its sessions, as after an eviction. refuse: it
-answers every step with an error."""
+answers every step with an error. drain: it asks to be left, waits a while and then stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One run."""
+    """One run. `has_home`: the asker can hold the whole model itself if it must."""
 
     seed: int
     nodes: tuple[Node, ...]
@@ -78,6 +78,7 @@ class Schedule:
     faults: tuple[Fault, ...]
     delay_s: tuple[float, float]
     stall_limit_s: float
+    has_home: bool
 
 
 def draw(seed: int) -> Schedule:
@@ -89,7 +90,7 @@ def draw(seed: int) -> Schedule:
     fastest = rng.choice((0.0001, 0.001, 0.02))
     return Schedule(
         seed, nodes, asks, faults, (fastest, fastest * rng.choice((1, 3, 10))),
-        stall_limit_s=rng.choice((1.0, 2.0, 5.0)),
+        stall_limit_s=rng.choice((1.0, 2.0, 5.0)), has_home=rng.random() < 0.25,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from mesh.wire.link import Link, LinkHandler
 from mesh.wire.memory import MemoryLink
 from mesh.wire.messages import (
     Close,
+    Drain,
     Failure,
     Hello,
     Message,
@@ -39,6 +40,11 @@ KEEPALIVE_S = 30.0
 
 CONNECT_TIMEOUT_S = 5.0
 _ROW_S = 0.0001
+
+HOME = Node("home", LayerRange(0, TOTAL_LAYERS), streams=100, queue_depth=0, step_s=0.001)
+"""The asker's own copy of the model, which nothing happens to."""
+
+HOME_PORT = 999
 
 
 class SlowLink(MemoryLink):
@@ -115,6 +121,7 @@ class SimHost:
         self.reachable = True
         self.frozen = False
         self.refusing = False
+        self.draining = False
         self.step_s = node.step_s
         self.sessions: dict[tuple[int, int], SimSession] = {}
         self.wires: list[Wire] = []
@@ -143,6 +150,7 @@ class SimHost:
         """Back with nothing in memory; what the old one's peers still send is answered by RST."""
         if not self.alive:
             self.alive = self.reachable = True
+            self.draining = False
             self._busy_until = 0.0
             self.cut_links()
 
@@ -168,6 +176,13 @@ class SimHost:
     def forget(self) -> None:
         """Drop every session; their next step is answered with session_gone."""
         self.sessions.clear()
+
+    def drain(self) -> None:
+        """Ask every peer to move its sessions elsewhere, and let nobody new in."""
+        self.draining = True
+        for wire in self.wires:
+            if not wire.far.is_closed:
+                wire.far.send(Drain("maintenance"))
 
     # What it does
 
@@ -240,8 +255,8 @@ class Door:
         host = self._host
         if key in host.sessions:
             host.ledger.broke(f"{host.node.name}: session {key[1]} was opened twice")
-        if host.active() >= host.node.streams:
-            self._fail(Busy("full.", fix="Elsewhere."), key[1])
+        if host.draining or host.active() >= host.node.streams:
+            self._fail(Busy("full, or stopping.", fix="Elsewhere."), key[1])
             return
         host.sessions[key] = SimSession(request)
         self._say(Opened(request.session, request.max_tokens))
@@ -298,7 +313,10 @@ class World:
         self, nodes: tuple[Node, ...], delay_s: tuple[float, float], seed: int, ledger: Ledger
     ) -> None:
         self.hosts = {node.name: SimHost(node, 1000 + i, ledger) for i, node in enumerate(nodes)}
-        self._by_port = {1000 + i: self.hosts[node.name] for i, node in enumerate(nodes)}
+        self.home = SimHost(HOME, HOME_PORT, ledger)
+        self._by_port = {HOME_PORT: self.home} | {
+            1000 + i: self.hosts[node.name] for i, node in enumerate(nodes)
+        }
         self._rng = random.Random(seed + 1)
         self._delay_s = delay_s
         self._links = 0

@@ -1,0 +1,211 @@
+"""Keeps this node's log in step with its peers': one exchange per peer at a time, for ever.
+
+Owns the tasks; what is said is `mesh.events.sync`. Messages go out through `send` and come in
+through `receive`; how they travel, and who is a peer, is somebody else's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from mesh.errors import MeshError
+from mesh.events.log import Change, EventLog
+from mesh.events.messages import Ask, Heads, Message, Page, Probe, Pull
+from mesh.events.sync import Exchange, answer_probe, heads_of, wants_something
+from mesh.types import NodeId
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[NodeId, Message], None]
+"""Queue a message to a linked peer; may raise a MeshError, never blocks."""
+
+_MAX_REQUESTS = 8
+_REQUESTS_PER_S = 64.0
+_STOP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class GossipSettings:
+    """Seconds. A peer is asked every `interval_s` to twice that, at once when it has news."""
+
+    interval_s: float = 5.0
+    answer_timeout_s: float = 10.0
+    settle_s: float = 0.02
+    """Own news within this time go out as one message."""
+    max_backoff_s: float = 60.0
+
+
+class Gossip:
+    """Call `start`, then `peer_up` and `peer_down` as links come and go, and `stop`."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        send: Send,
+        settings: GossipSettings | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._log = log
+        self._send = send
+        # The random source spreads load; nothing secret hangs on it.
+        self._means = _Means(log, send, settings or GossipSettings(), rng or random.Random())  # noqa: S311
+        self._peers: dict[NodeId, _Peer] = {}
+        self._news = asyncio.Event()
+        self._teller: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to tell peers of new events."""
+        self._log.on_change.append(self._changed)
+        self._teller = asyncio.create_task(self._tell(), name="gossip news")
+
+    async def stop(self) -> None:
+        """End every task."""
+        if self._changed in self._log.on_change:
+            self._log.on_change.remove(self._changed)
+        tasks = [task for peer in self._peers.values() for task in peer.tasks]
+        if self._teller is not None:
+            tasks.append(self._teller)
+        self._peers.clear()
+        await _end(tasks)
+
+    def peer_up(self, peer: NodeId) -> None:
+        """A link to this peer is up: catch up with it, and answer it."""
+        if peer not in self._peers:
+            self._peers[peer] = _Peer(peer, self._means)
+
+    async def peer_down(self, peer: NodeId) -> None:
+        """The link is gone."""
+        gone = self._peers.pop(peer, None)
+        if gone is not None:
+            await _end(gone.tasks)
+
+    def receive(self, peer: NodeId, message: Message) -> None:
+        """A message has come; never blocks. What a peer sends too much of is dropped."""
+        known = self._peers.get(peer)
+        if known is not None and not self._log.muted(peer):
+            known.receive(message)
+
+    def _changed(self, change: Change) -> None:
+        self._news.set()
+
+    async def _tell(self) -> None:
+        while True:
+            await self._news.wait()
+            await asyncio.sleep(self._means.settings.settle_s)
+            self._news.clear()
+            heads = heads_of(self._log.ledger, 0)
+            for peer in self._peers:
+                with suppress(MeshError):  # its link reports its own end
+                    self._send(peer, heads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Means:
+    log: EventLog
+    send: Send
+    settings: GossipSettings
+    rng: random.Random
+
+
+class _Peer:
+    """One peer's two tasks: the one that asks, and the one that answers."""
+
+    def __init__(self, peer: NodeId, means: _Means) -> None:
+        self._peer = peer
+        self._log = means.log
+        self._send = means.send
+        self._settings = means.settings
+        self._rng = means.rng
+        self._requests: asyncio.Queue[Message] = asyncio.Queue(_MAX_REQUESTS)
+        self._answers: asyncio.Queue[Message] = asyncio.Queue(1)
+        self._number = 0
+        self._expected = 0
+        self._due = asyncio.Event()
+        self._due.set()
+        self.tasks = [
+            asyncio.create_task(self._ask(), name=f"gossip ask {peer}"),
+            asyncio.create_task(self._answer(), name=f"gossip answer {peer}"),
+        ]
+
+    def receive(self, message: Message) -> None:
+        """Sort a message to the task it is for; drop it when that one is not ready for it."""
+        if isinstance(message, Ask | Pull | Probe):
+            with suppress(asyncio.QueueFull):
+                self._requests.put_nowait(message)
+        elif message.number == 0 and isinstance(message, Heads):
+            if wants_something(self._log.ledger, message):
+                self._due.set()
+        elif message.number == self._expected:
+            with suppress(asyncio.QueueFull):
+                self._answers.put_nowait(message)
+
+    async def _ask(self) -> None:
+        failures = 0
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.interval_s * (1 + self._rng.random())):
+                    await self._due.wait()
+            self._due.clear()
+            try:
+                useful = self._log.muted(self._peer) or await self._exchange()
+                failures = 0 if useful else failures + 1
+            except (MeshError, TimeoutError) as error:
+                failures += 1
+                logger.info("gossip failed: peer=%s reason=%s", self._peer, error)
+            if failures:
+                longest = min(self._settings.max_backoff_s, 0.25 * 2.0 ** min(failures, 16))
+                await asyncio.sleep(longest * (0.5 + self._rng.random() / 2))
+
+    async def _exchange(self) -> bool:
+        """Catch up once; False when the peer announced what it could not show."""
+        self._number += 1
+        exchange = Exchange(self._number, self._log.ledger)
+        message = exchange.start()
+        while True:
+            turn = exchange.receive(await self._request(message))
+            if turn.ingest is not None:
+                outcome = await self._log.ingest(turn.ingest, self._peer)
+                turn = exchange.ingested(outcome)
+            if turn.send is None:
+                return not turn.fruitless
+            message = turn.send
+
+    async def _request(self, message: Message) -> Message:
+        while not self._answers.empty():
+            self._answers.get_nowait()
+        self._expected = message.number
+        try:
+            self._send(self._peer, message)
+            async with asyncio.timeout(self._settings.answer_timeout_s):
+                return await self._answers.get()
+        finally:
+            self._expected = -1
+
+    async def _answer(self) -> None:
+        while True:
+            request = await self._requests.get()
+            try:
+                self._send(self._peer, await self._answer_to(request))
+            except MeshError as error:
+                logger.info("gossip not answered: peer=%s reason=%s", self._peer, error)
+            await asyncio.sleep(1 / _REQUESTS_PER_S)
+
+    async def _answer_to(self, request: Message) -> Message:
+        match request:
+            case Pull(number, ranges, proofs):
+                return Page(number, await self._log.page(ranges, proofs))
+            case Probe():
+                return answer_probe(self._log.ledger, request)
+        return heads_of(self._log.ledger, request.number)
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=_STOP_TIMEOUT_S)

@@ -1,0 +1,200 @@
+"""Opening the log's file: tables, integrity, chains, and the state from its snapshot.
+
+Synchronous SQLite, for a worker thread; runs once per start. Every body is hashed and every link
+of every chain followed. Raises LogCorrupt for damage; mending it is `mesh.events.repair`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgpack
+
+from mesh.errors import BadValue, LogCorrupt
+from mesh.events import apply as applying
+from mesh.events import snapshot as snapshots
+from mesh.events.ledger import Chain
+from mesh.events.migrations import migrate
+from mesh.events.rules import Rules
+from mesh.events.state import State
+from mesh.events.types import GENESIS, Event, decode
+from mesh.types import NodeId
+
+Signed = tuple[bytes, bytes]
+"""An event's body and signature."""
+
+HEARTH = "hearth"
+OWN_HEAD = "own_head"
+BEHIND = "behind"
+SNAPSHOT = "snapshot"
+
+# Stored rows were decoded once: this bounds msgpack where the file is damaged.
+_MAX_ELEMENTS = 1024
+_FOLD_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the file holds, without the bodies. `snapshot_events` are those the snapshot covers."""
+
+    chains: dict[NodeId, Chain]
+    state: State
+    events: int
+    snapshot_events: int
+    own_head: int
+    behind: str
+    orphans: dict[NodeId, dict[int, Signed]] = field(default_factory=dict)
+
+
+def digest(body: bytes, signature: bytes) -> bytes:
+    """What a row's `digest` column must be."""
+    return hashlib.blake2b(body + signature, digest_size=8).digest()
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """A connection with the settings every connection to the log has."""
+    connection = sqlite3.connect(path, isolation_level=None, timeout=10)
+    for pragma in PRAGMAS:
+        connection.execute(pragma)
+    return connection
+
+
+PRAGMAS = (
+    "PRAGMA journal_mode=WAL",
+    # An acknowledged event survives a power cut, not only a crash of this process.
+    "PRAGMA synchronous=FULL",
+    "PRAGMA journal_size_limit=4194304",
+)
+
+
+def read(path: Path, hearth_id: str, rules: Rules) -> Contents:
+    """Open, bring up to date, check everything and load. Raises LogCorrupt, SchemaTooNew, BadValue.
+
+    BadValue: the file belongs to another hearth.
+    """
+    try:
+        with closing(connect(path)) as connection:
+            migrate(connection)
+            _check_hearth(connection, path, hearth_id)
+            return _load(connection, rules)
+    except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.OperationalError) and not is_damage(error):
+            raise
+        raise _corrupt(str(error)) from error
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether SQLite says that the file's bytes are wrong."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def note(connection: sqlite3.Connection, name: str) -> bytes | None:
+    """A single stored value."""
+    row = connection.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
+    return None if row is None else bytes(row[0])
+
+
+def put_note(connection: sqlite3.Connection, name: str, value: bytes) -> None:
+    """Store a single value."""
+    connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, value))
+
+
+def _check_hearth(connection: sqlite3.Connection, path: Path, hearth_id: str) -> None:
+    known = note(connection, HEARTH)
+    if known is None:
+        put_note(connection, HEARTH, hearth_id.encode())
+    elif known != hearth_id.encode():
+        raise BadValue(
+            f"The event log {path} belongs to another hearth.",
+            fix="Use another state directory for this hearth.",
+        )
+
+
+def _load(connection: sqlite3.Connection, rules: Rules) -> Contents:
+    _check_pages(connection)
+    chains, count = _check_chains(connection)
+    frozen = {
+        NodeId(author): seq - 1
+        for author, seq in connection.execute("SELECT author, seq FROM forks")
+    }
+    saved = note(connection, SNAPSHOT)
+    state = None if saved is None else snapshots.load(saved, rules, frozen)
+    if state is None:
+        state = replace(applying.empty(rules), frozen=frozen)
+    covered = sum(fold.seq for fold in state.authors.values())
+    state = _catch_up(connection, rules, state, chains)
+    orphans: dict[NodeId, dict[int, Signed]] = {}
+    for author, seq, body, signature in connection.execute("SELECT * FROM orphans"):
+        orphans.setdefault(NodeId(author), {})[seq] = (body, signature)
+    own_head = int(note(connection, OWN_HEAD) or b"0")
+    behind = (note(connection, BEHIND) or b"").decode()
+    return Contents(chains, state, count, covered, own_head, behind, orphans)
+
+
+def _check_pages(connection: sqlite3.Connection) -> None:
+    """SQLite's own look at its pages, without comparing every index entry."""
+    (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if verdict != "ok":
+        raise _corrupt(verdict)
+
+
+def _check_chains(connection: sqlite3.Connection) -> tuple[dict[NodeId, Chain], int]:
+    chains: dict[NodeId, Chain] = {}
+    count = 0
+    rows = connection.execute(
+        "SELECT author, seq, id, digest, body, signature FROM events ORDER BY rowid"
+    )
+    for author, seq, event_id, stored_digest, body, signature in rows:
+        count += 1
+        chain = chains.get(author)
+        if chain is None:
+            chain = chains[NodeId(author)] = Chain()
+        if hashlib.sha256(body).digest() != event_id or digest(body, signature) != stored_digest:
+            raise _corrupt(f"event {seq} of {author} is damaged")
+        fields = msgpack.unpackb(body, max_array_len=_MAX_ELEMENTS, max_map_len=_MAX_ELEMENTS)
+        previous = bytes(chain.ids[-32:]) or GENESIS
+        if seq != len(chain) + 1 or (fields[2], fields[3], fields[4]) != (author, seq, previous):
+            raise _corrupt(f"event {seq} of {author} does not continue its chain")
+        chain.ids += event_id
+        chain.lamport = fields[5]
+    return chains, count
+
+
+def _catch_up(
+    connection: sqlite3.Connection, rules: Rules, state: State, chains: dict[NodeId, Chain]
+) -> State:
+    """The state with what was stored after the snapshot."""
+    for author in chains:
+        before = state.authors.get(author)
+        batch: list[Event] = []
+        for event in chain_after(connection, author, 0 if before is None else before.seq):
+            batch.append(event)
+            if len(batch) >= _FOLD_AT_ONCE:
+                state = applying.apply(rules, state, batch)
+                batch = []
+        state = applying.apply(rules, state, batch)
+    for author in state.stale:
+        state = applying.refold(state, author, chain_after(connection, author, 0))
+    return state
+
+
+def chain_after(connection: sqlite3.Connection, author: NodeId, seq: int) -> Iterator[Event]:
+    """An author's stored events behind a sequence number, in order."""
+    rows = connection.execute(
+        "SELECT body, signature FROM events WHERE author = ? AND seq > ? ORDER BY seq",
+        (author, seq),
+    )
+    return (decode(body, signature) for body, signature in rows)
+
+
+def _corrupt(what: str) -> LogCorrupt:
+    return LogCorrupt(
+        f"The event log is damaged: {what}.",
+        fix="Stop the node and start it again: it repairs the log from what is whole.",
+    )

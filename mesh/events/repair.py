@@ -1,0 +1,193 @@
+"""Mending a damaged log: every event that is still whole goes into a new file.
+
+The damaged file is kept beside it, under another name, and never written to. A crash at any moment
+leaves either the old file or the finished new one in place.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mesh.errors import BadEvent
+from mesh.events.migrations import migrate
+from mesh.events.opening import BEHIND, HEARTH, OWN_HEAD, connect, digest, note, put_note
+from mesh.events.types import GENESIS, Event, decode
+from mesh.types import NodeId
+
+_SIDE_FILES = ("-wal", "-shm")
+_SMALLEST_ROW_BYTES = 128
+_LOST_OWN_HEAD = "damaged"
+
+
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """What a repair kept: events in chains, valid ones whose predecessor is gone, and the file."""
+
+    events: int
+    orphans: int
+    unreadable: int
+    kept_at: Path
+
+
+def finish_interrupted(path: Path) -> None:
+    """Put a finished repair in place that a crash kept from its place."""
+    if _done(path).exists():
+        _swap(path)
+
+
+def repair(path: Path, hearth_id: str) -> Repaired:
+    """Replace the damaged file by one with every valid event. Raises OSError, sqlite3.Error."""
+    draft = path.with_name(path.name + ".repairing")
+    for leftover in (draft, *(Path(f"{draft}{end}") for end in _SIDE_FILES)):
+        leftover.unlink(missing_ok=True)
+    salvage = _Salvage(path, hearth_id)
+    with closing(connect(draft)) as target:
+        migrate(target)
+        target.execute("BEGIN")
+        kept, orphans = _write(target, salvage, hearth_id)
+        target.execute("COMMIT")
+        target.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        target.execute("PRAGMA journal_mode=DELETE")
+    _sync(draft)
+    draft.replace(_done(path))
+    return Repaired(kept, orphans, salvage.unreadable, _swap(path))
+
+
+class _Salvage:
+    """Reads what can be read; `unreadable` counts rows and ranges that could not."""
+
+    def __init__(self, path: Path, hearth_id: str) -> None:
+        self.unreadable = 0
+        self.events: dict[tuple[NodeId, int], Event] = {}
+        self.forks: list[tuple[object, ...]] = []
+        self.own_head: bytes | None = None
+        self.behind: bytes | None = None
+        self._hearth_id = hearth_id
+        # Read-only also keeps SQLite from copying the write-ahead log into a damaged file.
+        address = f"{path.absolute().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(address, uri=True, isolation_level=None)) as source:
+            self._read(source, path)
+
+    def _read(self, source: sqlite3.Connection, path: Path) -> None:
+        # A row takes more bytes than this, so no rowid is larger.
+        highest = _size(path) // _SMALLEST_ROW_BYTES + 1
+        columns = "SELECT digest, body, signature FROM events"
+        for row in self._range(source, f"{columns} WHERE rowid BETWEEN ? AND ?", 1, highest):
+            self._keep(row)
+        for row in self._range(
+            source,
+            "SELECT NULL, body, signature FROM orphans WHERE rowid BETWEEN ? AND ?",
+            1,
+            highest,
+        ):
+            self._keep(row)
+        try:
+            self.forks = source.execute("SELECT * FROM forks").fetchall()
+            self.own_head = note(source, OWN_HEAD)
+            self.behind = note(source, BEHIND)
+        except sqlite3.DatabaseError:
+            self.unreadable += 1
+
+    def _range(
+        self, source: sqlite3.Connection, query: str, low: int, high: int
+    ) -> Iterator[tuple[object, ...]]:
+        """All readable rows of a range; halves it around what cannot be read."""
+        try:
+            yield from source.execute(query, (low, high)).fetchall()
+        except sqlite3.DatabaseError as error:
+            if low == high or "no such table" in str(error) or _is_not_a_database(error):
+                self.unreadable += 1
+                return
+            middle = (low + high) // 2
+            yield from self._range(source, query, low, middle)
+            yield from self._range(source, query, middle + 1, high)
+
+    def _keep(self, row: tuple[object, ...]) -> None:
+        stored, body, signature = row
+        if type(body) is not bytes or type(signature) is not bytes:
+            self.unreadable += 1
+            return
+        try:
+            event = decode(body, signature)
+        except BadEvent:
+            self.unreadable += 1
+            return
+        whole = stored is None or stored == digest(body, signature)
+        if whole and event.hearth_id == self._hearth_id:
+            self.events[event.author, event.seq] = event
+        else:
+            self.unreadable += 1
+
+
+def _is_not_a_database(error: sqlite3.DatabaseError) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_NOTADB
+
+
+def _write(target: sqlite3.Connection, salvage: _Salvage, hearth_id: str) -> tuple[int, int]:
+    put_note(target, HEARTH, hearth_id.encode())
+    if salvage.own_head is not None:
+        put_note(target, OWN_HEAD, salvage.own_head)
+    elif salvage.unreadable:
+        # How far this node had signed is not known any more, so it must not sign on its own.
+        salvage.behind = _LOST_OWN_HEAD.encode()
+    if salvage.behind:
+        put_note(target, BEHIND, salvage.behind)
+    target.executemany("INSERT INTO forks VALUES (?, ?, ?, ?, ?, ?)", salvage.forks)
+    heads: dict[NodeId, tuple[int, bytes]] = {}
+    kept = orphans = 0
+    for (author, seq), event in sorted(salvage.events.items()):
+        height, head = heads.get(author, (0, GENESIS))
+        body, signature = event.body, event.signature
+        if seq == height + 1 and event.prev == head:
+            heads[author] = (seq, event.id)
+            row = (author, seq, event.lamport, event.id, digest(body, signature), body, signature)
+            target.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            kept += 1
+        else:
+            target.execute(
+                "INSERT INTO orphans VALUES (?, ?, ?, ?)", (author, seq, body, signature)
+            )
+            orphans += 1
+    return kept, orphans
+
+
+def _done(path: Path) -> Path:
+    return path.with_name(path.name + ".repaired")
+
+
+def _swap(path: Path) -> Path:
+    """Move the damaged file and its side files away and the repaired one in; safe to repeat."""
+    aside = _free_name(path)
+    # The old write-ahead log must be gone before the new file appears: SQLite would replay it.
+    for end in _SIDE_FILES:
+        with suppress(FileNotFoundError):
+            Path(f"{path}{end}").replace(f"{aside}{end}")
+    with suppress(FileNotFoundError):
+        os.link(path, aside)
+    _done(path).replace(path)
+    return aside
+
+
+def _free_name(path: Path) -> Path:
+    for number in range(1, 10_000):
+        name = path.with_name(f"{path.name}.damaged-{number}")
+        if not name.exists() and not Path(f"{name}-wal").exists():
+            return name
+    raise FileExistsError(f"there are 10000 damaged logs beside {path}")
+
+
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in (path, Path(f"{path}-wal")) if file.exists())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

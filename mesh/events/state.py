@@ -1,0 +1,112 @@
+"""What the log says, as a value: per author the newest event about each subject, and who is in.
+
+Authors are folded apart, because within one chain events never come late; what is newest overall
+is the largest in canonical order. So no late event ever makes another one be undone, and the state
+does not depend on the order of arrival. Plain data: how it changes is `mesh.events.apply`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mesh.events.rules import Membership
+from mesh.events.types import (
+    MODEL_PUBLISHED,
+    PLACEMENT_WISHED,
+    SHARD_ADVERTISED,
+    TOKEN_REVOKED,
+    Event,
+    EventId,
+    Order,
+)
+from mesh.types import NodeId
+
+SUBJECT_FIELDS: Mapping[str, str] = {
+    MODEL_PUBLISHED: "model_id",
+    PLACEMENT_WISHED: "model_id",
+    SHARD_ADVERTISED: "shard_id",
+    TOKEN_REVOKED: "token_id",
+}
+"""For each type that is applied, the payload's field that says what the event is about."""
+
+Subject = tuple[str, str]
+"""An event type and the subject's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """The newest event about a subject. `payload` keeps keys that this version does not know."""
+
+    order: Order
+    event_id: EventId
+    wall_ms: int
+    payload: dict[str, Any]
+
+    @property
+    def author(self) -> NodeId:
+        """Who says so."""
+        return self.order[1]
+
+
+@dataclass(frozen=True, slots=True)
+class AuthorFold:
+    """One author's events up to `seq`, folded while its standing was `standing`."""
+
+    standing: Hashable
+    seq: int
+    facts: Mapping[Subject, Fact]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A function of the set of valid events and fork proofs; nothing else.
+
+    `frozen` holds the last sequence number that counts of authors that forked. `stale` are authors
+    whose standing changed: what they said is withheld until `mesh.events.apply.refold` read their
+    chain again.
+    """
+
+    membership: Membership
+    member_events: tuple[Event, ...] = ()
+    authors: Mapping[NodeId, AuthorFold] = field(default_factory=dict)
+    frozen: Mapping[NodeId, int] = field(default_factory=dict)
+    stale: frozenset[NodeId] = frozenset()
+
+    def limit(self, author: NodeId) -> int | None:
+        """The author's last sequence number that counts; None when there is no end."""
+        cut = self.membership.limit(author)
+        frozen = self.frozen.get(author)
+        if cut is None or frozen is None:
+            return cut if frozen is None else frozen
+        return min(cut, frozen)
+
+    def models(self) -> dict[str, Fact]:
+        """The newest publication of each model, by model id."""
+        return self._newest(MODEL_PUBLISHED)
+
+    def placements(self) -> dict[str, Fact]:
+        """The newest wish for each model, by model id."""
+        return self._newest(PLACEMENT_WISHED)
+
+    def revoked_tokens(self) -> dict[str, Fact]:
+        """The tokens that no longer count, by token id."""
+        return self._newest(TOKEN_REVOKED)
+
+    def advertised_shards(self) -> dict[tuple[NodeId, str], Fact]:
+        """Shards advertised for the record, by node and shard id; says nothing about now."""
+        return {
+            (author, name): fact
+            for author, fold in self.authors.items()
+            for (kind, name), fact in fold.facts.items()
+            if kind == SHARD_ADVERTISED
+        }
+
+    def _newest(self, wanted: str) -> dict[str, Fact]:
+        newest: dict[str, Fact] = {}
+        for fold in self.authors.values():
+            for (kind, name), fact in fold.facts.items():
+                if kind == wanted and (name not in newest or newest[name].order < fact.order):
+                    newest[name] = fact
+        return newest

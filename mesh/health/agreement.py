@@ -1,0 +1,65 @@
+"""Did two hosts compute the same thing: activations compared within what honest machines differ by.
+
+Two measures. The relative distance of whole rows sees garbage and drift; in a wide row it cannot
+see one channel scaled by a few percent. So every single value is compared as well, relative to its
+own size and the row's. How much is honest depends on the number format of the wire and of the
+computation, and on whether both run the same kernels; even those differ between one row at a time
+and a chunk of rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from mesh.health.sanity import Floats
+from mesh.types import ShardDescriptor
+
+_WIRE = {"fp32": 1e-6, "fp16": 2.0**-11, "bf16": 2.0**-8}
+"""Largest relative error of rounding once."""
+
+_COMPUTE = {"fp32": 1e-4, "fp16": 4e-3, "bf16": 3e-2}
+"""Largest honest difference of a value between two orders of summation, relative to its row: ten
+times what spans of the built-in model and random checkpoints show (tests/health)."""
+
+_QUANTISED = 3e-2
+_OTHER_CLASS = 3.0
+_TINY = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """What may lie between two honest answers: of one value, and of a whole row."""
+
+    value: float
+    row: float
+
+
+def tolerance(wire_dtype: str, one: ShardDescriptor, other: ShardDescriptor) -> Tolerance:
+    """For answers of two shards that store their weights in the same format."""
+    noise = _COMPUTE.get(one.dtype, _QUANTISED)
+    if one.determinism_class != other.determinism_class:
+        noise *= _OTHER_CLASS
+    rounding = 2.5 * _WIRE.get(wire_dtype, _WIRE["bf16"])  # both rounded, and half for luck
+    return Tolerance(value=noise + rounding, row=(noise + rounding) / 2)
+
+
+def disagreement(one: Floats, other: Floats, allowed: Tolerance) -> float:
+    """How many times the worst of two (rows, hidden) answers exceeds the tolerance; <= 1 agrees."""
+    if one.shape != other.shape:
+        return float("inf")
+    distance = np.abs(one - other)
+    rms = np.sqrt(np.mean(np.square(other), axis=1, keepdims=True)) + _TINY
+    by_value = float((distance / (rms + np.abs(other))).max(initial=0.0))
+    by_row = float((np.sqrt(np.mean(np.square(distance), axis=1)) / rms[:, 0]).max(initial=0.0))
+    worst = max(by_value / allowed.value, by_row / allowed.row)
+    return worst if worst == worst else float("inf")  # noqa: PLR0124 - NaN agrees with nothing
+
+
+def digest(rows: Floats) -> str:
+    """A fingerprint of (rows, hidden) that rounding seldom changes: evidence, not a proof."""
+    rms = np.sqrt(np.mean(np.square(rows), axis=1, keepdims=True)) + _TINY
+    steps = np.clip(np.round(rows / rms * 4), -127, 127).astype(np.int8)
+    return hashlib.sha256(steps.tobytes()).hexdigest()

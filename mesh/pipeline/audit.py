@@ -1,0 +1,357 @@
+"""Spot checks: now and then a hop's work is done again on another host and compared.
+
+A host that computes the last step of a session must have computed all before it, so one check
+compares every row the hop has answered since the check before: a single one finds any earlier lie.
+The answers it needs are the next hop's inputs, which are kept anyway; only the last hop's are kept
+for this. Checks run beside the generation, at most one for each and few in all, and yield when
+their host is busy. What nobody else holds stays unchecked, and is counted as that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from mesh.errors import MeshError
+from mesh.health.agreement import digest, disagreement, tolerance
+from mesh.health.sanity import Floats, rows_as_floats
+from mesh.health.standing import Standings
+from mesh.pipeline.history import History, rows_of
+from mesh.pipeline.lines import Lines
+from mesh.pipeline.recovery import chunk_rows
+from mesh.pipeline.shadow import Shadow
+from mesh.pipeline.station import Station
+from mesh.routing.cover import Candidate, key_of
+from mesh.types import ModelId, RouteHop, ShardDescriptor
+from mesh.wire.messages import WireTensor
+
+logger = logging.getLogger(__name__)
+
+NEWCOMER_SESSIONS = 3
+"""Sessions of a host unknown to this asker that get a check each, whatever is drawn."""
+
+MAX_RUNNING = 2
+
+
+class Replicas(Protocol):
+    """Where other hosts of the same layers are looked up: the router's store."""
+
+    def candidates(self, model_id: ModelId) -> Sequence[Candidate]:
+        """See `mesh.routing.router.ShardStore`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditSettings:
+    """`probability` that a step of a hop is checked; 0 switches all checks off.
+
+    `own_host` is this machine, whose own shards need no check and whose word needs no vote.
+    """
+
+    probability: float
+    own_host: str
+    timeout_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Two hosts gave different answers to the same inputs.
+
+    `liar` is the one that was outvoted or contradicted by this machine; None when nobody could
+    tell. `excess` is how many times the tolerance they are apart, at the rows from `position` on.
+    """
+
+    checked: ShardDescriptor
+    reference: ShardDescriptor
+    liar: ShardDescriptor | None
+    position: int
+    excess: float
+    digests: tuple[str, str]
+
+
+@dataclass(slots=True)
+class _Record:
+    """What one station answered: `outputs` holds the rows from position `start` on."""
+
+    station: Station
+    start: int
+    outputs: History = field(default_factory=History)
+    shadow: Shadow | None = None
+    greeted: bool = False
+    running: bool = False
+    rewound: bool = False
+    ended: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.start + self.outputs.length
+
+    def cut(self, position: int) -> None:
+        self.outputs.cut(max(0, position - self.start))
+        self.start = min(self.start, position)
+        self.rewound = True
+        if self.shadow is not None and not self.running:
+            self.shadow.length = min(self.shadow.length, position)
+
+    def rows(self, start: int, stop: int) -> Floats:
+        """(rows, hidden) answered at positions start..stop-1."""
+        return _floats(self.outputs.window(start - self.start, stop - self.start))
+
+    def close(self) -> None:
+        if self.shadow is not None:
+            self.shadow.close()
+            self.shadow = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Mismatch:
+    """Positions, what the hop said of them, what the shadow says, and how far they are apart."""
+
+    start: int
+    stop: int
+    said: Floats
+    other: Floats
+    excess: float
+
+
+class Auditor:
+    """Draws steps to check and checks them. Owned by the asker, fed by `Oversight`."""
+
+    def __init__(
+        self,
+        lines: Lines,
+        replicas: Replicas,
+        standings: Standings,
+        on_finding: Callable[[Finding], None],
+        settings: AuditSettings,
+        rng: random.Random,
+    ) -> None:
+        self._lines = lines
+        self._replicas = replicas
+        self._standings = standings
+        self._on_finding = on_finding
+        self._settings = settings
+        self._rng = rng
+        self._records: dict[Station, _Record] = {}
+        self._met: Counter[str] = Counter()
+        self._busy: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def answered(self, station: Station, position: int, tensor: WireTensor) -> None:
+        """A hop's answer passed all other checks; perhaps it is checked against another host."""
+        if self._settings.probability <= 0 or self._is_own(station.hop.shard):
+            return
+        record = self._records.get(station)
+        if record is None:
+            record = self._records[station] = _Record(station, position)
+        if position > record.end:
+            return  # the answer to a step of before a cut
+        if position < record.end:
+            record.cut(position)
+        record.outputs.append(tensor)
+        if self._is_due(record):
+            self._start(record)
+
+    def cut(self, station: Station, position: int) -> None:
+        """The session went back to `position`."""
+        record = self._records.get(station)
+        if record is not None:
+            record.cut(position)
+
+    def closed(self, station: Station) -> None:
+        """The session ended or rests; a check under way is finished."""
+        record = self._records.pop(station, None)
+        if record is not None:
+            record.ended = True
+            if not record.running:
+                record.close()
+
+    async def close(self) -> None:
+        """End every check and free what they hold."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for station in list(self._records):
+            self.closed(station)
+
+    # Private
+
+    def _is_due(self, record: _Record) -> bool:
+        drawn = self._rng.random() < self._settings.probability
+        host = record.station.hop.shard.host
+        if not drawn and (record.greeted or self._met[host] >= NEWCOMER_SESSIONS):
+            return False
+        return len(self._tasks) < MAX_RUNNING and id(record.station.terms) not in self._busy
+
+    def _start(self, record: _Record) -> None:
+        generation = record.station.terms  # one object for all hops of a generation
+        record.running = record.greeted = True
+        record.rewound = False
+        self._busy.add(id(generation))
+        task = asyncio.create_task(
+            self._run(record, id(generation)), name=f"check {record.station.hop.shard.shard_id}"
+        )
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("task=%s ended: %r", task.get_name(), error)
+
+    async def _run(self, record: _Record, generation: int) -> None:
+        shard = record.station.hop.shard
+        outcome = "unchecked"
+        try:
+            outcome = await self._check(record)
+        except MeshError as error:
+            # The other host is busy, slow or gone: that says nothing of the one to be checked.
+            logger.info("shard=%s not checked: %s", shard.shard_id, error)
+            record.close()
+        finally:
+            record.running = False
+            self._busy.discard(generation)
+            if record.ended or record.rewound:
+                record.close()
+        self._standings.checked(key_of(shard), outcome)
+        self._met[shard.host] += outcome == "agreed"
+
+    async def _check(self, record: _Record) -> str:
+        if record.shadow is not None:
+            try:
+                await record.shadow.resume()
+            except MeshError:
+                record.close()  # its host needed the room; it may still have some for a new one
+        if record.shadow is None:
+            record.shadow = await self._shadow(record.station, {record.station.hop.shard.host})
+        if record.shadow is None:
+            return "unchecked"
+        mismatch = await self._compare(record, record.shadow)
+        if mismatch is not None:
+            return await self._accuse(record, record.shadow, mismatch)
+        record.shadow.park()
+        return "agreed"
+
+    async def _compare(self, record: _Record, shadow: Shadow) -> _Mismatch | None:
+        """Bring the shadow up to the hop's last answer; the first rows where it differs."""
+        station = record.station
+        allowed = tolerance(station.terms.wire_dtype, station.hop.shard, shadow.hop.shard)
+        # Both before the first await: the generation goes on, and may even go back.
+        start = max(shadow.length, record.start)
+        said = record.rows(start, record.end)
+        for position, tensor in _pieces(station, shadow.length, record.end):
+            answer = rows_as_floats(await shadow.step(position, tensor))
+            first, last = max(position, start), position + rows_of(tensor)
+            if first >= last:
+                continue
+            ours, other = said[first - start : last - start], answer[first - position :]
+            excess = disagreement(ours, other, allowed)
+            if excess > 1.0:
+                return _Mismatch(first, last, ours, other, excess)
+        return None
+
+    async def _accuse(self, record: _Record, shadow: Shadow, found: _Mismatch) -> str:
+        """Find out who is wrong, and say so."""
+        checked, reference = record.station.hop.shard, shadow.hop.shard
+        liar: ShardDescriptor | None = None
+        if self._is_own(reference):
+            liar = checked
+        else:
+            liar = await self._vote(record, shadow, found)
+        digests = (digest(found.said), digest(found.other))
+        finding = Finding(checked, reference, liar, found.start, found.excess, digests)
+        record.close()
+        self._on_finding(finding)
+        if liar is None:
+            return "doubtful"
+        return "lied" if liar is checked else "agreed"
+
+    async def _vote(
+        self, record: _Record, shadow: Shadow, found: _Mismatch
+    ) -> ShardDescriptor | None:
+        """The host that a third one contradicts while it agrees with the other; None when unclear.
+
+        Raises nothing: without a third word the question stays open.
+        """
+        station = record.station
+        checked, reference = station.hop.shard, shadow.hop.shard
+        third: Shadow | None = None
+        try:
+            third = await self._shadow(station, {checked.host, reference.host})
+            if third is None or record.rewound:
+                return None
+            answers = []
+            for position, tensor in _pieces(station, 0, found.stop):
+                answers.append(rows_as_floats(await third.step(position, tensor)))
+            rows = np.concatenate(answers)[found.start : found.stop]
+        except MeshError as error:
+            logger.info("no third opinion on shard=%s: %s", checked.shard_id, error)
+            return None
+        finally:
+            if third is not None:
+                third.close()
+        wire, judge = station.terms.wire_dtype, third.hop.shard
+        accused = disagreement(found.said, rows, tolerance(wire, checked, judge)) > 1.0
+        doubter = disagreement(found.other, rows, tolerance(wire, reference, judge)) > 1.0
+        if accused == doubter:
+            return None
+        return checked if accused else reference
+
+    async def _shadow(self, station: Station, without: set[str]) -> Shadow | None:
+        """A fresh session on the best other host; None when there is none to ask."""
+        hop, terms = station.hop, station.terms
+        usable = [
+            candidate
+            for candidate in self._replicas.candidates(terms.model_id)
+            if self._may_judge(candidate, hop, without)
+        ]
+        if not usable:
+            return None
+        best = min(usable, key=lambda c: self._rank(c, hop.shard))
+        line = await self._lines.line(best.descriptor.endpoint)
+        chosen = RouteHop(best.descriptor, hop.layers)
+        shadow = Shadow(chosen, line, terms, self._settings.timeout_s)
+        try:
+            await shadow.open()
+        except BaseException:
+            shadow.close()
+            raise
+        return shadow
+
+    def _may_judge(self, candidate: Candidate, hop: RouteHop, without: set[str]) -> bool:
+        shard = candidate.descriptor
+        return (
+            shard.host not in without
+            and shard.weights_sha256 == hop.shard.weights_sha256
+            and shard.dtype == hop.shard.dtype  # another format honestly differs by percents
+            and shard.layer_range.covers(hop.layers)
+            and candidate.streams_left > 0
+            and (candidate.penalty == 0 or candidate.is_self)
+        )
+
+    def _rank(
+        self, candidate: Candidate, checked: ShardDescriptor
+    ) -> tuple[bool, bool, int, float]:
+        """This machine first: its word needs no vote. Then the same kernels, then the idle."""
+        shard = candidate.descriptor
+        other_class = shard.determinism_class != checked.determinism_class
+        return (not candidate.is_self, other_class, candidate.queue_depth, self._rng.random())
+
+    def _is_own(self, shard: ShardDescriptor) -> bool:
+        return shard.host == self._settings.own_host
+
+
+def _pieces(station: Station, start: int, stop: int) -> list[tuple[int, WireTensor]]:
+    """The station's inputs at positions start..stop-1 as they are now."""
+    rows = chunk_rows(station.history.width)
+    return list(station.history.chunks(rows, start, stop))
+
+
+def _floats(tensors: Sequence[WireTensor]) -> Floats:
+    return np.concatenate([rows_as_floats(tensor) for tensor in tensors])

@@ -1,0 +1,74 @@
+"""Finds the hops that make no progress and has them replaced.
+
+Where somebody else could take over, the limit is what this hop usually needs (`mesh.health
+.latency`); where nobody could, the configured one: giving up a slow hop for itself helps nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from mesh.errors import NoRoute, PipelineStalled, WeightsMismatch
+from mesh.pipeline.oversight import Oversight
+from mesh.pipeline.sessions import Sessions
+from mesh.pipeline.station import Station
+from mesh.routing.cover import key_of
+from mesh.routing.router import ShardRouter
+
+TICK_S = 0.25
+_LATE_S = 0.25
+"""A tick this late was our own doing: what arrived meanwhile is read before the next one."""
+
+
+class StallWatch:
+    """Watches every live session of an asker. `ceiling_s` is the configured limit."""
+
+    def __init__(
+        self, sessions: Sessions, router: ShardRouter, oversight: Oversight, *, ceiling_s: float
+    ) -> None:
+        self._sessions = sessions
+        self._router = router
+        self._oversight = oversight
+        self._ceiling_s = ceiling_s
+
+    async def run(self) -> None:
+        """Look every `TICK_S` seconds, for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + TICK_S
+            await asyncio.sleep(TICK_S)
+            if loop.time() - due < _LATE_S:
+                self.look(loop.time())
+
+    def look(self, now: float) -> None:
+        """Fail every hop that owes an answer for too long at `now`, or long answers too slowly."""
+        for session in list(self._sessions.live.values()):
+            for station in list(session.chain.stations):
+                since = station.waiting_since
+                if since is not None and station.error is None:
+                    self._judge(station, now - since)
+
+    def _judge(self, station: Station, waited_s: float) -> None:
+        limit_s = self._oversight.limit_s(station)
+        shard = station.hop.shard
+        slow = self._oversight.latency(key_of(shard)).is_slow(station.waiting_rows)
+        if waited_s > self._ceiling_s:
+            limit_s, slow = self._ceiling_s, False
+        elif not (waited_s > limit_s or slow) or not self._is_replaceable(station):
+            return
+        what = "answers much slower than usual" if slow else f"gave no answer for {limit_s:.3g} s"
+        station.fail(
+            PipelineStalled(
+                f"{shard.node_name} {what}.", fix="Another shard is tried; see `hearthnet status`."
+            )
+        )
+
+    def _is_replaceable(self, station: Station) -> bool:
+        terms, hop = station.terms, station.hop
+        try:
+            self._router.cover(
+                terms.model_id, terms.weights_sha256, hop.layers, {key_of(hop.shard)}
+            )
+        except (NoRoute, WeightsMismatch):
+            return False
+        return True

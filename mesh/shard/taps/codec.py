@@ -1,0 +1,324 @@
+"""Values and messages between a job and the shards: msgpack and raw tensor bytes, nothing else.
+
+Reading one cannot run code: there are numbers, text, containers, tensors and a few fixed kinds, and
+whatever is no such value stays where it is and is named by a number. What a tensor's number means
+is `ledger`'s business.
+
+A message is ``u32 header length``, the header (a strict msgpack map), and the bytes of its tensors
+in the order in which the header mentions them.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import msgpack
+import torch
+from nnsight.intervention.source import NO_SKIP
+from transformers import modeling_outputs
+from transformers.cache_utils import Cache
+from transformers.utils.generic import ModelOutput
+
+from mesh.errors import BadRequest
+
+MAX_MESSAGE_BYTES = 1 << 30
+_MAX_HEADER_BYTES = 16 << 20
+_MAX_ITEMS = 1 << 17
+_MAX_DEPTH = 32
+_MAX_RANK = 16
+_LENGTH = struct.Struct("!I")
+_FIX = "Run the same hearthnet version on both machines."
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64,
+    "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8,
+    "bool": torch.bool, "c64": torch.complex64, "c128": torch.complex128,
+}  # fmt: skip
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_OUTPUTS = {
+    name: cls
+    for name, cls in vars(modeling_outputs).items()
+    if isinstance(cls, type) and issubclass(cls, ModelOutput)
+}
+
+
+class Kind(IntEnum):
+    """What an encoded list is; its first element."""
+
+    TENSOR = 0
+    LIST = 1
+    TUPLE = 2
+    DICT = 3
+    SET = 4
+    SIZE = 5
+    DTYPE = 6
+    DEVICE = 7
+    SLICE = 8
+    OUTPUT = 9
+    NO_SKIP = 10
+    CACHE = 11
+    KEPT = 12
+
+
+class Staying:
+    """A live object that stayed at the other end: it can be handed back where it was, not used."""
+
+    __slots__ = ("kind", "number")
+
+    def __init__(self, number: int, kind: str) -> None:
+        self.number = number
+        self.kind = kind
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} on another machine>"
+
+
+Buffers = list[memoryview]
+Path = tuple[int | str, ...]
+
+
+def _bad(why: str) -> BadRequest:
+    return BadRequest(f"An intervention message is malformed: {why}.", fix=_FIX)
+
+
+# Messages
+
+
+def pack(header: dict[str, Any], buffers: Buffers) -> bytes:
+    """The bytes of a message. Raises BadRequest when it is too large or holds what cannot go."""
+    try:
+        head: bytes = msgpack.packb(
+            {**header, "sizes": [len(b) for b in buffers]}, use_bin_type=True
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _bad(f"{error}") from error
+    size = _LENGTH.size + len(head) + sum(map(len, buffers))
+    if size > MAX_MESSAGE_BYTES or len(head) > _MAX_HEADER_BYTES:
+        raise BadRequest(
+            f"{size} bytes at one point of a trace exceed {MAX_MESSAGE_BYTES}.",
+            fix="Read less at once, for example only the positions you need.",
+        )
+    return b"".join((_LENGTH.pack(len(head)), head, *buffers))
+
+
+def unpack(message: bytes | bytearray | memoryview) -> tuple[dict[str, Any], Buffers]:
+    """Header and tensor bytes of a message. Raises BadRequest for anything but a whole one."""
+    view = memoryview(message)
+    if len(view) > MAX_MESSAGE_BYTES or len(view) < _LENGTH.size:
+        raise _bad(f"{len(view)} bytes")
+    (length,) = _LENGTH.unpack_from(view)
+    start = _LENGTH.size + length
+    if length > _MAX_HEADER_BYTES or start > len(view):
+        raise _bad("its header is cut short")
+    header = _unpack_header(view[_LENGTH.size : start])
+    buffers = []
+    for size in header.pop("sizes", ()):
+        if type(size) is not int or not 0 <= size <= len(view) - start:
+            raise _bad("its tensors are cut short")
+        buffers.append(view[start : start + size])
+        start += size
+    if start != len(view):
+        raise _bad("bytes are left over")
+    return header, buffers
+
+
+def _unpack_header(data: memoryview) -> dict[str, Any]:
+    try:
+        header = msgpack.unpackb(
+            data, raw=False, strict_map_key=True, max_ext_len=0, max_array_len=_MAX_ITEMS,
+            max_map_len=1024,
+        )  # fmt: skip
+    except (ValueError, RecursionError) as error:
+        raise _bad(f"{error!s:.200}") from error
+    if type(header) is not dict:
+        raise _bad("its header is no map")
+    return header
+
+
+# Values
+
+
+class Writer:
+    """Turns values into plain data. `tensor` gives a tensor's entry, `other` that of any object."""
+
+    def __init__(
+        self,
+        tensor: Callable[[torch.Tensor, Buffers], list[Any]],
+        other: Callable[[Any, Path], list[Any]],
+    ) -> None:
+        self.buffers: Buffers = []
+        self._tensor = tensor
+        self._other = other
+
+    def tensor(self, tensor: torch.Tensor) -> list[Any]:
+        """The entry of one tensor."""
+        return self._tensor(tensor, self.buffers)
+
+    def value(self, value: Any, path: Path = ()) -> Any:
+        """`value` as plain data; raises BadRequest for tensors without data here."""
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, self.buffers)
+        if len(path) >= _MAX_DEPTH:
+            raise _bad("a value is nested too deeply")
+        if type(value) in _SEQUENCES:
+            items = [self.value(item, (*path, i)) for i, item in enumerate(value)]
+            return [_SEQUENCES[type(value)], items]
+        if type(value) is dict:
+            return [Kind.DICT, self._pairs(value, path)]
+        if type(value) in (set, frozenset):
+            return [Kind.SET, [self.value(item, (*path, 0)) for item in value]]
+        return self._special(value, path)
+
+    def _pairs(self, value: Any, path: Path) -> list[list[Any]]:
+        return [
+            [self.value(key, (*path, -1)), self.value(item, (*path, str(key)))]
+            for key, item in value.items()
+        ]
+
+    def _special(self, value: Any, path: Path) -> list[Any]:
+        if value is NO_SKIP:
+            return [Kind.NO_SKIP]
+        if isinstance(value, torch.dtype) and value in _DTYPE_NAMES:
+            return [Kind.DTYPE, _DTYPE_NAMES[value]]
+        if isinstance(value, torch.device):
+            return [Kind.DEVICE]
+        if type(value) is slice:
+            parts = [self.value(x, (*path, i)) for i, x in enumerate(_slice_parts(value))]
+            return [Kind.SLICE, parts]
+        if isinstance(value, ModelOutput) and _OUTPUTS.get(type(value).__name__) is type(value):
+            return [Kind.OUTPUT, type(value).__name__, self._pairs(value, path)]
+        return self._other(value, path)
+
+
+class Reader:
+    """The reverse of `Writer`. `other` gets the entries of kind CACHE and KEPT."""
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        tensor: Callable[[list[Any], Callable[[], memoryview]], torch.Tensor],
+        other: Callable[[list[Any], Path], Any],
+        device: torch.device,
+    ) -> None:
+        self._buffers = iter(buffers)
+        self._tensor = tensor
+        self._other = other
+        self._device = device
+
+    def tensor(self, entry: Any) -> torch.Tensor:
+        """The tensor of one entry."""
+        if type(entry) is not list or len(entry) != 4 or entry[0] != Kind.TENSOR:
+            raise _bad("a tensor was expected")
+        return self._tensor(entry, self._next_buffer)
+
+    def value(self, data: Any, path: Path = ()) -> Any:
+        """The value of `data`; raises BadRequest for anything that `Writer` does not write."""
+        if data is None or type(data) in (bool, int, float, str):
+            return data
+        if type(data) is not list or not data or type(data[0]) is not int:
+            raise _bad(f"a {type(data).__name__} where a value was expected")
+        if len(path) >= _MAX_DEPTH:
+            raise _bad("a value is nested too deeply")
+        try:
+            return self._READ[data[0]](self, data, path)
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise _bad(f"{error!r:.200}") from error
+
+    def _next_buffer(self) -> memoryview:
+        buffer = next(self._buffers, None)
+        if buffer is None:
+            raise _bad("it names more tensors than it has")
+        return buffer
+
+    def _items(self, data: list[Any], path: Path) -> Any:
+        return [self.value(item, (*path, i)) for i, item in enumerate(data[1])]
+
+    def _pairs(self, pairs: Any, path: Path) -> dict[Any, Any]:
+        result = {}
+        for key, item in pairs:
+            name = self.value(key, (*path, -1))
+            result[name] = self.value(item, (*path, str(name)))
+        return result
+
+    def _set(self, data: list[Any], path: Path) -> Any:
+        return {self.value(item, (*path, 0)) for item in data[1]}
+
+    def _output(self, data: list[Any], path: Path) -> Any:
+        return _OUTPUTS[data[1]](**self._pairs(data[2], path))
+
+    _READ: dict[int, Callable[[Reader, list[Any], Path], Any]] = {  # noqa: RUF012 - filled once
+        Kind.TENSOR: lambda self, data, _: self.tensor(data),
+        Kind.LIST: _items,
+        Kind.TUPLE: lambda self, data, path: tuple(self._items(data, path)),
+        Kind.SIZE: lambda self, data, path: torch.Size(self._items(data, path)),
+        Kind.DICT: lambda self, data, path: self._pairs(data[1], path),
+        Kind.SET: _set,
+        Kind.DTYPE: lambda _self, data, _: DTYPES[data[1]],
+        Kind.DEVICE: lambda self, _data, _: self._device,
+        Kind.SLICE: lambda self, data, path: slice(*self._items(data, path)),
+        Kind.OUTPUT: _output,
+        Kind.NO_SKIP: lambda _self, _data, _: NO_SKIP,
+        Kind.CACHE: lambda self, data, path: self._other(data, path),
+        Kind.KEPT: lambda self, data, path: self._other(data, path),
+    }
+
+
+_SEQUENCES: dict[type, Kind] = {list: Kind.LIST, tuple: Kind.TUPLE, torch.Size: Kind.SIZE}
+
+
+def _slice_parts(value: Any) -> tuple[Any, Any, Any]:
+    return value.start, value.stop, value.step
+
+
+# Tensors
+
+
+def write_tensor(tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
+    """Dtype and shape of `tensor`; its bytes go to the end of `buffers`.
+
+    Raises BadRequest when it has no plain data: on the meta device, sparse, quantised.
+    """
+    plain = tensor.detach()
+    if plain.dtype not in _DTYPE_NAMES or plain.layout is not torch.strided or plain.is_meta:
+        raise BadRequest(
+            f"A {plain.layout} tensor of {plain.dtype} on {plain.device} has no data that another"
+            " machine could take.",
+            fix="Use ordinary dense tensors with values, not tensors of the meta device.",
+        )
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    plain = plain.to("cpu").contiguous()
+    raw = plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b""
+    # A snapshot: the tensor may well change before the message is written.
+    buffers.append(memoryview(bytes(raw)))
+    return [_DTYPE_NAMES[plain.dtype], list(plain.shape)]
+
+
+def read_tensor(description: Any, data: memoryview, device: torch.device) -> torch.Tensor:
+    """The tensor of these bytes, writable and no view of another. Raises BadRequest."""
+    if type(description) is not list or len(description) != 2:
+        raise _bad("a tensor without dtype and shape")
+    name, shape = description
+    dtype = DTYPES.get(name) if type(name) is str else None
+    if dtype is None or type(shape) is not list or len(shape) > _MAX_RANK:
+        raise _bad(f"a tensor of {str(description)[:100]}")
+    if any(type(n) is not int or n < 0 for n in shape):
+        raise _bad("a tensor of negative size")
+    if math.prod(shape) * dtype.itemsize != len(data):
+        raise _bad(f"{len(data)} bytes for a {name} tensor of shape {shape}")
+    if not len(data):
+        return torch.empty(shape, dtype=dtype, device=device)
+    flat = torch.frombuffer(bytearray(data), dtype=dtype)
+    # Not `reshape`: a view could not be edited in place under autograd, and nnsight asks `_base`.
+    return flat.resize_(shape).to(device)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether `value` holds keys and values of layers."""
+    return isinstance(value, Cache)

@@ -1,0 +1,257 @@
+"""Where the autograd graph of a job and that of a shard meet, on both ends.
+
+Every tensor with a gradient that crosses is a *joint*, with a number. On the shard a joint is a
+place in its graph (`GradientEdge`, or the leaf that stands for what the job gave). In the job it is
+a node whose backward asks the shard: "with this gradient at joint p, what arrives at the joints
+that crossed before p?" The shard answers for the piece of graph between them and no further: what
+passes through another joint stops there, because the job takes it on from there. So hooks and
+edits of gradients in the job see what they would see on one machine, whatever else consumed the
+tensor on the shard.
+
+One case cannot be told apart in time: a tensor that is shown only after something computed from it
+was shown. Its values are right, the job is told that its gradient would be incomplete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from mesh.errors import BadRequest
+
+Ask = Callable[[int, torch.Tensor, list[int]], list[torch.Tensor | None]]
+"""(joint, its gradient, earlier joints) -> what arrives at each of those, None for nothing."""
+
+
+class _Join(torch.autograd.Function):
+    """A tensor from the other end; its gradient goes to `pass_on`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pass_on: Callable[[torch.Tensor], Sequence[torch.Tensor | None]],
+        holder: list[torch.Tensor],
+        *_edges: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.pass_on = pass_on
+        ctx.set_materialize_grads(False)
+        # Out of a holder, not an input: the output can then be edited in place.
+        return holder[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        count = len(ctx.needs_input_grad) - 2
+        (grad,) = grads
+        passed = [None] * count if grad is None else ctx.pass_on(grad)
+        return (None, None, *passed)
+
+
+class _Edge(torch.autograd.Function):
+    """The way to a tensor's present history, with its shape and no data."""
+
+    @staticmethod
+    def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_zeros(()).expand(tensor.shape)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0]
+
+
+class JobJoints:
+    """The job's end for one hop; see `mesh.shard.taps.ledger.Origins`."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._last_gift = 0
+        self._joints: dict[int, torch.Tensor] = {}
+        self._known: dict[int, tuple[int, bool, Any]] = {}
+        self.tracking = False
+        """Whether the shard builds a graph in the call under way."""
+
+    def clear(self) -> None:
+        """A trace has ended: what crosses from now on does not depend on what crossed before."""
+        self._joints = {}
+        self._known.clear()
+
+    def leaving(self, tag: int, tensor: torch.Tensor) -> int:
+        """See `Origins`."""
+        if not (self.tracking and tensor.requires_grad) or self._is_known(tag, tensor):
+            return 0
+        self._last_gift += 2
+        with torch.enable_grad():
+            self._joints[self._last_gift] = _edge(tensor)
+        self.settled(tag, tensor)
+        return self._last_gift
+
+    def arriving(self, joint: int, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Origins`; a negative joint is one whose gradient would be incomplete."""
+        number = abs(joint)
+        before = dict(self._joints)
+
+        def pass_on(grad: torch.Tensor) -> list[torch.Tensor | None]:
+            if torch.is_grad_enabled():
+                raise unsupported(
+                    "Second derivatives (create_graph=True) stop at layers on other machines"
+                )
+            return self._ask(number, grad, list(before))
+
+        with torch.enable_grad():
+            joined: torch.Tensor = _Join.apply(pass_on, [tensor], *before.values())
+            self._joints[number] = _edge(joined)
+        if joint < 0:
+            _refuse_gradients(joined)
+        return joined
+
+    def asked(self, joint: int, tensor: torch.Tensor) -> None:
+        """See `Origins`: a shard never gives a tensor another history without new data."""
+        raise BadRequest("A shard changed a tensor's history.", fix="Update that machine.")
+
+    def settled(self, tag: int, tensor: torch.Tensor) -> None:
+        """See `Origins`."""
+        self._known[tag] = (tensor._version, tensor.requires_grad, tensor.grad_fn)
+
+    def _is_known(self, tag: int, tensor: torch.Tensor) -> bool:
+        known = self._known.get(tag)
+        if known is None:
+            return False
+        version, required, history = known
+        return version == tensor._version and required and history is tensor.grad_fn
+
+
+class ShardJoints:
+    """The shard's end of one session; see `mesh.shard.taps.ledger.Origins`.
+
+    What is shown is kept, graph and all, until the session ends: a job may go back through an
+    earlier trace.
+    """
+
+    def __init__(self) -> None:
+        self._last_point = -1
+        self._edges: dict[int, GradientEdge | torch.Tensor] = {}
+        self._known: dict[int, tuple[Node, int] | None] = {}
+
+    def clear(self) -> None:
+        """A trace has ended; the graph stays."""
+        self._known.clear()
+
+    def leaving(self, tag: int, tensor: torch.Tensor) -> int:
+        """See `Origins`."""
+        place = _place(tensor)
+        if place is None or self._known.get(tag) == place:
+            return 0
+        edge = get_gradient_edge(tensor)
+        late = self._is_late(edge)
+        self._last_point += 2
+        self._edges[self._last_point] = edge
+        self._known[tag] = place
+        return -self._last_point if late else self._last_point
+
+    def arriving(self, joint: int, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Origins`."""
+        leaf = tensor.new_zeros(()).expand(tensor.shape).requires_grad_()
+        self._edges[joint] = leaf
+        with torch.enable_grad():
+            joined: torch.Tensor = _Join.apply(lambda grad: [grad], [tensor], leaf)
+        return joined
+
+    def asked(self, joint: int, tensor: torch.Tensor) -> None:
+        """See `Origins`: the job called `requires_grad_` on what it was shown."""
+        if tensor.requires_grad:
+            raise unsupported("Detaching a tensor in place stops at layers on other machines")
+        self._edges[joint] = tensor.requires_grad_()
+
+    def settled(self, tag: int, tensor: torch.Tensor) -> None:
+        """See `Origins`."""
+        self._known[tag] = _place(tensor)
+
+    def backward(
+        self, joint: int, grad: torch.Tensor, earlier: list[int]
+    ) -> list[torch.Tensor | None]:
+        """What arrives at each of the `earlier` joints; nothing passes through one of them."""
+        try:
+            start = self._edges[joint]
+            ends = [self._edges[number] for number in earlier]
+        except KeyError as error:
+            raise BadRequest(f"Joint {error} is not known here.", fix="Run the trace again.") from error
+        if not ends:
+            return []
+        stops = [_stop(end) for end in ends if isinstance(end, GradientEdge) and end != start]
+        try:
+            found = torch.autograd.grad(
+                [start], ends, [grad], allow_unused=True, retain_graph=True
+            )
+        finally:
+            for stop in stops:
+                stop.remove()
+        return list(found)
+
+    def _is_late(self, edge: GradientEdge) -> bool:
+        """Whether something computed from here was shown before."""
+        born = _born(edge.node)
+        younger = [
+            shown.node
+            for shown in self._edges.values()
+            if isinstance(shown, GradientEdge) and _born(shown.node) > born
+        ]
+        seen: set[Node] = set()
+        while younger:
+            node = younger.pop()
+            for source, number in node.next_functions:
+                if source is None or source in seen:
+                    continue
+                if source == edge.node and number == edge.output_nr:
+                    return True
+                if _born(source) >= born:
+                    seen.add(source)
+                    younger.append(source)
+        return False
+
+
+def unsupported(what: str) -> BadRequest:
+    """The refusal of what only a whole model can do, and the way around it."""
+    return BadRequest(
+        f"{what}.",
+        fix="Before the trace, call requires_grad_() on a weight of each layer concerned: those"
+        " layers then run inside the job.",
+    )
+
+
+def _edge(tensor: torch.Tensor) -> torch.Tensor:
+    edge: torch.Tensor = _Edge.apply(tensor)
+    return edge
+
+
+def _place(tensor: torch.Tensor) -> tuple[Node, int] | None:
+    if not tensor.requires_grad:
+        return None
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _born(node: Node) -> int:
+    # The engine numbers nodes as they are made; leaves get the largest number there is.
+    number: int = node._sequence_nr()  # type: ignore[attr-defined]
+    return number if number < 1 << 63 else -1
+
+
+def _stop(end: GradientEdge) -> Any:
+    def stop(grads: tuple[torch.Tensor | None, ...]) -> Any:
+        return tuple(None if i == end.output_nr else grad for i, grad in enumerate(grads))
+
+    return end.node.register_prehook(stop)
+
+
+def _refuse_gradients(tensor: torch.Tensor) -> None:
+    def refuse(*_args: Any, **_kwargs: Any) -> Any:
+        raise BadRequest(
+            "This tensor's gradient would miss what flows through values read before it.",
+            fix="Read it where it is produced (the output of the module before), first.",
+        )
+
+    tensor.register_hook = refuse  # type: ignore[method-assign]
+    tensor.retain_grad = refuse  # type: ignore[method-assign]
+    tensor._hearthnet_refuse = refuse  # type: ignore[attr-defined]

@@ -1,0 +1,152 @@
+"""A loaded span as plain Hugging Face modules that nnsight's controllers report from.
+
+The weights are those of the span that serves chat, the modules are not: chat never passes a
+controller. One tree serves every intervention session of a shard, one at a time; who is at it is
+`current`. Locations are named from the layer on, by its number in the whole model:
+``5.mlp.output``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from nnsight.intervention.envoy import Envoy
+from nnsight.intervention.interleaver import Interleaver
+from nnsight.intervention.source import STATE, SourceNotAvailable, install_source
+from torch import nn
+from transformers.cache_utils import DynamicCache
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+from mesh.errors import BadRequest
+from mesh.models.load import LoadedSpan
+from mesh.shard.views import layer_list_name
+from mesh.types import LayerRange
+
+ATTENTION = frozenset({"eager", "sdpa"})
+_FIX = "Run the same hearthnet and transformers versions on both machines."
+
+
+class Visitor(Protocol):
+    """What a forward reports to."""
+
+    watching: bool
+    sourced: dict[str, Any]
+
+    def reached(self, provider: str, value: Any) -> Any:
+        """The model is at this location with this value; it goes on with what is returned."""
+
+
+class _Reporter(Interleaver):  # type: ignore[misc]  # nnsight is untyped here
+    """nnsight's controllers call `handle`; it goes to whoever runs the tree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visitor: Visitor | None = None
+
+    def handle(self, provider: str, value: Any) -> Any:
+        """See `nnsight.intervention.interleaver.Interleaver.handle`."""
+        if self.visitor is None:
+            return value
+        return self.visitor.reached(provider, value)
+
+    @contextmanager
+    def reporting_to(self, visitor: Visitor) -> Iterator[None]:
+        """Report to `visitor` meanwhile."""
+        self.visitor, self.sourced = visitor, visitor.sourced
+        self.interleaving = self.busy = visitor.watching
+        try:
+            yield
+        finally:
+            self.visitor, self.sourced = None, {}
+            self.interleaving = self.busy = False
+
+
+class SpanTree:
+    """The layers of one shard, instrumented. Not thread-safe."""
+
+    def __init__(self, loaded: LoadedSpan, device: torch.device) -> None:
+        """`loaded` is used by nobody else; only its weights may be shared."""
+        self.layers = loaded.layers
+        self.device = device
+        self.reporter = _Reporter()
+        self._model: Any = loaded.module
+        self._config = loaded.config
+        modules = self._model.get_submodule(layer_list_name(self._model))
+        self._layers: dict[int, nn.Module] = dict(
+            zip(range(loaded.layers.start, loaded.layers.stop), modules, strict=True)
+        )
+        self._envoys: dict[str, Envoy] = {}
+        self._roots = []
+        for number, layer in self._layers.items():
+            root = Envoy(layer, path=str(number), interleaver=self.reporter)
+            self._roots.append(root)  # children are held by their parents only
+            self._envoys.update({envoy.path: envoy for envoy in root.modules()})
+        self._configs = _configs(self._model)
+        self._sourced: Counter[str] = Counter()
+
+    def layer(self, number: int) -> nn.Module:
+        """A layer by its number in the whole model. Raises BadRequest."""
+        layer = self._layers.get(number)
+        if layer is None:
+            raise BadRequest(f"Layer {number} is not on this shard ({self.layers}).", fix=_FIX)
+        return layer
+
+    def module(self, path: str, within: LayerRange) -> nn.Module:
+        """A module inside the layers `within`. Raises BadRequest."""
+        self.check(path, within)
+        envoy = self._envoys.get(path)
+        if envoy is None:
+            raise BadRequest(f"There is no module {path} on this shard.", fix=_FIX)
+        module: nn.Module = envoy._module  # noqa: SLF001 - nnsight's name for it
+        return module
+
+    def check(self, location: str, within: LayerRange) -> None:
+        """Raise BadRequest unless `location` lies inside the layers `within`."""
+        number = location.partition(".")[0]
+        if not number.isdecimal() or int(number) not in within:
+            raise BadRequest(f"{location[:100]} is not in layers {within}.", fix=_FIX)
+
+    def source(self, path: str) -> None:
+        """Make the operations inside this module's forward report, until `unsource`."""
+        envoy = self._envoys.get(path)
+        if envoy is None:
+            raise BadRequest(f"There is no module {path} on this shard.", fix=_FIX)
+        try:
+            install_source(envoy)
+        except SourceNotAvailable as error:
+            raise BadRequest(f"{path} has no Python source: {error}.", fix=_FIX) from error
+        self._sourced[path] += 1
+
+    def unsource(self, path: str) -> None:
+        """Undo one `source`."""
+        self._sourced[path] -= 1
+        if self._sourced[path] <= 0:
+            del self._sourced[path]
+            state = self._envoys[path]._module.__dict__[STATE]  # noqa: SLF001
+            state.body, state.compiled, state.sourced = state.original, None, False
+
+    def use_attention(self, name: str) -> None:
+        """Compute attention with this implementation from now on. Raises BadRequest."""
+        if name not in ATTENTION:
+            raise BadRequest(
+                f"Attention {name[:50]!r} is not available on a shard.", fix="Use eager or sdpa."
+            )
+        for config in self._configs:
+            config._attn_implementation = name  # noqa: SLF001 - its only setter
+
+    def new_cache(self) -> DynamicCache:
+        """An empty cache; its layer 0 is the span's first."""
+        return DynamicCache(config=self._config)
+
+    def capture_outputs(self) -> None:
+        """Install transformers' own hooks for attentions and the like, once."""
+        maybe_install_capturing_hooks(self._model)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    return list(found.values())

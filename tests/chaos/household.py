@@ -1,0 +1,210 @@
+"""Seven daemons on this machine that lose one of theirs again and again, and an asker among them.
+
+Every layer is held twice, so a route has three hops and each has a stand-in. Only the victim is
+started again after a fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from mesh.cli.local_node import LocalNode
+
+SERVING = {
+    "attic": "0-2", "barn": "3-5", "cellar": "6-7",
+    "den": "0-2", "entry": "3-5", "foyer": "6-7",
+}  # fmt: skip
+ASKER = "sofa"
+STALL_S = 2.0
+WHOLE_AGAIN_S = 120.0
+_HEALTH = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__SHARD_HEALTH_TIMEOUT_SECONDS"
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came over the stream of one request."""
+
+    token_ids: list[int]
+    text_chunks: int
+    events: list[str]
+    facts: dict[str, Any]
+
+    @property
+    def failovers(self) -> int:
+        return int(self.facts["failovers"])
+
+    def steps(self) -> dict[str, int]:
+        """How many steps each node of the final route ran."""
+        return {hop["node"]: hop["steps"] for hop in self.facts["timings"]["hops"]}
+
+
+class Household:
+    """The nodes by name."""
+
+    def __init__(self, directory: Path) -> None:
+        hearth = f"chaos-{secrets.token_hex(4)}"
+        environment = {"HEARTHNET_HEARTH": hearth, "OMP_NUM_THREADS": "1", _HEALTH: str(STALL_S)}
+        self.nodes = {
+            name: LocalNode(
+                name, directory / name, ("--threads", "1", "--layers", layers), environment
+            )
+            for name, layers in {**SERVING, ASKER: "none"}.items()
+        }
+        self._frozen: set[str] = set()
+
+    def __enter__(self) -> Household:
+        for node in self.nodes.values():
+            node.start()
+        self.wait_whole()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self._frozen):
+            self.thaw(name)
+        with contextlib.ExitStack() as stack:
+            for node in self.nodes.values():
+                stack.callback(node.stop)
+
+    @property
+    def asker(self) -> LocalNode:
+        return self.nodes[ASKER]
+
+    # Asking
+
+    def stream(self, prompt: list[int], count: int, *, act: Callable[[], None], at: int) -> Answer:
+        """Ask; do `act` when token number `at` has come, or with the request itself when 0."""
+        body = {
+            "model": "builtin", "prompt": prompt, "max_tokens": count, "temperature": 0,
+            "ignore_eos": True, "stream": True, "fallback_to_local": False,
+        }  # fmt: skip
+        answer = Answer([], 0, [], {})
+        url = f"{self.asker.url}/v1/completions"
+        if at == 0:
+            act()
+        with httpx.stream("POST", url, json=body, timeout=120, trust_env=False) as response:
+            response.raise_for_status()
+            for chunk in _chunks(response):
+                assert "error" not in chunk, chunk["error"]
+                extra = chunk.get("hearthnet", {})
+                if "event" in extra:
+                    answer.events.append(extra["event"]["type"])
+                    continue
+                if extra:
+                    answer.facts, answer.token_ids = extra, extra["token_ids"]
+                    continue
+                answer.text_chunks += 1
+                if answer.text_chunks == at:
+                    act()
+        return answer
+
+    def route(self) -> list[str]:
+        """The nodes that a request takes now, in the order of their layers."""
+        seed = secrets.randbelow(100)
+        answer = self.stream([40 + seed, 41, 42 + seed], 1, act=lambda: None, at=-1)
+        return [hop["node"] for hop in answer.facts["route"]]
+
+    # Faults
+
+    def kill_node(self, name: str) -> None:
+        """The plug is pulled: daemon, shard process and all."""
+        node = self.nodes[name]
+        assert node.process is not None
+        family = psutil.Process(node.process.pid).children(recursive=True)
+        node.kill()
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def kill_shard(self, name: str) -> None:
+        """Only its shard process: the daemon lives and starts another."""
+        self.shard_process(name).kill()
+
+    def freeze(self, name: str) -> None:
+        """SIGSTOP to all of it: connected, and silent."""
+        self._frozen.add(name)
+        self.nodes[name].freeze()
+
+    def freeze_shard(self, name: str) -> None:
+        """SIGSTOP to the shard process alone: the daemon goes on saying that all is well."""
+        self._frozen.add(name)
+        os.kill(self.shard_process(name).pid, signal.SIGSTOP)
+
+    def thaw(self, name: str) -> None:
+        """Everything of it goes on."""
+        self._frozen.discard(name)
+        self.nodes[name].thaw()
+
+    def cut_links(self, name: str) -> None:
+        """Break the TCP connections into its shard process, which lives on. Needs root."""
+        port = urlsplit(self._endpoint(name)).port
+        assert port is not None
+        for side in ("dport", "sport"):
+            killed = subprocess.run(
+                ["ss", "-K", "-t", "dst" if side == "dport" else "src", "127.0.0.1",
+                 side, "=", str(port), "state", "established"],
+                capture_output=True, check=False, text=True, timeout=10,
+            )  # fmt: skip
+            assert killed.returncode == 0, killed.stderr
+
+    def shard_process(self, name: str) -> psutil.Process:
+        """The process that computes its layers."""
+        node = self.nodes[name]
+        assert node.process is not None
+        children = psutil.Process(node.process.pid).children(recursive=True)
+        return next(p for p in children if "mesh.shard.host" in p.cmdline())
+
+    # Mending
+
+    def mend(self, name: str) -> None:
+        """Undo whatever was done to a node, and wait until everybody is there again."""
+        node = self.nodes[name]
+        if name in self._frozen:
+            self.thaw(name)
+        if node.process is None:
+            node.start()
+        self.wait_whole()
+
+    def wait_whole(self) -> None:
+        """Until the asker can use every node's shard."""
+        self.asker.wait_up()
+        deadline = time.monotonic() + WHOLE_AGAIN_S
+        while time.monotonic() < deadline:
+            if (
+                self._usable() == set(SERVING)
+                and not self.asker.get("/mesh/v1/status")["generations"]
+            ):
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"not whole again: only {sorted(self._usable())} serve")
+
+    def _usable(self) -> set[str]:
+        peers = self.asker.get("/mesh/v1/peers")["peers"]
+        return {
+            peer["name"]
+            for peer in peers
+            if peer["state"] == "up" and any(shard["online"] for shard in peer["shards"])
+        }
+
+    def _endpoint(self, name: str) -> str:
+        peers = self.asker.get("/mesh/v1/peers")["peers"]
+        return next(str(p["shards"][0]["endpoint"]) for p in peers if p["name"] == name)
+
+
+def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))

@@ -1,0 +1,228 @@
+"""Killed writers, full disks and damaged files: nothing acknowledged is lost, and it is said."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from mesh.errors import LogBehind, LogFull
+from mesh.events import repair
+from mesh.events.intake import Received
+from mesh.events.opening import OWN_HEAD
+from mesh.events.types import MODEL_PUBLISHED, Event
+from mesh.types import NodeId
+from tests.events.support import FOUNDED, facts, household, meaning, open_node, reference, signed
+
+PEER = NodeId("peer")
+
+
+def run_and_kill(path: Path, rng: random.Random) -> int:
+    """Start a writer, kill it at a random moment, and give the last acknowledged number."""
+    command = [sys.executable, "-m", "tests.events.writer", str(path), "20"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:  # noqa: S603
+        assert writer.stdout is not None
+        said = writer.stdout.readline()
+        # The moment itself is what is being varied, so there is nothing to wait for.
+        time.sleep(rng.random() * 0.05)
+        writer.kill()
+        said += writer.stdout.read()
+    whole = said[: said.rfind(b"\n")].split()
+    return int(whole[-1])
+
+
+async def kill_again_and_again(path: Path, times: int) -> None:
+    rng = random.Random(times)
+    for _ in range(times):
+        acknowledged = run_and_kill(path, rng)
+        node = await open_node(path)
+        assert node.kinds() == []
+        height = node.log.ledger.stored(node.author.id)
+        assert acknowledged <= height <= acknowledged + 1
+        await node.log.close()
+
+
+@pytest.mark.slow
+async def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    await kill_again_and_again(tmp_path / "events.db", 20)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+async def test_a_hundred_kills_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    await kill_again_and_again(tmp_path / "events.db", 100)
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """No file of this process can grow beyond `size` bytes: a full disk without a disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_a_disk_that_takes_no_more_loses_nothing_and_recovers(tmp_path: Path) -> None:
+    path = tmp_path / "events.db"
+    node = await open_node(path)
+    await node.log.append(FOUNDED, {"key": node.author.key.public_bytes})
+    written = 1
+    with file_size_limit(300_000):
+        with pytest.raises(LogFull) as caught:
+            for _ in range(1000):
+                await node.log.append(MODEL_PUBLISHED, {"model_id": "m", "fill": "x" * 4000})
+                written += 1
+        assert "Free space" in caught.value.fix
+        assert 10 < written < 1000
+        # Reading goes on, and memory says what the disk says.
+        assert node.log.ledger.stored(node.author.id) == written
+        page = await node.log.page(((node.author.id, 1, written),), ())
+        assert page.events
+        with pytest.raises(LogFull):
+            await node.log.append(MODEL_PUBLISHED, {"model_id": "m", "fill": "x" * 4000})
+    await node.log.append(MODEL_PUBLISHED, {"model_id": "again"})
+    await node.log.close()
+    node = await open_node(path)
+    assert node.log.ledger.stored(node.author.id) == written + 1
+    await node.log.close()
+
+
+def test_a_really_full_disk(tmp_path: Path) -> None:
+    script = (
+        f"mount -t tmpfs -o size=256k tmpfs {tmp_path} && exec timeout 60"
+        f" {sys.executable} -m tests.events.filler {tmp_path}/events.db"
+    )
+    unshare = ["unshare", "--mount", "--map-root-user", "--user", "bash", "-c"]
+    probe = subprocess.run(  # noqa: S603
+        [*unshare, f"mount -t tmpfs -o size=256k tmpfs {tmp_path}"],
+        capture_output=True,
+        check=False,
+    )
+    if probe.returncode:
+        pytest.skip(f"no small tmpfs here: {probe.stderr.decode().strip()}")
+    result = subprocess.run([*unshare, script], capture_output=True, check=False)  # noqa: S603
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.stdout.split() == [b"full", b"readable", b"recovered"]
+
+
+def story() -> list[Event]:
+    authors, events = household(3)
+    return events + facts(authors, 400, random.Random(8))
+
+
+async def fill(path: Path, events: list[Event]) -> None:
+    node = await open_node(path, 9)
+    await node.log.ingest(Received(tuple(map(signed, events))), PEER)
+    assert meaning(node.log.state) == meaning(reference(events))
+    await node.log.close()
+
+
+@pytest.mark.parametrize("column", ["body", "signature", "id", "digest"])
+async def test_a_damaged_row_costs_that_row_only(tmp_path: Path, column: str) -> None:
+    path, events = tmp_path / "events.db", story()
+    await fill(path, events)
+    author = events[0].author
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(
+            f"UPDATE events SET {column} = zeroblob(length({column})) WHERE author = ? AND seq = 9",  # noqa: S608
+            (author,),
+        )
+        connection.commit()
+    node = await open_node(path, 9)
+    assert node.kinds() == ["log_repaired"]
+    assert Path(f"{path}.damaged-1").exists()
+    # The id column alone is no loss: it is made of the body.
+    lost = [e for e in events if e.author == author and e.seq == 9 and column != "id"]
+    if lost:
+        assert node.log.ledger.stored(author) == 8
+        await node.log.ingest(Received((signed(lost[0]),)), PEER)
+    # What came after it had been saved, and follows as soon as the gap is closed.
+    assert meaning(node.log.state) == meaning(reference(events))
+    await node.log.close()
+    node = await open_node(path, 9)
+    assert node.kinds() == []
+    assert meaning(node.log.state) == meaning(reference(events))
+    await node.log.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_damaged_pages_cost_what_was_in_them_only(tmp_path: Path, seed: int) -> None:
+    path, events = tmp_path / "events.db", story()
+    await fill(path, events)
+    rng = random.Random(seed)
+    pages = path.stat().st_size // 4096
+    with path.open("r+b") as file:
+        for page in rng.sample(range(2, pages), 2):
+            file.seek(page * 4096 + rng.choice([0, 100]))
+            file.write(rng.randbytes(2000))
+    node = await open_node(path, 9)
+    assert node.kinds() == ["log_repaired"]
+    with closing(sqlite3.connect(path)) as connection:
+        rows = [
+            connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]  # noqa: S608
+            for table in ("events", "orphans")
+        ]
+    assert sum(rows) > len(events) / 2
+    for start in range(0, len(events), 100):
+        part = tuple(map(signed, events[start : start + 100]))
+        await node.log.ingest(Received(part), PEER)
+    assert meaning(node.log.state) == meaning(reference(events))
+    await node.log.close()
+
+
+async def test_no_database_at_all_is_put_aside(tmp_path: Path) -> None:
+    path = tmp_path / "events.db"
+    path.write_bytes(b"This was a log once." * 1000)
+    node = await open_node(path)
+    assert node.kinds() == ["log_repaired"]
+    # Nobody knows how far this node had signed: it must not start again at one.
+    with pytest.raises(LogBehind):
+        await node.log.append(FOUNDED, {"key": node.author.key.public_bytes})
+    await node.log.close()
+    assert Path(f"{path}.damaged-1").read_bytes().startswith(b"This was a log once.")
+
+
+async def test_a_node_that_lost_its_newest_own_event_waits_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "events.db"
+    node = await open_node(path)
+    await node.log.append(FOUNDED, {"key": node.author.key.public_bytes})
+    last = await node.log.append(MODEL_PUBLISHED, {"model_id": "m"})
+    await node.log.close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE events SET body = x'00' WHERE seq = 2")
+        connection.commit()
+        assert connection.execute("SELECT value FROM notes WHERE name=?", (OWN_HEAD,)).fetchone()
+    node = await open_node(path)
+    with pytest.raises(LogBehind):
+        await node.log.append(MODEL_PUBLISHED, {"model_id": "fork"})
+    await node.log.ingest(Received((signed(last),)), PEER)
+    event = await node.log.append(MODEL_PUBLISHED, {"model_id": "n"})
+    assert event.seq == 3
+    await node.log.close()
+
+
+async def test_a_repair_that_was_interrupted_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, events = tmp_path / "events.db", story()
+    await fill(path, events)
+    real = repair._swap
+    monkeypatch.setattr(repair, "_swap", lambda path: path)
+    repair.repair(path, events[0].hearth_id)
+    monkeypatch.setattr(repair, "_swap", real)
+    path.unlink()  # the moment between moving the old file away and the new one in
+    assert os.listdir(tmp_path) == ["events.db.repaired"]
+    node = await open_node(path, 9)
+    assert meaning(node.log.state) == meaning(reference(events))
+    await node.log.close()

@@ -1,0 +1,238 @@
+"""What is taken in, and what each refusal is called."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from datetime import timedelta
+
+import pytest
+
+from mesh.events import budget, ledger, pending
+from mesh.events.ledger import Verdict
+from mesh.events.types import Event, decode, seal
+from tests.events.support import (
+    HEARTH,
+    Author,
+    FakeClock,
+    MemoryReplica,
+    altered,
+    facts,
+    household,
+    meaning,
+    reference,
+)
+
+
+def verdict_of(replica: MemoryReplica, event: Event) -> Verdict:
+    (found,) = replica.take([event]).verdicts
+    return found
+
+
+def test_each_refusal_has_its_name() -> None:
+    (founder, other), events = household(2)
+    replica = MemoryReplica()
+    replica.take(events)
+    good = other.fork().publish("m", 30)
+    assert verdict_of(replica, altered(good, signature=bytes(64))) is Verdict.FORGED
+    assert verdict_of(replica, altered(good, body=good.body[:-1])) is Verdict.MALFORMED
+    foreign = altered(other.draft("model.published", {"model_id": "m"}), hearth_id="another")
+    assert verdict_of(replica, seal(foreign, other.key.sign)) is Verdict.FOREIGN
+    far = other.fork().publish("m", 2**63 - 1)
+    assert verdict_of(replica, far) is Verdict.TOO_FAR
+    ahead = other.fork()
+    ahead.publish("skipped")
+    assert verdict_of(replica, ahead.publish("m")) is Verdict.HELD
+    assert verdict_of(replica, events[1]) is Verdict.KNOWN
+    behind = altered(founder.draft("model.published", {"model_id": "m"}), lamport=1)
+    assert verdict_of(replica, seal(behind, founder.key.sign)) is Verdict.BROKEN
+    elsewhere = altered(founder.draft("model.published", {"model_id": "m"}), prev=b"x" * 32)
+    assert verdict_of(replica, seal(elsewhere, founder.key.sign)) is Verdict.DIVERGED
+    stolen = seal(founder.draft("model.published", {"model_id": "m"}), other.key.sign)
+    assert verdict_of(replica, stolen) is Verdict.FORGED
+    assert verdict_of(replica, good) is Verdict.ACCEPTED
+
+
+def test_lamport_poison_does_not_stop_the_log() -> None:
+    (founder, other), events = household(2)
+    replica = MemoryReplica()
+    replica.take(events)
+    limit = replica.ledger.lamport + ledger.MAX_LAMPORT_LEAP
+    assert verdict_of(replica, other.fork().publish("m", limit + 1)) is Verdict.TOO_FAR
+    assert replica.ledger.lamport < limit
+    assert verdict_of(replica, other.publish("m", limit)) is Verdict.ACCEPTED
+    assert verdict_of(replica, founder.publish("n", limit + 1)) is Verdict.ACCEPTED
+
+
+def test_a_fork_keeps_both_events_and_freezes_the_author_everywhere() -> None:
+    (founder, liar), events = household(2)
+    events.append(liar.publish("before", 20))
+    other = liar.fork()
+    ours, theirs = liar.publish("one", 30), other.publish("two", 30)
+    after = liar.publish("after", 40)
+    for order in ([ours, after, theirs], [theirs, ours, after], [theirs, after, ours]):
+        replica = MemoryReplica()
+        replica.take(events + order)
+        assert {event.id for event in replica.proofs[liar.id]} == {ours.id, theirs.id}
+        assert replica.ledger.height(liar.id) == ours.seq - 1
+        assert set(replica.state.models()) == {"before"}
+        assert [report.kind for report in replica.reports] == ["log_forked"]
+        assert verdict_of(replica, founder.fork().publish("honest")) is Verdict.ACCEPTED
+        again = meaning(reference([*events, ours, after], {liar.id: ours.seq - 1}))
+        assert {a: f for a, f in again[1].items() if a == liar.id} == {
+            a: f for a, f in meaning(replica.state)[1].items() if a == liar.id
+        }
+
+
+def test_a_forged_conflict_is_no_fork() -> None:
+    (_, other), events = household(2)
+    copy = other.fork()
+    events.append(other.publish("m", 20))
+    replica = MemoryReplica()
+    replica.take(events)
+    forged = altered(copy.publish("n", 20), signature=bytes(64))
+    assert verdict_of(replica, forged) is Verdict.FORGED
+    assert not replica.proofs
+    assert replica.ledger.height(other.id) == 1
+
+
+def flood(authors: list[Author], count: int) -> list[Event]:
+    """Forged, replayed and malformed events, in turn."""
+    rng = random.Random(5)
+    bad = []
+    for number in range(count):
+        event = rng.choice(authors).fork().publish(f"bad-{number}", 50)
+        bad.append(
+            altered(event, signature=rng.randbytes(64))
+            if number % 2
+            else altered(event, body=event.body[: rng.randrange(len(event.body))])
+        )
+    return bad
+
+
+def test_a_flood_of_bad_events_is_cheap_and_changes_nothing() -> None:
+    authors, events = household(3)
+    events += facts(authors, 200, random.Random(1))
+    replica = MemoryReplica()
+    replica.take(events)
+    before, spent = meaning(replica.state), replica.verifier.calls
+    bad = flood(authors, 9_000) + events * 5
+    tracemalloc.start()
+    for start in range(0, len(bad), 64):
+        replica.take(bad[start : start + 64], "attacker")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert meaning(replica.state) == before
+    assert replica.verifier.calls - spent <= budget.BAD_PER_MINUTE
+    assert peak < 4 << 20
+    assert [report.kind for report in replica.reports] == ["peer_muted"]
+    assert replica.take([authors[0].publish("fine")], "friend").verdicts[Verdict.ACCEPTED] == 1
+
+
+def test_replays_are_recognised_without_a_signature_check() -> None:
+    authors, events = household(3)
+    replica = MemoryReplica()
+    replica.take(events)
+    spent = replica.verifier.calls
+    outcome = replica.take(events * 100, "echo")
+    assert outcome.verdicts == {Verdict.KNOWN: 300}
+    assert replica.verifier.calls == spent
+    assert len(authors) == 3
+
+
+def test_a_muted_peer_is_heard_again_later() -> None:
+    (founder,), events = household(1)
+    replica = MemoryReplica()
+    replica.take(events)
+    replica.take(flood([founder], 100), "attacker")
+    event = founder.publish("m")
+    assert replica.take([event], "attacker").verdicts == {}
+    replica.clock.seconds += budget.MUTED_S + 1
+    assert replica.take([event], "attacker").verdicts == {Verdict.ACCEPTED: 1}
+
+
+def test_a_few_bad_events_a_minute_mute_nobody() -> None:
+    (founder,), events = household(1)
+    replica = MemoryReplica()
+    replica.take(events)
+    for _ in range(5):
+        replica.take(flood([founder], budget.BAD_PER_MINUTE - 1), "clumsy")
+        replica.clock.seconds += 61
+    assert not replica.intake.budget.muted("clumsy")
+
+
+def test_what_waits_is_bounded_and_the_nearest_is_kept() -> None:
+    waiting = pending.Pending(FakeClock())
+    author = Author(1)
+    author.publish("first")
+    events = [author.publish(str(number)) for number in range(400)]
+    for event in reversed(events):
+        waiting.hold(event, None)
+    assert len(waiting) == pending.PER_AUTHOR
+    assert [h.event.seq for h in waiting.take(author.id, 3)] == [2, 3]
+
+
+def test_what_waits_is_bounded_over_all_authors() -> None:
+    waiting = pending.Pending(FakeClock())
+    for number in range(pending.MAX_AUTHORS + 10):
+        stranger = Author(1000 + number)
+        stranger.publish("first")
+        waiting.hold(stranger.publish("m"), None)
+    assert len(waiting.authors()) == pending.MAX_AUTHORS
+    big = Author(1)
+    large = [big.sign("a.type", {"x": bytes(16000), "n": n}) for n in range(3)]
+    assert all(len(event.body) > 16000 for event in large)
+    full = pending.Pending(FakeClock())
+    for number in range(40):
+        stranger = Author(2000 + number)
+        for n in range(20):
+            full.hold(stranger.sign("a.type", {"x": bytes(16000), "n": n}), None)
+    assert pending.TOTAL_BYTES - 20_000 < full.size_bytes <= pending.TOTAL_BYTES
+
+
+def test_nobody_waits_for_ever_and_trying_again_does_not_prolong_it() -> None:
+    clock = FakeClock()
+    replica = MemoryReplica(clock)
+    (founder,), events = household(1)
+    replica.take(events)
+    stranger = Author(9)
+    replica.take([stranger.publish("m", 10)])
+    for _ in range(3):
+        clock.seconds += pending.HELD_S / 3
+        replica.take([founder.publish("n")])
+        replica.take([founder.add(Author(11))])
+    held = Author(12)
+    replica.take([held.publish("m", 10)])
+    assert replica.ledger.pending.authors() == [held.id]
+
+
+def test_a_failed_write_leaves_memory_as_it_was() -> None:
+    authors, events = household(3)
+    replica = MemoryReplica()
+    replica.take(events)
+    before, heads, lamport = replica.state, replica.ledger.heads(), replica.ledger.lamport
+    more = facts(authors, 20, random.Random(2))
+    replica.ledger.begin()
+    for event in more:
+        assert replica.ledger.offer(event) is Verdict.ACCEPTED
+    replica.ledger.settle()
+    replica.ledger.rollback()
+    assert replica.state == before
+    assert (replica.ledger.heads(), replica.ledger.lamport) == (heads, lamport)
+    assert replica.take(more).verdicts[Verdict.ACCEPTED] == 20
+
+
+@pytest.mark.parametrize("days", [-1, 1])
+def test_a_clock_a_day_off_changes_nothing_but_a_warning(days: int) -> None:
+    authors, events = household(2)
+    events += facts(authors, 10, random.Random(3))
+    skewed = MemoryReplica(FakeClock())
+    skewed.clock.wall -= timedelta(days=days)
+    right = MemoryReplica(FakeClock())
+    skewed.take(events)
+    right.take(events)
+    assert meaning(skewed.state) == meaning(right.state)
+    assert right.reports == []
+    warned = [report.kind for report in skewed.reports]
+    assert warned == (["clock_skew"] * 2 if days > 0 else [])
+    assert decode(events[0].body, events[0].signature).hearth_id == HEARTH

@@ -1,0 +1,204 @@
+"""Replicas that talk, in any interleaving and over any partition, end up equal."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mesh.errors import BadFrame
+from mesh.events.intake import Received
+from mesh.events.messages import Ask, Heads, Page, Probe, Probed, Pull, from_dict, to_dict
+from mesh.events.store import MAX_PAGE_EVENTS
+from mesh.types import NodeId
+from tests.events.support import Author, MemoryReplica, facts, household, meaning
+
+A = NodeId("a" * 55)
+
+
+def settle(replicas: list[MemoryReplica]) -> None:
+    """Everybody asks everybody until nothing new comes."""
+    for _ in range(len(replicas) + 1):
+        for one in replicas:
+            for other in replicas:
+                if one is not other:
+                    one.catch_up(other)
+
+
+def assert_equal(replicas: list[MemoryReplica]) -> None:
+    heads = [replica.ledger.heads() for replica in replicas]
+    states = [meaning(replica.state) for replica in replicas]
+    assert all(head == heads[0] for head in heads)
+    assert all(state == states[0] for state in states)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**9))
+def test_any_interleaving_of_exchanges_converges(seed: int) -> None:
+    rng = random.Random(seed)
+    authors, events = household(4)
+    replicas = [MemoryReplica() for _ in range(3)]
+    replicas[rng.randrange(3)].take(events)
+    running: list[Any] = []
+    for _ in range(120):
+        match rng.randrange(4):
+            case 0:
+                # Somebody writes, at the replica that knows all it wrote before.
+                author = rng.choice(authors)
+                home = replicas[authors.index(author) % 3]
+                if home.ledger.height(author.id) == author.seq and home.ledger.heads():
+                    home.take(facts([author], 1, rng))
+            case 1:
+                one, other = rng.sample(replicas, 2)
+                running.append(one.pull_from(other))
+            case 2 if running:
+                running.pop(rng.randrange(len(running)))  # a message was lost
+            case 3 if running:
+                step = rng.choice(running)
+                if next(step, "over") == "over":
+                    running.remove(step)
+    settle(replicas)
+    assert_equal(replicas)
+    assert sum(replicas[0].ledger.height(a.id) for a in authors) == sum(a.seq for a in authors)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**9))
+def test_partitions_with_a_fork_and_a_revocation_heal(seed: int) -> None:
+    rng = random.Random(seed)
+    authors, events = household(4)
+    replicas = [MemoryReplica() for _ in range(4)]
+    for replica in replicas:
+        replica.take(events)
+    sides = [replicas[:2], replicas[2:]]
+    copies = [list(authors), [*authors[:2], authors[2].fork(), authors[3]]]
+    alone = [[authors[0], authors[2]], [authors[1], copies[1][2], authors[3]]]
+    for side, writers in zip(sides, alone, strict=True):
+        for event in facts(writers, 12, rng):
+            rng.choice(side).take([event])
+        settle(side)
+    victim = authors[3]
+    sides[0][0].take([authors[0].revoke(victim.id, rng.randrange(victim.seq + 1))])
+    settle(replicas)
+    assert_equal(replicas)
+    forked = authors[2].seq and copies[1][2].seq
+    assert (authors[2].id in replicas[0].state.frozen) == bool(forked)
+
+
+@pytest.mark.parametrize("length", [1, 2, 33, 34, 700])
+@pytest.mark.parametrize("more", [0, 5])
+def test_the_first_difference_of_two_chains_is_found(length: int, more: int) -> None:
+    (founder, liar), events = household(2)
+    del founder
+    one, other = MemoryReplica(), MemoryReplica()
+    common = [liar.publish(str(n), 20 + n) for n in range(length)]
+    copy = liar.fork()
+    for replica in (one, other):
+        replica.take(events + common)
+    one.take([liar.publish("one") for _ in range(3)])
+    other.take([copy.publish("other") for _ in range(3 + more)])
+    assert one.catch_up(other) is False
+    assert one.state.frozen == {liar.id: length}
+    other.catch_up(one)
+    assert_equal([one, other])
+    assert {event.seq for event in one.proofs[liar.id]} == {length + 1}
+
+
+def test_forks_are_passed_on_to_those_who_saw_only_one_chain() -> None:
+    (_, liar), events = household(2)
+    copy = liar.fork()
+    witness, bystander = MemoryReplica(), MemoryReplica()
+    first = liar.publish("one", 20)
+    witness.take([*events, first, copy.publish("two", 20)])
+    bystander.take([*events, first])
+    bystander.catch_up(witness)
+    assert bystander.state.frozen == {liar.id: 0}
+    assert bystander.state.models() == {}
+
+
+def test_pages_are_bounded_and_come_in_canonical_order() -> None:
+    authors, events = household(3)
+    events += facts(authors, 1500, random.Random(4))
+    full, fresh = MemoryReplica(), MemoryReplica()
+    full.take(events)
+    ranges = tuple((a.id, 1, a.seq) for a in authors)
+    page = full.answer(Pull(1, ranges))
+    assert isinstance(page, Page)
+    assert len(page.received.events) == MAX_PAGE_EVENTS
+    fresh.catch_up(full)
+    assert_equal([full, fresh])
+    assert len(fresh.ledger.pending) == 0
+
+
+def test_a_peer_that_announces_what_it_cannot_show_is_noticed() -> None:
+    authors, events = household(2)
+    honest, liar = MemoryReplica(), MemoryReplica()
+    for replica in (honest, liar):
+        replica.take(events)
+    real = liar.answer
+
+    def lie(request: Any) -> Any:
+        answer = real(request)
+        if isinstance(answer, Heads):
+            (seq, _), author = answer.heads[authors[0].id], authors[0].id
+            return Heads(answer.number, {**answer.heads, author: (seq, b"x" * 8)})
+        return answer
+
+    liar.answer = lie  # type: ignore[method-assign]
+    assert honest.catch_up(liar) is True
+    assert honest.state.frozen == {}
+
+
+messages = [
+    Ask(1),
+    Heads(2, {A: (3, b"12345678")}, {A: 4}),
+    Pull(3, ((A, 1, 9),), (A,)),
+    Page(4, Received(((b"body", b"s" * 64),), (((b"a", b"b"), (b"c", b"d")),))),
+    Probe(5, A, (1, 2)),
+    Probed(6, A, {1: b"12345678"}),
+]
+
+
+@pytest.mark.parametrize("message", messages)
+def test_messages_survive_the_wire(message: Any) -> None:
+    assert from_dict(to_dict(message)) == message
+
+
+values = st.none() | st.integers() | st.text() | st.binary() | st.lists(st.integers(), max_size=3)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(messages), st.data())
+def test_messages_of_the_wrong_form_are_refused(message: Any, data: st.DataObject) -> None:
+    fields = to_dict(message)
+    name = data.draw(st.sampled_from(sorted(fields)))
+    value = data.draw(values)
+    for broken in (
+        {**fields, name: value},
+        {key: kept for key, kept in fields.items() if key != name},
+        {**fields, "more": value},
+    ):
+        if broken != fields:
+            try:
+                assert to_dict(from_dict(broken)) == broken
+            except BadFrame:
+                continue
+
+
+def test_messages_with_too_much_in_them_are_refused() -> None:
+    row = [b"x", b"y"]
+    for broken in (
+        {"kind": "page", "number": 1, "events": [row] * 513, "proofs": []},
+        {"kind": "probe", "number": 1, "author": A, "seqs": list(range(1, 40))},
+        {"kind": "pull", "number": 1, "ranges": [[A, 1, 2]] * 257, "proofs": []},
+        {"kind": "ask", "number": 1, "more": 1},
+        {"kind": "page", "number": 1, "events": [[bytes(16385), b"y"]], "proofs": []},
+        [],
+        {},
+    ):
+        with pytest.raises(BadFrame):
+            from_dict(broken)
+    assert Author(1).seq == 0

@@ -1,0 +1,487 @@
+"""Pairing over real sockets: the happy way, and everybody who should not get in."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mesh.errors import Busy, ConnectFailed, MeshError, PairingRejected
+from mesh.identity.invitations import Ending, Invitation, Ticket, Window, parse_ticket
+from mesh.identity.pairing import MAX_FRAME_BYTES, Inviter, Joined, Joiner, JoinRequest, Welcome
+from mesh.identity.pairing_tcp import DEFAULT_LIMITS, PairingLimits, PairingListener, join, listen
+from mesh.identity.roster import Member, TrustLevel
+from tests.identity.support import ManualClock, Party
+
+HEARTH = "hh1" + "a" * 32
+HOME_NAME = "Grandmother's machine"
+
+
+@dataclass
+class Open:
+    """An open window of `home`, and what came of it."""
+
+    home: Party
+    invitation: Invitation
+    window: Window
+    listener: PairingListener
+    admitted: list[JoinRequest] = field(default_factory=list)
+
+    async def join(self, guest: Party, text: str, port: int | None = None) -> Joined:
+        kept: list[Joined] = []
+
+        async def keep(joined: Joined) -> None:
+            kept.append(joined)
+
+        joined = await join(
+            "127.0.0.1", port or self.listener.port, key=guest.key, name=guest.name,
+            ticket=parse_ticket(text), keep=keep,
+        )  # fmt: skip
+        assert kept == [joined]
+        return joined
+
+    @property
+    def link(self) -> str:
+        return self.invitation.link(self.home.id, "127.0.0.1", self.listener.port)
+
+
+def card(party: Party) -> Member:
+    return Member(
+        party.id, party.key.public_bytes, party.name, TrustLevel.ANCHOR, party.id,
+        party.certificate,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def open_window(
+    limits: PairingLimits = DEFAULT_LIMITS,
+    refuse: MeshError | None = None,
+    others: int = 0,
+    ttl_s: float = 60,
+) -> AsyncIterator[Open]:
+    home = Party(HOME_NAME)
+    invitation = Invitation.create(TrustLevel.TRUSTED, ttl_s)
+    window = Window(invitation, ManualClock())
+
+    async def admit(request: JoinRequest) -> Welcome:
+        if refuse is not None:
+            raise refuse
+        opened.admitted.append(request)
+        members = (card(home), *(card(Party(f"member {n}")) for n in range(others)))
+        return Welcome(HEARTH, "Our home", members)
+
+    listener = await listen("127.0.0.1", 0, key=home.key, window=window, admit=admit, limits=limits)
+    opened = Open(home, invitation, window, listener)
+    try:
+        yield opened
+    finally:
+        await listener.close()
+
+
+@pytest.fixture
+def guest() -> Party:
+    return Party("guest")
+
+
+def wrong(code: str) -> str:
+    """Another valid code."""
+    first, second, digits = code.split("-")
+    return f"{first}-{second}-{(int(digits) + 1) % 100:02}"
+
+
+# How it should go.
+
+
+@pytest.mark.parametrize("form", ["code", "link"])
+async def test_both_sides_end_up_with_each_others_certificate(form: str, guest: Party) -> None:
+    async with open_window() as opened:
+        text = opened.invitation.code if form == "code" else opened.link
+        joined = await opened.join(guest, text)
+        ending, request = await opened.listener.wait()
+    assert ending is Ending.USED
+    assert request == JoinRequest(guest.id, "guest", guest.certificate, TrustLevel.TRUSTED)
+    assert opened.admitted == [request]
+    assert joined.inviter == opened.home.id
+    assert joined.certificate == opened.home.certificate
+    assert joined.welcome == Welcome(HEARTH, "Our home", (card(opened.home),))
+
+
+@pytest.mark.parametrize("spelling", ["upper", "spaces", "dots"])
+async def test_code_may_be_typed_as_it_was_heard(spelling: str, guest: Party) -> None:
+    change = {
+        "upper": str.upper,
+        "spaces": lambda code: f"  {code.replace('-', ' ')} ",
+        "dots": lambda code: code.replace("-", "."),
+    }[spelling]
+    async with open_window() as opened:
+        await opened.join(guest, change(opened.invitation.code))
+
+
+async def test_large_hearth_still_fits_in_a_frame(guest: Party) -> None:
+    async with open_window(others=60) as opened:
+        joined = await opened.join(guest, opened.invitation.code)
+    assert joined.welcome.members[0] == card(opened.home)
+    assert 20 < len(joined.welcome.members) < 61
+
+
+async def test_invitation_is_good_once(guest: Party) -> None:
+    async with open_window() as opened:
+        await opened.join(guest, opened.invitation.code)
+        await opened.listener.wait()
+        with pytest.raises((ConnectFailed, PairingRejected)):
+            await opened.join(Party("second"), opened.invitation.code)
+    assert len(opened.admitted) == 1
+
+
+async def test_listener_is_gone_when_the_time_is_up(guest: Party) -> None:
+    async with open_window(ttl_s=0.05) as opened:
+        assert await opened.listener.wait() == (Ending.EXPIRED, None)
+        with pytest.raises(ConnectFailed):
+            await opened.join(guest, opened.invitation.code)
+
+
+async def test_expired_window_refuses_who_is_connected_already(guest: Party) -> None:
+    clock = ManualClock()
+    window = Window(Invitation.create(), clock)
+    inviter = Inviter(Party("home").key, window)
+    joiner = Joiner(guest.key, "guest", parse_ticket(window.invitation.code))
+    reply = inviter.greet(joiner.start())
+    clock.seconds += 200
+    with pytest.raises(PairingRejected) as caught:
+        inviter.examine(joiner.prove(reply))
+    assert caught.value.param == "window"
+
+
+async def test_refused_joiner_is_told(guest: Party) -> None:
+    async with open_window(refuse=Busy("The log is full.", fix="")) as opened:
+        with pytest.raises(PairingRejected) as caught:
+            await opened.join(guest, opened.invitation.code)
+        assert caught.value.param == "refused"
+        assert await opened.listener.wait() == (Ending.USED, None)
+
+
+# Guessing.
+
+
+async def test_three_wrong_codes_burn_the_invitation(guest: Party) -> None:
+    async with open_window() as opened:
+        for left in (2, 1, 0):
+            with pytest.raises(PairingRejected) as caught:
+                await opened.join(guest, wrong(opened.invitation.code))
+            assert caught.value.param == "code"
+            assert opened.window.guesses_left == left
+        assert await opened.listener.wait() == (Ending.GUESSED, None)
+        with pytest.raises((ConnectFailed, PairingRejected)):
+            await opened.join(guest, opened.invitation.code)
+    assert opened.admitted == []
+
+
+async def test_guesses_made_at_the_same_time_count_alike() -> None:
+    limits = PairingLimits(callers_per_host=8)
+    async with open_window(limits) as opened:
+        code = wrong(opened.invitation.code)
+        results = await asyncio.gather(
+            *(opened.join(Party(f"{n}"), code) for n in range(8)), return_exceptions=True
+        )
+        assert [type(r) for r in results] == [PairingRejected] * 8
+        reasons = [r.param for r in results if isinstance(r, PairingRejected)]
+        assert reasons.count("code") <= 3
+        assert opened.window.ending is Ending.GUESSED
+
+
+async def test_wrong_word_is_noticed_before_it_costs_a_guess() -> None:
+    with pytest.raises(MeshError) as caught:
+        parse_ticket("amber-rivver-42")
+    assert "rivver" in str(caught.value)
+
+
+async def test_short_code_does_not_open_the_long_form(guest: Party) -> None:
+    """The two secrets are apart: knowing one form's does not help with the other."""
+    async with open_window() as opened:
+        ticket = parse_ticket(opened.link)
+        forged = Ticket(ticket.form, opened.invitation.code.encode())
+        with pytest.raises(PairingRejected):
+            await join(
+                "127.0.0.1", opened.listener.port, key=guest.key, name="guest", ticket=forged,
+                keep=_keep_nothing,
+            )  # fmt: skip
+    assert opened.admitted == []
+
+
+# Somebody in between.
+
+
+@dataclass
+class Relay:
+    """Sits between joiner and inviter; `tamper` changes frames; keeps all it saw."""
+
+    port: int
+    tamper: Callable[[str, int, bytes], bytes]
+    seen: bytes = b""
+
+    async def serve(self) -> asyncio.Server:
+        return await asyncio.start_server(self._relay, "127.0.0.1", 0)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", self.port)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._pump("joiner", reader, there[1]))
+            group.create_task(self._pump("inviter", there[0], writer))
+
+    async def _pump(
+        self, who: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        number = 0
+        try:
+            while True:
+                (length,) = struct.unpack(">H", await reader.readexactly(2))
+                frame = await reader.readexactly(length)
+                number += 1
+                self.seen += frame
+                frame = self.tamper(who, number, frame)
+                writer.write(struct.pack(">H", len(frame)) + frame)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+async def test_relay_that_puts_in_its_own_key_is_detected(guest: Party) -> None:
+    """Both sides think that they talk to the relay's key; the session keys then differ."""
+    relay_key = Party("relay").key
+
+    def tamper(who: str, number: int, frame: bytes) -> bytes:
+        fields = msgpack.unpackb(frame)
+        if number == 1 and who == "joiner":
+            fields[3] = relay_key.public_bytes
+        elif number == 1 and who == "inviter":
+            fields[1] = relay_key.public_bytes
+        return bytes(msgpack.packb(fields))
+
+    async with open_window() as opened:
+        relay = Relay(opened.listener.port, tamper)
+        async with await relay.serve() as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(PairingRejected) as caught:
+                await opened.join(guest, opened.invitation.code, port)
+        assert caught.value.param == "code"
+        assert opened.window.guesses_left == 2
+    assert opened.admitted == []
+
+
+async def test_relay_that_changes_what_is_encrypted_is_detected(guest: Party) -> None:
+    def tamper(who: str, number: int, frame: bytes) -> bytes:
+        if (who, number) != ("joiner", 2):
+            return frame
+        fields = msgpack.unpackb(frame)
+        fields[3] = fields[3][:-1] + bytes([fields[3][-1] ^ 1])
+        return bytes(msgpack.packb(fields))
+
+    async with open_window() as opened, await Relay(opened.listener.port, tamper).serve() as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(PairingRejected):
+            await opened.join(guest, opened.invitation.code, port)
+    assert opened.admitted == []
+
+
+async def test_rogue_inviter_that_does_not_know_the_code_gets_no_member(guest: Party) -> None:
+    """It accepts every proof, but cannot make its own."""
+    rogue = Party("rogue")
+    window = Window(Invitation.create(), ManualClock())
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def read() -> bytes:
+            (length,) = struct.unpack(">H", await reader.readexactly(2))
+            return await reader.readexactly(length)
+
+        def write(frame: bytes) -> None:
+            writer.write(struct.pack(">H", len(frame)) + frame)
+
+        write(Inviter(rogue.key, window).greet(await read()))
+        await read()
+        write(bytes(msgpack.packb([4, bytes(32), bytes(64)])))
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(PairingRejected) as caught:
+            await join(
+                "127.0.0.1", server.sockets[0].getsockname()[1], key=guest.key, name="guest",
+                ticket=parse_ticket(wrong(window.invitation.code)), keep=_keep_nothing,
+            )  # fmt: skip
+    assert caught.value.param == "code"
+
+
+async def test_link_pins_the_inviters_key(guest: Party) -> None:
+    """Even an inviter that knows the secret must have the key whose hash is in the link."""
+    async with open_window() as opened:
+        other = opened.invitation.link(Party("other").id, "127.0.0.1", opened.listener.port)
+        with pytest.raises(PairingRejected):
+            await opened.join(guest, other)
+        assert opened.window.guesses_left == 3
+    assert opened.admitted == []
+
+
+async def test_listener_in_between_learns_neither_code_nor_roster(guest: Party) -> None:
+    async with open_window() as opened:
+        relay = Relay(opened.listener.port, lambda who, number, frame: frame)
+        async with await relay.serve() as server:
+            port = server.sockets[0].getsockname()[1]
+            await opened.join(guest, opened.invitation.code, port)
+            await opened.listener.wait()
+    assert len(relay.seen) > 1000
+    hidden = [
+        opened.invitation.code.encode(), opened.invitation.secret, HEARTH.encode(), b"Our home",
+        HOME_NAME.encode(), opened.home.certificate[:64], guest.certificate[:64], b"guest",
+        *(word.encode() for word in opened.invitation.code.split("-")[:2]),
+    ]  # fmt: skip
+    assert [secret for secret in hidden if secret in relay.seen] == []
+    # What it saw cannot be replayed either: the invitation is used up, and the session is another.
+    assert opened.window.ending is Ending.USED
+
+
+# Nonsense.
+
+
+async def talk(port: int, data: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    try:
+        return await asyncio.wait_for(reader.read(), 5)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack(">H", MAX_FRAME_BYTES + 1),
+        struct.pack(">H", 0),
+        b"GET / HTTP/1.1\r\n\r\n" + bytes(64),
+        struct.pack(">H", 5) + b"\xdd\xff\xff\xff\xff",
+        struct.pack(">H", 3) + msgpack.packb([0, []]),
+        struct.pack(">H", 8) + b"\x91" * 8,
+    ],
+)
+async def test_nonsense_ends_the_call_and_costs_no_guess(data: bytes, guest: Party) -> None:
+    async with open_window() as opened:
+        answer = await talk(opened.listener.port, data)
+        assert len(answer) < 32
+        assert opened.window.guesses_left == 3
+        await opened.join(guest, opened.invitation.code)
+
+
+async def test_silent_caller_is_hung_up_on_and_does_not_block_others(guest: Party) -> None:
+    limits = PairingLimits(frame_s=0.2)
+    async with open_window(limits) as opened:
+        silent = asyncio.create_task(talk(opened.listener.port, b""))
+        await opened.join(guest, opened.invitation.code)
+        answer = await silent
+        assert answer == b"" or msgpack.unpackb(answer[2:]) == [0, "timeout"]
+
+
+async def test_caller_who_sends_one_byte_at_a_time_is_hung_up_on() -> None:
+    limits = PairingLimits(frame_s=0.2)
+    async with open_window(limits) as opened:
+        reader, writer = await asyncio.open_connection("127.0.0.1", opened.listener.port)
+        frame = struct.pack(">H", 100) + bytes(100)
+
+        async def drip() -> None:
+            for byte in frame:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0.02)
+
+        dripping = asyncio.create_task(drip())
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert msgpack.unpackb(answer[2:]) == [0, "timeout"]
+        dripping.cancel()
+        writer.close()
+
+
+async def test_inviter_that_never_answers_times_out(guest: Party) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(PairingRejected) as caught:
+            await join(
+                "127.0.0.1", server.sockets[0].getsockname()[1], key=guest.key, name="guest",
+                ticket=parse_ticket("amber-river-42"), keep=_keep_nothing,
+                limits=PairingLimits(frame_s=0.1),
+            )  # fmt: skip
+    assert caught.value.param == "timeout"
+
+
+async def test_callers_are_slowed_down() -> None:
+    limits = PairingLimits(starts=2)
+    async with open_window(limits) as opened:
+        start = Joiner(Party("x").key, "x", parse_ticket("amber-river-42")).start()
+        answers = []
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", opened.listener.port)
+            writer.write(struct.pack(">H", len(start)) + start)
+            (length,) = struct.unpack(">H", await reader.readexactly(2))
+            answers.append(msgpack.unpackb(await reader.readexactly(length))[:1])
+            writer.close()
+        assert answers == [[2], [2], [0]]
+
+
+async def test_one_host_cannot_take_all_places() -> None:
+    limits = PairingLimits(callers=4, callers_per_host=2)
+    async with open_window(limits) as opened:
+        places = [
+            await asyncio.open_connection("127.0.0.1", opened.listener.port) for _ in range(3)
+        ]
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await asyncio.wait_for(places[2][0].readexactly(1), 5)
+        for _, writer in places:
+            writer.close()
+
+
+_FRAMES = st.one_of(
+    st.binary(max_size=200),
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.binary(max_size=40)
+        | st.text(max_size=10) | st.just(bytes(32)) | st.just(b"A" + bytes(32)),
+        lambda inner: st.lists(inner, max_size=5),
+        max_leaves=8,
+    ).map(lambda value: bytes(msgpack.packb(value))),
+)  # fmt: skip
+_KEYS = (Party("a").key, Party("b").key)
+
+
+@given(st.sampled_from([1, 2, 3, 4, 5]), _FRAMES, st.lists(st.binary(max_size=40), max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_no_frame_does_anything_but_be_refused(kind: int, junk: bytes, fields: list[bytes]) -> None:
+    window = Window(Invitation.create(), ManualClock())
+    ticket = parse_ticket(window.invitation.code)
+    for frame in (junk, bytes(msgpack.packb([kind, *fields]))):
+        inviter, joiner = Inviter(_KEYS[0], window), Joiner(_KEYS[1], "b", ticket)
+        _refused(inviter.greet, frame)
+        inviter.greet(joiner.start())
+        _refused(inviter.examine, frame)
+        _refused(joiner.prove, frame)
+        _refused(joiner.read_welcome, frame)
+        if window.ending:
+            window = Window(window.invitation, ManualClock())
+
+
+def _refused(step: Callable[[bytes], object], frame: bytes) -> None:
+    with pytest.raises(PairingRejected):
+        step(frame)
+
+
+async def _keep_nothing(_: Joined) -> None:
+    return None
