@@ -33,7 +33,7 @@ chaos: $(STAMP)
 	$(BIN)/python -m pytest -m chaos tests/chaos
 
 docs: $(STAMP)
-	$(BIN)/python -m docs.generate
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf $(VENV)

@@ -84,7 +84,10 @@ class PushedShards:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What the daemon's configuration says about asking."""
+    """What the daemon's configuration says about asking.
+
+    With an empty `cache_dir` nothing is learnt about the model beforehand, nor kept.
+    """
 
     max_shards: int
     allow_self_as_first: bool
@@ -202,7 +205,8 @@ class Engine:
     async def _ready_orchestrator(self) -> PipelineOrchestrator:
         async with self._probing:
             if self._orchestrator is None:
-                self.oversight.envelope = await asyncio.to_thread(Envelope.read, *self._cached)
+                if self._settings.cache_dir:
+                    self.oversight.envelope = await asyncio.to_thread(Envelope.read, *self._cached)
                 verdict = await self._wire_verdict()
                 logger.info("model=%s wire=%s %s", self._model.model_id, *_words(verdict))
                 self._orchestrator = PipelineOrchestrator(
@@ -213,7 +217,7 @@ class Engine:
                     recovery=RecoverySettings(fallback_after=self._settings.fallback_after),
                     local_model=self._local_model,
                 )
-            if not self.oversight.envelope.is_known:
+            if self._settings.cache_dir and not self.oversight.envelope.is_known:
                 await self._record_envelope(self._orchestrator.wire_dtype)
             return self._orchestrator
 

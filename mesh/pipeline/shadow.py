@@ -95,7 +95,8 @@ class Shadow:
             self._answer.set_exception(error)
 
     async def _ask(self, question: Open | Resume | Step) -> Message:
-        answer = self._answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._answer = answer
         try:
             self._line.send(question)
             async with asyncio.timeout(self._timeout_s):

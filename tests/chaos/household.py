@@ -31,6 +31,7 @@ SERVING = {
 ASKER = "sofa"
 STALL_S = 2.0
 WHOLE_AGAIN_S = 120.0
+SS = "/usr/bin/ss"
 _HEALTH = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__SHARD_HEALTH_TIMEOUT_SECONDS"
 
 
@@ -75,6 +76,9 @@ class Household:
     def __exit__(self, *_: object) -> None:
         for name in list(self._frozen):
             self.thaw(name)
+        for node in self.nodes.values():
+            if node.process is not None:
+                node.process.terminate()  # all at once: each takes its time to leave
         with contextlib.ExitStack() as stack:
             for node in self.nodes.values():
                 stack.callback(node.stop)
@@ -152,10 +156,9 @@ class Household:
         """Break the TCP connections into its shard process, which lives on. Needs root."""
         port = urlsplit(self._endpoint(name)).port
         assert port is not None
-        for side in ("dport", "sport"):
+        for ends in (["dst", "127.0.0.1", "dport"], ["src", "127.0.0.1", "sport"]):
             killed = subprocess.run(
-                ["ss", "-K", "-t", "dst" if side == "dport" else "src", "127.0.0.1",
-                 side, "=", str(port), "state", "established"],
+                [SS, "-K", "-t", "-n", *ends, "=", str(port)],
                 capture_output=True, check=False, text=True, timeout=10,
             )  # fmt: skip
             assert killed.returncode == 0, killed.stderr

@@ -12,15 +12,17 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 from mesh.discovery.advertisement import Advertisement, encode
 from mesh.errors import MeshError
 from mesh.pipeline.engine import Engine, EngineSettings
-from mesh.pipeline.lines import Lines
 from mesh.pipeline.model import AskerModel
 from mesh.types import (
     Done,
@@ -32,6 +34,7 @@ from mesh.types import (
     StreamFrame,
     TokenDelta,
 )
+from mesh.wire.link import Link, LinkHandler
 from mesh.wire.messages import Hello
 from tests.pipeline.toy_mesh import (
     HIDDEN,
@@ -56,6 +59,7 @@ DRAIN_S = 3.0
 """How long a host that stops politely waits for its sessions to move."""
 
 _MODEL = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, 4096, ToyEnds(), ToyText())
+_world: ContextVar[World] = ContextVar("world")
 _ALL = LayerRange(0, TOTAL_LAYERS)
 
 
@@ -95,20 +99,26 @@ def run(seed: int, *, keep_lines: bool = False) -> Report:
     ledger, schedule = Ledger(keep_lines=keep_lines), draw(seed)
 
     async def main() -> tuple[list[Outcome], int]:
-        a_run = _Run(schedule, ledger)
+        a_run = _Run(schedule, ledger, cache_dir)
         return await a_run.all(), a_run.faults
 
-    outcomes, faults = run_virtually(main)
+    with (
+        patch("mesh.pipeline.engine.connect", _connect),
+        TemporaryDirectory(prefix="hearthnet-simulation-") as cache_dir,
+    ):
+        outcomes, faults = run_virtually(main)
     return Report(schedule, ledger.broken, outcomes, faults, ledger.trace_hash, ledger.lines)
 
 
 class _Run:
-    def __init__(self, schedule: Schedule, ledger: Ledger) -> None:
+    def __init__(self, schedule: Schedule, ledger: Ledger, cache_dir: str) -> None:
         self._loop = asyncio.get_running_loop()
         ledger.now = self._loop.time
         self._schedule = schedule
+        self._cache_dir = cache_dir
         self._ledger = ledger
         self._world = World(schedule.nodes, schedule.delay_s, schedule.seed, ledger)
+        _world.set(self._world)
         self._engine = self._asker()
         self._listed = set(self._world.hosts)
         self._ended = {ask.name: asyncio.Event() for ask in schedule.asks}
@@ -127,14 +137,12 @@ class _Run:
             allow_self_as_first=False,
             stall_limit_s=self._schedule.stall_limit_s,
             activation_dtype="fp32",
-            cache_dir="",
+            cache_dir=self._cache_dir,
             fallback_to_local=self._schedule.has_home,
             fallback_after=2,
         )
         hello = Hello("asker", "asker", "tensors", "sim")
-        engine = Engine(_MODEL, hello, settings, self._go_home)
-        engine.sessions._lines = Lines(self._world.dial)
-        return engine
+        return Engine(_MODEL, hello, settings, self._go_home)
 
     async def all(self) -> list[Outcome]:
         self._publish()
@@ -349,6 +357,13 @@ class _Run:
         left = asyncio.all_tasks() - {asyncio.current_task()}
         if left:
             self._ledger.broke(f"tasks are left: {sorted(task.get_name() for task in left)}")
+
+
+async def _connect(
+    host: str, port: int, *, hello: Hello, handler: LinkHandler, timeout_s: float, **_: object
+) -> Link:
+    """Stands where `mesh.wire.websocket.connect` stands: links of the running world."""
+    return await _world.get().dial(host, port, handler)
 
 
 def _advertised(host: SimHost) -> dict[str, object]:

@@ -1,0 +1,112 @@
+"""Writes docs/reference/ from the code: ``python docs/generate.py [--check]``.
+
+With ``--check`` nothing is written; the exit status is 1 when a page is out of date.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import typer
+from pydantic import BaseModel
+
+from mesh import errors
+from mesh.cli.main import app
+from mesh.config import Config
+
+REFERENCE = Path(__file__).parent / "reference"
+HEAD = "<!-- Written by docs/generate.py; edit the code instead. -->\n\n"
+
+
+def errors_page() -> str:
+    rows = ["# Errors", "", "| code | HTTP | try again | meaning |", "|---|---|---|---|"]
+    seen: dict[tuple[str, str], str] = {}
+    for kind in _subclasses(errors.MeshError):
+        if kind.__subclasses__() and kind.code in {"bad_config", "wire_error", "route_error"}:
+            continue
+        meaning = " ".join((kind.__doc__ or "").split())
+        retry = "yes" if kind.retryable else "no"
+        seen[kind.code, kind.__name__] = (
+            f"| `{kind.code}` | {kind.http_status} | {retry} | {meaning} |"
+        )
+    return "\n".join([*rows, *(row for _, row in sorted(seen.items()))]) + "\n"
+
+
+def config_page() -> str:
+    lines = [
+        "# Settings",
+        "",
+        "Defaults < TOML file < `HEARTHNET_...` environment < command-line flag.",
+        "`hearthnet config show --origin` prints the values in force and where each comes from.",
+        "",
+        "| key | default | meaning |",
+        "|---|---|---|",
+    ]
+    for key, field in _fields(Config):
+        default = "" if field.default_factory is not None else f"`{field.default!r}`"
+        lines.append(f"| `{key}` | {default} | {' '.join((field.description or '').split())} |")
+    return "\n".join(lines) + "\n"
+
+
+def cli_page() -> str:
+    command = typer.main.get_command(app)
+    pages = ["# Commands", ""]
+    for name, path, each in _commands("hearthnet", command):
+        context = click.Context(each, info_name=path, terminal_width=90, max_content_width=90)
+        del name
+        pages += [f"## `{path}`", "", each.help or "", ""]
+        for parameter in each.get_params(context):
+            record = parameter.get_help_record(context)
+            if record is not None:
+                pages.append(f"- `{record[0]}` {record[1]}".rstrip())
+        pages.append("")
+    return "\n".join(pages)
+
+
+PAGES = {"errors.md": errors_page, "config.md": config_page, "cli.md": cli_page}
+
+
+def main() -> int:
+    check = "--check" in sys.argv[1:]
+    stale = []
+    for name, page in PAGES.items():
+        path, text = REFERENCE / name, HEAD + page()
+        if check and (not path.exists() or path.read_text(encoding="utf-8") != text):
+            stale.append(name)
+        elif not check:
+            REFERENCE.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    if stale:
+        sys.stderr.write(f"out of date: {', '.join(stale)}; run `make docs`\n")
+    return 1 if stale else 0
+
+
+def _subclasses(kind: type[errors.MeshError]) -> Iterator[type[errors.MeshError]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _fields(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+def _commands(path: str, command: Any) -> Iterator[tuple[str, str, Any]]:
+    if not isinstance(command, click.Group) and not hasattr(command, "commands"):
+        yield path, path, command
+        return
+    for name, child in sorted(command.commands.items()):
+        yield from _commands(f"{path} {name}", child)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
