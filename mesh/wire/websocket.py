@@ -54,12 +54,14 @@ async def connect(
         )
 
     link: WebSocketLink | None = None
+    is_handed_over = False
     loop = asyncio.get_running_loop()
     where = f"{host}:{port}"
     try:
         async with asyncio.timeout(timeout_s):
             _, link = await loop.create_connection(new_link, host, port, ssl=ssl)
             await link.opened
+        is_handed_over = True
     except TimeoutError as exc:
         raise ConnectFailed(
             f"{where} did not answer in {timeout_s} s.", fix="Check that the peer is up."
@@ -69,7 +71,8 @@ async def connect(
             f"No link to {where}: {exc}", fix="Check that the peer is up and knows this node."
         ) from exc
     finally:
-        if link is not None and link.is_closed and not link.is_gone:
+        # Also when the caller is cancelled just as the link opens: it would belong to nobody.
+        if link is not None and not is_handed_over and not link.is_gone:
             link.abort(ConnectFailed(f"Gave up on {where}.", fix="Connect again."))
     return link
 

@@ -19,7 +19,7 @@ from mesh.errors import (
 )
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.link import LinkHandler
-from mesh.wire.messages import Advertise, Park, Result, Step
+from mesh.wire.messages import Advertise, Message, Park, Result, Step
 from mesh.wire.websocket import connect, serve
 from tests.wire.house import QUICK, Echo, listening, until
 from tests.wire.support import Recorder, hello, same, tensor
@@ -74,6 +74,22 @@ async def test_what_accept_sends_follows_the_hello() -> None:
         link = await house.dial(asker)
         assert await asker.next() == Advertise([])
         link.close()
+
+
+async def test_a_dial_cancelled_as_the_link_opens_leaves_no_link_behind() -> None:
+    def accept(link: WebSocketLink) -> LinkHandler:
+        link.send(Advertise([]))
+        return Recorder()
+
+    class Cancels(Recorder):
+        def message(self, message: Message) -> None:
+            dialling.cancel()
+
+    async with listening(accept=accept) as house:
+        dialling = asyncio.ensure_future(house.dial(Cancels()))
+        with pytest.raises(asyncio.CancelledError):
+            await dialling
+        await until(lambda: not house.server.links)
 
 
 async def test_close_is_a_bye_to_the_other_side() -> None:
