@@ -10,7 +10,8 @@ from starlette.middleware import Middleware
 
 from mesh.api import faults, health, mesh
 from mesh.api.auth import Gate
-from mesh.api.openai import chat, completions, models
+from mesh.api.openai import chat, completions, models, streams
+from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations, MeshView
 from mesh.errors import MeshError
 
@@ -18,11 +19,13 @@ from mesh.errors import MeshError
 def create_app(generations: Generations, view: MeshView, settings: ApiSettings) -> Starlette:
     """The application. ``app.state.closing`` is an event that ends its endless streams."""
     closing = asyncio.Event()
+    kept = KeptStreams(ping_s=settings.ping_s)
     app = Starlette(
         routes=[
-            *chat.routes(generations, settings),
-            *completions.routes(generations, settings),
+            *chat.routes(generations, settings, kept),
+            *completions.routes(generations, settings, kept),
             *models.routes(view),
+            *streams.routes(kept),
             *mesh.routes(view, settings, closing),
             *health.routes(view),
         ],
@@ -34,5 +37,6 @@ def create_app(generations: Generations, view: MeshView, settings: ApiSettings) 
         },
     )
     app.state.closing = closing
+    app.state.kept = kept
     app.state.settings = settings
     return app

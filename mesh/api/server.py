@@ -52,6 +52,7 @@ class ApiServer:
         self._app.state.closing.set()
         self._server.should_exit = True
         await self._task
+        await self._app.state.kept.close()
 
 
 async def serve_api(app: Starlette, host: str, port: int) -> ApiServer:

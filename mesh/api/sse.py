@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -94,9 +94,14 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, chunks: AsyncGenerator[bytes, None], closing: asyncio.Event | None = None
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        closing: asyncio.Event | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        always = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers={**always, **(headers or {})})
         del self.headers["content-length"]
         self._chunks = chunks
         self._closing = closing
@@ -123,6 +128,8 @@ class EventStream(Response):
                 await self._send(send, encode(error_body(unforeseen())))
                 await send({"type": "http.response.body", "body": b""})
             raise
+        if not self._started:
+            await self._send(send, b"")  # a stream without a single event is a stream as well
         await send({"type": "http.response.body", "body": b""})
 
     async def _send(self, send: Send, chunk: bytes) -> None:

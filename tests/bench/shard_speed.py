@@ -8,6 +8,7 @@ and cache.
 from __future__ import annotations
 
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -23,9 +24,12 @@ from transformers import DynamicCache
 
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
+from mesh.shard.compute import Lane, PendingStep, Turn, compute
 from mesh.shard.device import DTYPES
 from mesh.shard.runtime import SpanRuntime, StepInput
-from mesh.types import LayerRange
+from mesh.shard.settings import ShardSettings
+from mesh.types import LayerRange, WireDtype
+from mesh.wire.activations import to_wire
 
 CPU = torch.device("cpu")
 PROMPT_ROWS = 128
@@ -131,16 +135,27 @@ def _memory(checkpoint: Path, dtype: str) -> dict[str, float]:
     weights = loaded.bytes_read
     span = SpanRuntime(loaded, device=CPU, dtype=DTYPES[dtype])
     del loaded
-    hidden = torch.randn(1, PREFILL_ROWS, manifest.hidden_size).to(DTYPES[dtype])
+    # As a shard computes: in pieces, and with the wire's conversions.
+    settings = ShardSettings()
+    lane = Lane(span, inline_ms=settings.inline_ms, prefill_rows=settings.prefill_rows)
     cache = span.new_cache(2 * PREFILL_ROWS)
-    for i in range(2):
-        span.forward([StepInput(cache, i * PREFILL_ROWS, hidden)])
-    rss = process.memory_info().rss
+    for position, rows in ((0, PREFILL_ROWS), (PREFILL_ROWS, PREFILL_ROWS - 1), (-1, 1)):
+        tensor = to_wire(torch.randn(1, rows, manifest.hidden_size), WireDtype.FP16)
+        start = cache.length if position < 0 else position
+        step = PendingStep(lane, layers, cache, start, tensor, WireDtype.FP16, lambda _: None)
+        while (outcome := compute(Turn([step]))[0]) is None:
+            pass
+        if outcome.error is not None:
+            raise outcome.error
+    rss, peak = process.memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    expected = weights + cache.allocated_bytes
     return {
         "weights_mb": weights / 2**20,
         "kv_mb": cache.allocated_bytes / 2**20,
         "rss_mb": rss / 2**20,
-        "beyond_mb": (rss - weights - cache.allocated_bytes) / 2**20,
+        "beyond_mb": (rss - expected) / 2**20,
+        # While bf16 weights are repacked, the file they come from is still mapped.
+        "peak_beyond_mb": (peak * 1024 - expected) / 2**20,
     }
 
 

@@ -47,7 +47,7 @@ from tests.pipeline.toy_mesh import (
     toy_request,
 )
 from tests.simulation.ledger import Ledger
-from tests.simulation.schedule import Ask, Fault, Schedule, draw
+from tests.simulation.schedule import WARM_UP, Ask, Fault, Schedule, draw
 from tests.simulation.toy import whole_model
 from tests.simulation.virtual_loop import run_virtually
 from tests.simulation.world import KEEPALIVE_S, SimHost, World
@@ -121,8 +121,8 @@ class _Run:
         _world.set(self._world)
         self._engine = self._asker()
         self._listed = set(self._world.hosts)
-        self._ended = {ask.name: asyncio.Event() for ask in schedule.asks}
-        self._outcomes = {ask.name: Outcome(ask) for ask in schedule.asks}
+        self._ended = {ask.name: asyncio.Event() for ask in (WARM_UP, *schedule.asks)}
+        self._outcomes = {ask.name: Outcome(ask) for ask in (WARM_UP, *schedule.asks)}
         self._armed: list[list[Any]] = []
         self._harmed: set[str] = set()
         self._calm = False
@@ -146,9 +146,11 @@ class _Run:
 
     async def all(self) -> list[Outcome]:
         self._publish()
+        watch = asyncio.create_task(self._engine.watch_stalls(), name="watch stalls")
+        if self._schedule.is_warm:
+            await self._client(WARM_UP)
         for fault in self._schedule.faults:
             self._arm(fault)
-        watch = asyncio.create_task(self._engine.watch_stalls(), name="watch stalls")
         async with asyncio.TaskGroup() as group:
             for ask in self._schedule.asks:
                 group.create_task(self._client(ask), name=ask.name)

@@ -9,6 +9,7 @@ import itertools
 import random
 from dataclasses import dataclass
 
+from mesh.pipeline.wire_dtype import PROMPT_ROWS
 from mesh.types import LayerRange
 from tests.pipeline.toy_mesh import PRIME, TOTAL_LAYERS
 
@@ -68,9 +69,14 @@ class Ask:
         return len(self.prompt) + self.count
 
 
+WARM_UP = Ask("warm-up", 0.0, (3, 1, 4), 11)
+"""Asked before anything else where a schedule says so."""
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One run. `has_home`: the asker can hold the whole model itself if it must."""
+    """One run. `has_home`: the asker can hold the whole model itself if it must. `is_warm`: it has
+    probed the model and measured its hops before the first fault."""
 
     seed: int
     nodes: tuple[Node, ...]
@@ -79,6 +85,7 @@ class Schedule:
     delay_s: tuple[float, float]
     stall_limit_s: float
     has_home: bool
+    is_warm: bool
 
 
 def draw(seed: int) -> Schedule:
@@ -91,6 +98,7 @@ def draw(seed: int) -> Schedule:
     return Schedule(
         seed, nodes, asks, faults, (fastest, fastest * rng.choice((1, 3, 10))),
         stall_limit_s=rng.choice((1.0, 2.0, 5.0)), has_home=rng.random() < 0.25,
+        is_warm=rng.random() < 0.75,
     )  # fmt: skip
 
 
@@ -120,7 +128,7 @@ def _nodes(rng: random.Random) -> tuple[Node, ...]:
 
 def _asks(rng: random.Random) -> tuple[Ask, ...]:
     asks: list[Ask] = []
-    taken: set[int] = set()
+    taken = {PROMPT_ROWS, WARM_UP.positions}
     for number in range(rng.choice((1, 1, 2, 3, 5))):
         rows = rng.choice((1, 2, 7, 20, 20, 30, 270)) if number == 0 else rng.randint(1, 25)
         count = rng.choice((1, 2, 8, 16))

@@ -13,11 +13,12 @@ from mesh.api.bodies import read_body
 from mesh.api.openai.answers import Head, chat_logprobs
 from mesh.api.openai.schemas import ChatBody
 from mesh.api.openai.streaming import streamed, whole
+from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations
 from mesh.types import TokenLogprob
 
 
-def routes(generations: Generations, settings: ApiSettings) -> list[Route]:
+def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -> list[Route]:
     """The endpoint's route."""
 
     async def create(request: Request) -> Response:
@@ -29,7 +30,14 @@ def routes(generations: Generations, settings: ApiSettings) -> list[Route]:
             head = Head(request_id, "chat.completion", body.model)
             return await whole(request, frames, style, head)
         head = Head(request_id, "chat.completion.chunk", body.model)
-        return streamed(frames, style, head, settings, include_usage=body.include_usage)
+        return streamed(
+            frames,
+            style,
+            head,
+            settings,
+            include_usage=body.include_usage,
+            kept=kept if body.resumable else None,
+        )
 
     return [Route("/v1/chat/completions", create, methods=["POST"])]
 

@@ -65,6 +65,7 @@ class _SamplingBody(_Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     ignore_eos: bool | None = None
+    resumable: bool | None = None
     wire_dtype: Literal["fp16", "bf16", "fp32"] | None = None
     fallback_to_local: bool | None = None
     # OpenAI's, not here

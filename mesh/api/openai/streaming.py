@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mesh.api.openai.answers import Head, diagnostic, extension, usage
+from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings
 from mesh.api.sse import DONE, PING, EventStream, encode, paced, unless_gone
 from mesh.errors import InternalError
@@ -58,9 +59,15 @@ def streamed(
     settings: ApiSettings,
     *,
     include_usage: bool,
+    kept: KeptStreams | None = None,
 ) -> Response:
-    """The answer as server-sent events."""
-    return EventStream(_chunks(paced(frames, settings.ping_s), style, head, include_usage))
+    """The answer as server-sent events; with `kept`, one that can be resumed."""
+    chunks = _chunks(paced(frames, settings.ping_s), style, head, include_usage)
+    if kept is None:
+        return EventStream(chunks)
+    kept.keep(head.id, chunks)
+    # The id is in every chunk, but a connection may break before the first.
+    return EventStream(kept.follow(head.id, -1), headers={"X-Request-Id": head.id})
 
 
 async def _chunks(

@@ -17,6 +17,7 @@ from enum import IntEnum
 from typing import Any
 
 import msgpack
+import numpy as np
 import torch
 from nnsight.intervention.source import NO_SKIP
 from transformers import modeling_outputs
@@ -149,8 +150,9 @@ class Writer:
         self,
         tensor: Callable[[torch.Tensor, Buffers], list[Any]],
         other: Callable[[Any, Path], list[Any]],
+        buffers: Buffers | None = None,
     ) -> None:
-        self.buffers: Buffers = []
+        self.buffers: Buffers = [] if buffers is None else buffers
         self._tensor = tensor
         self._other = other
 
@@ -312,11 +314,13 @@ def read_tensor(description: Any, data: memoryview, device: torch.device) -> tor
         raise _bad("a tensor of negative size")
     if math.prod(shape) * dtype.itemsize != len(data):
         raise _bad(f"{len(data)} bytes for a {name} tensor of shape {shape}")
-    if not len(data):
-        return torch.empty(shape, dtype=dtype, device=device)
-    flat = torch.frombuffer(bytearray(data), dtype=dtype)
-    # Not `reshape`: a view could not be edited in place under autograd, and nnsight asks `_base`.
-    return flat.resize_(shape).to(device)
+    # Allocated by torch: kernels give other last bits on memory that is not aligned as it aligns.
+    # And no view: it could not be edited in place under autograd, and nnsight asks for `_base`.
+    tensor = torch.empty(shape, dtype=dtype)
+    if len(data):
+        raw = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        raw[:] = np.frombuffer(data, dtype=np.uint8)
+    return tensor.to(device)
 
 
 def is_cache(value: Any) -> bool:

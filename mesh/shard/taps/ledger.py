@@ -59,6 +59,12 @@ class Ledger:
 
     def write(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
         """The entry of a tensor on its way out."""
+        entry = self.write_detached(tensor, buffers)
+        entry[2] = self._origins.leaving(entry[1], tensor)
+        return entry
+
+    def write_detached(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
+        """The same without a history, for values that are only looked at."""
         tag = self._tags.get(id(tensor))
         if tag is None:
             description: list[Any] | None = write_tensor(tensor, buffers)
@@ -69,7 +75,7 @@ class Ledger:
             self._versions[tag] = tensor._version
         else:
             description = None
-        return [int(Kind.TENSOR), tag, self._origins.leaving(tag, tensor), description]
+        return [int(Kind.TENSOR), tag, 0, description]
 
     def write_changed(self, buffers: Buffers) -> list[list[Any]]:
         """The entries of all tensors changed in place since they last crossed."""
@@ -91,6 +97,7 @@ class Ledger:
                 raise BadRequest(f"Tensor {tag} is not known here.", fix=_FIX)
             if joint:
                 self._origins.asked(joint, known)
+                self._versions[tag] = known._version
                 self._origins.settled(tag, known)
             return known
         fresh = read_tensor(description, next_buffer(), self._device)

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
+from nnsight.util import apply
 from transformers.utils.output_capturing import _active_collector
 
 from mesh.errors import BadRequest, DeviceFailed, MeshError
 from mesh.shard.taps import sources
 from mesh.shard.taps.codec import Buffers, Kind, Path, Reader, Writer, is_cache, pack, unpack
-from mesh.shard.taps.joints import ShardJoints
+from mesh.shard.taps.joints import ShardJoints, in_order_of_making
 from mesh.shard.taps.ledger import Ledger, Loose
 from mesh.shard.taps.tree import SpanTree
 from mesh.types import LayerRange
@@ -90,6 +91,10 @@ class Run:
         observed, self.observed = self.observed, []
         self.standing = {}
         changed = self._session.ledger.write_changed(writer.buffers)
+        if self.grad:
+            tensors: list[torch.Tensor] = []
+            apply(value, tensors.append, torch.Tensor)
+            changed += [writer.tensor(tensor) for tensor in in_order_of_making(tensors)]
         header = {
             "op": op,
             "visits": self._session.pattern(visits),
@@ -117,6 +122,7 @@ class TapSession:
         )
         self.sourced: dict[str, Any] = {}
         self.observed: frozenset[str] = frozenset()
+        self._observed_with_grad = False
         self._modules_sourced: set[str] = set()
         self._caches: dict[int, Any] = {}
         self._patterns: dict[tuple[tuple[str, int], ...], int] = {}
@@ -163,6 +169,7 @@ class TapSession:
             self._caches.pop(number, None)
         if header.get("obs") is not None:
             self.observed = frozenset(self._located(header["obs"]))
+            self._observed_with_grad = bool(header.get("obs_grad"))
         for base in self._located(header.get("sourced") or ()):
             self.sourced.setdefault(base, None)
 
@@ -346,7 +353,10 @@ class TapSession:
 
     def observe(self, run: Run, provider: str, value: Any) -> None:
         """Keep `value` for the next message; hand it over now when that gets large."""
-        run.observed.append([provider, run.writer.value(value)])
+        writer = run.writer
+        if not self._observed_with_grad:
+            writer = Writer(self.ledger.write_detached, self._other(run), writer.buffers)
+        run.observed.append([provider, writer.value(value)])
         if sum(map(len, run.writer.buffers)) > _MAX_OBSERVED_BYTES:
             self._converse(run, run.reply("more"))
 
@@ -354,7 +364,9 @@ class TapSession:
 
     def new_writer(self, run: Run) -> Writer:
         """A writer whose tensors are the session's."""
+        return Writer(self.ledger.write, self._other(run))
 
+    def _other(self, run: Run) -> Callable[[Any, Path], list[Any]]:
         def other(value: Any, path: Path) -> list[Any]:
             if is_cache(value):
                 for number, cache in self._caches.items():
@@ -364,7 +376,7 @@ class TapSession:
             run.standing[path] = (number, value)
             return [int(Kind.KEPT), number, type(value).__name__]
 
-        return Writer(self.ledger.write, other)
+        return other
 
     def _reader(self, run: Run, buffers: Buffers) -> Reader:
         def other(data: list[Any], path: Path) -> Any:

@@ -1,0 +1,113 @@
+"""Streams that outlive their reader's connection, for a while.
+
+A stream that was asked for with ``resumable`` is produced by a task of its own, whoever reads. Its
+events are numbered; a reader that lost its connection comes back with the last number it saw
+(``Last-Event-ID``) and gets the rest. Bounded: in number, in age, and by what a model's context
+holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from mesh.api.faults import error_body
+from mesh.api.sse import PING, encode
+from mesh.errors import Busy, InternalError, MeshError, NotFound
+
+logger = logging.getLogger(__name__)
+
+KEEP_S = 120.0
+MAX_KEPT = 32
+
+
+@dataclass(slots=True)
+class _Kept:
+    events: list[bytes] = field(default_factory=list)
+    ended: bool = False
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+
+class KeptStreams:
+    """Owns the tasks that produce resumable streams. `close` ends them."""
+
+    def __init__(self, *, keep_s: float = KEEP_S, ping_s: float = 10.0) -> None:
+        self._keep_s = keep_s
+        self._ping_s = ping_s
+        self._kept: dict[str, _Kept] = {}
+
+    def keep(self, stream_id: str, chunks: AsyncGenerator[bytes, None]) -> None:
+        """Produce `chunks` to their end, read or not. Raises Busy when too many are under way."""
+        if len(self._kept) >= MAX_KEPT:
+            ended = next((key for key, kept in self._kept.items() if kept.ended), None)
+            if ended is None:
+                raise Busy(f"{MAX_KEPT} resumable streams are under way.", fix="Wait for one.")
+            del self._kept[ended]
+        kept = self._kept[stream_id] = _Kept()
+        kept.task = asyncio.create_task(
+            self._produce(stream_id, kept, chunks), name=f"stream {stream_id}"
+        )
+
+    async def follow(self, stream_id: str, after: int) -> AsyncGenerator[bytes, None]:
+        """The events after number `after` (-1: all), to the end. Raises NotFound."""
+        kept = self._kept.get(stream_id)
+        if kept is None:
+            raise NotFound(
+                f"There is no stream {stream_id!r}, or its {self._keep_s:g} s are over.",
+                fix="Ask again; only streams asked for with `resumable` are kept.",
+            )
+        position = after + 1
+        while True:
+            while position < len(kept.events):
+                yield kept.events[position]
+                position += 1
+            if kept.ended:
+                return
+            kept.news.clear()
+            try:
+                async with asyncio.timeout(self._ping_s):
+                    await kept.news.wait()
+            except TimeoutError:
+                yield PING
+
+    async def close(self) -> None:
+        """End every stream."""
+        tasks = [kept.task for kept in self._kept.values() if kept.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._kept.clear()
+
+    async def _produce(
+        self, stream_id: str, kept: _Kept, chunks: AsyncGenerator[bytes, None]
+    ) -> None:
+        try:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    if chunk != PING:
+                        self._add(kept, chunk)
+        except MeshError as error:
+            self._add(kept, encode(error_body(error)))
+        except Exception:
+            logger.exception("stream=%s failed", stream_id)
+            failure = InternalError("The stream failed.", fix="See the log.")
+            self._add(kept, encode(error_body(failure)))
+            raise
+        finally:
+            kept.ended = True
+            kept.news.set()
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._keep_s, self._forget, stream_id, kept)
+
+    def _forget(self, stream_id: str, kept: _Kept) -> None:
+        if self._kept.get(stream_id) is kept:
+            del self._kept[stream_id]
+
+    @staticmethod
+    def _add(kept: _Kept, chunk: bytes) -> None:
+        kept.events.append(b"id: %d\n" % len(kept.events) + chunk)
+        kept.news.set()

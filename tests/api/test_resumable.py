@@ -1,0 +1,105 @@
+"""Streams that are resumed by their id after the connection broke."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from mesh.api import resumable
+from tests.api.conftest import Served
+
+
+def body(model: str, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "one two three four"}]
+    return {"model": model, "messages": messages, "stream": True, "resumable": True, **fields}
+
+
+def events(lines: list[str]) -> list[tuple[int, str]]:
+    """(id, data) of each event."""
+    found, number = [], -1
+    for line in lines:
+        if line.startswith("id: "):
+            number = int(line.removeprefix("id: "))
+        elif line.startswith("data: "):
+            found.append((number, line.removeprefix("data: ")))
+    return found
+
+
+async def rest(http: httpx.AsyncClient, stream_id: str, after: int | None) -> list[tuple[int, str]]:
+    headers = {} if after is None else {"Last-Event-ID": str(after)}
+    response = await http.get(f"/v1/streams/{stream_id}", headers=headers)
+    assert response.status_code == 200, response.text
+    return events(response.text.splitlines())
+
+
+async def test_the_rest_follows_the_last_event_seen(http: httpx.AsyncClient) -> None:
+    response = await http.post("/v1/chat/completions", json=body("echo"))
+    whole = events(response.text.splitlines())
+    stream_id = json.loads(whole[0][1])["id"]
+    assert response.headers["x-request-id"] == stream_id
+    assert [number for number, _ in whole] == list(range(len(whole)))
+    assert whole[-1][1] == "[DONE]"
+    assert await rest(http, stream_id, None) == whole
+    assert await rest(http, stream_id, 2) == whole[3:]
+    assert await rest(http, stream_id, len(whole) - 1) == []
+
+
+async def test_the_generation_goes_on_while_nobody_reads(
+    http: httpx.AsyncClient, api: Served
+) -> None:
+    async with http.stream("POST", "/v1/chat/completions", json=body("silent")) as response:
+        stream_id = response.headers["x-request-id"]
+        async for line in response.aiter_lines():
+            if line == ": ping":
+                break
+    assert not api.generations.ended["silent"].is_set()
+    reading = asyncio.create_task(rest(http, stream_id, None))
+    await asyncio.sleep(0)
+    api.generations.proceed.set()
+    found = await reading
+    assert "late" in found[1][1]
+    assert found[-1][1] == "[DONE]"
+
+
+async def test_an_error_is_kept_like_any_event(http: httpx.AsyncClient) -> None:
+    response = await http.post("/v1/chat/completions", json=body("breaks"))
+    whole = events(response.text.splitlines())
+    assert "error" in json.loads(whole[-1][1])
+    stream_id = response.headers["x-request-id"]
+    assert await rest(http, stream_id, None) == whole
+
+
+@pytest.mark.parametrize("last", ["x", "1.5", "--1"])
+async def test_an_offset_that_is_no_number_is_refused(http: httpx.AsyncClient, last: str) -> None:
+    response = await http.get("/v1/streams/any", headers={"Last-Event-ID": last})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "Last-Event-ID"
+
+
+async def test_streams_nobody_asked_to_keep_are_not_kept(http: httpx.AsyncClient) -> None:
+    response = await http.post("/v1/chat/completions", json=body("echo", resumable=False))
+    stream_id = json.loads(response.text.splitlines()[0].removeprefix("data: "))["id"]
+    assert (await http.get(f"/v1/streams/{stream_id}")).status_code == 404
+
+
+async def test_only_so_many_are_under_way_and_ended_ones_make_room(
+    http: httpx.AsyncClient, api: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumable, "MAX_KEPT", 2)
+    for _ in range(4):  # these end, and make room for each other
+        assert (await http.post("/v1/chat/completions", json=body("echo"))).status_code == 200
+    waiting = [
+        asyncio.create_task(http.post("/v1/chat/completions", json=body("silent")))
+        for _ in range(2)
+    ]
+    async with asyncio.timeout(10):
+        while len(api.generations.requests) < 6:  # noqa: ASYNC110 - the fake has no event for it
+            await asyncio.sleep(0)
+    refused = await http.post("/v1/chat/completions", json=body("echo"))
+    assert refused.status_code == 429
+    api.generations.proceed.set()
+    await asyncio.gather(*waiting)
