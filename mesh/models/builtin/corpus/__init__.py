@@ -1,0 +1,36 @@
+"""Seeded generators of the text on which the built-in model is trained.
+
+Pure Python: the same seed gives the same text everywhere. Knows nothing of tokenizers or torch.
+"""
+
+from __future__ import annotations
+
+from mesh.models.builtin.corpus.document import (
+    CHAT_TEMPLATE,
+    END,
+    END_OF_TEXT,
+    PAD,
+    SPECIAL_TOKENS,
+    Document,
+    Message,
+    render,
+)
+from mesh.models.builtin.corpus.mixture import (
+    held_out_documents,
+    language_documents,
+    training_documents,
+)
+
+__all__ = [
+    "CHAT_TEMPLATE",
+    "END",
+    "END_OF_TEXT",
+    "PAD",
+    "SPECIAL_TOKENS",
+    "Document",
+    "Message",
+    "held_out_documents",
+    "language_documents",
+    "render",
+    "training_documents",
+]

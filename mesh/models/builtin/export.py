@@ -1,0 +1,150 @@
+"""Write a trained model as a standard Hugging Face checkpoint directory, model card included.
+
+Every file is replaced as a whole, so a reader of the directory never sees half a file. Knows
+nothing of how the model was trained beyond what it is told for the card.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from mesh.models.builtin.corpus import END, END_OF_TEXT, PAD
+from mesh.models.builtin.vocabulary import tokenizer_config
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the model card says about a training run."""
+
+    command: str
+    steps: int
+    tokens: int
+    held_out_texts: int
+    held_out_loss: float
+
+
+def write_checkpoint(folder: Path, model: Any, tokenizer: Tokenizer, run: Run) -> None:
+    """Write weights (fp16), config, tokenizer, generation config and card into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    architecture = {"architectures": ["LlamaForCausalLM"], "dtype": "float16"}
+    settings = model.config.to_diff_dict() | architecture
+    stop = [tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END)]
+    generation = {
+        "eos_token_id": stop,
+        "pad_token_id": tokenizer.token_to_id(PAD),
+        "do_sample": False,
+    }
+    texts = {
+        "config.json": _json(settings),
+        "generation_config.json": _json(generation),
+        "tokenizer.json": tokenizer.to_str(pretty=False) + "\n",
+        "tokenizer_config.json": tokenizer_config(model.config.max_position_embeddings),
+    }
+    for name, text in texts.items():
+        _replace(folder / name, _writer(text))
+    weights = {
+        name: tensor.detach().to(torch.float16).contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"  # tied to the embedding, which is stored
+    }
+    _replace(
+        folder / "model.safetensors",
+        lambda path: save_file(weights, path, metadata={"format": "pt"}),
+    )
+    _replace(folder / "README.md", _writer(model_card(model, run)))
+
+
+def model_card(model: Any, run: Run) -> str:
+    """The text of README.md."""
+    config = model.config
+    parameters = sum(p.numel() for p in model.parameters())
+    return f"""---
+license: apache-2.0
+language: en
+pipeline_tag: text-generation
+library_name: transformers
+---
+
+# The built-in model of hearthnet
+
+A very small language model that ships inside hearthnet, so that the demo, the documentation and
+the tests work offline with answers a person can read. It tells short stories, adds small numbers,
+makes small talk and answers questions about hearthnet.
+
+## Architecture
+
+`LlamaForCausalLM`, {parameters / 1e6:.2f} M parameters: {config.num_hidden_layers} layers, hidden
+size {config.hidden_size}, {config.num_attention_heads} attention heads on
+{config.num_key_value_heads} key-value heads, feed-forward size {config.intermediate_size}, tied
+embeddings, {config.max_position_embeddings} positions. Byte-level BPE tokenizer with
+{config.vocab_size} tokens; any Unicode text survives it. Weights are fp16 safetensors.
+
+Chats are written `<|user|>`, `<|assistant|>` or `<|system|>`, a line break, the text, `<|end|>`
+and a line break; the tokenizer's chat template does this. A text ends with `<|endoftext|>`.
+
+## Data
+
+All text comes from the seeded generators in `mesh/models/builtin/corpus`. Nothing was downloaded
+and no other model was used. About one text in thirty-two, chosen by a hash of its bytes, is held
+out and never trained on.
+
+## Training
+
+Trained from random weights for {run.steps} steps ({run.tokens / 1e6:.1f} M tokens) on a CPU. The
+command that trains it again:
+
+```
+{run.command}
+```
+
+The generators and the order of the texts repeat exactly for a seed; the last bits of the weights
+depend on the number of threads and the version of torch.
+
+## Result
+
+| | |
+|---|---|
+| held-out texts | {run.held_out_texts} |
+| held-out loss (nats per token) | {run.held_out_loss:.4f} |
+| held-out perplexity | {math.exp(run.held_out_loss):.3f} |
+
+The held-out texts come from the same generators as the training texts. The numbers say how well
+the model has learned that small language, and nothing about English at large.
+
+## Limits
+
+It knows only what its generators say. It makes mistakes with numbers above twenty, invents
+details in stories, and forgets the beginning of long conversations. It must not be used for
+anything that matters. It speaks only English.
+
+## License
+
+Apache-2.0, like the rest of hearthnet.
+"""
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"
+
+
+def _writer(text: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(text, encoding="utf-8")
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a neighbour of `path`, then put it in its place."""
+    part = path.with_name(f".{path.name}.part")
+    write(part)
+    part.chmod(0o644)  # safetensors writes for its owner only, but a package is read by everyone
+    part.replace(path)
