@@ -93,6 +93,8 @@ class DistributedInferenceSection(BaseModel):
     """A shard that was silent for this long counts as lost."""
     fallback_to_local: bool = True
     """Answer from a local model when the mesh cannot and the model fits here."""
+    spot_check_probability: float = Field(default=0.01, ge=0, le=1)
+    """How often a step of another node's shard is checked against a third machine; 0: never."""
     fallback_to_local_after_failures: int = Field(default=2, ge=1, le=16)
     """The how-manieth lost hop of one answer sends the rest of it to the local model."""
     activation_dtype: Literal["fp16", "bf16", "fp32"] = "fp16"

@@ -28,8 +28,10 @@ from mesh.discovery.events import PeerEvent
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.peering import Peering, PeeringSettings
 from mesh.errors import AlreadyRunning
+from mesh.health.detector import FailureDetector, NodeHealth, Verdict
 from mesh.health.eventstream import EventStream
 from mesh.health.metrics import Metrics
+from mesh.health.peerwatch import PeerWatch
 from mesh.identity.keys import NodeKey, load_or_create
 from mesh.models.local import LocalModel, find_local_models, require_memory
 from mesh.paths import StatePaths, cache_dir
@@ -37,7 +39,8 @@ from mesh.pipeline.asker import AskerProcess, Askers, AskerSpec
 from mesh.routing.cover import Candidate, missing_layers
 from mesh.runtime import DaemonRecord, read_daemon
 from mesh.shard.hosting import HostSpec, ShardHost
-from mesh.types import LayerRange, ModelId, RouteHop
+from mesh.types import LayerRange, ModelId, NodeId, RouteHop
+from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.messages import Hello
 
 logger = logging.getLogger(__name__)
@@ -61,6 +64,10 @@ class Node:
         self._metrics = Metrics()
         timeout_s = config.distributed.shard_health_timeout_seconds
         self._store = ShardStore(self._clock, expiry_s=timeout_s * EXPIRY_FACTOR)
+        # A peer is heard with every ping of its link and every renewal of its advertisement.
+        expected_s = min(DEFAULT_LIMITS.ping_interval_s, timeout_s / 3)
+        detector = FailureDetector(self._clock, expected_s=expected_s, ceiling_s=timeout_s)
+        self._watch = PeerWatch(detector, self._silences, self._on_verdict)
         self._host = ShardHost(HostSpec({}, ()), self.asker_changed)
         self._askers: dict[ModelId, AskerProcess] = {}
         self._peering: Peering | None = None
@@ -78,6 +85,7 @@ class Node:
         self._start_askers()
         await self._start_api()
         self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
+        self._tasks.append(asyncio.create_task(self._watch.run(), name="watch peers"))
 
     async def stop(self) -> None:
         """Say goodbye first, so that nobody routes here any more; then end the processes.
@@ -166,6 +174,7 @@ class Node:
             "cache_dir": str(cache_dir()),
             "fallback_to_local": distributed.fallback_to_local,
             "fallback_after": distributed.fallback_to_local_after_failures,
+            "spot_check_probability": distributed.spot_check_probability,
         }
         options = {
             "dtype": self._config.dtype,
@@ -199,6 +208,7 @@ class Node:
             host=self._host,
             events=self._events,
             metrics=self._metrics,
+            verdict=self._watch.verdict,
         )
         generations = Askers(
             self._askers,
@@ -253,11 +263,23 @@ class Node:
         if not self._is_distributed:
             own = [s for s in self._served() if s.descriptor.model_id == model_id]
             return [encode(shard) for shard in own]
-        return [encode(shard) for shard in self._store.shards(model_id)]
+        return [
+            {**encode(shard), "verdict": verdict.value}
+            for shard in self._store.shards(model_id)
+            if (verdict := self._watch.verdict(shard.descriptor.host)) is not Verdict.LOST
+        ]
 
     def latencies(self, shards: dict[str, list[float]]) -> None:
         """See `AskerOwner`."""
         self._metrics.latencies(shards)
+
+    def asker_event(self, event: dict[str, Any]) -> None:
+        """See `AskerOwner`."""
+        kind = event["type"]
+        logger.warning("%s %s", kind, " ".join(f"{k}={v}" for k, v in event.items() if k != "type"))
+        if kind in ("shard_corrupt", "shard_lied"):
+            self._metrics.corruption()
+        self._events.emit(kind, **{key: value for key, value in event.items() if key != "type"})
 
     async def load_locally(self, model_id: ModelId) -> list[RouteHop]:
         """See `AskerOwner`."""
@@ -288,6 +310,17 @@ class Node:
         kind = fields.pop("type")
         logger.info("%s %s", kind, " ".join(f"{k}={v}" for k, v in fields.items()))
         self._events.emit(kind, **fields)
+
+    def _silences(self) -> list[tuple[NodeId, float]]:
+        return self._peering.silences() if self._peering is not None else []
+
+    def _on_verdict(self, node_id: NodeId, health: NodeHealth) -> None:
+        logger.info("node=%s is %s, silent for %.1f s", node_id, health.verdict, health.silent_s)
+        self._events.emit(
+            f"node_{health.verdict}", node_id=node_id, silent_s=round(health.silent_s, 1)
+        )
+        for asker in self._askers.values():
+            asker.push_shards()
 
     async def _push_shards(self) -> None:
         """Keep the askers' view of the mesh current: at every change, at most once per loop."""

@@ -16,6 +16,6 @@ from blockbuster import BlockBuster, blockbuster_ctx
 
 @pytest.fixture(autouse=True)
 def _loop_is_never_blocked(request: pytest.FixtureRequest) -> Iterator[BlockBuster | None]:
-    """Fail a test in which hearthnet's own code blocks the event loop on a file, socket or sleep."""
+    """Fail a test in which our own code blocks the event loop on a file, socket or sleep."""
     with blockbuster_ctx(scanned_modules=["mesh", "tui"]) as guard:
         yield guard

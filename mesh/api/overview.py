@@ -11,14 +11,15 @@ from typing import Any
 
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
-from mesh.discovery.sightings import PeerView
+from mesh.discovery.sightings import PeerState, PeerView
+from mesh.health.detector import Verdict
 from mesh.health.eventstream import EventStream
 from mesh.health.metrics import Metrics
 from mesh.models.local import LocalModel
 from mesh.pipeline.asker import AskerProcess
 from mesh.routing.cover import Candidate, missing_layers
 from mesh.shard.hosting import ShardHost
-from mesh.types import LayerRange, ModelId
+from mesh.types import LayerRange, ModelId, NodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class NodeParts:
     host: ShardHost
     events: EventStream
     metrics: Metrics
+    verdict: Callable[[NodeId], Verdict]
 
 
 class Overview:
@@ -70,9 +72,10 @@ class Overview:
                     "address": peer.address,
                     "state": peer.state.value,
                     "reason": peer.reason,
+                    "verdict": self._verdict(peer),
                     "rtt_ms": None if peer.rtt_ms is None else round(peer.rtt_ms, 3),
                     "software": view.info.software if view else None,
-                    "shards": [_shard(shard) for shard in view.shards] if view else [],
+                    "shards": [self._seen(shard) for shard in view.shards] if view else [],
                 }
             )
         return rows
@@ -128,6 +131,21 @@ class Overview:
         return self._parts.metrics.render()
 
     # Private
+
+    def _verdict(self, peer: PeerView) -> str | None:
+        """What the failure detector thinks of a linked peer; None for one that is not linked."""
+        if peer.node_id is None or peer.state is not PeerState.UP:
+            return None
+        return self._parts.verdict(peer.node_id).value
+
+    def _seen(self, shard: Advertisement) -> dict[str, Any]:
+        """A peer's shard with its standing at this node's asker; None when nothing is known."""
+        descriptor = shard.descriptor
+        asker = self._parts.askers.get(descriptor.model_id)
+        key = (descriptor.host, descriptor.shard_id)
+        standings = asker.standings if asker is not None else []
+        known = [row for row in standings if (row["host"], row["shard_id"]) == key]
+        return {**_shard(shard), "standing": known[0] if known else None}
 
     def _local_model(self, model: LocalModel) -> dict[str, Any]:
         shards = self._parts.store.shards(model.model_id, model.weights_sha256)

@@ -155,6 +155,10 @@ class Peering:
         up = {view.node_id for view in linked}
         return linked + [view for view in self._sightings.rows() if view.node_id not in up]
 
+    def silences(self) -> list[tuple[NodeId, float]]:
+        """Every linked peer and for how many seconds nothing came from it."""
+        return [(end.hello.node_id, end.link.silent_s) for end in self._links.all()]
+
     # Telling.
 
     async def _keep_telling(self) -> None:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mesh.errors import BadEvent
+from mesh.events import pages
 from mesh.events.migrations import migrate
 from mesh.events.opening import BEHIND, HEARTH, OWN_HEAD, connect, digest, note, put_note
 from mesh.events.types import GENESIS, Event, decode
 from mesh.types import NodeId
 
 _SIDE_FILES = ("-wal", "-shm")
-_SMALLEST_ROW_BYTES = 128
+_EVENT_COLUMNS, _ORPHAN_COLUMNS = 7, 4
 _LOST_OWN_HEAD = "damaged"
 
 
@@ -59,7 +59,7 @@ def repair(path: Path, hearth_id: str) -> Repaired:
 
 
 class _Salvage:
-    """Reads what can be read; `unreadable` counts rows and ranges that could not."""
+    """What can still be read; `unreadable` counts rows and tables that could not."""
 
     def __init__(self, path: Path, hearth_id: str) -> None:
         self.unreadable = 0
@@ -67,65 +67,37 @@ class _Salvage:
         self.forks: list[tuple[object, ...]] = []
         self.own_head: bytes | None = None
         self.behind: bytes | None = None
-        self._hearth_id = hearth_id
+        for columns in pages.rows(path):
+            event = _event(columns)
+            if event is not None and event.hearth_id == hearth_id:
+                self.events.setdefault((event.author, event.seq), event)
         # Read-only also keeps SQLite from copying the write-ahead log into a damaged file.
         address = f"{path.absolute().as_uri()}?mode=ro"
         with closing(sqlite3.connect(address, uri=True, isolation_level=None)) as source:
-            self._read(source, path)
+            self._read(source)
 
-    def _read(self, source: sqlite3.Connection, path: Path) -> None:
-        # A row takes more bytes than this, so no rowid is larger.
-        highest = _size(path) // _SMALLEST_ROW_BYTES + 1
-        columns = "SELECT digest, body, signature FROM events"
-        for row in self._range(source, f"{columns} WHERE rowid BETWEEN ? AND ?", 1, highest):
-            self._keep(row)
-        for row in self._range(
-            source,
-            "SELECT NULL, body, signature FROM orphans WHERE rowid BETWEEN ? AND ?",
-            1,
-            highest,
-        ):
-            self._keep(row)
+    def _read(self, source: sqlite3.Connection) -> None:
         try:
-            self.forks = source.execute("SELECT * FROM forks").fetchall()
             self.own_head = note(source, OWN_HEAD)
             self.behind = note(source, BEHIND)
+            self.forks = source.execute("SELECT * FROM forks").fetchall()
+            (count,) = source.execute("SELECT max(rowid) FROM events").fetchone()
+            self.unreadable += max(0, (count or 0) - len(self.events))
         except sqlite3.DatabaseError:
             self.unreadable += 1
 
-    def _range(
-        self, source: sqlite3.Connection, query: str, low: int, high: int
-    ) -> Iterator[tuple[object, ...]]:
-        """All readable rows of a range; halves it around what cannot be read."""
-        try:
-            yield from source.execute(query, (low, high)).fetchall()
-        except sqlite3.DatabaseError as error:
-            if low == high or "no such table" in str(error) or _is_not_a_database(error):
-                self.unreadable += 1
-                return
-            middle = (low + high) // 2
-            yield from self._range(source, query, low, middle)
-            yield from self._range(source, query, middle + 1, high)
 
-    def _keep(self, row: tuple[object, ...]) -> None:
-        stored, body, signature = row
-        if type(body) is not bytes or type(signature) is not bytes:
-            self.unreadable += 1
-            return
-        try:
-            event = decode(body, signature)
-        except BadEvent:
-            self.unreadable += 1
-            return
-        whole = stored is None or stored == digest(body, signature)
-        if whole and event.hearth_id == self._hearth_id:
-            self.events[event.author, event.seq] = event
-        else:
-            self.unreadable += 1
-
-
-def _is_not_a_database(error: sqlite3.DatabaseError) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_NOTADB
+def _event(columns: list[bytes]) -> Event | None:
+    """The event of a row of `events` or `orphans`; None for other rows and damaged ones."""
+    if len(columns) not in (_EVENT_COLUMNS, _ORPHAN_COLUMNS):
+        return None
+    body, signature = columns[-2:]
+    if len(columns) == _EVENT_COLUMNS and columns[4] != digest(body, signature):
+        return None
+    try:
+        return decode(body, signature)
+    except BadEvent:
+        return None
 
 
 def _write(target: sqlite3.Connection, salvage: _Salvage, hearth_id: str) -> tuple[int, int]:
@@ -179,10 +151,6 @@ def _free_name(path: Path) -> Path:
         if not name.exists() and not Path(f"{name}-wal").exists():
             return name
     raise FileExistsError(f"there are 10000 damaged logs beside {path}")
-
-
-def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in (path, Path(f"{path}-wal")) if file.exists())
 
 
 def _sync(path: Path) -> None:

@@ -31,6 +31,9 @@ _LEAST_DEVIATION = 0.25
 """Of the mean: measured deviations of a quiet network are too good to be true."""
 
 _LATE_S = 0.2
+_SAME_S = 0.05
+"""Two ways to tell the time of one arrival differ by less."""
+
 _MOST_STRETCH = 4.0
 
 
@@ -80,7 +83,7 @@ class FailureDetector:
         if arrivals is None:
             if len(self._nodes) < MAX_NODES:
                 self._nodes[node_id] = _Arrivals(at)
-        elif at > arrivals.last:
+        elif at > arrivals.last + _SAME_S:
             # A burst of news does not promise that the next one comes as soon.
             arrivals.intervals.append(max(self._expected_s, at - arrivals.last))
             arrivals.last = at

@@ -60,6 +60,11 @@ class Metrics:
             "Generations that went on at home after the mesh failed them.",
             registry=registry,
         )
+        self._corrupt = Counter(
+            _PREFIX + "shard_corruption_detected",
+            "Answers refused: NaN, Inf, an absurd norm or shape, or a lie that was found out.",
+            registry=registry,
+        )
         self._tokens = Counter("hearthnet_tokens", "Tokens generated.", registry=registry)
         self._aborted = Counter(
             "hearthnet_pipelines_aborted", "Pipelines nobody could repair.", registry=registry
@@ -89,6 +94,10 @@ class Metrics:
             series = self._shard_latency.labels(shard_id=shard_id)
             for value in values:
                 series.observe(value)
+
+    def corruption(self) -> None:
+        """A hop's answer was refused."""
+        self._corrupt.inc()
 
     def peers(self, up: int) -> None:
         """How many peers are linked now."""

@@ -32,7 +32,7 @@ MAX_GUESSES = 3
 _SCHEME = "HEARTHNET:"
 _SECRET_BYTES = 16
 _LINK_VERSION = 1
-_CODE = re.compile(r"([a-z]+)-([a-z]+)-(\d\d)")
+_CODE = re.compile(r"([a-z]+)-([a-z]+)-([0-9]{2})")
 
 
 class Form(StrEnum):

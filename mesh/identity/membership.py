@@ -86,11 +86,13 @@ class HearthRules:
         return replace(roster, keys=keys, deciders=lenient.deciders)
 
 
-def verify(event: SignedEvent, membership: Roster) -> bool | None:
+def verify(event: SignedEvent, membership: object) -> bool | None:
     """The log's `Verify`: whether the author signed the event; None when its key is unknown.
 
-    The founding event brings its author's key along: the hearth id is made from it.
+    `membership` is the `Roster` that `HearthRules.derive` made. The founding event brings its
+    author's key along: the hearth id is made from it.
     """
+    assert isinstance(membership, Roster)  # noqa: S101 - the log hands back what we made
     key = membership.keys.get(event.author)
     if key is None and event.type == decisions.FOUNDED:
         key = _founder_key(event, membership.hearth_id)

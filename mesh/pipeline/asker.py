@@ -57,6 +57,9 @@ class AskerOwner(Protocol):
     def latencies(self, shards: dict[str, list[float]]) -> None:
         """Milliseconds of steps per shard."""
 
+    def asker_event(self, event: dict[str, Any]) -> None:
+        """Something that people should know; has a ``type``."""
+
     async def load_locally(self, model_id: ModelId) -> list[RouteHop]:
         """Hops over the whole model on this machine. Raises MeshError when it cannot hold it."""
 
@@ -68,6 +71,7 @@ class AskerProcess:
         self.spec = spec
         self.reasons: list[str] = []
         self.generations: list[dict[str, Any]] = []
+        self.standings: list[dict[str, Any]] = []
         self.error: MeshError | None = None
         self._owner = owner
         self._loading: asyncio.Task[None] | None = None
@@ -199,6 +203,10 @@ class AskerProcess:
                 self._owner.asker_changed()
             case "generations":
                 self.generations = message["generations"]
+            case "standings":
+                self.standings = message["standings"]
+            case "event":
+                self._owner.asker_event(message["event"])
             case "latencies":
                 self._owner.latencies(message["shards"])
             case "local":

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from mesh.errors import MeshError
-from mesh.health.agreement import digest, disagreement, tolerance
+from mesh.health.agreement import Tolerance, digest, disagreement, tolerance
 from mesh.health.sanity import Floats, rows_as_floats
 from mesh.health.standing import Standings
 from mesh.pipeline.history import History, rows_of
@@ -52,10 +52,12 @@ class AuditSettings:
     """`probability` that a step of a hop is checked; 0 switches all checks off.
 
     `own_host` is this machine, whose own shards need no check and whose word needs no vote.
+    `routed`: the model sends rows to experts, so that honest hosts may differ by much.
     """
 
     probability: float
     own_host: str
+    routed: bool = False
     timeout_s: float = 30.0
 
 
@@ -241,7 +243,7 @@ class Auditor:
     async def _compare(self, record: _Record, shadow: Shadow) -> _Mismatch | None:
         """Bring the shadow up to the hop's last answer; the first rows where it differs."""
         station = record.station
-        allowed = tolerance(station.terms.wire_dtype, station.hop.shard, shadow.hop.shard)
+        allowed = self._tolerance(station, station.hop.shard, shadow.hop.shard)
         # Both before the first await: the generation goes on, and may even go back.
         start = max(shadow.length, record.start)
         said = record.rows(start, record.end)
@@ -296,9 +298,9 @@ class Auditor:
         finally:
             if third is not None:
                 third.close()
-        wire, judge = station.terms.wire_dtype, third.hop.shard
-        accused = disagreement(found.said, rows, tolerance(wire, checked, judge)) > 1.0
-        doubter = disagreement(found.other, rows, tolerance(wire, reference, judge)) > 1.0
+        judge = third.hop.shard
+        accused = disagreement(found.said, rows, self._tolerance(station, checked, judge)) > 1.0
+        doubter = disagreement(found.other, rows, self._tolerance(station, reference, judge)) > 1.0
         if accused == doubter:
             return None
         return checked if accused else reference
@@ -342,6 +344,12 @@ class Auditor:
         shard = candidate.descriptor
         other_class = shard.determinism_class != checked.determinism_class
         return (not candidate.is_self, other_class, candidate.queue_depth, self._rng.random())
+
+    def _tolerance(
+        self, station: Station, one: ShardDescriptor, other: ShardDescriptor
+    ) -> Tolerance:
+        wire, routed = station.terms.wire_dtype, self._settings.routed
+        return tolerance(wire, one, other, routed=routed)
 
     def _is_own(self, shard: ShardDescriptor) -> bool:
         return shard.host == self._settings.own_host

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,6 +86,11 @@ class CheckpointText:
         return self._tokenizer.token_text(token_id)
 
 
+def _is_routed(config: Mapping[str, Any]) -> bool:
+    text = config.get("text_config") or {}
+    return any("expert" in key and value for key, value in {**config, **text}.items())
+
+
 def load_asker(
     directory: Path, model_id: ModelId, options: AskerOptions
 ) -> tuple[AskerModel, list[str]]:
@@ -108,5 +115,6 @@ def load_asker(
         max_positions=manifest.max_positions or DEFAULT_MAX_POSITIONS,
         ends=CheckpointEnds(ends, device.value, dtype.value),
         text=CheckpointText(Tokenizer.load(manifest), manifest.vocab_size),
+        routed=_is_routed(manifest.config),
     )
     return model, [device.reason, dtype.reason, threads.reason, kernels.reason]

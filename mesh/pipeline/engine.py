@@ -130,7 +130,9 @@ class Engine:
             self.shards,
             self.oversight.standings,
             self.oversight.found,
-            AuditSettings(settings.spot_check_probability, own_host=hello.node_id),
+            AuditSettings(
+                settings.spot_check_probability, own_host=hello.node_id, routed=model.routed
+            ),
             random.Random(),  # noqa: S311 - a host that could predict it would need our memory
         )
         self._orchestrator: PipelineOrchestrator | None = None

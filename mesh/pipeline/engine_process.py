@@ -69,7 +69,9 @@ class EngineProcess:
         self._readers: dict[str, _Reader] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._reported: list[dict[str, Any]] = []
+        self._standings: list[dict[str, Any]] = []
         self._stopped = asyncio.Event()
+        self._shards: list[dict[str, Any]] = []
         self._local: asyncio.Future[tuple[RouteHop, ...]] | None = None
 
     async def run(self) -> None:
@@ -86,23 +88,28 @@ class EngineProcess:
         match message["op"]:
             case "start":
                 self._spawn(self._start(message), "start")
-            case "shards" if self._engine is not None:
-                self._engine.shards.replace(message["shards"])
+            case "shards":
+                self._shards = message["shards"]
+                if self._engine is not None:
+                    self._engine.shards.replace(self._shards)
             case "generate":
                 self._generate(message["id"], message["request"])
-            case "credit":
-                reader = self._readers.get(message["id"])
-                if reader is not None:
-                    reader.credits += message["frames"]
-                    reader.refilled.set()
-            case "cancel":
-                reader = self._readers.get(message["id"])
-                if reader is not None and reader.task is not None:
-                    reader.task.cancel()
+            case "credit" | "cancel":
+                self._about_reader(message)
             case "local":
                 self._local_answer(message)
             case "stop":
                 self._stopped.set()
+
+    def _about_reader(self, message: ChannelMessage) -> None:
+        reader = self._readers.get(message["id"])
+        if reader is None:
+            return  # its generation ended meanwhile
+        if message["op"] == "credit":
+            reader.credits += message["frames"]
+            reader.refilled.set()
+        elif reader.task is not None:
+            reader.task.cancel()
 
     async def _start(self, message: ChannelMessage) -> None:
         try:
@@ -118,7 +125,8 @@ class EngineProcess:
             self._send({"op": "failed", "error": error.to_dict()})
             return
         self._engine = Engine(model, Hello(**message["hello"]), settings, self._local_model)
-        self._engine.shards.replace(message["shards"])
+        # What came while the ends were loading is newer than what came with the command.
+        self._engine.shards.replace(self._shards or message["shards"])
         self._spawn(self._engine.watch_stalls(), "watch stalls")
         self._spawn(expire_regularly(self._engine.sessions, EXPIRY_TICK_S), "expire parked")
         self._spawn(self._report(), "report generations")
@@ -190,6 +198,7 @@ class EngineProcess:
             latencies = self._engine.take_latencies() if self._engine is not None else {}
             if latencies:
                 self._send({"op": "latencies", "shards": latencies})
+            self._send_oversight()
             await asyncio.sleep(REPORT_TICK_S)
 
     def _send_generations(self) -> None:
@@ -197,6 +206,16 @@ class EngineProcess:
         if live != self._reported:
             self._reported = live
             self._send({"op": "generations", "generations": live})
+
+    def _send_oversight(self) -> None:
+        if self._engine is None:
+            return
+        for event in self._engine.oversight.take_events():
+            self._send({"op": "event", "event": event})
+        standings = self._engine.oversight.rows()
+        if standings != self._standings:
+            self._standings = standings
+            self._send({"op": "standings", "standings": standings})
 
     def _send(self, message: ChannelMessage) -> None:
         if self._channel is not None:

@@ -60,3 +60,5 @@ class AskerModel:
     max_positions: int
     ends: Ends
     text: Text
+    routed: bool = False
+    """Whether rows go to experts, so that honest machines may differ after a near tie."""

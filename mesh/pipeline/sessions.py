@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mesh.clock import Clock
-from mesh.errors import LinkLost, MeshError
+from mesh.errors import LinkLost, MeshError, NoRoute
 from mesh.pipeline.chain import Chain, HopLost, raise_if_hopeless
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.station import Overseer, SessionTerms
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 MAX_PARKED = 4
 PARKED_SECONDS = 600.0
 MAX_PARKED_BYTES = 512 << 20
-_OPEN_ATTEMPTS = 8
 
 
 @dataclass(slots=True)
@@ -146,28 +145,30 @@ class Sessions:
 
     async def _open(self, terms: SessionTerms, total_layers: int) -> GenerationSession:
         """On a route where every hop admits it: a hop at its limit makes the router pick again."""
-        refused: set[ShardKey] = set()
-        for _ in range(_OPEN_ATTEMPTS):
-            pipeline = self._router.pick(
-                terms.model_id,
-                terms.weights_sha256,
-                total_layers,
-                pipeline_id=uuid.uuid4().hex[:12],
-                now=self._clock.now(),
-                exclude=refused,
-            )
+        refused: dict[ShardKey, HopLost] = {}
+        while True:
+            try:
+                pipeline = self._router.pick(
+                    terms.model_id,
+                    terms.weights_sha256,
+                    total_layers,
+                    pipeline_id=uuid.uuid4().hex[:12],
+                    now=self._clock.now(),
+                    exclude=refused,
+                )
+            except NoRoute as nobody:
+                raise _with_refusals(nobody, refused.values()) from None
             timeout_s = self._settings.open_timeout_s
             chain = Chain(self._lines, terms, self._overseer, open_timeout_s=timeout_s)
             try:
                 await chain.open(pipeline.hops)
             except HopLost as lost:
                 raise_if_hopeless(lost)
-                refused.add(key_of(lost.hop.shard))
+                # Each round excludes one shard more, so this ends.
+                refused[key_of(lost.hop.shard)] = lost
                 logger.info("shard=%s refused: %s", lost.hop.shard.shard_id, lost.error)
-                last = lost.error
                 continue
             return GenerationSession(chain, pipeline)
-        raise last
 
     def _take_parked(
         self, prompt: Sequence[int], terms: SessionTerms
@@ -209,6 +210,12 @@ def replaced(
         (*pipeline.hops[:index], *hops, *pipeline.hops[index + count :]),
         pipeline.established_at,
     )
+
+
+def _with_refusals(nobody: NoRoute, refused: Iterable[HopLost]) -> NoRoute:
+    """The router's error with what each shard that was asked said."""
+    said = "".join(f" {lost.hop.shard.node_name}: {lost.error.message}" for lost in refused)
+    return NoRoute(nobody.message + said, fix=nobody.fix) if said else nobody
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -24,7 +24,7 @@ from mesh.types import GenerationRequest, WireDtype
 PROMPTS = 3
 PROMPT_ROWS = 12
 _MOST_TEXT_ROWS = 64
-_TEXT = "1. The river froze; nobody crossed.\n\n2. \"Why?\" - because (they said) 40 % was ice.\n"
+_TEXT = '1. The river froze; nobody crossed.\n\n2. "Why?" - because (they said) 40 % was ice.\n'
 """Sentence ends, line breaks and digits are where models keep their largest activations."""
 
 MAX_RELATIVE_ERROR = 1e-2

@@ -126,7 +126,7 @@ def _no_route(
     reasons = "".join(
         [
             f" At their limit of concurrent streams: {', '.join(full)}." if full else "",
-            f" Failed during this request: {', '.join(failed)}." if failed else "",
+            f" Tried in vain: {', '.join(failed)}." if failed else "",
         ]
     )
     return NoRoute(

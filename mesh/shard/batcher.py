@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,6 +41,8 @@ class DeviceQueue:
         self._pumping = False
         self._scheduled = False
         self._short_had_its_turn = False
+        self._visits: deque[tuple[Callable[[], Any], Callable[[Future[Any]], None]]] = deque()
+        self._visitor_had_its_turn = False
         self.sessions = 0
         """How many sessions may send steps now; with one there is nothing to collect."""
 
@@ -57,6 +59,15 @@ class DeviceQueue:
         else:
             self._schedule()
 
+    def visit(self, work: Callable[[], T], done: Callable[[Future[T]], None]) -> None:
+        """Run `work` on the compute thread, in turns with steps; then `done`, on the event loop.
+
+        Work that takes longer than a step should end early and come again.
+        """
+        self._visits.append((work, done))
+        if not (self._busy or self._pumping or self._scheduled):
+            self._schedule()
+
     async def load(self, work: Callable[[], T]) -> T:
         """Run blocking `work` (loading, freeing weights) outside the event loop, in order."""
         return await self._loop.run_in_executor(self._loading_thread, work)
@@ -65,6 +76,7 @@ class DeviceQueue:
         """Drop what waits and let the threads end after what they are doing."""
         self._short.clear()
         self._long.clear()
+        self._visits.clear()
         self._compute_thread.shutdown(wait=False, cancel_futures=True)
         self._loading_thread.shutdown(wait=False, cancel_futures=True)
 
@@ -76,8 +88,14 @@ class DeviceQueue:
         self._scheduled = False
         if self._busy or self._pumping:
             return
+        if self._visits and not self._visitor_had_its_turn:
+            self._admit_visitor()
+            return
+        self._visitor_had_its_turn = False
         turn = self._next_turn()
         if turn is None:
+            if self._visits:
+                self._admit_visitor()
             return
         if not turn.is_quick:
             self._busy = True
@@ -90,7 +108,7 @@ class DeviceQueue:
             self._deliver(turn, compute(turn))
         finally:
             self._pumping = False
-            if self._short or self._long:
+            if self._short or self._long or self._visits:
                 # Not at once: the loop first reads what arrived while it computed.
                 self._schedule()
 
@@ -103,6 +121,27 @@ class DeviceQueue:
         self._pumping = True
         try:
             self._deliver(turn, done.result())
+        finally:
+            self._pumping = False
+            if not self._scheduled:
+                self._schedule()
+
+    def _admit_visitor(self) -> None:
+        self._visitor_had_its_turn = True
+        self._busy = True
+        work, done = self._visits.popleft()
+        future = self._compute_thread.submit(work)
+        future.add_done_callback(lambda result: self._say_goodbye(result, done))
+
+    def _say_goodbye(self, result: Future[Any], done: Callable[[Future[Any]], None]) -> None:
+        if not result.cancelled() and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._visited, result, done)
+
+    def _visited(self, result: Future[Any], done: Callable[[Future[Any]], None]) -> None:
+        self._busy = False
+        self._pumping = True
+        try:
+            done(result)
         finally:
             self._pumping = False
             if not self._scheduled:

@@ -26,6 +26,7 @@ from mesh.shard.loading import HostedOn, LoadedShard, ShardRequest, load_shard
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
 from mesh.shard.settings import ShardSettings
+from mesh.shard.taps.server import TapServer
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId, ShardDescriptor, ShardId, shard_id
 from mesh.wire.link import Link, LinkHandler
@@ -142,7 +143,7 @@ class ShardProcess:
         )
         server.on_change(self._changed.set)
         await server.start()
-        self._service.add(server)
+        self._service.add(server, TapServer(server, loaded.load_plain, queue))
         self._changed.set()
         return _loaded(loaded)
 

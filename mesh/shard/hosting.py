@@ -128,12 +128,16 @@ class ShardHost:
         if task is None:
             return
         self._is_stopping = True
+        child = self._child
         self._tell({"op": "stop", "grace_s": grace_s})
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s + STOP_TIMEOUT_S):
                 await self._gone.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        if child is not None:
+            # The task was most likely cancelled just while it waited for the process to end.
+            await child.stop(STOP_TIMEOUT_S)
 
     async def stop(self) -> None:
         """End the process and wait for it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from mesh.models.load import load_span
+from mesh.models.load import LoadedSpan, load_span
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.shard.device import DTYPES, choose_dtype, determinism_class, dtype_name, short_dtype_name
 from mesh.shard.runtime import SpanRuntime
@@ -57,10 +57,12 @@ class LoadedShard:
     """A shard ready to serve.
 
     `load` gives its runtime: the loaded one the first time, a freshly loaded one afterwards.
+    `load_plain` reads its layers once more, as they are stored.
     """
 
     descriptor: ShardDescriptor
     load: Callable[[], SpanRuntime]
+    load_plain: Callable[[], LoadedSpan]
     hidden_size: int
     bytes_read: int
     load_ms: float
@@ -86,6 +88,7 @@ def load_shard(request: ShardRequest, host: HostedOn) -> LoadedShard:
     return LoadedShard(
         _describe(manifest, request, host, runtime),
         load,
+        lambda: load_span(manifest, request.layers, dtype=dtype.value, device=host.device),
         manifest.hidden_size,
         bytes_read,
         (time.perf_counter() - started) * 1000,

@@ -55,6 +55,8 @@ class SpanRuntime:
         Raises UnsupportedFamily when the family cannot run on our cache.
         """
         self.layers = loaded.layers
+        self.loaded = loaded
+        """What it was made of: the modules that compute, with their weights as they are now."""
         self.device = device
         self.dtype = dtype
         self.hidden_size: int = loaded.config.hidden_size

@@ -72,6 +72,13 @@ class ShardServer:
         await self._residence.acquire()
         self._note_idle()
 
+    async def borrow(self) -> SpanRuntime:
+        """The loaded span, loaded first when it is not here. Raises what loading raises."""
+        try:
+            return (await self._residence.acquire()).runtime
+        finally:
+            self._note_idle()
+
     async def evict(self) -> None:
         """Drop every session (their next step gets session_gone) and free the weights."""
         for session in list(self._sessions):

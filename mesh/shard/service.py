@@ -12,6 +12,8 @@ import logging
 from mesh.errors import BadRequest, MeshError, NoRoute
 from mesh.shard.server import ShardServer
 from mesh.shard.sessions import Session, gone
+from mesh.shard.taps.link import LinkTaps
+from mesh.shard.taps.server import TapPlace, TapServer
 from mesh.types import ShardId
 from mesh.wire.link import Link
 from mesh.wire.messages import (
@@ -20,6 +22,7 @@ from mesh.wire.messages import (
     Message,
     Open,
     Opened,
+    OpenTaps,
     Park,
     Result,
     Resume,
@@ -36,16 +39,22 @@ class ShardService:
 
     def __init__(self) -> None:
         self._servers: dict[ShardId, ShardServer] = {}
+        self._taps: dict[ShardId, TapServer] = {}
 
     @property
     def servers(self) -> tuple[ShardServer, ...]:
         """All shards, in the order they were added."""
         return tuple(self._servers.values())
 
-    def add(self, server: ShardServer) -> None:
-        """Serve this shard from now on. Raises BadRequest when one of the same id is here."""
+    def add(self, server: ShardServer, taps: TapServer | None = None) -> None:
+        """Serve this shard from now on, interventions too if `taps` is given.
+
+        Raises BadRequest when one of the same id is here.
+        """
         self.require_absent(server.descriptor.shard_id)
         self._servers[server.descriptor.shard_id] = server
+        if taps is not None:
+            self._taps[server.descriptor.shard_id] = taps
 
     def require_absent(self, shard_id: ShardId) -> None:
         """Raise BadRequest when a shard of this id is here."""
@@ -57,6 +66,9 @@ class ShardService:
         server = self._servers.pop(shard_id, None)
         if server is None:
             raise BadRequest(f"{shard_id} is not loaded here.", fix="Look at `hearthnet status`.")
+        taps = self._taps.pop(shard_id, None)
+        if taps is not None:
+            taps.shutdown()
         return server
 
     def handler(self, link: Link) -> LinkSessions:
@@ -77,6 +89,19 @@ class ShardService:
             "This node serves no shard.", fix="Use another node, or load a shard here."
         )
 
+    def admit_taps(self, request: OpenTaps) -> tuple[TapServer, TapPlace]:
+        """The same for an intervention session."""
+        refusal: MeshError | None = None
+        for server in self._taps.values():
+            try:
+                return server, server.admit(request)
+            except MeshError as error:
+                if refusal is None or isinstance(refusal, NoRoute):
+                    refusal = error
+        raise refusal or NoRoute(
+            "This node serves no interventions.", fix="Use another node, or load a shard here."
+        )
+
 
 class LinkSessions:
     """The sessions of one link; a `mesh.wire.link.LinkHandler`."""
@@ -86,6 +111,7 @@ class LinkSessions:
         self._service = service
         self._sessions: dict[int, tuple[ShardServer, Session]] = {}
         self._opening: set[asyncio.Task[None]] = set()
+        self._taps = LinkTaps(service, self._send)
 
     def message(self, message: Message) -> None:
         """See `LinkHandler.message`."""
@@ -105,9 +131,13 @@ class LinkSessions:
         for server, session in self._sessions.values():
             server.close(session)
         self._sessions.clear()
+        self._taps.closed()
 
     def _step(self, step: Step) -> None:
         try:
+            if self._taps.has(step.session):
+                self._taps.step(step)
+                return
             server, session = self._find(step.session)
             server.submit(session, step, self._send)
         except MeshError as error:
@@ -117,7 +147,10 @@ class LinkSessions:
         match message:
             case Open():
                 self._open(message)
+            case OpenTaps():
+                self._taps.open(message)
             case Close():
+                self._taps.close(message.session)
                 known = self._sessions.pop(message.session, None)
                 if known is not None:
                     known[0].close(known[1])

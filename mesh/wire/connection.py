@@ -90,6 +90,11 @@ class WebSocketLink(asyncio.Protocol):
         return self._rtt_ms
 
     @property
+    def silent_s(self) -> float:
+        """See `Link.silent_s`."""
+        return self._loop.time() - self._heard_at
+
+    @property
     def queued_bytes(self) -> int:
         """Bytes that wait for the peer, here and in the transport."""
         written = 0 if self._transport is None else self._transport.get_write_buffer_size()

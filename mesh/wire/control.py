@@ -25,6 +25,7 @@ from mesh.wire.messages import (
     Message,
     Open,
     Opened,
+    OpenTaps,
     Park,
     Resume,
 )
@@ -78,6 +79,13 @@ _LAYOUT: dict[FrameType, tuple[type[Message], dict[str, Check]]] = {
             "session": _uint32, "model_id": _text(512), "weights_sha256": _text(128),
             "start": _uint32, "stop": _uint32, "max_tokens": _uint32,
             "wire_dtype": lambda value: type(value) is str and value in _DTYPES,
+        },
+    ),
+    FrameType.OPEN_TAPS: (
+        OpenTaps,
+        {
+            "session": _uint32, "model_id": _text(512), "weights_sha256": _text(128),
+            "start": _uint32, "stop": _uint32,
         },
     ),
     FrameType.OPENED: (Opened, {"session": _uint32, "max_tokens": _uint32}),

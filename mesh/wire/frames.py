@@ -41,6 +41,7 @@ class FrameType(IntEnum):
     FAILURE = 0x17
     ADVERTISE = 0x18
     DRAIN = 0x19
+    OPEN_TAPS = 0x1A
 
 
 class FrameFlags(IntFlag):
@@ -60,7 +61,7 @@ _CONTROL = frozenset(
     {
         FrameType.NACK, FrameType.HELLO, FrameType.BYE, FrameType.OPEN, FrameType.OPENED,
         FrameType.PARK, FrameType.RESUME, FrameType.CLOSE, FrameType.FAILURE, FrameType.ADVERTISE,
-        FrameType.DRAIN,
+        FrameType.DRAIN, FrameType.OPEN_TAPS,
     }
 )  # fmt: skip
 _KNOWN_FLAGS = COMPRESSED | FINAL | GRADIENT

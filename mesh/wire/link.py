@@ -38,6 +38,10 @@ class Link(Protocol):
     def rtt_ms(self) -> float | None:
         """The last measured round trip, None before the first."""
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since anything last arrived, keepalive included."""
+
     def send(self, message: Message) -> None:
         """Queue one message. Raises LinkLost when closed; never blocks.
 

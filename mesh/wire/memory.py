@@ -46,6 +46,7 @@ class MemoryLink:
         self._closed = False
         self._pumping = False
         self._pinged_at = 0.0
+        self._heard_at = self._loop.time()
         self._rtt_ms: float | None = None
         self._room: asyncio.Future[None] | None = None
 
@@ -74,6 +75,11 @@ class MemoryLink:
     def rtt_ms(self) -> float | None:
         """See `Link.rtt_ms`."""
         return self._rtt_ms
+
+    @property
+    def silent_s(self) -> float:
+        """See `Link.silent_s`."""
+        return self._loop.time() - self._heard_at
 
     def ping(self) -> None:
         """Measure the round trip."""
@@ -141,6 +147,7 @@ class MemoryLink:
         """What the other end's wire delivers."""
         if self._closed:
             return
+        self._heard_at = self._loop.time()
         try:
             messages = self.session.receive(frame)
         except MeshError as error:

@@ -88,6 +88,20 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenTaps:
+    """Ask for an intervention session on layers [start, stop) of a checkpoint.
+
+    Answered with `Opened` or `Failure`. Its steps are bytes, see `mesh.shard.taps.server`.
+    """
+
+    session: int
+    model_id: str
+    weights_sha256: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Run `tensor` (1, rows, hidden) at positions position..position+rows-1."""
 
@@ -158,6 +172,6 @@ class Drain:
 
 
 Message = (
-    Hello | Bye | Ping | Pong | Open | Opened | Step | Result | Park | Resume | Close | Failure
-    | Advertise | Drain
+    Hello | Bye | Ping | Pong | Open | OpenTaps | Opened | Step | Result | Park | Resume | Close
+    | Failure | Advertise | Drain
 )  # fmt: skip

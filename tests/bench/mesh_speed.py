@@ -85,7 +85,9 @@ def measure_one(shape: str, dtype: str, directory: Path, root: Path) -> dict[str
     with contextlib.ExitStack() as stack:
         nodes = [
             stack.enter_context(
-                LocalNode(name, root / f"{shape}-{dtype}-{name}", (*common, "--layers", span), hearth)
+                LocalNode(
+                    name, root / f"{shape}-{dtype}-{name}", (*common, "--layers", span), hearth
+                )
             )
             for name, span in (
                 ("first", f"0-{half - 1}"), ("second", f"{half}-{layers - 1}"), ("asker", "none"),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import astuple, dataclass
 
 import pytest
+import pytest_asyncio
 import torch
 
 from mesh.models.builtin import checkpoint_dir
 from tests.chaos.household import Household
+from tests.chaos.lab import Lab, open_lab
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,14 @@ def household(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Household]:
     """Seven daemons; the session's last test ends them."""
     with Household(tmp_path_factory.mktemp("household")) as all_of_them:
         yield all_of_them
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def lab(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lab]:
+    """One shard process and an asker's ends; its tests share one event loop."""
+    torch.set_num_threads(1)
+    async with open_lab(tmp_path_factory.mktemp("lab")) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

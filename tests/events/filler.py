@@ -14,7 +14,7 @@ from tests.events.support import FOUNDED, open_node
 async def main(path: Path) -> None:
     # Something else takes up room, and goes away later.
     ballast = path.with_name("ballast")
-    ballast.write_bytes(bytes(64 << 10))  # noqa: ASYNC240
+    ballast.write_bytes(bytes(64 << 10))
     node = await open_node(path)
     await node.log.append(FOUNDED, {"key": node.author.key.public_bytes})
     written = 1

@@ -39,6 +39,9 @@ from mesh.types import NodeId
 
 T = TypeVar("T")
 
+OPENED: list[EventLog] = []
+"""Every log that `open_node` opened; closing one twice does nothing."""
+
 FOUNDED, ADDED, REVOKED = "hearth.founded", "member.added", "member.revoked"
 HEARTH = "hearth-of-the-tests"
 TYPES = (MODEL_PUBLISHED, PLACEMENT_WISHED, TOKEN_REVOKED, "a.newer.type")
@@ -337,6 +340,7 @@ async def open_node(path: Path, number: int = 0, clock: FakeClock | None = None)
         clock=clock,
         on_report=reports.append,
     )
+    OPENED.append(log)
     return Node(log, author, clock, verifier, reports)
 
 

@@ -55,6 +55,14 @@ async def opened(path: Path, number: int = 0) -> AsyncIterator[Node]:
         await node.log.close()
 
 
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def content(path: Path) -> bytes:
+    return path.read_bytes()
+
+
 async def found(node: Node) -> None:
     await node.log.append(FOUNDED, {"key": node.author.key.public_bytes})
 
@@ -76,7 +84,7 @@ async def test_what_was_appended_is_there_after_a_restart(path: Path) -> None:
         assert node.log.ledger.lamport == lamport
         event = await node.log.append(MODEL_PUBLISHED, {"model_id": "next"})
         assert (event.seq, event.prev) == (32, events[-1].id)
-    assert path.stat().st_mode & 0o077 == 0
+    assert mode(path) == 0o600
 
 
 async def test_a_start_from_the_snapshot_equals_a_start_from_the_events(path: Path) -> None:
@@ -212,10 +220,10 @@ async def test_a_log_of_a_newer_version_is_left_alone(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("INSERT INTO migrations VALUES ('something_new')")
         connection.commit()
-    before = path.read_bytes()
+    before = content(path)
     with pytest.raises(SchemaTooNew, match="something_new"):
         await open_node(path)
-    assert path.read_bytes() == before
+    assert content(path) == before
 
 
 async def test_a_log_of_another_hearth_is_left_alone(path: Path) -> None:

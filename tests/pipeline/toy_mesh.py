@@ -89,7 +89,10 @@ class ToySession:
 
 
 class ToyShard:
-    """A shard host that answers at once. `before_step` may raise or return False to stay silent."""
+    """A shard host that answers at once. `before_step` may raise or return False to stay silent.
+
+    `answer` turns what was computed into what is sent.
+    """
 
     def __init__(self, network: ToyNetwork, descriptor: ShardDescriptor) -> None:
         self.descriptor = descriptor
@@ -98,6 +101,7 @@ class ToyShard:
         self.steps: list[tuple[int, int]] = []  # (position, rows) of every step that was run
         self.alive = True
         self.before_step: Callable[[Step], bool] = lambda step: True
+        self.answer: Callable[[Step, WireTensor], WireTensor] = lambda step, computed: computed
         self.links: list[MemoryLink] = []
 
     def open_streams(self) -> int:
@@ -150,7 +154,7 @@ class ToyDoor:
             return
         rows = decode(step.tensor)
         self._shard.steps.append((step.position, len(rows)))
-        out = encode(session.run(step.position, rows))
+        out = self._shard.answer(step, encode(session.run(step.position, rows)))
         self._link.send(Result(step.session, step.step, out, compute_us=1, queue_us=0))
 
     def _fail(self, session: int, error: Busy | SessionGone) -> None:

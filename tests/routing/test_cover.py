@@ -94,7 +94,7 @@ def test_missing_layers_are_named_with_the_reason() -> None:
 
 def test_an_excluded_shard_is_named_as_failed() -> None:
     bad = shard("0-15", "bad")
-    with pytest.raises(NoRoute, match="Failed during this request: bad"):
+    with pytest.raises(NoRoute, match="Tried in vain: bad"):
         greedy_cover([bad], LayerRange(0, 16), RULES, {key_of(bad.descriptor)})
 
 
@@ -134,7 +134,7 @@ def test_repick_excludes_the_lost_shard() -> None:
     pipeline = router.pick(MODEL, "a" * 64, 16, pipeline_id="p", now=datetime.now(UTC))
     assert nodes_of(router.repick(pipeline, 1, {key_of(second.descriptor)})) == ["c"]
     both = {key_of(second.descriptor), key_of(spare.descriptor)}
-    with pytest.raises(NoRoute, match="Failed during this request: b, c"):
+    with pytest.raises(NoRoute, match="Tried in vain: b, c"):
         router.repick(pipeline, 1, both)
 
 

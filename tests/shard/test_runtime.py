@@ -102,12 +102,16 @@ def test_some_layers_of_a_span_equal_a_span_of_those_layers() -> None:
         assert relative_error(second, step(small, other, 80, rows(1))) < 1e-5
 
 
-def test_bf16_weights_stay_close_to_fp32() -> None:
-    exact, packed = runtime(), runtime(dtype=torch.bfloat16)
-    found = step(packed, packed.new_cache(64), 0, rows(20))
-    expected = step(exact, exact.new_cache(64), 0, rows(20))
-    assert found.dtype == torch.bfloat16
-    assert float((found.float() - expected).norm() / expected.norm()) < 0.05
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_bf16_weights_stay_close_to_fp32(family: str) -> None:
+    exact, packed = runtime(family), runtime(family, dtype=torch.bfloat16)
+    caches = exact.new_cache(64), packed.new_cache(64)
+    for position, count in ((0, 20), (20, 8), (28, 1)):
+        hidden = rows(count, seed=position)
+        expected = step(exact, caches[0], position, hidden)
+        found = step(packed, caches[1], position, hidden)
+        assert found.dtype == torch.bfloat16
+        assert float((found.float() - expected).norm() / expected.norm()) < 0.05
 
 
 def test_a_step_beyond_the_cache_or_its_limit_is_refused_and_changes_nothing() -> None:

@@ -16,7 +16,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -99,23 +98,19 @@ def run(seed: int, *, keep_lines: bool = False) -> Report:
     ledger, schedule = Ledger(keep_lines=keep_lines), draw(seed)
 
     async def main() -> tuple[list[Outcome], int]:
-        a_run = _Run(schedule, ledger, cache_dir)
+        a_run = _Run(schedule, ledger)
         return await a_run.all(), a_run.faults
 
-    with (
-        patch("mesh.pipeline.engine.connect", _connect),
-        TemporaryDirectory(prefix="hearthnet-simulation-") as cache_dir,
-    ):
+    with patch("mesh.pipeline.engine.connect", _connect):
         outcomes, faults = run_virtually(main)
     return Report(schedule, ledger.broken, outcomes, faults, ledger.trace_hash, ledger.lines)
 
 
 class _Run:
-    def __init__(self, schedule: Schedule, ledger: Ledger, cache_dir: str) -> None:
+    def __init__(self, schedule: Schedule, ledger: Ledger) -> None:
         self._loop = asyncio.get_running_loop()
         ledger.now = self._loop.time
         self._schedule = schedule
-        self._cache_dir = cache_dir
         self._ledger = ledger
         self._world = World(schedule.nodes, schedule.delay_s, schedule.seed, ledger)
         _world.set(self._world)
@@ -137,7 +132,7 @@ class _Run:
             allow_self_as_first=False,
             stall_limit_s=self._schedule.stall_limit_s,
             activation_dtype="fp32",
-            cache_dir=self._cache_dir,
+            cache_dir="",
             fallback_to_local=self._schedule.has_home,
             fallback_after=2,
         )
@@ -156,7 +151,7 @@ class _Run:
                 group.create_task(self._client(ask), name=ask.name)
         await self._calm_down()
         self._check_freed()
-        await self._engine.sessions.close()
+        await self._engine.close()
         await asyncio.sleep(KEEPALIVE_S + 5)
         watch.cancel()
         with contextlib.suppress(asyncio.CancelledError):

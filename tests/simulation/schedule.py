@@ -9,7 +9,6 @@ import itertools
 import random
 from dataclasses import dataclass
 
-from mesh.pipeline.wire_dtype import PROMPT_ROWS
 from mesh.types import LayerRange
 from tests.pipeline.toy_mesh import PRIME, TOTAL_LAYERS
 
@@ -76,7 +75,7 @@ WARM_UP = Ask("warm-up", 0.0, (3, 1, 4), 11)
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """One run. `has_home`: the asker can hold the whole model itself if it must. `is_warm`: it has
-    probed the model and measured its hops before the first fault."""
+    measured its hops before the first fault."""
 
     seed: int
     nodes: tuple[Node, ...]
@@ -128,7 +127,7 @@ def _nodes(rng: random.Random) -> tuple[Node, ...]:
 
 def _asks(rng: random.Random) -> tuple[Ask, ...]:
     asks: list[Ask] = []
-    taken = {PROMPT_ROWS, WARM_UP.positions}
+    taken = {WARM_UP.positions}
     for number in range(rng.choice((1, 1, 2, 3, 5))):
         rows = rng.choice((1, 2, 7, 20, 20, 30, 270)) if number == 0 else rng.randint(1, 25)
         count = rng.choice((1, 2, 8, 16))

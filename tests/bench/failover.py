@@ -1,0 +1,122 @@
+"""How long an answer pauses when a hop is killed, in units of what must be computed anyway.
+
+The shard process of a hop is killed in the middle of an answer. Its socket closes at once, a
+stand-in is asked and is sent the hop's inputs again. That replay is one prefill of the span, so the
+pause is given as a multiple of one prefill of as many positions through the same span, measured on
+the same stand-in in the same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from mesh.models.builtin import checkpoint_dir
+from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.types import GenerationRequest, LayerRange, SamplingParams, TokenDelta, shard_id
+from tests.chaos.lab import MODEL, Lab, open_lab
+
+PROMPT_TOKENS = 384
+AFTER_TOKENS = 16
+REPEATS = 5
+SPAN = "3-5"
+TARGET_EXTRA_S = 0.25
+
+
+def measure(repeats: int = REPEATS) -> dict[str, Any]:
+    """Medians: the pause, one prefill of the span, their ratio, and what is beyond that prefill."""
+    with tempfile.TemporaryDirectory(prefix="hearthnet-bench-") as directory:
+        return asyncio.run(_measure(Path(directory), repeats))
+
+
+async def _measure(directory: Path, repeats: int) -> dict[str, Any]:
+    pauses, prefills, failovers = [], [], []
+    async with open_lab(directory) as lab:
+        for number in range(repeats):
+            pause_s, count = await _pause(lab, directory, number)
+            pauses.append(pause_s)
+            failovers.append(count)
+            prefills.append(await _prefill(lab, number))
+    pause, prefill = statistics.median(pauses), statistics.median(prefills)
+    return {
+        "replayed_positions": PROMPT_TOKENS + AFTER_TOKENS,
+        "failovers": failovers,
+        "pause_ms": round(pause * 1e3, 1),
+        "prefill_of_the_span_ms": round(prefill * 1e3, 1),
+        "pause_in_prefills": round(pause / prefill, 2),
+        "beyond_the_prefill_ms": round((pause - prefill) * 1e3, 1),
+        "target_beyond_ms": TARGET_EXTRA_S * 1e3,
+        "within_target": pause - prefill <= TARGET_EXTRA_S,
+    }
+
+
+async def _pause(lab: Lab, directory: Path, number: int) -> tuple[float, int]:
+    """Seconds from the kill of the middle hop's process to the next token; and the failovers."""
+    victim = await _shard_process(directory)
+    killed_at = next_at = 0.0
+    try:
+        theirs = victim.shards[shard_id(MODEL, LayerRange.parse(SPAN))].descriptor
+        shards = [lab.advertise(name, span, lab.port) for name, span in _ROUTE.items()]
+        shards.append(lab.advertise("b", SPAN, int(theirs.endpoint.rpartition(":")[2])))
+        async with lab.asker(shards, stall_limit_s=30.0) as engine:
+            tokens = 0
+            async for frame in engine.chat(_request(number)):
+                if isinstance(frame, TokenDelta):
+                    tokens += 1
+                    if killed_at and not next_at and tokens > AFTER_TOKENS:
+                        next_at = time.perf_counter()
+                    if tokens == AFTER_TOKENS:
+                        assert victim._child is not None
+                        os.kill(victim._child.pid, signal.SIGKILL)
+                        killed_at = time.perf_counter()
+            failovers = sum(1 for row in engine.oversight.standings.rows() if row["host"] == "b")
+    finally:
+        await victim.stop()
+    return next_at - killed_at, failovers
+
+
+async def _prefill(lab: Lab, number: int) -> float:
+    """Seconds that the stand-in takes for as many positions through the same span, alone."""
+    shards = [lab.advertise(name, span, lab.port) for name, span in _ROUTE.items()]
+    async with lab.asker(shards, stall_limit_s=30.0) as engine:
+        async for _ in engine.chat(_request(number + 100, PROMPT_TOKENS + AFTER_TOKENS, 1)):
+            pass
+        hop = next(iter(engine.sessions.known())).chain.stations[1]
+        # Chunks overlap in the hops; the sum of a hop's compute times is what one prefill costs.
+        return sum(compute for _, compute in hop._timings) / 1e3
+
+
+async def _shard_process(directory: Path) -> ShardHost:
+    start = {
+        "listen_host": "127.0.0.1", "listen_port": 0, "device": "cpu", "threads": 1,
+        "hello": {"node_id": "b", "node_name": "b", "software": "bench"},
+        "cache_dir": str(directory),
+    }  # fmt: skip
+    load = {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": SPAN, "dtype": "fp32"}
+    host = ShardHost(HostSpec(start, (load,)), lambda: None)
+    host.start()
+    await host.wait_settled()
+    return host
+
+
+def _request(seed: int, rows: int = PROMPT_TOKENS, count: int = 2 * AFTER_TOKENS) -> Any:
+    return GenerationRequest(
+        f"bench-{seed}",
+        MODEL,
+        prompt_ids=tuple(5 + (seed * 7919 + 31 * i) % 300 for i in range(rows)),
+        sampling=SamplingParams(max_tokens=count, ignore_eos=True),
+    )
+
+
+_ROUTE = {"a": "0-2", "c": "6-7", "y": SPAN}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(), indent=2))

@@ -1,0 +1,168 @@
+"""Nodes that gossip over real queues, with real files: news travel fast, partitions heal."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from mesh.errors import LinkLost
+from mesh.events.gossip import Gossip, GossipSettings
+from mesh.events.intake import Received
+from mesh.events.messages import Ask, Heads, Message, Page, Pull, from_dict, to_dict
+from mesh.events.types import MODEL_PUBLISHED
+from mesh.types import NodeId
+from tests.events.support import (
+    ADDED,
+    FOUNDED,
+    Author,
+    Node,
+    facts,
+    household,
+    meaning,
+    open_node,
+    signed,
+)
+
+SETTINGS = GossipSettings(interval_s=0.2, answer_timeout_s=0.5, settle_s=0.001, max_backoff_s=0.2)
+
+
+class Network:
+    """Carries messages between nodes as a link would: later, as maps, or not at all."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[NodeId, tuple[Node, Gossip]] = {}
+        self.cut: set[frozenset[NodeId]] = set()
+        self.sent: list[tuple[NodeId, NodeId, Message]] = []
+
+    def add(self, node: Node) -> Gossip:
+        own = node.author.id
+        gossip = Gossip(
+            node.log, lambda peer, message: self._send(own, peer, message), SETTINGS,
+            random.Random(1),
+        )  # fmt: skip
+        gossip.start()
+        for name, (_, other) in self.nodes.items():
+            gossip.peer_up(name)
+            other.peer_up(own)
+        self.nodes[own] = (node, gossip)
+        return gossip
+
+    def _send(self, source: NodeId, target: NodeId, message: Message) -> None:
+        if frozenset((source, target)) in self.cut:
+            raise LinkLost("The cable is out.", fix="Put it in.")
+        self.sent.append((source, target, message))
+        wire = from_dict(to_dict(message))
+        asyncio.get_running_loop().call_soon(self.nodes[target][1].receive, source, wire)
+
+
+@asynccontextmanager
+async def hearth(tmp_path: Path, count: int) -> AsyncIterator[tuple[Network, list[Node]]]:
+    """Nodes of one hearth, everybody linked with everybody."""
+    network = Network()
+    nodes = []
+    for number in range(count):
+        nodes.append(await open_node(tmp_path / f"{number}.db", number))
+        network.add(nodes[-1])
+    await nodes[0].log.append(FOUNDED, {"key": nodes[0].author.key.public_bytes})
+    for node in nodes[1:]:
+        await nodes[0].log.append(ADDED, {"key": node.author.key.public_bytes})
+    try:
+        yield network, nodes
+    finally:
+        for _, gossip in network.nodes.values():
+            await gossip.stop()
+        for node in nodes:
+            await node.log.close()
+
+
+async def until(condition: Callable[[], bool], nodes: list[Node]) -> None:
+    """Wait for a condition that only a change of some log can bring about."""
+    changed = asyncio.Event()
+    for node in nodes:
+        node.log.on_change.append(lambda _: changed.set())
+    async with asyncio.timeout(20):
+        while not condition():
+            changed.clear()
+            await changed.wait()
+
+
+def equal(nodes: list[Node]) -> bool:
+    heads = [node.log.ledger.heads() for node in nodes]
+    return all(head == heads[0] for head in heads)
+
+
+async def test_news_reach_everybody(tmp_path: Path) -> None:
+    async with hearth(tmp_path, 3) as (_, nodes):
+        await until(lambda: equal(nodes), nodes)
+        for node in nodes:
+            await node.log.append(MODEL_PUBLISHED, {"model_id": node.author.id})
+        await until(lambda: equal(nodes) and len(nodes[0].log.state.models()) == 3, nodes)
+        assert meaning(nodes[0].log.state) == meaning(nodes[2].log.state)
+
+
+async def test_both_sides_of_a_partition_go_on_and_heal(tmp_path: Path) -> None:
+    async with hearth(tmp_path, 3) as (network, nodes):
+        await until(lambda: equal(nodes), nodes)
+        lonely = nodes[2].author.id
+        network.cut = {frozenset((lonely, node.author.id)) for node in nodes[:2]}
+        await nodes[0].log.append(MODEL_PUBLISHED, {"model_id": "here"})
+        await nodes[2].log.append(MODEL_PUBLISHED, {"model_id": "there"})
+        await until(lambda: equal(nodes[:2]) and "here" in nodes[1].log.state.models(), nodes)
+        assert "here" not in nodes[2].log.state.models()
+        network.cut = set()
+        await until(lambda: equal(nodes) and len(nodes[1].log.state.models()) == 2, nodes)
+
+
+async def test_one_question_at_a_time_and_pages_are_bounded(tmp_path: Path) -> None:
+    authors, events = household(2)
+    events += facts(authors, 1400, random.Random(1))
+    network = Network()
+    full, fresh = await open_node(tmp_path / "full.db", 8), await open_node(tmp_path / "new.db", 9)
+    for start in range(0, len(events), 100):
+        part = tuple(map(signed, events[start : start + 100]))
+        await full.log.ingest(Received(part), NodeId("loader"))
+    gossips = [network.add(full), network.add(fresh)]
+    await until(lambda: equal([full, fresh]), [fresh])
+    for gossip in gossips:
+        await gossip.stop()
+    asked = 0
+    for source, _, message in network.sent:
+        if message.number == 0:
+            continue
+        if source == fresh.author.id and isinstance(message, Ask | Pull):
+            asked += 1
+        elif source == full.author.id and isinstance(message, Heads | Page):
+            asked -= 1
+        assert asked <= 1
+        if isinstance(message, Page):
+            assert len(message.received.events) <= 512
+            assert sum(len(body) + len(sig) for body, sig in message.received.events) <= 256 << 10
+
+
+async def test_unasked_answers_are_dropped(tmp_path: Path) -> None:
+    async with hearth(tmp_path, 2) as (network, nodes):
+        await until(lambda: equal(nodes), nodes)
+        stranger = Author(0).fork()
+        page = Page(10**6, Received((signed(stranger.found()),)))
+        before = nodes[1].verifier.calls
+        gossip = network.nodes[nodes[1].author.id][1]
+        for _ in range(1000):
+            gossip.receive(nodes[0].author.id, page)
+            gossip.receive(NodeId("nobody"), page)
+        assert nodes[1].verifier.calls == before
+
+
+async def test_a_flood_of_requests_is_answered_within_bounds(tmp_path: Path) -> None:
+    async with hearth(tmp_path, 2) as (network, nodes):
+        await until(lambda: equal(nodes), nodes)
+        gossip = network.nodes[nodes[1].author.id][1]
+        network.sent.clear()
+        for _ in range(1000):
+            gossip.receive(nodes[0].author.id, Ask(77))
+        await nodes[0].log.append(MODEL_PUBLISHED, {"model_id": "m"})
+        await until(lambda: "m" in nodes[1].log.state.models(), nodes)
+        answers = [m for _, _, m in network.sent if isinstance(m, Heads) and m.number == 77]
+        assert len(answers) <= 16

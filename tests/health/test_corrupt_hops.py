@@ -1,0 +1,129 @@
+"""A hop that answers what no honest one can: replaced at that very token, and it stays known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from mesh.health.standing import EXCLUDED
+from mesh.types import Done, ShardStatus
+from mesh.wire.messages import Step, WireTensor
+from tests.health.watched import (
+    PROMPT,
+    tokens_before_failover,
+    tokens_of,
+    values_of,
+    watched,
+    with_values,
+)
+from tests.pipeline.toy_mesh import ToyNetwork, expected_tokens
+
+COUNT = 12
+
+
+def one_value(value: float) -> Callable[[WireTensor], WireTensor]:
+    def spoil(tensor: WireTensor) -> WireTensor:
+        values = values_of(tensor)
+        values[-2] = value
+        return with_values(tensor, values)
+
+    return spoil
+
+
+def one_row_more(tensor: WireTensor) -> WireTensor:
+    rows, hidden = tensor.shape[1] + 1, tensor.shape[2]
+    return WireTensor("fp32", (1, rows, hidden), bytes(tensor.data) + bytes(4 * hidden))
+
+
+def narrower(tensor: WireTensor) -> WireTensor:
+    rows, hidden = tensor.shape[1], tensor.shape[2]
+    return WireTensor("fp16", (1, 2 * rows, hidden), bytes(tensor.data))
+
+
+def other_rank(tensor: WireTensor) -> WireTensor:
+    return WireTensor("fp32", tensor.shape[1:], tensor.data)
+
+
+def whole_numbers(tensor: WireTensor) -> WireTensor:
+    rows, hidden = tensor.shape[1], tensor.shape[2]
+    return WireTensor("int8", (1, rows, hidden), bytes(rows * hidden))
+
+
+SPOILERS = {
+    "nan": one_value(math.nan),
+    "inf": one_value(math.inf),
+    "minus inf": one_value(-math.inf),
+    "huge norm": one_value(1e6),
+    "overflow": one_value(3e38),
+    "more rows": one_row_more,
+    "other width": narrower,
+    "other rank": other_rank,
+    "whole numbers": whole_numbers,
+}
+
+
+@pytest.mark.parametrize("at_step", [1, 2, 7, COUNT], ids=lambda step: f"step-{step}")
+@pytest.mark.parametrize("victim", [0, 1, 2], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("kind", SPOILERS)
+async def test_what_cannot_be_is_noticed_at_once_and_the_stream_stays_exact(
+    kind: str, victim: int, at_step: int
+) -> None:
+    network = ToyNetwork()
+    shards = [network.add(span) for span in ("0-2", "3-5", "6-7")]
+    for span in ("0-2", "3-5", "6-7"):
+        network.add(span, name=f"z-{span}")
+    bad = shards[victim]
+    with watched(network) as mesh:
+        with mesh.engine.oversight.envelope.recording():
+            await mesh.ask(3, prompt=[1, 2, 3], name="bounds")
+
+        def answer(step: Step, computed: WireTensor) -> WireTensor:
+            return SPOILERS[kind](computed) if step.step == at_step else computed
+
+        bad.answer = answer
+        frames = await mesh.ask(COUNT)
+        assert tokens_of(frames) == expected_tokens(PROMPT, COUNT)
+        assert tokens_before_failover(frames) == at_step - 1
+        assert isinstance(frames[-1], Done)
+        assert frames[-1].failovers == 1
+        status = next(frame for frame in frames if isinstance(frame, ShardStatus))
+        assert status.node == bad.descriptor.node_name
+
+        (event,) = mesh.engine.oversight.take_events()
+        assert event["type"] == "shard_corrupt"
+        assert (event["node"], event["shard_id"]) == (
+            bad.descriptor.node_name,
+            bad.descriptor.shard_id,
+        )
+        assert event["seen"]
+        assert mesh.standing(bad) == EXCLUDED
+        bad.steps.clear()
+        await mesh.ask(2, prompt=[9, 9, 9], name="next")
+        assert not bad.steps, "the next request avoids it"
+        await mesh.engine.close()
+
+
+async def test_a_bad_standing_is_ignored_when_nobody_else_is_left() -> None:
+    network = ToyNetwork()
+    only = network.add("0-7")
+    with watched(network) as mesh:
+        key = (only.descriptor.host, only.descriptor.shard_id)
+        mesh.engine.oversight.standings.lied(key, "caught")
+        assert tokens_of(await mesh.ask(4)) == expected_tokens(PROMPT, 4)
+        await mesh.engine.close()
+
+
+async def test_a_suspect_node_is_used_last() -> None:
+    network = ToyNetwork()
+    first, second = network.add("0-7", name="a"), network.add("0-7", name="b")
+    with watched(network) as mesh:
+        mesh.publish({"a": "suspect"})
+        await mesh.ask(2)
+        assert not first.steps
+        assert second.steps
+        mesh.publish({"a": "suspect", "b": "suspect"})
+        await mesh.ask(2, prompt=[7, 7, 7])
+        assert first.steps, "all alike: the usual order"
+        await mesh.engine.close()

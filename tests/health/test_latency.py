@@ -1,0 +1,76 @@
+"""Stall limits: what a hop usually takes, never below the floor nor above the ceiling."""
+
+from __future__ import annotations
+
+import random
+
+from mesh.health.latency import FLOOR_S, SAMPLES, HopLatency
+
+
+def trained(step_s: float, *, rows: int = 1, steps: int = 50, spread: float = 0.1) -> HopLatency:
+    rng = random.Random(3)
+    latency = HopLatency(ceiling_s=30.0)
+    for _ in range(steps):
+        latency.answered(rows, step_s * rng.uniform(1 - spread, 1 + spread))
+    return latency
+
+
+def test_an_unknown_size_gets_the_ceiling() -> None:
+    latency = HopLatency(ceiling_s=30.0)
+    for _ in range(SAMPLES - 1):
+        latency.answered(1, 0.01)
+    assert latency.limit_s(1) == 30.0
+    latency.answered(1, 0.01)
+    assert latency.limit_s(1) == FLOOR_S
+    assert latency.limit_s(128) == 30.0, "a prefill chunk is another size"
+
+
+def test_the_limit_follows_what_the_hop_usually_takes() -> None:
+    limits = [trained(step_s).limit_s(1) for step_s in (0.005, 0.5, 2.0, 20.0)]
+    assert limits[0] == FLOOR_S
+    assert 2.5 < limits[1] < 5
+    assert 10 < limits[2] < 20
+    assert limits[3] == 30.0
+
+
+def test_a_hop_that_gets_slower_by_and_by_is_followed() -> None:
+    latency = trained(0.2)
+    for step in range(200):
+        step_s = 0.2 * 1.02**step if step < 100 else 1.4
+        latency.answered(1, step_s)
+        assert not latency.is_slow(1)
+    assert latency.limit_s(1) > 6
+
+
+def test_one_slow_step_is_forgiven_many_in_a_row_are_not() -> None:
+    latency = trained(0.01)
+    latency.answered(1, 0.9)
+    assert not latency.is_slow(1)
+    latency.answered(1, 0.01)
+    for _ in range(3):
+        latency.answered(1, 0.9)
+    assert not latency.is_slow(1)
+    latency.answered(1, 0.9)
+    assert latency.is_slow(1)
+    assert latency.limit_s(1) == FLOOR_S, "the slow steps did not become the usual ones"
+
+
+def test_a_hop_given_up_for_nothing_gets_twice_the_time() -> None:
+    latency = trained(0.01)
+    latency.given_up()
+    assert latency.limit_s(1) == 2 * FLOOR_S
+    for _ in range(9):
+        latency.given_up()
+    assert latency.limit_s(1) == 30.0
+    for _ in range(512 * 10):
+        latency.answered(1, 0.01)
+    assert latency.limit_s(1) == FLOOR_S
+
+
+def test_percentiles_are_of_the_latest_steps() -> None:
+    latency = HopLatency(ceiling_s=30.0)
+    assert latency.percentile_ms(0.5) == 0.0
+    for value in range(1, 101):
+        latency.answered(1, value / 1000)
+    assert latency.percentile_ms(0.50) == 51.0
+    assert latency.percentile_ms(0.95) == 96.0

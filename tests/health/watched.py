@@ -1,0 +1,124 @@
+"""The product's asker over the toy mesh: everything real but sockets and arithmetic."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from unittest.mock import patch
+
+from mesh.discovery.advertisement import Advertisement, encode
+from mesh.errors import NoRoute
+from mesh.pipeline.engine import Engine, EngineSettings
+from mesh.pipeline.model import AskerModel
+from mesh.types import RouteHop, ShardFailover, ShardHealth, StreamFrame, TokenDelta
+from mesh.wire.link import Link, LinkHandler
+from mesh.wire.messages import Hello, WireTensor
+from tests.pipeline.toy_mesh import (
+    HIDDEN,
+    MODEL,
+    PRIME,
+    TOTAL_LAYERS,
+    WEIGHTS,
+    ToyEnds,
+    ToyNetwork,
+    ToyShard,
+    ToyText,
+    toy_request,
+)
+
+PROMPT = [5, 11, 23, 42, 8, 61]
+ASKER = "asker"
+
+
+async def _no_home() -> Sequence[RouteHop]:
+    raise NoRoute("there is no home.", fix="None.")
+
+
+class Watched:
+    """An engine, the toy network it asks, and what it reported."""
+
+    def __init__(self, network: ToyNetwork, *, ceiling_s: float, probability: float) -> None:
+        settings = EngineSettings(
+            16, False, ceiling_s, "fp32", "", False, 99, spot_check_probability=probability
+        )
+        model = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, 4096, ToyEnds(), ToyText())
+        self.network = network
+        self.engine = Engine(model, Hello(ASKER, ASKER, "tensors", "toy"), settings, _no_home)
+        self.engine.auditor._rng = random.Random(7)
+        self.publish()
+
+    def publish(self, verdicts: dict[str, str] | None = None) -> None:
+        """Tell the engine of every shard of the network, with verdicts by node."""
+        now = datetime.now(UTC)
+        self.engine.shards.replace(
+            [
+                {
+                    **encode(
+                        Advertisement(
+                            shard.descriptor,
+                            ShardHealth(shard.descriptor.shard_id, True, now, 1.0, 1.0, 0, 0),
+                        )
+                    ),
+                    "verdict": (verdicts or {}).get(shard.descriptor.host, "healthy"),
+                }
+                for shard in self.network.shards.values()
+            ]
+        )
+
+    async def ask(
+        self, count: int, *, prompt: Sequence[int] = PROMPT, name: str = "r"
+    ) -> list[StreamFrame]:
+        """All frames of one request."""
+        return [frame async for frame in self.engine.chat(toy_request(prompt, count, name))]
+
+    async def idle(self) -> None:
+        """Until no check is under way."""
+        while self.engine.auditor._tasks:
+            await asyncio.gather(*self.engine.auditor._tasks)
+
+    def standing(self, shard: ToyShard) -> int:
+        descriptor = shard.descriptor
+        return self.engine.oversight.standings.penalty((descriptor.host, descriptor.shard_id))
+
+    def checks(self, shard: ToyShard) -> dict[str, int]:
+        """How the spot checks of a shard ended."""
+        rows = self.engine.oversight.standings.rows()
+        found = [row["checks"] for row in rows if row["host"] == shard.descriptor.host]
+        return dict(found[0]) if found else {}
+
+
+@contextmanager
+def watched(
+    network: ToyNetwork, *, ceiling_s: float = 30.0, probability: float = 0.0
+) -> Iterator[Watched]:
+    """The engine with the toy network where its sockets would be."""
+
+    async def connect(
+        host: str, port: int, *, hello: Hello, handler: LinkHandler, timeout_s: float
+    ) -> Link:
+        return await network.dial(host, port, handler)
+
+    with patch("mesh.pipeline.engine.connect", connect):
+        yield Watched(network, ceiling_s=ceiling_s, probability=probability)
+
+
+def tokens_of(frames: Sequence[StreamFrame]) -> list[int]:
+    return [token for frame in frames if isinstance(frame, TokenDelta) for token in frame.token_ids]
+
+
+def tokens_before_failover(frames: Sequence[StreamFrame]) -> int:
+    """How many tokens had come when the first hop was replaced."""
+    index = next(i for i, frame in enumerate(frames) if isinstance(frame, ShardFailover))
+    return len(tokens_of(frames[:index]))
+
+
+def values_of(tensor: WireTensor) -> list[float]:
+    return list(struct.unpack(f"<{len(tensor.data) // 4}f", bytes(tensor.data)))
+
+
+def with_values(tensor: WireTensor, values: Sequence[float]) -> WireTensor:
+    return WireTensor("fp32", tensor.shape, struct.pack(f"<{len(values)}f", *values))

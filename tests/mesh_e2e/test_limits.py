@@ -1,0 +1,96 @@
+"""Limits under load: exact, and never a queue."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from mesh.cli.local_node import LocalNode
+from tests.mesh_e2e.conftest import StartNode
+
+pytestmark = pytest.mark.slow
+SECTION = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__"
+
+
+def at_once(asker: LocalNode, count: int, **body: Any) -> list[tuple[int, dict[str, Any]]]:
+    """`count` long answers asked for at the same time; (status, JSON) of each."""
+    results: list[tuple[int, dict[str, Any]]] = []
+    barrier = threading.Barrier(count)
+
+    def ask(number: int) -> None:
+        barrier.wait()
+        response = httpx.post(
+            f"{asker.url}/v1/completions",
+            json={"model": "builtin", "prompt": [50 + number] * 8, "max_tokens": 300,
+                  "temperature": 0, "ignore_eos": True, **body},
+            timeout=120, trust_env=False,
+        )  # fmt: skip
+        results.append((response.status_code, response.json()))
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def wait_for_servers(asker: LocalNode, names: set[str]) -> None:
+    """Until the asker's process may route to all of them."""
+    deadline = time.monotonic() + 60
+    while not names <= set(asker.get("/mesh/v1/models")["models"][0]["nodes"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(0.2)  # from the daemon's table to its asker process
+
+
+def test_a_shard_serves_as_many_streams_as_it_says_and_refuses_the_rest(
+    start_node: StartNode,
+) -> None:
+    limit = {SECTION + "HOST__MAX_CONCURRENT_STREAMS": "2"}
+    start_node("narrow", environment=limit)
+    asker = start_node(
+        "eager", "--layers", "none",
+        environment={SECTION + "MAX_CONCURRENT_PIPELINES": "16"},
+    )  # fmt: skip
+    asker.wait_ready()
+    assert asker.post("/v1/completions", {"model": "builtin", "prompt": "a"}).status_code == 200
+    results = at_once(asker, 6)
+    served = [body for status, body in results if status == 200]
+    refused = [body["error"] for status, body in results if status != 200]
+    assert len(served) == 2
+    assert {error["code"] for error in refused} == {"shard_unavailable"}
+    assert all("narrow" in error["message"] for error in refused)
+    assert all(body["usage"]["completion_tokens"] == 300 for body in served)
+    # and all of it is free again
+    assert asker.post("/v1/completions", {"model": "builtin", "prompt": "a"}).status_code == 200
+
+
+def test_a_full_shard_makes_the_asker_pick_another(start_node: StartNode) -> None:
+    limit = {SECTION + "HOST__MAX_CONCURRENT_STREAMS": "2"}
+    start_node("narrow2", environment=limit)
+    asker = start_node(
+        "eager2", "--layers", "none",
+        environment={SECTION + "MAX_CONCURRENT_PIPELINES": "16"},
+    )  # fmt: skip
+    asker.wait_ready()
+    wait_for_servers(asker, {"narrow", "narrow2"})
+    results = at_once(asker, 4)
+    assert [status for status, _ in results] == [200] * 4, results
+    nodes = [body["hearthnet"]["route"][0]["node"] for _, body in results]
+    assert sorted(nodes.count(name) for name in ("narrow", "narrow2")) == [2, 2]
+
+
+def test_an_asker_runs_as_many_pipelines_as_it_is_told(start_node: StartNode) -> None:
+    asker = start_node(
+        "modest", "--layers", "none", environment={SECTION + "MAX_CONCURRENT_PIPELINES": "1"}
+    )
+    asker.wait_ready()
+    results = at_once(asker, 3)
+    assert sorted(status for status, _ in results) == [200, 429, 429], results
+    busy = next(body["error"] for status, body in results if status == 429)
+    assert busy["code"] == "busy"
