@@ -1,0 +1,185 @@
+"""Every error hearthnet raises on purpose.
+
+MeshError
+├─ ConfigError        BadValue  UnknownKey
+├─ NotRunning  PortInUse  AlreadyRunning
+├─ IdentityError      KeyUnreadable  BadKey  UntrustedPeer  PairingRejected  TokenRejected
+├─ WireError          BadFrame  FrameTooLarge  VersionMismatch  LinkLost  ConnectFailed
+│                     BadAdvertisement  PeerRefused
+├─ EventLogError      BadEvent  LogCorrupt  SchemaTooNew  LogFull  LogForked  LogBehind  LogRefused
+├─ RouteError         NoRoute (shard_unavailable)  WeightsMismatch  ExperimentalDisabled
+├─ ShardError         ModelNotFound  BadCheckpoint  UnsupportedFamily  CacheFull  DeviceFailed
+│                     SessionGone  ShardCorrupt
+├─ GenerationError    BadRequest  ContextTooLong  PipelineStalled  Busy
+├─ ApiError           Unauthorized  Forbidden  NotFound  MethodNotAllowed  BodyTooLarge
+│                     QuotaExceeded
+├─ JailError          JailUnavailable  PolicyViolation
+└─ InternalError      a child process failed in a way that nobody foresaw
+
+Each carries a stable `code`, an HTTP status, whether trying again may help, and `fix`: what the
+reader can do. Raise at the place that knows; translate once at each edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mesh.errors.links import (
+    BadAdvertisement,
+    BadEvent,
+    BadFrame,
+    ConnectFailed,
+    EventLogError,
+    FrameTooLarge,
+    LinkLost,
+    LogBehind,
+    LogCorrupt,
+    LogForked,
+    LogFull,
+    LogRefused,
+    PeerRefused,
+    SchemaTooNew,
+    VersionMismatch,
+    WireError,
+)
+from mesh.errors.node import (
+    AlreadyRunning,
+    BadKey,
+    BadValue,
+    ConfigError,
+    IdentityError,
+    KeyUnreadable,
+    NotRunning,
+    PairingRejected,
+    PortInUse,
+    TokenRejected,
+    UnknownKey,
+    UntrustedPeer,
+)
+from mesh.errors.requests import (
+    ApiError,
+    BodyTooLarge,
+    Forbidden,
+    JailError,
+    JailUnavailable,
+    MethodNotAllowed,
+    NotFound,
+    PolicyViolation,
+    QuotaExceeded,
+    Unauthorized,
+)
+from mesh.errors.root import (
+    InternalError,
+    MeshError,
+    RemoteError,
+)
+from mesh.errors.serving import (
+    BadCheckpoint,
+    BadRequest,
+    Busy,
+    CacheFull,
+    ContextTooLong,
+    DeviceFailed,
+    ExperimentalDisabled,
+    GenerationError,
+    ModelNotFound,
+    NoRoute,
+    NotEnoughMemory,
+    PipelineStalled,
+    RouteError,
+    SessionGone,
+    ShardCorrupt,
+    ShardError,
+    UnsupportedFamily,
+    WeightsMismatch,
+)
+
+__all__ = [
+    "AlreadyRunning",
+    "ApiError",
+    "BadAdvertisement",
+    "BadCheckpoint",
+    "BadEvent",
+    "BadFrame",
+    "BadKey",
+    "BadRequest",
+    "BadValue",
+    "BodyTooLarge",
+    "Busy",
+    "CacheFull",
+    "ConfigError",
+    "ConnectFailed",
+    "ContextTooLong",
+    "DeviceFailed",
+    "EventLogError",
+    "ExperimentalDisabled",
+    "Forbidden",
+    "FrameTooLarge",
+    "GenerationError",
+    "IdentityError",
+    "InternalError",
+    "JailError",
+    "JailUnavailable",
+    "KeyUnreadable",
+    "LinkLost",
+    "LogBehind",
+    "LogCorrupt",
+    "LogForked",
+    "LogFull",
+    "LogRefused",
+    "MeshError",
+    "MethodNotAllowed",
+    "ModelNotFound",
+    "NoRoute",
+    "NotEnoughMemory",
+    "NotFound",
+    "NotRunning",
+    "PairingRejected",
+    "PeerRefused",
+    "PipelineStalled",
+    "PolicyViolation",
+    "PortInUse",
+    "QuotaExceeded",
+    "RemoteError",
+    "RouteError",
+    "SchemaTooNew",
+    "SessionGone",
+    "ShardCorrupt",
+    "ShardError",
+    "TokenRejected",
+    "Unauthorized",
+    "UnknownKey",
+    "UnsupportedFamily",
+    "UntrustedPeer",
+    "VersionMismatch",
+    "WeightsMismatch",
+    "WireError",
+    "from_dict",
+]
+
+
+def from_dict(fields: dict[str, Any]) -> MeshError:
+    """Rebuild an error from `MeshError.to_dict`; unknown codes become RemoteError."""
+    kind = _BY_CODE.get(str(fields.get("code")))
+    if kind is None:
+        return RemoteError(fields)
+    param = fields.get("param")
+    return kind(
+        str(fields.get("message", "")),
+        fix=str(fields.get("fix", "")),
+        param=None if param is None else str(param),
+    )
+
+
+def _descendants(kind: type[MeshError]) -> Iterator[type[MeshError]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _descendants(child)
+
+
+# Two classes may share a code where callers need not tell them apart: `bad_request` comes back as
+# BadRequest, whoever raised it.
+_BY_CODE: dict[str, type[MeshError]] = {
+    kind.code: kind for kind in _descendants(MeshError) if kind is not RemoteError
+} | {BadRequest.code: BadRequest, InternalError.code: InternalError}

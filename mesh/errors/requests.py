@@ -1,0 +1,76 @@
+"""What is refused before it runs: HTTP requests and jobs."""
+
+from __future__ import annotations
+
+from mesh.errors.root import MeshError
+
+
+class ApiError(MeshError):
+    """Root for HTTP requests refused before anybody looked at what they ask."""
+
+    code = "api_error"
+    http_status = 400
+
+
+class Unauthorized(ApiError):
+    """The API key is missing or wrong."""
+
+    code = "unauthorized"
+    http_status = 401
+
+
+class Forbidden(ApiError):
+    """The request's Host or Origin is not this API's."""
+
+    code = "forbidden"
+    http_status = 403
+
+
+class NotFound(ApiError):
+    """No such path."""
+
+    code = "not_found"
+    http_status = 404
+
+
+class MethodNotAllowed(ApiError):
+    """The path exists but not with this method."""
+
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class BodyTooLarge(ApiError):
+    """The request's body exceeds the limit."""
+
+    code = "body_too_large"
+    http_status = 413
+
+
+class QuotaExceeded(ApiError):
+    """The API key's quota is used up for now; `param` names it."""
+
+    code = "quota_exceeded"
+    http_status = 429
+    retryable = True
+
+
+class JailError(MeshError):
+    """Root for code that may not run here, or not like this."""
+
+    code = "jail_error"
+
+
+class JailUnavailable(JailError):
+    """No process for a job: the jail did not start, or its walls are too weak for this key."""
+
+    code = "jail_unavailable"
+    http_status = 503
+    retryable = True
+
+
+class PolicyViolation(JailError):
+    """A job's code uses something that its key is not trusted with; `param` is the line."""
+
+    code = "policy_violation"
+    http_status = 400
