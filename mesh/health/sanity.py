@@ -79,10 +79,11 @@ class Envelope:
     def check(self, boundary: int, tensor: WireTensor, host: str) -> str:
         """What is wrong with `host`'s answer (1, rows, hidden); empty when nothing is."""
         values = rows_as_floats(tensor)
-        if len(values) == 1:  # a decode step: one pass over the row, NaN and Inf show in the sum
-            norm = math.sqrt(float(np.dot(values[0], values[0])))
-        else:
-            norm = math.sqrt(float(np.einsum("ij,ij->i", values, values).max()))
+        with np.errstate(all="ignore"):  # one pass over a row: NaN and Inf show in its sum
+            if len(values) == 1:
+                norm = math.sqrt(float(np.dot(values[0], values[0])))
+            else:
+                norm = math.sqrt(float(np.einsum("ij,ij->i", values, values).max()))
         if norm <= self._norms.get(boundary, -1.0):
             return ""
         if not math.isfinite(norm):

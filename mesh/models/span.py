@@ -181,9 +181,8 @@ def build_ends(manifest: Manifest, family: Family, placement: Placement) -> Ends
     config = family.slice_config(LayerRange(0, 1))
     with torch.device("meta"):
         causal = _empty(family.causal_class, config, placement)
-    base, prefix = causal.base_model, f"{causal.base_model_prefix}."
-    anatomy = Anatomy.of(base, family)
-    setattr(base, anatomy.layers, nn.ModuleList())
+    anatomy = Anatomy.of(causal.base_model, family)
+    setattr(causal.base_model, anatomy.layers, nn.ModuleList())
     names = _fill_ends(causal, manifest, family, anatomy, placement)
     size = sum(entry.nbytes for entry in names.values())
     return Ends(causal, anatomy, family, size)

@@ -145,8 +145,7 @@ class Engine:
         async with contextlib.aclosing(orchestrator.chat(request)) as frames:
             async for frame in frames:
                 yield frame
-        if self.oversight.envelope.is_dirty:
-            await asyncio.to_thread(self.oversight.envelope.write, *self._cached)
+        await self._keep_envelope()
 
     async def watch_stalls(self) -> None:
         """Fail every hop that makes no progress; runs for ever."""
@@ -221,7 +220,12 @@ class Engine:
                 )
             if self._settings.cache_dir and not self.oversight.envelope.is_known:
                 await self._record_envelope(self._orchestrator.wire_dtype)
+            await self._keep_envelope()
             return self._orchestrator
+
+    async def _keep_envelope(self) -> None:
+        if self._settings.cache_dir and self.oversight.envelope.is_dirty:
+            await asyncio.to_thread(self.oversight.envelope.write, *self._cached)
 
     async def _record_envelope(self, dtype: WireDtype) -> None:
         """Only NaN and Inf are noticed until this has succeeded; tried again at each request."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from mesh.models.builtin import checkpoint_dir
 from mesh.shard.hosting import HostSpec, ShardHost
-from mesh.types import GenerationRequest, LayerRange, SamplingParams, TokenDelta, shard_id
+from mesh.types import Done, GenerationRequest, LayerRange, SamplingParams, TokenDelta, shard_id
 from tests.chaos.lab import MODEL, Lab, open_lab
 
 PROMPT_TOKENS = 384
@@ -66,7 +66,7 @@ async def _pause(lab: Lab, directory: Path, number: int) -> tuple[float, int]:
         shards = [lab.advertise(name, span, lab.port) for name, span in _ROUTE.items()]
         shards.append(lab.advertise("b", SPAN, int(theirs.endpoint.rpartition(":")[2])))
         async with lab.asker(shards, stall_limit_s=30.0) as engine:
-            tokens = 0
+            tokens = failovers = 0
             async for frame in engine.chat(_request(number)):
                 if isinstance(frame, TokenDelta):
                     tokens += 1
@@ -76,7 +76,8 @@ async def _pause(lab: Lab, directory: Path, number: int) -> tuple[float, int]:
                         assert victim._child is not None
                         os.kill(victim._child.pid, signal.SIGKILL)
                         killed_at = time.perf_counter()
-            failovers = sum(1 for row in engine.oversight.standings.rows() if row["host"] == "b")
+                elif isinstance(frame, Done):
+                    failovers = frame.failovers
     finally:
         await victim.stop()
     return next_at - killed_at, failovers

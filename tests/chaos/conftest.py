@@ -36,6 +36,9 @@ def record() -> Callable[[Row], None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for report in terminalreporter.stats.get("skipped", []):
+        if "tests/chaos/" in report.nodeid:
+            terminalreporter.write_line(f"not shown here: {report.nodeid}: {report.longrepr[2]}")
     if not _done:
         return
     terminalreporter.section(f"chaos: {len(_done)} faults")

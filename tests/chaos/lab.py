@@ -61,6 +61,11 @@ class Told:
     def failovers(self) -> int:
         return self.done.failovers if self.done is not None else -1
 
+    def route(self) -> list[str]:
+        """The nodes of the final route, in the order of their layers."""
+        assert self.done is not None, self.error
+        return [hop.shard.node_name for hop in self.done.route]
+
     def hops(self) -> dict[str, HopTiming]:
         """The final route's timings by node."""
         assert self.done is not None
@@ -200,6 +205,7 @@ def _take(told: Told, frame: StreamFrame) -> None:
         return
     told.kinds.append(frame.type)
     if isinstance(frame, Done):
+        assert list(frame.token_ids) == told.tokens, "what was streamed is what is summed up"
         told.done = frame
 
 

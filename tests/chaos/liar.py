@@ -17,9 +17,10 @@ import torch
 from mesh.errors import LinkLost, MeshError
 from mesh.types import WireDtype
 from mesh.wire.activations import to_torch, to_wire
+from mesh.wire.connection import WebSocketLink
 from mesh.wire.link import Link
 from mesh.wire.messages import Failure, Hello, Message, Result, WireTensor
-from mesh.wire.websocket import LinkServer, WebSocketLink, connect, serve
+from mesh.wire.websocket import LinkServer, connect, serve
 
 Lie = Callable[[torch.Tensor], torch.Tensor]
 """From the honest (1, rows, hidden) to what is said instead."""

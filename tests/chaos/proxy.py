@@ -11,15 +11,15 @@ _PIECE = 1 << 16
 
 
 class Proxy:
-    """Passes connections on to `port`; listens on `self.port`.
+    """Passes connections on to `host`:`port`; listens on `self.port`.
 
     `silent`: takes what comes and passes nothing on. `byte_s`: answers go out one byte per so many
     seconds. `chunk_s`: answers go out at most one piece (of any size) per so many seconds.
     `delay_s`: everything arrives so much later, in order.
     """
 
-    def __init__(self, port: int) -> None:
-        self.target = port
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        self.target = (host, port)
         self.port = 0
         self.silent = False
         self.byte_s = 0.0
@@ -67,7 +67,7 @@ class Proxy:
             writer.transport.abort()
             return
         try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target)
+            far_reader, far_writer = await asyncio.open_connection(*self.target)
         except OSError:
             writer.transport.abort()
             return

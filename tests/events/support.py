@@ -70,8 +70,9 @@ def key(number: int) -> NodeKey:
 
 @dataclass(frozen=True)
 class Members:
-    """Who is in. The founder alone puts somebody out; every member may let somebody in."""
+    """Who is in. The founder alone puts somebody out and wishes placements; all may let in."""
 
+    founder: NodeId | None = None
     keys: dict[NodeId, bytes] = field(default_factory=dict)
     cuts: dict[NodeId, int] = field(default_factory=dict)
 
@@ -82,7 +83,7 @@ class Members:
         return author in self.keys, self.cuts.get(author)
 
     def admits(self, event: Event) -> bool:
-        return event.author in self.keys
+        return event.author == self.founder or event.type != PLACEMENT_WISHED
 
 
 class HouseRules:
@@ -108,7 +109,7 @@ class HouseRules:
             cut = cuts.get(event.author)
             if event.type == ADDED and event.author in keys and (cut is None or event.seq <= cut):
                 keys[node_id(event.payload["key"])] = event.payload["key"]
-        return Members(keys, cuts)
+        return Members(founder.author, keys, cuts)
 
 
 def introduces_itself(event: Event) -> bool:

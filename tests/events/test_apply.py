@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mesh.events.ledger import Verdict
 from mesh.events.snapshot import dump, load
-from mesh.events.types import TOKEN_REVOKED, Event
+from mesh.events.types import PLACEMENT_WISHED, TOKEN_REVOKED, Event
 from tests.events.support import (
     Author,
     HouseRules,
@@ -86,14 +86,27 @@ def test_a_snapshot_of_other_rules_is_not_used() -> None:
     assert load(saved, HouseRules(), {}) is None
 
 
-def test_the_newest_wins_whoever_comes_last() -> None:
-    (first, second), events = household(2)
-    older, newer = first.publish("m", 50), second.publish("m", 60)
+@pytest.mark.parametrize("newer_by", [0, 1])
+def test_the_newest_wins_whoever_comes_last(newer_by: int) -> None:
+    authors, events = household(2)
+    older = authors[1 - newer_by].publish("m", 50)
+    newer = authors[newer_by].publish("m", 60)
     for order in ([older, newer], [newer, older]):
         replica = MemoryReplica()
         replica.take(events + order)
         assert replica.state.models()["m"].event_id == newer.id
-        assert replica.state.models()["m"].author == second.id
+        assert replica.state.models()["m"].author == newer.author
+
+
+def test_what_its_author_may_not_say_is_kept_but_has_no_effect() -> None:
+    (founder, other), events = household(2)
+    wish = other.sign(PLACEMENT_WISHED, {"model_id": "m"})
+    replica = MemoryReplica()
+    replica.take([*events, wish])
+    assert replica.ledger.height(other.id) == wish.seq
+    assert replica.state.placements() == {}
+    replica.take([founder.sign(PLACEMENT_WISHED, {"model_id": "m"})])
+    assert set(replica.state.placements()) == {"m"}
 
 
 def test_revocation_reaches_back_behind_a_back_dated_event() -> None:
@@ -107,6 +120,8 @@ def test_revocation_reaches_back_behind_a_back_dated_event() -> None:
         replica.take(events + order)
         assert set(replica.state.models()) == {"kept"}
         assert replica.ledger.height(other.id) == kept.seq
+        late = other.fork().publish("later still")
+        assert replica.take([late]).verdicts == {Verdict.VOID: 1}
 
 
 def test_unknown_types_and_malformed_payloads_are_kept_but_say_nothing() -> None:

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 
 from mesh.events import budget, ledger, pending
+from mesh.events.intake import Received
 from mesh.events.ledger import Verdict
 from mesh.events.types import Event, decode, seal
 from tests.events.support import (
@@ -21,6 +22,7 @@ from tests.events.support import (
     household,
     meaning,
     reference,
+    signed,
 )
 
 
@@ -94,6 +96,21 @@ def test_a_forged_conflict_is_no_fork() -> None:
     assert verdict_of(replica, forged) is Verdict.FORGED
     assert not replica.proofs
     assert replica.ledger.height(other.id) == 1
+
+
+def test_a_forged_proof_freezes_nobody() -> None:
+    (_, other), events = household(2)
+    copy = other.fork()
+    real, invented = other.publish("m", 20), copy.publish("n", 20)
+    replica = MemoryReplica()
+    replica.take(events)
+    forged = signed(altered(invented, signature=bytes(64)))
+    for proof in ((signed(real), forged), (signed(real), signed(real)), (forged, (b"", b""))):
+        outcome = replica.receive(Received((), (proof,)))
+        assert all(verdict.is_bad for verdict in outcome.verdicts)
+    assert replica.state.frozen == {}
+    replica.receive(Received((), ((signed(real), signed(invented)),)))
+    assert replica.state.frozen == {other.id: 0}
 
 
 def flood(authors: list[Author], count: int) -> list[Event]:

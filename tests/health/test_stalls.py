@@ -9,55 +9,155 @@ import pytest
 
 from mesh.health.latency import FLOOR_S
 from mesh.types import ShardStatus, StreamFrame
-from mesh.wire.messages import Step, WireTensor
+from mesh.wire.memory import MemoryLink
+from mesh.wire.messages import Result
 from tests.health.watched import PROMPT, Watched, tokens_of, watched
-from tests.pipeline.toy_mesh import ToyNetwork, ToyShard, expected_tokens
+from tests.pipeline.toy_mesh import ToyNetwork, ToyShard, expected_tokens, toy_request
 from tests.simulation.virtual_loop import run_virtually
 
 CEILING_S = 30.0
 STEP_S = 0.02
 COUNT = 40
+BAD_FROM = 20
+
+Pace = Callable[[int], float | None]
+"""Seconds that the n-th answer of a shard takes; None: it never comes."""
 
 
-class Paced:
-    """Makes a toy shard take `step_s` per step; `hold` keeps answers back altogether."""
+def paced(shard: ToyShard, pace: Pace) -> None:
+    """Have the shard answer at that pace, one step after the other."""
+    loop, count, free_at = asyncio.get_running_loop(), [0], [0.0]
 
-    def __init__(self, shard: ToyShard) -> None:
-        self.step_s = STEP_S
-        self.hold = False
-        self.seen = 0
-        self.on_step: Callable[[int], None] = lambda number: None
-        self._free_at = 0.0
-        for_door = shard.network
-        del for_door
-        shard.before_step = self._before
+    def leave(link: MemoryLink, result: Result) -> None:
+        if not link.is_closed:
+            link.send(result)
 
-    def _before(self, step: Step) -> bool:
-        return True
+    def reply(link: MemoryLink, result: Result) -> None:
+        count[0] += 1
+        wait = pace(count[0])
+        if wait is not None:
+            free_at[0] = max(free_at[0], loop.time()) + wait
+            loop.call_at(free_at[0], leave, link, result)
 
-
-class Stopped:
-    """When the last good answer came and when the hop was given up."""
-
-    def __init__(self) -> None:
-        self.since = 0.0
-        self.noticed = 0.0
+    shard.reply = reply
 
 
-def delay_answers(shard: ToyShard, pace: Callable[[Step], float | None]) -> None:
-    """Send each answer `pace(step)` seconds after the step; None: never."""
-    for_link = shard.links
-    loop = asyncio.get_running_loop()
-    for link in for_link:
-        peer = link._other
-        assert peer is not None
-        send, free_at = peer.send, [0.0]
+def stops(number: int) -> float | None:
+    """A process that was stopped, or a connection that only one end believes in: silence."""
+    return STEP_S if number < BAD_FROM else None
 
-        def later(message: object, send: Callable[..., None] = send, free: list[float] = free_at) -> None:
-            wait = pace(message)  # type: ignore[arg-type]
-            if wait is None:
-                return
-            free[0] = max(free[0], loop.time()) + wait
-            loop.call_at(free[0], send, message)
 
-        peer.send = later  # type: ignore[method-assign]
+def crawls(number: int) -> float | None:
+    """Still answers, one chunk a second."""
+    return STEP_S if number < BAD_FROM else 1.0
+
+
+def lags(number: int) -> float | None:
+    """Slow, but each answer just within what a single step may take."""
+    return STEP_S if number < BAD_FROM else 0.8
+
+
+class Watching:
+    """A mesh of two hops and perhaps a spare, with the stall watch running."""
+
+    def __init__(self, *, spare: bool) -> None:
+        self.network = ToyNetwork()
+        self.shards = [self.network.add(span) for span in ("0-3", "4-7")]
+        if spare:
+            self.network.add("4-7", name="z-spare")
+        self.frames: list[tuple[float, StreamFrame]] = []
+
+    async def run(self, body: Callable[[Watched], Awaitable[None]]) -> None:
+        with watched(self.network, ceiling_s=CEILING_S) as mesh:
+            watch = asyncio.create_task(mesh.engine.watch_stalls(), name="watch stalls")
+            try:
+                await body(mesh)
+            finally:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
+                await mesh.engine.close()
+
+    async def ask(self, mesh: Watched, count: int = COUNT) -> None:
+        loop = asyncio.get_running_loop()
+        async for frame in mesh.engine.chat(toy_request(PROMPT, count)):
+            self.frames.append((loop.time(), frame))
+
+    def noticed(self) -> list[tuple[float, str]]:
+        """When hops were given up, and why."""
+        return [(at, f.reason) for at, f in self.frames if isinstance(f, ShardStatus)]
+
+    def tokens(self) -> list[int]:
+        return tokens_of([frame for _, frame in self.frames])
+
+
+def ask_with(pace: Pace, *, spare: bool = True) -> Watching:
+    """One request over two hops of which the second one keeps that pace."""
+
+    async def main() -> Watching:
+        case = Watching(spare=spare)
+        for shard in case.network.shards.values():
+            paced(shard, lambda number: STEP_S)
+        paced(case.shards[1], pace)
+        await case.run(case.ask)
+        return case
+
+    return run_virtually(main)
+
+
+@pytest.mark.parametrize("pace", [stops, crawls, lags])
+def test_a_hop_without_progress_is_replaced_within_seconds(pace: Pace) -> None:
+    case = ask_with(pace)
+    (noticed,) = case.noticed()
+    bad_at = STEP_S * 2 * BAD_FROM  # two hops in a row
+    assert noticed[0] - bad_at < 4 * FLOOR_S + 1
+    assert case.tokens() == expected_tokens(PROMPT, COUNT)
+
+
+def test_a_silent_hop_is_given_the_ceiling_before_it_ever_answered() -> None:
+    case = ask_with(lambda number: None)
+    (noticed,) = case.noticed()
+    assert CEILING_S <= noticed[0] < CEILING_S + 1
+    assert case.tokens() == expected_tokens(PROMPT, COUNT)
+
+
+def test_weights_that_load_on_demand_are_waited_for() -> None:
+    case = ask_with(lambda number: 25.0 if number == 1 else STEP_S)
+    assert case.noticed() == []
+    assert case.tokens() == expected_tokens(PROMPT, COUNT)
+
+
+@pytest.mark.parametrize("pace", [crawls, lags])
+def test_a_slow_hop_that_nobody_could_replace_is_kept(pace: Pace) -> None:
+    case = ask_with(pace, spare=False)
+    assert case.noticed() == []
+    assert case.tokens() == expected_tokens(PROMPT, COUNT)
+
+
+def test_a_model_that_takes_seconds_per_step_is_left_alone() -> None:
+    case = ask_with(lambda number: 4.0 + (number % 5) * 0.5)
+    assert case.noticed() == []
+    assert case.tokens() == expected_tokens(PROMPT, COUNT)
+
+
+def test_a_pause_of_our_own_is_not_held_against_the_hops() -> None:
+    case: list[Watching] = []
+
+    async def main() -> None:
+        watching = Watching(spare=True)
+        case.append(watching)
+        loop = asyncio.get_running_loop()
+        for shard in watching.network.shards.values():
+            paced(shard, lambda number: STEP_S)
+
+        async def pausing(mesh: Watched) -> None:
+            def pause() -> None:
+                loop._selector.now += 20.0  # type: ignore[attr-defined]
+
+            loop.call_later(0.5, pause)
+            await watching.ask(mesh)
+
+        await watching.run(pausing)
+
+    run_virtually(main)
+    assert case[0].noticed() == []
+    assert case[0].tokens() == expected_tokens(PROMPT, COUNT)

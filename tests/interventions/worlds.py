@@ -119,7 +119,8 @@ def equal(found: Any, expected: Any, tolerance: float) -> None:
         if tolerance == 0.0:
             assert torch.equal(found, expected), f"differ by {(found - expected).abs().max()}"
         else:
-            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+            scale = max(1.0, float(expected.abs().max()))
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * scale)
     elif isinstance(expected, dict):
         assert found.keys() == expected.keys()
         for key in expected:

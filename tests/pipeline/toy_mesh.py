@@ -91,7 +91,7 @@ class ToySession:
 class ToyShard:
     """A shard host that answers at once. `before_step` may raise or return False to stay silent.
 
-    `answer` turns what was computed into what is sent.
+    `answer` turns what was computed into what is sent, `reply` sends it, now or later.
     """
 
     def __init__(self, network: ToyNetwork, descriptor: ShardDescriptor) -> None:
@@ -102,6 +102,7 @@ class ToyShard:
         self.alive = True
         self.before_step: Callable[[Step], bool] = lambda step: True
         self.answer: Callable[[Step, WireTensor], WireTensor] = lambda step, computed: computed
+        self.reply: Callable[[MemoryLink, Result], None] = lambda link, result: link.send(result)
         self.links: list[MemoryLink] = []
 
     def open_streams(self) -> int:
@@ -155,7 +156,8 @@ class ToyDoor:
         rows = decode(step.tensor)
         self._shard.steps.append((step.position, len(rows)))
         out = self._shard.answer(step, encode(session.run(step.position, rows)))
-        self._link.send(Result(step.session, step.step, out, compute_us=1, queue_us=0))
+        result = Result(step.session, step.step, out, compute_us=1, queue_us=0)
+        self._shard.reply(self._link, result)
 
     def _fail(self, session: int, error: Busy | SessionGone) -> None:
         self._link.send(Failure(error.to_dict(), session=session))

@@ -15,7 +15,7 @@ was shown. Its values are right, the job is told that its gradient would be inco
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -64,8 +64,10 @@ class _Edge(torch.autograd.Function):
 class JobJoints:
     """The job's end for one hop; see `mesh.shard.taps.ledger.Origins`."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, on_incomplete: Callable[[torch.Tensor], None]) -> None:
+        """`on_incomplete` gets each tensor whose own gradient would miss something."""
         self._ask = ask
+        self._on_incomplete = on_incomplete
         self._last_gift = 0
         self._joints: dict[int, torch.Tensor] = {}
         self._known: dict[int, tuple[int, bool, Any]] = {}
@@ -100,10 +102,10 @@ class JobJoints:
             return self._ask(number, grad, list(before))
 
         with torch.enable_grad():
-            joined: torch.Tensor = _Join.apply(pass_on, [tensor], *before.values())
+            joined = _join(pass_on, tensor, *before.values())
             self._joints[number] = _edge(joined)
         if joint < 0:
-            _refuse_gradients(joined)
+            self._on_incomplete(joined)
         return joined
 
     def asked(self, joint: int, tensor: torch.Tensor) -> None:
@@ -139,6 +141,11 @@ class ShardJoints:
         """A trace has ended; the graph stays."""
         self._known.clear()
 
+    def forget(self) -> None:
+        """Free the graph."""
+        self._known.clear()
+        self._edges.clear()
+
     def leaving(self, tag: int, tensor: torch.Tensor) -> int:
         """See `Origins`."""
         place = _place(tensor)
@@ -156,8 +163,7 @@ class ShardJoints:
         leaf = tensor.new_zeros(()).expand(tensor.shape).requires_grad_()
         self._edges[joint] = leaf
         with torch.enable_grad():
-            joined: torch.Tensor = _Join.apply(lambda grad: [grad], [tensor], leaf)
-        return joined
+            return _join(lambda grad: [grad], tensor, leaf)
 
     def asked(self, joint: int, tensor: torch.Tensor) -> None:
         """See `Origins`: the job called `requires_grad_` on what it was shown."""
@@ -177,13 +183,19 @@ class ShardJoints:
             start = self._edges[joint]
             ends = [self._edges[number] for number in earlier]
         except KeyError as error:
-            raise BadRequest(f"Joint {error} is not known here.", fix="Run the trace again.") from error
+            raise BadRequest(
+                f"Joint {error} is not known here.", fix="Run the trace again."
+            ) from error
         if not ends:
             return []
         stops = [_stop(end) for end in ends if isinstance(end, GradientEdge) and end != start]
         try:
             found = torch.autograd.grad(
-                [start], ends, [grad], allow_unused=True, retain_graph=True
+                cast("Any", [start]),
+                cast("Any", ends),
+                [grad],
+                allow_unused=True,
+                retain_graph=True,
             )
         finally:
             for stop in stops:
@@ -227,8 +239,17 @@ def unsupported(what: str) -> BadRequest:
     )
 
 
+def _join(
+    pass_on: Callable[[torch.Tensor], Sequence[torch.Tensor | None]],
+    tensor: torch.Tensor,
+    *edges: torch.Tensor,
+) -> torch.Tensor:
+    joined: torch.Tensor = _Join.apply(pass_on, [tensor], *edges)  # type: ignore[no-untyped-call]
+    return joined
+
+
 def _edge(tensor: torch.Tensor) -> torch.Tensor:
-    edge: torch.Tensor = _Edge.apply(tensor)
+    edge: torch.Tensor = _Edge.apply(tensor)  # type: ignore[no-untyped-call]
     return edge
 
 
@@ -241,7 +262,7 @@ def _place(tensor: torch.Tensor) -> tuple[Node, int] | None:
 
 def _born(node: Node) -> int:
     # The engine numbers nodes as they are made; leaves get the largest number there is.
-    number: int = node._sequence_nr()  # type: ignore[attr-defined]
+    number: int = node._sequence_nr()
     return number if number < 1 << 63 else -1
 
 
@@ -250,15 +271,3 @@ def _stop(end: GradientEdge) -> Any:
         return tuple(None if i == end.output_nr else grad for i, grad in enumerate(grads))
 
     return end.node.register_prehook(stop)
-
-
-def _refuse_gradients(tensor: torch.Tensor) -> None:
-    def refuse(*_args: Any, **_kwargs: Any) -> Any:
-        raise BadRequest(
-            "This tensor's gradient would miss what flows through values read before it.",
-            fix="Read it where it is produced (the output of the module before), first.",
-        )
-
-    tensor.register_hook = refuse  # type: ignore[method-assign]
-    tensor.retain_grad = refuse  # type: ignore[method-assign]
-    tensor._hearthnet_refuse = refuse  # type: ignore[attr-defined]

@@ -48,6 +48,8 @@ class Ledger:
         self._tensors: dict[int, torch.Tensor] = {}
         self._tags: dict[int, int] = {}
         self._versions: dict[int, int] = {}
+        self._owners: dict[int, int] = {}
+        self._is_shard = odd
         self.size_bytes = 0
 
     def clear(self) -> None:
@@ -55,6 +57,7 @@ class Ledger:
         self._tensors.clear()
         self._tags.clear()
         self._versions.clear()
+        self._owners.clear()
         self.size_bytes = 0
 
     def write(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
@@ -67,7 +70,7 @@ class Ledger:
         """The same without a history, for values that are only looked at."""
         tag = self._tags.get(id(tensor))
         if tag is None:
-            description: list[Any] | None = write_tensor(tensor, buffers)
+            description: list[Any] | None = self._alias(tensor) or write_tensor(tensor, buffers)
             tag, self._next = self._next, self._next + 2
             self._keep(tag, tensor)
         elif tensor._version != self._versions[tag]:
@@ -100,6 +103,8 @@ class Ledger:
                 self._versions[tag] = known._version
                 self._origins.settled(tag, known)
             return known
+        if len(description) == 4:
+            return self._read_alias(tag, description)
         fresh = read_tensor(description, next_buffer(), self._device)
         if joint:
             fresh = self._origins.arriving(joint, fresh)
@@ -117,6 +122,33 @@ class Ledger:
         self._origins.settled(tag, known)
         return known
 
+    def _alias(self, tensor: torch.Tensor) -> list[Any] | None:
+        """Where `tensor` lies in one that the other end has, so that edits show in both there."""
+        if not self._is_shard or tensor.requires_grad or not tensor.numel():
+            return None
+        tag = self._owners.get(tensor.untyped_storage().data_ptr())
+        if tag is None:
+            return None
+        owner = self._tensors[tag]
+        start = tensor.storage_offset() - owner.storage_offset()
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        inside = start >= 0 and start + last < owner.numel()
+        current = owner._version == self._versions[tag]
+        if not inside or not current or owner.dtype != tensor.dtype:
+            return None
+        return [tag, start, list(tensor.shape), list(tensor.stride())]
+
+    def _read_alias(self, tag: int, description: list[Any]) -> torch.Tensor:
+        owner_tag, start, shape, stride = description
+        owner = self._tensors.get(owner_tag)
+        if self._is_shard or owner is None:
+            raise BadRequest("A tensor lies in one that is not known here.", fix=_FIX)
+        with torch.no_grad():
+            alias = owner.detach().as_strided(shape, stride, owner.storage_offset() + start)
+        self._keep(tag, alias)
+        self._origins.settled(tag, alias)
+        return alias
+
     def _keep(self, tag: int, tensor: torch.Tensor) -> None:
         self.size_bytes += tensor.nbytes
         if self.size_bytes > self._max_bytes:
@@ -124,6 +156,8 @@ class Ledger:
                 f"The trace holds more than {self._max_bytes} bytes of activations at once.",
                 fix="Read fewer points in one trace, or fewer positions.",
             )
+        if self._is_shard and not tensor.requires_grad and tensor.is_contiguous():
+            self._owners.setdefault(tensor.untyped_storage().data_ptr(), tag)
         self._tensors[tag] = tensor
         self._tags[id(tensor)] = tag
         self._versions[tag] = tensor._version

@@ -1,4 +1,4 @@
-"""Recursive `.source`: opening up the function that an operation calls, on the machine that runs it.
+"""Recursive `.source`: opening up the function that an operation calls, where it runs.
 
 The job needs names, lines and text to offer the operations inside; the instrumented function itself
 stays here.

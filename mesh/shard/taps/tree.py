@@ -104,11 +104,11 @@ class SpanTree:
         module: nn.Module = envoy._module  # noqa: SLF001 - nnsight's name for it
         return module
 
-    def check(self, location: str, within: LayerRange) -> None:
+    def check(self, location: object, within: LayerRange) -> None:
         """Raise BadRequest unless `location` lies inside the layers `within`."""
-        number = location.partition(".")[0]
+        number = str(location).partition(".")[0]
         if not number.isdecimal() or int(number) not in within:
-            raise BadRequest(f"{location[:100]} is not in layers {within}.", fix=_FIX)
+            raise BadRequest(f"{str(location)[:100]} is not in layers {within}.", fix=_FIX)
 
     def source(self, path: str) -> None:
         """Make the operations inside this module's forward report, until `unsource`."""

@@ -1,0 +1,60 @@
+"""The one way out of a job: a message to a hop and its answer, as bytes. Knows no message.
+
+`SocketChannel` is the job's end of a socket pair; `mesh.interventions.relay` is the other. A frame
+is ``u32 hop, u32 status, u64 length`` and the bytes; a status other than 0 says that the bytes are
+an error, as a msgpack map.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Protocol
+
+import msgpack
+
+from mesh.errors import BadFrame, LinkLost, from_dict
+
+HEAD = struct.Struct("!IIQ")
+ANSWER, ERROR = 0, 1
+MAX_FRAME_BYTES = (1 << 30) + (1 << 16)
+_PIECE = 1 << 20
+
+
+class SpanChannel(Protocol):
+    """Calls block: the process has nothing else to do meanwhile."""
+
+    def call(self, hop: int, message: bytes) -> bytes | memoryview:
+        """The answer of hop number `hop`. Raises MeshError when there is none."""
+
+
+class SocketChannel:
+    """See `SpanChannel`, over a connected stream socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def call(self, hop: int, message: bytes) -> memoryview:
+        """See `SpanChannel`."""
+        try:
+            self._socket.sendall(HEAD.pack(hop, ANSWER, len(message)))
+            self._socket.sendall(message)
+            about, status, length = HEAD.unpack(self._receive(HEAD.size))
+            if about != hop or length > MAX_FRAME_BYTES:
+                raise BadFrame("The job's channel is out of step.", fix="This is a bug.")
+            answer = self._receive(length)
+        except OSError as error:
+            raise LinkLost(f"The job's channel broke: {error}.", fix="Run it again.") from error
+        if status != ANSWER:
+            raise from_dict(msgpack.unpackb(answer))
+        return answer
+
+    def _receive(self, length: int) -> memoryview:
+        data = memoryview(bytearray(length))
+        got = 0
+        while got < length:
+            count = self._socket.recv_into(data[got : got + _PIECE])
+            if not count:
+                raise ConnectionError("the other end closed it")
+            got += count
+        return data

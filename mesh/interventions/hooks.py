@@ -1,0 +1,210 @@
+"""nnsight's interleaver and the shards' forwards, in step.
+
+The interleaver, with the user's code, is here; the modules run there. With every message a hop
+learns which visits of which locations somebody waits for; at each of them it stands still, shows
+the value, and gets it back. What it passed without stopping it counts, so that occurrences and
+out-of-order errors come out as on one machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from nnsight.intervention.interleaver import Interleaver
+from nnsight.intervention.source import Compiled, bind
+from torch import nn
+
+from mesh.errors import BadRequest, MeshError
+from mesh.interventions.hop import CPU, Header, Hop
+from mesh.shard.taps.codec import Buffers, Kind, Path, Reader, Staying, Writer, is_cache
+
+if TYPE_CHECKING:
+    from mesh.interventions.caches import Caches
+
+
+class SpanInterleaver(Interleaver):  # type: ignore[misc]  # nnsight is untyped here
+    """nnsight's interleaver, which says when a trace begins and ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_begin: Callable[[], None] = lambda: None
+        self.on_end: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> Interleaver:
+        self.on_begin()
+        return super().__enter__()
+
+    def cancel(self) -> None:
+        """See `Interleaver.cancel`."""
+        super().cancel()
+        self.on_end()
+
+
+class RemoteLayerError(RuntimeError):
+    """What the model's code raised on the machine that holds the layer."""
+
+
+class Hooks:
+    """Speaks with hops on behalf of one interleaver."""
+
+    def __init__(self, interleaver: Interleaver, prefix: str, caches: Caches) -> None:
+        """`prefix` is where the layers are in nnsight's names: ``model.model.layers``."""
+        self._interleaver = interleaver
+        self._prefix = f"{prefix}."
+        self._caches = caches
+        self._routes: tuple[Any, dict[Hop, frozenset[str]]] = (None, {})
+        self._observed_with_grad = False
+        self.attention: Callable[[], str] = lambda: "sdpa"
+
+    def run(self, hop: Hop, request: Header, value: Any) -> Any:
+        """Have `hop` run something over `value`; returns what comes out at its end.
+
+        Raises RemoteLayerError for what model code raises there, MeshError when the hop refuses or
+        is gone, and whatever user code raises at a point inside.
+        """
+        interleaver = self._interleaver
+        watching = bool(interleaver.interleaving and interleaver.busy)
+        grad = torch.is_grad_enabled()
+        outer, hop.joints.tracking = hop.joints.tracking, grad
+        request |= {"watch": watching, "grad": grad, "attn": self.attention()}
+        try:
+            header, buffers = self._message(hop, request, value, watching=watching)
+            while True:
+                reply, received = self._exchange(hop, header, buffers)
+                self._count(hop, reply["visits"])
+                reader = self._reader(hop, received)
+                if reply["op"] == "done":
+                    self._observed(reply, reader)
+                    self._caches.grow(reply["kv"])
+                    return reader.value(reply["value"])
+                try:
+                    answer = self._serve(reply, reader)
+                except BaseException:
+                    self._abort(hop)
+                    raise
+                hop.joints.tracking = grad
+                header, buffers = self._message(hop, {"op": "resume"}, answer, watching=watching)
+        finally:
+            hop.joints.tracking = outer
+
+    def _message(
+        self, hop: Hop, request: Header, value: Any, *, watching: bool
+    ) -> tuple[Header, Buffers]:
+        writer = Writer(hop.ledger.write, self._other)
+        changed = hop.ledger.write_changed(writer.buffers)
+        header = request | {"changed": changed, "value": writer.value(value)}
+        header |= self._wants(hop) if watching else {"want": []}
+        return header, writer.buffers
+
+    def _exchange(self, hop: Hop, header: Header, buffers: Buffers) -> tuple[Header, Buffers]:
+        try:
+            return hop.exchange(header, buffers)
+        except BadRequest as error:
+            raise RemoteLayerError(str(error)) from error
+
+    def _abort(self, hop: Hop) -> None:
+        try:
+            reply, _ = hop.exchange({"op": "abort"}, [])
+        except MeshError:
+            return  # it has already given up; the user's error is the one to show
+        self._count(hop, reply["visits"])
+        self._caches.grow(reply.get("kv", []))
+
+    # What the interleaver wants of a hop
+
+    def _wants(self, hop: Hop) -> Header:
+        interleaver = self._interleaver
+        wanted: dict[str, list[int]] = {}
+        for mediator in interleaver.mediators:
+            pending = mediator.pending
+            if pending is None or pending.provider is None:
+                continue
+            location = self._within(hop, pending.provider)
+            passing = pending.iteration - mediator.occurrence(pending.provider)
+            if location is not None and passing >= 0:
+                wanted.setdefault(location, []).append(passing)
+        sourced = (self._within(hop, base) for base in interleaver.sourced)
+        return {
+            "want": [[location, visits] for location, visits in wanted.items()],
+            "obs": hop.new_subscriptions(self._observers(hop)),
+            "obs_grad": self._observed_with_grad,
+            "sourced": hop.new_sources(frozenset(base for base in sourced if base is not None)),
+        }
+
+    def _observers(self, hop: Hop) -> frozenset[str]:
+        observers = self._interleaver.observers
+        if self._routes[0] is not observers:
+            self._routes = (observers, {})
+            self._observed_with_grad = any(
+                not cache.detach for caches in observers.values() for _, cache, _ in caches
+            )
+        routes = self._routes[1]
+        if hop not in routes:
+            mine = (self._within(hop, location) for location in observers)
+            routes[hop] = frozenset(location for location in mine if location is not None)
+        return routes[hop]
+
+    def _within(self, hop: Hop, provider: str) -> str | None:
+        """`provider` as the hop names it, None when it is not the hop's."""
+        if not provider.startswith(self._prefix):
+            return None
+        location = provider[len(self._prefix) :]
+        number = location.partition(".")[0]
+        return location if number.isdecimal() and int(number) in hop.layers else None
+
+    # What a hop says
+
+    def _count(self, hop: Hop, pattern: Any) -> None:
+        counts = self._interleaver.counts
+        for location, visits in hop.visits(pattern):
+            provider = self._prefix + location
+            counts[provider] = counts.get(provider, 0) + visits
+
+    def _observed(self, reply: Header, reader: Reader) -> None:
+        for location, value in reply["observed"]:
+            self._interleaver.handle(self._prefix + location, reader.value(value))
+        for entry in reply["changed"]:
+            reader.tensor(entry)
+
+    def _serve(self, reply: Header, reader: Reader) -> Any:
+        self._observed(reply, reader)
+        if reply["op"] == "hit":
+            value = reader.value(reply["value"])
+            return self._interleaver.handle(self._prefix + reply["provider"], value)
+        if reply["op"] == "drill":
+            self._drill(self._prefix + reply["provider"], reply["info"])
+        return None
+
+    def _drill(self, provider: str, info: Header) -> None:
+        """Let whoever waits to open up an operation have what there is to see of it."""
+        function: Any = len  # has no source, which is what nnsight then says
+        if info["kind"] == "function":
+            compiled = Compiled(None, tuple(info["names"]), dict(info["lines"]), info["source"])
+            self._interleaver.sourced[provider.removesuffix(".fn")] = (None, compiled)
+        elif info["kind"] == "module":
+            function = nn.Identity()
+        elif info["kind"] == "bind":
+            function = bind
+        self._interleaver.handle(provider, function)
+
+    # Values that are no tensors
+
+    def _other(self, value: Any, _path: Path) -> list[Any]:
+        if is_cache(value):
+            return [int(Kind.CACHE), self._caches.number_of(value)]
+        if isinstance(value, Staying):
+            return [int(Kind.KEPT), value.number]
+        raise BadRequest(
+            f"A {type(value).__name__} cannot be sent to the machine that holds the layer.",
+            fix="Use tensors, numbers, text and containers of them.",
+        )
+
+    def _reader(self, hop: Hop, buffers: Buffers) -> Reader:
+        def other(data: list[Any], _path: Path) -> Any:
+            if data[0] == Kind.CACHE:
+                return self._caches.by_number(int(data[1]))
+            return Staying(int(data[1]), str(data[2]))
+
+        return Reader(buffers, hop.ledger.read, other, CPU)

@@ -1,0 +1,125 @@
+"""What code of keys that are not trusted may name: modules, attributes, builtins. Data only.
+
+The modules are those of the NDIF allow-list and a few that only compute. Denied names inside them
+are doors to files, processes, memory addresses and evaluation; the process wall stands behind all.
+"""
+
+from __future__ import annotations
+
+# fmt: off
+# Module -> whether its submodules are allowed as well.
+MODULES = {
+    "torch": False, "torch.nn": True, "torch.linalg": False, "torch.fft": False,
+    "torch.special": False, "torch.autograd": False, "torch.autograd.functional": False,
+    "torch.distributions": True, "torch.optim": True, "torch.functional": False,
+    "numpy": False, "numpy.linalg": False, "numpy.fft": False, "numpy.random": False,
+    "collections": True, "math": False, "cmath": False, "time": False, "typing": False,
+    "einops": True, "sympy": False, "pandas": False, "enum": False, "operator": False,
+    "_operator": False, "itertools": False, "functools": False, "statistics": False,
+    "random": False, "re": False, "json": False, "dataclasses": False, "copy": False,
+    "string": False, "decimal": False, "fractions": False, "nnsight": False,
+    "nnsight.intervention.envoy": False, "__future__": False,
+}
+
+# Denied on whatever object they are asked for.
+DENIED_ANYWHERE = frozenset((
+    # files, other code, evaluation
+    "save_pretrained", "from_pretrained", "push_to_hub", "tofile", "fromfile", "memmap", "from_file",
+    "dump", "from_buffer", "frombuffer", "genfromtxt", "loadtxt", "savetxt", "savez",
+    "savez_compressed", "DataSource", "ctypeslib", "f2py", "load_library", "to_pickle", "to_csv",
+    "to_sql", "to_hdf", "to_parquet", "to_feather", "to_excel", "to_json", "to_html", "to_latex",
+    "to_stata", "to_orc", "to_xml", "exec", "get_type_hints",
+    "ForwardRef", "attrgetter", "methodcaller", "sympify", "parse_expr", "lambdify", "preview",
+    "save_state_dict", "load_state_dict", "load_adapter", "set_adapter", "from_checkpoint",
+    "hub", "jit", "package", "serialization", "multiprocessing", "export", "onnx", "classes", "ops",
+    "library", "profiler", "fx", "overrides", "cpp_extension", "script", 
+    # addresses and memory that is not this tensor's
+    "data_ptr", "untyped_storage", "storage", "typed_storage", "UntypedStorage", "TypedStorage",
+    "set_", "share_memory_", "as_strided", "as_strided_", "as_strided_copy", "ctypes",
+    "resize_", "from_dlpack", "to_dlpack", "from_blob", "grad_fn", "next_functions",
+    "variable", "ndpointer",
+    # what belongs to the process and not to the trace
+    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+    "register_module", "add_module", "set_default_dtype", "set_default_device",
+    "set_default_tensor_type", "set_num_threads", "set_num_interop_threads",
+    "use_deterministic_algorithms", 
+    # what an exception or a frame drags along
+    "with_traceback", "tb_frame", "tb_next", "obj", "frame", "gr_frame", "mro",
+))
+
+# In these modules only; the same words are harmless elsewhere (`x.save()`).
+DENIED_IN_MODULES = {
+    "torch": frozenset((
+        "save", "load", "compile", "set_default_dtype", "set_default_device", "get_file_path",
+        "prepare_multiprocessing_environment", "set_printoptions", "set_flush_denormal",
+        "empty_strided", "Storage", "classproperty", "typename", "import_ir_module",
+    )),
+    "numpy": frozenset(("save", "load", "set_printoptions", "show_config", "info", "test", "source")),
+    "pandas": frozenset(("HDFStore", "eval", "ExcelFile", "ExcelWriter", "test", "show_versions")),
+    "sympy": frozenset(("S", "plot", "plotting", "test", "doctest", "init_session", "python",
+                        "print_python", "source", "N", "simplify_logic")),
+    "json": frozenset(("load", "dump")),
+    "nnsight": frozenset(("register", "login", "CONFIG", "NNsight", "LanguageModel",
+                          "TransformersModel", "VisionLanguageModel", "DiffusionModel")),
+    "operator": frozenset(("setitem", "delitem", "call")),
+    "copy": frozenset(("copyreg", "dispatch_table")),
+}
+DENIED_PREFIXES_IN_MODULES = {"pandas": ("read_",)}
+
+# On a module of the model, nothing else than these, its children and its parameters.
+ENVOY = frozenset((
+    "output", "input", "inputs", "skip", "next", "source", "save", "trace", "generate", "pipe",
+    "session", "scan", "edit", "clear_edits", "iter", "all", "path", "parent", "root", "modules",
+    "named_modules", "children", "device", "devices", "dtype", "config", "tokenizer", "generator",
+    "streamer", "result", "export_edits", "import_edits", "get", "weight", "bias",
+))
+ENVOY_WRITABLE = frozenset(("output", "input", "inputs"))
+TRACER = frozenset((
+    "stop", "result", "iter", "all", "barrier", "cache", "invoke", "next", "save",
+))
+
+# On nnsight's other objects (caches, source operations): these, and whatever is plain data.
+NNSIGHT = ENVOY | TRACER | frozenset(("keys", "values", "items", "fn", "n"))
+
+BUILTINS = (
+    "abs", "all", "any", "ascii", "bin", "bool", "bytearray", "bytes", "callable", "chr",
+    "classmethod", "complex", "dict", "divmod", "enumerate", "filter", "float", "frozenset", "hash",
+    "hex", "id", "int", "isinstance", "issubclass", "iter", "len", "list", "map", "max", "min",
+    "next", "object", "oct", "ord", "pow", "print", "property", "range", "repr", "reversed",
+    "round", "set", "slice", "sorted", "staticmethod", "str", "sum", "super", "tuple", "zip",
+    "None", "True", "False", "Ellipsis", "NotImplemented", "__build_class__",
+)
+
+# Dunder methods a class may define and a call may name.
+DUNDERS = frozenset(
+    f"__{name}__" for name in (
+        "init", "call", "len", "iter", "next", "getitem", "setitem", "delitem", "contains", "enter",
+        "exit", "repr", "str", "bool", "hash", "eq", "ne", "lt", "le", "gt", "ge", "add", "radd",
+        "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "matmul", "rmatmul", "truediv",
+        "rtruediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "invert", "and", "or", "xor",
+        "name", "doc", "post_init",
+    )
+)
+
+# What a payload may be made of when it is unpickled: exact names, and roots with all below them.
+PICKLED_ROOTS = ("nnsight.intervention", "nnsight.tracing", "nnsight.modeling")
+PICKLED = frozenset((
+    "collections.OrderedDict", "collections.defaultdict", "collections.deque",
+    "collections.Counter", "builtins.set", "builtins.frozenset", "builtins.slice", "builtins.range",
+    "builtins.complex", "builtins.bytearray", "builtins.object", "builtins.int", "builtins.float",
+    "builtins.str", "builtins.list", "builtins.dict", "builtins.tuple", "builtins.bool",
+    "builtins.bytes", "builtins.type", "types.MethodType", "types.SimpleNamespace",
+    "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter", "torch.Size",
+    "torch.device", "torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter",
+    "torch.Tensor", "torch.FloatStorage", "torch.LongStorage", "torch.BFloat16Storage",
+    "torch.HalfStorage", "torch.DoubleStorage", "torch.IntStorage", "torch.BoolStorage",
+    "torch.storage.UntypedStorage", "torch.serialization._get_layout",
+    "numpy._core.multiarray._reconstruct", "numpy._core.multiarray.scalar", "numpy.ndarray",
+    "numpy.dtype", "numpy.core.multiarray._reconstruct", "numpy._core.numeric._frombuffer",
+    "cloudpickle.cloudpickle._class_setstate",
+    "nnsight.intervention.serialization._load_function", "nnsight.intervention.serialization._fill",
+    "cloudpickle.cloudpickle._make_skeleton_enum", "cloudpickle.cloudpickle._builtin_type",
+    "cloudpickle.cloudpickle._make_empty_cell", "cloudpickle.cloudpickle._make_cell",
+    "abc.ABCMeta", "enum.EnumType", "enum.EnumMeta", "enum.Enum",
+))
+# fmt: on

@@ -1,0 +1,249 @@
+"""What guarded code calls instead of reading, writing and importing: the checks themselves.
+
+Each guard is one function that either does what Python would have done or raises PolicyViolation
+with a sentence. Lives in the job's process, beside the code it guards: a fence, not a wall.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+import string
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from _string import formatter_field_name_split  # type: ignore[import-not-found]
+from nnsight.intervention.envoy import Envoy
+from nnsight.tracing.tracer import Tracer
+from RestrictedPython.Guards import (
+    guarded_iter_unpack_sequence,
+    guarded_unpack_sequence,
+    safe_builtins,
+)
+from RestrictedPython.transformer import INSPECT_ATTRIBUTES
+
+from mesh.errors import PolicyViolation
+from mesh.interventions.jail import allowed
+
+_MISSING = object()
+_IN_PLACE = {
+    "+=": operator.iadd, "-=": operator.isub, "*=": operator.imul, "/=": operator.itruediv,
+    "%=": operator.imod, "**=": operator.ipow, "<<=": operator.ilshift, ">>=": operator.irshift,
+    "|=": operator.ior, "^=": operator.ixor, "&=": operator.iand, "//=": operator.ifloordiv,
+    "@=": operator.imatmul,
+}  # fmt: skip
+
+
+def refuse(what: str) -> PolicyViolation:
+    """The error for something this key may not use."""
+    return PolicyViolation(
+        f"{what} is not available to traced code of this key",
+        fix="Do without it, or ask for your key to be marked trusted.",
+    )
+
+
+class UserClass(type):
+    """The class of classes that guarded code defines; their instances are the user's own."""
+
+
+def module_allowed(name: str) -> bool:
+    """Whether `name` is on the list, itself or below one whose submodules are."""
+    if name in allowed.MODULES:
+        return True
+    parts = name.split(".")
+    return any(allowed.MODULES.get(".".join(parts[:n]), False) for n in range(1, len(parts)))
+
+
+def _check_module_attribute(module: ModuleType, name: str) -> None:
+    full = module.__name__
+    if not module_allowed(full):
+        raise refuse(f"module `{full}`")
+    root = full.partition(".")[0]
+    denied = name in allowed.DENIED_IN_MODULES.get(root, ())
+    if denied or name.startswith(allowed.DENIED_PREFIXES_IN_MODULES.get(root, ("\0",))):
+        raise refuse(f"`{full}.{name}`")
+
+
+def _check_owner(owner: Any, name: str) -> None:
+    if name.startswith("_") and name != "_" and name not in allowed.DUNDERS:
+        raise refuse(f"`{name}`, as any name that starts with an underscore,")
+    if isinstance(owner, ModuleType):
+        _check_module_attribute(owner, name)
+    listed = isinstance(owner, Envoy) or isinstance(type(owner), UserClass)
+    if name in INSPECT_ATTRIBUTES or (name in allowed.DENIED_ANYWHERE and not listed):
+        raise refuse(f"`.{name}`")
+    if isinstance(owner, Tracer) and name not in allowed.TRACER:
+        raise refuse(f"`.{name}` of a tracer")
+
+
+def _check_value(owner: Any, name: str, value: Any) -> None:
+    """What nnsight's own objects hand out is on a list, or a part of the model, or plain data."""
+    if isinstance(owner, Envoy):
+        plain = name in allowed.ENVOY or isinstance(value, Envoy | torch.Tensor)
+    elif type(owner).__module__.startswith("nnsight."):
+        plain = name in allowed.NNSIGHT or not callable(value) or _is_of_nnsight(value)
+    else:
+        plain = True
+    if not plain:
+        raise refuse(f"`.{name}` of a {type(owner).__name__}")
+    if isinstance(value, ModuleType) and not module_allowed(value.__name__):
+        raise refuse(f"module `{value.__name__}`")
+
+
+def _is_of_nnsight(value: Any) -> bool:
+    return type(value).__module__.startswith("nnsight.")
+
+
+def guarded_getattr(owner: Any, name: str, default: Any = _MISSING) -> Any:
+    """``owner.name`` as far as it is allowed."""
+    if type(name) is not str:
+        raise TypeError("attribute name must be string")
+    _check_owner(owner, name)
+    if name in ("format", "format_map"):
+        if isinstance(owner, str):
+            return _formatter(owner, name)
+        if isinstance(owner, type) and issubclass(owner, str):
+            raise refuse(f"`str.{name}` (as opposed to `text.{name}`)")
+    value = getattr(owner, name) if default is _MISSING else getattr(owner, name, default)
+    _check_value(owner, name, value)
+    return value
+
+
+class _Formatter(string.Formatter):
+    """`str.format` whose fields go through the guard."""
+
+    def get_field(
+        self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, int | str]:
+        first, rest = formatter_field_name_split(field_name)
+        value = self.get_value(first, args, kwargs)
+        for is_attribute, key in rest:
+            value = guarded_getattr(value, key) if is_attribute else value[key]
+        return value, first
+
+
+def _formatter(text: str, name: str) -> Callable[..., str]:
+    if name == "format_map":
+        return lambda mapping: _Formatter().vformat(text, (), mapping)
+    return lambda *args, **kwargs: _Formatter().vformat(text, args, kwargs)
+
+
+def guarded_hasattr(owner: Any, name: str) -> bool:
+    """Whether guarded code could read it."""
+    try:
+        guarded_getattr(owner, name)
+    except (AttributeError, PolicyViolation):
+        return False
+    return True
+
+
+class _Writable:
+    """Takes assignments for an object whose attributes may be written in part."""
+
+    __slots__ = ("_names", "_owner")
+
+    def __init__(self, owner: Any, names: frozenset[str] | None) -> None:
+        object.__setattr__(self, "_owner", owner)
+        object.__setattr__(self, "_names", names)
+
+    def _check(self, name: str) -> None:
+        names = object.__getattribute__(self, "_names")
+        hidden = name.startswith("_") or name in INSPECT_ATTRIBUTES
+        if hidden or (names is not None and name not in names):
+            raise refuse(f"assigning to `.{name}` here")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__getattribute__(self, "_check")(name)
+        setattr(object.__getattribute__(self, "_owner"), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        object.__getattribute__(self, "_check")(name)
+        delattr(object.__getattribute__(self, "_owner"), name)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        object.__getattribute__(self, "_owner")[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del object.__getattribute__(self, "_owner")[key]
+
+
+_TENSOR_WRITABLE = frozenset(("grad", "requires_grad", "data"))
+
+
+def guarded_write(owner: Any) -> Any:
+    """What ``owner.x = y`` and ``owner[x] = y`` are carried out on."""
+    if type(owner) in (dict, list):
+        return owner
+    if isinstance(type(owner), UserClass):
+        return _Writable(owner, None)
+    if isinstance(owner, ModuleType | type | FunctionType | Tracer):
+        raise refuse(f"changing `{getattr(owner, '__name__', type(owner).__name__)}`")
+    if isinstance(owner, torch.Tensor):
+        return _Writable(owner, _TENSOR_WRITABLE)
+    return _Writable(owner, allowed.ENVOY_WRITABLE)
+
+
+def guarded_import(
+    name: str,
+    globals_: Any = None,
+    locals_: Any = None,
+    fromlist: Sequence[str] = (),
+    level: int = 0,
+) -> ModuleType:
+    """`import` of what is on the list."""
+    if level or not module_allowed(name):
+        raise refuse(f"module `{name}`")
+    module = builtins.__import__(name, globals_, locals_, fromlist, 0)
+    for wanted in fromlist or ():
+        # The names are taken from the module without asking anybody again.
+        guarded_getattr(module, wanted)
+    return module
+
+
+def _in_place(op: str, old: Any, new: Any) -> Any:
+    return _IN_PLACE[op](old, new)
+
+
+def _type(*arguments: Any) -> type:
+    if len(arguments) != 1:
+        raise refuse("making a class by calling `type`")
+    return type(arguments[0])
+
+
+def _set_attribute(owner: Any, name: str, value: Any) -> None:
+    setattr(guarded_write(owner), name, value)
+
+
+def _delete_attribute(owner: Any, name: str) -> None:
+    delattr(guarded_write(owner), name)
+
+
+def guarded_builtins() -> dict[str, Any]:
+    """The builtins of guarded code: the allowed ones, and the guards its rewriting calls."""
+    exceptions = {n: v for n, v in safe_builtins.items() if isinstance(v, type)
+                  and issubclass(v, BaseException)}  # fmt: skip
+    return {
+        **exceptions,
+        **{name: getattr(builtins, name) for name in allowed.BUILTINS},
+        "StopAsyncIteration": StopAsyncIteration,
+        "TimeoutError": TimeoutError,
+        "RecursionError": RecursionError,
+        "__name__": "trace",
+        "__metaclass__": UserClass,
+        "__import__": guarded_import,
+        "type": _type,
+        "getattr": guarded_getattr,
+        "hasattr": guarded_hasattr,
+        "setattr": _set_attribute,
+        "delattr": _delete_attribute,
+        "format": builtins.format,
+        "_getattr_": guarded_getattr,
+        "_getitem_": operator.getitem,
+        "_getiter_": iter,
+        "_write_": guarded_write,
+        "_inplacevar_": _in_place,
+        "_unpack_sequence_": guarded_unpack_sequence,
+        "_iter_unpack_sequence_": guarded_iter_unpack_sequence,
+    }

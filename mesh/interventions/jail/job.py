@@ -1,0 +1,305 @@
+"""The daemon's side of the jail: start the warmed parent, run jobs in it, end them on time.
+
+A job gets bytes and a socket, and gives back bytes. What is in them is the callers' business;
+this module decodes nothing that a job wrote, except how many bytes it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from mesh.errors import Busy, JailUnavailable, MeshError
+from mesh.interventions.jail.doctor import ENTRY as CANARY_ENTRY
+from mesh.interventions.jail.doctor import JailReport, Level, examine
+from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
+from mesh.interventions.jail.logs import LogPump, safe_line
+from mesh.interventions.jail.result import payload_file, read_result, result_file
+from mesh.interventions.jail.warm import WarmParent
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 5.0
+_END_TIMEOUT_S = 2.0
+
+
+class JailedJob:
+    """One running job. `channel` is our end of its socket: non-blocking, bytes from a stranger.
+
+    Use as a context manager: leaving it kills the job if it still runs, and closes what is open.
+    """
+
+    def __init__(self, number: int, limits: JobLimits, parent: WarmParent) -> None:
+        self.channel, self._theirs = socket.socketpair()
+        self.channel.setblocking(False)
+        self._number = number
+        self._limits = limits
+        self._parent = parent
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._killed_as: Ending | None = None
+        self._process_fd = -1
+        self._result_fd = -1
+        self._log: LogPump | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._outcome: asyncio.Task[JobOutcome] | None = None
+        self._begun_s = time.monotonic()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+        await self.outcome()
+        self.channel.close()
+
+    async def outcome(self) -> JobOutcome:
+        """Wait for the end, which `JobLimits.wall_s` bounds. Cancelling it leaves the job alone."""
+        if self._outcome is None:
+            name = f"jail-job-{self._number}-end"
+            self._outcome = self._loop.create_task(self._conclude(), name=name)
+        return await asyncio.shield(self._outcome)
+
+    def kill(self, ending: Ending = Ending.KILLED) -> None:
+        """End the job now, with SIGKILL. Does nothing once it has ended."""
+        if self._ended.done():
+            return
+        self._killed_as = self._killed_as or ending
+        if self._process_fd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process_fd, signal.SIGKILL)
+        else:
+            self._parent.send({"kill": self._number})
+        # A parent that does not report the end is no use any more; its end is every job's.
+        self._timer = self._loop.call_later(_END_TIMEOUT_S, self._parent.end)
+
+    async def launch(self, entry: str, payload: bytes, on_line: Callable[[str], None]) -> None:
+        """Hand the job to the warmed parent and wait until it runs. Called once, by `Jail`."""
+        limits = self._limits
+        self._result_fd, payload_fd = await asyncio.to_thread(
+            lambda: (result_file(limits.result_bytes), payload_file(payload))
+        )
+        log_read, log_write = os.pipe()
+        self._log = LogPump(log_read, on_line, limits.log_bytes, limits.log_bytes_per_s)
+        command = {"job": self._number, "entry": entry, "limits": dataclasses.asdict(limits)}
+        fds = (payload_fd, self._result_fd, self._theirs.fileno(), log_write)
+        started = self._loop.create_future()
+        try:
+            self._parent.watch(self._number, started, self._ended)
+            self._parent.send(command, fds)
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                self._process_fd = await started
+        finally:
+            self._theirs.close()
+            for fd in (payload_fd, log_write):
+                os.close(fd)
+        self._begun_s = time.monotonic()
+        self._timer = self._loop.call_later(limits.wall_s, self.kill, Ending.WALL_LIMIT)
+
+    def on_end(self, notify: Callable[[], None]) -> None:
+        """Call `notify` once, when the process has ended or was never born."""
+        self._ended.add_done_callback(lambda _: notify())
+
+    def abandon(self) -> None:
+        """Close everything after a launch that failed or was cancelled half-way."""
+        self._parent.forget(self._number)
+        with contextlib.suppress(MeshError):
+            self._parent.send({"kill": self._number})
+        self._ended.cancel()
+        self._close()
+        self.channel.close()
+
+    def _close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._log is not None:
+            self._log.close()
+        for fd in (self._process_fd, self._result_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._process_fd = self._result_fd = -1
+
+    async def _conclude(self) -> JobOutcome:
+        report = await self._ended
+        wall_s = time.monotonic() - self._begun_s
+        if self._log is not None:
+            self._log.close()
+        left = await asyncio.to_thread(read_result, self._result_fd)
+        ending, text = self._judge(report, left)
+        self._close()
+        result = left[1] if left is not None and ending is Ending.FINISHED else b""
+        return JobOutcome(
+            ending, result, text, wall_s, float(report["cpu_s"]), int(report["peak"]) * 1024
+        )
+
+    def _judge(
+        self, report: dict[str, Any], left: tuple[bool, bytes] | None
+    ) -> tuple[Ending, str]:
+        status, limits = int(report["status"]), self._limits
+        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0 and left is not None:
+            finished, body = left
+            if finished:
+                return Ending.FINISHED, ""
+            lines = body.decode("utf-8", "replace").split("\n")
+            return Ending.FAILED, "\n".join(safe_line(line) for line in lines)
+        if self._killed_as is Ending.WALL_LIMIT:
+            return Ending.WALL_LIMIT, f"ended after {limits.wall_s:g} s, its time limit"
+        if self._killed_as is not None:
+            return self._killed_as, "ended on request"
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            if number == signal.SIGKILL and float(report["cpu_s"]) >= limits.cpu_s - 0.5:
+                return Ending.CPU_LIMIT, f"ended after {limits.cpu_s} s of computing, its limit"
+            if number == signal.SIGSYS:
+                return Ending.FORBIDDEN_CALL, "ended: it made a system call that no job needs"
+            return Ending.CRASHED, f"ended by {signal.Signals(number).name}"
+        return Ending.CRASHED, "the process left without a result"
+
+
+class Jail:
+    """A warmed parent and the jobs forked from it, at most `max_jobs` at a time.
+
+    Make one with `start`, one per model: the warm-up holds the model's skeleton. `report` says how
+    strong its walls are; nothing runs that they are too weak for.
+    """
+
+    def __init__(self, parent: WarmParent, max_jobs: int) -> None:
+        self.report: JailReport | None = None
+        self._parent = parent
+        self._max_jobs = max_jobs
+        self._running = 0
+        self._numbers = 0
+
+    @classmethod
+    async def start(
+        cls,
+        warm_up: str,
+        argument: str = "",
+        *,
+        max_jobs: int = 4,
+        namespaces: bool = True,
+        timeout_s: float = 120.0,
+    ) -> Jail:
+        """Start the parent and wait until it is warm.
+
+        Args:
+            warm_up: entry point ``module:function``, called once with `argument` in the parent:
+                load here whatever every job needs. Empty: nothing, not even torch.
+            argument: for the warm-up; no secrets, every job can read it.
+            max_jobs: how many may run at once.
+            namespaces: use them where the kernel allows it.
+            timeout_s: bound on the warm-up.
+        Raises JailUnavailable when the parent does not come up.
+        """
+        parent = await WarmParent.start(warm_up, argument, namespaces, timeout_s)
+        jail = cls(parent, max_jobs)
+        try:
+            jail.report = await examine(jail._run_canary, namespaces=parent.namespaces)
+        except BaseException:
+            await jail.stop()
+            raise
+        return jail
+
+    @property
+    def alive(self) -> bool:
+        """Whether the warmed parent still runs; when not, start another jail."""
+        return self._parent.alive
+
+    @property
+    def running(self) -> int:
+        """How many jobs run now."""
+        return self._running
+
+    async def start_job(
+        self,
+        entry: str,
+        payload: bytes,
+        *,
+        trusted: bool,
+        limits: JobLimits | None = None,
+        on_line: Callable[[str], None] = lambda _: None,
+    ) -> JailedJob:
+        """Fork a job that calls ``entry(payload, channel) -> bytes``, a ``module:function``.
+
+        Args:
+            entry: ours, never the submitter's.
+            payload: handed over as it is.
+            trusted: whether the submitter's key is; needed where the walls are weak.
+            limits: bounds of this job.
+            on_line: gets each line it prints, control characters removed.
+        Raises Busy at `max_jobs`; JailUnavailable when the parent is gone or the walls too weak.
+        """
+        level = self.report.level if self.report is not None else Level.NONE
+        if level is Level.NONE or (level is Level.WEAK and not trusted):
+            raise JailUnavailable(
+                "this node cannot wall in foreign code",
+                fix="`hearthnet doctor jail` says what is missing; a trusted key may run code "
+                "where the level is at least weak.",
+            )
+        if self._running >= self._max_jobs:
+            raise Busy(f"{self._running} jobs run already", fix="Try again when one has ended.")
+        return await self._fork(entry, payload, limits or JobLimits(), on_line)
+
+    async def _fork(
+        self, entry: str, payload: bytes, limits: JobLimits, on_line: Callable[[str], None]
+    ) -> JailedJob:
+        self._running += 1
+        self._numbers += 1
+        job = JailedJob(self._numbers, limits, self._parent)
+        job.on_end(self._one_less)
+        try:
+            await job.launch(entry, payload, on_line)
+        except TimeoutError:
+            job.abandon()
+            self._parent.end()
+            raise JailUnavailable(
+                "the jail's parent process does not answer", fix="It is restarted; try again."
+            ) from None
+        except BaseException:
+            job.abandon()
+            raise
+        return job
+
+    async def _run_canary(self, payload: bytes, limits: JobLimits) -> tuple[JobOutcome, bytes]:
+        async with await self._fork(CANARY_ENTRY, payload, limits, lambda _: None) as job:
+            outcome = await job.outcome()
+            sent = b""
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                while chunk := job.channel.recv(4096):
+                    sent += chunk
+            return outcome, sent
+
+    def _one_less(self) -> None:
+        self._running -= 1
+
+    async def stop(self) -> None:
+        """End the parent and with it every job."""
+        await self._parent.stop()
+
+
+async def examine_machine(*, namespaces: bool = True) -> JailReport:
+    """How strong a jail on this machine is, found out with one that holds nothing.
+
+    Raises JailUnavailable when not even its parent process starts.
+    """
+    jail = await Jail.start("", namespaces=namespaces)
+    report = jail.report
+    await jail.stop()
+    if report is None:
+        raise JailUnavailable("the examination found nothing", fix="The log has the rest.")
+    return report

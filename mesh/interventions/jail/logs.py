@@ -1,0 +1,99 @@
+"""What a job prints, as lines that are safe to show: bounded in rate and amount, no control codes.
+
+Reads the job's pipe on the event loop, slowly on purpose: a job that prints faster than the rate
+waits in its own `print`. What exceeds the total is read and dropped, slowly as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Callable
+
+MAX_LINE_CHARACTERS = 4096
+_CHUNK_BYTES = 16 << 10
+# C0 and C1 controls, line separators, and the marks that reorder text on a screen.
+_UNSAFE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_DROPPED = "(the output limit is reached; the rest is dropped)"
+
+
+def safe_line(text: str) -> str:
+    """`text` without what could move a cursor, forge a line or reorder characters."""
+    return _UNSAFE.sub("", text)
+
+
+class LogPump:
+    """Hands a pipe's lines to `on_line` until it ends. Owns the descriptor."""
+
+    def __init__(
+        self, fd: int, on_line: Callable[[str], None], total_bytes: int, bytes_per_s: int
+    ) -> None:
+        self._fd = fd
+        self._on_line = on_line
+        self._left = total_bytes
+        self._bytes_per_s = bytes_per_s
+        self._partial = b""
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        os.set_blocking(fd, False)
+        self._loop.add_reader(fd, self._on_readable)
+
+    def close(self) -> None:
+        """Take what is still in the pipe, within the total, and let go of it. Idempotent."""
+        if self._fd < 0:
+            return
+        self._pause()
+        while self._left > 0 and self._read():
+            pass
+        if self._partial and self._left > 0:
+            self._emit(self._partial)
+        os.close(self._fd)
+        self._fd = -1
+
+    def _pause(self) -> None:
+        self._loop.remove_reader(self._fd)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_readable(self) -> None:
+        count = self._read()
+        self._loop.remove_reader(self._fd)
+        if count:
+            wait_s = count / self._bytes_per_s
+            self._timer = self._loop.call_later(wait_s, self._resume)
+
+    def _resume(self) -> None:
+        self._timer = None
+        self._loop.add_reader(self._fd, self._on_readable)
+
+    def _read(self) -> int:
+        """Take one chunk; the number of bytes, 0 when there are none or the writer is gone."""
+        try:
+            data = os.read(self._fd, _CHUNK_BYTES)
+        except BlockingIOError:
+            return 0
+        self._take(data)
+        return len(data)
+
+    def _take(self, data: bytes) -> None:
+        if self._left <= 0 or not data:
+            return
+        kept = data[: self._left]
+        self._left -= len(kept)
+        *lines, self._partial = (self._partial + kept).split(b"\n")
+        for line in lines:
+            self._emit(line)
+        while len(self._partial) > MAX_LINE_CHARACTERS:
+            self._emit(self._partial[:MAX_LINE_CHARACTERS])
+            self._partial = self._partial[MAX_LINE_CHARACTERS:]
+        if self._left <= 0:
+            self._emit(self._partial)
+            self._partial = b""
+            self._on_line(_DROPPED)
+
+    def _emit(self, line: bytes) -> None:
+        text = safe_line(line.decode("utf-8", "replace"))
+        for start in range(0, max(len(text), 1), MAX_LINE_CHARACTERS):
+            self._on_line(text[start : start + MAX_LINE_CHARACTERS])

@@ -1,0 +1,133 @@
+"""The inner fence for keys that are not trusted: their code compiles among guards, or not at all.
+
+It gives the readable error; the process is the wall. Raised once inside a job's process, before
+anything of the payload is looked at, and never lowered. Knows how nnsight compiles code, at all of
+the places where it does; not what the job computes.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import io
+import types
+from collections.abc import Callable
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import cloudpickle.cloudpickle
+import torch
+from nnsight.intervention import interleaver, serialization
+from nnsight.schema import request
+from nnsight.tracing.tracer import Tracer
+from nnsight.tracing.util import Scope
+
+from mesh.errors import PolicyViolation
+from mesh.interventions.jail import allowed
+from mesh.interventions.jail.desugar import compile_guarded
+from mesh.interventions.jail.guards import UserClass, guarded_builtins, module_allowed, refuse
+
+_BUILTINS = guarded_builtins()
+
+
+def raise_fence() -> None:
+    """From here on, whatever nnsight compiles in this process is guarded.
+
+    Call in the job's process, for a key that is not trusted. Then unpickle the payload with
+    `FencedUnpickler` (``RequestModel.deserialize(..., unpickler=FencedUnpickler)``) and run it as
+    usual: blocks, nested blocks, edits and shipped functions are all covered.
+    """
+    for module in (request, serialization, interleaver):
+        # Found before the builtin of the same name.
+        vars(module)["compile"] = _compile
+    serialization._load_function = _fenced_loader(serialization._load_function)
+    Tracer.compile = _compile_block
+    Scope.__init__ = _guarding(Scope.__init__)
+
+
+def _compile(source: str | ast.Module, filename: str, mode: str) -> CodeType:
+    return compile_guarded(source, filename)
+
+
+def _compile_block(tracer: Tracer, module: ast.Module, frame: FrameType) -> CodeType:
+    code = compile_guarded(module, frame.f_code.co_filename)
+    return code.replace(co_name=frame.f_code.co_name)
+
+
+def _guarding(initialise: Callable[..., None]) -> Callable[..., None]:
+    def guarded(scope: Scope, *args: Any, **kwargs: Any) -> None:
+        initialise(scope, *args, **kwargs)
+        # Where the interpreter looks for the builtins of what is executed in this scope.
+        dict.__setitem__(scope, "__builtins__", _BUILTINS)
+
+    return guarded
+
+
+def _fenced_loader(load: Callable[..., types.FunctionType]) -> Callable[..., types.FunctionType]:
+    def fenced(*args: Any) -> types.FunctionType:
+        loaded = load(*args)
+        function = types.FunctionType(
+            loaded.__code__, {"__builtins__": _BUILTINS}, loaded.__name__, loaded.__defaults__
+        )
+        function.__kwdefaults__ = loaded.__kwdefaults__
+        function.__annotations__ = loaded.__annotations__
+        return function
+
+    return fenced
+
+
+def _fenced_subimport(name: str) -> ModuleType:
+    if not module_allowed(name):
+        raise refuse(f"module `{name}`")
+    return importlib.import_module(name)
+
+
+def _fenced_class(constructor: type, *arguments: Any) -> type:
+    # What guarded code may assign to is told by the class of its class.
+    wanted = UserClass if constructor is type else constructor
+    made: type = cloudpickle.cloudpickle._make_skeleton_class(wanted, *arguments)
+    return made
+
+
+def _load_storage(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+_REPLACED: dict[str, Any] = {
+    "cloudpickle.cloudpickle.subimport": _fenced_subimport,
+    "cloudpickle.subimport": _fenced_subimport,
+    "cloudpickle.cloudpickle._make_skeleton_class": _fenced_class,
+    "torch.storage._load_from_bytes": _load_storage,
+}
+
+
+class FencedUnpickler(serialization.CustomCloudUnpickler):  # type: ignore[misc]
+    """nnsight's unpickler, for payloads made of nothing but what a trace needs."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A global by name. Raises PolicyViolation for those not on the list."""
+        full = f"{module}.{name}"
+        if full in _REPLACED:
+            return _REPLACED[full]
+        if full in allowed.PICKLED or _is_plain_torch(full):
+            return super().find_class(module, name)
+        if module.startswith(allowed.PICKLED_ROOTS):
+            found = super().find_class(module, name)
+            # A dotted name may lead through a module to anywhere; what it finds tells.
+            if isinstance(found, type) and found.__module__.startswith("nnsight."):
+                return found
+        if name in ("_make_function", "CodeType", "_function_setstate") or module == "dataclasses":
+            raise PolicyViolation(
+                "a function came as compiled code, as those do whose source nobody has: "
+                "the methods that `dataclass` generates, what `exec` or a console defined",
+                fix="Define it in a file or a notebook cell, or inside the trace.",
+            )
+        raise refuse(f"`{full}` in a payload")
+
+
+def _is_plain_torch(full: str) -> bool:
+    """Data types (``torch.float32``) and the classes of modules."""
+    root, _, name = full.rpartition(".")
+    if root == "torch":
+        return isinstance(getattr(torch, name, None), torch.dtype)
+    return root.startswith("torch.nn.modules.")

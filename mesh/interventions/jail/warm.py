@@ -1,0 +1,195 @@
+"""The daemon's handle on the warmed parent process: start it, command it, hear its reports.
+
+Knows the framing (one JSON map per datagram) and which futures wait for which report; what a job
+is and when it must end is `job`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+from mesh.errors import Busy, JailUnavailable
+from mesh.interventions.jail.zygote import MAX_COMMAND_BYTES
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 5.0
+# Everything the parent and its jobs ever see of an environment.
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "HOME": "/nonexistent",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# A datagram socket whose far end is gone reads as the end only in this form.
+_DATAGRAMS = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
+_LOST = {"status": signal.SIGKILL, "cpu_s": 0.0, "peak": 0}
+
+Report = dict[str, Any]
+
+
+class WarmParent:
+    """The process and our end of its socket."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self.namespaces = False
+        self._process = process
+        self._control = control
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Report] = self._loop.create_future()
+        self._starting: dict[int, asyncio.Future[int]] = {}
+        self._running: dict[int, asyncio.Future[Report]] = {}
+        control.setblocking(False)
+        self._loop.add_reader(control, self._on_report)
+
+    @classmethod
+    async def start(
+        cls, warm_up: str, argument: str, namespaces: bool, timeout_s: float
+    ) -> WarmParent:
+        """Start and warm it. Raises JailUnavailable with the reason when that fails."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, _DATAGRAMS)
+        module = "mesh.interventions.jail.zygote"
+        try:
+            process = await asyncio.to_thread(
+                subprocess.Popen,
+                [sys.executable, "-I", "-B", "-m", module, str(theirs.fileno())],
+                env=_ENVIRONMENT,
+                cwd="/",
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+        parent = cls(process, ours)
+        order = {"warm_up": warm_up, "argument": argument, "namespaces": namespaces}
+        try:
+            parent.send(order)
+            async with asyncio.timeout(timeout_s):
+                ready = await parent._ready
+        except TimeoutError:
+            await parent.stop()
+            raise JailUnavailable(
+                f"the jail's parent process was not ready after {timeout_s:g} s",
+                fix="Look at the machine's load, or raise the time limit.",
+            ) from None
+        except BaseException:
+            await parent.stop()
+            raise
+        parent.namespaces = bool(ready["namespaces"])
+        return parent
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still listens."""
+        return self._control.fileno() >= 0
+
+    def send(self, message: Report, fds: tuple[int, ...] = ()) -> None:
+        """One command. Raises JailUnavailable when it is gone, Busy when it does not keep up."""
+        try:
+            socket.send_fds(self._control, [json.dumps(message).encode()], fds)
+        except BlockingIOError:
+            raise Busy("the jail's parent process is behind", fix="Try again.") from None
+        except OSError:
+            self._lose("its socket is closed")
+            raise JailUnavailable(
+                "the jail's parent process is gone", fix="It is restarted; try again."
+            ) from None
+
+    def watch(
+        self, number: int, started: asyncio.Future[int], ended: asyncio.Future[Report]
+    ) -> None:
+        """Resolve the futures with the job's process descriptor (-1: none) and its end."""
+        self._starting[number] = started
+        self._running[number] = ended
+
+    def forget(self, number: int) -> None:
+        """Nobody waits for this job any more."""
+        self._starting.pop(number, None)
+        self._running.pop(number, None)
+
+    def end(self) -> None:
+        """Kill it; every job dies with it."""
+        if self._process.poll() is None:
+            logger.warning("jail parent=%d is killed", self._process.pid)
+            self._process.kill()
+
+    async def stop(self) -> None:
+        """Close its socket, at which it ends; kill it when it does not. Reaps it."""
+        self._lose("it was stopped")
+        try:
+            await asyncio.to_thread(self._process.wait, _STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.end()
+            await asyncio.to_thread(self._process.wait, _STOP_TIMEOUT_S)
+
+    def _lose(self, why: str) -> None:
+        if self._control.fileno() < 0:
+            return
+        self._loop.remove_reader(self._control)
+        self._control.close()
+        gone = JailUnavailable(f"the jail's parent process is gone: {why}", fix="Try again.")
+        if not self._ready.done():
+            self._ready.set_exception(gone)
+        for started in self._starting.values():
+            if not started.done():
+                started.set_exception(gone)
+        for ended in self._running.values():
+            if not ended.done():
+                ended.set_result(dict(_LOST))
+        self._starting.clear()
+        self._running.clear()
+
+    def _on_report(self) -> None:
+        try:
+            message, fds, _, _ = socket.recv_fds(self._control, MAX_COMMAND_BYTES, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            message, fds = b"", []
+        if not message:
+            self._lose("it ended")
+            return
+        self._deliver(json.loads(message), fds)
+
+    def _deliver(self, report: Report, fds: list[int]) -> None:
+        if "ready" in report:
+            self._ready.set_result(report)
+        elif "failed" in report:
+            logger.error("jail warm-up failed: %s", report["failed"])
+            last = str(report["failed"]).strip().rpartition("\n")[2]
+            self._ready.set_exception(
+                JailUnavailable(f"the jail's warm-up failed: {last}", fix="The log has the rest.")
+            )
+        elif "started" in report:
+            self._resolve_start(int(report["started"]), fds)
+        elif "refused" in report:
+            started = self._starting.pop(int(report["refused"]), None)
+            if started is not None and not started.done():
+                why = str(report["why"])
+                started.set_exception(Busy(f"no process for the job: {why}", fix="Try again."))
+        elif "ended" in report:
+            ended = self._running.pop(int(report["ended"]), None)
+            if ended is not None and not ended.done():
+                ended.set_result(report)
+
+    def _resolve_start(self, number: int, fds: list[int]) -> None:
+        started = self._starting.pop(number, None)
+        if started is None or started.done():
+            for fd in fds:
+                os.close(fd)
+        else:
+            started.set_result(fds[0] if fds else -1)

@@ -1,0 +1,210 @@
+"""The parent's end of a job's channel: passes its messages to the hops and their answers back.
+
+Runs in the parent's event loop and looks into no message; the job on the other end is not trusted,
+so what it may send is bounded and it can reach only the hops it was given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+from collections.abc import Sequence
+
+import msgpack
+
+from mesh.errors import (
+    BadFrame,
+    BadRequest,
+    LinkLost,
+    MeshError,
+    PipelineStalled,
+    from_dict,
+)
+from mesh.interventions.channel import ANSWER, ERROR, HEAD, MAX_FRAME_BYTES
+from mesh.pipeline.lines import Line, Lines
+from mesh.shard.taps.server import FETCH, PART_BYTES
+from mesh.types import RouteHop
+from mesh.wire.messages import Close, Failure, Message, Opened, OpenTaps, Result, Step, WireTensor
+
+logger = logging.getLogger(__name__)
+
+_PIECE = 1 << 20
+
+
+class HopSession:
+    """One intervention session on one hop, from the asking side; a `SessionReceiver`."""
+
+    def __init__(self, hop: RouteHop, line: Line, *, answer_s: float) -> None:
+        """An answer that takes longer than `answer_s` counts as a lost hop."""
+        self.hop = hop
+        self.error: MeshError | None = None
+        """Why the hop is of no use any more; None while it is."""
+        self._line = line
+        self._answer_s = answer_s
+        self._number = line.register(self)
+        self._steps = itertools.count(1)
+        self._waiting: asyncio.Future[Message] | None = None
+
+    async def open(self) -> None:
+        """Ask for the session. Raises what the hop answers, LinkLost, PipelineStalled."""
+        shard, layers = self.hop.shard, self.hop.layers
+        await self._ask(
+            OpenTaps(self._number, shard.model_id, shard.weights_sha256, layers.start, layers.stop)
+        )
+
+    async def call(self, message: bytes) -> bytes:
+        """A message and its answer, in as many parts as they need. Raises as `open` does."""
+        parts = [message[i : i + PART_BYTES] for i in range(0, len(message), PART_BYTES)] or [b""]
+        answer = b""
+        for index, part in enumerate(parts):
+            answer = await self._exchange(len(parts) - 1 - index, part)
+        pieces = [answer[1:]]
+        size = len(answer)
+        while answer[:1] == b"\1":
+            answer = await self._exchange(FETCH, b"\0")
+            pieces.append(answer[1:])
+            size += len(answer)
+            if size > MAX_FRAME_BYTES:
+                raise self._fail(BadFrame("A hop's answer does not end.", fix="Update that node."))
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        """Free the session on the hop, if it can still be told."""
+        self._line.unregister(self._number)
+        if not self._line.is_closed:
+            self._line.send(Close(self._number))
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    # SessionReceiver
+
+    def message(self, message: Message) -> None:
+        """An answer of the hop."""
+        waiting = self._waiting
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
+        elif isinstance(message, Failure):
+            self.error = from_dict(message.error)
+
+    def lost(self, error: MeshError) -> None:
+        """The link is gone."""
+        self.error = error
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_exception(error)
+
+    # Private
+
+    async def _exchange(self, position: int, part: bytes) -> bytes:
+        step = Step(
+            self._number, next(self._steps), position, WireTensor("int8", (len(part),), part)
+        )
+        answer = await self._ask(step)
+        if not isinstance(answer, Result) or answer.step != step.step:
+            raise self._fail(BadFrame("A hop answered out of turn.", fix="Update that node."))
+        return bytes(answer.tensor.data)
+
+    async def _ask(self, question: OpenTaps | Step) -> Message:
+        if self.error is not None:
+            raise self.error
+        self._waiting = asyncio.get_running_loop().create_future()
+        name = self.hop.shard.node_name
+        try:
+            self._line.send(question)
+            async with asyncio.timeout(self._answer_s):
+                answer = await self._waiting
+        except TimeoutError:
+            raise self._fail(
+                PipelineStalled(
+                    f"{name} did not answer within {self._answer_s:g} s.",
+                    fix="The job is run again on another route if there is one.",
+                )
+            ) from None
+        except LinkLost as error:
+            raise self._fail(error) from None
+        finally:
+            self._waiting = None
+        if isinstance(answer, Failure):
+            raise self._fail(from_dict(answer.error))
+        if isinstance(question, OpenTaps) and not isinstance(answer, Opened):
+            raise self._fail(BadFrame("A hop did not open.", fix="Update that node."))
+        return answer
+
+    def _fail(self, error: MeshError) -> MeshError:
+        self.error = error
+        return error
+
+
+class HopSessions:
+    """The sessions of one job, one per hop of its route."""
+
+    def __init__(self, hops: Sequence[HopSession]) -> None:
+        self.hops = hops
+
+    @classmethod
+    async def open(
+        cls, route: Sequence[RouteHop], lines: Lines, *, answer_s: float = 120.0
+    ) -> HopSessions:
+        """Open a session on every hop, all or none. Raises what the first refusal says."""
+        hops: list[HopSession] = []
+        try:
+            for hop in route:
+                line = await lines.line(hop.shard.endpoint)
+                hops.append(HopSession(hop, line, answer_s=answer_s))
+                await hops[-1].open()
+        except BaseException:
+            for opened in hops:
+                opened.close()
+            raise
+        return cls(hops)
+
+    @property
+    def lost(self) -> HopSession | None:
+        """A hop that failed: its loss, not the job's code, ended the job. None when all are up."""
+        return next((hop for hop in self.hops if hop.error is not None), None)
+
+    async def call(self, hop: int, message: bytes) -> bytes:
+        """See `mesh.interventions.channel.SpanChannel.call`."""
+        if hop >= len(self.hops):
+            raise BadRequest(f"The job has no hop {hop}.", fix="This is a bug.")
+        return await self.hops[hop].call(message)
+
+    def close(self) -> None:
+        """Free every session."""
+        for hop in self.hops:
+            hop.close()
+
+
+async def relay(sock: socket.socket, sessions: HopSessions) -> None:
+    """Serve the job at the other end of `sock` until it closes it.
+
+    Takes over `sock`. Raises BadFrame when the job breaks the channel's rules; hop failures go to
+    the job as errors and stay visible in `sessions.lost`.
+    """
+    reader, writer = await asyncio.open_connection(sock=sock, limit=_PIECE)
+    try:
+        while True:
+            try:
+                head = await reader.readexactly(HEAD.size)
+            except asyncio.IncompleteReadError:
+                return
+            hop, status, length = HEAD.unpack(head)
+            if status != ANSWER or length > MAX_FRAME_BYTES:
+                raise BadFrame("The job sent what is no message.", fix="It is ended.")
+            try:
+                message = await reader.readexactly(length)
+            except asyncio.IncompleteReadError:
+                return
+            try:
+                status, answer = ANSWER, await sessions.call(hop, message)
+            except MeshError as error:
+                logger.info("hop=%d failed a job: %s", hop, error)
+                status, answer = ERROR, msgpack.packb(error.to_dict())
+            writer.write(HEAD.pack(hop, status, len(answer)))
+            writer.write(answer)
+            await writer.drain()
+    except ConnectionError:
+        return  # the job was ended
+    finally:
+        writer.close()

@@ -1,0 +1,79 @@
+"""The model as a job has it: real ends, decoder layers without weights, wrapped as nnsight does.
+
+An unmodified client's payload names modules by path (``Module:model.model.layers.0.mlp``), so the
+tree must be the one that transformers builds at the client. Reading files happens in
+`load_skeleton`, before the process is locked down; `job_model` reads none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from nnsight.modeling.transformers import TransformersModel
+from torch import nn
+from transformers import AutoTokenizer, GenerationConfig
+
+from mesh.interventions.channel import SpanChannel
+from mesh.interventions.gradients import watch_gradients
+from mesh.interventions.hooks import SpanInterleaver
+from mesh.interventions.hop import Hop
+from mesh.interventions.spans import Log, RemoteSpans
+from mesh.models import load
+from mesh.models.manifest import Manifest
+from mesh.shard.views import layer_list_name
+from mesh.types import LayerRange
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A model without its layers. `layers` names their list in `module`."""
+
+    module: Any
+    tokenizer: Any
+    layers: str
+    total_layers: int
+
+
+def load_skeleton(manifest: Manifest, *, dtype: torch.dtype) -> Skeleton:
+    """Read ends, tokenizer and configs. Raises as `mesh.models.load.load_ends` does."""
+    module: Any = load.load_skeleton(manifest, dtype=dtype, device=CPU)
+    directory = Path(manifest.directory)
+    module.config._name_or_path = str(directory)
+    with contextlib.suppress(OSError):  # a checkpoint need not have one
+        module.generation_config = GenerationConfig.from_pretrained(directory)
+    # nnsight's pipeline moves a model to its device unless it is placed already.
+    module.hf_device_map = {"": "cpu"}
+    base: nn.Module = module.base_model
+    return Skeleton(
+        module,
+        AutoTokenizer.from_pretrained(directory, local_files_only=True),
+        f"{module.base_model_prefix}.{layer_list_name(base)}",
+        manifest.total_layers,
+    )
+
+
+def job_model(
+    skeleton: Skeleton, channel: SpanChannel, hops: Sequence[LayerRange], log: Log
+) -> TransformersModel:
+    """The nnsight model of a job: hop i of `channel` runs the layers ``hops[i]``.
+
+    The skeleton is used up: one job's model per skeleton and process.
+    """
+    watch_gradients()
+    interleaver = SpanInterleaver()
+    model = TransformersModel(
+        skeleton.module,
+        task="text-generation",
+        tokenizer=skeleton.tokenizer,
+        interleaver=interleaver,
+    )
+    spans = [Hop(channel, number, layers) for number, layers in enumerate(hops)]
+    RemoteSpans(skeleton.module, skeleton.layers, interleaver, spans, log)
+    return model

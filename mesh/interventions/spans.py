@@ -1,0 +1,198 @@
+"""Remote decoder layers inside an ordinary Hugging Face model.
+
+The model's own loop calls its layers one by one. The first layer of a run of layers on one hop
+gives back a stand-in (a tensor with shape and no data), which the next ones recognise as theirs;
+the last one asks the hop to run all of them. So nothing is known here about any architecture: what
+the loop passes to its layers, masks, positions, caches, just travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from greenlet import getcurrent
+from nnsight.intervention.source import STATE, Controller
+from torch import nn
+from torch._guards import detect_fake_mode
+from transformers.utils.output_capturing import _active_collector
+
+from mesh.errors import BadRequest
+from mesh.interventions.caches import Caches
+from mesh.interventions.hooks import Hooks, SpanInterleaver
+from mesh.interventions.hop import Hop
+from mesh.interventions.weights import RemoteParameters, RemoteWeights
+
+Log = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class _Deferred:
+    """Layers called so far of a run that is not asked for yet."""
+
+    hop: Hop
+    hidden: torch.Tensor
+    start: int
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    stand_ins: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def next(self) -> int:
+        return self.start + len(self.calls)
+
+
+class RemoteSpans:
+    """The remote layers of one model in one job."""
+
+    def __init__(
+        self, model: nn.Module, layers: str, interleaver: SpanInterleaver, hops: Sequence[Hop],
+        log: Log,
+    ) -> None:  # fmt: skip
+        """`layers` names the list of decoder layers in `model`; nnsight has wrapped it already."""
+        self._model: Any = model
+        self._interleaver = interleaver
+        self._hops = hops
+        self._log = log
+        self._layers: Any = model.get_submodule(layers)
+        self._hop_of = {
+            number: hop for hop in hops for number in range(hop.layers.start, hop.layers.stop)
+        }
+        self._caches = Caches(hops)
+        self._hooks = Hooks(interleaver, f"model.{layers}", self._caches)
+        self._hooks.attention = lambda: str(self._model.config._attn_implementation)
+        self._deferred: _Deferred | None = None
+        self._weights = RemoteWeights(self._hop_of)
+        for number in self._hop_of:
+            self._take_over(number)
+        interleaver.on_begin, interleaver.on_end = self._begin, self._end
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether the model's own loop is running under the interleaver."""
+        return bool(self._interleaver.interleaving)
+
+    def run_layer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A layer as the model's own loop calls it."""
+        hop, deferred = self._hop_of[number], self._deferred
+        hidden, rest = args[0], args[1:]
+        if deferred is None:
+            deferred = self._deferred = _Deferred(hop, hidden, number)
+        elif number != deferred.next or hidden is not deferred.stand_ins[-1]:
+            self._deferred = None
+            raise _between_layers(self._model)
+        if hidden.is_meta and not deferred.calls:
+            self._deferred = None
+            raise _between_layers(self._model)
+        deferred.calls.append((rest, kwargs))
+        if self._hop_of.get(number + 1) is hop:
+            stand_in = torch.empty_like(deferred.hidden, device="meta", requires_grad=False)
+            deferred.stand_ins.append(stand_in)
+            return stand_in
+        self._deferred = None
+        return self._run(deferred)
+
+    def call(self, path: str, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One module on its own, wherever it is called from."""
+        return self._hooks.run(self._hop_of[layer], {"op": "call", "path": path}, (args, kwargs))
+
+    def _run(self, deferred: _Deferred) -> Any:
+        groups: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        known: dict[Any, int] = {}
+        calls = []
+        for rest, kwargs in deferred.calls:
+            key = (tuple(map(id, rest)), tuple((k, id(v)) for k, v in kwargs.items()))
+            if key not in known:
+                known[key] = len(groups)
+                groups.append((rest, kwargs))
+            calls.append(known[key])
+        collector = _active_collector.get() or {}
+        request = {
+            "op": "span",
+            "start": deferred.start,
+            "stop": deferred.next,
+            "calls": calls,
+            "between": "hidden_states" in collector,
+            "capture": [k for k in collector if k != "hidden_states" and not k.startswith("_")],
+        }
+        hidden, between, captured = self._hooks.run(
+            deferred.hop, request, (deferred.hidden, groups)
+        )
+        if "hidden_states" in collector:
+            actual = dict(zip(map(id, deferred.stand_ins), between, strict=True))
+            collector["hidden_states"][:] = [
+                actual.get(id(state), state) for state in collector["hidden_states"]
+            ]
+        for key, values in captured.items():
+            collector[key].extend(values)
+        return hidden
+
+    # A trace
+
+    def _begin(self) -> None:
+        """Layers whose modules or weights the job has changed run in the job from now on."""
+        for number in list(self._hop_of):
+            if self._weights.is_changed(number):
+                self._run_here(number)
+
+    def _end(self) -> None:
+        self._deferred = None
+        for hop in self._hops:
+            hop.release()
+
+    # Taking layers over, and giving them back to the job
+
+    def _take_over(self, number: int) -> None:
+        layer = self._layers[number]
+        for name, module in layer.named_modules():
+            path = f"{number}.{name}" if name else str(number)
+            state = module.__dict__[STATE]
+            module.__dict__["forward"] = RemoteForward(module, state, self, path, number)
+            module.__dict__["_parameters"] = RemoteParameters(
+                module._parameters, self._weights, path, number
+            )
+        self._weights.remember(number, layer)
+
+    def _run_here(self, number: int) -> None:
+        size = self._weights.pull(number)
+        del self._hop_of[number]
+        for module in self._layers[number].modules():
+            if isinstance(module.__dict__.get("forward"), RemoteForward):
+                module.__dict__["forward"] = Controller(module, module.__dict__[STATE])
+        self._log(
+            f"layer {number} runs inside this job: its weights ({size / 2**20:.1f} MiB) were"
+            " fetched because the job changes them or asks for their gradients"
+        )
+
+
+class RemoteForward(Controller):  # type: ignore[misc]  # nnsight is untyped here
+    """The forward of a module that is somewhere else. A Controller, so that nnsight accepts it."""
+
+    def __init__(
+        self, module: nn.Module, state: Any, spans: RemoteSpans, path: str, layer: int
+    ) -> None:
+        super().__init__(module, state)
+        self._spans = spans
+        self._path = path
+        self._layer = layer
+        self._is_layer = path == str(layer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if detect_fake_mode() is not None:
+            raise BadRequest(
+                "scan() does not see inside layers on other machines.",
+                fix="Call scan() at the client, outside the remote session.",
+            )
+        # In a worker's greenlet it is user code that calls, not the model's own loop.
+        by_user = getattr(getcurrent(), "mediator", None) is not None
+        if self._is_layer and args and not by_user and self._spans.is_tracing:
+            return self._spans.run_layer(self._layer, args, kwargs)
+        return self._spans.call(self._path, self._layer, args, kwargs)
+
+
+def _between_layers(model: Any) -> BadRequest:
+    return BadRequest(
+        f"{type(model).__name__} computes something between its layers.",
+        fix="It cannot be traced over several machines; trace it where all layers are on one.",
+    )

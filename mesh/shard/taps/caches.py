@@ -1,0 +1,84 @@
+"""The key/value caches of one intervention session: transformers' own, one layer list per number.
+
+The job's model decides when a cache begins, is reordered or cropped; here is only the span's part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mesh.errors import BadRequest
+from mesh.shard.taps.tree import SpanTree
+from mesh.types import LayerRange
+
+_MAX_CACHES = 64
+_OPERATIONS = frozenset(
+    {"reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices"}
+)
+
+Lengths = dict[int, list[int]]
+
+
+class TapCaches:
+    """Caches by the numbers the job gave them."""
+
+    def __init__(self, tree: SpanTree, layers: LayerRange) -> None:
+        self._tree = tree
+        first = tree.layers.start
+        self._indices = range(layers.start - first, layers.stop - first)
+        self._caches: dict[int, Any] = {}
+
+    def get(self, number: int) -> Any:
+        """The cache of that number, an empty one the first time. Raises BadRequest."""
+        cache = self._caches.get(number)
+        if cache is None:
+            if len(self._caches) >= _MAX_CACHES:
+                raise BadRequest("The job keeps too many caches.", fix="Let go of earlier ones.")
+            cache = self._caches[number] = self._tree.new_cache()
+        return cache
+
+    def number_of(self, cache: Any) -> int | None:
+        """The number of a cache of this session; None for any other object."""
+        return next((n for n, known in self._caches.items() if known is cache), None)
+
+    def free(self, number: int) -> None:
+        """Forget the cache, if it is there."""
+        self._caches.pop(number, None)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._caches.clear()
+
+    def operate(self, number: int, name: str, arguments: tuple[Any, ...]) -> None:
+        """Do to the session's layers what the job does to its cache. Raises BadRequest."""
+        if name not in _OPERATIONS:
+            raise BadRequest(f"Unknown cache operation {name[:50]!r}.", fix="Update this node.")
+        cache = self._caches.get(number)
+        if cache is None:
+            return
+        for index in self._indices:
+            getattr(cache.layers[index], name)(*arguments)
+
+    def lengths(self) -> Lengths:
+        """How many positions each layer of each cache holds now."""
+        return {
+            number: [int(layer.get_seq_length()) for layer in cache.layers]
+            for number, cache in self._caches.items()
+        }
+
+    def growth(self, before: Lengths) -> list[list[int]]:
+        """``[cache, first layer, stop, batch, positions added]`` for runs of equal layers."""
+        grown: list[list[int]] = []
+        first = self._tree.layers.start
+        for number, cache in self._caches.items():
+            old = before.get(number, [0] * len(cache.layers))
+            for index, layer in enumerate(cache.layers):
+                added = int(layer.get_seq_length()) - old[index]
+                if not added:
+                    continue
+                entry = [number, first + index, first + index + 1, layer.keys.shape[0], added]
+                if grown and grown[-1][0] == number and grown[-1][2:] == [entry[1], *entry[3:]]:
+                    grown[-1][2] += 1
+                else:
+                    grown.append(entry)
+        return grown

@@ -1,0 +1,147 @@
+"""One forward of an intervention session, under way in a greenlet of the compute thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+from nnsight.util import apply
+
+from mesh.shard.taps.codec import Buffers, Path, Writer, pack
+from mesh.shard.taps.joints import in_order_of_making
+from mesh.shard.taps.ledger import Ledger
+from mesh.shard.taps.tree import SpanTree
+
+_PAUSE_S = 0.05
+_MAX_PATTERNS = 4096
+
+Header = dict[str, Any]
+Request = tuple[Header, Buffers]
+
+
+class Patterns:
+    """How often which locations were passed, sent once and named by a number from then on."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[tuple[str, int], ...], int] = {}
+
+    def encode(self, visits: dict[str, int]) -> Any:
+        """A number, or ``[number, visits]`` the first time; number 0 is not to be kept."""
+        key = tuple(visits.items())
+        known = self._numbers.get(key)
+        if known is not None:
+            return known
+        number = 0
+        if len(self._numbers) < _MAX_PATTERNS:
+            number = self._numbers[key] = len(self._numbers) + 1
+        return [number, [list(item) for item in key]]
+
+
+class Host(Protocol):
+    """What a run needs of its session."""
+
+    ledger: Ledger
+    patterns: Patterns
+    observed: frozenset[str]
+    sourced: dict[str, Any]
+
+    def show(self, run: Run, provider: str, value: Any) -> Any:
+        """Let the job see `value`; returns what it makes of it."""
+
+    def observe(self, run: Run, provider: str, value: Any) -> None:
+        """Let the job know of `value`."""
+
+    def new_writer(self, run: Run) -> Writer:
+        """A writer for the run's next message."""
+
+
+class Run:
+    """See the module; a `mesh.shard.taps.tree.Visitor`."""
+
+    def __init__(self, host: Host, header: Header, body: Callable[[Run, Request], bytes]) -> None:
+        self.watching = bool(header.get("watch"))
+        self.sourced = host.sourced
+        self.grad = bool(header.get("grad"))
+        self.wanted: dict[str, frozenset[int]] = {}
+        self.observed: list[list[Any]] = []
+        self.standing: dict[Path, tuple[int, Any]] = {}
+        """The objects of our own that the value shown last has, by where in it they are."""
+        self.writer = host.new_writer(self)
+        self._host = host
+        self._attention = str(header.get("attn", "sdpa"))
+        self._visits: dict[str, int] = {}
+        self._grad_now = self.grad
+        self._since = 0.0
+        self._greenlet: Any = greenlet(lambda request: body(self, request))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has said its last."""
+        return bool(self._greenlet.dead)
+
+    def go_on(self, tree: SpanTree, request: Request | None) -> bytes | None:
+        """Let it run until it has something to say; None when it has only run for long enough."""
+        tree.use_attention(self._attention)
+        self._since = time.perf_counter()
+        self._greenlet.parent = getcurrent()
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(self._grad_now)
+        try:
+            with tree.reporter.reporting_to(self):
+                answer: bytes | None = self._greenlet.switch(request)
+        finally:
+            self._grad_now = torch.is_grad_enabled()
+            torch.set_grad_enabled(before)
+        return answer
+
+    def unwind(self) -> None:
+        """End it where it stands."""
+        self._greenlet.parent = getcurrent()
+        self._greenlet.throw(GreenletExit)
+
+    # From inside the greenlet
+
+    def converse(self, message: bytes) -> Request:
+        """Hand out `message` and stand still until the answer is here."""
+        request: Request = self._greenlet.parent.switch(message)
+        return request
+
+    def breathe(self) -> None:
+        """Give the device to others if it has been ours for long."""
+        if time.perf_counter() - self._since > _PAUSE_S:
+            self._greenlet.parent.switch(None)
+
+    def reached(self, provider: str, value: Any) -> Any:
+        """See `Visitor`. What is shown or observed is counted by the job, the rest here."""
+        visit = self._visits.get(provider, 0)
+        if visit in self.wanted.get(provider, ()):
+            return self._host.show(self, provider, value)
+        if provider in self._host.observed:
+            self._host.observe(self, provider, value)
+            return value
+        self._visits[provider] = visit + 1
+        return value
+
+    def message(self, op: str, value: Any = None, **fields: Any) -> bytes:
+        """The message to hand out now; what was observed since the last one goes with it."""
+        writer, self.writer = self.writer, self._host.new_writer(self)
+        visits, self._visits = self._visits, {}
+        observed, self.observed = self.observed, []
+        self.standing = {}
+        changed = self._host.ledger.write_changed(writer.buffers)
+        if self.grad:
+            tensors: list[torch.Tensor] = []
+            apply(value, tensors.append, torch.Tensor)
+            changed += [writer.tensor(tensor) for tensor in in_order_of_making(tensors)]
+        header = {
+            "op": op,
+            "visits": self._host.patterns.encode(visits),
+            "observed": observed,
+            "changed": changed,
+            "value": writer.value(value),
+            **fields,
+        }
+        return pack(header, writer.buffers)

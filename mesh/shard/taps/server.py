@@ -1,0 +1,274 @@
+"""Admission and life of the intervention sessions of one shard, on the event loop.
+
+A session's messages come as the steps of its link session: ``int8`` tensors of bytes, so that
+chunks, credits and back-pressure are those of any step. `Step.position` says how many parts of a
+message follow; an answer's first byte whether more of it is to be fetched, with `FETCH`. What they
+mean is `mesh.shard.taps.session`'s business, which runs on the device's queue, in turns with chat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mesh.errors import BadRequest, Busy, DeviceFailed, MeshError, NoRoute, SessionGone
+from mesh.shard.batcher import DeviceQueue
+from mesh.shard.sessions import Reply
+from mesh.types import LayerRange, ShardDescriptor
+from mesh.wire.messages import Failure, OpenTaps, Result, Step, WireTensor
+
+if TYPE_CHECKING:
+    from mesh.models.load import LoadedSpan
+    from mesh.shard.server import ShardServer
+    from mesh.shard.taps.session import TapSession
+    from mesh.shard.taps.tree import SpanTree
+
+logger = logging.getLogger(__name__)
+
+PART_BYTES = 16 << 20
+FETCH = 0xFFFFFFFF
+_MAX_MESSAGE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class TapSettings:
+    """The limits of one shard's intervention sessions.
+
+    A session that says nothing for `silence_s` ends. Without sessions, the instrumented modules are
+    dropped after `idle_s`. `tensor_bytes` bounds what one session has in flight at once.
+    """
+
+    max_sessions: int = 4
+    silence_s: float = 600.0
+    idle_s: float = 600.0
+    tensor_bytes: int = 4 << 30
+
+
+@dataclass(slots=True, eq=False)
+class TapPlace:
+    """One admitted session, on the event loop's side."""
+
+    number: int
+    layers: LayerRange
+    session: TapSession | None = None
+    parts: list[WireTensor] = field(default_factory=list)
+    parts_bytes: int = 0
+    answer: memoryview = field(default_factory=lambda: memoryview(b""))
+    busy: bool = False
+    closed: bool = False
+    silence: asyncio.TimerHandle | None = None
+
+
+class TapServer:
+    """The intervention sessions of one shard."""
+
+    def __init__(
+        self,
+        shard: ShardServer,
+        load: Callable[[], LoadedSpan],
+        queue: DeviceQueue,
+        settings: TapSettings | None = None,
+    ) -> None:
+        """`load` reads the span's plain weights once more; called where chat's cannot be shared."""
+        self._shard = shard
+        self._load = load
+        self._queue = queue
+        self._settings = settings or TapSettings()
+        self._places: set[TapPlace] = set()
+        self._tree: SpanTree | None = None
+        self._loading = asyncio.Lock()
+        self._idle: asyncio.TimerHandle | None = None
+
+    @property
+    def sessions(self) -> int:
+        """Sessions admitted and not closed."""
+        return len(self._places)
+
+    def admit(self, request: OpenTaps) -> TapPlace:
+        """Take a place for a new session. Raises NoRoute, WeightsMismatch, BadRequest or Busy."""
+        layers = self._check(request)
+        if len(self._places) >= self._settings.max_sessions:
+            raise Busy(
+                f"The shard serves {self._settings.max_sessions} intervention sessions and all are"
+                " taken.",
+                fix="Use another shard, or try again when a job has ended.",
+            )
+        place = TapPlace(request.session, layers)
+        self._places.add(place)
+        self._listen(place)
+        return place
+
+    async def opened(self, place: TapPlace) -> None:
+        """Wait until the session can be used. What loading raises frees the place, too."""
+        try:
+            tree = await self._acquire()
+            if place.closed:
+                raise _gone()  # noqa: TRY301 - as what loading raises
+            from mesh.shard.taps.session import TapLimits, TapSession
+
+            place.session = TapSession(tree, place.layers, TapLimits(self._settings.tensor_bytes))
+        except BaseException:
+            self.close(place)
+            raise
+
+    def submit(self, place: TapPlace, step: Step, reply: Reply) -> None:
+        """One part of a message. `reply` gets a Result for each; raises what refuses a part."""
+        session = place.session
+        if place.closed or session is None:
+            raise _gone()
+        if place.busy:
+            raise Busy("The session is busy.", fix="Wait for its answer.")
+        self._listen(place)
+        if step.position == FETCH:
+            reply(_next_part(place, step))
+            return
+        if step.tensor.dtype != "int8" or len(step.tensor.shape) != 1:
+            raise BadRequest("An intervention message is bytes.", fix="Update the asking node.")
+        place.parts.append(step.tensor)
+        place.parts_bytes += len(step.tensor.data)
+        if place.parts_bytes > _MAX_MESSAGE_BYTES:
+            raise BadRequest("An intervention message is too large.", fix="Send less at once.")
+        if step.position:
+            reply(_result(step, b"\0"))
+            return
+        message = b"".join(part.data for part in place.parts)
+        place.parts.clear()
+        place.parts_bytes = 0
+        place.busy = True
+        self._visit(place, step, reply, lambda: session.exchange(message))
+
+    def close(self, place: TapPlace) -> None:
+        """Free the session; what it has under way is unwound on the device's thread."""
+        if place.closed:
+            return
+        place.closed = True
+        self._places.discard(place)
+        if place.silence is not None:
+            place.silence.cancel()
+        session, place.session = place.session, None
+        if session is not None and not place.busy:
+            self._queue.visit(session.close, _log_failure)
+        if not self._places:
+            loop = asyncio.get_running_loop()
+            self._idle = loop.call_later(self._settings.idle_s, self._forget_tree)
+
+    def shutdown(self) -> None:
+        """End every session and let the modules go."""
+        for place in list(self._places):
+            self.close(place)
+        if self._idle is not None:
+            self._idle.cancel()
+        self._forget_tree()
+
+    # Private
+
+    def _visit(
+        self, place: TapPlace, step: Step, reply: Reply, work: Callable[[], bytes | None]
+    ) -> None:
+        session = place.session
+
+        def done(future: Future[bytes | None]) -> None:
+            error = future.exception()
+            if session is not None and (place.closed or error is not None):
+                place.busy = False
+                self._queue.visit(session.close, _log_failure)
+            if error is not None:
+                logger.error("intervention failed session=%d", place.number, exc_info=error)
+                reply(Failure(_failed(error).to_dict(), step.session, step.step))
+                self.close(place)
+                return
+            answer = future.result()
+            if place.closed:
+                reply(Failure(_gone().to_dict(), step.session, step.step))
+            elif answer is None and session is not None:
+                self._visit(place, step, reply, session.go_on)
+            else:
+                place.busy = False
+                place.answer = memoryview(answer or b"")
+                reply(_next_part(place, step))
+
+        self._queue.visit(work, done)
+
+    def _listen(self, place: TapPlace) -> None:
+        if place.silence is not None:
+            place.silence.cancel()
+        loop = asyncio.get_running_loop()
+        place.silence = loop.call_later(self._settings.silence_s, self._silent, place)
+
+    def _silent(self, place: TapPlace) -> None:
+        if place.busy:  # it is our turn, not the job's
+            self._listen(place)
+        else:
+            self.close(place)
+
+    async def _acquire(self) -> SpanTree:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        async with self._loading:
+            if self._tree is None:
+                runtime = await self._shard.borrow()
+                self._tree = await self._queue.load(lambda: _grow(runtime, self._load))
+            return self._tree
+
+    def _forget_tree(self) -> None:
+        self._idle = None
+        if not self._places:
+            self._tree = None
+
+    def _check(self, request: OpenTaps) -> LayerRange:
+        here: ShardDescriptor = self._shard.descriptor
+        if not 0 <= request.start < request.stop:
+            raise BadRequest("An intervention session needs layers.", fix="Name at least one.")
+        layers = LayerRange(request.start, request.stop)
+        same = request.model_id == here.model_id and request.weights_sha256 == here.weights_sha256
+        if not same or not here.layer_range.covers(layers):
+            raise NoRoute(
+                f"{here.node_name} serves {here.shard_id}, not {request.model_id}:{layers} of"
+                " these weights.",
+                fix="Use a shard that covers these layers.",
+            )
+        return layers
+
+
+def _grow(runtime: object, load: Callable[[], LoadedSpan]) -> SpanTree:
+    # nnsight takes seconds to import and is needed by interventions only.
+    from mesh.shard.runtime import SpanRuntime
+    from mesh.shard.taps.tree import SpanTree
+    from mesh.shard.taps.twin import twin
+
+    if not isinstance(runtime, SpanRuntime):
+        raise TypeError(f"not a span: {runtime!r}")
+    return SpanTree(twin(runtime.loaded) or load(), runtime.device)
+
+
+def _next_part(place: TapPlace, step: Step) -> Result:
+    part, place.answer = place.answer[:PART_BYTES], place.answer[PART_BYTES:]
+    return _result(step, (b"\1" if place.answer else b"\0") + bytes(part))
+
+
+def _result(step: Step, data: bytes) -> Result:
+    return Result(step.session, step.step, WireTensor("int8", (len(data),), data), 0, 0)
+
+
+def _gone() -> SessionGone:
+    return SessionGone("The intervention session is over.", fix="Run the job again.")
+
+
+def _failed(error: BaseException) -> MeshError:
+    if isinstance(error, MeshError):
+        return error
+    return DeviceFailed(
+        f"The shard could not go on ({type(error).__name__}).",
+        fix="Run the job again; the details are in that node's log.",
+    )
+
+
+def _log_failure(future: Future[None]) -> None:
+    error = future.exception()
+    if error is not None:
+        logger.error("closing an intervention session failed", exc_info=error)

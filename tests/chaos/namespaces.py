@@ -1,0 +1,122 @@
+"""Network namespaces with a cable to this one: real interfaces that can be unplugged.
+
+Needs root. The addresses are of TEST-NET-1 and exist on these cables only; everything is removed by
+name in the end, also what an earlier run left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+IP = shutil.which("ip") or "ip"
+NFT = shutil.which("nft")
+PREFIX = "hnchaos"
+
+
+def why_not() -> str:
+    """Why no namespace can be made here; empty when it can."""
+    if sys.platform != "linux":
+        return "network namespaces are Linux's"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    name = f"{PREFIX}-probe"
+    made = _ip("netns", "add", name, check=False)
+    if made.returncode != 0:
+        return f"`ip netns add` fails here: {made.stderr.strip()}"
+    cable = _ip("link", "add", f"{PREFIX}p0", "type", "veth", "peer", f"{PREFIX}p1", check=False)
+    _ip("link", "del", f"{PREFIX}p0", check=False)
+    _ip("netns", "del", name, check=False)
+    return "" if cable.returncode == 0 else f"no veth here: {cable.stderr.strip()}"
+
+
+class Namespace:
+    """One namespace and its cable; processes started `inside` see nothing else."""
+
+    def __init__(self, number: int, directory: Path) -> None:
+        self.name = f"{PREFIX}-{number}"
+        self.here = f"192.0.2.{4 * number + 1}"
+        self.there = f"192.0.2.{4 * number + 2}"
+        self._cable = f"{PREFIX}{number}a"
+        self._far = f"{PREFIX}{number}b"
+        self._python = directory / f"python-{number}"
+
+    def __enter__(self) -> Self:
+        self._remove()
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+
+    def unplug(self) -> None:
+        """The cable is out: nothing arrives, and nobody is told."""
+        # Only the far end: this side would notice at once that it has no route any more.
+        self._inside("link", "set", self._far, "down")
+
+    def plug(self) -> None:
+        """The cable is in again."""
+        self._inside("link", "set", self._far, "up")
+
+    def lose(self, share: float) -> None:
+        """Drop so much of what arrives inside, at random; nft must be there."""
+        assert NFT is not None
+        modulus = round(1 / share)
+        rules = (
+            "add table ip loss",
+            "add chain ip loss in { type filter hook input priority 0; }",
+            f"add rule ip loss in numgen random mod {modulus} == 0 drop",
+        )
+        for rule in rules:
+            _run(IP, "netns", "exec", self.name, NFT, *rule.split(" "))
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Python processes that are started now run in here."""
+        outside, sys.executable = sys.executable, str(self._python)
+        try:
+            yield
+        finally:
+            sys.executable = outside
+
+    def _make(self) -> None:
+        _ip("netns", "add", self.name)
+        _ip("link", "add", self._cable, "type", "veth", "peer", "name", self._far)
+        _ip("link", "set", self._far, "netns", self.name)
+        _ip("addr", "add", f"{self.here}/30", "dev", self._cable)
+        _ip("link", "set", self._cable, "up")
+        self._inside("addr", "add", f"{self.there}/30", "dev", self._far)
+        self._inside("link", "set", self._far, "up")
+        self._inside("link", "set", "lo", "up")
+        self._python.write_text(
+            f'#!/bin/sh\nexec {IP} netns exec {self.name} {sys.executable} "$@"\n'
+        )
+        self._python.chmod(0o700)
+
+    def _remove(self) -> None:
+        _ip("link", "del", self._cable, check=False)
+        _ip("netns", "del", self.name, check=False)
+
+    def _inside(self, *arguments: str) -> None:
+        _ip("-n", self.name, *arguments)
+
+
+def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return _run(IP, *arguments, check=check)
+
+
+def _run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=20)
+    if check and done.returncode != 0:
+        raise AssertionError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done

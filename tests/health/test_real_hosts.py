@@ -1,0 +1,102 @@
+"""Spot checks and bounds over real shard processes, real sockets and the built-in model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh.config import Config
+from mesh.discovery.advertisement import Advertisement, encode
+from mesh.errors import NoRoute
+from mesh.models.local import LocalModel, find_local_models
+from mesh.pipeline.checkpoint import AskerOptions, load_asker
+from mesh.pipeline.engine import Engine, EngineSettings
+from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.types import Done, GenerationRequest, LayerRange, ModelId, RouteHop, SamplingParams
+from mesh.wire.messages import Hello
+
+TOKENS = 60
+PROMPTS = ["The fox", "Once upon a time"]
+
+
+def host(node: str, model: LocalModel, spans: list[LayerRange], cache: Path) -> ShardHost:
+    start = {
+        "listen_host": "127.0.0.1", "listen_port": 0, "device": "cpu", "threads": 1,
+        "hello": {"node_id": node, "node_name": node, "software": "test"},
+        "cache_dir": str(cache),
+    }  # fmt: skip
+    loads = tuple(
+        {"directory": model.directory, "model_id": model.model_id, "layers": str(span),
+         "dtype": "fp32", "advertise_host": "127.0.0.1"}
+        for span in spans
+    )  # fmt: skip
+    return ShardHost(HostSpec(start, loads), lambda: None)
+
+
+async def no_home() -> list[RouteHop]:
+    raise NoRoute("there is no home.", fix="None.")
+
+
+@asynccontextmanager
+async def asker(cache: Path, **settings: Any) -> AsyncIterator[tuple[Engine, ModelId]]:
+    """An asker of the built-in model in two halves, each held by two hosts."""
+    (model,) = await asyncio.to_thread(lambda: find_local_models(Config(), cache))
+    middle = model.total_layers // 2
+    spans = [LayerRange(0, middle), LayerRange(middle, model.total_layers)]
+    hosts = [host(node, model, spans, cache) for node in ("attic", "kitchen")]
+    for each in hosts:
+        each.start()
+    try:
+        await asyncio.gather(*(each.wait_settled() for each in hosts))
+        options = AskerOptions("fp32", "cpu", 1, cache)
+        ends, _ = await asyncio.to_thread(
+            load_asker, Path(model.directory), model.model_id, options
+        )
+        engine = Engine(
+            ends,
+            Hello("asker", "asker", "tensors", "test"),
+            EngineSettings(16, False, 30.0, "fp16", str(cache), False, 99, **settings),
+            no_home,
+        )
+        engine.shards.replace(
+            [
+                encode(Advertisement(hosted.descriptor, hosted.health))
+                for each in hosts
+                for hosted in each.shards.values()
+            ]
+        )
+        yield engine, model.model_id
+        await engine.close()
+    finally:
+        await asyncio.gather(*(each.stop() for each in hosts))
+
+
+async def answer(engine: Engine, model: ModelId, prompt: str) -> Done:
+    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    request = GenerationRequest(prompt, model, prompt=prompt, sampling=sampling)
+    async for frame in engine.chat(request):
+        if isinstance(frame, Done):
+            return frame
+    raise AssertionError("the stream did not end")
+
+
+@pytest.mark.slow
+async def test_honest_hosts_are_never_accused_with_halves_on_the_wire(tmp_path: Path) -> None:
+    async with asker(tmp_path, spot_check_probability=1.0) as (engine, model):
+        for prompt in PROMPTS:
+            done = await answer(engine, model, prompt)
+            assert done.failovers == 0
+        await asyncio.gather(*engine.auditor._tasks)
+        assert engine.oversight.take_events() == []
+        checks = [row["checks"] for row in engine.oversight.rows()]
+        agreed = sum(count.get("agreed", 0) for count in checks)
+        print(f"\n{agreed} checks over {len(PROMPTS) * TOKENS * 2} steps of hops, all agreed")
+        assert agreed > 20
+        assert all(set(count) == {"agreed"} for count in checks if count)
+        assert engine.oversight.envelope.is_known
+        assert not engine.oversight.envelope.is_dirty, "it is on disk"

@@ -1,0 +1,260 @@
+"""Spot checks over the toy mesh: liars are found, named and left; honest hosts never are."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+
+from mesh.health.standing import DOUBTED, LIED
+from mesh.pipeline.audit import NEWCOMER_SESSIONS
+from mesh.types import Done, ShardFailover, StreamFrame
+from mesh.wire.messages import Step, WireTensor
+from tests.health.watched import (
+    ASKER,
+    PROMPT,
+    Watched,
+    tokens_before_failover,
+    tokens_of,
+    values_of,
+    watched,
+    with_values,
+)
+from tests.pipeline.toy_mesh import ToyNetwork, ToyShard, expected_tokens, toy_request
+from tests.simulation.virtual_loop import run_virtually
+
+
+def scaled(tensor: WireTensor, factor: float = 1.02) -> WireTensor:
+    """One channel of the last row, a little larger: finite, of usual size, and wrong."""
+    values = values_of(tensor)
+    values[-2] = factor * max(values[-2], 20.0)
+    return with_values(tensor, values)
+
+
+def lies_in(share: float, seed: int) -> tuple[Callable[[Step, WireTensor], WireTensor], list[int]]:
+    """An `answer` that lies in a share of the steps, and the positions at which it did."""
+    rng, lies = random.Random(seed), []
+
+    def answer(step: Step, computed: WireTensor) -> WireTensor:
+        if rng.random() >= share:
+            return computed
+        lies.append(step.position)
+        return scaled(computed)
+
+    return answer, lies
+
+
+def lie(step: Step, computed: WireTensor) -> WireTensor:
+    return scaled(computed)
+
+
+def halves(*copies: str) -> tuple[ToyNetwork, list[ToyShard]]:
+    """The first half on one node, the second half on these."""
+    network = ToyNetwork()
+    network.add("0-3", name="front")
+    return network, [network.add("4-7", name=name) for name in copies]
+
+
+async def answers(mesh: Watched, count: int, name: str = "r") -> list[StreamFrame]:
+    """Ask, giving checks a turn after each token as a network's waits would."""
+    frames: list[StreamFrame] = []
+    async for frame in mesh.engine.chat(toy_request(PROMPT, count, name)):
+        frames.append(frame)
+        for _ in range(8):
+            await asyncio.sleep(0)
+    return frames
+
+
+def told(mesh: Watched) -> list[dict[str, object]]:
+    return mesh.engine.oversight.take_events()
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_a_subtle_liar_is_caught_within_tokens_and_left(seed: int) -> None:
+    network, (liar, _, third) = halves("a-liar", "b", "c")
+    liar.answer, lies = lies_in(0.1, seed)
+    with watched(network, probability=0.25) as mesh:
+        mesh.engine.auditor._rng = random.Random(seed)
+        frames = await answers(mesh, 120)
+        assert lies
+        caught = tokens_before_failover(frames)
+        first_lie = max(0, lies[0] - len(PROMPT) + 1)
+        assert caught - first_lie <= 25, "a check every four steps sees all steps since the last"
+        assert tokens_of(frames)[:first_lie] == expected_tokens(PROMPT, 120)[:first_lie]
+        await mesh.idle()
+        (event,) = told(mesh)
+        assert (event["type"], event["node"]) == ("shard_lied", "a-liar")
+        digests = event["digests"]
+        assert isinstance(digests, dict)
+        assert len(digests) == 2
+        assert all(len(value) == 64 for value in digests.values())
+        assert mesh.standing(liar) == LIED
+        assert mesh.standing(third) == 0
+        liar.steps.clear()
+        await answers(mesh, 5, "next")
+        assert not liar.steps
+        await mesh.engine.close()
+
+
+async def test_honest_hosts_agree_in_every_check() -> None:
+    network, shards = halves("a", "b", "c")
+    network.add("0-3", name="z-front")
+    with watched(network, probability=1.0) as mesh:
+        for number in range(8):
+            frames = await answers(mesh, 60, f"r{number}")
+            assert tokens_of(frames) == expected_tokens(PROMPT, 60)
+        await mesh.idle()
+        assert told(mesh) == []
+        counts = [mesh.checks(shard) for shard in network.shards.values()]
+        assert sum(count.get("agreed", 0) for count in counts) > 100
+        assert all(set(count) <= {"agreed"} for count in counts)
+        await mesh.engine.close()
+        await asyncio.sleep(0.01)
+        assert not any(shard.sessions for shard in network.shards.values())
+        assert shards
+
+
+async def test_two_against_each_other_are_both_doubted() -> None:
+    network, (liar, honest) = halves("a-liar", "b")
+    liar.answer = lie
+    with watched(network, probability=1.0) as mesh:
+        await answers(mesh, 10)
+        await mesh.idle()
+        kinds = {event["type"] for event in told(mesh)}
+        assert kinds == {"shard_doubtful"}
+        assert mesh.standing(liar) == mesh.standing(honest) == DOUBTED
+        await mesh.engine.close()
+
+
+async def test_our_own_machine_needs_no_third_opinion() -> None:
+    network, (liar, _) = halves("a-liar", ASKER)
+    liar.answer = lie
+    with watched(network, probability=1.0) as mesh:
+        frames = await answers(mesh, 10)
+        await mesh.idle()
+        assert mesh.standing(liar) == LIED
+        assert any(isinstance(frame, ShardFailover) for frame in frames)
+        await mesh.engine.close()
+
+
+async def test_a_liar_that_is_asked_for_its_opinion_accuses_nobody() -> None:
+    network, (honest, liar, third) = halves("a", "b-liar", "c")
+    liar.answer = lie
+    with watched(network, probability=1.0) as mesh:
+        for number in range(6):
+            frames = await answers(mesh, 10, f"r{number}")
+            assert tokens_of(frames) == expected_tokens(PROMPT, 10)
+            assert isinstance(frames[-1], Done)
+            assert frames[-1].failovers == 0
+        await mesh.idle()
+        assert mesh.standing(liar) == LIED
+        assert mesh.standing(honest) == mesh.standing(third) == 0
+        await mesh.engine.close()
+
+
+async def test_what_nobody_else_holds_is_counted_as_unchecked() -> None:
+    network, (only,) = halves("a")
+    with watched(network, probability=1.0) as mesh:
+        assert tokens_of(await answers(mesh, 10)) == expected_tokens(PROMPT, 10)
+        await mesh.idle()
+        assert set(mesh.checks(only)) == {"unchecked"}
+        assert told(mesh) == []
+        await mesh.engine.close()
+
+
+async def test_another_number_format_is_no_judge() -> None:
+    network, (shard, other) = halves("a", "b")
+    fields = {name: getattr(other.descriptor, name) for name in other.descriptor.__slots__}
+    other.descriptor = other.descriptor.__class__(**{**fields, "dtype": "int8"})
+    with watched(network, probability=1.0) as mesh:
+        await answers(mesh, 5)
+        await mesh.idle()
+        assert set(mesh.checks(shard)) == {"unchecked"}
+        await mesh.engine.close()
+
+
+async def test_the_first_sessions_of_a_new_host_are_checked_whatever_is_drawn() -> None:
+    network, (shard, judge) = halves("a", "b")
+    with watched(network, probability=1e-12) as mesh:
+        for number in range(NEWCOMER_SESSIONS + 2):
+            await mesh.ask(8, prompt=[number + 1, 2, 3], name=f"r{number}")
+            await mesh.idle()
+        assert mesh.checks(shard) == {"agreed": NEWCOMER_SESSIONS}
+        assert judge.steps
+        await mesh.engine.close()
+
+
+async def test_probability_zero_checks_nobody() -> None:
+    network, (_, judge) = halves("a", "b")
+    with watched(network, probability=0.0) as mesh:
+        await answers(mesh, 20)
+        assert not judge.steps
+        await mesh.engine.close()
+
+
+async def test_later_checks_send_only_what_is_missing() -> None:
+    network, (_, judge) = halves("a", "b")
+    with watched(network, probability=1.0) as mesh:
+        await answers(mesh, 40)
+        await mesh.idle()
+        seen = [p for start, rows in judge.steps for p in range(start, start + rows)]
+        assert len(judge.steps) > 3
+        assert seen == list(range(len(seen)))
+        await mesh.engine.close()
+
+
+async def test_a_session_that_goes_back_is_checked_on_from_there() -> None:
+    network, shards = halves("a", "b")
+    with watched(network, probability=1.0) as mesh:
+        answer = tokens_of(await answers(mesh, 10))
+        edited = [*PROMPT, *answer[:6], 90, 91]
+        async for _ in mesh.engine.chat(toy_request(edited, 20, "r2")):
+            await asyncio.sleep(0)
+        await mesh.idle()
+        assert told(mesh) == []
+        assert set(mesh.checks(shards[0])) == {"agreed"}
+        await mesh.engine.close()
+
+
+async def test_a_replica_that_is_full_refuses_the_check_and_nothing_else() -> None:
+    network, (shard, judge) = halves("a", "b")
+    fields = {name: getattr(judge.descriptor, name) for name in judge.descriptor.__slots__}
+    judge.descriptor = judge.descriptor.__class__(**{**fields, "max_concurrent_streams": 0})
+    with watched(network, probability=1.0) as mesh:
+        mesh.network.shards[1002].descriptor = judge.descriptor
+        assert tokens_of(await answers(mesh, 10)) == expected_tokens(PROMPT, 10)
+        await mesh.idle()
+        assert "agreed" not in mesh.checks(shard)
+        assert mesh.standing(judge) == 0, "full is no fault"
+        await mesh.engine.close()
+
+
+def test_a_check_that_hangs_costs_the_generation_nothing() -> None:
+    async def main() -> None:
+        network, (shard, judge) = halves("a", "b")
+        judge.before_step = lambda step: False
+        loop = asyncio.get_running_loop()
+        with watched(network, probability=1.0) as mesh:
+            frames = await answers(mesh, 30)
+            assert tokens_of(frames) == expected_tokens(PROMPT, 30)
+            assert loop.time() < 0.001
+            await mesh.idle()
+            assert loop.time() >= 30.0
+            assert set(mesh.checks(shard)) == {"unchecked"}
+            await mesh.engine.close()
+
+    run_virtually(main)
+
+
+async def test_closing_ends_checks_under_way() -> None:
+    network, (_, judge) = halves("a", "b")
+    judge.before_step = lambda step: False
+    with watched(network, probability=1.0) as mesh:
+        await answers(mesh, 3)
+        assert mesh.engine.auditor._tasks
+        await mesh.engine.close()
+        await asyncio.sleep(0.01)
+        assert not mesh.engine.auditor._tasks
+        assert not judge.sessions

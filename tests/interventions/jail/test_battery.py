@@ -1,0 +1,153 @@
+"""Hostile bodies against the walls; and that each body bites and each wall is missed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from mesh.interventions.jail.doctor import Level
+from mesh.interventions.jail.job import Jail
+from mesh.interventions.jail.limits import Ending, JobLimits
+from tests.interventions.jail.battery import BODIES, RUN, escapes, jail, read_all
+from tests.interventions.jail.hostile_bodies import DEEDS, NOT_EVERYWHERE, WASTE
+from tests.interventions.jail.trapped import TrapField
+
+# Every third deed, and of the waste what ends in different ways.
+SAMPLE = [
+    *list(DEEDS)[::3],
+    "file_read/readlink", "kernel/raise_limits_through_aligned_pointer",
+    "time/loop_that_catches_everything", "time/power", "time/endless_printing",
+    "space/one_block", "space/tensor", "space/fork_bomb", "space/thread_bomb",
+    "space/huge_result",
+]  # fmt: skip
+# What each wall alone keeps out: bodies that must get through when it is gone.
+MISSED_WITHOUT = {
+    "limits": ["space/mapped", "space/descriptors"],
+    "files": ["file_read/open", "file_read/torch_from_file", "file_read/list_directory"],
+    "calls": [
+        "execution/fork", "execution/thread", "execution/code_in_memory", "network/udp",
+        "kernel/userfaultfd", "kernel/user_namespace", "kernel/shared_segment",
+        "file_read/readlink", "file_write/chmod",
+    ],
+    "descriptors": ["other_tenants/inherited_descriptors"],
+    "executable": ["execution/code_in_memory", "execution/load_library"],
+    "pointer": ["kernel/raise_limits_through_aligned_pointer"],
+}  # fmt: skip
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_the_battery_is_large_and_covers_every_class() -> None:
+    assert len(BODIES) >= 150
+    groups = {name.partition("/")[0] for name in BODIES}
+    assert groups == {
+        "execution", "file_read", "file_write", "network", "exfiltration", "process_memory",
+        "signals", "kernel", "other_tenants", "time", "space",
+    }  # fmt: skip
+
+
+async def test_a_sample_of_the_battery_is_contained_without_namespaces() -> None:
+    async with jail(namespaces=False) as cell:
+        assert cell.report is not None
+        assert cell.report.level is Level.OS, cell.report.to_text()
+        assert await escapes(cell, SAMPLE) == {}
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("namespaces", [False, True])
+async def test_nothing_escapes(namespaces: bool) -> None:
+    async with jail(namespaces=namespaces) as cell:
+        assert cell.report is not None
+        if namespaces and not cell.report.namespaces:
+            pytest.skip("this kernel allows no unprivileged namespaces")
+        assert await escapes(cell, BODIES) == {}
+
+
+@pytest.mark.chaos
+async def test_without_walls_every_deed_is_done() -> None:
+    async with jail("all", namespaces=False) as cell:
+        assert cell.report is not None
+        assert cell.report.level is Level.WEAK
+        done = await escapes(cell, DEEDS)
+        assert set(DEEDS) - set(done) - NOT_EVERYWHERE == set()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("wall", MISSED_WITHOUT)
+async def test_a_missing_wall_is_noticed(wall: str) -> None:
+    async with jail(wall, namespaces=False) as cell:
+        wanted = MISSED_WITHOUT[wall]
+        assert set(await escapes(cell, wanted)) == set(wanted)
+        if wall != "pointer":  # an attack too odd for a canary; the battery has it
+            assert cell.report is not None
+            assert cell.report.level is Level.WEAK
+
+
+@pytest.mark.chaos
+async def test_a_storm_does_not_disturb_an_honest_job() -> None:
+    """Every body three times in random order, two at a time, beside a job that keeps ticking."""
+    order = [name for name in BODIES for _ in range(3)]
+    random.Random(7).shuffle(order)
+    field = TrapField()
+    storm_limits = JobLimits(wall_s=0.5, cpu_s=2, memory_bytes=256 << 20, result_bytes=1 << 20)
+    async with jail(namespaces=False, max_jobs=3) as cell:
+        honest_limits = JobLimits(wall_s=400, cpu_s=300)
+        honest = await cell.start_job(
+            "tests.interventions.jail.runner:innocent", b"2000", trusted=False, limits=honest_limits
+        )
+        loop = asyncio.get_running_loop()
+        ticks = 0
+
+        async def tick_along() -> None:
+            nonlocal ticks
+            for _ in range(2000):
+                async with asyncio.timeout(5):
+                    assert await loop.sock_recv(honest.channel, 4) == b"tick"
+                await loop.sock_sendall(honest.channel, b"tock")
+                ticks += 1
+                await asyncio.sleep(0.03)
+
+        async def attack(name: str) -> str:
+            job = await cell.start_job(
+                RUN, field.payload(BODIES[name]), trusted=False, limits=storm_limits
+            )
+            async with job:
+                reading = asyncio.create_task(read_all(job), name="read-channel")
+                outcome = await job.outcome()
+                sent = await reading
+                return field.escaped(outcome.result, sent, [])
+
+        async def attack_some(names: list[str]) -> list[str]:
+            return [f"{name}: {how}" for name in names if (how := await attack(name))]
+
+        async with honest:
+            ticking = asyncio.create_task(tick_along(), name="tick-along")
+            try:
+                found = await asyncio.gather(attack_some(order[::2]), attack_some(order[1::2]))
+            finally:
+                await asyncio.to_thread(field.close)
+            assert found == [[], []]
+            assert cell.alive
+            assert ticks > 100
+            await ticking
+            outcome = await honest.outcome()
+            assert outcome.ending is Ending.FINISHED
+        reference = await _alone(cell)
+        assert outcome.result == reference
+
+
+async def _alone(cell: Jail) -> bytes:
+    loop = asyncio.get_running_loop()
+    job = await cell.start_job("tests.interventions.jail.runner:innocent", b"2000", trusted=False)
+    async with job:
+        for _ in range(2000):
+            await loop.sock_recv(job.channel, 4)
+            await loop.sock_sendall(job.channel, b"tock")
+        return (await job.outcome()).result
+
+
+def test_waste_is_bounded_by_construction() -> None:
+    assert all("os.kill(-1" not in body for body in BODIES.values())
+    assert WASTE["space/fork_bomb"].startswith("for _ in range(20)")

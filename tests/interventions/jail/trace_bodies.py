@@ -1,0 +1,401 @@
+"""Trace bodies as people write them, each a function (model, x, backend) that returns its names.
+
+They run twice: here, plainly, and behind the fence in a jail; the saved values must be equal.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable
+from typing import Any
+
+import nnsight
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from nnsight.tracing.backend import Backend
+
+Names = dict[str, Any]
+BENIGN: dict[str, Callable[..., Names]] = {}
+
+
+def benign(body: Callable[..., Names]) -> Callable[..., Names]:
+    BENIGN[body.__name__] = body
+    return body
+
+
+def example() -> torch.Tensor:
+    return torch.linspace(-1, 1, 2 * 3 * 8).reshape(2, 3, 8)
+
+
+def double(value: torch.Tensor) -> torch.Tensor:
+    """A helper that is shipped along by its source."""
+    factor: int = 2
+    return value * factor
+
+
+def scaled(value: torch.Tensor, by: float = 3.0) -> torch.Tensor:
+    parts = [double(row) * by for row in value]
+    return torch.stack(parts)
+
+
+@benign
+def read_output(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        hidden = m.layers[1].output.save()
+    return locals()
+
+
+@benign
+def read_input_and_inputs(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        first = m.layers[1].up.input.save()
+        args, kwargs = m.layers[2].inputs
+        second = args[0].save()
+    return locals()
+
+
+@benign
+def add_in_place(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        m.layers[0].output[:] += 1.5
+        out = m.output.save()
+    return locals()
+
+
+@benign
+def add_to_attribute(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        m.layers[0].output += torch.ones(8)
+        m.layers[1].output *= 2
+        out = m.output.save()
+    return locals()
+
+
+@benign
+def zero_a_slice(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        m.layers[1].output[:, -1, ::2] = 0
+        out = m.output.save()
+    return locals()
+
+
+@benign
+def replace_output(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        m.layers[1].output = torch.zeros_like(m.layers[1].output)
+        out = m.output.save()
+    return locals()
+
+
+@benign
+def annotated(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        strength: float = 0.5
+        where: int
+        out: torch.Tensor = (m.layers[0].output * strength).save()
+    return locals()
+
+
+@benign
+def loop_over_layers(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        norms = []
+        for index, layer in enumerate(m.layers):
+            norms.append((index, layer.output.norm().item()))
+        norms = nnsight.save(norms)
+    return locals()
+
+
+@benign
+def comprehensions(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        outs = [layer.output for layer in m.layers]
+        by_name = nnsight.save({f"layer{i}": float(o.mean()) for i, o in enumerate(outs)})
+    return locals()
+
+
+@benign
+def patch_between_invokes(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(backend=backend) as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(x[:1]):
+            source = m.layers[0].output
+            barrier()
+        with tracer.invoke(x[1:]):
+            barrier()
+            m.layers[0].output = source
+            out = m.output.save()
+    return locals()
+
+
+@benign
+def gradients(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        hidden = m.layers[0].output
+        hidden.requires_grad_(True)
+        loss = m.output.pow(2).sum()
+        with loss.backward():
+            grad = hidden.grad.save()
+    return locals()
+
+
+@benign
+def autograd_grad(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        hidden = m.layers[0].output
+        hidden.requires_grad_(True)
+        loss = m.output.sum()
+        (grad,) = torch.autograd.grad(loss, hidden)
+        grad = grad.save()
+    return locals()
+
+
+@benign
+def skip_a_layer(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        m.layers[1].skip(m.layers[1].input)
+        out = m.output.save()
+    return locals()
+
+
+@benign
+def stop_early(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend) as tracer:
+        hidden = m.layers[0].output.save()
+        tracer.stop()
+    return locals()
+
+
+@benign
+def source_operation(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        inner = m.layers[0].source.self_act_0.output.save()
+    return locals()
+
+
+@benign
+def cache_everything(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend) as tracer:
+        cache = tracer.cache()
+        total = m.output.sum().save()
+    return {"total": total}
+
+
+@benign
+def result_of_the_call(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend) as tracer:
+        out = tracer.result.save()
+    return locals()
+
+
+@benign
+def helper_functions(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        out = scaled(m.layers[1].output).save()
+    return locals()
+
+
+@benign
+def functions_inside(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+
+        def centred(value: torch.Tensor, keep: bool = True) -> torch.Tensor:
+            mean = value.mean(-1, keepdim=keep)
+            return value - mean
+
+        square = lambda value: value**2  # noqa: E731
+        out = square(centred(m.layers[2].output)).save()
+    return locals()
+
+
+@benign
+def class_inside(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+
+        class Meter:
+            def __init__(self, start: float = 0.0) -> None:
+                self.total = start
+                self.seen = 0
+
+            def __call__(self, value: torch.Tensor) -> float:
+                self.total += float(value.abs().sum())
+                self.seen += 1
+                return self.total
+
+        meter = Meter()
+        for layer in m.layers:
+            meter(layer.output)
+        total = nnsight.save([meter.total, meter.seen])
+    return locals()
+
+
+@benign
+def a_probe(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+
+        class Probe(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.line = torch.nn.Linear(8, 1, bias=False)
+                torch.nn.init.ones_(self.line.weight)
+
+            def forward(self, value: torch.Tensor) -> torch.Tensor:
+                return torch.sigmoid(self.line(value))
+
+        scores = Probe()(m.layers[1].output).detach().save()
+    return locals()
+
+
+@benign
+def functional_and_numpy(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        logits = m.output
+        probabilities = F.softmax(logits, dim=-1).save()
+        also = torch.nn.functional.log_softmax(logits, dim=-1).exp().save()
+        array = logits.detach().numpy()
+        top = nnsight.save(np.argmax(array, axis=-1).tolist())
+    return locals()
+
+
+@benign
+def imports_inside(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        import itertools
+        from collections import Counter, defaultdict
+        from functools import reduce
+
+        import torch.nn.functional as tnf
+
+        out = tnf.gelu(m.layers[0].output).save()
+        groups = defaultdict(list)
+        for key, value in zip("abab", itertools.count()):  # noqa: B905
+            groups[key].append(value)
+        counted = nnsight.save(dict(Counter("abca")))
+        product = nnsight.save(reduce(lambda a, b: a * b, [1, 2, 3]))
+        grouped = nnsight.save(dict(groups))
+    return locals()
+
+
+@benign
+def texts(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        value = m.output.mean().item()
+        one = nnsight.save(f"{value:.3f} {value!r}")
+        two = nnsight.save("{:.2f} {name} {shape[0]}".format(value, name="x", shape=[7]))  # noqa: UP032
+        three = nnsight.save("%.1f" % value)  # noqa: UP031
+        print("mean", value)
+    return locals()
+
+
+@benign
+def exceptions_and_conditions(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        hidden = m.layers[0].output
+        try:
+            hidden.reshape(5, 5)
+        except RuntimeError as error:
+            message = nnsight.save("shape" in str(error))
+        found = nnsight.save("big" if (largest := float(hidden.max())) > 100 else "small")
+        assert largest < 1000
+        del hidden
+    return locals()
+
+
+@benign
+def unpacking(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        batch, length, _ = m.output.shape
+        (first, *rest), last = (1, 2, 3), 4
+        pairs = nnsight.save([a + b for a, (b, c) in [(1, (2, 3))]])
+        sizes = nnsight.save({"batch": batch, "length": length, "rest": rest})
+        options = {"dim": -1}
+        top = torch.topk(m.output if False else torch.ones(4), *[2], **options).values.save()
+    return locals()
+
+
+@benign
+def ad_hoc_module_call(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        lens = [m.head(layer.output).argmax(-1) for layer in m.layers]
+        lens = nnsight.save(lens)
+    return locals()
+
+
+@benign
+def weights_are_read(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        direction = m.head.weight[3]
+        score = (m.layers[2].output @ direction).save()
+    return locals()
+
+
+@benign
+def captured_values(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    steering = torch.arange(8.0)
+    settings = collections.OrderedDict(strength=0.25)
+    with m.trace(x, backend=backend):
+        m.layers[0].output[:, -1] += steering * settings["strength"]
+        out = (m.output * math.pi).save()
+    return locals()
+
+
+@benign
+def dictionaries_in_place(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        counts = nnsight.save({"a": 1})
+        counts["a"] += 2
+        counts["b"] = [0, 0]
+        counts["b"][1] -= 5
+        total = 0
+        for layer in m.layers:
+            total += layer.output.sum()
+        total = total.save()
+    return locals()
+
+
+@benign
+def sessions(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.session(backend=backend):
+        with m.trace(x):
+            before = m.layers[0].output
+        with m.trace(x):
+            m.layers[0].output = before * 2
+            out = m.output.save()
+    return locals()
+
+
+class Plan:
+    def __init__(self, layer: int, strength: float = 1.0) -> None:
+        self.layer = layer
+        self.strength = strength
+
+    def weight(self) -> float:
+        return self.strength * 2
+
+
+@benign
+def own_class(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    plan = Plan(layer=1, strength=0.5)
+    with m.trace(x, backend=backend):
+        plan.strength += 0.25
+        out = (m.layers[plan.layer].output * plan.weight()).save()
+    return locals()
+
+
+@benign
+def dataclass_inside(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        from dataclasses import dataclass, field
+
+        @dataclass
+        class Point:
+            layer: int
+            tags: list[str] = field(default_factory=list)
+
+        point = Point(layer=1)
+        point.tags.append("seen")
+        out = m.layers[point.layer].output.save()
+        tags = nnsight.save(point.tags)
+    return locals()
