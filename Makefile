@@ -1,5 +1,6 @@
 # Every target sets up .venv by itself; a second run is quick.
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -24,13 +25,13 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 
 test: check
-	PYTHONASYNCIODEBUG=0 $(BIN)/python -m pytest -m "not chaos and not gpu"
+	$(BIN)/python -m pytest -m "not chaos and not gpu" -n $(WORKERS) --dist loadfile
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench
 
 chaos: $(STAMP)
-	$(BIN)/python -m pytest -m chaos tests/chaos
+	$(BIN)/python -m pytest -m chaos -s tests tests/simulation
 
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py

@@ -74,6 +74,8 @@ def _node(directory: Path, hearth: str, name: str, layers: str) -> LocalNode:
 def _show_peers(asker: LocalNode) -> None:
     _say(f"{ASKER} found by mDNS:")
     for peer in asker.get("/mesh/v1/peers")["peers"]:
+        if peer["state"] != "up":
+            continue  # other hearths of this network are none of this story
         layers = ", ".join(shard["layers"] for shard in peer["shards"])
         _say(f"  {peer['name']:<8} {peer['address']:<18} layers {layers or '-'}")
 

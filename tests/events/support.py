@@ -329,12 +329,12 @@ class Node:
         return [report.kind for report in self.reports]
 
 
-async def open_node(path: Path, number: int = 0, clock: FakeClock | None = None) -> Node:
+async def open_node(path: Path, number: int = 0, hearth_id: str = HEARTH) -> Node:
     """Open (or create) the log of key `number`."""
-    author, clock, verifier = Author(number), clock or FakeClock(), Verifier()
+    author, clock, verifier = Author(number), FakeClock(), Verifier()
     reports: list[Report] = []
     log = await EventLog.open(
-        LogSettings(path, HEARTH, author.id),
+        LogSettings(path, hearth_id, author.id),
         rules=HouseRules(),
         verify=verifier,
         sign=author.key.sign,

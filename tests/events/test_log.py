@@ -23,7 +23,7 @@ from mesh.errors import (
 )
 from mesh.events import log as log_module
 from mesh.events.intake import Received
-from mesh.events.log import Change, EventLog, LogSettings
+from mesh.events.log import Change
 from mesh.events.types import MODEL_PUBLISHED
 from mesh.types import NodeId
 from tests.events.support import (
@@ -31,10 +31,7 @@ from tests.events.support import (
     FOUNDED,
     HEARTH,
     Author,
-    FakeClock,
-    HouseRules,
     Node,
-    Verifier,
     facts,
     household,
     meaning,
@@ -230,14 +227,7 @@ async def test_a_log_of_another_hearth_is_left_alone(path: Path) -> None:
     async with opened(path) as node:
         await found(node)
     with pytest.raises(BadValue, match="another hearth"):
-        await EventLog.open(
-            LogSettings(path, HEARTH + "2", Author(0).id),
-            rules=HouseRules(),
-            verify=Verifier(),
-            sign=Author(0).key.sign,
-            clock=FakeClock(),
-            on_report=lambda report: None,
-        )
+        await open_node(path, hearth_id=HEARTH + "2")
 
 
 async def test_a_cancelled_append_is_whole_or_absent(path: Path) -> None:

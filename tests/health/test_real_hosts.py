@@ -13,6 +13,7 @@ import pytest
 from mesh.config import Config
 from mesh.discovery.advertisement import Advertisement, encode
 from mesh.errors import NoRoute
+from mesh.health.sanity import Envelope
 from mesh.models.local import LocalModel, find_local_models
 from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.engine import Engine, EngineSettings
@@ -99,4 +100,5 @@ async def test_honest_hosts_are_never_accused_with_halves_on_the_wire(tmp_path: 
         assert agreed > 20
         assert all(set(count) == {"agreed"} for count in checks if count)
         assert engine.oversight.envelope.is_known
-        assert not engine.oversight.envelope.is_dirty, "it is on disk"
+        weights = engine._model.weights_sha256
+        assert (await asyncio.to_thread(Envelope.read, tmp_path, weights)).is_known
