@@ -73,6 +73,7 @@ class Node:
         self._peering: Peering | None = None
         self._api: ApiServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._is_paused = False
 
     async def start(self) -> None:
         """Listen, start the processes, tell the neighbours. Raises PortInUse, BadValue and kin."""
@@ -253,9 +254,21 @@ class Node:
             "state_dir": str(self._config.state_dir),
             "hearth": self._config.hearth,
             "enabled": self._is_distributed,
+            "paused": self._is_paused,
         }
 
+    def pause(self, paused: bool) -> None:
+        """Serve nobody from now on, as before a sleep, or serve again. Running answers move."""
+        if paused == self._is_paused:
+            return
+        self._is_paused = paused
+        self._events.emit("node_paused" if paused else "node_resumed")
+        self._host.pause(paused)
+        self.asker_changed()
+
     def _served(self) -> list[Advertisement]:
+        if self._is_paused:
+            return []
         return [Advertisement(s.descriptor, s.health) for s in self._host.shards.values()]
 
     def routable(self, model_id: ModelId) -> list[dict[str, Any]]:
@@ -357,6 +370,8 @@ async def _run(config: Config, on_ready: Callable[[DaemonRecord], None] | None) 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
+    loop.add_signal_handler(signal.SIGUSR1, node.pause, True)
+    loop.add_signal_handler(signal.SIGUSR2, node.pause, False)
     try:
         await node.start()
         record = node.record()

@@ -14,9 +14,9 @@ def down(
     state_dir: StateDir = None,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Then it is killed.")
-    ] = 20.0,
+    ] = 60.0,
 ) -> None:
-    """Stop the daemon; running answers get a few seconds to end."""
+    """Stop the daemon; running answers move to other nodes first, or end here."""
     import psutil
 
     from mesh.client import not_running

@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from mesh import __version__
-from mesh.cli import chat, config, down, models, peers, run, status, up
+from mesh.cli import chat, config, down, models, pause, peers, run, status, up
 from mesh.cli.options import ask, locate_daemon
 from mesh.cli.output import EXIT_CODES_HELP, report, say
 from mesh.errors import NotRunning
@@ -37,6 +37,8 @@ app = typer.Typer(
 )
 app.command()(up.up)
 app.command()(down.down)
+app.command()(pause.pause)
+app.command()(pause.resume)
 app.command()(status.status)
 app.command()(chat.chat)
 app.command()(run.run)

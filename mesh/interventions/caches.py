@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache as memoised
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +35,7 @@ class Caches:
     def __init__(self, hops: Sequence[CacheHop]) -> None:
         self._hops = hops
         self._numbers = itertools.count(1)
+        self._mirrored = _mirrored(weakref.ref(self))
         self._live: dict[int, weakref.ref[Any]] = {}
 
     def number_of(self, cache: Cache) -> int:
@@ -49,8 +49,8 @@ class Caches:
                 fix="Leave cache_implementation at its default.",
             )
         number = next(self._numbers)
-        cache._hearthnet_number = number  # type: ignore[attr-defined]
-        cache.__class__ = _mirrored(DynamicCache, weakref.ref(self))
+        cache._hearthnet_number = number
+        cache.__class__ = self._mirrored
         self._live[number] = weakref.ref(cache)
         weakref.finalize(cache, self._free, number)
         return number
@@ -85,20 +85,19 @@ class Caches:
             hop.free_cache(number)
 
 
-def _mirroring(base: type[Cache], name: str, caches: weakref.ref[Caches]) -> Callable[..., Any]:
+def _mirroring(name: str, caches: weakref.ref[Caches]) -> Callable[..., Any]:
     def operation(self: Any, *arguments: Any) -> Any:
         owner = caches()
         if owner is not None:
             owner.mirror(self, name, arguments)
-        return getattr(base, name)(self, *arguments)
+        return getattr(DynamicCache, name)(self, *arguments)
 
     return operation
 
 
-@memoised
-def _mirrored(base: type[Cache], caches: weakref.ref[Caches]) -> type[Cache]:
-    members: dict[str, Any] = {name: _mirroring(base, name, caches) for name in _OPERATIONS}
+def _mirrored(caches: weakref.ref[Caches]) -> type[Any]:
+    members: dict[str, Any] = {name: _mirroring(name, caches) for name in _OPERATIONS}
     # Saved out of a job it comes back empty: keys and values are not here.
-    members["__reduce__"] = lambda _self: (base, ())
-    members["__module__"] = base.__module__
-    return type(base.__name__, (base,), members)
+    members["__reduce__"] = lambda _self: (DynamicCache, ())
+    members["__module__"] = DynamicCache.__module__
+    return type(DynamicCache.__name__, (DynamicCache,), members)

@@ -89,7 +89,7 @@ class Line:
         session = getattr(message, "session", None)
         if session is None:
             if isinstance(message, Drain):
-                self.is_draining = True
+                self.is_draining = bool(message.reason)
             if isinstance(message, Failure):
                 logger.warning("endpoint=%s failure=%s", self.endpoint, from_dict(message.error))
             return

@@ -3,8 +3,8 @@
 Takes commands from the daemon's channel, one after the other, and serves askers on its own
 listener. Its event loop serves nothing but hops, so that a short decode step may be computed on it.
 
-Commands: ``start``, ``load``, ``unload``, ``stop``. Answers: ``listening``, ``loaded``,
-``unloaded``, ``failed``, and ``health`` every second and on every change.
+Commands: ``start``, ``load``, ``unload``, ``pause``, ``stop``. Answers: ``listening``, ``loaded``,
+``unloaded``, ``paused``, ``failed``, and ``health`` every second and on every change.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class ShardProcess:
             "start": self._start,
             "load": self._load,
             "unload": self._unload,
+            "pause": self._pause,
         }
         try:
             answer = await obey.get(str(command.get("op")), _unknown)(command)
@@ -153,13 +154,22 @@ class ShardProcess:
         self._changed.set()
         return {"op": "unloaded", "shard_id": name}
 
+    async def _pause(self, command: ChannelMessage) -> ChannelMessage:
+        """Have askers move their sessions away, or take that back."""
+        paused = bool(command["paused"])
+        self._tell_askers(Drain("the node goes to sleep" if paused else ""))
+        return {"op": "paused", "paused": paused}
+
+    def _tell_askers(self, notice: Drain) -> None:
+        for link in self._listener.links if self._listener is not None else ():
+            link.send(notice)
+
     async def _drain(self, grace_s: float) -> None:
         """Take no new sessions; give running ones `grace_s` to end."""
         servers = self._service.servers
         for server in servers:
             self._service.remove(server.descriptor.shard_id)
-        for link in self._listener.links if self._listener is not None else ():
-            link.send(Drain("the node is stopping"))
+        self._tell_askers(Drain("the node is stopping"))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 while any([(await server.health()).active_streams for server in servers]):

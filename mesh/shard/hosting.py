@@ -119,6 +119,10 @@ class ShardHost:
         """Whether a wanted shard has loaded or failed."""
         return name in self.shards or name in self.failed
 
+    def pause(self, paused: bool) -> None:
+        """Ask whoever has a session here to move it elsewhere; False takes that back."""
+        self._tell({"op": "pause", "paused": paused})
+
     async def drain(self, grace_s: float) -> None:
         """Have running sessions move elsewhere; wait up to `grace_s` until the last has ended.
 

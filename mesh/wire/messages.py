@@ -166,7 +166,10 @@ class Advertise:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """The shard host is about to stop: running sessions go on, but should move while they can."""
+    """The shard host is about to stop: running sessions go on, but should move while they can.
+
+    An empty reason takes it back.
+    """
 
     reason: str
 

@@ -14,7 +14,9 @@ import pytest
 from tests.chaos.conftest import Row
 from tests.chaos.household import SERVING, Household
 
-COUNT = 40
+COUNT = 120
+"""Enough for a fault to hit while the answer runs: the asker is a little ahead of its reader."""
+
 MOMENTS = ("prefill", 1, 7, 31, "last")
 POSITIONS = ("first", "middle", "last")
 FAULTS = ("kill node", "kill shard", "freeze", "cut")
@@ -22,7 +24,7 @@ SHORT = (
     ("kill node", "middle", 7),
     ("kill shard", "first", 1),
     ("freeze", "last", 31),
-    ("cut", "middle", "last"),
+    ("cut", "middle", 31),
     ("kill shard", "last", "prefill"),
 )
 GRID = [(f, p, m) for f in FAULTS for p in POSITIONS for m in MOMENTS if (f, p, m) not in SHORT]
@@ -82,10 +84,12 @@ def check(
                    "equal" if same else "DIFFERENT"))  # fmt: skip
         assert same, f"seed {seed}: {answer.token_ids}"
         assert answer.text_chunks <= COUNT + 1
-        if at != 0:  # what is lost before a step was sent is not a failover
+        # What is lost before its first step or after its last one is not a failover.
+        if moment not in ("prefill", "last") or answer.failovers:
             assert answer.failovers == 1
             assert answer.events == ["shard_status", "shard_failover"]
-            check_caches(answer.steps(), route, index)
+            if at != 0:
+                check_caches(answer.steps(), route, index)
     finally:
         timer.cancel()
         household.mend(victim)

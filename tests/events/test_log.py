@@ -161,8 +161,11 @@ async def test_a_node_that_was_put_out_cannot_append(path: Path) -> None:
     async with opened(path, 1) as node:
         await node.log.ingest(Received(tuple(map(signed, events))), PEER)
         await node.log.append(MODEL_PUBLISHED, {"model_id": "m"})
+        await node.log.append(MODEL_PUBLISHED, {"model_id": "void"})
         out = authors[0].revoke(authors[1].id, 1)
         await node.log.ingest(Received((signed(out),)), PEER)
+        # What it signed after that is not passed on.
+        assert len((await node.log.page(((node.author.id, 1, 99),), ())).events) == 1
         with pytest.raises(LogRefused, match="put out"):
             await node.log.append(MODEL_PUBLISHED, {"model_id": "n"})
 

@@ -205,6 +205,17 @@ async def test_later_checks_send_only_what_is_missing() -> None:
         await mesh.engine.close()
 
 
+async def test_between_checks_the_judge_has_its_stream_back() -> None:
+    network, (_, judge) = halves("a", "b")
+    with watched(network, probability=1.0) as mesh:
+        async for _ in mesh.engine.chat(toy_request(PROMPT, 10)):
+            await mesh.idle()
+            await asyncio.sleep(0)
+            assert judge.open_streams() == 0
+        assert judge.steps
+        await mesh.engine.close()
+
+
 async def test_a_session_that_goes_back_is_checked_on_from_there() -> None:
     network, shards = halves("a", "b")
     with watched(network, probability=1.0) as mesh:

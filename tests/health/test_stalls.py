@@ -126,6 +126,27 @@ def test_weights_that_load_on_demand_are_waited_for() -> None:
     assert case.tokens() == expected_tokens(PROMPT, COUNT)
 
 
+def test_weights_that_were_evicted_meanwhile_are_waited_for() -> None:
+    async def main() -> Watching:
+        case = Watching(spare=True)
+        for shard in case.network.shards.values():
+            paced(shard, lambda number: STEP_S)
+        paced(case.shards[1], lambda number: 25.0 if number == COUNT + 1 else STEP_S)
+
+        async def twice(mesh: Watched) -> None:
+            await case.ask(mesh)
+            case.frames.clear()
+            async for frame in mesh.engine.chat(toy_request([9, 8, 7], COUNT)):
+                case.frames.append((0.0, frame))
+
+        await case.run(twice)
+        return case
+
+    case = run_virtually(main)
+    assert case.noticed() == []
+    assert case.tokens() == expected_tokens([9, 8, 7], COUNT)
+
+
 @pytest.mark.parametrize("pace", [crawls, lags])
 def test_a_slow_hop_that_nobody_could_replace_is_kept(pace: Pace) -> None:
     case = ask_with(pace, spare=False)

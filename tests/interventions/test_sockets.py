@@ -1,4 +1,4 @@
-"""Traces through a real shard process: a job's socket pair, the relay, links, the device's queue."""
+"""Traces through a real shard process: socket pair, relay, links, the device's queue."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,14 +16,27 @@ StartNode = Callable[..., LocalNode]
 
 @pytest.fixture(scope="module")
 def start_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartNode]:
-    """Starts daemons of one hearth that nobody else's tests see; ends them all."""
-    root = tmp_path_factory.mktemp("nodes")
+    """Starts daemons that the module's tests share; ends them all."""
+    with starter(tmp_path_factory.mktemp("nodes")) as start:
+        yield start
+
+
+@pytest.fixture
+def own_node(tmp_path: Path) -> Iterator[StartNode]:
+    """Starts daemons for one test alone; ends them all."""
+    with starter(tmp_path) as start:
+        yield start
+
+
+@contextmanager
+def starter(root: Path) -> Iterator[StartNode]:
+    """Starts daemons of one hearth that nobody else's tests see."""
     hearth = f"test-{secrets.token_hex(4)}"
     with ExitStack() as stack:
 
         def start(name: str, *flags: str, environment: dict[str, str] | None = None) -> LocalNode:
             variables = {"HEARTHNET_HEARTH": hearth, "OMP_NUM_THREADS": "1", **(environment or {})}
-            node = LocalNode(name, Path(root) / name, ("--threads", "1", *flags), variables)
+            node = LocalNode(name, root / name, ("--threads", "1", *flags), variables)
             return stack.enter_context(node)
 
         yield start

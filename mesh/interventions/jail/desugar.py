@@ -7,6 +7,8 @@ arguments without a frame in between. Knows nothing of what the guards allow.
 
 from __future__ import annotations
 
+import __future__
+
 import ast
 import copy
 from types import CodeType
@@ -138,5 +140,6 @@ def compile_guarded(source: str | ast.Module, filename: str) -> CodeType:
             fix="Write it differently, or ask for your key to be marked trusted.",
             param=where.removeprefix("Line "),
         )
-    # Ours has annotations switched to strings; the user's decides for itself.
-    return compile(guarded, filename, "exec", dont_inherit=True)
+    # As nnsight does: a client does not ship the names that only annotations use.
+    flags = __future__.annotations.compiler_flag
+    return compile(guarded, filename, "exec", flags=flags, dont_inherit=True)

@@ -230,7 +230,8 @@ def guarded_builtins() -> dict[str, Any]:
         "StopAsyncIteration": StopAsyncIteration,
         "TimeoutError": TimeoutError,
         "RecursionError": RecursionError,
-        "__name__": "trace",
+        # A class takes its module from here; `dataclass` wants one that exists.
+        "__name__": "builtins",
         "__metaclass__": UserClass,
         "__import__": guarded_import,
         "type": _type,

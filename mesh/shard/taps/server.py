@@ -99,7 +99,6 @@ class TapServer:
             )
         place = TapPlace(request.session, layers)
         self._places.add(place)
-        self._listen(place)
         return place
 
     async def opened(self, place: TapPlace) -> None:
@@ -111,6 +110,7 @@ class TapServer:
             from mesh.shard.taps.session import TapLimits, TapSession
 
             place.session = TapSession(tree, place.layers, TapLimits(self._settings.tensor_bytes))
+            self._listen(place)
         except BaseException:
             self.close(place)
             raise

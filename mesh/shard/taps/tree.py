@@ -101,7 +101,7 @@ class SpanTree:
         envoy = self._envoys.get(path)
         if envoy is None:
             raise BadRequest(f"There is no module {path} on this shard.", fix=_FIX)
-        module: nn.Module = envoy._module  # noqa: SLF001 - nnsight's name for it
+        module: nn.Module = envoy._module
         return module
 
     def check(self, location: object, within: LayerRange) -> None:
@@ -126,7 +126,7 @@ class SpanTree:
         self._sourced[path] -= 1
         if self._sourced[path] <= 0:
             del self._sourced[path]
-            state = self._envoys[path]._module.__dict__[STATE]  # noqa: SLF001
+            state = self._envoys[path]._module.__dict__[STATE]
             state.body, state.compiled, state.sourced = state.original, None, False
 
     def use_attention(self, name: str) -> None:
@@ -136,7 +136,7 @@ class SpanTree:
                 f"Attention {name[:50]!r} is not available on a shard.", fix="Use eager or sdpa."
             )
         for config in self._configs:
-            config._attn_implementation = name  # noqa: SLF001 - its only setter
+            config._attn_implementation = name
 
     def new_cache(self) -> DynamicCache:
         """An empty cache; its layer 0 is the span's first."""

@@ -96,15 +96,15 @@ async def _refusals(jail: Jail) -> None:
     outcome = await behind_the_fence(jail, pickle.dumps(Exploit()))
     assert outcome.ending is Ending.FAILED
     assert "`posix.getpid` in a payload is not available" in outcome.text
-    model, shipping = toy_model.model(), Shipping()
-    with model.trace(trace_bodies.example(), backend=shipping):
+    model, shipping, x = toy_model.model(), Shipping(), trace_bodies.example()
+    with model.trace(x, backend=shipping):
         hidden = model.layers[0].output
         torch.save(hidden, "/nowhere")
     outcome = await behind_the_fence(jail, shipping.payload)
     assert "`torch.save` is not available" in outcome.text
     assert 'torch.save(hidden, "/nowhere")' in outcome.text.replace("'", '"')
     with model.session(backend=shipping):
-        with model.trace(trace_bodies.example()):
+        with model.trace(x):
             hidden = model.layers[0].output.__dict__
     outcome = await behind_the_fence(jail, shipping.payload)
     assert '"__dict__" is an invalid attribute name' in outcome.text

@@ -1,0 +1,106 @@
+"""Jobs with which the daemon's side is tested. Each is an entry point."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+
+touched = 0
+
+
+def warm(argument: str) -> None:
+    """Nothing to do; the argument says how to fail."""
+    if argument == "raise":
+        raise ValueError("the model is not there")
+    if argument == "thread":
+        import threading
+
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+
+def echo(payload: bytes, channel: socket.socket) -> bytes:
+    """Answer the payload backwards, and the channel's first message twice."""
+    message = channel.recv(64)
+    channel.sendall(message * 2)
+    return payload[::-1]
+
+
+def printing(payload: bytes, channel: socket.socket) -> bytes:
+    """Print the payload as it is, and something from below Python."""
+    sys.stdout.write(payload.decode())
+    sys.stdout.flush()
+    os.write(2, b"from the library\n")
+    return b""
+
+
+def flood(payload: bytes, channel: socket.socket) -> bytes:
+    """Print without end."""
+    while True:
+        print("x" * 100)
+
+
+def raising(payload: bytes, channel: socket.socket) -> bytes:
+    """An ordinary error."""
+    raise LookupError(f"no such \x1b[31mlayer\x1b[0m {payload.decode()}")
+
+
+def leaving(payload: bytes, channel: socket.socket) -> bytes:
+    """Gone without a word."""
+    os._exit(int(payload))
+
+
+def crashing(payload: bytes, channel: socket.socket) -> bytes:
+    """A segmentation fault."""
+    import ctypes
+
+    return ctypes.string_at(8)
+
+
+def spinning(payload: bytes, channel: socket.socket) -> bytes:
+    """Compute without end."""
+    channel.sendall(b"spinning")
+    while True:
+        pass
+
+
+def waiting(payload: bytes, channel: socket.socket) -> bytes:
+    """Wait for the channel to close."""
+    channel.sendall(b"waiting")
+    while channel.recv(64):
+        pass
+    return b"closed"
+
+
+def touching(payload: bytes, channel: socket.socket) -> bytes:
+    """Change what every job shares; say how often that has happened."""
+    global touched  # noqa: PLW0603
+    touched += 1
+    return str(touched).encode()
+
+
+def exits(payload: bytes, channel: socket.socket) -> bytes:
+    """`sys.exit` is no way out."""
+    sys.exit(0)
+
+
+def wrong_type(payload: bytes, channel: socket.socket) -> bytes:
+    """Returns something else than bytes."""
+    return "text"  # type: ignore[return-value]
+
+
+def forging(payload: bytes, channel: socket.socket) -> bytes:
+    """Write a header that promises more than the file holds, then die before the real one."""
+    import gc
+    import mmap
+    import struct
+
+    (area,) = [found for found in gc.get_objects() if isinstance(found, mmap.mmap)] or [None]
+    if area is None:
+        frame = sys._getframe()
+        while frame is not None and "area" not in frame.f_locals:
+            frame = frame.f_back  # type: ignore[assignment]
+        area = frame.f_locals["area"]
+    area[:13] = struct.pack("<4sBQ", b"HNR1", 1, 1 << 60)
+    os._exit(0)

@@ -1,0 +1,296 @@
+"""The daemon's side: results, output, limits, ends, and that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mesh.errors import Busy, JailUnavailable
+from mesh.interventions.jail import doctor
+from mesh.interventions.jail.doctor import Level, examine
+from mesh.interventions.jail.job import Jail, JailedJob, examine_machine
+from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
+
+STORIES = "tests.interventions.jail.stories:"
+
+
+@pytest.fixture
+async def jail(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Jail]:
+    """Without torch and unexamined, so that each test starts in a moment."""
+
+    async def unexamined(*_: object, namespaces: bool) -> doctor.JailReport:
+        return doctor.JailReport(Level.OS, (), {}, namespaces, 0, True)
+
+    monkeypatch.setattr("mesh.interventions.jail.job.examine", unexamined)
+    monkeypatch.setattr("mesh.interventions.jail.zygote._PRELOAD_WITH_WARM_UP", ())
+    started = await Jail.start(STORIES + "warm", namespaces=False, max_jobs=2)
+    yield started
+    await started.stop()
+    assert not started.alive
+
+
+async def run(
+    jail: Jail,
+    story: str,
+    payload: bytes = b"",
+    limits: JobLimits | None = None,
+    on_line: Callable[[str], None] = lambda _: None,
+) -> JobOutcome:
+    async with await jail.start_job(
+        STORIES + story, payload, trusted=False, limits=limits, on_line=on_line
+    ) as job:
+        return await job.outcome()
+
+
+async def hear(job: JailedJob) -> bytes:
+    async with asyncio.timeout(5):
+        return await asyncio.get_running_loop().sock_recv(job.channel, 64)
+
+
+def children(jail: Jail) -> list[psutil.Process]:
+    return psutil.Process(jail._parent._process.pid).children(recursive=True)
+
+
+async def test_bytes_go_in_and_come_out(jail: Jail) -> None:
+    payload = os.urandom(3 << 20)
+    async with await jail.start_job(STORIES + "echo", payload, trusted=False) as job:
+        await asyncio.get_running_loop().sock_sendall(job.channel, b"ab")
+        assert await hear(job) == b"abab"
+        outcome = await job.outcome()
+    assert outcome.ending is Ending.FINISHED
+    assert outcome.result == payload[::-1]
+    assert outcome.text == ""
+    assert outcome.wall_s > 0
+    assert outcome.peak_memory_bytes > 1 << 20
+
+
+async def test_output_arrives_as_clean_lines(jail: Jail) -> None:
+    lines: list[str] = []
+    text = "one\n\x1b[2Jtwo\x07\rforged\nthr\u202eee\x9b31m\n\npartial"
+    await run(jail, "printing", text.encode(), on_line=lines.append)
+    assert lines == ["one", "[2Jtwoforged", "three31m", "", "partialfrom the library"]
+
+
+async def test_output_is_bounded_in_rate_and_amount(jail: Jail) -> None:
+    lines: list[str] = []
+    limits = JobLimits(wall_s=1.5, log_bytes=64 << 10, log_bytes_per_s=256 << 10)
+    outcome = await run(jail, "flood", limits=limits, on_line=lines.append)
+    assert outcome.ending is Ending.WALL_LIMIT
+    assert sum(map(len, lines)) <= (64 << 10) + 100
+    assert lines[-1] == "(the output limit is reached; the rest is dropped)"
+    few: list[str] = []
+    slow = JobLimits(wall_s=1.0, log_bytes_per_s=32 << 10)
+    await run(jail, "flood", limits=slow, on_line=few.append)
+    assert 0 < sum(map(len, few)) < 160 << 10  # a second's worth, and what the pipe held
+
+
+async def test_an_error_comes_with_its_line_and_without_control_codes(jail: Jail) -> None:
+    outcome = await run(jail, "raising", b"12")
+    assert outcome.ending is Ending.FAILED
+    assert outcome.text.strip().endswith("LookupError: no such [31mlayer[0m 12")
+    assert "in raising" in outcome.text
+    assert outcome.result == b""
+
+
+@pytest.mark.parametrize(
+    ("story", "payload", "ending", "text"),
+    [
+        ("leaving", b"3", Ending.CRASHED, "the process left without a result"),
+        ("leaving", b"0", Ending.CRASHED, "the process left without a result"),
+        ("crashing", b"", Ending.CRASHED, "ended by SIGSEGV"),
+        ("exits", b"", Ending.FAILED, "SystemExit: 0"),
+        ("wrong_type", b"", Ending.FAILED, "the entry point returned no bytes"),
+        ("forging", b"", Ending.CRASHED, "the process left without a result"),
+    ],
+)
+async def test_other_ends(
+    jail: Jail, story: str, payload: bytes, ending: Ending, text: str
+) -> None:
+    outcome = await run(jail, story, payload)
+    assert outcome.ending is ending
+    assert outcome.text.strip().endswith(text)
+    assert outcome.result == b""
+
+
+async def test_limits_end_a_job_within_a_second(jail: Jail) -> None:
+    begun_s = time.monotonic()
+    outcome = await run(jail, "spinning", limits=JobLimits(wall_s=0.5))
+    assert outcome.ending is Ending.WALL_LIMIT
+    assert time.monotonic() - begun_s < 1.5
+    outcome = await run(jail, "spinning", limits=JobLimits(wall_s=20, cpu_s=1))
+    assert outcome.ending is Ending.CPU_LIMIT
+    assert outcome.text == "ended after 1 s of computing, its limit"
+    assert 0.9 < outcome.cpu_s < 2
+
+
+async def test_a_result_over_its_limit_is_an_error(jail: Jail) -> None:
+    async with await jail.start_job(
+        STORIES + "echo", bytes(1 << 20), trusted=False, limits=JobLimits(result_bytes=64 << 10)
+    ) as job:
+        await asyncio.get_running_loop().sock_sendall(job.channel, b"x")
+        outcome = await job.outcome()
+    assert outcome.ending is Ending.FAILED
+    assert outcome.text == "the result has 1048576 bytes, 65536 are allowed"
+
+
+async def test_a_killed_job_is_gone_at_once(jail: Jail) -> None:
+    async with await jail.start_job(STORIES + "spinning", b"", trusted=False) as job:
+        assert await hear(job) == b"spinning"
+        begun_s = time.monotonic()
+        job.kill()
+        assert (await job.outcome()).ending is Ending.KILLED
+        assert time.monotonic() - begun_s < 1
+    assert children(jail) == []
+    assert jail.running == 0
+
+
+async def test_leaving_the_context_ends_the_job(jail: Jail) -> None:
+    async def fail() -> None:
+        async with await jail.start_job(STORIES + "waiting", b"", trusted=False) as job:
+            await hear(job)
+            raise KeyError("the other side went wrong")
+
+    with pytest.raises(KeyError):
+        await fail()
+    assert children(jail) == []
+
+
+async def test_a_cancelled_start_leaves_no_job_behind(jail: Jail) -> None:
+    starting = asyncio.create_task(
+        jail.start_job(STORIES + "spinning", bytes(1 << 20), trusted=False), name="start"
+    )
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert jail.running == 0
+    assert (await run(jail, "touching")).result == b"1"  # commands are obeyed in order
+    assert children(jail) == []
+
+
+async def test_the_number_of_jobs_is_bounded(jail: Jail) -> None:
+    first = await jail.start_job(STORIES + "waiting", b"", trusted=False)
+    second = await jail.start_job(STORIES + "waiting", b"", trusted=False)
+    with pytest.raises(Busy):
+        await jail.start_job(STORIES + "waiting", b"", trusted=False)
+    for job in (first, second):
+        async with job:
+            job.kill()
+    assert (await run(jail, "touching")).ending is Ending.FINISHED
+
+
+async def test_a_job_sees_nothing_of_the_one_before(jail: Jail) -> None:
+    assert [(await run(jail, "touching")).result for _ in range(3)] == [b"1"] * 3
+
+
+async def test_the_end_of_the_parent_ends_its_jobs(jail: Jail) -> None:
+    async with await jail.start_job(STORIES + "spinning", b"", trusted=False) as job:
+        await hear(job)
+        (process,) = children(jail)
+        os.kill(jail._parent._process.pid, signal.SIGKILL)
+        outcome = await job.outcome()
+        assert outcome.ending is Ending.CRASHED
+        await asyncio.to_thread(process.wait, 2)
+    assert not jail.alive
+    with pytest.raises(JailUnavailable):
+        await jail.start_job(STORIES + "touching", b"", trusted=False)
+    assert jail.running == 0
+
+
+async def test_a_parent_that_stops_answering_does_not_keep_a_job_alive(jail: Jail) -> None:
+    """The wall limit holds even when the zygote is stopped."""
+    limits = JobLimits(wall_s=0.3)
+    async with await jail.start_job(
+        STORIES + "spinning", b"", trusted=False, limits=limits
+    ) as job:
+        await hear(job)
+        (process,) = children(jail)
+        os.kill(jail._parent._process.pid, signal.SIGSTOP)
+        outcome = await job.outcome()
+        assert outcome.ending is Ending.WALL_LIMIT
+        await asyncio.to_thread(process.wait, 2)
+
+
+async def test_two_hundred_jobs_leave_nothing(jail: Jail) -> None:
+    before = psutil.Process().num_fds()
+    gate = asyncio.Semaphore(2)
+
+    async def one(number: int) -> bytes:
+        async with gate, await jail.start_job(STORIES + "echo", b"%d" % number, trusted=False) as job:
+            await asyncio.get_running_loop().sock_sendall(job.channel, b"x")
+            return (await job.outcome()).result
+
+    results = await asyncio.gather(*(one(number) for number in range(200)))
+    assert results == [str(number)[::-1].encode() for number in range(200)]
+    assert children(jail) == []
+    assert jail.running == 0
+    assert psutil.Process().num_fds() == before
+    parent = psutil.Process(jail._parent._process.pid)
+    assert parent.num_threads() == 1
+    assert parent.num_fds() < 12
+
+
+@pytest.mark.parametrize(
+    ("argument", "why"),
+    [("raise", "the model is not there"), ("thread", "left threads running")],
+)
+async def test_a_failing_warm_up_says_why(argument: str, why: str) -> None:
+    with pytest.raises(JailUnavailable, match=why):
+        await Jail.start(STORIES + "warm", argument, namespaces=False)
+
+
+async def test_the_parent_holds_no_secret(
+    jail: Jail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path("/proc") / str(jail._parent._process.pid)
+    environment = (root / "environ").read_bytes()  # noqa: ASYNC240
+    assert b"HF_HUB_OFFLINE" in environment
+    assert b"HEARTHNET" not in environment
+    assert os.readlink(root / "cwd") == "/"  # noqa: ASYNC240
+    opened = {os.readlink(root / "fd" / fd) for fd in os.listdir(root / "fd")}  # noqa: ASYNC240
+    assert all(name.startswith(("socket:", "pipe:", "/dev/null")) for name in opened)
+
+
+async def test_a_machine_is_examined() -> None:
+    report = await examine_machine(namespaces=False)
+    assert report.level is Level.OS, report.to_text()
+    assert "read_file" in report.held
+    assert report.to_text().startswith("jail: os (every member's code may run)")
+    assert report.to_dict()["level"] == "os"
+
+
+async def test_weak_walls_are_for_trusted_keys_and_none_for_nobody(jail: Jail) -> None:
+    for level, trusted, may_run in [
+        (Level.OS, False, True), (Level.WEAK, False, False), (Level.WEAK, True, True),
+        (Level.NONE, True, False), (None, True, False),
+    ]:  # fmt: skip
+        jail.report = (
+            None if level is None else doctor.JailReport(level, (), {}, False, 0, True)
+        )
+        if may_run:
+            job = await jail.start_job(STORIES + "touching", b"", trusted=trusted)
+            async with job:
+                assert (await job.outcome()).ending is Ending.FINISHED
+        else:
+            with pytest.raises(JailUnavailable, match="cannot wall in"):
+                await jail.start_job(STORIES + "touching", b"", trusted=trusted)
+
+
+async def test_an_examination_without_canaries_finds_no_walls() -> None:
+    """Fails closed: what did not run did not hold."""
+
+    async def never_runs(payload: bytes, limits: JobLimits) -> tuple[JobOutcome, bytes]:
+        return JobOutcome(Ending.FAILED, b"", "no such module", 0.0, 0.0, 0), b""
+
+    report = await examine(never_runs, namespaces=False)
+    assert report.level is Level.NONE
+    assert report.held == ()
+    assert "the canary did not run" in report.broken["control"]

@@ -1,0 +1,230 @@
+"""What cannot be done on the shards: done in the job instead, or refused, never done wrong."""
+
+# ruff: noqa: PT012, RET504 - the block is the trace, which gives names their values at its end
+
+from __future__ import annotations
+
+import io
+import pickletools
+import warnings
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import nnsight
+import pytest
+import torch
+from nnsight.modeling.transformers import TransformersModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mesh.errors import BadRequest
+from mesh.interventions.hooks import RemoteLayerError
+from mesh.shard.taps.session import TapLimits
+from tests.interventions.cases import CASES, PROMPT, Parts
+from tests.interventions.worlds import checkpoint, equal, remote, whole
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def own_whole(family: str) -> Parts:
+    """A whole model that the test may change."""
+    directory = checkpoint(family).directory
+    module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    module.requires_grad_(False)
+    return Parts(TransformersModel(module, task="text-generation", tokenizer=tokenizer))
+
+
+def both(family: str = "llama") -> tuple[Parts, Parts, list[str]]:
+    world = remote(family, 3)
+    return own_whole(family), Parts(world.model), world.log
+
+
+# Done in the job
+
+
+def test_gradients_of_weights_run_that_layer_in_the_job() -> None:
+    def job(p: Parts) -> Any:
+        weight = p.out(2).weight
+        weight.requires_grad_(True)
+        with p.model.trace(PROMPT):
+            start = p.layers[0].output
+            start.requires_grad_(True)
+            loss = p.model.output.logits.pow(2).sum()
+            loss.backward()
+            grads = nnsight.save([start.grad])
+            out = p.model.output.logits.save()
+        return grads, weight.grad, out
+
+    local, spread, log = both()
+    equal(job(spread), job(local), 1e-4)
+    assert len(log) == 1
+    assert "layer 2" in log[0]
+    assert "MiB" in log[0]
+
+
+def test_weights_edited_in_place_take_effect() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.session():
+            p.layers[3].mlp.down_proj.weight.mul_(0.5)
+            with p.model.generate(PROMPT, max_new_tokens=3, do_sample=False) as tracer:
+                seen = nnsight.save([])
+                for _ in tracer.iter[:3]:
+                    seen.append(p.layers[4].output)
+                ids = tracer.result.save()
+        return seen, ids
+
+    local, spread, log = both()
+    # Fetched weights lie aligned in memory, mapped ones do not: the last bits may differ.
+    equal(job(spread), job(local), 1e-5)
+    assert len(log) == 1
+
+
+def test_a_replaced_module_takes_effect() -> None:
+    def job(p: Parts) -> Any:
+        torch.manual_seed(0)
+        p.layers[4].mlp = torch.nn.Linear(64, 64).requires_grad_(requires_grad=False)
+        with p.model.trace(PROMPT):
+            seen = p.layers[4].mlp.output.save()
+            out = p.model.output.logits.save()
+        return seen, out
+
+    local, spread, log = both()
+    equal(job(spread), job(local), 1e-5)
+    assert len(log) == 1
+
+
+def test_second_derivatives_need_the_layers_in_the_job() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.trace(PROMPT):
+            start = p.layers[3].output
+            start.requires_grad_(True)
+            loss = p.model.output.logits.pow(2).mean()
+            (first,) = torch.autograd.grad(loss, start, create_graph=True)
+            (second,) = torch.autograd.grad(first.pow(2).sum(), start)
+            found = nnsight.save([first, second])
+        return found
+
+    local, spread, log = both()
+    for parts in (local, spread):
+        parts.model._module.set_attn_implementation("eager")  # sdpa has no second derivative
+    with pytest.raises(BadRequest, match="Second derivatives"):
+        job(spread)
+    for layer in (4, 5):
+        spread.first_norm(layer).weight.requires_grad_(True)
+        local.first_norm(layer).weight.requires_grad_(True)
+    equal(job(spread), job(local), 1e-4)
+    assert len(log) == 2
+
+
+# Refused
+
+
+def test_a_gradient_that_would_miss_a_path_is_refused() -> None:
+    """The input of k_proj is that of q_proj, whose output was read before it."""
+    _, spread, _ = both()
+    with pytest.raises(BadRequest, match="would miss"), spread.model.trace(PROMPT):
+        start = spread.layers[0].output
+        start.requires_grad_(True)
+        query = spread.attn(2).q_proj.output
+        shared = spread.attn(2).k_proj.input
+        loss = spread.model.output.logits.pow(2).sum()
+        with loss.backward():
+            nnsight.save([shared.grad, query.grad, start.grad])
+
+
+def test_gradients_around_such_a_value_are_right() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.trace(PROMPT):
+            start = p.layers[0].output
+            start.requires_grad_(True)
+            query = p.attn(2).q_proj.output
+            shared = p.attn(2).k_proj.input.save()
+            later = p.layers[3].mlp.output
+            loss = p.model.output.logits.pow(2).sum()
+            with loss.backward():
+                grads = nnsight.save([later.grad, query.grad, start.grad])
+        return shared.detach(), grads
+
+    local, spread, _ = both()
+    equal(job(spread), job(local), 1e-4)
+
+
+def test_other_kinds_of_cache_are_refused() -> None:
+    _, spread, _ = both()
+    with pytest.raises(BadRequest, match="cannot span"):
+        spread.model.generate(PROMPT, max_new_tokens=2, cache_implementation="static")
+
+
+def test_scan_is_refused() -> None:
+    _, spread, _ = both()
+    with pytest.raises(BadRequest, match="scan"), spread.model.scan(PROMPT):
+        spread.layers[0].output.save()
+
+
+def test_an_object_of_the_model_cannot_be_put_elsewhere() -> None:
+    """Its methods would be called for those of a tensor."""
+    _, spread, _ = both()
+    op = spread.attn(2).source.attention_interface_1
+    with pytest.raises(RemoteLayerError, match="does not belong"), spread.model.trace(PROMPT):
+        args, kwargs = op.inputs
+        op.inputs = ((args[0], args[0], *args[2:]), kwargs)
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    _, spread, _ = both()
+    with pytest.raises(BadRequest, match="object cannot be sent"), spread.model.trace(PROMPT):
+        spread.layers[2].output = object()
+
+
+def test_more_than_the_shard_will_hold_is_refused_and_the_session_goes_on() -> None:
+    world = remote("llama", 2, TapLimits(tensor_bytes=20_000))
+    spread = Parts(world.model)
+    with pytest.raises(Exception, match="20000 bytes"):
+        CASES["inside_layers"](spread)
+    equal(CASES["logits"](spread), CASES["logits"](Parts(whole("llama"))), 0.0)
+
+
+# Aliases, and what comes out
+
+
+def test_an_edit_through_a_view_shows_in_what_it_is_a_view_of() -> None:
+    """The router's input is the block's input, seen with another shape."""
+
+    def job(p: Parts) -> Any:
+        with p.model.trace(PROMPT):
+            block = p.layers[1].mlp.input
+            before = nnsight.save(block.sum())
+            p.layers[1].mlp.gate.input[:] *= 0.5
+            after = nnsight.save(block.sum())
+            out = p.model.output.logits.save()
+        return before, after, out
+
+    local, spread, _ = both("qwen3_moe")
+    equal(job(spread), job(local), 0.0)
+
+
+def test_results_load_where_hearthnet_is_not_installed() -> None:
+    _, spread, _ = both()
+    with spread.model.trace(PROMPT) as tracer:
+        cache = tracer.cache()
+        start = spread.layers[0].output
+        start.requires_grad_(True)
+        spread.attn(2).q_proj.output.save()
+        incomplete = spread.attn(2).k_proj.input.save()
+        everything = spread.model.output.save()
+    buffer = io.BytesIO()
+    torch.save({"out": everything, "late": incomplete, "cache": cache}, buffer)
+    with zipfile.ZipFile(buffer) as archive:
+        name = next(n for n in archive.namelist() if n.endswith("data.pkl"))
+        texts = [
+            str(argument)
+            for _, argument, _ in pickletools.genops(archive.read(name))
+            if isinstance(argument, str)
+        ]
+    assert not [text for text in texts if "mesh" in text or "hearthnet" in text.lower()]

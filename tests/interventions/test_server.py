@@ -1,0 +1,207 @@
+"""The shard's side on an event loop: admission, parts of messages, the end of sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+import torch
+
+from mesh.errors import Busy, LinkLost, MeshError, NoRoute
+from mesh.interventions import relay as relay_module
+from mesh.interventions.channel import SocketChannel
+from mesh.interventions.relay import HopSessions, relay
+from mesh.interventions.skeleton import job_model, load_skeleton
+from mesh.models.load import load_span
+from mesh.pipeline.lines import Lines
+from mesh.shard.batcher import DeviceQueue
+from mesh.shard.runtime import SpanRuntime
+from mesh.shard.server import ShardServer
+from mesh.shard.service import ShardService
+from mesh.shard.settings import ShardSettings
+from mesh.shard.taps import server as server_module
+from mesh.shard.taps.server import TapServer, TapSettings
+from mesh.types import Endpoint, LayerRange, ModelId, NodeId, RouteHop, ShardDescriptor, shard_id
+from mesh.wire.link import LinkHandler
+from mesh.wire.memory import MemoryLink, link_pair
+from mesh.wire.messages import Hello
+from tests.interventions.cases import CASES, GRADIENTS, PROMPT, Parts
+from tests.interventions.worlds import CPU, LAYERS, checkpoint, equal, whole
+
+WHOLE = LayerRange(0, LAYERS)
+MODEL = ModelId("m")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@dataclass
+class Shard:
+    """One shard of the whole model, and a link to it."""
+
+    taps: TapServer
+    service: ShardService
+    queue: DeviceQueue
+    lines: Lines
+    links: list[MemoryLink]
+    route: list[RouteHop]
+
+
+def _runtime() -> SpanRuntime:
+    loaded = load_span(checkpoint("llama"), WHOLE, dtype=torch.float32, device=CPU)
+    return SpanRuntime(loaded, device=CPU, dtype=torch.float32)
+
+
+@asynccontextmanager
+async def shard(settings: TapSettings | None = None) -> AsyncIterator[Shard]:
+    manifest = await asyncio.to_thread(checkpoint, "llama")
+    descriptor = ShardDescriptor(
+        shard_id=shard_id(MODEL, WHOLE), model_id=MODEL, weights_sha256=manifest.weights_sha256,
+        layer_range=WHOLE, total_layers=LAYERS, vram_required_mb=1, max_concurrent_streams=4,
+        host=NodeId("n" * 64), node_name="attic", endpoint=Endpoint("ws://127.0.0.1:1"),
+        dtype="fp32", determinism_class="test", advertised_at=datetime.now(UTC),
+    )  # fmt: skip
+    queue = DeviceQueue()
+    server = ShardServer(
+        descriptor, _runtime, ShardSettings(), hidden_size=manifest.hidden_size, queue=queue
+    )
+
+    def plain() -> Any:
+        return load_span(manifest, WHOLE, dtype=torch.float32, device=CPU)
+
+    taps = TapServer(server, plain, queue, settings)
+    service = ShardService()
+    service.add(server, taps)
+    links: list[MemoryLink] = []
+
+    async def dial(_host: str, _port: int, handler: LinkHandler) -> MemoryLink:
+        ours, theirs = link_pair(
+            Hello("job", "job", "tensors", "test"), Hello("n" * 64, "attic", "tensors", "test")
+        )
+        ours.attach(handler)
+        theirs.attach(service.handler(theirs))
+        links.append(ours)
+        return ours
+
+    lines = Lines(dial)
+    yield Shard(taps, service, queue, lines, links, [RouteHop(descriptor, WHOLE)])
+    await lines.close()
+    taps.shutdown()
+    queue.close()
+
+
+async def run_job(sessions: HopSessions, job: Callable[[Parts], Any]) -> Any:
+    ours, theirs = socket.socketpair()
+    passing = asyncio.create_task(relay(ours, sessions), name="relay")
+
+    def work() -> Any:
+        with theirs:
+            skeleton = load_skeleton(checkpoint("llama"), dtype=torch.float32)
+            return job(Parts(job_model(skeleton, SocketChannel(theirs), [WHOLE], print)))
+
+    try:
+        return await asyncio.to_thread(work)
+    finally:
+        await asyncio.wait_for(passing, 10)
+
+
+async def test_messages_of_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "PART_BYTES", 1000)
+    monkeypatch.setattr(relay_module, "PART_BYTES", 700)
+
+    def job(parts: Parts) -> Any:
+        return CASES["every_layer"](parts), GRADIENTS["at_boundaries"](parts)
+
+    async with shard() as here:
+        sessions = await HopSessions.open(here.route, here.lines)
+        found = await run_job(sessions, job)
+        sessions.close()
+    expected = await asyncio.to_thread(lambda: job(Parts(whole("llama"))))
+    equal(found, expected, 1e-4)
+
+
+async def test_weights_are_shared_with_chat() -> None:
+    async with shard() as here:
+        sessions = await HopSessions.open(here.route, here.lines)
+        runtime = await here.taps._shard.borrow()
+        tree = here.taps._tree
+        assert tree is not None
+        own = [module for layer in tree._layers.values() for module in layer.modules()]
+        assert not {*map(id, own)} & {*map(id, runtime.loaded.module.modules())}
+        theirs = {p.data_ptr() for p in runtime.loaded.module.parameters()}
+        assert {
+            p.data_ptr() for layer in tree._layers.values() for p in layer.parameters()
+        } <= theirs
+        sessions.close()
+
+
+async def test_no_more_sessions_than_the_shard_takes() -> None:
+    async with shard(TapSettings(max_sessions=1)) as here:
+        first = await HopSessions.open(here.route, here.lines)
+        with pytest.raises(Busy):
+            await HopSessions.open(here.route, here.lines)
+        first.close()
+        second = await HopSessions.open(here.route, here.lines)
+        assert here.taps.sessions == 1
+        second.close()
+
+
+async def test_other_weights_or_layers_are_refused() -> None:
+    async with shard() as here:
+        descriptor = here.route[0].shard
+        elsewhere = [RouteHop(descriptor, LayerRange(3, 9))]
+        with pytest.raises(NoRoute):
+            await HopSessions.open(elsewhere, here.lines)
+        assert here.taps.sessions == 0
+
+
+async def test_a_silent_session_ends() -> None:
+    async with shard(TapSettings(silence_s=0.0)) as here:
+        sessions = await HopSessions.open(here.route, here.lines)
+        with pytest.raises(MeshError):
+            await run_job(sessions, CASES["logits"])
+        assert sessions.lost is not None
+        assert here.taps.sessions == 0
+
+
+async def test_a_hop_lost_while_the_job_thinks() -> None:
+    """The job gets an error of the mesh, the shard unwinds the forward that stood still."""
+    reached, lost = threading.Event(), threading.Event()
+
+    def job(parts: Parts) -> None:
+        with parts.model.trace(PROMPT):
+            parts.layers[2].mlp.output[:] = 0
+            reached.set()
+            lost.wait(10)
+            parts.layers[4].output.save()
+
+    async with shard() as here:
+        sessions = await HopSessions.open(here.route, here.lines)
+        running = asyncio.create_task(run_job(sessions, job))
+        await asyncio.to_thread(reached.wait, 10)
+        (place,) = here.taps._places
+        assert place.session is not None
+        session = place.session
+        assert session._runs
+        here.links[0].close("gone")
+        lost.set()
+        with pytest.raises(LinkLost):
+            await running
+        assert sessions.lost is sessions.hops[0]
+        idle = asyncio.Event()
+        here.queue.visit(lambda: None, lambda _: idle.set())
+        await asyncio.wait_for(idle.wait(), 10)
+        assert not session._runs
+        assert here.taps.sessions == 0
