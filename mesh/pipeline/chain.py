@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from mesh.errors import BadRequest, ContextTooLong, MeshError, PipelineStalled
+from mesh.errors import MeshError, PipelineStalled
 from mesh.pipeline.history import slice_rows
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.station import Overseer, SessionTerms, Station
@@ -30,12 +30,6 @@ class HopLost(Exception):
         self.index = index
         self.hop = hop
         self.error = error
-
-
-def raise_if_hopeless(lost: HopLost) -> None:
-    """Raise the hop's error when no other hop could serve the request either."""
-    if isinstance(lost.error, BadRequest | ContextTooLong):
-        raise lost.error
 
 
 class Chain:

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 import torch
 
-from mesh.pipeline.chain import HopLost, raise_if_hopeless
+from mesh.pipeline.chain import HopLost
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.recovery import Recovery, chunk_rows
 from mesh.pipeline.sessions import GenerationSession
@@ -77,7 +77,6 @@ class Passage:
             try:
                 self._row = await self._session.chain.output(position)
             except HopLost as lost:
-                raise_if_hopeless(lost)
                 async for notice in self._recovery.recover(lost):
                     yield notice
             else:

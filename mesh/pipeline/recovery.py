@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from mesh.errors import MeshError, NoRoute
-from mesh.pipeline.chain import HopLost, raise_if_hopeless
+from mesh.pipeline.chain import HopLost
 from mesh.pipeline.sessions import GenerationSession, replaced
 from mesh.routing.cover import ShardKey, key_of
 from mesh.routing.router import ShardRouter
@@ -114,7 +114,6 @@ class Recovery:
                 hops = self._router.repick(self._session.pipeline, lost.index, self._excluded)
                 await self._session.chain.replace(lost.index, hops, self._rows)
             except HopLost as again:
-                raise_if_hopeless(again)
                 self._excluded.add(key_of(again.hop.shard))
             except NoRoute:
                 wait = next(waits, None)

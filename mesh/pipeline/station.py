@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 _FLOATS = frozenset({"fp16", "bf16", "fp32"})
 
+STEPS_UNDER_WAY = 6
+"""Steps of one session a hop is sent before it answers the first; a shard refuses more than 8."""
+
 TIMED_STEPS = 512
 """How many of the latest steps the percentiles of a hop are taken over."""
 
@@ -111,6 +114,7 @@ class Station:
         self._opening: asyncio.Future[Opened] | None = None
         self._steps = 0
         self._pending: dict[int, _Pending] = {}
+        self._backlog: deque[tuple[int, WireTensor]] = deque()
         self._answered_at = 0.0
         self._timings: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
         self._steps_timed = 0
@@ -226,6 +230,7 @@ class Station:
             return
         self.error = error
         self._pending.clear()
+        self._backlog.clear()
         if self._opening is not None and not self._opening.done():
             self._opening.set_exception(error)
         else:
@@ -265,6 +270,9 @@ class Station:
             self._opening = None
 
     def _send(self, position: int, tensor: WireTensor) -> None:
+        if len(self._pending) >= STEPS_UNDER_WAY:
+            self._backlog.append((position, tensor))
+            return
         self._steps += 1
         self._pending[self._steps] = _Pending(
             position, tensor.shape, asyncio.get_running_loop().time()
@@ -284,6 +292,8 @@ class Station:
             self.fail(fault)
             return
         self._answered_at = now
+        if self._backlog:
+            self._send(*self._backlog.popleft())
         elapsed_ms = (now - pending.sent_at) * 1e3
         self._timings.append((elapsed_ms, result.compute_us / 1e3))
         self._unreported.append(elapsed_ms)

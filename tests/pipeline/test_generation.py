@@ -8,6 +8,7 @@ import pytest
 
 from mesh.errors import BadRequest, ContextTooLong, NoRoute
 from mesh.pipeline.orchestrator import PipelineOrchestrator
+from mesh.pipeline.station import STEPS_UNDER_WAY
 from mesh.types import (
     Done,
     GenerationRequest,
@@ -286,4 +287,36 @@ async def test_what_cannot_fit_is_refused_with_both_numbers(
     if error is ContextTooLong:
         assert str(len(prompt)) in str(raised.value)
         assert "4096" in str(raised.value)
+    await sessions.close()
+
+
+async def test_a_hop_is_never_sent_more_steps_than_it_takes_at_once() -> None:
+    """Neither by a prefill over many hops nor by the replay of a long history."""
+    network = ToyNetwork()
+    shards = [network.add(f"{n}-{n}") for n in range(8)]
+    spare = network.add("0-0", name="z-spare")
+    spare.delay_s = 0.1  # slow enough that all it is sent at once is seen to be under way
+    orchestrator, sessions = toy_orchestrator(network)
+    prompt = [(5 * i) % 97 for i in range(1000)]
+
+    def die(step: Step) -> bool:
+        if step.step == 8:
+            shards[0].kill()
+        return True
+
+    shards[0].before_step = die
+    frames = await frames_of(orchestrator, toy_request(prompt, 3))
+    assert tokens_of(frames) == expected_tokens(prompt, 3)
+    assert spare.most_under_way == STEPS_UNDER_WAY, "the replay was long enough to need the limit"
+    await sessions.close()
+
+
+async def test_a_hop_that_blames_the_request_is_replaced_as_any_other() -> None:
+    """A hop could end every request with a lie; another hop's word is asked first."""
+    network, (liar,) = network_of("0-7")
+    network.add("0-7", name="z-honest")
+    orchestrator, sessions = toy_orchestrator(network)
+    liar.refuses_steps_with = BadRequest("this request is bad.", fix="Go away.")
+    frames = await frames_of(orchestrator, toy_request(PROMPT, 4))
+    assert tokens_of(frames) == expected_tokens(PROMPT, 4)
     await sessions.close()

@@ -6,6 +6,7 @@ position that is lost, repeated or out of order changes every token after it.
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -13,7 +14,7 @@ from datetime import UTC, datetime
 import torch
 
 from mesh.clock import SystemClock
-from mesh.errors import Busy, ConnectFailed, SessionGone
+from mesh.errors import BadRequest, Busy, ConnectFailed, MeshError, SessionGone
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.orchestrator import PipelineOrchestrator
@@ -101,6 +102,10 @@ class ToyShard:
         self.steps: list[tuple[int, int]] = []  # (position, rows) of every step that was run
         self.alive = True
         self.before_step: Callable[[Step], bool] = lambda step: True
+        self.refuses_steps_with: BadRequest | None = None
+        self.delay_s = 0.0
+        self.under_way = 0
+        self.most_under_way = 0
         self.answer: Callable[[Step, WireTensor], WireTensor] = lambda step, computed: computed
         self.reply: Callable[[MemoryLink, Result], None] = lambda link, result: link.send(result)
         self.links: list[MemoryLink] = []
@@ -151,6 +156,19 @@ class ToyDoor:
             del self._shard.sessions[key]
 
     def _step(self, session: ToySession, step: Step) -> None:
+        shard = self._shard
+        if shard.refuses_steps_with is not None:
+            self._fail(step.session, shard.refuses_steps_with)
+            return
+        shard.under_way += 1
+        shard.most_under_way = max(shard.most_under_way, shard.under_way)
+        if shard.delay_s:
+            asyncio.get_running_loop().call_later(shard.delay_s, self._run, session, step)
+        else:
+            self._run(session, step)
+
+    def _run(self, session: ToySession, step: Step) -> None:
+        self._shard.under_way -= 1
         if not self._shard.before_step(step) or not self._shard.alive:
             return
         rows = decode(step.tensor)
@@ -159,7 +177,7 @@ class ToyDoor:
         result = Result(step.session, step.step, out, compute_us=1, queue_us=0)
         self._shard.reply(self._link, result)
 
-    def _fail(self, session: int, error: Busy | SessionGone) -> None:
+    def _fail(self, session: int, error: MeshError) -> None:
         self._link.send(Failure(error.to_dict(), session=session))
 
 
