@@ -79,8 +79,8 @@ library_name: transformers
 # The built-in model of hearthnet
 
 A very small language model that ships inside hearthnet, so that the demo, the documentation and
-the tests work offline with answers a person can read. It tells short stories, adds small numbers,
-makes small talk and answers questions about hearthnet.
+the tests work offline with answers a person can read. It answers questions about hearthnet, makes
+small talk and tells short stories.
 
 ## Architecture
 
@@ -124,9 +124,14 @@ the model has learned that small language, and nothing about English at large.
 
 ## Limits
 
-It knows only what its generators say. It makes mistakes with numbers above twenty, invents
-details in stories, and forgets the beginning of long conversations. It must not be used for
-anything that matters. It speaks only English.
+It knows only what its generators say, and it was trained for a short time: the learning-rate
+schedule was laid out for more steps than were taken, so the rate had not yet come down.
+
+- It does not keep track of who is who. Names and pronouns drift within a story, and a name that
+  it was told is not remembered.
+- A story that is asked for need not be about what was asked for.
+- Most of its sums are wrong, although it writes them in the right form.
+- It speaks only English, and must not be used for anything that matters.
 
 ## License
 

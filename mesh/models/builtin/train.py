@@ -26,7 +26,6 @@ from mesh.models.builtin.corpus import (
     PAD,
     Document,
     held_out_documents,
-    language_documents,
     training_documents,
 )
 from mesh.models.builtin.evaluate import held_out_loss
@@ -37,7 +36,8 @@ from mesh.models.builtin.vocabulary import train_tokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-DEFAULT_STEPS = 3600
+DEFAULT_STEPS = 1800
+DEFAULT_STOP = 800
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +57,21 @@ class Shape:
 class Recipe:
     """How to train. Lengths are in tokens."""
 
+    # The schedule is laid out for `steps`; training ends after `stop` of them.
     steps: int = DEFAULT_STEPS
+    stop: int = DEFAULT_STOP
     seed: int = 0
-    # Small batches: on so plain a text more steps are worth more than smoother ones.
-    batch_tokens: int = 1024
-    length: int = 256
-    # Every sixteenth step sees one row of this length, so that far positions are not new.
+    batch_tokens: int = 4096
+    length: int = 512
+    # Every sixth step sees rows of this length, so that far positions are not new to the model.
     long_length: int = 2048
-    long_every: int = 16
+    long_every: int = 6
     learning_rate: float = 3e-3
-    warmup: int = 100
+    warmup: int = 60
     weight_decay: float = 0.05
     tokenizer_texts: int = 20_000
     held_out_texts: int = 240
-    save_every: int = 300
+    save_every: int = 200
 
     def rate(self, step: int) -> float:
         """The share of the learning rate: linear warm-up, then half a cosine down to 0.02."""
@@ -88,7 +89,7 @@ def build_model(shape: Shape, tokenizer: Tokenizer) -> Any:
     """A randomly initialised Llama of that shape."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(
+    return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=shape.vocabulary,
             hidden_size=shape.hidden,
@@ -103,79 +104,65 @@ def build_model(shape: Shape, tokenizer: Tokenizer) -> Any:
             pad_token_id=tokenizer.token_to_id(PAD),
         )
     )
-    _initialise(model, shape.hidden)
-    return model
-
-
-def _initialise(model: Any, width: int) -> None:
-    """Fit the starting weights to the width, and start every residual branch silent.
-
-    The usual 0.02 suits layers a dozen times as wide. Here attention scores would start so small
-    that every head averages over all positions for long, and the embeddings of two names so
-    close that the model could not tell which one it is to copy.
-    """
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.zero_()
-            elif "embed_tokens" in name:
-                parameter.normal_(std=0.1)
-            elif parameter.ndim == 2:
-                parameter.normal_(std=width**-0.5)
 
 
 def train(out: Path, shape: Shape, recipe: Recipe, command: str) -> float:
     """Train, write the checkpoint to `out`, and return the held-out loss."""
-    texts = (d.text for d in islice(language_documents(recipe.seed), recipe.tokenizer_texts))
+    texts = (d.text for d in islice(training_documents(recipe.seed), recipe.tokenizer_texts))
     tokenizer = train_tokenizer(texts, shape.vocabulary)
     torch.manual_seed(recipe.seed)
     model = build_model(shape, tokenizer)
-    optimizer = _optimizer(model, recipe)
+    optimizers = _optimizers(model, recipe)
     packer = Packer(token_ids(tokenizer, training_documents(recipe.seed + 1)))
     held_out = held_out_documents(recipe.held_out_texts)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters", flush=True)
     started, tokens, mean = time.monotonic(), 0, 0.0
-    for step in range(recipe.steps):
+    for step in range(recipe.stop):
         length = recipe.row_length(step)
         batch = packer.batch(max(1, recipe.batch_tokens // length), length)
         tokens += batch.shape[0] * length
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * recipe.rate(step)
-        loss = _step(model, optimizer, batch)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.learning_rate * recipe.rate(step)
+        loss = _step(model, optimizers, batch)
         mean = loss if step == 0 else 0.98 * mean + 0.02 * loss
         if step % 20 == 19:
             speed = tokens / (time.monotonic() - started)
             print(f"step {step + 1} loss {loss:.3f} mean {mean:.3f} {speed:.0f} tok/s", flush=True)
-        if step % recipe.save_every == recipe.save_every - 1 and step + 1 < recipe.steps:
+        if step % recipe.save_every == recipe.save_every - 1 and step + 1 < recipe.stop:
             early = held_out[: recipe.held_out_texts // 4]
             _export(out, model, tokenizer, early, Run(command, step + 1, tokens, 0, 0.0))
-    run = Run(command, recipe.steps, tokens, 0, 0.0)
+    run = Run(command, recipe.stop, tokens, 0, 0.0)
     return _export(out, model, tokenizer, held_out, run)
 
 
-def _optimizer(model: Any, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW; only the matrices inside the layers decay."""
+def _optimizers(model: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
     matrices: list[torch.Tensor] = []
     rest: list[torch.Tensor] = []
     for name, parameter in model.named_parameters():
         inside = parameter.ndim == 2 and "embed_tokens" not in name
         (matrices if inside else rest).append(parameter)
-    groups = [
-        {"params": matrices, "weight_decay": recipe.weight_decay},
-        {"params": rest, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.98))
+    muon = torch.optim.Muon(
+        matrices,
+        lr=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    adamw = torch.optim.AdamW(rest, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    return [muon, adamw]
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
+def _step(model: Any, optimizers: list[torch.optim.Optimizer], batch: torch.Tensor) -> float:
     # bf16 products halve the time on a CPU that has them; weights and sums stay fp32.
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
     loss = functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     return float(loss.item())
 
 
@@ -204,12 +191,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the built-in model from nothing.")
     parser.add_argument("--out", type=Path, default=Path("build/builtin-checkpoint"))
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS)
+    parser.add_argument(
+        "--stop-after", type=int, help="end early; the learning rate still follows --steps"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    command = f"python -m mesh.models.builtin.train --steps {options.steps} --seed {options.seed}"
-    train(options.out, Shape(), Recipe(steps=options.steps, seed=options.seed), command)
+    steps, seed = options.steps, options.seed
+    stop = options.stop_after or (DEFAULT_STOP if steps == DEFAULT_STEPS else steps)
+    command = (
+        f"python -m mesh.models.builtin.train --steps {steps} --stop-after {stop} "
+        f"--seed {seed} --threads {options.threads}"
+    )
+    train(options.out, Shape(), Recipe(steps=steps, stop=stop, seed=seed), command)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,7 @@ from mesh.models.builtin.corpus.document import (
     Message,
     render,
 )
-from mesh.models.builtin.corpus.mixture import (
-    held_out_documents,
-    language_documents,
-    training_documents,
-)
+from mesh.models.builtin.corpus.mixture import held_out_documents, training_documents
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -30,7 +26,6 @@ __all__ = [
     "Document",
     "Message",
     "held_out_documents",
-    "language_documents",
     "render",
     "training_documents",
 ]

@@ -13,7 +13,6 @@ from random import Random
 
 from mesh.models.builtin.corpus.dialogs import continue_story, converse
 from mesh.models.builtin.corpus.document import Document, render
-from mesh.models.builtin.corpus.drills import drill
 from mesh.models.builtin.corpus.stories import tell, tell_long
 
 HELD_OUT_SEED = 1_000_003
@@ -28,22 +27,12 @@ _WEIGHTS = {
     "long_chat": 4,
     "continuation": 10,
 }
-_WITH_DRILLS = _WEIGHTS | {"drills": 14}
 
 
 def training_documents(seed: int) -> Iterator[Document]:
     """An endless stream of texts, the same for the same seed, without those held out."""
-    return _stream(seed, _WITH_DRILLS)
-
-
-def language_documents(seed: int) -> Iterator[Document]:
-    """The same without the drills: what people say, for a tokenizer to be fitted to."""
-    return _stream(seed, _WEIGHTS)
-
-
-def _stream(seed: int, shares: dict[str, int]) -> Iterator[Document]:
     rng = Random(seed)
-    kinds, weights = list(shares), list(shares.values())
+    kinds, weights = list(_WEIGHTS), list(_WEIGHTS.values())
     while True:
         document = generate(rng, rng.choices(kinds, weights)[0])
         if not is_held_out(document):
@@ -72,8 +61,6 @@ def generate(rng: Random, kind: str) -> Document:
         text = render(converse(rng, rng.randint(2, 5)))
     elif kind == "long_chat":
         text = render(converse(rng, rng.randint(8, 24)))
-    elif kind == "drills":
-        text = render([m for _ in range(rng.randint(1, 8)) for m in drill(rng)])
     else:
         text = render(continue_story(rng))
     return Document(kind, text)
