@@ -145,7 +145,7 @@ class Child:
         try:
             process = await asyncio.to_thread(
                 subprocess.Popen,
-                [sys.executable, "-m", module],
+                [sys.executable, "-m", "mesh.child", module],
                 env=env,
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
@@ -181,7 +181,7 @@ class Child:
 
 
 async def attach_to_parent(on_message: Callable[[ChannelMessage], None]) -> Channel:
-    """Child side: take the inherited channel; the process ends when the parent is gone.
+    """Child side: take the inherited channel, whose end is the end of this process.
 
     Call once, from the child's event loop. Raises InternalError when not started by `Child.start`.
     """
@@ -192,16 +192,19 @@ async def attach_to_parent(on_message: Callable[[ChannelMessage], None]) -> Chan
             fix="Run `hearthnet up` instead.",
         )
     end = socket.socket(fileno=int(text))
-    _end_with_parent(end)
     return await Channel.open(end, on_message, lambda: os._exit(0))
 
 
-def _end_with_parent(end: socket.socket) -> None:
+def end_with_parent() -> None:
+    """Child side, first of all: end this process when the parent is gone, whatever it is doing."""
+    text = os.environ.get(_CHANNEL_FD, "")
+    if not text.isdigit():
+        return  # `attach_to_parent` says what is wrong
     parent = os.getppid()
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    watched = os.dup(end.fileno())
+    watched = os.dup(int(text))
 
     def watch() -> None:
         # The loop also sees end-of-file, but not while it computes; this thread does.

@@ -68,8 +68,25 @@ def write_checkpoint(folder: Path, model: Any, tokenizer: Tokenizer, run: Run) -
 def model_card(model: Any, run: Run) -> str:
     """The text of README.md."""
     config = model.config
-    parameters = sum(p.numel() for p in model.parameters())
-    return f"""---
+    return _CARD.format(
+        parameters=sum(p.numel() for p in model.parameters()) / 1e6,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        feed_forward=config.intermediate_size,
+        positions=config.max_position_embeddings,
+        vocabulary=config.vocab_size,
+        steps=run.steps,
+        tokens=run.tokens / 1e6,
+        command=run.command,
+        texts=run.held_out_texts,
+        loss=run.held_out_loss,
+        perplexity=math.exp(run.held_out_loss),
+    )
+
+
+_CARD = """---
 license: apache-2.0
 language: en
 pipeline_tag: text-generation
@@ -84,11 +101,11 @@ small talk and tells short stories.
 
 ## Architecture
 
-`LlamaForCausalLM`, {parameters / 1e6:.2f} M parameters: {config.num_hidden_layers} layers, hidden
-size {config.hidden_size}, {config.num_attention_heads} attention heads on
-{config.num_key_value_heads} key-value heads, feed-forward size {config.intermediate_size}, tied
-embeddings, {config.max_position_embeddings} positions. Byte-level BPE tokenizer with
-{config.vocab_size} tokens; any Unicode text survives it. Weights are fp16 safetensors.
+`LlamaForCausalLM`, {parameters:.2f} M parameters: {layers} layers, hidden
+size {hidden}, {heads} attention heads on
+{kv_heads} key-value heads, feed-forward size {feed_forward}, tied
+embeddings, {positions} positions. Byte-level BPE tokenizer with
+{vocabulary} tokens; any Unicode text survives it. Weights are fp16 safetensors.
 
 Chats are written `<|user|>`, `<|assistant|>` or `<|system|>`, a line break, the text, `<|end|>`
 and a line break; the tokenizer's chat template does this. A text ends with `<|endoftext|>`.
@@ -101,11 +118,11 @@ out and never trained on.
 
 ## Training
 
-Trained from random weights for {run.steps} steps ({run.tokens / 1e6:.1f} M tokens) on a CPU. The
+Trained from random weights for {steps} steps ({tokens:.1f} M tokens) on a CPU. The
 command that trains it again:
 
 ```
-{run.command}
+{command}
 ```
 
 The generators and the order of the texts repeat exactly for a seed; the last bits of the weights
@@ -115,9 +132,9 @@ depend on the number of threads and the version of torch.
 
 | | |
 |---|---|
-| held-out texts | {run.held_out_texts} |
-| held-out loss (nats per token) | {run.held_out_loss:.4f} |
-| held-out perplexity | {math.exp(run.held_out_loss):.3f} |
+| held-out texts | {texts} |
+| held-out loss (nats per token) | {loss:.4f} |
+| held-out perplexity | {perplexity:.3f} |
 
 The held-out texts come from the same generators as the training texts. The numbers say how well
 the model has learned that small language, and nothing about English at large.

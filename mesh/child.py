@@ -1,0 +1,24 @@
+"""How every child process of the daemon begins: ``python -m mesh.child MODULE``.
+
+Ties its life to the daemon's first, then becomes MODULE. Importing torch takes seconds; a daemon
+that dies meanwhile must not leave the process behind.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from mesh.supervise import end_with_parent
+
+
+def main() -> None:
+    """Watch the parent, then run the module named on the command line."""
+    end_with_parent()
+    module = sys.argv[1]
+    sys.argv[:] = [module]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
