@@ -16,7 +16,8 @@ from functools import cache
 from typing import Any, Protocol
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_LONGEST_CHARACTER = 4
+_LONGEST_WAIT = 32
+"""Ids that may wait for the character they begin; only bytes that make none wait that long."""
 
 
 class IncrementalDecoder(Protocol):
@@ -131,7 +132,7 @@ class _RunDecoder:
 
 
 class _GuessingDecoder:
-    """Tokenizers whose inside is not known: a last U+FFFD may become a character for three ids."""
+    """Tokenizers whose inside is not known: a last U+FFFD may still become a character."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._window = _Window(decode)
@@ -139,7 +140,7 @@ class _GuessingDecoder:
     def push(self, token_id: int) -> str:
         self._window.pending.append(token_id)
         unfinished = self._window.text().endswith("\ufffd")
-        wait = unfinished and len(self._window.pending) < _LONGEST_CHARACTER
+        wait = unfinished and len(self._window.pending) < _LONGEST_WAIT
         return "" if wait else self._window.take()
 
     def flush(self) -> str:

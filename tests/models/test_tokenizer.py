@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
@@ -89,6 +89,7 @@ def test_words_keep_the_spaces_between_them() -> None:
 
 
 @settings(max_examples=100, deadline=None)
+@example(ids=[98, 98, 160, 98, 98])
 @given(ids=st.lists(st.integers(4, VOCAB - 1), max_size=20))
 def test_tokenizer_without_a_known_inside_loses_no_text(ids: list[int]) -> None:
     tokenizer = _tokenizer("byte-level")
