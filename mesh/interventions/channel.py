@@ -14,10 +14,11 @@ from typing import Protocol
 import msgpack
 
 from mesh.errors import BadFrame, LinkLost, from_dict
+from mesh.shard.taps.parts import MAX_MESSAGE_BYTES
 
 HEAD = struct.Struct("!IIQ")
 ANSWER, ERROR = 0, 1
-MAX_FRAME_BYTES = (1 << 30) + (1 << 16)
+MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + (1 << 20)
 _PIECE = 1 << 20
 
 

@@ -67,6 +67,7 @@ class Hooks:
         interleaver = self._interleaver
         watching = bool(interleaver.interleaving and interleaver.busy)
         grad = torch.is_grad_enabled()
+        _refuse_modes()
         outer, hop.joints.tracking = hop.joints.tracking, grad
         request |= {"watch": watching, "grad": grad, "attn": self.attention()}
         try:
@@ -208,3 +209,17 @@ class Hooks:
             return Staying(int(data[1]), str(data[2]))
 
         return Reader(buffers, hop.ledger.read, other, CPU)
+
+
+def _refuse_modes() -> None:
+    """Raise BadRequest under a mode of torch that the shards do not share."""
+    if torch.is_inference_mode_enabled():
+        raise BadRequest(
+            "torch.inference_mode() does not reach layers on other machines.",
+            fix="Use torch.no_grad().",
+        )
+    if torch.is_autocast_enabled("cpu"):
+        raise BadRequest(
+            "torch.autocast() does not reach layers on other machines.",
+            fix="Leave it out: the layers compute in the dtype they are served in.",
+        )

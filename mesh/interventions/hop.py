@@ -41,6 +41,7 @@ class Hop:
     def exchange(self, header: Header, buffers: Buffers) -> tuple[Header, Buffers]:
         """One message and its answer. Raises MeshError: the hop's own, or that it is gone."""
         header["free"], self._freed = self._freed, []
+        header["unreachable"] = self.joints.take_unreachable()
         header["release"], self._released = self._released, False
         reply, received = unpack(self._channel.call(self._number, pack(header, buffers)))
         if reply.get("op") == "error":

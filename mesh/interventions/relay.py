@@ -24,7 +24,7 @@ from mesh.errors import (
 )
 from mesh.interventions.channel import ANSWER, ERROR, HEAD, MAX_FRAME_BYTES
 from mesh.pipeline.lines import Line, Lines
-from mesh.shard.taps.server import FETCH, PART_BYTES
+from mesh.shard.taps.parts import FETCH, MAX_MESSAGE_BYTES, PART_BYTES
 from mesh.types import RouteHop
 from mesh.wire.messages import Close, Failure, Message, Opened, OpenTaps, Result, Step, WireTensor
 
@@ -66,7 +66,7 @@ class HopSession:
             answer = await self._exchange(FETCH, b"\0")
             pieces.append(answer[1:])
             size += len(answer)
-            if size > MAX_FRAME_BYTES:
+            if size > MAX_MESSAGE_BYTES + (1 << 20):
                 raise self._fail(BadFrame("A hop's answer does not end.", fix="Update that node."))
         return b"".join(pieces)
 

@@ -162,7 +162,7 @@ class RemoteSpans:
                 module.__dict__["forward"] = Controller(module, module.__dict__[STATE])
         self._log(
             f"layer {number} runs inside this job: its weights ({size / 2**20:.1f} MiB) were"
-            " fetched because the job changes them or asks for their gradients"
+            " fetched because the job changes it or wants gradients of its weights"
         )
 
 

@@ -1,14 +1,17 @@
-"""Weights of remote layers: fetched when looked at, and kept when the job means to change them."""
+"""Weights of remote layers: fetched when looked at. And whether the job has changed a layer.
+
+A layer whose weights, submodules, attributes or hooks the job has touched would compute something
+else on its hop than in the job; it is then run in the job, with all its weights fetched.
+"""
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode
-
-_Members = list[tuple[dict[str, Any], str, nn.Module]]
 
 
 class WeightHop(Protocol):
@@ -23,58 +26,53 @@ class RemoteWeights:
 
     def __init__(self, hop_of: dict[int, Any]) -> None:
         self._hop_of: dict[int, WeightHop] = hop_of
-        self._fetched: dict[tuple[str, str], nn.Parameter] = {}
-        self._parameters: dict[int, list[RemoteParameters]] = {}
-        self._members: dict[int, _Members] = {}
-        self._modules: dict[int, list[tuple[str, nn.Module]]] = {}
+        self._fetched: dict[tuple[str, str], tuple[nn.Parameter, int]] = {}
+        self._parts: dict[int, list[_Part]] = {}
 
     def remember(self, layer: int, module: nn.Module) -> None:
         """What the layer consists of before the job does anything to it."""
-        named = list(module.named_modules())
-        self._modules[layer] = [(f"{layer}.{n}" if n else str(layer), m) for n, m in named]
-        self._members[layer] = [
-            (part._modules, name, child)
-            for _, part in named
-            for name, child in part._modules.items()
-            if child is not None
+        self._parts[layer] = [
+            _Part(f"{layer}.{name}" if name else str(layer), part)
+            for name, part in module.named_modules()
         ]
-        self._parameters[layer] = [part.__dict__["_parameters"] for _, part in named]
 
     def is_changed(self, layer: int) -> bool:
         """Whether running the layer on its hop would miss something the job did to it."""
-        for parameters in self._parameters[layer]:
-            if any(p is not None and p.requires_grad for p in dict.values(parameters)):
-                return True
-            for name in dict.keys(parameters):
-                seen = self._fetched.get((parameters.path, name))
-                if seen is not None and (seen.requires_grad or seen._version):
-                    return True
-        return any(members.get(name) is not child for members, name, child in self._members[layer])
+        return any(part.is_changed() or self._is_edited(part) for part in self._parts[layer])
 
     def fetch(self, path: str, name: str, layer: int) -> nn.Parameter:
         """The weight `name` of the module `path`; the same object every time."""
         key = (path, name)
         if key not in self._fetched:
             weight = self._hop_of[layer].fetch_weight(path, name)
-            self._fetched[key] = nn.Parameter(weight, requires_grad=False)
-        return self._fetched[key]
+            self._fetched[key] = (nn.Parameter(weight, requires_grad=False), _checksum(weight))
+        return self._fetched[key][0]
 
     def pull(self, layer: int) -> int:
         """Put all weights of the layer into its modules here; how many bytes that is."""
         size = 0
-        for path, module in self._modules[layer]:
-            stubs = module.__dict__["_parameters"]
+        for part in self._parts[layer]:
             real: dict[str, Any] = {}
-            for name, stub in dict.items(stubs):
-                real[name] = None if stub is None else self.fetch(path, name, layer)
-                if stub is not None:
-                    real[name].requires_grad_(real[name].requires_grad or stub.requires_grad)
-                    size += real[name].nbytes
-            module.__dict__["_parameters"] = real
-            for name, buffer in module._buffers.items():
+            for name, stub in dict.items(part.parameters):
+                real[name] = stub
+                if stub is not None and stub.is_meta:
+                    weight = real[name] = self.fetch(part.path, name, layer)
+                    weight.requires_grad_(weight.requires_grad or stub.requires_grad)
+                    size += weight.nbytes
+            part.module.__dict__["_parameters"] = real
+            for name, buffer in part.module._buffers.items():
                 if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = self._hop_of[layer].fetch_weight(path, name)
+                    fetched = self._hop_of[layer].fetch_weight(part.path, name)
+                    part.module._buffers[name] = fetched
         return size
+
+    def _is_edited(self, part: _Part) -> bool:
+        for name in dict.keys(part.parameters):
+            weight, checksum = self._fetched.get((part.path, name), (None, 0))
+            # By content: edits through `.data` leave no other trace.
+            if weight is not None and (weight.requires_grad or _checksum(weight) != checksum):
+                return True
+        return False
 
 
 class RemoteParameters(dict[str, Any]):
@@ -84,12 +82,58 @@ class RemoteParameters(dict[str, Any]):
         self, stubs: dict[str, Any], weights: RemoteWeights, path: str, layer: int
     ) -> None:
         super().__init__(stubs)
-        self.path = path
         self._weights = weights
+        self._path = path
         self._layer = layer
 
     def __getitem__(self, name: str) -> Any:
         stub = super().__getitem__(name)
         if stub is None or not stub.is_meta or detect_fake_mode() is not None:
             return stub
-        return self._weights.fetch(self.path, name, self._layer)
+        return self._weights.fetch(self._path, name, self._layer)
+
+
+class _Part:
+    """One module of a layer as it was at the start."""
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path = path
+        self.module = module
+        self.parameters: dict[str, Any] = module.__dict__["_parameters"]
+        self._children = {n: c for n, c in module._modules.items() if c is not None}
+        self._attributes = _attributes(module)
+
+    def is_changed(self) -> bool:
+        module = self.module
+        if any(module._modules.get(name) is not c for name, c in self._children.items()):
+            return True
+        if any(p is not None and (p.requires_grad or not p.is_meta) for p in _stubs(module)):
+            return True
+        now = _attributes(module)
+        if now.keys() != self._attributes.keys():
+            return True
+        if any(now[name] is not value for name, value in self._attributes.items()):
+            return True
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        return any(not _is_transformers_own(hook) for hook in hooks)
+
+
+def _stubs(module: nn.Module) -> Any:
+    return dict.values(module.__dict__["_parameters"])
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if not name.startswith("_") and name != "forward"
+    }
+
+
+def _is_transformers_own(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")) == "transformers.utils.output_capturing"
+
+
+def _checksum(weight: torch.Tensor) -> int:
+    raw = weight.detach().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(raw.numpy().data)

@@ -115,6 +115,33 @@ async def test_a_bad_standing_is_ignored_when_nobody_else_is_left() -> None:
         await mesh.engine.close()
 
 
+async def test_a_hop_at_its_limit_is_passed_by_and_not_held_to_blame() -> None:
+    network = ToyNetwork()
+    full = network.add("0-7", name="a-full", streams=0)
+    network.add("0-7", name="b")
+    with watched(network) as mesh:
+        assert tokens_of(await mesh.ask(4)) == expected_tokens(PROMPT, 4)
+        assert mesh.standing(full) == 0
+        await mesh.engine.close()
+
+
+async def test_a_hop_that_breaks_off_is_avoided_for_a_while() -> None:
+    network = ToyNetwork()
+    gone = network.add("0-7", name="a")
+    network.add("0-7", name="b")
+    with watched(network) as mesh:
+
+        def die(step: Step) -> bool:
+            if step.step == 3:
+                gone.kill()
+            return True
+
+        gone.before_step = die
+        assert tokens_of(await mesh.ask(6)) == expected_tokens(PROMPT, 6)
+        assert mesh.standing(gone) == EXCLUDED
+        await mesh.engine.close()
+
+
 async def test_a_suspect_node_is_used_last() -> None:
     network = ToyNetwork()
     first, second = network.add("0-7", name="a"), network.add("0-7", name="b")

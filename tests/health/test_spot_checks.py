@@ -10,8 +10,10 @@ import pytest
 
 from mesh.health.standing import DOUBTED, LIED
 from mesh.pipeline.audit import NEWCOMER_SESSIONS
-from mesh.types import Done, ShardFailover, StreamFrame
-from mesh.wire.messages import Step, WireTensor
+from mesh.pipeline.station import SessionTerms
+from mesh.types import Done, ShardFailover, StreamFrame, WireDtype
+from mesh.wire.memory import MemoryLink
+from mesh.wire.messages import Result, Step, WireTensor
 from tests.health.watched import (
     ASKER,
     PROMPT,
@@ -22,7 +24,16 @@ from tests.health.watched import (
     watched,
     with_values,
 )
-from tests.pipeline.toy_mesh import ToyNetwork, ToyShard, expected_tokens, toy_request
+from tests.pipeline.toy_mesh import (
+    MODEL,
+    TOTAL_LAYERS,
+    WEIGHTS,
+    ToyNetwork,
+    ToyShard,
+    encode,
+    expected_tokens,
+    toy_request,
+)
 from tests.simulation.virtual_loop import run_virtually
 
 
@@ -229,6 +240,43 @@ async def test_a_session_that_goes_back_is_checked_on_from_there() -> None:
         await mesh.engine.close()
 
 
+@pytest.mark.parametrize("meanwhile", [False, True], ids=["between-checks", "during-a-check"])
+async def test_a_cut_of_a_live_session_is_followed(meanwhile: bool) -> None:
+    network, (shard, judge) = halves("a", "b")
+    held: list[Callable[[], None]] = []
+    holding = asyncio.Event()
+    with watched(network, probability=1.0) as mesh:
+        terms = SessionTerms(MODEL, WEIGHTS, 64, WireDtype.FP32)
+        session = await mesh.engine.sessions.open_fresh(terms, TOTAL_LAYERS)
+        chain = session.chain
+        chain.feed(encode([[number, 2, 3, 4] for number in range(6)]))
+        await chain.output(6)
+        await mesh.idle()
+        if meanwhile:
+
+            def hold(link: MemoryLink, result: Result) -> None:
+                held.append(lambda: link.send(result))
+                holding.set()
+
+            judge.reply = hold
+            chain.feed(encode([[7, 7, 7, 7]]))
+            await chain.output(7)
+            await asyncio.wait_for(holding.wait(), 5)
+        chain.cut(2)
+        judge.reply = lambda link, result: link.send(result)
+        for release in held:
+            release()
+        await mesh.idle()
+        for number in range(3):
+            chain.feed(encode([[number, 50, 60, 70]] * 4))
+            await chain.output(6 + 4 * number)
+            await mesh.idle()
+        assert told(mesh) == []
+        assert set(mesh.checks(shard)) == {"agreed"}
+        mesh.engine.sessions.release(session, keep=False)
+        await mesh.engine.close()
+
+
 async def test_a_replica_that_is_full_refuses_the_check_and_nothing_else() -> None:
     network, (shard, judge) = halves("a", "b")
     fields = {name: getattr(judge.descriptor, name) for name in judge.descriptor.__slots__}
@@ -266,6 +314,6 @@ async def test_closing_ends_checks_under_way() -> None:
         await answers(mesh, 3)
         assert mesh.engine.auditor._tasks
         await mesh.engine.close()
-        await asyncio.sleep(0.01)
         assert not mesh.engine.auditor._tasks
+        await asyncio.sleep(0.01)
         assert not judge.sessions

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import pickletools
 import warnings
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mesh.errors import BadRequest
 from mesh.interventions.hooks import RemoteLayerError
 from mesh.shard.taps.session import TapLimits
-from tests.interventions.cases import CASES, PROMPT, Parts
+from tests.interventions.cases import CASES, GRADIENTS, PROMPT, Parts
 from tests.interventions.worlds import checkpoint, equal, remote, whole
 
 
@@ -85,6 +86,37 @@ def test_weights_edited_in_place_take_effect() -> None:
     assert len(log) == 1
 
 
+@pytest.mark.parametrize("kind", ["data", "assigned", "attribute", "hook"])
+def test_whatever_else_is_done_to_a_layer_takes_effect(kind: str) -> None:
+    def job(p: Parts) -> Any:
+        mlp = p.layers[2].mlp
+        match kind:
+            case "data":
+                mlp.down_proj.weight.data[:] *= 0.5
+            case "assigned":
+                weight = torch.nn.Parameter(torch.ones(64, 128) / 50, requires_grad=False)
+                mlp.down_proj._module.weight = weight
+            case "attribute":
+                p.layers[2].input_layernorm._module.variance_epsilon = 0.5
+            case "hook":
+                mlp._module.register_forward_hook(lambda _module, _args, output: output * 2)
+        with p.model.trace(PROMPT):
+            seen = p.layers[3].output.save()
+            out = p.model.output.logits.save()
+        return seen, out
+
+    local, spread, log = both()
+    equal(job(spread), job(local), 1e-5)
+    assert len(log) == 1
+
+
+def test_modes_that_do_not_travel_are_refused() -> None:
+    _, spread, _ = both()
+    for mode in (torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
+        with mode, pytest.raises(BadRequest, match="does not reach"):
+            CASES["logits"](spread)
+
+
 def test_a_replaced_module_takes_effect() -> None:
     def job(p: Parts) -> Any:
         torch.manual_seed(0)
@@ -120,6 +152,21 @@ def test_second_derivatives_need_the_layers_in_the_job() -> None:
         local.first_norm(layer).weight.requires_grad_(True)
     equal(job(spread), job(local), 1e-4)
     assert len(log) == 2
+
+
+def test_graphs_nobody_can_go_back_through_are_freed() -> None:
+    world = remote("llama", 3)
+    spread = Parts(world.model)
+    kept = []
+    for _ in range(4):
+        kept.append(GRADIENTS["inside"](spread))
+        gc.collect()
+    with spread.model.trace(PROMPT):
+        start = spread.layers[0].output
+        start.requires_grad_(True)
+        spread.layers[5].output.save()
+    sizes = [len(session._joints._edges) for session in world.channel.sessions]
+    assert max(sizes) <= 6
 
 
 # Refused

@@ -28,8 +28,8 @@ from tests.mesh_e2e.spread import Spread, greedy, hugging_face, spread
 VALUES = (
     "logits", "every_layer", "inside_layers", "edit_in_place", "edit_the_residual_in_place",
     "skip_batched", "out_of_order", "error_of_the_user", "wrong_shape", "barrier", "generate_iter",
-    "generate_steered", "generate_beams", "source_recursive", "logit_lens", "modules_called_by_hand",
-    "weights_read", "cache_everything", "session", "attentions",
+    "generate_steered", "generate_beams", "source_recursive", "logit_lens",
+    "modules_called_by_hand", "weights_read", "cache_everything", "session", "attentions",
 )  # fmt: skip
 GRADIENT_CASES = ("at_boundaries", "of_the_residual", "edited", "across_a_session", "batched")
 

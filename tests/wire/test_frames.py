@@ -38,7 +38,7 @@ def test_the_header_is_laid_out_as_the_transport_fixes_it() -> None:
         (HEADER.pack(2, 1, 0, 0, 0, 0), VersionMismatch, "this node is too old"),
         (HEADER.pack(0, 1, 0, 0, 0, 0), VersionMismatch, "the other side is too old"),
         (HEADER.pack(1, 0, 0, 0, 0, 0), BadFrame, "Unknown frame type 0x00"),
-        (HEADER.pack(1, 0x19, 0, 0, 0, 0), BadFrame, "Unknown frame type 0x19"),
+        (HEADER.pack(1, 0x7F, 0, 0, 0, 0), BadFrame, "Unknown frame type 0x7f"),
         (HEADER.pack(1, 1, 1, 0, 0, 0), BadFrame, "reserved field"),
         (HEADER.pack(1, 1, 0, 0, 0, 8), BadFrame, "Unknown frame flags"),
         (HEADER.pack(1, 0x10, 0, 0, 0, 2), BadFrame, "STEP does not take these"),

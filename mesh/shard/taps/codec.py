@@ -25,8 +25,8 @@ from transformers.cache_utils import Cache
 from transformers.utils.generic import ModelOutput
 
 from mesh.errors import BadRequest
+from mesh.shard.taps.parts import MAX_MESSAGE_BYTES
 
-MAX_MESSAGE_BYTES = 1 << 30
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_ITEMS = 1 << 17
 _MAX_DEPTH = 32

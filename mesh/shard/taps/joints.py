@@ -14,6 +14,7 @@ was shown. Its values are right, the job is told that its gradient would be inco
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -61,6 +62,15 @@ class _Edge(torch.autograd.Function):
         return grads[0]
 
 
+class _Joint:
+    """A joint, for as long as a graph of the job leads to it."""
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 class JobJoints:
     """The job's end for one hop; see `mesh.shard.taps.ledger.Origins`."""
 
@@ -69,41 +79,46 @@ class JobJoints:
         self._ask = ask
         self._on_incomplete = on_incomplete
         self._last_gift = 0
-        self._joints: dict[int, torch.Tensor] = {}
+        self._joints: list[tuple[_Joint, torch.Tensor]] = []
         self._known: dict[int, tuple[int, bool, Any]] = {}
+        self._unreachable: list[int] = []
         self.tracking = False
         """Whether the shard builds a graph in the call under way."""
 
     def clear(self) -> None:
         """A trace has ended: what crosses from now on does not depend on what crossed before."""
-        self._joints = {}
+        self._joints = []
         self._known.clear()
+
+    def take_unreachable(self) -> list[int]:
+        """The joints no gradient can be asked of any more, each once."""
+        unreachable, self._unreachable = self._unreachable, []
+        return unreachable
 
     def leaving(self, tag: int, tensor: torch.Tensor) -> int:
         """See `Origins`."""
         if not (self.tracking and tensor.requires_grad) or self._is_known(tag, tensor):
             return 0
         self._last_gift += 2
-        with torch.enable_grad():
-            self._joints[self._last_gift] = _edge(tensor)
+        self._add(self._new_joint(self._last_gift), tensor)
         self.settled(tag, tensor)
         return self._last_gift
 
     def arriving(self, joint: int, tensor: torch.Tensor) -> torch.Tensor:
         """See `Origins`; a negative joint is one whose gradient would be incomplete."""
-        number = abs(joint)
-        before = dict(self._joints)
+        here = self._new_joint(abs(joint))
+        before = [earlier for earlier, _ in self._joints]
 
         def pass_on(grad: torch.Tensor) -> list[torch.Tensor | None]:
             if torch.is_grad_enabled():
                 raise unsupported(
                     "Second derivatives (create_graph=True) stop at layers on other machines"
                 )
-            return self._ask(number, grad, list(before))
+            return self._ask(here.number, grad, [earlier.number for earlier in before])
 
         with torch.enable_grad():
-            joined = _join(pass_on, tensor, *before.values())
-            self._joints[number] = _edge(joined)
+            joined = _join(pass_on, tensor, *(edge for _, edge in self._joints))
+        self._add(here, joined)
         if joint < 0:
             self._on_incomplete(joined)
         return joined
@@ -117,6 +132,18 @@ class JobJoints:
         """See `Origins`."""
         self._known[tag] = (tensor._version, tensor.requires_grad, tensor.grad_fn)
 
+    def _new_joint(self, number: int) -> _Joint:
+        joint = _Joint(number)
+        weakref.finalize(joint, self._unreachable_now, number)
+        return joint
+
+    def _unreachable_now(self, number: int) -> None:
+        self._unreachable.append(number)
+
+    def _add(self, joint: _Joint, tensor: torch.Tensor) -> None:
+        with torch.enable_grad():
+            self._joints.append((joint, _edge(tensor)))
+
     def _is_known(self, tag: int, tensor: torch.Tensor) -> bool:
         known = self._known.get(tag)
         if known is None:
@@ -128,7 +155,7 @@ class JobJoints:
 class ShardJoints:
     """The shard's end of one session; see `mesh.shard.taps.ledger.Origins`.
 
-    What is shown is kept, graph and all, until the session ends: a job may go back through an
+    What is shown is kept, graph and all, until the job drops it or ends: it may go back through an
     earlier trace.
     """
 
@@ -140,6 +167,11 @@ class ShardJoints:
     def clear(self) -> None:
         """A trace has ended; the graph stays."""
         self._known.clear()
+
+    def drop(self, joints: list[int]) -> None:
+        """Nobody will ask for these any more: free what only they hold of the graph."""
+        for joint in joints:
+            self._edges.pop(joint, None)
 
     def forget(self) -> None:
         """Free the graph."""

@@ -1,9 +1,8 @@
 """Admission and life of the intervention sessions of one shard, on the event loop.
 
 A session's messages come as the steps of its link session: ``int8`` tensors of bytes, so that
-chunks, credits and back-pressure are those of any step. `Step.position` says how many parts of a
-message follow; an answer's first byte whether more of it is to be fetched, with `FETCH`. What they
-mean is `mesh.shard.taps.session`'s business, which runs on the device's queue, in turns with chat.
+chunks, credits and back-pressure are those of any step; `parts` says how messages are cut. What
+they mean is `session`'s business, which runs on the device's queue, in turns with chat.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 from mesh.errors import BadRequest, Busy, DeviceFailed, MeshError, NoRoute, SessionGone
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.sessions import Reply
+from mesh.shard.taps.parts import FETCH, MAX_MESSAGE_BYTES, PART_BYTES
 from mesh.types import LayerRange, ShardDescriptor
 from mesh.wire.messages import Failure, OpenTaps, Result, Step, WireTensor
 
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from mesh.shard.taps.tree import SpanTree
 
 logger = logging.getLogger(__name__)
-
-PART_BYTES = 16 << 20
-FETCH = 0xFFFFFFFF
-_MAX_MESSAGE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +126,7 @@ class TapServer:
             raise BadRequest("An intervention message is bytes.", fix="Update the asking node.")
         place.parts.append(step.tensor)
         place.parts_bytes += len(step.tensor.data)
-        if place.parts_bytes > _MAX_MESSAGE_BYTES:
+        if place.parts_bytes > MAX_MESSAGE_BYTES:
             raise BadRequest("An intervention message is too large.", fix="Send less at once.")
         if step.position:
             reply(_result(step, b"\0"))

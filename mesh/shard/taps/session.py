@@ -106,6 +106,7 @@ class TapSession:
     def _prepare(self, header: Header) -> None:
         if header.get("release"):
             self._release()
+        self._joints.drop(header.get("unreachable", []))
         for number in header.get("free", ()):
             self._caches.free(number)
         if header.get("obs") is not None:
