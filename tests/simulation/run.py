@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -133,7 +132,7 @@ class _Run:
             allow_self_as_first=False,
             stall_limit_s=self._schedule.stall_limit_s,
             activation_dtype="fp32",
-            cache_dir=tempfile.mkdtemp(prefix="simulation-"),
+            cache_dir="",  # nothing is learnt beforehand, so that only the schedule asks
             fallback_to_local=self._schedule.has_home,
             fallback_after=2,
         )

@@ -24,15 +24,15 @@ MODULES = {
 # Denied on whatever object they are asked for.
 DENIED_ANYWHERE = frozenset((
     # files, other code, evaluation
-    "save_pretrained", "from_pretrained", "push_to_hub", "tofile", "fromfile", "memmap", "from_file",
-    "dump", "from_buffer", "frombuffer", "genfromtxt", "loadtxt", "savetxt", "savez",
+    "save_pretrained", "from_pretrained", "push_to_hub", "tofile", "fromfile", "memmap",
+    "from_file", "dump", "from_buffer", "frombuffer", "genfromtxt", "loadtxt", "savetxt", "savez",
     "savez_compressed", "DataSource", "ctypeslib", "f2py", "load_library", "to_pickle", "to_csv",
     "to_sql", "to_hdf", "to_parquet", "to_feather", "to_excel", "to_json", "to_html", "to_latex",
     "to_stata", "to_orc", "to_xml", "exec", "get_type_hints",
     "ForwardRef", "attrgetter", "methodcaller", "sympify", "parse_expr", "lambdify", "preview",
     "save_state_dict", "load_state_dict", "load_adapter", "set_adapter", "from_checkpoint",
     "hub", "jit", "package", "serialization", "multiprocessing", "export", "onnx", "classes", "ops",
-    "library", "profiler", "fx", "overrides", "cpp_extension", "script", 
+    "library", "profiler", "fx", "overrides", "cpp_extension", "script",
     # addresses and memory that is not this tensor's
     "data_ptr", "untyped_storage", "storage", "typed_storage", "UntypedStorage", "TypedStorage",
     "set_", "share_memory_", "as_strided", "as_strided_", "as_strided_copy", "ctypes",
@@ -42,7 +42,7 @@ DENIED_ANYWHERE = frozenset((
     "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
     "register_module", "add_module", "set_default_dtype", "set_default_device",
     "set_default_tensor_type", "set_num_threads", "set_num_interop_threads",
-    "use_deterministic_algorithms", 
+    "use_deterministic_algorithms",
     # what an exception or a frame drags along
     "with_traceback", "tb_frame", "tb_next", "obj", "frame", "gr_frame", "mro",
 ))
@@ -54,7 +54,7 @@ DENIED_IN_MODULES = {
         "prepare_multiprocessing_environment", "set_printoptions", "set_flush_denormal",
         "empty_strided", "Storage", "classproperty", "typename", "import_ir_module",
     )),
-    "numpy": frozenset(("save", "load", "set_printoptions", "show_config", "info", "test", "source")),
+    "numpy": frozenset(("save", "load", "set_printoptions", "show_config", "info", "test")),
     "pandas": frozenset(("HDFStore", "eval", "ExcelFile", "ExcelWriter", "test", "show_versions")),
     "sympy": frozenset(("S", "plot", "plotting", "test", "doctest", "init_session", "python",
                         "print_python", "source", "N", "simplify_logic")),

@@ -160,7 +160,7 @@ def _memory(traps: Traps, channel: socket.socket) -> bytes:
 
 
 def _open_files(traps: Traps, channel: socket.socket) -> bytes:
-    opened = []
+    opened: list[int] = []
     try:
         while len(opened) < 2 * traps.open_files:
             opened.append(os.dup(0))

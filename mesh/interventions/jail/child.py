@@ -1,4 +1,4 @@
-"""A forked job from its first instruction to its last: wall in, run the entry point, leave a result.
+"""A forked job from first to last: wall in, run the entry point, leave a result.
 
 Knows nothing of what the entry point does. Nothing here runs in the daemon.
 """
@@ -6,6 +6,7 @@ Knows nothing of what the entry point does. Nothing here runs in the daemon.
 from __future__ import annotations
 
 import importlib
+import io
 import mmap
 import os
 import signal
@@ -51,15 +52,25 @@ def run(job: Job, readable: tuple[str, ...]) -> NoReturn:
         area = mmap.mmap(job.result_fd, 0)
         payload = read_payload(job.payload_fd)
         channel = socket.socket(fileno=job.channel_fd)
-        os.dup2(job.log_fd, 1)
-        os.dup2(job.log_fd, 2)
-        lockdown.lock_down({0, 1, 2, job.channel_fd}, job.limits, readable)
-        finished, body = _attempt(job.entry, payload, channel)
+        _print_to(job.log_fd)
+        try:
+            lockdown.lock_down({0, 1, 2, job.channel_fd}, job.limits, readable)
+        except OSError as error:
+            finished, body = False, f"the walls could not be put up: {error}".encode()
+        else:
+            finished, body = _attempt(job.entry, payload, channel)
         write_result(area, finished=finished, body=body)
         status = 0
     finally:
         # No clean-up runs: it would be the stranger's (`__del__`, atexit) and nothing needs it.
         os._exit(status)
+
+
+def _print_to(fd: int) -> None:
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        os.dup2(fd, number)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
 
 
 def _attempt(entry: str, payload: bytes, channel: socket.socket) -> tuple[bool, bytes]:

@@ -6,7 +6,6 @@ arguments without a frame in between. Knows nothing of what the guards allow.
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -85,7 +84,9 @@ class _Transformer(RestrictingNodeTransformer):  # type: ignore[misc]
         if isinstance(target, ast.Attribute):
             self._check_attribute(node, target.attr)
             read = _call("_getattr_", _load(owner), ast.Constant(target.attr))
-            place: ast.expr = ast.Attribute(_call("_write_", _load(owner)), target.attr, ast.Store())
+            place: ast.expr = ast.Attribute(
+                _call("_write_", _load(owner)), target.attr, ast.Store()
+            )
             used = [owner, old, new]
         else:
             steps.append(_assign(key, self.visit(target.slice)))
@@ -142,4 +143,5 @@ def compile_guarded(source: str | ast.Module, filename: str) -> CodeType:
         )
     # As nnsight does: a client does not ship the names that only annotations use.
     flags = __future__.annotations.compiler_flag
-    return compile(guarded, filename, "exec", flags=flags, dont_inherit=True)
+    code: CodeType = compile(guarded, filename, "exec", flags=flags, dont_inherit=True)
+    return code

@@ -175,6 +175,17 @@ class _Field:
         return await asyncio.to_thread(self._evidence, traps, outcome.result, sent)
 
     def _evidence(self, traps: Traps, result: bytes, sent: bytes) -> str:
+        ended = self._victim_ended(patience_s=0.2 if traps.name == "signal" else 0.0)
+        found = {
+            "wrote a file": Path(traps.write_path).exists(),
+            "read a planted secret": self._secret in result or self._secret in sent,
+            "another process or thread answered": traps.nonce.encode() in sent[len(STARTED) :],
+            "ended a foreign process": ended,
+        }
+        reached = self._visitor() or next((what for what, so in found.items() if so), "")
+        return reached or result.decode("utf-8", "replace")[:200]
+
+    def _visitor(self) -> str:
         for trap, what in ((self._tcp, "TCP"), (self._unix, "a unix socket")):
             try:
                 trap.accept()[0].close()
@@ -184,16 +195,7 @@ class _Field:
         try:
             return f"sent a datagram of {len(self._udp.recv(1024))} bytes"
         except BlockingIOError:
-            pass
-        if Path(traps.write_path).exists():
-            return "wrote a file"
-        if self._secret in result or self._secret in sent:
-            return "read a planted secret"
-        if traps.nonce.encode() in sent[len(STARTED) :]:
-            return "another process or thread answered"
-        if self._victim_ended(patience_s=0.2 if traps.name == "signal" else 0.0):
-            return "ended a foreign process"
-        return result.decode("utf-8", "replace")[:200]
+            return ""
 
     def _victim_ended(self, patience_s: float) -> bool:
         try:

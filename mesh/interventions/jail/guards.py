@@ -9,12 +9,12 @@ from __future__ import annotations
 import builtins
 import operator
 import string
+from _string import formatter_field_name_split  # type: ignore[import-not-found]
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from _string import formatter_field_name_split  # type: ignore[import-not-found]
 from nnsight.intervention.envoy import Envoy
 from nnsight.tracing.tracer import Tracer
 from RestrictedPython.Guards import (
@@ -46,6 +46,20 @@ def refuse(what: str) -> PolicyViolation:
 
 class UserClass(type):
     """The class of classes that guarded code defines; their instances are the user's own."""
+
+
+class _Metaclass:
+    """What makes the classes of guarded code: `UserClass`, unless their bases want their own."""
+
+    def __prepare__(self, name: str, bases: tuple[type, ...]) -> Any:
+        return _fitting(bases).__prepare__(name, bases)
+
+    def __call__(self, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+        return _fitting(bases)(name, bases, namespace)
+
+
+def _fitting(bases: tuple[type, ...]) -> type:
+    return next((type(base) for base in bases if type(base) is not type), UserClass)
 
 
 def module_allowed(name: str) -> bool:
@@ -203,7 +217,8 @@ def guarded_import(
 
 
 def _in_place(op: str, old: Any, new: Any) -> Any:
-    return _IN_PLACE[op](old, new)
+    operation: Callable[[Any, Any], Any] = _IN_PLACE[op]
+    return operation(old, new)
 
 
 def _type(*arguments: Any) -> type:
@@ -232,7 +247,7 @@ def guarded_builtins() -> dict[str, Any]:
         "RecursionError": RecursionError,
         # A class takes its module from here; `dataclass` wants one that exists.
         "__name__": "builtins",
-        "__metaclass__": UserClass,
+        "__metaclass__": _Metaclass(),
         "__import__": guarded_import,
         "type": _type,
         "getattr": guarded_getattr,

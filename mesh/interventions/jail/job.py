@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import signal
@@ -36,7 +35,8 @@ _END_TIMEOUT_S = 2.0
 class JailedJob:
     """One running job. `channel` is our end of its socket: non-blocking, bytes from a stranger.
 
-    Use as a context manager: leaving it kills the job if it still runs, and closes what is open.
+    It reads end-of-file when the job ends. Use as a context manager: leaving it kills the job if
+    it still runs, and closes what is open; a transport made of `channel` is closed before that.
     """
 
     def __init__(self, number: int, limits: JobLimits, parent: WarmParent) -> None:
@@ -77,23 +77,23 @@ class JailedJob:
 
     def kill(self, ending: Ending = Ending.KILLED) -> None:
         """End the job now, with SIGKILL. Does nothing once it has ended."""
-        if self._ended.done():
+        if self._ended.done() or self._killed_as is not None:
             return
-        self._killed_as = self._killed_as or ending
+        self._killed_as = ending
         if self._process_fd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._process_fd, signal.SIGKILL)
         else:
             self._parent.send({"kill": self._number})
+        if self._timer is not None:
+            self._timer.cancel()
         # A parent that does not report the end is no use any more; its end is every job's.
         self._timer = self._loop.call_later(_END_TIMEOUT_S, self._parent.end)
 
     async def launch(self, entry: str, payload: bytes, on_line: Callable[[str], None]) -> None:
         """Hand the job to the warmed parent and wait until it runs. Called once, by `Jail`."""
         limits = self._limits
-        self._result_fd, payload_fd = await asyncio.to_thread(
-            lambda: (result_file(limits.result_bytes), payload_file(payload))
-        )
+        self._result_fd, payload_fd = await _made_files(limits.result_bytes, payload)
         log_read, log_write = os.pipe()
         self._log = LogPump(log_read, on_line, limits.log_bytes, limits.log_bytes_per_s)
         command = {"job": self._number, "entry": entry, "limits": dataclasses.asdict(limits)}
@@ -122,6 +122,7 @@ class JailedJob:
             self._parent.send({"kill": self._number})
         self._ended.cancel()
         self._close()
+        self._theirs.close()
         self.channel.close()
 
     def _close(self) -> None:
@@ -147,28 +148,50 @@ class JailedJob:
             ending, result, text, wall_s, float(report["cpu_s"]), int(report["peak"]) * 1024
         )
 
-    def _judge(
-        self, report: dict[str, Any], left: tuple[bool, bytes] | None
-    ) -> tuple[Ending, str]:
-        status, limits = int(report["status"]), self._limits
+    def _judge(self, report: dict[str, Any], left: tuple[bool, bytes] | None) -> tuple[Ending, str]:
+        status = int(report["status"])
         if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0 and left is not None:
             finished, body = left
-            if finished:
-                return Ending.FINISHED, ""
-            lines = body.decode("utf-8", "replace").split("\n")
-            return Ending.FAILED, "\n".join(safe_line(line) for line in lines)
+            lines = body.decode("utf-8", "replace").split("\n") if not finished else []
+            text = "\n".join(safe_line(line) for line in lines)
+            return (Ending.FINISHED if finished else Ending.FAILED), text
         if self._killed_as is Ending.WALL_LIMIT:
-            return Ending.WALL_LIMIT, f"ended after {limits.wall_s:g} s, its time limit"
+            return Ending.WALL_LIMIT, f"ended after {self._limits.wall_s:g} s, its time limit"
         if self._killed_as is not None:
             return self._killed_as, "ended on request"
         if os.WIFSIGNALED(status):
-            number = os.WTERMSIG(status)
-            if number == signal.SIGKILL and float(report["cpu_s"]) >= limits.cpu_s - 0.5:
-                return Ending.CPU_LIMIT, f"ended after {limits.cpu_s} s of computing, its limit"
-            if number == signal.SIGSYS:
-                return Ending.FORBIDDEN_CALL, "ended: it made a system call that no job needs"
-            return Ending.CRASHED, f"ended by {signal.Signals(number).name}"
+            return _judge_signal(os.WTERMSIG(status), float(report["cpu_s"]), self._limits.cpu_s)
         return Ending.CRASHED, "the process left without a result"
+
+
+def _judge_signal(number: int, cpu_s: float, allowed_cpu_s: int) -> tuple[Ending, str]:
+    if number == signal.SIGSYS:
+        return Ending.FORBIDDEN_CALL, "ended: it made a system call that no job needs"
+    if number != signal.SIGKILL:
+        return Ending.CRASHED, f"ended by {signal.Signals(number).name}"
+    # The kernel counts in ticks and looks at them once in a while.
+    if cpu_s >= allowed_cpu_s - 0.5:
+        return Ending.CPU_LIMIT, f"ended after {allowed_cpu_s} s of computing, its limit"
+    return Ending.CRASHED, "ended by the system, most likely for want of memory"
+
+
+async def _made_files(result_bytes: int, payload: bytes) -> tuple[int, int]:
+    """The result's and the payload's file; neither is left open when the wait is cancelled."""
+
+    def close(made: asyncio.Task[tuple[int, int]]) -> None:
+        if not made.cancelled() and made.exception() is None:
+            for fd in made.result():
+                os.close(fd)
+
+    making = asyncio.create_task(
+        asyncio.to_thread(lambda: (result_file(result_bytes), payload_file(payload))),
+        name="jail-job-files",
+    )
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(close)
+        raise
 
 
 class Jail:
@@ -200,7 +223,7 @@ class Jail:
         Args:
             warm_up: entry point ``module:function``, called once with `argument` in the parent:
                 load here whatever every job needs. Empty: nothing, not even torch.
-            argument: for the warm-up; no secrets, every job can read it.
+            argument: for the warm-up, at most 60 KiB; no secrets, every job can read it.
             max_jobs: how many may run at once.
             namespaces: use them where the kernel allows it.
             timeout_s: bound on the warm-up.

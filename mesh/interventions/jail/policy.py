@@ -15,8 +15,8 @@ from collections.abc import Callable
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-import cloudpickle.cloudpickle
 import torch
+from cloudpickle.cloudpickle import _make_skeleton_class  # type: ignore[import-untyped]
 from nnsight.intervention import interleaver, serialization
 from nnsight.schema import request
 from nnsight.tracing.tracer import Tracer
@@ -85,7 +85,7 @@ def _fenced_subimport(name: str) -> ModuleType:
 def _fenced_class(constructor: type, *arguments: Any) -> type:
     # What guarded code may assign to is told by the class of its class.
     wanted = UserClass if constructor is type else constructor
-    made: type = cloudpickle.cloudpickle._make_skeleton_class(wanted, *arguments)
+    made: type = _make_skeleton_class(wanted, *arguments)
     return made
 
 

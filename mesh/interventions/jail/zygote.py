@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import select
@@ -28,14 +29,14 @@ MAX_COMMAND_BYTES = 64 << 10
 # A compiled module cannot be loaded once executable memory is refused, so all that ordinary code
 # may import later is loaded now. What is not installed is not missed.
 _PRELOAD = (
-    canaries.__name__, "array", "bisect", "cmath", "collections", "contextlib", "copy", "dataclasses", "datetime",
-    "decimal", "enum", "fractions", "functools", "heapq", "inspect", "io", "itertools", "json",
-    "linecache", "math", "numbers", "operator", "pickle", "random", "re", "statistics", "string",
-    "struct", "symtable", "tempfile", "textwrap", "time", "traceback", "types", "typing",
-    "unicodedata", "uuid", "warnings", "weakref", "zlib", "zoneinfo",
+    canaries.__name__, "array", "bisect", "cmath", "collections", "contextlib", "copy",
+    "dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "heapq", "inspect",
+    "io", "itertools", "json", "linecache", "math", "numbers", "operator", "pickle", "random", "re",
+    "statistics", "string", "struct", "symtable", "tempfile", "textwrap", "time", "traceback",
+    "types", "typing", "unicodedata", "uuid", "warnings", "weakref", "zlib", "zoneinfo",
 )  # fmt: skip
-_PRELOAD_WITH_WARM_UP = (
-    "torch", "numpy", "numpy.random", "numpy.linalg", "numpy.fft", "nnsight", "einops", "pandas",
+_PRELOAD_WITH_TORCH = (
+    "numpy", "numpy.random", "numpy.linalg", "numpy.fft", "nnsight", "einops", "pandas",
     "sympy", "cloudpickle", "greenlet", "zstandard", "RestrictedPython",
 )  # fmt: skip
 
@@ -51,7 +52,7 @@ def main(control_fd: int) -> NoReturn:
         report(control, {"failed": "".join(traceback.format_exception(raised))[-4000:]})
         os._exit(1)
     report(control, {"ready": True, "namespaces": namespaces, "pid": os.getpid()})
-    _Nursery(control).serve()
+    _Nursery(control, sweep=not namespaces).serve()
     os._exit(0)
 
 
@@ -92,22 +93,34 @@ def _may_move(here: Machine) -> bool:
 
 
 def _warm(warm_up: str, argument: str) -> None:
-    for name in _PRELOAD + (_PRELOAD_WITH_WARM_UP if warm_up else ()):
-        with contextlib.suppress(ImportError):
-            __import__(name)
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(1)
-        # What looks at the processor does so at its first use, for which a job could not open /proc.
-        torch.backends.mkldnn.enabled = False
-        seen = torch.ones(2, 2, dtype=torch.bfloat16)
-        torch.nn.functional.gelu(seen @ seen)
+    _preload(_PRELOAD)
     if warm_up:
         child.resolve(warm_up)(argument)
+    if "torch" in sys.modules:
+        _preload(_PRELOAD_WITH_TORCH)
+        _settle_torch()
     if threading.active_count() > 1 or _kernel_threads() > 1:
         raise RuntimeError(f"the warm-up {warm_up} left threads running; a fork would lose them")
     gc.collect()
     gc.freeze()
+
+
+def _preload(names: tuple[str, ...]) -> None:
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+
+def _settle_torch() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    if kernel.machine() is not None:
+        # oneDNN writes machine code at run time, which the walls refuse.
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    # The processor is looked at on first use, through /proc, which a job cannot open.
+    seen = torch.ones(2, 2, dtype=torch.bfloat16)
+    torch.nn.functional.gelu(seen @ seen)
 
 
 def _kernel_threads() -> int:
@@ -118,8 +131,10 @@ def _kernel_threads() -> int:
 class _Nursery:
     """Forks jobs and reports their ends."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, *, sweep: bool) -> None:
         self._control = control
+        # Inside a pid namespace /proc counts by the numbers outside; its end ends all in it.
+        self._sweep = sweep
         self._readable = lockdown.readable_paths()
         self._jobs: dict[int, int] = {}  # pid -> the daemon's number for the job
         if sys.platform == "linux":
@@ -201,7 +216,7 @@ class _Nursery:
                 cpu_s = usage.ru_utime + usage.ru_stime
                 ended = {"ended": number, "status": status, "cpu_s": cpu_s, "peak": usage.ru_maxrss}
                 report(self._control, ended)
-        if reaped:
+        if reaped and self._sweep:
             self._kill_orphans()
 
     def _kill_orphans(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import pytest
 
 
 def _open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    listing = Path("/proc/self/fd")
+    return len(list(listing.iterdir())) if listing.exists() else 0
 
 
 @pytest.fixture(autouse=True)

@@ -42,3 +42,8 @@ def run(payload: bytes, channel: socket.socket) -> bytes:
     out = io.BytesIO()
     torch.save(saved, out)
     return out.getvalue()
+
+
+def empty(payload: bytes, channel: socket.socket) -> bytes:
+    """A job that does nothing."""
+    return b""

@@ -5,10 +5,12 @@ comes out, or `proof()`, which a body reaches only behind its deed. `T` holds wh
 Every deed is bounded here as well: a jail that fails must not take the machine with it.
 """
 
+# ruff: noqa: E501 - a body reads best on its line
+
 from __future__ import annotations
 
 # Each section: "## class", then bodies: "# name" and code. `loot` is what the job returns.
-_TEXT = r'''
+_TEXT = r"""
 ## execution
 # os_system
 os.system(f"echo {T.nonce} > {T.out}")
@@ -376,10 +378,10 @@ import fcntl
 fcntl.flock(os.open(T.precious, os.O_RDONLY), fcntl.LOCK_EX); proof()
 # clipboard_of_temporary_files
 loot = str(os.listdir(__import__("tempfile").gettempdir())); proof()
-'''
+"""
 
 # What only wastes: the deed is that it goes on. `ends` says how the jail must end it.
-_WASTE = r'''
+_WASTE = r"""
 ## time
 # loop
 while True: pass
@@ -459,7 +461,7 @@ def f(): return f()
 f(); proof()
 # huge_result
 loot = b"x" * (4 << 20) + T.nonce.encode()
-'''
+"""
 
 
 def _parse(text: str) -> dict[str, str]:

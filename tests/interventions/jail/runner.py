@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ def warm(argument: str) -> None:
     import sqlite3  # noqa: F401
     import syslog  # noqa: F401
 
-    import numpy  # noqa: F401, ICN001
+    import numpy  # noqa: F401
     import torch  # noqa: F401
 
     for wall in filter(None, argument.split(",")):
@@ -46,8 +47,8 @@ def warm(argument: str) -> None:
 def _outer_guard(*_: Any) -> None:
     """What bounds a body whose walls are gone, so that the machine survives it."""
     bounds = {"CPU": 10, "FSIZE": 16 << 20, "NOFILE": 300, "CORE": 0, "AS": 0}
-    with open("/proc/self/statm", encoding="ascii") as file:
-        bounds["AS"] = int(file.read().split()[0]) * 4096 + (6 << 30)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    bounds["AS"] = pages * 4096 + (6 << 30)
     for name, bound in bounds.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (bound, bound))
 

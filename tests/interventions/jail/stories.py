@@ -14,6 +14,13 @@ def warm(argument: str) -> None:
     """Nothing to do; the argument says how to fail."""
     if argument == "raise":
         raise ValueError("the model is not there")
+    if argument == "no landlock":
+        from mesh.interventions.jail import kernel
+
+        def refused(*_: object) -> None:
+            raise OSError("the kernel says no")
+
+        kernel.landlock = refused
     if argument == "thread":
         import threading
 
@@ -67,6 +74,7 @@ def spinning(payload: bytes, channel: socket.socket) -> bytes:
 
 def waiting(payload: bytes, channel: socket.socket) -> bytes:
     """Wait for the channel to close."""
+    print("I am waiting")
     channel.sendall(b"waiting")
     while channel.recv(64):
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -29,7 +30,6 @@ async def jail(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Jail]:
         return doctor.JailReport(Level.OS, (), {}, namespaces, 0, True)
 
     monkeypatch.setattr("mesh.interventions.jail.job.examine", unexamined)
-    monkeypatch.setattr("mesh.interventions.jail.zygote._PRELOAD_WITH_WARM_UP", ())
     started = await Jail.start(STORIES + "warm", namespaces=False, max_jobs=2)
     yield started
     await started.stop()
@@ -162,17 +162,21 @@ async def test_leaving_the_context_ends_the_job(jail: Jail) -> None:
     assert children(jail) == []
 
 
-async def test_a_cancelled_start_leaves_no_job_behind(jail: Jail) -> None:
+@pytest.mark.parametrize("turns", [1, 2, 3, 5, 8, 20])
+async def test_a_cancelled_start_leaves_no_job_behind(jail: Jail, turns: int) -> None:
+    """Wherever between making the files and the parent's answer the cancellation falls."""
     starting = asyncio.create_task(
-        jail.start_job(STORIES + "spinning", bytes(1 << 20), trusted=False), name="start"
+        jail.start_job(STORIES + "waiting", bytes(1 << 20), trusted=False), name="start"
     )
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    for _ in range(turns):
+        await asyncio.sleep(0)
     starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
+    with contextlib.suppress(asyncio.CancelledError):
+        async with await starting as job:  # it was quicker
+            job.kill()
+    # Commands are obeyed in order: after this one, the kill has been as well.
+    assert (await run(jail, "touching")).result == b"1"
     assert jail.running == 0
-    assert (await run(jail, "touching")).result == b"1"  # commands are obeyed in order
     assert children(jail) == []
 
 
@@ -202,15 +206,17 @@ async def test_the_end_of_the_parent_ends_its_jobs(jail: Jail) -> None:
     assert not jail.alive
     with pytest.raises(JailUnavailable):
         await jail.start_job(STORIES + "touching", b"", trusted=False)
+    await asyncio.sleep(0)
     assert jail.running == 0
 
 
-async def test_a_parent_that_stops_answering_does_not_keep_a_job_alive(jail: Jail) -> None:
+async def test_a_parent_that_stops_answering_does_not_keep_a_job_alive(
+    jail: Jail, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The wall limit holds even when the zygote is stopped."""
+    monkeypatch.setattr("mesh.interventions.jail.job._END_TIMEOUT_S", 0.3)
     limits = JobLimits(wall_s=0.3)
-    async with await jail.start_job(
-        STORIES + "spinning", b"", trusted=False, limits=limits
-    ) as job:
+    async with await jail.start_job(STORIES + "spinning", b"", trusted=False, limits=limits) as job:
         await hear(job)
         (process,) = children(jail)
         os.kill(jail._parent._process.pid, signal.SIGSTOP)
@@ -224,7 +230,10 @@ async def test_two_hundred_jobs_leave_nothing(jail: Jail) -> None:
     gate = asyncio.Semaphore(2)
 
     async def one(number: int) -> bytes:
-        async with gate, await jail.start_job(STORIES + "echo", b"%d" % number, trusted=False) as job:
+        async with (
+            gate,
+            await jail.start_job(STORIES + "echo", b"%d" % number, trusted=False) as job,
+        ):
             await asyncio.get_running_loop().sock_sendall(job.channel, b"x")
             return (await job.outcome()).result
 
@@ -247,16 +256,40 @@ async def test_a_failing_warm_up_says_why(argument: str, why: str) -> None:
         await Jail.start(STORIES + "warm", argument, namespaces=False)
 
 
-async def test_the_parent_holds_no_secret(
-    jail: Jail, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = Path("/proc") / str(jail._parent._process.pid)
-    environment = (root / "environ").read_bytes()  # noqa: ASYNC240
+async def test_the_parent_holds_no_secret(jail: Jail) -> None:
+    def look() -> tuple[bytes, Path, set[str]]:
+        root = Path("/proc") / str(jail._parent._process.pid)
+        opened = {str(fd.readlink()) for fd in (root / "fd").iterdir()}
+        return (root / "environ").read_bytes(), (root / "cwd").readlink(), opened
+
+    environment, folder, opened = await asyncio.to_thread(look)
     assert b"HF_HUB_OFFLINE" in environment
     assert b"HEARTHNET" not in environment
-    assert os.readlink(root / "cwd") == "/"  # noqa: ASYNC240
-    opened = {os.readlink(root / "fd" / fd) for fd in os.listdir(root / "fd")}  # noqa: ASYNC240
+    assert folder == Path("/")
     assert all(name.startswith(("socket:", "pipe:", "/dev/null")) for name in opened)
+
+
+async def test_killing_twice_does_not_cost_the_parent(
+    jail: Jail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesh.interventions.jail.job._END_TIMEOUT_S", 0.2)
+    async with await jail.start_job(STORIES + "spinning", b"", trusted=False) as job:
+        await hear(job)
+        job.kill()
+        job.kill(Ending.WALL_LIMIT)
+        assert (await job.outcome()).ending is Ending.KILLED
+    outcome = await run(jail, "spinning", limits=JobLimits(wall_s=0.5))
+    assert outcome.ending is Ending.WALL_LIMIT
+    assert jail.alive
+
+
+async def test_a_line_arrives_while_the_job_runs(jail: Jail) -> None:
+    arrived = asyncio.Event()
+    async with await jail.start_job(
+        STORIES + "waiting", b"", trusted=False, on_line=lambda _: arrived.set()
+    ):
+        async with asyncio.timeout(5):
+            await arrived.wait()
 
 
 async def test_a_machine_is_examined() -> None:
@@ -272,9 +305,7 @@ async def test_weak_walls_are_for_trusted_keys_and_none_for_nobody(jail: Jail) -
         (Level.OS, False, True), (Level.WEAK, False, False), (Level.WEAK, True, True),
         (Level.NONE, True, False), (None, True, False),
     ]:  # fmt: skip
-        jail.report = (
-            None if level is None else doctor.JailReport(level, (), {}, False, 0, True)
-        )
+        jail.report = None if level is None else doctor.JailReport(level, (), {}, False, 0, True)
         if may_run:
             job = await jail.start_job(STORIES + "touching", b"", trusted=trusted)
             async with job:
@@ -294,3 +325,15 @@ async def test_an_examination_without_canaries_finds_no_walls() -> None:
     assert report.level is Level.NONE
     assert report.held == ()
     assert "the canary did not run" in report.broken["control"]
+
+
+async def test_a_wall_that_cannot_be_put_up_lets_nothing_run() -> None:
+    jail = await Jail.start(STORIES + "warm", "no landlock", namespaces=False)
+    try:
+        assert jail.report is not None
+        assert jail.report.level is Level.NONE
+        assert "the walls could not be put up" in jail.report.broken["control"]
+        with pytest.raises(JailUnavailable):
+            await jail.start_job(STORIES + "touching", b"", trusted=True)
+    finally:
+        await jail.stop()

@@ -1,7 +1,8 @@
-"""The inner fence: ordinary trace bodies pass and give the same numbers; the rest gets a sentence."""
+"""The inner fence: ordinary bodies pass with the same numbers; the rest gets a sentence."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 from collections.abc import Iterator
@@ -47,10 +48,8 @@ def _bodies_travel_by_value() -> Iterator[None]:
 
 def payload_of(name: str) -> bytes:
     shipping = Shipping()
-    try:
+    with contextlib.suppress(UnboundLocalError):  # of what it would have saved
         trace_bodies.BENIGN[name](toy_model.model(), trace_bodies.example(), shipping)
-    except UnboundLocalError:
-        pass  # a body that goes on with what it would have saved
     return shipping.payload
 
 
@@ -103,9 +102,8 @@ async def _refusals(jail: Jail) -> None:
     outcome = await behind_the_fence(jail, shipping.payload)
     assert "`torch.save` is not available" in outcome.text
     assert 'torch.save(hidden, "/nowhere")' in outcome.text.replace("'", '"')
-    with model.session(backend=shipping):
-        with model.trace(x):
-            hidden = model.layers[0].output.__dict__
+    with model.session(backend=shipping), model.trace(x):
+        hidden = model.layers[0].output.__dict__
     outcome = await behind_the_fence(jail, shipping.payload)
     assert '"__dict__" is an invalid attribute name' in outcome.text
 
@@ -136,8 +134,10 @@ def guarded(source: str) -> dict[str, Any]:
         "from operator import attrgetter", "import importlib", "import numpy.ctypeslib",
         "torch.os.getpid()", "torch.sys.modules", "torch.load('x')", "torch.save([], 'x')",
         "torch.from_file('x')", "torch.hub.load('x')", "torch.UntypedStorage.from_file('x')",
-        "torch.ones(2).untyped_storage()", "torch.ones(2).data_ptr()", "torch.ones(2).numpy().tofile('x')",
-        "torch.as_strided(torch.ones(1), (99,), (1,))", "torch.distributed", "torch.multiprocessing",
+        "torch.ones(2).untyped_storage()", "torch.ones(2).data_ptr()",
+        "torch.ones(2).numpy().tofile('x')",
+        "torch.as_strided(torch.ones(1), (99,), (1,))", "torch.distributed",
+        "torch.multiprocessing",
         "torch.jit.script", "torch.ops.aten", "torch.set_default_dtype(torch.float64)",
         "import numpy\nnumpy.load('x')", "import numpy as np\nnp.memmap('x')",
         "import numpy as np\nnp.lib", "import math\nmath.__loader__", "import random\nrandom._os",

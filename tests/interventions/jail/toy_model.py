@@ -1,4 +1,4 @@
-"""A small model to trace. In a file of its own: its source is looked up where the trace's is not."""
+"""A small model to trace, in a file of its own: `.source` reads it beside the trace's."""
 
 from __future__ import annotations
 

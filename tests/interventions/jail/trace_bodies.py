@@ -13,7 +13,7 @@ from typing import Any
 import nnsight
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from nnsight.tracing.backend import Backend
 
 Names = dict[str, Any]
@@ -93,7 +93,7 @@ def replace_output(m: Any, x: torch.Tensor, backend: Backend) -> Names:
 def annotated(m: Any, x: torch.Tensor, backend: Backend) -> Names:
     with m.trace(x, backend=backend):
         strength: float = 0.5
-        where: int
+        where: int  # noqa: F842
         out: torch.Tensor = (m.layers[0].output * strength).save()
     return locals()
 
@@ -178,7 +178,7 @@ def source_operation(m: Any, x: torch.Tensor, backend: Backend) -> Names:
 @benign
 def cache_everything(m: Any, x: torch.Tensor, backend: Backend) -> Names:
     with m.trace(x, backend=backend) as tracer:
-        cache = tracer.cache()
+        cache = tracer.cache()  # noqa: F841
         total = m.output.sum().save()
     return {"total": total}
 
@@ -270,7 +270,7 @@ def imports_inside(m: Any, x: torch.Tensor, backend: Backend) -> Names:
 
         out = tnf.gelu(m.layers[0].output).save()
         groups = defaultdict(list)
-        for key, value in zip("abab", itertools.count()):  # noqa: B905
+        for key, value in zip("abab", itertools.count()):
             groups[key].append(value)
         counted = nnsight.save(dict(Counter("abca")))
         product = nnsight.save(reduce(lambda a, b: a * b, [1, 2, 3]))
@@ -283,7 +283,7 @@ def texts(m: Any, x: torch.Tensor, backend: Backend) -> Names:
     with m.trace(x, backend=backend):
         value = m.output.mean().item()
         one = nnsight.save(f"{value:.3f} {value!r}")
-        two = nnsight.save("{:.2f} {name} {shape[0]}".format(value, name="x", shape=[7]))  # noqa: UP032
+        two = nnsight.save("{:.2f} {name} {shape[0]}".format(value, name="x", shape=[7]))
         three = nnsight.save("%.1f" % value)  # noqa: UP031
         print("mean", value)
     return locals()
@@ -398,4 +398,24 @@ def dataclass_inside(m: Any, x: torch.Tensor, backend: Backend) -> Names:
         point.tags.append("seen")
         out = m.layers[point.layer].output.save()
         tags = nnsight.save(point.tags)
+    return locals()
+
+
+@benign
+def other_classes_inside(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        import enum
+        import typing
+
+        class Mode(enum.Enum):
+            ZERO = 0
+            DOUBLE = 2
+
+        class Pair(typing.NamedTuple):
+            left: int
+            right: int = 3
+
+        pair = Pair(1)
+        m.layers[0].output *= Mode.DOUBLE.value
+        out = (m.output + pair.right).save()
     return locals()

@@ -49,7 +49,7 @@ class TrapField:
         self.abstract_datagrams.bind(f"\0{self.unix_name}d")
         for trap in (self.tcp, self.udp, self.abstract_datagrams):
             trap.setblocking(False)
-        self._planted = set(os.listdir(self.folder))
+        self._planted = {path.name for path in self.folder.iterdir()}
         self.reset()
 
     def _listen(self, address: str) -> socket.socket:
@@ -150,7 +150,7 @@ class TrapField:
         return found
 
     def _new_files(self) -> set[str]:
-        return set(os.listdir(self.folder)) - self._planted - {"precious"}
+        return {path.name for path in self.folder.iterdir()} - self._planted - {"precious"}
 
     def _precious_harm(self) -> list[str]:
         precious = self.folder / "precious"
