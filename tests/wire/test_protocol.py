@@ -22,9 +22,9 @@ from mesh.wire.control import _LAYOUT, pack_map
 from mesh.wire.frames import Frame, FrameType
 from mesh.wire.messages import (
     Advertise,
-    Drain,
     Bye,
     Close,
+    Drain,
     Failure,
     Hello,
     Message,
