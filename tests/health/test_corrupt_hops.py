@@ -18,7 +18,7 @@ from tests.health.watched import (
     watched,
     with_values,
 )
-from tests.pipeline.toy_mesh import ToyNetwork, expected_tokens
+from tests.pipeline.toy_mesh import ToyNetwork, ToySession, expected_tokens
 
 COUNT = 12
 
@@ -117,7 +117,8 @@ async def test_a_bad_standing_is_ignored_when_nobody_else_is_left() -> None:
 
 async def test_a_hop_at_its_limit_is_passed_by_and_not_held_to_blame() -> None:
     network = ToyNetwork()
-    full = network.add("0-7", name="a-full", streams=0)
+    full = network.add("0-7", name="a-full", streams=1)
+    full.sessions[(99, 1)] = ToySession(full.descriptor.layer_range)  # somebody else's
     network.add("0-7", name="b")
     with watched(network) as mesh:
         assert tokens_of(await mesh.ask(4)) == expected_tokens(PROMPT, 4)
