@@ -6,6 +6,7 @@ the loopback interface. It never outlives the ``with`` block that started it.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ from typing import Any, Self
 
 import httpx
 
+from mesh.cli.join import join_alone
+from mesh.config import Config
 from mesh.errors import InternalError, NotRunning
 from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord, read_daemon
@@ -66,6 +69,13 @@ class LocalNode:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def join(self, anchor: LocalNode) -> None:
+        """Pair with a running anchor's hearth, for a daemon that is not started yet."""
+        invited = anchor.post("/mesh/v1/hearth/invite", {"level": "trusted"})
+        invited.raise_for_status()
+        config = Config(state_dir=self.state_dir, name=self.name)
+        asyncio.run(join_alone(config, invited.json()["link"], None))
 
     def stop(self) -> None:
         """Ask it to end, then make it end."""

@@ -316,7 +316,7 @@ class Auditor:
         if not usable:
             return None
         best = min(usable, key=lambda c: self._rank(c, hop.shard))
-        line = await self._lines.line(best.descriptor.endpoint)
+        line = await self._lines.line(best.descriptor.host, best.descriptor.endpoint)
         chosen = RouteHop(best.descriptor, hop.layers)
         shadow = Shadow(chosen, line, terms, self._settings.timeout_s)
         try:

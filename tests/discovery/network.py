@@ -71,7 +71,7 @@ def advertised(
             max_concurrent_streams=4,
             host=host,
             node_name="kitchen",
-            endpoint=Endpoint("ws://127.0.0.1:7701"),
+            endpoint=Endpoint("wss://127.0.0.1:7701"),
             dtype="fp32",
             determinism_class="x86-fp32",
             advertised_at=MOMENT,
