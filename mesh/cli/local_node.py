@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +30,14 @@ from mesh.runtime import DaemonRecord, read_daemon
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 15.0
 _POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """How a node got in."""
+
+    code: str
+    level: str
 
 
 @dataclass
@@ -70,12 +80,15 @@ class LocalNode:
                 start_new_session=True,
             )
 
-    def join(self, anchor: LocalNode) -> None:
+    def join(self, anchor: LocalNode, level: str = "trusted") -> Pairing:
         """Pair with a running anchor's hearth, for a daemon that is not started yet."""
-        invited = anchor.post("/mesh/v1/hearth/invite", {"level": "trusted"})
-        invited.raise_for_status()
+        response = anchor.post("/mesh/v1/hearth/invite", {"level": level})
+        response.raise_for_status()
+        window = response.json()
         config = Config(state_dir=self.state_dir, name=self.name)
-        asyncio.run(join_alone(config, invited.json()["link"], None))
+        place = f"{window['host']}:{window['port']}"
+        asyncio.run(join_alone(config, window["code"], place))
+        return Pairing(window["code"], window["level"])
 
     def stop(self) -> None:
         """Ask it to end, then make it end."""
@@ -165,3 +178,12 @@ class LocalNode:
         daemon = psutil.Process(self.process.pid)
         for process in [daemon, *daemon.children(recursive=True)]:
             process.send_signal(number)
+
+
+def start_hearth(nodes: Sequence[LocalNode], stack: ExitStack) -> None:
+    """Start nodes in one hearth: the first founds it, the others join and then start."""
+    first, *others = nodes
+    stack.enter_context(first).wait_up()
+    for node in others:
+        node.join(first)
+        stack.enter_context(node)
