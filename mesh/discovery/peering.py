@@ -182,11 +182,6 @@ class Peering:
             raise LinkLost(f"There is no link to {peer}.", fix="It is dialled again.")
         end.link.send(message)
 
-    async def announce_window(self, port: int | None) -> None:
-        """Show the network where an invitation can be taken up; None when it no longer can."""
-        if self._mdns is not None:
-            await self._mdns.announce_window(port)
-
     def peers(self) -> list[PeerView]:
         """Everybody known: linked, being dialled, announced by other hearths."""
         linked = [
@@ -306,6 +301,8 @@ class Peering:
                 return PeerState.SELF, "this node, under one of its own addresses"
             self._sightings.warn_cloned(peer.node_id, self.address, peer.address)
             return PeerState.NOT_A_PEER, "another machine with this node's key"
+        if not self._trust.tls.trusts(peer.node_id):  # put out since the handshake
+            return PeerState.NOT_A_PEER, _OUT
         if peer.hearth != self._settings.hearth:
             return PeerState.OTHER_HEARTH, "it belongs to another hearth"
         if expected not in (None, peer.node_id):

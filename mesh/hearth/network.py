@@ -206,6 +206,7 @@ class Network:
         )
         hearth.on_roster.append(self._members_changed)
         choices = list(self._settings.interfaces)
+        mdns = Mdns(lambda: interfaces.choose(choices)[0])
         peering = self._peering = Peering(
             replace(self._settings.peering, hearth=record.hearth_id),
             self._store,
@@ -213,9 +214,9 @@ class Network:
             self._on_event,
             trust=hearth,
             on_gossip=lambda peer, message: hearth.receive(peer, message.body),
-            mdns=Mdns(lambda: interfaces.choose(choices)[0]),
+            mdns=mdns,
         )
-        self._inviting = Inviting(hearth, self._clock, peering.announce_window, self._invited)
+        self._inviting = Inviting(hearth, self._clock, mdns.announce_window, self._invited)
         hearth.start_gossip(
             lambda peer, message: peering.send(peer, Gossip(messages.to_dict(message)))
         )
