@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -17,10 +16,8 @@ KEY = NodeKey(Ed25519PrivateKey.generate())
 HELLO = Hello(KEY.node_id, "asker", "tensors", "test")
 
 
-@cache
-def contexts() -> TlsContexts:
-    """Contexts that trust this identity alone."""
-    return TlsContexts(TlsMaterial.of(KEY, []))
+TLS = TlsContexts(TlsMaterial.of(KEY, []))
+"""Contexts that trust this identity alone; made here, because making them blocks."""
 
 
 def start_command(cache_dir: object) -> dict[str, Any]:
@@ -35,4 +32,4 @@ def start_command(cache_dir: object) -> dict[str, Any]:
 
 async def dial(host: str, port: int, handler: LinkHandler) -> Link:
     """A link to whoever has this identity, whatever it is called."""
-    return await connect(host, port, hello=HELLO, handler=handler, ssl=contexts().client())
+    return await connect(host, port, hello=HELLO, handler=handler, ssl=TLS.client())

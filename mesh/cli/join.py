@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.options import ConfigFile, Json, StateDir
+from mesh.cli.options import ConfigFile, Json, StateDir, ask
 from mesh.cli.output import print_json, say
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def join(
     from mesh.config import load_config
 
     flags = {"state_dir": state_dir, "name": name, "interface": interface}
-    joined = asyncio.run(_join(load_config(flags, file=config).config, code, peer))
+    joined = _join(load_config(flags, file=config).config, code, peer)
     if json:
         print_json(joined)
         return
@@ -43,19 +42,19 @@ def join(
         say("Start it with `hearthnet up`.")
 
 
-async def _join(config: Config, code: str, peer: str | None) -> dict[str, Any]:
+def _join(config: Config, code: str, peer: str | None) -> dict[str, Any]:
     from mesh.client import Client
     from mesh.paths import StatePaths
     from mesh.runtime import read_daemon
 
-    record = await asyncio.to_thread(read_daemon, StatePaths(config.state_dir).runtime_file)
+    record = read_daemon(StatePaths(config.state_dir).runtime_file)
     if record is None:
-        return {**await join_alone(config, code, peer), "running": False}
-    async with Client(record.api_url, api_key=record.api_key or config.api_key) as client:
-        return {**await client.join(code, peer), "running": True}
+        return {**join_alone(config, code, peer), "running": False}
+    client = Client(record.api_url, api_key=record.api_key or config.api_key)
+    return {**ask(client, lambda client: client.join(code, peer)), "running": True}
 
 
-async def join_alone(config: Config, code: str, peer: str | None) -> dict[str, Any]:
+def join_alone(config: Config, code: str, peer: str | None) -> dict[str, Any]:
     """Join for a daemon that starts later. Raises what `mesh.hearth.joining.join_hearth` raises."""
     from mesh.clock import SystemClock
     from mesh.discovery.interfaces import choose
@@ -63,11 +62,8 @@ async def join_alone(config: Config, code: str, peer: str | None) -> dict[str, A
     from mesh.identity.keys import load_or_create
     from mesh.paths import StatePaths
 
-    def prepare(root: Path) -> tuple[Joiner, list[Any]]:
-        paths = StatePaths(root).create()
-        key = load_or_create(paths.identity_key)
-        return Joiner(key, config.name, paths, SystemClock()), choose(list(config.interface))[0]
-
-    joiner, interfaces = await asyncio.to_thread(prepare, config.state_dir)
-    record = await join_hearth(joiner, code, peer, interfaces)
+    paths = StatePaths(config.state_dir).create()
+    joiner = Joiner(load_or_create(paths.identity_key), config.name, paths, SystemClock())
+    interfaces = choose(list(config.interface))[0]
+    record = asyncio.run(join_hearth(joiner, code, peer, interfaces))
     return {"id": record.hearth_id, "name": record.name}

@@ -6,7 +6,6 @@ the loopback interface. It never outlives the ``with`` block that started it.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -87,7 +86,7 @@ class LocalNode:
         window = response.json()
         config = Config(state_dir=self.state_dir, name=self.name)
         place = f"{window['host']}:{window['port']}"
-        asyncio.run(join_alone(config, window["code"], place))
+        join_alone(config, window["code"], place)
         return Pairing(window["code"], window["level"])
 
     def stop(self) -> None:

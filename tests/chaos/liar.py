@@ -73,7 +73,7 @@ class Liar:
         self._server: LinkServer | None = None
 
     async def __aenter__(self) -> Self:
-        tls = secure.contexts().server
+        tls = secure.TLS.server
         hello = Hello(secure.KEY.node_id, "liar", "tensors", "test")
         self._server = await serve("127.0.0.1", 0, accept=self._accept, hello=hello, ssl=tls)
         self.port = self._server.port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
 import subprocess
@@ -108,7 +109,8 @@ def test_found_invite_join_promote_revoke(tmp_path: Path) -> None:
         barn = run(tmp_path, "barn", "--layers", "none")
         window = hearthnet("invite", node=attic)
         place = f"{window['host']}:{window['port']}"
-        assert not hearthnet("join", window["code"], "--peer", place, node=barn)["running"]
+        joined = hearthnet("join", window["code"], "--peer", place, "--name", "barn", node=barn)
+        assert not joined["running"]
         with barn:
             barn.wait_up()
             everybody = {"attic": "anchor", "barn": "trusted", "sofa": "trusted"}
@@ -128,7 +130,7 @@ def test_found_invite_join_promote_revoke(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not may_sniff(), reason="needs a packet socket")
-async def test_a_stranger_gets_nothing_and_the_wire_shows_nothing(tmp_path: Path) -> None:
+def test_a_stranger_gets_nothing_and_the_wire_shows_nothing(tmp_path: Path) -> None:
     attic = run(tmp_path, "attic")
     with attic:
         attic.wait_ready()
@@ -146,7 +148,7 @@ async def test_a_stranger_gets_nothing_and_the_wire_shows_nothing(tmp_path: Path
         for port in (attic.record.port, shard_port):
             for way in ways:
                 with pytest.raises(ConnectFailed):
-                    await connect("127.0.0.1", port, hello=hello, handler=Nobody(), ssl=way)
+                    asyncio.run(connect("127.0.0.1", port, hello=hello, handler=Nobody(), ssl=way))
         assert up_peers(attic) == set()
 
         sofa = run(tmp_path, "sofa", "--layers", "none")
