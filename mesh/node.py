@@ -25,7 +25,6 @@ from mesh.discovery import interfaces
 from mesh.discovery.advertisement import Advertisement, encode
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.events import PeerEvent
-from mesh.discovery.peering import PeeringSettings
 from mesh.errors import AlreadyRunning
 from mesh.health.detector import FailureDetector, NodeHealth, Verdict
 from mesh.health.eventstream import EventStream
@@ -57,7 +56,6 @@ class Node:
 
     def __init__(self, config: Config, key: NodeKey, models: Sequence[LocalModel]) -> None:
         self._config = config
-        self._paths = StatePaths(config.state_dir)
         self._key = key
         self._models = list(models)
         self._clock = SystemClock()
@@ -85,8 +83,7 @@ class Node:
         address = str(chosen[0].address) if chosen else "127.0.0.1"
         network = self._network = self._make_network(address, len(chosen))
         await network.start()
-        tls = (await network.tls_material()).to_fields()
-        self._start_host(address, tls)
+        self._start_host(address, tls := (await network.tls_material()).to_fields())
         self._start_askers(tls)
         await self._start_api(network)
         self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
@@ -123,17 +120,9 @@ class Node:
     # Parts
 
     def _make_network(self, address: str, interface_count: int) -> Network:
-        config = self._config
-        peering = PeeringSettings(
-            node_id=self._key.node_id,
-            name=config.name,
-            hearth="",
-            software=f"hearthnet/{__version__}",
-            # One interface is bound exactly; of several, each has to be listened on.
-            host=address if interface_count <= 1 else "0.0.0.0",  # noqa: S104
-            port=config.port,
-            static_peers=config.peer,
-            shard_health_timeout_s=config.distributed.shard_health_timeout_seconds,
+        software = f"hearthnet/{__version__}"
+        settings = NetworkSettings.of(
+            self._config, self._key.node_id, software, address, interface_count
         )
         hooks = NetworkHooks(
             self._served,
@@ -141,8 +130,8 @@ class Node:
             self._on_members,
             lambda kind, fields: self._events.emit(kind, **fields),
         )
-        settings = NetworkSettings(peering, address, config.interface, self._is_distributed)
-        return Network(self._key, self._paths, settings, self._store, self._clock, hooks)
+        paths = StatePaths(self._config.state_dir)
+        return Network(self._key, paths, settings, self._store, self._clock, hooks)
 
     def _start_host(self, address: str, tls: dict[str, Any]) -> None:
         start = {
@@ -290,7 +279,8 @@ class Node:
         return [
             {**encode(shard), "verdict": verdict.value}
             for shard in self._store.shards(model_id)
-            if self._may_use(shard.descriptor.host)
+            if self._network is not None
+            and self._network.may_serve(shard.descriptor.host)
             and (verdict := self._watch.verdict(shard.descriptor.host)) is not Verdict.LOST
         ]
 
@@ -329,9 +319,6 @@ class Node:
         """See `AskerOwner`; also when a shard came or went: neighbours are told."""
         if self._network is not None:
             self._network.advertise()
-
-    def _may_use(self, host: NodeId) -> bool:
-        return self._network is not None and self._network.may_serve(host)
 
     def _on_members(self) -> None:
         """Processes trust whom the hearth trusts, and routes lead nowhere else, from now on."""

@@ -11,8 +11,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from mesh.clock import Clock
+from mesh.config import Config
 from mesh.discovery import interfaces
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
@@ -48,6 +50,24 @@ class NetworkSettings:
     address: str
     interfaces: tuple[str, ...]
     is_enabled: bool
+
+    @classmethod
+    def of(
+        cls, config: Config, own: NodeId, software: str, address: str, interface_count: int
+    ) -> Self:
+        """What the configuration says; `address` is the first interface's."""
+        peering = PeeringSettings(
+            node_id=own,
+            name=config.name,
+            hearth="",
+            software=software,
+            # One interface is bound exactly; of several, each has to be listened on.
+            host=address if interface_count <= 1 else "0.0.0.0",  # noqa: S104
+            port=config.port,
+            static_peers=config.peer,
+            shard_health_timeout_s=config.distributed.shard_health_timeout_seconds,
+        )
+        return cls(peering, address, config.interface, config.distributed.enabled is not False)
 
 
 @dataclass(frozen=True, slots=True)

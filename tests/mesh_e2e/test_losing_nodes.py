@@ -28,12 +28,6 @@ def expected() -> list[int]:
     return hugging_face(checkpoint_dir(), PROMPT, COUNT)[0]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def keeper(start_node: StartNode) -> LocalNode:
-    """Founds the hearth and lets everybody in; never among those that go."""
-    return start_node("keeper", "--layers", "none")
-
-
 def stream(
     asker: LocalNode, at: int, act: Callable[[], None], **body: Any
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[int]]:
