@@ -246,11 +246,17 @@ class Network:
         hearth = self.hearth
         if hearth is not None and isinstance(event, PeerUp):
             hearth.peer_up(event.node_id)
+            # The end of an earlier link may be on its way through a task: then this is the one.
+            asyncio.get_running_loop().call_soon(self._still_up, event.node_id)
         if hearth is not None and isinstance(event, PeerDown):
             task = spawn(hearth.peer_down(event.node_id), "gossip ends")
             self._background.add(task)
             task.add_done_callback(self._background.discard)
         self._hooks.on_event(event)
+
+    def _still_up(self, node: NodeId) -> None:
+        if self.hearth is not None:
+            self.hearth.peer_up(node)
 
     def _members_changed(self, before: Roster, after: Roster) -> None:
         for node in departed(before, after):
