@@ -20,7 +20,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import msgpack
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct(">I")
 MAX_MESSAGE_BYTES = 64 << 20
+RESTART_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+STEADY_S = 60.0
 _CHANNEL_FD = "HEARTHNET_CHANNEL_FD"
 _PR_SET_PDEATHSIG = 1
 
@@ -178,6 +180,25 @@ class Child:
             return await asyncio.to_thread(self._process.wait, timeout_s)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"{self.name} still runs after {timeout_s} s") from None
+
+
+async def run_again(
+    run: Callable[[], Awaitable[None]], name: str, is_stopping: Callable[[], bool] = lambda: False
+) -> None:
+    """Await `run` over and over, later each time it ends soon, until `is_stopping` says so."""
+    loop = asyncio.get_running_loop()
+    failures = 0
+    while True:
+        started = loop.time()
+        await run()
+        if is_stopping():
+            return
+        if loop.time() - started > STEADY_S:
+            failures = 0
+        delay = RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S) - 1)]
+        failures += 1
+        logger.error("%s ended; starting again in %g s", name, delay)
+        await asyncio.sleep(delay)
 
 
 async def attach_to_parent(on_message: Callable[[ChannelMessage], None]) -> Channel:

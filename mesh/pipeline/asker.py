@@ -22,14 +22,13 @@ from mesh.errors import (
     from_dict,
 )
 from mesh.pipeline.frames import decode_frame, encode_hop, encode_request
-from mesh.supervise import ChannelMessage, Child
+from mesh.supervise import ChannelMessage, Child, run_again
 from mesh.types import GenerationRequest, ModelId, RouteHop, StreamFrame
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
-RESTART_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 CREDIT_BATCH = 16
 MAX_WAITING_FRAMES = 128
 
@@ -83,7 +82,10 @@ class AskerProcess:
 
     def start(self) -> None:
         """Begin to run; `wait_ready` tells when it can answer."""
-        self._task = asyncio.create_task(self._keep_running(), name=f"asker {self.spec.model_id}")
+        self._task = asyncio.create_task(
+            run_again(self._run_child, f"asker {self.spec.model_id}"),
+            name=f"asker {self.spec.model_id}",
+        )
 
     async def wait_ready(self) -> None:
         """Until the ends are loaded. Raises what loading raised, or InternalError after long."""
@@ -145,22 +147,13 @@ class AskerProcess:
 
     # Private
 
-    async def _keep_running(self) -> None:
-        failures = 0
-        while True:
-            self._gone.clear()
-            started = asyncio.get_running_loop().time()
-            try:
-                await self._start_child()
-                await self._gone.wait()
-            finally:
-                await self._end_child()
-            if asyncio.get_running_loop().time() - started > 60:
-                failures = 0
-            delay = RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S) - 1)]
-            failures += 1
-            logger.error("asker=%s ended; starting again in %g s", self.spec.model_id, delay)
-            await asyncio.sleep(delay)
+    async def _run_child(self) -> None:
+        self._gone.clear()
+        try:
+            await self._start_child()
+            await self._gone.wait()
+        finally:
+            await self._end_child()
 
     async def _start_child(self) -> None:
         self._child = await Child.start(

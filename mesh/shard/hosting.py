@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mesh.errors import InternalError, LinkLost, MeshError, from_dict
-from mesh.supervise import ChannelMessage, Child
+from mesh.supervise import ChannelMessage, Child, run_again
 from mesh.types import (
     Endpoint,
     LayerRange,
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
-RESTART_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,9 @@ class ShardHost:
         """Begin to run, once; `wait_settled` tells when every shard has loaded or failed."""
         if self._task is not None:
             return
-        self._task = asyncio.create_task(self._keep_running(), name="shard host")
+        self._task = asyncio.create_task(
+            run_again(self._run_child, "shard host", lambda: self._is_stopping), name="shard host"
+        )
 
     async def wait_settled(self) -> None:
         """Until every shard has loaded or failed. Raises the first failure."""
@@ -149,24 +150,13 @@ class ShardHost:
 
     # Private
 
-    async def _keep_running(self) -> None:
-        failures = 0
-        while True:
-            self._gone.clear()
-            started = asyncio.get_running_loop().time()
-            try:
-                await self._start_child()
-                await self._gone.wait()
-            finally:
-                await self._end_child()
-            if self._is_stopping:
-                return
-            if asyncio.get_running_loop().time() - started > 60:
-                failures = 0
-            delay = RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S) - 1)]
-            failures += 1
-            logger.error("the shard process ended; starting again in %g s", delay)
-            await asyncio.sleep(delay)
+    async def _run_child(self) -> None:
+        self._gone.clear()
+        try:
+            await self._start_child()
+            await self._gone.wait()
+        finally:
+            await self._end_child()
 
     async def _start_child(self) -> None:
         self._child = await Child.start(

@@ -58,9 +58,6 @@ def to_torch(tensor: WireTensor) -> torch.Tensor:
     return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape)
 
 
-from_wire = to_torch
-
-
 def _to_half(source: torch.Tensor) -> torch.Tensor:
     """fp16, or fp32 when a finite value would become infinite."""
     # torch's direct bf16 -> fp16 cast of a large tensor takes three times as long as both of these.
