@@ -72,6 +72,22 @@ class Client:
         found: list[dict[str, Any]] = (await self._get("/mesh/v1/models"))["models"]
         return found
 
+    async def hearth(self) -> dict[str, Any]:
+        """`GET /mesh/v1/hearth`: who is in."""
+        return await self._get("/mesh/v1/hearth")
+
+    async def invite(self, level: str | None, ttl_s: float | None) -> dict[str, Any]:
+        """`POST /mesh/v1/hearth/invite`: open a pairing window."""
+        return await self._post("/mesh/v1/hearth/invite", {"level": level, "ttl_s": ttl_s})
+
+    async def join(self, code: str, peer: str | None) -> dict[str, Any]:
+        """`POST /mesh/v1/hearth/join`: take up an invitation."""
+        return await self._post("/mesh/v1/hearth/join", {"code": code, "peer": peer})
+
+    async def change_member(self, verb: str, member: str, **more: str | None) -> dict[str, Any]:
+        """`POST /mesh/v1/hearth/VERB`: ``promote``, ``demote`` or ``revoke`` a member."""
+        return await self._post(f"/mesh/v1/hearth/{verb}", {"member": member, **more})
+
     async def readiness(self) -> list[str]:
         """What the daemon misses before it can answer; empty when ready."""
         try:
@@ -123,6 +139,16 @@ class Client:
     async def _get(self, path: str) -> dict[str, Any]:
         try:
             response = await self._http.get(path)
+        except httpx.TransportError as error:
+            raise self._lost(error) from error
+        if response.is_error:
+            raise _reported(response.content)
+        found: dict[str, Any] = response.json()
+        return found
+
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            response = await self._http.post(path, json=body)
         except httpx.TransportError as error:
             raise self._lost(error) from error
         if response.is_error:

@@ -127,8 +127,6 @@ class Config(BaseSettings):
     """Where this node keeps its identity, logs and runtime file."""
     name: str = Field(default_factory=_host_name, min_length=1, max_length=64)
     """What people call this node. Default: the machine's host name."""
-    hearth: str = Field(default="home", min_length=1, max_length=64)
-    """The group of nodes this one belongs to; nodes of other hearths are shown, never used."""
     model: Texts = ("builtin",)
     """Models to hold: ``builtin``, or ``PATH[=ID]`` of a checkpoint directory."""
     layers: Texts = ()

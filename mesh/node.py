@@ -25,13 +25,13 @@ from mesh.discovery import interfaces
 from mesh.discovery.advertisement import Advertisement, encode
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.events import PeerEvent
-from mesh.discovery.mdns import Mdns
-from mesh.discovery.peering import Peering, PeeringSettings
 from mesh.errors import AlreadyRunning
 from mesh.health.detector import FailureDetector, NodeHealth, Verdict
 from mesh.health.eventstream import EventStream
 from mesh.health.metrics import Metrics
 from mesh.health.peerwatch import PeerWatch
+from mesh.hearth.control import Control
+from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
 from mesh.identity.keys import NodeKey, load_or_create
 from mesh.models.local import LocalModel, find_local_models, require_memory
 from mesh.paths import StatePaths, cache_dir
@@ -70,7 +70,7 @@ class Node:
         self._watch = PeerWatch(detector, self._silences, self._on_verdict)
         self._host = ShardHost(HostSpec({}, ()), self.asker_changed)
         self._askers: dict[ModelId, AskerProcess] = {}
-        self._peering: Peering | None = None
+        self._network: Network | None = None
         self._api: ApiServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._is_paused = False
@@ -81,10 +81,11 @@ class Node:
         for line in [*chosen, *skipped]:
             logger.info("interface %s", line)
         address = str(chosen[0].address) if chosen else "127.0.0.1"
-        await self._start_peering(address, len(chosen))
-        self._start_host(address)
-        self._start_askers()
-        await self._start_api()
+        network = self._network = self._make_network(address, len(chosen))
+        await network.start()
+        self._start_host(address, tls := (await network.tls_material()).to_fields())
+        self._start_askers(tls)
+        await self._start_api(network)
         self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
         self._tasks.append(asyncio.create_task(self._watch.run(), name="watch peers"))
 
@@ -96,8 +97,8 @@ class Node:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._peering is not None:
-            await self._peering.stop()
+        if self._network is not None:
+            await self._network.stop()
         grace_s = self._config.distributed.host.drain_seconds
         draining = [self._host.drain(grace_s)]
         if self._api is not None:
@@ -111,34 +112,30 @@ class Node:
         return DaemonRecord.for_this_process(
             api_url=self._api_url(),
             api_port=port,
-            port=self._peering.port if self._peering is not None else 0,
+            port=self._network.port if self._network is not None else 0,
             api_key=self._config.api_key,
+            founded=self._network.founded if self._network is not None else None,
         )
 
     # Parts
 
-    async def _start_peering(self, address: str, interface_count: int) -> None:
-        config = self._config
-        if not self._is_distributed:
-            logger.info("distributed inference is switched off: nothing is announced")
-            return
-        settings = PeeringSettings(
-            node_id=self._key.node_id,
-            name=config.name,
-            hearth=config.hearth,
-            software=f"hearthnet/{__version__}",
-            # One interface is bound exactly; of several, each has to be listened on.
-            host=address if interface_count <= 1 else "0.0.0.0",  # noqa: S104
-            port=config.port,
-            static_peers=config.peer,
-            shard_health_timeout_s=config.distributed.shard_health_timeout_seconds,
+    def _make_network(self, address: str, interface_count: int) -> Network:
+        software = f"hearthnet/{__version__}"
+        settings = NetworkSettings.of(
+            self._config, self._key.node_id, software, address, interface_count
         )
-        mdns = Mdns(lambda: interfaces.choose(list(config.interface))[0])
-        self._peering = Peering(settings, self._store, self._served, self._on_peer, mdns=mdns)
-        await self._peering.start()
+        hooks = NetworkHooks(
+            self._served,
+            self._on_peer,
+            self._on_members,
+            lambda kind, fields: self._events.emit(kind, **fields),
+        )
+        paths = StatePaths(self._config.state_dir)
+        return Network(self._key, paths, settings, self._store, self._clock, hooks)
 
-    def _start_host(self, address: str) -> None:
+    def _start_host(self, address: str, tls: dict[str, Any]) -> None:
         start = {
+            "tls": tls,
             "listen_host": address,
             "listen_port": 0,
             "hello": self._identity(),
@@ -165,7 +162,7 @@ class Node:
             "eviction_idle_s": limits.shard_eviction_idle_seconds,
         }
 
-    def _start_askers(self) -> None:
+    def _start_askers(self, tls: dict[str, Any]) -> None:
         distributed = self._config.distributed
         settings = {
             "max_shards": distributed.max_shards_per_request,
@@ -193,18 +190,19 @@ class Node:
                 hello,
                 options,
                 settings,
+                tls,
             )
             asker = AskerProcess(spec, self)
             self._askers[model.model_id] = asker
             asker.start()
 
-    async def _start_api(self) -> None:
+    async def _start_api(self, network: Network) -> None:
         config = self._config
         parts = NodeParts(
             node=self._facts,
             models=self._models,
             store=self._store,
-            peers=self._peering.peers if self._peering is not None else list,
+            peers=network.peers,
             askers=self._askers,
             host=self._host,
             events=self._events,
@@ -218,7 +216,7 @@ class Node:
             on_frame=self._metrics.frame,
         )
         settings = ApiSettings(host=config.api_host, api_key=config.api_key)
-        app = create_app(generations, Overview(parts), settings)
+        app = create_app(generations, Overview(parts), settings, Control(network))
         self._api = await serve_api(app, config.api_host, config.api_port)
 
     # What the parts ask
@@ -244,15 +242,17 @@ class Node:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def _facts(self) -> dict[str, Any]:
+        network = self._network
+        hearth = network.hearth if network is not None else None
         return {
             "id": self._key.node_id,
             "name": self._config.name,
             "software": f"hearthnet/{__version__}",
             "started_at": self._started_at.isoformat(),
             "api": self._api_url(),
-            "endpoint": self._peering.address if self._peering is not None else None,
+            "endpoint": network.address if network is not None else None,
             "state_dir": str(self._config.state_dir),
-            "hearth": self._config.hearth,
+            "hearth": {"id": hearth.id, "name": hearth.roster.name} if hearth else None,
             "enabled": self._is_distributed,
             "paused": self._is_paused,
         }
@@ -279,7 +279,9 @@ class Node:
         return [
             {**encode(shard), "verdict": verdict.value}
             for shard in self._store.shards(model_id)
-            if (verdict := self._watch.verdict(shard.descriptor.host)) is not Verdict.LOST
+            if self._network is not None
+            and self._network.may_serve(shard.descriptor.host)
+            and (verdict := self._watch.verdict(shard.descriptor.host)) is not Verdict.LOST
         ]
 
     def latencies(self, shards: dict[str, list[float]]) -> None:
@@ -315,8 +317,16 @@ class Node:
 
     def asker_changed(self) -> None:
         """See `AskerOwner`; also when a shard came or went: neighbours are told."""
-        if self._peering is not None:
-            self._peering.advertise()
+        if self._network is not None:
+            self._network.advertise()
+
+    def _on_members(self) -> None:
+        """Processes trust whom the hearth trusts, and routes lead nowhere else, from now on."""
+        users = self._network.users() if self._network is not None else ()
+        self._host.trust(users)
+        for asker in self._askers.values():
+            asker.trust(users)
+            asker.push_shards()
 
     def _on_peer(self, event: PeerEvent) -> None:
         fields = asdict(event)
@@ -325,7 +335,7 @@ class Node:
         self._events.emit(kind, **fields)
 
     def _silences(self) -> list[tuple[NodeId, float]]:
-        return self._peering.silences() if self._peering is not None else []
+        return self._network.silences() if self._network is not None else []
 
     def _on_verdict(self, node_id: NodeId, health: NodeHealth) -> None:
         logger.info("node=%s is %s, silent for %.1f s", node_id, health.verdict, health.silent_s)

@@ -42,6 +42,16 @@ class StatePaths:
         return self.root / "identity.key"
 
     @property
+    def hearth(self) -> Path:
+        """Which hearth the node is in, and whom it was told of as it joined (0600)."""
+        return self.root / "hearth.json"
+
+    @property
+    def events_dir(self) -> Path:
+        """The signed logs, a file per hearth."""
+        return self.root / "events"
+
+    @property
     def api_key(self) -> Path:
         """The API key made for a bind beyond loopback (0600)."""
         return self.root / "api.key"
@@ -63,7 +73,7 @@ class StatePaths:
 
     def create(self) -> StatePaths:
         """Make the directories, readable by their owner only; returns self. Raises OSError."""
-        for directory in (self.root, self.logs_dir):
+        for directory in (self.root, self.logs_dir, self.events_dir):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             directory.chmod(0o700)
         return self

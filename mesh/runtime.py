@@ -19,7 +19,10 @@ _START_TOLERANCE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class DaemonRecord:
-    """A running daemon: its process and where it answers. `api_key` is None on a bare loopback."""
+    """A running daemon: its process and where it answers. `api_key` is None on a bare loopback.
+
+    `founded` is the name of the hearth that this run founded.
+    """
 
     pid: int
     create_time: float
@@ -27,15 +30,22 @@ class DaemonRecord:
     api_port: int
     port: int
     api_key: str | None = None
+    founded: str | None = None
 
     @classmethod
     def for_this_process(
-        cls, *, api_url: str, api_port: int, port: int, api_key: str | None
+        cls,
+        *,
+        api_url: str,
+        api_port: int,
+        port: int,
+        api_key: str | None,
+        founded: str | None = None,
     ) -> DaemonRecord:
         """The record of the calling process."""
         pid = os.getpid()
         started = psutil.Process(pid).create_time()
-        return cls(pid, started, api_url, api_port, port, api_key)
+        return cls(pid, started, api_url, api_port, port, api_key, founded)
 
     @property
     def is_alive(self) -> bool:

@@ -15,7 +15,7 @@ NodeId = NewType("NodeId", str)
 ModelId = NewType("ModelId", str)
 ShardId = NewType("ShardId", str)
 Endpoint = NewType("Endpoint", str)
-"""Where a shard listens: ``ws://HOST:PORT``."""
+"""Where a shard listens: ``wss://HOST:PORT``."""
 
 _INCLUSIVE = re.compile(r"(\d{1,6})-(\d{1,6})")
 

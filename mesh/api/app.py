@@ -8,15 +8,20 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
-from mesh.api import faults, health, mesh
+from mesh.api import faults, health, hearth, mesh
 from mesh.api.auth import Gate
 from mesh.api.openai import chat, completions, models, streams
 from mesh.api.resumable import KeptStreams
-from mesh.api.services import ApiSettings, Generations, MeshView
+from mesh.api.services import ApiSettings, Generations, HearthControl, MeshView
 from mesh.errors import MeshError
 
 
-def create_app(generations: Generations, view: MeshView, settings: ApiSettings) -> Starlette:
+def create_app(
+    generations: Generations,
+    view: MeshView,
+    settings: ApiSettings,
+    control: HearthControl | None = None,
+) -> Starlette:
     """The application. ``app.state.closing`` is an event that ends its endless streams."""
     closing = asyncio.Event()
     kept = KeptStreams(ping_s=settings.ping_s)
@@ -28,6 +33,7 @@ def create_app(generations: Generations, view: MeshView, settings: ApiSettings) 
             *streams.routes(kept),
             *mesh.routes(view, settings, closing),
             *health.routes(view),
+            *(hearth.routes(control, settings) if control is not None else []),
         ],
         middleware=[Middleware(Gate, settings=settings)],
         exception_handlers={

@@ -56,6 +56,30 @@ class MeshView(Protocol):
         """Prometheus' text format."""
 
 
+class HearthControl(Protocol):
+    """Who is in the hearth, and changing that; every method may raise MeshError."""
+
+    def view(self) -> dict[str, Any]:
+        """``{"id", "name", "self", "is_member", "two_signatures", "members": [{"node_id",
+        "short_id", "fingerprint", "name", "level", "added_by", "self"}], "pending": [{"node_id",
+        "name", "action", "voters", "needed"}], "out": [{"node_id", "name", "why"}]}``"""
+
+    async def invite(self, level: str | None, ttl_s: float | None) -> dict[str, Any]:
+        """``{"code", "link", "qr", "level", "ttl_s", "host", "port"}`` of a new window."""
+
+    async def join(self, code: str, peer: str | None) -> dict[str, Any]:
+        """``{"id", "name"}`` of the hearth that this node is in now."""
+
+    async def promote(self, who: str, level: str | None) -> dict[str, Any]:
+        """``{"done", "action", "votes_missing", "member"}``; `who` is a name or an id."""
+
+    async def demote(self, who: str, level: str | None) -> dict[str, Any]:
+        """See `promote`."""
+
+    async def revoke(self, who: str, reason: str) -> dict[str, Any]:
+        """See `promote`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
     """How the API protects itself and how long it stays silent.

@@ -1,15 +1,15 @@
 """`hearthnet demo`: the whole story on one machine, with real processes and real sockets.
 
-Three nodes hold the built-in model's layers between them, with overlap, and find each other by
-mDNS on the loopback interface. A fourth holds no layer and asks. In the middle of its answer one of
-the serving nodes is killed. The answer goes on, and equals what one machine says.
+Three nodes hold the built-in model's layers between them, with overlap, are paired with one-time
+codes and find each other by mDNS on the loopback interface. A fourth holds no layer and asks. In
+the middle of its answer one of the serving nodes is killed. The answer goes on, and equals what one
+machine says.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import signal
 import sys
 import tempfile
@@ -44,16 +44,22 @@ def main() -> int:
 
 
 def _story(directory: Path) -> int:
-    hearth = f"demo-{secrets.token_hex(3)}"
     with contextlib.ExitStack() as stack:
         nodes = {
-            name: stack.enter_context(_node(directory, hearth, name, layers))
-            for name, layers in (*SERVING, (ASKER, "none"))
+            name: _node(directory, name, layers) for name, layers in (*SERVING, (ASKER, "none"))
         }
         _say("Starting four nodes on this machine:")
         for name, layers in SERVING:
             _say(f"  {name:<8} holds layers {layers} of the model {MODEL!r}")
         _say(f"  {ASKER:<8} holds no layers; it asks\n")
+        first, *others = nodes.values()
+        stack.enter_context(first).wait_up()
+        _say(f"{first.name} founded the hearth {first.get('/mesh/v1/hearth')['name']!r}")
+        for node in others:
+            joined = node.join(first)
+            stack.enter_context(node)
+            _say(f"{node.name} joined with the one-time code {joined.code} as {joined.level}")
+        _say("")
         for node in nodes.values():
             node.wait_ready()
         _show_peers(nodes[ASKER])
@@ -61,13 +67,13 @@ def _story(directory: Path) -> int:
         return 0 if _lose_a_node(nodes) and same else 1
 
 
-def _node(directory: Path, hearth: str, name: str, layers: str) -> LocalNode:
+def _node(directory: Path, name: str, layers: str) -> LocalNode:
     # One thread each: these four share the cores that four machines would have for themselves.
     return LocalNode(
         name,
         directory / name,
         ("--layers", layers, "--threads", "1"),
-        {"HEARTHNET_HEARTH": hearth, "OMP_NUM_THREADS": "1"},
+        {"OMP_NUM_THREADS": "1"},
     )
 
 

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +20,8 @@ from typing import Any, Self
 
 import httpx
 
+from mesh.cli.join import join_alone
+from mesh.config import Config
 from mesh.errors import InternalError, NotRunning
 from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord, read_daemon
@@ -25,6 +29,14 @@ from mesh.runtime import DaemonRecord, read_daemon
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 15.0
 _POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """How a node got in."""
+
+    code: str
+    level: str
 
 
 @dataclass
@@ -66,6 +78,16 @@ class LocalNode:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def join(self, anchor: LocalNode, level: str = "trusted") -> Pairing:
+        """Pair with a running anchor's hearth, for a daemon that is not started yet."""
+        response = anchor.post("/mesh/v1/hearth/invite", {"level": level})
+        response.raise_for_status()
+        window = response.json()
+        config = Config(state_dir=self.state_dir, name=self.name)
+        place = f"{window['host']}:{window['port']}"
+        join_alone(config, window["code"], place)
+        return Pairing(window["code"], window["level"])
 
     def stop(self) -> None:
         """Ask it to end, then make it end."""
@@ -155,3 +177,12 @@ class LocalNode:
         daemon = psutil.Process(self.process.pid)
         for process in [daemon, *daemon.children(recursive=True)]:
             process.send_signal(number)
+
+
+def start_hearth(nodes: Sequence[LocalNode], stack: ExitStack) -> None:
+    """Start nodes in one hearth: the first founds it, the others join and then start."""
+    first, *others = nodes
+    stack.enter_context(first).wait_up()
+    for node in others:
+        node.join(first)
+        stack.enter_context(node)

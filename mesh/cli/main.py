@@ -12,7 +12,20 @@ from typing import Annotated, NoReturn
 import typer
 
 from mesh import __version__
-from mesh.cli import chat, config, down, models, pause, peers, run, status, up
+from mesh.cli import (
+    chat,
+    config,
+    down,
+    invite,
+    join,
+    members,
+    models,
+    pause,
+    peers,
+    run,
+    status,
+    up,
+)
 from mesh.cli.options import ask, locate_daemon
 from mesh.cli.output import EXIT_CODES_HELP, report, say
 from mesh.errors import NotRunning
@@ -44,6 +57,9 @@ app.command()(chat.chat)
 app.command()(run.run)
 app.command()(peers.peers)
 app.command()(models.models)
+app.command()(invite.invite)
+app.command()(join.join)
+app.add_typer(members.app, name="members")
 app.add_typer(config.app, name="config")
 
 

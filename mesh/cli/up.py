@@ -99,6 +99,8 @@ def with_api_key(config: Config, paths: StatePaths) -> Config:
 def announce(record: DaemonRecord) -> None:
     """Say where the daemon answers, ready to copy."""
     say(f"hearthnet is up: API {record.api_url}, nodes on port {record.port}, pid {record.pid}")
+    if record.founded is not None:
+        say(f"founded {record.founded!r}: distributed inference is on; `hearthnet invite` the rest")
     say(f"export OPENAI_BASE_URL={record.api_url}/v1 OPENAI_API_KEY={record.api_key or 'unused'}")
 
 

@@ -31,7 +31,7 @@ MAX_LAYERS = 10_000
 MAX_COUNT = 2**31 - 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ENDPOINT = re.compile(
-    r"wss?://(\[[0-9A-Fa-f:.]{2,45}(%[\w.-]{1,15})?\]|[A-Za-z0-9._-]{1,253}):(\d{1,5})"
+    r"wss://(\[[0-9A-Fa-f:.]{2,45}(%[\w.-]{1,15})?\]|[A-Za-z0-9._-]{1,253}):(\d{1,5})"
 )
 
 
@@ -123,7 +123,7 @@ def _layers(fields: _Fields) -> LayerRange:
 
 
 def _endpoint(fields: _Fields) -> Endpoint:
-    text = fields.matching("endpoint", _ENDPOINT, "ws://HOST:PORT or wss://HOST:PORT")
+    text = fields.matching("endpoint", _ENDPOINT, "wss://HOST:PORT")
     if not 0 < int(text.rpartition(":")[2]) < 65536:
         fields.refuse("endpoint", "has a port outside 1-65535")
     return Endpoint(text)

@@ -29,7 +29,10 @@ _LOOPBACK = IPv4Network("127.0.0.0/8")
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """One running daemon. `instance` is new at every start; `shards` is a summary for people."""
+    """One running daemon. `instance` is new at every start; `shards` is a summary for people.
+
+    `pairing` is the port of an open invitation's window.
+    """
 
     instance: str
     node_id: NodeId
@@ -39,6 +42,7 @@ class Announcement:
     port: int
     addresses: tuple[str, ...]
     shards: str = ""
+    pairing: int | None = None
 
     def endpoints(self) -> list[str]:
         """``HOST:PORT`` to dial, the likeliest first."""
@@ -57,6 +61,7 @@ def is_instance(name: str) -> bool:
 
 def to_txt(announcement: Announcement) -> dict[str, str]:
     """The TXT entries; long names and summaries are cut to MAX_VALUE_BYTES of UTF-8."""
+    window = {} if announcement.pairing is None else {"w": str(announcement.pairing)}
     return {
         "id": announcement.node_id,
         "h": announcement.hearth,
@@ -64,6 +69,7 @@ def to_txt(announcement: Announcement) -> dict[str, str]:
         "v": str(announcement.version),
         "p": str(announcement.port),
         "s": _cut(announcement.shards),
+        **window,
     }
 
 
@@ -93,6 +99,7 @@ def from_record(
         port=_number(txt, "p", 65535),
         addresses=tuple(dict.fromkeys(map(str, usable)))[:MAX_ADDRESSES],
         shards=_text(txt, "s", least=0),
+        pairing=_number(txt, "w", 65535) if b"w" in txt else None,
     )
 
 

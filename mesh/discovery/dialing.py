@@ -100,6 +100,11 @@ class Dialer:
             if target.node_id == node_id:
                 target.wake.set()
 
+    def retry(self) -> None:
+        """Something has changed that may let dials succeed: whoever waits tries now."""
+        for target in self._targets.values():
+            target.wake.set()
+
     async def stop(self) -> None:
         """End all dialling."""
         tasks = [target.task for target in self._targets.values() if target.task is not None]

@@ -14,9 +14,10 @@ from mesh.discovery.greeting import PeerHello
 from mesh.errors import MeshError
 from mesh.types import NodeId
 from mesh.wire.link import Link
-from mesh.wire.messages import Advertise, Message
+from mesh.wire.messages import Advertise, Gossip, Message
 
 _SPARE_S = 10.0
+_MAX_EARLY = 8
 
 
 class ControlLink:
@@ -24,19 +25,20 @@ class ControlLink:
 
     def __init__(
         self,
-        on_advertise: Callable[[ControlLink, Advertise], None],
+        on_message: Callable[[ControlLink, Advertise | Gossip], None],
         on_closed: Callable[[ControlLink, MeshError | None], None],
         *,
         initiated: bool,
         dial: int = 0,
     ) -> None:
-        self._on_advertise = on_advertise
+        self._on_message = on_message
         self._on_closed = on_closed
-        self._early: Advertise | None = None
+        self._early: list[Advertise | Gossip] = []
         self._ended: tuple[MeshError | None] | None = None
         self._link: Link | None = None
         self._hello: PeerHello | None = None
         self.initiated = initiated
+        self.advertised: Advertise | None = None
         self._own_dial = dial
 
     @property
@@ -64,20 +66,20 @@ class ControlLink:
 
     def release(self) -> None:
         """Hand on what arrived meanwhile."""
-        early, self._early = self._early, None
-        if early is not None:
-            self._on_advertise(self, early)
+        early, self._early = self._early, []
+        for message in early:
+            self._on_message(self, message)
         if self._ended is not None:
             self._on_closed(self, *self._ended)
 
     def message(self, message: Message) -> None:
-        """See `LinkHandler.message`; a control link carries advertisements and nothing else."""
-        if not isinstance(message, Advertise):
+        """See `LinkHandler.message`; a control link carries advertisements and the log's gossip."""
+        if not isinstance(message, Advertise | Gossip):
             return
-        if self._link is None:
-            self._early = message
-        else:
-            self._on_advertise(self, message)
+        if self._link is not None:
+            self._on_message(self, message)
+        elif len(self._early) < _MAX_EARLY:
+            self._early.append(message)
 
     def closed(self, error: MeshError | None) -> None:
         """See `LinkHandler.closed`."""

@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mesh.discovery.announcement import Announcement, from_record, is_instance
 from mesh.discovery.events import Warned
@@ -97,11 +98,11 @@ class Mdns:
 
     async def announce(self, shards: str) -> None:
         """Change the summary of shards that others see."""
-        if self._own is None or self._own.shards == shards:
-            return
-        self._own = replace(self._own, shards=shards)
-        if self._multicast is not None:
-            await self._multicast.update(self._own)
+        await self._say(shards=shards)
+
+    async def announce_window(self, port: int | None) -> None:
+        """Say where an invitation can be taken up; None when it no longer can."""
+        await self._say(pairing=port)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -111,6 +112,14 @@ class Mdns:
     def announcements(self) -> list[Announcement]:
         """The instances that answer now, of every hearth; never this run of this node."""
         return [row.announcement for row in self._rows.values() if row.announcement is not None]
+
+    async def _say(self, **changes: Any) -> None:
+        before = self._own
+        if before is None or (changed := replace(before, **changes)) == before:
+            return
+        self._own = changed
+        if self._multicast is not None:
+            await self._multicast.update(changed)
 
     async def _run(self) -> None:
         now = asyncio.get_running_loop().time

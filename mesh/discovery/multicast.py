@@ -51,12 +51,12 @@ class Multicast:
     async def open(
         cls,
         addresses: Sequence[str],
-        own: Announcement,
+        own: Announcement | None,
         on_state: Callable[[str, bool], None],
         *,
         ttl_s: int,
     ) -> Multicast:
-        """Announce `own` and browse on these interface addresses only.
+        """Announce `own` (None: nothing) and browse on these interface addresses only.
 
         `on_state(instance, alive)` is called in the event loop, for our own instance as well.
         Raises OSError when the sockets cannot be had.
@@ -71,7 +71,7 @@ class Multicast:
             raise OSError(f"zeroconf did not start: {error!r}") from error
         return multicast
 
-    async def _start(self, own: Announcement, on_state: Callable[[str, bool], None]) -> None:
+    async def _start(self, own: Announcement | None, on_state: Callable[[str, bool], None]) -> None:
         def changed(
             zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
         ) -> None:
@@ -80,6 +80,8 @@ class Multicast:
         self._browser = AsyncServiceBrowser(
             self._zeroconf.zeroconf, SERVICE_TYPE, handlers=[changed]
         )
+        if own is None:
+            return
         self._info = self._service(own)
         # The instance name holds a nonce of this run, so nothing needs probing for a conflict.
         await self._zeroconf.async_register_service(self._info, cooperating_responders=True)

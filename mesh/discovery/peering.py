@@ -1,8 +1,9 @@
 """The daemon's links to the other daemons of its hearth: who is there, who went, what they serve.
 
 Serves the node-to-node port, dials whoever was announced or named, keeps one control link per peer,
-tells every peer what this node serves and feeds what they say into the `ShardStore`. Knows nothing
-of tensors, models or HTTP.
+tells every peer what this node serves and feeds what they say into the `ShardStore`. Every link is
+mutual TLS between members, and its hello has to be that of the certificate's node. Knows nothing of
+tensors, models or HTTP, nor of what the log's gossip says.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 
 from mesh.discovery import advertisement
 from mesh.discovery.advertisement import Advertisement
+from mesh.discovery.announced import follow
 from mesh.discovery.announcement import Announcement, instance_name, summarise
 from mesh.discovery.dialing import Dialer, DialResult, DialSettings, Target, parse_endpoint
 from mesh.discovery.directory import NodeInfo, ShardStore
@@ -23,19 +25,29 @@ from mesh.discovery.events import PeerDown, PeerEvent, PeerUp, Warned
 from mesh.discovery.greeting import PeerHello, from_hello, label, to_hello
 from mesh.discovery.links import Admitted, ControlLink, LinkTable
 from mesh.discovery.mdns import Mdns
-from mesh.discovery.sightings import PeerState, PeerView, Sightings
+from mesh.discovery.sightings import PeerState, PeerView, Sightings, why_not
 from mesh.discovery.tasks import end as end_tasks
 from mesh.discovery.tasks import spawn
-from mesh.errors import BadAdvertisement, ConnectFailed, MeshError, PeerRefused, VersionMismatch
+from mesh.discovery.trust import Trust
+from mesh.errors import (
+    BadAdvertisement,
+    LinkLost,
+    MeshError,
+    PeerRefused,
+    UntrustedPeer,
+    VersionMismatch,
+)
+from mesh.identity.tls import require_node
 from mesh.types import NodeId
+from mesh.wire.connection import WebSocketLink
 from mesh.wire.link import Link, LinkHandler
-from mesh.wire.messages import PROTOCOL_VERSION, Advertise
+from mesh.wire.messages import PROTOCOL_VERSION, Advertise, Gossip
 from mesh.wire.websocket import LinkServer, connect, serve
 
 logger = logging.getLogger(__name__)
 
 MAX_LINKS = 128
-_MAX_ENDPOINTS = 16
+_OUT = "not a member of this hearth"
 _SETTLE_S = 0.05
 """Changes within this time go out as one advertisement."""
 
@@ -69,9 +81,13 @@ class Peering:
         shards: Callable[[], Sequence[Advertisement]],
         on_event: Callable[[PeerEvent], None],
         *,
+        trust: Trust,
+        on_gossip: Callable[[NodeId, Gossip], None] = lambda peer, message: None,
         mdns: Mdns | None = None,
     ) -> None:
         self._settings = settings
+        self._trust = trust
+        self._on_gossip = on_gossip
         self._store = store
         self._shards = shards
         self._on_event = on_event
@@ -108,8 +124,9 @@ class Peering:
         for peer in settings.static_peers:
             parse_endpoint(peer)
         self._server = await serve(
-            settings.host, settings.port, accept=self._accept, hello=lambda: to_hello(self._own())
-        )
+            settings.host, settings.port, accept=self._accept,
+            hello=lambda: to_hello(self._own()), ssl=self._trust.tls.server,
+        )  # fmt: skip
         if self._mdns is not None:
             nonce = self._run[:6]
             own = Announcement(
@@ -142,6 +159,28 @@ class Peering:
     def advertise(self) -> None:
         """What this node serves has changed: tell everybody now."""
         self._due.set()
+
+    def follow_members(self) -> None:
+        """The members are others: cut links to those that are out, try those that came in."""
+        tls = self._trust.tls
+        for end in self._links.all():
+            if tls.trusts(end.hello.node_id):
+                self._take_down(end)
+            else:
+                self._store.remove(end.hello.node_id)
+                end.link.close(_OUT)
+        for link in self._server.links if self._server is not None else ():
+            if not tls.trusts(link.peer.node_id):
+                link.close(_OUT)
+        self._dialer.retry()
+        self.advertise()
+
+    def send(self, peer: NodeId, message: Gossip) -> None:
+        """Queue a message to a linked peer. Raises LinkLost when it is not linked."""
+        end = self._links.get(peer)
+        if end is None:
+            raise LinkLost(f"There is no link to {peer}.", fix="It is dialled again.")
+        end.link.send(message)
 
     def peers(self) -> list[PeerView]:
         """Everybody known: linked, being dialled, announced by other hearths."""
@@ -200,12 +239,15 @@ class Peering:
             self._run, dial, self.address,
         )  # fmt: skip
 
-    def _accept(self, link: Link) -> LinkHandler:
+    def _accept(self, link: WebSocketLink) -> LinkHandler:
+        require_node(link.peer_certificate, link.peer.node_id)
+        if not self._trust.tls.trusts(link.peer.node_id):
+            raise UntrustedPeer(_OUT, fix="See `hearthnet members`.")
         if self._stopping:
             raise PeerRefused("This node is stopping.", fix="Try again once it runs.")
         if len(self._links.all()) >= MAX_LINKS:
             raise PeerRefused(f"This node already has {MAX_LINKS} links.", fix="Try again later.")
-        end = ControlLink(self._on_advertise, self._on_closed, initiated=False)
+        end = ControlLink(self._on_message, self._on_closed, initiated=False)
         peer = from_hello(link.peer)
         state, reason = self._judge(peer, None)
         if state is PeerState.UP:
@@ -220,22 +262,22 @@ class Peering:
         host, port = parse_endpoint(endpoint)
         self._dials += 1
         dial = self._dials
-        end = ControlLink(self._on_advertise, self._on_closed, initiated=True, dial=dial)
+        end = ControlLink(self._on_message, self._on_closed, initiated=True, dial=dial)
         hello = to_hello(self._own(dial))
         timeout_s = self._settings.dial.timeout_s
         try:
-            link = await connect(host, port, hello=hello, handler=end, timeout_s=timeout_s)
+            tls = self._trust.tls.client(target.pinned)
+            link = await connect(host, port, hello=hello, handler=end, timeout_s=timeout_s, ssl=tls)
         except VersionMismatch as error:
             self._note(target, endpoint, PeerState.OTHER_VERSION, str(error))
             return DialResult.REFUSED
         except (MeshError, UnicodeError) as error:
-            reached = not isinstance(error, ConnectFailed | UnicodeError)
-            state = PeerState.NOT_A_PEER if reached else PeerState.UNREACHABLE
-            self._note(target, endpoint, state, str(error))
+            self._note(target, endpoint, *why_not(error))
             return DialResult.FAILED
         try:
             peer = from_hello(link.peer)
-        except PeerRefused as error:
+            require_node(link.peer_certificate, peer.node_id)
+        except (PeerRefused, UntrustedPeer) as error:
             link.close(error.message)
             self._note(target, endpoint, PeerState.NOT_A_PEER, str(error))
             return DialResult.REFUSED
@@ -259,6 +301,8 @@ class Peering:
                 return PeerState.SELF, "this node, under one of its own addresses"
             self._sightings.warn_cloned(peer.node_id, self.address, peer.address)
             return PeerState.NOT_A_PEER, "another machine with this node's key"
+        if not self._trust.tls.trusts(peer.node_id):  # put out since the handshake
+            return PeerState.NOT_A_PEER, _OUT
         if peer.hearth != self._settings.hearth:
             return PeerState.OTHER_HEARTH, "it belongs to another hearth"
         if expected not in (None, peer.node_id):
@@ -281,14 +325,22 @@ class Peering:
             self._send(end, self._shards())
         end.release()
 
-    def _on_advertise(self, end: ControlLink, message: Advertise) -> None:
-        if not self._links.is_current(end):
+    def _on_message(self, end: ControlLink, message: Advertise | Gossip) -> None:
+        if isinstance(message, Gossip):  # who said it counts, not on which of two links
+            self._on_gossip(end.hello.node_id, message)
+        elif self._links.is_current(end):
+            end.advertised = message
+            self._take_down(end)
+
+    def _take_down(self, end: ControlLink) -> None:
+        """List what a peer last said it serves, if it is trusted to serve."""
+        peer, message = end.hello, end.advertised
+        if message is None:
             return
-        peer = end.hello
+        may_serve = self._trust.may_serve(peer.node_id)
+        offered = message.shards if may_serve else []
         try:
-            self._store.update(
-                _info(peer), advertisement.decode_all(message.shards, host=peer.node_id)
-            )
+            self._store.update(_info(peer), advertisement.decode_all(offered, host=peer.node_id))
         except BadAdvertisement as error:
             warning = Warned(error.code, f"{label(peer)}: {error.message}", error.fix)
             self._sightings.warn_once(f"{peer.run} {error.param}", warning)
@@ -302,6 +354,8 @@ class Peering:
         else:
             self._store.offline(peer.node_id)
         reason = "goodbye" if error is None else error.message
+        if not self._trust.tls.trusts(peer.node_id):
+            reason = _OUT
         self._on_event(PeerDown(peer.node_id, peer.name, reason))
         self._dialer.lost(peer.node_id)
 
@@ -321,33 +375,11 @@ class Peering:
     # What the network announces.
 
     def _follow_announcements(self) -> None:
-        """Dial whom mDNS shows and nobody else; the newest announcement of a node comes first."""
+        """Dial whom mDNS shows and nobody else."""
         if self._mdns is None or self._stopping:
             return
-        wanted: dict[str, list[Announcement]] = {}
-        strangers: dict[str, Announcement] = {}
-        for announcement in reversed(self._mdns.announcements()):
-            key = f"mdns {announcement.node_id}"
-            if announcement.hearth != self._settings.hearth:
-                strangers[announcement.instance] = announcement
-            elif not self._is_former_self(announcement):
-                wanted.setdefault(key, []).append(announcement)
-        for key, announcements in wanted.items():
-            endpoints = dict.fromkeys(e for a in announcements for e in a.endpoints())
-            node_id = announcements[0].node_id
-            self._dialer.add(key, tuple(endpoints)[:_MAX_ENDPOINTS], node_id)
-        for target in self._dialer.targets():
-            if target.key.startswith("mdns ") and target.key not in wanted:
-                self._dialer.discard(target.key)
-        known = {target.key for target in self._dialer.targets()}
-        self._sightings.keep_only(known | strangers.keys())
-        for key, stranger in strangers.items():
-            reason = "it belongs to another hearth"
-            address = stranger.endpoints()[0]
-            view = PeerView(
-                stranger.node_id, stranger.name, address, PeerState.OTHER_HEARTH, reason, None
-            )
-            self._sightings.show(key, view)
+        seen = [a for a in self._mdns.announcements() if not self._is_former_self(a)]
+        follow(seen, self._settings.hearth, self._dialer, self._sightings)
 
     def _is_former_self(self, announcement: Announcement) -> bool:
         """An earlier run of this very daemon, still in the network's memory."""

@@ -6,11 +6,13 @@ and not at every attempt. Knows nothing of links.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
 from mesh.discovery.events import PeerEvent, PeerSeen, Warned
+from mesh.errors import ConnectFailed
 from mesh.identity.keys import short_id
 from mesh.types import NodeId
 
@@ -86,3 +88,11 @@ class Sightings:
             fix="On the one that was copied, stop hearthnet and remove its identity key.",
         )
         self.warn_once(f"cloned {' '.join(sorted((one, other)))}", warning)
+
+
+def why_not(error: Exception) -> tuple[PeerState, str]:
+    """What a failed dial says of whoever is there."""
+    if isinstance(error.__cause__, ssl.SSLError):
+        return PeerState.NOT_A_PEER, "it and this node are not members of one hearth"
+    reached = not isinstance(error, ConnectFailed | UnicodeError)
+    return PeerState.NOT_A_PEER if reached else PeerState.UNREACHABLE, str(error)

@@ -85,6 +85,11 @@ class TlsContexts:
         self.update(material.members)
 
     @property
+    def own(self) -> NodeId:
+        """Whose contexts these are."""
+        return self._own
+
+    @property
     def server(self) -> ssl.SSLContext:
         """For listeners: one object for ever, whose handshakes follow `update`."""
         return self._front
@@ -100,6 +105,10 @@ class TlsContexts:
         if context is None:
             raise UntrustedPeer(f"{short_id(expected)} is not a member of this hearth.", fix=_FIX)
         return context
+
+    def trusts(self, node: str) -> bool:
+        """Whether the node is one of those that the contexts let in now."""
+        return NodeId(node) in self._clients
 
     def update(self, members: Iterable[bytes]) -> None:
         """Trust these certificates (DER) and our own from now on, and no others.

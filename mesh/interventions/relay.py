@@ -150,7 +150,7 @@ class HopSessions:
         hops: list[HopSession] = []
         try:
             for hop in route:
-                line = await lines.line(hop.shard.endpoint)
+                line = await lines.line(hop.shard.host, hop.shard.endpoint)
                 hops.append(HopSession(hop, line, answer_s=answer_s))
                 await hops[-1].open()
         except BaseException:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mesh.errors import (
@@ -42,6 +42,7 @@ class AskerSpec:
     hello: dict[str, Any]
     options: dict[str, Any]
     settings: dict[str, Any]
+    tls: dict[str, Any] = field(repr=False)
 
 
 class AskerOwner(Protocol):
@@ -117,6 +118,11 @@ class AskerProcess:
         """Tell the process who serves what now."""
         self._tell({"op": "shards", "shards": self._owner.routable(self.spec.model_id)})
 
+    def trust(self, members: Sequence[bytes]) -> None:
+        """The certificates of those whose shards may be used from now on."""
+        self.spec = replace(self.spec, tls={**self.spec.tls, "members": list(members)})
+        self._tell({"op": "tls", "members": list(members)})
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         """The frames of one generation; closing the generator cancels it on every hop."""
         await self.wait_ready()
@@ -169,6 +175,7 @@ class AskerProcess:
                 "hello": self.spec.hello,
                 "options": self.spec.options,
                 "settings": self.spec.settings,
+                "tls": self.spec.tls,
                 "shards": self._owner.routable(self.spec.model_id),
             }
         )

@@ -3,8 +3,9 @@
 A host that computes the last step of a session must have computed all before it, so one check
 compares every row the hop has answered since the check before: a single one finds any earlier lie.
 The answers it needs are the next hop's inputs, which are kept anyway; only the last hop's are kept
-for this. Checks run beside the generation, at most one for each and few in all, and yield when
-their host is busy. What nobody else holds stays unchecked, and is counted as that.
+for this. Checks run beside the generation, at most one for each and few in all. Their host cannot
+tell them from real work, so a check that takes the stream a generation needs is ended by the asker.
+What nobody else holds stays unchecked, and is counted as that.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ NEWCOMER_SESSIONS = 3
 """Sessions of a host unknown to this asker that get a check each, whatever is drawn."""
 
 MAX_RUNNING = 2
+
+YIELD_SECONDS = 5.0
+"""For how long a host that was found full is spared checks."""
 
 
 class Replicas(Protocol):
@@ -144,6 +148,7 @@ class Auditor:
         self._met: Counter[str] = Counter()
         self._busy: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._full_until: dict[str, float] = {}
 
     def answered(self, station: Station, position: int, tensor: WireTensor) -> None:
         """A hop's answer passed all other checks; perhaps it is checked against another host."""
@@ -174,15 +179,28 @@ class Auditor:
             if not record.running:
                 record.close()
 
+    async def yield_to(self, host: str) -> bool:
+        """A generation found `host` full: end every check. Whether one may have held its stream."""
+        now = asyncio.get_running_loop().time()
+        self._full_until = {h: until for h, until in self._full_until.items() if until > now}
+        self._full_until[host] = now + YIELD_SECONDS
+        had_any = bool(self._tasks)
+        await self._end_checks()
+        return had_any
+
     async def close(self) -> None:
         """End every check and free what they hold."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._end_checks()
         for station in list(self._records):
             self.closed(station)
 
     # Private
+
+    async def _end_checks(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _is_due(self, record: _Record) -> bool:
         drawn = self._rng.random() < self._settings.probability
@@ -216,6 +234,9 @@ class Auditor:
             # The other host is busy, slow or gone: that says nothing of the one to be checked.
             logger.info("shard=%s not checked: %s", shard.shard_id, error)
             record.close()
+        except asyncio.CancelledError:
+            record.close()
+            raise
         finally:
             record.running = False
             self._busy.discard(generation)
@@ -316,7 +337,7 @@ class Auditor:
         if not usable:
             return None
         best = min(usable, key=lambda c: self._rank(c, hop.shard))
-        line = await self._lines.line(best.descriptor.endpoint)
+        line = await self._lines.line(best.descriptor.host, best.descriptor.endpoint)
         chosen = RouteHop(best.descriptor, hop.layers)
         shadow = Shadow(chosen, line, terms, self._settings.timeout_s)
         try:
@@ -330,6 +351,7 @@ class Auditor:
         shard = candidate.descriptor
         return (
             shard.host not in without
+            and self._full_until.get(shard.host, 0.0) <= asyncio.get_running_loop().time()
             and shard.weights_sha256 == hop.shard.weights_sha256
             and shard.dtype == hop.shard.dtype  # another format honestly differs by percents
             and shard.layer_range.covers(hop.layers)

@@ -129,7 +129,8 @@ class Chain:
     # Private
 
     async def _stations(self, hops: Sequence[RouteHop]) -> list[Station]:
-        lines = await self._all([self._lines.line(hop.shard.endpoint) for hop in hops], hops)
+        places = [(hop.shard.host, hop.shard.endpoint) for hop in hops]
+        lines = await self._all([self._lines.line(*place) for place in places], hops)
         stations = [
             Station(hop, line, self.terms, self._output, self._lost, self._overseer)
             for hop, line in zip(hops, lines, strict=True)

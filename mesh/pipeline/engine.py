@@ -22,7 +22,7 @@ from mesh.health.sanity import Envelope, corrupt
 from mesh.health.standing import Standings
 from mesh.pipeline import wire_dtype
 from mesh.pipeline.audit import Auditor, AuditSettings
-from mesh.pipeline.lines import Lines
+from mesh.pipeline.lines import Dial, Lines
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.orchestrator import PipelineOrchestrator
 from mesh.pipeline.oversight import Oversight
@@ -32,13 +32,8 @@ from mesh.pipeline.stalls import StallWatch
 from mesh.routing.cover import Candidate, CoverRules, ShardKey, key_of
 from mesh.routing.router import ShardRouter
 from mesh.types import GenerationRequest, ModelId, NodeId, StreamFrame, WireDtype
-from mesh.wire.link import Link, LinkHandler
-from mesh.wire.messages import Hello
-from mesh.wire.websocket import connect
 
 logger = logging.getLogger(__name__)
-
-CONNECT_TIMEOUT_S = 5.0
 
 
 class PushedShards:
@@ -103,24 +98,23 @@ class Engine:
     """Everything one model's asker owns."""
 
     def __init__(
-        self, model: AskerModel, hello: Hello, settings: EngineSettings, local_model: LocalModel
+        self,
+        model: AskerModel,
+        own: NodeId,
+        settings: EngineSettings,
+        local_model: LocalModel,
+        dial: Dial,
     ) -> None:
         self._clock = LoopClock()
         self.oversight = Oversight(self._clock, ceiling_s=settings.stall_limit_s)
-        self.shards = PushedShards(hello.node_id, self.oversight.standings)
+        self.shards = PushedShards(own, self.oversight.standings)
         self._model = model
         self._settings = settings
         self._local_model = local_model if settings.fallback_to_local else None
         self._router = ShardRouter(
             self.shards, CoverRules(settings.max_shards, settings.allow_self_as_first)
         )
-
-        async def dial(host: str, port: int, handler: LinkHandler) -> Link:
-            return await connect(
-                host, port, hello=hello, handler=handler, timeout_s=CONNECT_TIMEOUT_S
-            )
-
-        lines = Lines(dial)
+        lines = self._lines = Lines(dial)
         self.sessions = Sessions(
             lines, self._router, self._clock, SessionSettings(), self.oversight
         )
@@ -130,9 +124,7 @@ class Engine:
             self.shards,
             self.oversight.standings,
             self.oversight.found,
-            AuditSettings(
-                settings.spot_check_probability, own_host=hello.node_id, routed=model.routed
-            ),
+            AuditSettings(settings.spot_check_probability, own_host=own, routed=model.routed),
             random.Random(),  # noqa: S311 - a host that could predict it would need our memory
         )
         self._orchestrator: PipelineOrchestrator | None = None
@@ -151,6 +143,10 @@ class Engine:
         """Fail every hop that makes no progress; runs for ever."""
         ceiling_s = self._settings.stall_limit_s
         await StallWatch(self.sessions, self._router, self.oversight, ceiling_s=ceiling_s).run()
+
+    def trust_only(self, hosts: frozenset[NodeId]) -> None:
+        """Cut the links to all other nodes; what ran on them moves elsewhere."""
+        self._lines.keep_only(hosts)
 
     async def close(self) -> None:
         """Free every session, those of spot checks too."""

@@ -1,9 +1,9 @@
 """The process of one model's asker: commands from the daemon in, frames out.
 
 Started by `mesh.pipeline.asker` as ``python -m mesh.pipeline.engine_process``. Commands: ``start``,
-``shards``, ``generate``, ``credit``, ``cancel``, ``local``, ``stop``. Answers: ``ready`` or
-``failed``, then ``frame``, ``end`` or ``error`` per generation, ``generations`` when the live ones
-change, ``latencies``, and ``local`` to have the whole model loaded here. It opens no port.
+``shards``, ``tls``, ``generate``, ``credit``, ``cancel``, ``local``, ``stop``. Answers: ``ready``
+or ``failed``, then ``frame``, ``end`` or ``error`` per generation, ``generations`` when the live
+ones change, ``latencies``, and ``local`` to have the whole model loaded here. It opens no port.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from typing import Any
 import torch
 
 from mesh.errors import InternalError, LinkLost, MeshError, PipelineStalled, from_dict
+from mesh.identity.certificates import certificate_node_id
+from mesh.identity.tls import TlsContexts, TlsMaterial
 from mesh.pipeline.checkpoint import AskerOptions, load_asker
+from mesh.pipeline.dialing import secured
 from mesh.pipeline.engine import Engine, EngineSettings
 from mesh.pipeline.frames import decode_hop, decode_request, encode_frame
 from mesh.pipeline.sessions import expire_regularly
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
-from mesh.types import ModelId, RouteHop, ShardFailover, StreamFrame
+from mesh.types import ModelId, NodeId, RouteHop, ShardFailover, StreamFrame
 from mesh.wire.messages import Hello
 
 logger = logging.getLogger(__name__)
@@ -73,6 +76,8 @@ class EngineProcess:
         self._stopped = asyncio.Event()
         self._shards: list[dict[str, Any]] = []
         self._local: asyncio.Future[tuple[RouteHop, ...]] | None = None
+        self._tls: TlsContexts | None = None
+        self._members: tuple[bytes, ...] | None = None
 
     async def run(self) -> None:
         """Serve until the daemon says stop or is gone."""
@@ -92,6 +97,10 @@ class EngineProcess:
                 self._shards = message["shards"]
                 if self._engine is not None:
                     self._engine.shards.replace(self._shards)
+            case "tls":
+                self._members = tuple(message["members"])
+                if self._tls is not None:
+                    self._spawn(self._follow_members(self._tls), "follow members")
             case "generate":
                 self._generate(message["id"], message["request"])
             case "credit" | "cancel":
@@ -121,16 +130,30 @@ class EngineProcess:
                 ModelId(wanted["model_id"]),
                 _options(message["options"]),
             )
+            material = TlsMaterial.from_fields(message["tls"])
+            tls = self._tls = await asyncio.to_thread(TlsContexts, material)
         except MeshError as error:
             self._send({"op": "failed", "error": error.to_dict()})
             return
-        self._engine = Engine(model, Hello(**message["hello"]), settings, self._local_model)
+        hello = Hello(**message["hello"])
+        dial = secured(hello, tls)
+        self._engine = Engine(model, NodeId(hello.node_id), settings, self._local_model, dial)
+        await self._follow_members(tls)
         # What came while the ends were loading is newer than what came with the command.
         self._engine.shards.replace(self._shards or message["shards"])
         self._spawn(self._engine.watch_stalls(), "watch stalls")
         self._spawn(expire_regularly(self._engine.sessions, EXPIRY_TICK_S), "expire parked")
         self._spawn(self._report(), "report generations")
         self._send({"op": "ready", "reasons": reasons})
+
+    async def _follow_members(self, tls: TlsContexts) -> None:
+        """Trust those whom the daemon last named, and cut the links to the others."""
+        members = self._members
+        if members is None or self._engine is None:
+            return
+        trusted = {certificate_node_id(der) for der in members} | {tls.own}
+        self._engine.trust_only(frozenset(trusted))
+        await asyncio.to_thread(tls.update, members)
 
     def _generate(self, request_id: str, fields: dict[str, Any]) -> None:
         if self._engine is None:

@@ -13,14 +13,11 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from mesh.errors import ConnectFailed, LinkLost, MeshError, from_dict
-from mesh.types import Endpoint
-from mesh.wire.link import Link, LinkHandler
+from mesh.types import Endpoint, NodeId
+from mesh.wire.link import Link
 from mesh.wire.messages import Drain, Failure, Message
 
 logger = logging.getLogger(__name__)
-
-Dial = Callable[[str, int, LinkHandler], Awaitable[Link]]
-"""Opens a link to host and port that reports to the handler; raises ConnectFailed and its kin."""
 
 
 class SessionReceiver(Protocol):
@@ -39,8 +36,9 @@ class Line:
     `is_draining`: its host asked that sessions move elsewhere while they can.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, host: NodeId) -> None:
         self.endpoint = endpoint
+        self.host = host
         self.is_draining = False
         self._link: Link | None = None
         self._receivers: dict[int, SessionReceiver] = {}
@@ -77,10 +75,10 @@ class Line:
             raise LinkLost(f"the link to {self.endpoint} is closed.", fix="Another route is tried.")
         self._link.send(message)
 
-    def close(self) -> None:
+    def close(self, reason: str) -> None:
         """Close the link; receivers are told."""
         if self._link is not None:
-            self._link.close("asker stops")
+            self._link.close(reason)
 
     # LinkHandler
 
@@ -106,40 +104,60 @@ class Line:
             receiver.lost(reason)
 
 
+_Place = tuple[NodeId, Endpoint]
+
+Dial = Callable[[str, int, Line], Awaitable[Link]]
+"""Opens a link to the line's host at this address and port, which reports to the line.
+
+Raises ConnectFailed and its kin, and UntrustedPeer when another node answers.
+"""
+
+
 class Lines:
-    """Dials endpoints on demand and keeps the live lines."""
+    """Dials hosts on demand and keeps the live lines."""
 
     def __init__(self, dial: Dial) -> None:
         self._dial = dial
-        self._lines: dict[Endpoint, Line] = {}
-        self._dialling: dict[Endpoint, asyncio.Task[Line]] = {}
+        self._lines: dict[_Place, Line] = {}
+        self._dialling: dict[_Place, asyncio.Task[Line]] = {}
 
-    async def line(self, endpoint: Endpoint) -> Line:
-        """The live line to `endpoint`, dialled when there is none. Raises ConnectFailed."""
-        live = self._lines.get(endpoint)
+    async def line(self, host: NodeId, endpoint: Endpoint) -> Line:
+        """The live line to `host` at `endpoint`, dialled when there is none.
+
+        Raises ConnectFailed, and UntrustedPeer when another node answers there.
+        """
+        place = (host, endpoint)
+        live = self._lines.get(place)
         if live is not None and not live.is_closed:
             return live
-        task = self._dialling.get(endpoint)
+        task = self._dialling.get(place)
         if task is None:
-            task = asyncio.create_task(self._open(endpoint), name=f"dial {endpoint}")
-            self._dialling[endpoint] = task
-            task.add_done_callback(lambda _: self._dialling.pop(endpoint, None))
+            task = asyncio.create_task(self._open(host, endpoint), name=f"dial {endpoint}")
+            self._dialling[place] = task
+            task.add_done_callback(lambda _: self._dialling.pop(place, None))
         # Several sessions may wait for one dial; one that gives up must not end it for the others.
         return await asyncio.shield(task)
+
+    def keep_only(self, hosts: frozenset[NodeId]) -> None:
+        """Close the lines to all other nodes; their sessions are lost."""
+        for place, line in list(self._lines.items()):
+            if line.host not in hosts:
+                del self._lines[place]
+                line.close("no longer trusted")
 
     async def close(self) -> None:
         """Close every line."""
         for task in list(self._dialling.values()):
             task.cancel()
         for line in list(self._lines.values()):
-            line.close()
+            line.close("asker stops")
         self._lines.clear()
 
-    async def _open(self, endpoint: Endpoint) -> Line:
+    async def _open(self, host: NodeId, endpoint: Endpoint) -> Line:
         address = urlsplit(endpoint)
         if address.hostname is None or address.port is None:
-            raise ConnectFailed(f"{endpoint!r} is no endpoint.", fix="Expected ws://HOST:PORT.")
-        line = Line(endpoint)
+            raise ConnectFailed(f"{endpoint!r} is no endpoint.", fix="Expected wss://HOST:PORT.")
+        line = Line(endpoint, host)
         line.attach(await self._dial(address.hostname, address.port, line))
-        self._lines[endpoint] = line
+        self._lines[host, endpoint] = line
         return line

@@ -83,6 +83,10 @@ class Oversight:
             self.latency(key).given_up()
         self.standings.failed(key, error.message)
 
+    async def make_room(self, hop: RouteHop) -> bool:
+        """See `Overseer.make_room`."""
+        return self.auditor is not None and await self.auditor.yield_to(hop.shard.host)
+
     def cut(self, station: Station, position: int) -> None:
         """See `Overseer.cut`."""
         if self.auditor is not None:

@@ -15,7 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from mesh.errors import BadFrame, LinkLost, MeshError, PipelineStalled, from_dict
+from mesh.errors import (
+    BadFrame,
+    Busy,
+    CacheFull,
+    LinkLost,
+    MeshError,
+    PipelineStalled,
+    from_dict,
+)
 from mesh.pipeline.history import History, slice_rows
 from mesh.pipeline.lines import Line
 from mesh.types import HopTiming, ModelId, RouteHop, WireDtype
@@ -77,6 +85,9 @@ class Overseer(Protocol):
 
     def failed(self, hop: RouteHop, error: MeshError) -> None:
         """A hop could not be opened, or was lost."""
+
+    async def make_room(self, hop: RouteHop) -> bool:
+        """A hop is full: free what is held there beside generations; whether anything was."""
 
     def cut(self, station: Station, position: int) -> None:
         """Everything from `position` on was forgotten."""
@@ -255,6 +266,15 @@ class Station:
     # Private
 
     async def _ask(self, question: Open | Resume, timeout_s: float) -> None:
+        try:
+            await self._ask_once(question, timeout_s)
+        except (Busy, CacheFull):
+            if not await self._overseer.make_room(self.hop):
+                raise
+            self.error = None
+            await self._ask_once(question, timeout_s)
+
+    async def _ask_once(self, question: Open | Resume, timeout_s: float) -> None:
         self._opening = asyncio.get_running_loop().create_future()
         try:
             self._line.send(question)

@@ -3,8 +3,8 @@
 Takes commands from the daemon's channel, one after the other, and serves askers on its own
 listener. Its event loop serves nothing but hops, so that a short decode step may be computed on it.
 
-Commands: ``start``, ``load``, ``unload``, ``pause``, ``stop``. Answers: ``listening``, ``loaded``,
-``unloaded``, ``paused``, ``failed``, and ``health`` every second and on every change.
+Commands: ``start``, ``tls``, ``load``, ``unload``, ``pause``, ``stop``. Answers: ``listening``,
+``loaded``, ``unloaded``, ``paused``, ``failed``, and ``health`` every second and on every change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Any
 
 import psutil
 
-from mesh.errors import BadRequest, MeshError
+from mesh.errors import BadRequest, MeshError, UntrustedPeer
+from mesh.identity.tls import TlsContexts, TlsMaterial, require_node
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.device import choose_device, choose_threads
 from mesh.shard.loading import HostedOn, LoadedShard, ShardRequest, load_shard
@@ -29,7 +30,8 @@ from mesh.shard.settings import ShardSettings
 from mesh.shard.taps.server import TapServer
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId, ShardDescriptor, ShardId, shard_id
-from mesh.wire.link import Link, LinkHandler
+from mesh.wire.connection import WebSocketLink
+from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Drain, Hello
 from mesh.wire.websocket import LinkServer, serve
 
@@ -52,9 +54,19 @@ class ShardProcess:
         self._cache_dir: str | None = None
         self._queue: DeviceQueue | None = None
         self._listener: LinkServer | None = None
+        self._tls: TlsContexts | None = None
+        self._members: list[bytes] | None = None
+        self._members_changed = asyncio.Event()
 
     def receive(self, command: ChannelMessage) -> None:
-        """One map from the daemon; more than a few unanswered ones are refused."""
+        """One map from the daemon; more than a few unanswered ones are refused.
+
+        Who may come in is not put behind a shard that takes its time to load.
+        """
+        if command.get("op") == "tls":
+            self._members = [bytes(der) for der in command["members"]]
+            self._members_changed.set()
+            return
         try:
             self._commands.put_nowait(command)
         except asyncio.QueueFull:
@@ -64,15 +76,18 @@ class ShardProcess:
     async def run(self, channel: Channel) -> None:
         """Serve until ``stop``."""
         self._channel = channel
-        health = asyncio.create_task(self._report(), name="shard-health")
+        background = [
+            asyncio.create_task(self._report(), name="shard-health"),
+            asyncio.create_task(self._follow_members(), name="shard-members"),
+        ]
         try:
             while (command := await self._commands.get()).get("op") != "stop":
                 await self._obey(command)
             await self._drain(float(command.get("grace_s", 0.0)))
         finally:
-            health.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await health
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
             if self._listener is not None:
                 await self._listener.close()
             if self._queue is not None:
@@ -109,7 +124,12 @@ class ShardProcess:
             str(said["node_id"]), str(said["node_name"]), "tensors", str(said["software"])
         )
         host, port = str(command["listen_host"]), int(command["listen_port"])
-        self._listener = await serve(host, port, accept=self._accept, hello=hello)
+        material = TlsMaterial.from_fields(command["tls"])
+        self._tls = await asyncio.to_thread(TlsContexts, material)
+        self._listener = await serve(
+            host, port, accept=self._accept, hello=hello, ssl=self._tls.server
+        )
+        self._members_changed.set()
         self._queue = DeviceQueue(threads.value)
         self._cache_dir = command.get("cache_dir")
         self._place = HostedOn(
@@ -125,6 +145,18 @@ class ShardProcess:
             "device": str(device.value),
             "reasons": [device.reason, threads.reason],
         }
+
+    async def _follow_members(self) -> None:
+        """Let in those whom the daemon last named, and cut the links to everybody else."""
+        while True:
+            await self._members_changed.wait()
+            self._members_changed.clear()
+            if self._tls is None or self._members is None:
+                continue  # the listener starts with newer ones
+            await asyncio.to_thread(self._tls.update, self._members)
+            for link in self._listener.links if self._listener is not None else ():
+                if not self._tls.trusts(link.peer.node_id):
+                    link.close("you are no longer trusted here")
 
     async def _load(self, command: ChannelMessage) -> ChannelMessage:
         place, queue = self._started()
@@ -189,7 +221,12 @@ class ShardProcess:
             shards = [await _health(server, rss_mb) for server in self._service.servers]
             self._say({"op": "health", "shards": shards})
 
-    def _accept(self, link: Link) -> LinkHandler:
+    def _accept(self, link: WebSocketLink) -> LinkHandler:
+        require_node(link.peer_certificate, link.peer.node_id)
+        if self._tls is None or not self._tls.trusts(link.peer.node_id):
+            raise UntrustedPeer(  # put out between its handshake and its hello
+                "This node does not trust you with its shards.", fix="See `hearthnet members`."
+            )
         if link.peer.purpose != "tensors":
             raise BadRequest(
                 f"A shard takes tensor links, not {link.peer.purpose!r}.",
@@ -266,7 +303,7 @@ def _failed(command: ChannelMessage, error: MeshError) -> ChannelMessage:
 
 
 def _endpoint(host: str, port: int) -> str:
-    return f"ws://[{host}]:{port}" if ":" in host else f"ws://{host}:{port}"
+    return f"wss://[{host}]:{port}" if ":" in host else f"wss://{host}:{port}"
 
 
 async def _main() -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -38,7 +38,7 @@ STOP_TIMEOUT_S = 5.0
 class HostSpec:
     """The ``start`` command of the process and the ``load`` commands that follow it."""
 
-    start: dict[str, Any]
+    start: dict[str, Any] = field(repr=False)
     shards: tuple[dict[str, Any], ...]
 
 
@@ -123,6 +123,12 @@ class ShardHost:
     def pause(self, paused: bool) -> None:
         """Ask whoever has a session here to move it elsewhere; False takes that back."""
         self._tell({"op": "pause", "paused": paused})
+
+    def trust(self, members: Sequence[bytes]) -> None:
+        """The certificates of those who may use the shards from now on; all others are cut off."""
+        tls = {**self.spec.start.get("tls", {}), "members": list(members)}
+        self.spec = replace(self.spec, start={**self.spec.start, "tls": tls})
+        self._tell({"op": "tls", "members": list(members)})
 
     async def drain(self, grace_s: float) -> None:
         """Have running sessions move elsewhere; wait up to `grace_s` until the last has ended.

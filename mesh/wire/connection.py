@@ -68,6 +68,8 @@ class WebSocketLink(asyncio.Protocol):
         self._backlog = 0
         self._rtt_ms: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self.peer_certificate: bytes | None = None
+        """The peer's TLS certificate in DER, None without TLS or without a certificate."""
         self.opened: asyncio.Future[None] = self._loop.create_future()
         """Done once both hellos were exchanged; carries the reason when that failed."""
         self.opened.add_done_callback(_mark_retrieved)
@@ -99,12 +101,6 @@ class WebSocketLink(asyncio.Protocol):
         """Bytes that wait for the peer, here and in the transport."""
         written = 0 if self._transport is None else self._transport.get_write_buffer_size()
         return self._session.queued_bytes + written
-
-    @property
-    def peer_certificate(self) -> bytes | None:
-        """The peer's TLS certificate in DER, None without TLS or without a certificate."""
-        tls = self._transport and self._transport.get_extra_info("ssl_object")
-        return tls.getpeercert(binary_form=True) if tls else None
 
     @property
     def is_gone(self) -> bool:
@@ -151,6 +147,8 @@ class WebSocketLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client asks for the upgrade at once; a server waits."""
         self._transport = cast("asyncio.Transport", transport)
+        if tls := transport.get_extra_info("ssl_object"):
+            self.peer_certificate = tls.getpeercert(binary_form=True)
         # Room for a few chunks: what the transport buffers is counted, and blocks `drain`.
         limits = self._session.limits
         self._transport.set_write_buffer_limits(high=4 * limits.chunk_bytes)

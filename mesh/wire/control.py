@@ -21,6 +21,7 @@ from mesh.wire.messages import (
     Close,
     Drain,
     Failure,
+    Gossip,
     Hello,
     Message,
     Open,
@@ -96,6 +97,7 @@ _LAYOUT: dict[FrameType, tuple[type[Message], dict[str, Check]]] = {
         Failure, {"error": _mapping, "session": _optional_uint32, "step": _optional_uint32}
     ),
     FrameType.DRAIN: (Drain, {"reason": _text(1024)}),
+    FrameType.GOSSIP: (Gossip, {"body": _mapping}),
     FrameType.ADVERTISE: (Advertise, {"shards": _mappings, "node": _mapping}),
 }  # fmt: skip
 

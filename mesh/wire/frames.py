@@ -42,6 +42,7 @@ class FrameType(IntEnum):
     ADVERTISE = 0x18
     DRAIN = 0x19
     OPEN_TAPS = 0x1A
+    GOSSIP = 0x1B
 
 
 class FrameFlags(IntFlag):
@@ -61,7 +62,7 @@ _CONTROL = frozenset(
     {
         FrameType.NACK, FrameType.HELLO, FrameType.BYE, FrameType.OPEN, FrameType.OPENED,
         FrameType.PARK, FrameType.RESUME, FrameType.CLOSE, FrameType.FAILURE, FrameType.ADVERTISE,
-        FrameType.DRAIN, FrameType.OPEN_TAPS,
+        FrameType.DRAIN, FrameType.OPEN_TAPS, FrameType.GOSSIP,
     }
 )  # fmt: skip
 _KNOWN_FLAGS = COMPRESSED | FINAL | GRADIENT

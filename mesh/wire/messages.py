@@ -165,6 +165,13 @@ class Advertise:
 
 
 @dataclass(frozen=True, slots=True)
+class Gossip:
+    """Something about the event log, as `mesh.events.messages` writes and reads it."""
+
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """The shard host is about to stop: running sessions go on, but should move while they can.
 
@@ -176,5 +183,5 @@ class Drain:
 
 Message = (
     Hello | Bye | Ping | Pong | Open | OpenTaps | Opened | Step | Result | Park | Resume | Close
-    | Failure | Advertise | Drain
+    | Failure | Advertise | Gossip | Drain
 )  # fmt: skip

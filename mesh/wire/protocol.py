@@ -370,6 +370,7 @@ class TensorSession:
             (
                 FrameType.BYE, FrameType.OPEN, FrameType.OPENED, FrameType.PARK, FrameType.RESUME,
                 FrameType.CLOSE, FrameType.FAILURE, FrameType.ADVERTISE, FrameType.DRAIN,
+                FrameType.GOSSIP,
                 FrameType.OPEN_TAPS,
             ),
             _receive_control,

@@ -21,6 +21,7 @@ from typing import Any
 from mesh.models.builtin import checkpoint_dir
 from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.types import Done, GenerationRequest, LayerRange, SamplingParams, TokenDelta, shard_id
+from tests import secure
 from tests.chaos.lab import MODEL, Lab, open_lab
 
 PROMPT_TOKENS = 384
@@ -95,11 +96,7 @@ async def _prefill(lab: Lab, number: int) -> float:
 
 
 async def _shard_process(directory: Path) -> ShardHost:
-    start = {
-        "listen_host": "127.0.0.1", "listen_port": 0, "device": "cpu", "threads": 1,
-        "hello": {"node_id": "b", "node_name": "b", "software": "bench"},
-        "cache_dir": str(directory),
-    }  # fmt: skip
+    start = secure.start_command(directory)
     load = {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": SPAN, "dtype": "fp32"}
     host = ShardHost(HostSpec(start, (load,)), lambda: None)
     host.start()

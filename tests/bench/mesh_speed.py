@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import random
-import secrets
 import statistics
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from mesh.cli.local_node import LocalNode
+from mesh.cli.local_node import LocalNode, start_hearth
 from tests.bench.noise import Meter, wait_for_idle
 from tests.checkpoints import make_large_checkpoint
 
@@ -80,19 +79,18 @@ def mesh_run(asker: LocalNode, ids: list[int], count: int) -> dict[str, Any]:
 
 def measure_one(shape: str, dtype: str, directory: Path, root: Path) -> dict[str, Any]:
     layers, half = SHAPES[shape], SHAPES[shape] // 2
-    hearth = {"HEARTHNET_HEARTH": f"bench-{secrets.token_hex(3)}", "OMP_NUM_THREADS": "1"}
+    environment = {"OMP_NUM_THREADS": "1"}
     common = ("--model", f"{directory}=bench", "--dtype", dtype, "--threads", "1")
     with contextlib.ExitStack() as stack:
         nodes = [
-            stack.enter_context(
-                LocalNode(
-                    name, root / f"{shape}-{dtype}-{name}", (*common, "--layers", span), hearth
-                )
+            LocalNode(
+                name, root / f"{shape}-{dtype}-{name}", (*common, "--layers", span), environment
             )
             for name, span in (
                 ("first", f"0-{half - 1}"), ("second", f"{half}-{layers - 1}"), ("asker", "none"),
             )
         ]  # fmt: skip
+        start_hearth(nodes, stack)
         for node in nodes:
             node.wait_ready()
         for node, core in zip(nodes[:2], (0, 1), strict=True):

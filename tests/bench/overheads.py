@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import statistics
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
-from mesh.cli.local_node import LocalNode
+from mesh.cli.local_node import LocalNode, start_hearth
 from tests.bench.noise import wait_for_idle
 
 SERVING = (("a", "0-3"), ("b", "4-7"), ("c", "0-7"))
@@ -56,18 +55,16 @@ def together(asker: LocalNode, seed: int) -> float:
 
 def measure() -> dict[str, Any]:
     """Ratios within each round; medians over rounds."""
-    hearth = {"HEARTHNET_HEARTH": f"bench-{secrets.token_hex(3)}", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         root = Path(name)
 
-        def start(node: str, layers: str, **extra: str) -> LocalNode:
+        def make(node: str, layers: str, **extra: str) -> LocalNode:
             flags = ("--layers", layers, "--threads", "1")
-            return stack.enter_context(LocalNode(node, root / node, flags, {**hearth, **extra}))
+            return LocalNode(node, root / node, flags, {"OMP_NUM_THREADS": "1", **extra})
 
-        for node, layers in SERVING:
-            start(node, layers)
-        checking = start("checking", "none")
-        trusting = start("trusting", "none", **{SPOT_CHECKS: "0"})
+        checking = make("checking", "none")
+        trusting = make("trusting", "none", **{SPOT_CHECKS: "0"})
+        start_hearth([*(make(*serving) for serving in SERVING), checking, trusting], stack)
         for asker in (checking, trusting):
             asker.wait_ready()
             answer(asker, 0)

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from mesh.cli.local_node import LocalNode
+from mesh.cli.local_node import LocalNode, start_hearth
 
 SERVING = {
     "attic": "0-2", "barn": "3-5", "cellar": "6-7",
@@ -57,8 +57,7 @@ class Household:
     """The nodes by name."""
 
     def __init__(self, directory: Path) -> None:
-        hearth = f"chaos-{secrets.token_hex(4)}"
-        environment = {"HEARTHNET_HEARTH": hearth, "OMP_NUM_THREADS": "1", _HEALTH: str(STALL_S)}
+        environment = {"OMP_NUM_THREADS": "1", _HEALTH: str(STALL_S)}
         self.nodes = {
             name: LocalNode(
                 name, directory / name, ("--threads", "1", "--layers", layers), environment
@@ -68,9 +67,10 @@ class Household:
         self._frozen: set[str] = set()
 
     def __enter__(self) -> Household:
-        for node in self.nodes.values():
-            node.start()
-        self.wait_whole()
+        with contextlib.ExitStack() as stack:
+            start_hearth(list(self.nodes.values()), stack)
+            self.wait_whole()
+            stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -40,7 +40,7 @@ from mesh.types import (
     TokenDelta,
     shard_id,
 )
-from mesh.wire.messages import Hello
+from tests import secure
 from tests.chaos.proxy import Proxy
 
 MODEL = ModelId("builtin")
@@ -95,7 +95,7 @@ class Lab:
             honest,
             host=NodeId(name),
             node_name=name,
-            endpoint=Endpoint(f"ws://127.0.0.1:{port}"),
+            endpoint=Endpoint(f"wss://127.0.0.1:{port}"),
             **changes,
         )
         now = datetime.now(UTC)
@@ -127,7 +127,7 @@ class Lab:
             fallback_after=2,
             spot_check_probability=spot_checks,
         )
-        engine = Engine(self.model, Hello("asker", "asker", "tensors", "test"), settings, _nobody)
+        engine = Engine(self.model, NodeId("asker"), settings, _nobody, secure.dial)
         engine.shards.replace(shards)
         watch = asyncio.create_task(engine.watch_stalls(), name="watch stalls")
         try:
@@ -178,11 +178,7 @@ async def ask(
 @asynccontextmanager
 async def open_lab(directory: Path) -> AsyncIterator[Lab]:
     """Start the shard process and load the asker's ends."""
-    start = {
-        "listen_host": "127.0.0.1", "listen_port": 0, "device": "cpu", "threads": 1,
-        "hello": {"node_id": "node", "node_name": "node", "software": "test"},
-        "cache_dir": str(directory),
-    }  # fmt: skip
+    start = secure.start_command(directory)
     loads = tuple(
         {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": span, "dtype": "fp32",
          "max_concurrent_streams": STREAMS, "kv_tokens": 65536}

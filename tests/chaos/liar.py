@@ -20,7 +20,8 @@ from mesh.wire.activations import to_torch, to_wire
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.link import Link
 from mesh.wire.messages import Failure, Hello, Message, Result, WireTensor
-from mesh.wire.websocket import LinkServer, connect, serve
+from mesh.wire.websocket import LinkServer, serve
+from tests import secure
 
 Lie = Callable[[torch.Tensor], torch.Tensor]
 """From the honest (1, rows, hidden) to what is said instead."""
@@ -72,8 +73,9 @@ class Liar:
         self._server: LinkServer | None = None
 
     async def __aenter__(self) -> Self:
-        hello = Hello("liar", "liar", "tensors", "test")
-        self._server = await serve("127.0.0.1", 0, accept=self._accept, hello=hello)
+        tls = secure.TLS.server
+        hello = Hello(secure.KEY.node_id, "liar", "tensors", "test")
+        self._server = await serve("127.0.0.1", 0, accept=self._accept, hello=hello, ssl=tls)
         self.port = self._server.port
         return self
 
@@ -114,10 +116,9 @@ class _Asker:
         self._task = asyncio.create_task(self._reach(), name="liar reaches the honest shard")
 
     async def _reach(self) -> None:
-        hello = Hello("liar", "liar", "tensors", "test")
         try:
-            self._honest = await connect(
-                "127.0.0.1", self._liar.target, hello=hello, handler=_Honest(self._liar, self._link)
+            self._honest = await secure.dial(
+                "127.0.0.1", self._liar.target, _Honest(self._liar, self._link)
             )
         except MeshError as error:
             self._link.close(str(error))

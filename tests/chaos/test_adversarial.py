@@ -15,6 +15,7 @@ import pytest
 from mesh.errors import WeightsMismatch
 from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.types import LayerRange, shard_id
+from tests import secure
 from tests.chaos import liar
 from tests.chaos.conftest import Row
 from tests.chaos.lab import MODEL, Lab, Told, ask
@@ -125,11 +126,7 @@ async def test_a_shard_that_claims_our_weights_and_has_others_is_not_used(
     lab: Lab, one_machine: Reference, record: Record, tmp_path: Path
 ) -> None:
     other = make_checkpoint(tmp_path / "other", "llama", layers=8)
-    start = {
-        "listen_host": "127.0.0.1", "listen_port": 0, "device": "cpu", "threads": 1,
-        "hello": {"node_id": "other", "node_name": "other", "software": "test"},
-        "cache_dir": str(tmp_path),
-    }  # fmt: skip
+    start = secure.start_command(tmp_path)
     load = {"directory": str(other), "model_id": MODEL, "layers": "0-7", "dtype": "fp32"}
     host = ShardHost(HostSpec(start, (load,)), lambda: None)
     host.start()

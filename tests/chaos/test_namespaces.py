@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from mesh.models.builtin import checkpoint_dir
 from mesh.shard.hosting import HostSpec, ShardHost
+from tests import secure
 from tests.chaos.conftest import Row
 from tests.chaos.lab import MODEL, Lab, ask
 from tests.chaos.namespaces import NFT, Namespace, why_not
@@ -66,11 +67,8 @@ async def homes(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[
 
 
 def _spec(address: str, layers: tuple[str, ...], directory: Path) -> HostSpec:
-    start = {
-        "listen_host": address, "listen_port": 0, "device": "cpu", "threads": 1,
-        "hello": {"node_id": address, "node_name": address, "software": "test"},
-        "cache_dir": str(directory),
-    }  # fmt: skip
+    hello = {"node_id": address, "node_name": address, "software": "test"}
+    start = {**secure.start_command(directory), "listen_host": address, "hello": hello}
     loads = tuple(
         {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": span, "dtype": "fp32"}
         for span in layers
@@ -85,7 +83,7 @@ def shards_of(lab: Lab, homes: dict[int, Home]) -> list[dict[str, object]]:
         home = homes[number]
         for span in layers:
             shard = lab.advertise(f"home-{number}", span, home.port)
-            told.append({**shard, "endpoint": f"ws://{home.space.there}:{home.port}"})
+            told.append({**shard, "endpoint": f"wss://{home.space.there}:{home.port}"})
     return told
 
 

@@ -6,8 +6,10 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from mesh.clock import SystemClock
 from mesh.discovery.advertisement import Advertisement
@@ -17,7 +19,9 @@ from mesh.discovery.events import PeerEvent
 from mesh.discovery.interfaces import InterfaceChoice, choose
 from mesh.discovery.mdns import Mdns, MdnsSettings
 from mesh.discovery.peering import Peering, PeeringSettings
-from mesh.identity.keys import node_id
+from mesh.identity.certificates import make_certificate
+from mesh.identity.keys import NodeKey, node_id
+from mesh.identity.tls import TlsContexts, TlsMaterial
 from mesh.types import (
     Endpoint,
     LayerRange,
@@ -71,7 +75,7 @@ def advertised(
             max_concurrent_streams=4,
             host=host,
             node_name="kitchen",
-            endpoint=Endpoint("ws://127.0.0.1:7701"),
+            endpoint=Endpoint("wss://127.0.0.1:7701"),
             dtype="fp32",
             determinism_class="x86-fp32",
             advertised_at=MOMENT,
@@ -84,18 +88,58 @@ def loopback() -> list[InterfaceChoice]:
     return choose(["127.0.0.1"])[0]
 
 
+class Village:
+    """Everybody who is in a hearth, as its members trust each other; grows as tests go on."""
+
+    def __init__(self) -> None:
+        self._in: dict[str, dict[NodeId, TlsContexts]] = {}
+        self._certificates: dict[str, dict[NodeId, bytes]] = {}
+
+    async def enter(self, hearth: str, key: NodeKey) -> Trusting:
+        """Make the key's node a member; all others trust it from now on."""
+        certificates = self._certificates.setdefault(hearth, {})
+        certificates[key.node_id] = make_certificate(key)
+        material = TlsMaterial.of(key, certificates.values())
+        own = await asyncio.to_thread(TlsContexts, material)
+        others = self._in.setdefault(hearth, {})
+        for contexts in others.values():
+            await asyncio.to_thread(contexts.update, list(certificates.values()))
+        others[key.node_id] = own
+        return Trusting(own)
+
+
+@dataclass(frozen=True)
+class Trusting:
+    """Trusts every member with everything."""
+
+    tls: TlsContexts
+
+    def may_serve(self, node: NodeId) -> bool:
+        return self.tls.trusts(node)
+
+
+VILLAGE = Village()
+
+
+def new_key() -> NodeKey:
+    return NodeKey(Ed25519PrivateKey.generate())
+
+
 class Node:
     """One daemon's discovery: its peering, its directory and every event so far."""
 
-    def __init__(self, settings: PeeringSettings, mdns: Mdns | None) -> None:
+    def __init__(self, settings: PeeringSettings, trust: Trusting, mdns: Mdns | None) -> None:
         self.id = settings.node_id
+        self.trust = trust
         self.clock = SystemClock()
         self.store = ShardStore(self.clock, expiry_s=settings.shard_health_timeout_s * 4)
         self.serving: list[Advertisement] = []
         self.events: list[PeerEvent] = []
         self._happened = asyncio.Event()
         self.mdns = mdns
-        self.peering = Peering(settings, self.store, lambda: self.serving, self._record, mdns=mdns)
+        self.peering = Peering(
+            settings, self.store, lambda: self.serving, self._record, trust=trust, mdns=mdns
+        )
 
     def _record(self, event: PeerEvent) -> None:
         self.events.append(event)
@@ -136,15 +180,16 @@ class Node:
 async def running(
     hearth: str,
     *static_peers: str,
-    own_id: NodeId | None = None,
+    key: NodeKey | None = None,
     mdns: Mdns | None = None,
     multicast: bool = True,
     port: int = 0,
     health_timeout_s: float = 30.0,
 ) -> AsyncIterator[Node]:
     """A started node on 127.0.0.1, stopped with a goodbye at the end."""
+    key = key or new_key()
     settings = PeeringSettings(
-        node_id=own_id or new_id(),
+        node_id=key.node_id,
         name="kitchen",
         hearth=hearth,
         software="0.1",
@@ -156,7 +201,7 @@ async def running(
     )
     if multicast and mdns is None:
         mdns = Mdns(loopback, settings=QUICK_MDNS)
-    node = Node(settings, mdns)
+    node = Node(settings, await VILLAGE.enter(hearth, key), mdns)
     try:
         await node.peering.start()
         yield node

@@ -17,13 +17,13 @@ from mesh.discovery.events import PeerDown, PeerUp, Warned
 from mesh.discovery.greeting import PeerHello, to_hello
 from mesh.discovery.interfaces import InterfaceChoice
 from mesh.discovery.mdns import Mdns
-from mesh.errors import MeshError, PeerRefused
+from mesh.errors import ConnectFailed, MeshError, PeerRefused, UntrustedPeer
 from mesh.identity.keys import node_id
 from mesh.types import ModelId
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.messages import PROTOCOL_VERSION, Advertise, Hello, Message
 from mesh.wire.websocket import connect, serve
-from tests.discovery.network import QUICK_MDNS, Node, advertised, new_id, running
+from tests.discovery.network import QUICK_MDNS, VILLAGE, Node, advertised, new_key, running
 
 TINY = ModelId("tiny")
 
@@ -117,10 +117,10 @@ async def test_broken_multicast_is_a_warning_that_names_the_way_out(hearth: str)
 
 
 async def test_both_dialling_at_once_keep_the_link_of_the_smaller_id(hearth: str) -> None:
-    small, large = sorted((new_id(), new_id()))
+    small, large = sorted((new_key(), new_key()), key=lambda key: key.node_id)
     async with (
-        running(hearth, own_id=small, multicast=False) as one,
-        running(hearth, own_id=large, multicast=False) as other,
+        running(hearth, key=small, multicast=False) as one,
+        running(hearth, key=large, multicast=False) as other,
     ):
         pairs = ((one, other), (other, one)) * 3
         await asyncio.gather(
@@ -160,7 +160,8 @@ async def test_own_address_is_not_a_peer(hearth: str) -> None:
 
 
 async def test_copied_key_is_reported_with_both_addresses(hearth: str) -> None:
-    async with running(hearth) as one, running(hearth, own_id=one.id) as clone:
+    key = new_key()
+    async with running(hearth, key=key) as one, running(hearth, key=key) as clone:
         for node in (one, clone):
             warning = await node.event(lambda event: event.type == "warning")
             assert isinstance(warning, Warned)
@@ -171,14 +172,15 @@ async def test_copied_key_is_reported_with_both_addresses(hearth: str) -> None:
 
 
 async def test_third_node_reports_two_machines_with_one_key(hearth: str) -> None:
-    shared = new_id()
+    key = new_key()
+    shared = key.node_id
     async with (
         running(hearth, multicast=False) as witness,
-        running(hearth, f"127.0.0.1:{witness.peering.port}", own_id=shared, multicast=False) as one,
+        running(hearth, f"127.0.0.1:{witness.peering.port}", key=key, multicast=False) as one,
     ):
         await witness.until(lambda store: shared in witness.online())
         address = f"127.0.0.1:{witness.peering.port}"
-        async with running(hearth, address, own_id=shared, multicast=False) as other:
+        async with running(hearth, address, key=key, multicast=False) as other:
             warning = await witness.event(lambda event: event.type == "warning")
             assert isinstance(warning, Warned)
             assert warning.code == "cloned_key"
@@ -204,14 +206,18 @@ async def test_other_hearth_is_turned_away_when_it_dials(hearth: str) -> None:
         address = f"127.0.0.1:{node.peering.port}"
         async with running(f"{hearth}-next-door", address, multicast=False) as stranger:
             seen = await stranger.event(lambda event: event.type == "peer_seen")
-            assert getattr(seen, "state", "") == "other hearth"
+            assert getattr(seen, "state", "") in ("not a peer", "unreachable")
             assert node.online() == {node.id}
             assert not node.told("peer_up")
 
 
 async def test_peer_of_another_version_is_shown_with_who_is_too_old(hearth: str) -> None:
-    newer = Hello(new_id(), "attic", "control", "9.0", version=PROTOCOL_VERSION + 1)
-    server = await serve("127.0.0.1", 0, accept=lambda link: Silent(), hello=newer)
+    key = new_key()
+    trust = await VILLAGE.enter(hearth, key)
+    newer = Hello(key.node_id, "attic", "control", "9.0", version=PROTOCOL_VERSION + 1)
+    server = await serve(
+        "127.0.0.1", 0, accept=lambda link: Silent(), hello=newer, ssl=trust.tls.server
+    )
     try:
         async with running(hearth, f"127.0.0.1:{server.port}", multicast=False) as node:
             seen = await node.event(lambda event: event.type == "peer_seen")
@@ -230,10 +236,13 @@ async def test_malformed_advertisement_is_reported_and_the_last_good_one_stays(
     hearth: str, entry: Any, field: str
 ) -> None:
     async with running(hearth, multicast=False) as node:
-        me = PeerHello(new_id(), "attic", "0.1", hearth, "run", 1, "127.0.0.1:9")
+        key = new_key()
+        trust = await VILLAGE.enter(hearth, key)
+        me = PeerHello(key.node_id, "attic", "0.1", hearth, "run", 1, "127.0.0.1:9")
         link = await connect(
-            "127.0.0.1", node.peering.port, hello=to_hello(me), handler=Silent(), timeout_s=5
-        )
+            "127.0.0.1", node.peering.port, hello=to_hello(me), handler=Silent(), timeout_s=5,
+            ssl=trust.tls.client(node.id),
+        )  # fmt: skip
         good = advertised(me.node_id)
         link.send(Advertise([encode(good)]))
         await node.until(lambda store: len(store.shards(TINY)) == 1)
@@ -247,14 +256,55 @@ async def test_malformed_advertisement_is_reported_and_the_last_good_one_stays(
         link.close()
 
 
+async def test_member_that_claims_to_be_another_one_is_refused(hearth: str) -> None:
+    async with running(hearth, multicast=False) as node, running(hearth, multicast=False) as victim:
+        key = new_key()
+        tls = (await VILLAGE.enter(hearth, key)).tls.client(node.id)
+        claim = PeerHello(victim.id, "attic", "0.1", hearth, "run", 1, "127.0.0.1:9")
+        with pytest.raises(UntrustedPeer):
+            await connect(
+                "127.0.0.1", node.peering.port, hello=to_hello(claim), handler=Silent(), ssl=tls
+            )
+        assert node.online() == {node.id}
+
+
+async def test_plain_text_gets_no_answer(hearth: str) -> None:
+    async with running(hearth, multicast=False) as node:
+        me = PeerHello(new_key().node_id, "attic", "0.1", hearth, "run", 1, "127.0.0.1:9")
+        with pytest.raises(ConnectFailed):
+            await connect(
+                "127.0.0.1", node.peering.port, hello=to_hello(me), handler=Silent(), timeout_s=5
+            )
+        assert node.online() == {node.id}
+
+
+async def test_who_is_put_out_loses_its_live_link_and_its_shards(hearth: str) -> None:
+    async with running(hearth, multicast=False) as one:
+        address = f"127.0.0.1:{one.peering.port}"
+        async with running(hearth, address, multicast=False) as other:
+            other.serve(advertised(other.id))
+            await one.until(lambda store: len(store.shards(TINY)) == 1)
+            await asyncio.to_thread(one.trust.tls.update, [])
+            one.peering.follow_members()
+            assert one.store.shards(TINY) == []
+            down = await one.event(lambda event: isinstance(event, PeerDown))
+            assert getattr(down, "reason", "") == "not a member of this hearth"
+            await other.event(lambda event: isinstance(event, PeerDown))
+            seen = await other.event(lambda event: event.type == "peer_seen")
+            assert getattr(seen, "state", "") in ("not a peer", "unreachable")
+            assert one.online() == {one.id}
+
+
 @pytest.mark.parametrize("fields", [{}, {"hearth": 1}, {"hearth": "x" * 300}])
 async def test_hello_without_what_a_daemon_says_is_refused(
     hearth: str, fields: dict[str, Any]
 ) -> None:
     async with running(hearth, multicast=False) as node:
-        hello = Hello(new_id(), "attic", "control", "0.1", fields=fields)
+        key = new_key()
+        tls = (await VILLAGE.enter(hearth, key)).tls.client(node.id)
+        hello = Hello(key.node_id, "attic", "control", "0.1", fields=fields)
         with pytest.raises(PeerRefused):
-            await connect("127.0.0.1", node.peering.port, hello=hello, handler=Silent())
+            await connect("127.0.0.1", node.peering.port, hello=hello, handler=Silent(), ssl=tls)
         assert node.online() == {node.id}
 
 

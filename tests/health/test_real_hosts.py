@@ -18,19 +18,24 @@ from mesh.models.local import LocalModel, find_local_models
 from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.engine import Engine, EngineSettings
 from mesh.shard.hosting import HostSpec, ShardHost
-from mesh.types import Done, GenerationRequest, LayerRange, ModelId, RouteHop, SamplingParams
-from mesh.wire.messages import Hello
+from mesh.types import (
+    Done,
+    GenerationRequest,
+    LayerRange,
+    ModelId,
+    NodeId,
+    RouteHop,
+    SamplingParams,
+)
+from tests import secure
 
 TOKENS = 60
 PROMPTS = ["The fox", "Once upon a time"]
 
 
 def host(node: str, model: LocalModel, spans: list[LayerRange], cache: Path) -> ShardHost:
-    start = {
-        "listen_host": "127.0.0.1", "listen_port": 0, "device": "cpu", "threads": 1,
-        "hello": {"node_id": node, "node_name": node, "software": "test"},
-        "cache_dir": str(cache),
-    }  # fmt: skip
+    hello = {"node_id": node, "node_name": node, "software": "test"}
+    start = {**secure.start_command(cache), "hello": hello}
     loads = tuple(
         {"directory": model.directory, "model_id": model.model_id, "layers": str(span),
          "dtype": "fp32", "advertise_host": "127.0.0.1"}
@@ -60,9 +65,10 @@ async def asker(cache: Path, **settings: Any) -> AsyncIterator[tuple[Engine, Mod
         )
         engine = Engine(
             ends,
-            Hello("asker", "asker", "tensors", "test"),
+            NodeId("asker"),
             EngineSettings(16, False, 30.0, "fp16", str(cache), False, 99, **settings),
             no_home,
+            secure.dial,
         )
         engine.shards.replace(
             [

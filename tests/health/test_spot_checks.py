@@ -197,6 +197,26 @@ async def test_the_first_sessions_of_a_new_host_are_checked_whatever_is_drawn() 
         await mesh.engine.close()
 
 
+async def test_a_check_leaves_its_stream_to_a_generation() -> None:
+    network = ToyNetwork()
+    network.add("0-3", name="front")
+    one, other = (network.add("4-7", streams=1, name=name) for name in ("a", "b"))
+    with watched(network, probability=1e-12) as mesh:
+        other.before_step = lambda step: False  # the newcomer's check of `a` hangs there
+        first = mesh.engine.chat(toy_request(PROMPT, 30, "first"))
+        begun = [await anext(first) for _ in range(6)]
+        assert (one.open_streams(), other.open_streams()) == (1, 1)
+        other.before_step = lambda step: True
+        second = await mesh.ask(30, name="second")
+        assert tokens_of(second) == expected_tokens(PROMPT, 30)
+        rest = [frame async for frame in first]
+        assert tokens_of(begun + rest) == expected_tokens(PROMPT, 30)
+        assert mesh.checks(one).get("agreed", 0) == 0
+        await mesh.engine.close()
+        await asyncio.sleep(0.01)
+        assert not other.sessions
+
+
 async def test_probability_zero_checks_nobody() -> None:
     network, (_, judge) = halves("a", "b")
     with watched(network, probability=0.0) as mesh:

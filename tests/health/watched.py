@@ -8,15 +8,13 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from unittest.mock import patch
 
 from mesh.discovery.advertisement import Advertisement, encode
 from mesh.errors import NoRoute
 from mesh.pipeline.engine import Engine, EngineSettings
 from mesh.pipeline.model import AskerModel
-from mesh.types import RouteHop, ShardFailover, ShardHealth, StreamFrame, TokenDelta
-from mesh.wire.link import Link, LinkHandler
-from mesh.wire.messages import Hello, WireTensor
+from mesh.types import NodeId, RouteHop, ShardFailover, ShardHealth, StreamFrame, TokenDelta
+from mesh.wire.messages import WireTensor
 from tests.pipeline.toy_mesh import (
     HIDDEN,
     MODEL,
@@ -47,7 +45,7 @@ class Watched:
         )
         model = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, 4096, ToyEnds(), ToyText())
         self.network = network
-        self.engine = Engine(model, Hello(ASKER, ASKER, "tensors", "toy"), settings, _no_home)
+        self.engine = Engine(model, NodeId(ASKER), settings, _no_home, network.dial)
         self.engine.auditor._rng = random.Random(7)
         self.publish()
 
@@ -96,14 +94,7 @@ def watched(
     network: ToyNetwork, *, ceiling_s: float = 30.0, probability: float = 0.0
 ) -> Iterator[Watched]:
     """The engine with the toy network where its sockets would be."""
-
-    async def connect(
-        host: str, port: int, *, hello: Hello, handler: LinkHandler, timeout_s: float
-    ) -> Link:
-        return await network.dial(host, port, handler)
-
-    with patch("mesh.pipeline.engine.connect", connect):
-        yield Watched(network, ceiling_s=ceiling_s, probability=probability)
+    yield Watched(network, ceiling_s=ceiling_s, probability=probability)
 
 
 def tokens_of(frames: Sequence[StreamFrame]) -> list[int]:

@@ -22,6 +22,7 @@ from mesh.interventions.relay import HopSessions, relay
 from mesh.interventions.skeleton import job_model, load_skeleton
 from mesh.models.load import load_span
 from mesh.pipeline.lines import Lines
+from mesh.shard import linear
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.runtime import SpanRuntime
 from mesh.shard.server import ShardServer
@@ -70,7 +71,7 @@ async def shard(settings: TapSettings | None = None) -> AsyncIterator[Shard]:
     descriptor = ShardDescriptor(
         shard_id=shard_id(MODEL, WHOLE), model_id=MODEL, weights_sha256=manifest.weights_sha256,
         layer_range=WHOLE, total_layers=LAYERS, vram_required_mb=1, max_concurrent_streams=4,
-        host=NodeId("n" * 64), node_name="attic", endpoint=Endpoint("ws://127.0.0.1:1"),
+        host=NodeId("n" * 64), node_name="attic", endpoint=Endpoint("wss://127.0.0.1:1"),
         dtype="fp32", determinism_class="test", advertised_at=datetime.now(UTC),
     )  # fmt: skip
     queue = DeviceQueue()
@@ -132,7 +133,10 @@ async def test_messages_of_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     equal(found, expected, 1e-4)
 
 
-async def test_weights_are_shared_with_chat() -> None:
+async def test_weights_are_shared_with_chat_unless_they_are_repacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear, "_TOLERANCE", {})
     async with shard() as here:
         sessions = await HopSessions.open(here.route, here.lines)
         runtime = await here.taps._shard.borrow()

@@ -18,9 +18,7 @@ from mesh.interventions.relay import HopSessions, relay
 from mesh.interventions.skeleton import job_model, load_skeleton
 from mesh.pipeline.lines import Lines
 from mesh.types import RouteHop
-from mesh.wire.link import Link, LinkHandler
-from mesh.wire.messages import Hello
-from mesh.wire.websocket import connect
+from tests import secure
 from tests.interventions.cases import CASES, GRADIENTS, Parts
 from tests.interventions.worlds import SPLITS, checkpoint, equal, whole
 from tests.mesh_e2e.spread import Spread, greedy, hugging_face, spread
@@ -32,11 +30,6 @@ VALUES = (
     "modules_called_by_hand", "weights_read", "cache_everything", "session", "attentions",
 )  # fmt: skip
 GRADIENT_CASES = ("at_boundaries", "of_the_residual", "edited", "across_a_session", "batched")
-
-
-async def dial(host: str, port: int, handler: LinkHandler) -> Link:
-    hello = Hello("job", "job", "tensors", "test")
-    return await connect(host, port, hello=hello, handler=handler)
 
 
 @asynccontextmanager
@@ -51,7 +44,7 @@ async def run_job(mesh: Spread, family: str, hops: int, job: Callable[[Parts], A
     """A job in a thread of its own, as it would be in a process of its own."""
     hosted = {h.descriptor.layer_range: h.descriptor for h in mesh._host.shards.values()}
     route = [RouteHop(hosted[held], run) for run, held in SPLITS[hops]]
-    lines = Lines(dial)
+    lines = Lines(secure.dial)
     sessions = await HopSessions.open(route, lines)
     ours, theirs = socket.socketpair()
     passing = asyncio.create_task(relay(ours, sessions), name="relay")

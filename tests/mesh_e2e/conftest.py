@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mesh.cli.local_node import LocalNode
+from mesh.paths import StatePaths
 
 StartNode = Callable[..., LocalNode]
 
@@ -31,12 +31,17 @@ def own_node(tmp_path: Path) -> Iterator[StartNode]:
 @contextmanager
 def starter(root: Path) -> Iterator[StartNode]:
     """Starts daemons of one hearth that nobody else's tests see."""
-    hearth = f"test-{secrets.token_hex(4)}"
+    nodes: list[LocalNode] = []
     with ExitStack() as stack:
 
         def start(name: str, *flags: str, environment: dict[str, str] | None = None) -> LocalNode:
-            variables = {"HEARTHNET_HEARTH": hearth, "OMP_NUM_THREADS": "1", **(environment or {})}
+            """The first node founds the hearth, the others join it before they start."""
+            variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
             node = LocalNode(name, root / name, ("--threads", "1", *flags), variables)
+            if nodes and not StatePaths(node.state_dir).hearth.exists():
+                nodes[0].wait_up()
+                node.join(nodes[0])
+            nodes.append(node)
             return stack.enter_context(node)
 
         yield start

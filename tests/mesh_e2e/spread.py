@@ -34,9 +34,7 @@ from mesh.types import (
     ShardDescriptor,
     WireDtype,
 )
-from mesh.wire.link import Link, LinkHandler
-from mesh.wire.messages import Hello
-from mesh.wire.websocket import connect
+from tests import secure
 
 MODEL = ModelId("spread")
 
@@ -56,7 +54,7 @@ class Spread:
         self._allowed: list[ShardDescriptor] = []
         self._router = ShardRouter(self, CoverRules())
         self._sessions = Sessions(
-            Lines(_dial),
+            Lines(secure.dial),
             self._router,
             SystemClock(),
             SessionSettings(),
@@ -117,11 +115,7 @@ async def spread(
     **shard: Any,
 ) -> AsyncIterator[Spread]:
     """Serve these layer ranges of the checkpoint in a shard process of their own."""
-    start = {
-        "listen_host": "127.0.0.1", "listen_port": 0, "device": "cpu", "threads": 1,
-        "hello": {"node_id": "node", "node_name": "node", "software": "test"},
-        "cache_dir": str(cache_dir),
-    }  # fmt: skip
+    start = secure.start_command(cache_dir)
     loads = tuple(
         {"directory": str(directory), "model_id": MODEL, "layers": str(span), "dtype": "fp32",
          "advertise_host": "127.0.0.1", **shard}
@@ -164,10 +158,4 @@ def greedy(prompt: list[int], count: int, request_id: str = "r") -> GenerationRe
         MODEL,
         prompt_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=count, ignore_eos=True),
-    )
-
-
-async def _dial(host: str, port: int, handler: LinkHandler) -> Link:
-    return await connect(
-        host, port, hello=Hello("asker", "asker", "tensors", "test"), handler=handler
     )

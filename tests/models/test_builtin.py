@@ -269,7 +269,7 @@ def test_sums_in_the_corpus_are_true() -> None:
 def test_trainer_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from mesh.models.builtin.train import Recipe, Shape, train
+    from mesh.models.builtin.train import Recipe, Shape, begin, train
 
     shape = Shape(
         vocabulary=400, hidden=32, feed_forward=64, layers=2, heads=2, kv_heads=1, positions=256
@@ -286,8 +286,10 @@ def test_trainer_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
         held_out_texts=4,
         save_every=3,
     )
-    loss = train(tmp_path, shape, recipe, "the command")
+    loss = train(tmp_path, *begin(shape, recipe, None), recipe, "the command")
     assert 0 < loss < 8
+    further = train(tmp_path, *begin(shape, recipe, tmp_path), recipe, "the command")
+    assert further < loss
     assert "the command" in (tmp_path / "README.md").read_text()
     assert not list(tmp_path.glob(".*"))
     reread = AutoModelForCausalLM.from_pretrained(tmp_path)

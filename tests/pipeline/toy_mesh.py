@@ -193,7 +193,7 @@ class ToyNetwork:
         node = name or f"node-{port}"
         descriptor = ShardDescriptor(
             shard_id(MODEL, span), MODEL, WEIGHTS, span, TOTAL_LAYERS, 1, streams, NodeId(node),
-            node, Endpoint(f"ws://toy:{port}"), "fp32", "toy", datetime.now(UTC),
+            node, Endpoint(f"wss://toy:{port}"), "fp32", "toy", datetime.now(UTC),
         )  # fmt: skip
         self.shards[port] = ToyShard(self, descriptor)
         return self.shards[port]

@@ -38,7 +38,7 @@ def shard(
     name = node or f"node-{layers}"
     descriptor = ShardDescriptor(
         shard_id(MODEL, span), MODEL, weights, span, 16, 100, 4, NodeId(name), name,
-        Endpoint("ws://127.0.0.1:1"), "fp32", "cpu", datetime.now(UTC),
+        Endpoint("wss://127.0.0.1:1"), "fp32", "cpu", datetime.now(UTC),
     )  # fmt: skip
     return Candidate(descriptor, queue, streams, hop_weight, is_self)
 

@@ -54,7 +54,7 @@ def descriptor(layers: LayerRange = WHOLE, sha: str = SHA) -> ShardDescriptor:
     return ShardDescriptor(
         shard_id=shard_id(MODEL, layers), model_id=MODEL, weights_sha256=sha, layer_range=layers,
         total_layers=8, vram_required_mb=1, max_concurrent_streams=4, host=NodeId("n" * 64),
-        node_name="attic", endpoint=Endpoint("ws://127.0.0.1:1"), dtype="fp32",
+        node_name="attic", endpoint=Endpoint("wss://127.0.0.1:1"), dtype="fp32",
         determinism_class="test", advertised_at=datetime.now(UTC),
     )  # fmt: skip
 

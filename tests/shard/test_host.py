@@ -11,13 +11,11 @@ import pytest
 from mesh.shard.runtime import SpanRuntime
 from mesh.supervise import Child
 from mesh.types import LayerRange
-from mesh.wire.messages import Hello
-from mesh.wire.websocket import connect
+from tests import secure
 from tests.shard.asker import Asker
 from tests.shard.spans import checkpoint, relative_error, rows, runtime, step
 
 TIMEOUT_S = 60.0
-HELLO = {"node_id": "b" * 64, "node_name": "attic", "software": "test"}
 
 
 class Daemon:
@@ -59,11 +57,7 @@ async def test_a_shard_process_from_start_to_stop(
     shard, span = served
     daemon = Daemon()
     child = await daemon.start()
-    start = {
-        "op": "start", "listen_host": "127.0.0.1", "listen_port": 0, "hello": HELLO,
-        "device": "cpu", "threads": 1, "cache_dir": None,
-    }  # fmt: skip
-    child.channel.send(start)
+    child.channel.send({"op": "start", **secure.start_command(None)})
     listening = await daemon.hears("listening")
     assert listening["device"] == "cpu"
     assert len(listening["reasons"]) == 2
@@ -80,7 +74,7 @@ async def test_a_shard_process_from_start_to_stop(
     described = loaded["descriptor"]
     assert described["shard_id"] == "toy:1-3"
     assert described["layer_range"] == "1-3"
-    assert described["endpoint"] == f"ws://127.0.0.2:{listening['port']}"
+    assert described["endpoint"] == f"wss://127.0.0.2:{listening['port']}"
     assert described["dtype"] == "fp32"
     assert "/t1/" in described["determinism_class"]
     assert loaded["bytes_read"] > 0
@@ -89,8 +83,7 @@ async def test_a_shard_process_from_start_to_stop(
     assert "already loaded" in (await daemon.hears("failed"))["error"]["message"]
 
     asker = Asker()
-    hello = Hello("a" * 64, "asker", "tensors", "test")
-    link = await connect("127.0.0.1", listening["port"], hello=hello, handler=asker)
+    link = await secure.dial("127.0.0.1", listening["port"], asker)
     asker.use(link)
     await asker.open(weights_sha256=described["weights_sha256"], start=1, stop=4)
     found = await asker.step(0, 0, rows(30))

@@ -14,27 +14,29 @@ from mesh.shard.linear import PACKED, PLAIN, PackedLinear, choose_kernels
 CPU = torch.device("cpu")
 
 needs_packing = pytest.mark.skipif(
-    linear._packing_fails() is not None, reason="this CPU or torch has no packed bf16 linear"
+    linear._packing_fails(torch.bfloat16) is not None,
+    reason="this CPU or torch has no packed linear",
 )
 
 
-def layers() -> nn.Sequential:
+def layers(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     torch.manual_seed(0)
     last = Conv1D(32, 96)
     nn.init.normal_(last.bias)
     module = nn.Sequential(nn.Linear(48, 96, bias=False), nn.GELU(), last)
-    return module.to(torch.bfloat16).requires_grad_(requires_grad=False)
+    return module.to(dtype).requires_grad_(requires_grad=False)
 
 
 @needs_packing
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 0.01), (torch.float32, 1e-6)])
 @torch.inference_mode()
-def test_packed_layers_give_what_the_plain_ones_gave() -> None:
-    module = layers()
-    inputs = torch.randn(1, 7, 48).bfloat16()
+def test_packed_layers_give_what_the_plain_ones_gave(dtype: torch.dtype, allowed: float) -> None:
+    module = layers(dtype)
+    inputs = torch.randn(1, 7, 48).to(dtype)
     expected = module(inputs).float()
-    assert choose_kernels(module, torch.bfloat16, CPU).name == PACKED
+    assert choose_kernels(module, dtype, CPU).name == PACKED
     assert [type(part) for part in module] == [PackedLinear, nn.GELU, PackedLinear]
-    assert float((module(inputs).float() - expected).norm() / expected.norm()) < 0.01
+    assert float((module(inputs).float() - expected).norm() / expected.norm()) < allowed
 
 
 @needs_packing
@@ -46,8 +48,8 @@ def test_the_old_weights_are_freed() -> None:
     assert [ref() for ref in old] == [None, None]
 
 
-def test_fp32_and_gpus_keep_their_own_kernels() -> None:
-    for dtype, device in ((torch.float32, CPU), (torch.bfloat16, torch.device("cuda"))):
+def test_fp16_and_gpus_keep_their_own_kernels() -> None:
+    for dtype, device in ((torch.float16, CPU), (torch.bfloat16, torch.device("cuda"))):
         module = layers()
         assert choose_kernels(module, dtype, device).name == PLAIN
         assert isinstance(module[0], nn.Linear)

@@ -12,12 +12,10 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 from mesh.discovery.advertisement import Advertisement, encode
 from mesh.errors import MeshError
@@ -26,6 +24,7 @@ from mesh.pipeline.model import AskerModel
 from mesh.types import (
     Done,
     LayerRange,
+    NodeId,
     PipelineAborted,
     RouteHop,
     ShardHealth,
@@ -33,8 +32,6 @@ from mesh.types import (
     StreamFrame,
     TokenDelta,
 )
-from mesh.wire.link import Link, LinkHandler
-from mesh.wire.messages import Hello
 from tests.pipeline.toy_mesh import (
     HIDDEN,
     MODEL,
@@ -58,7 +55,6 @@ DRAIN_S = 3.0
 """How long a host that stops politely waits for its sessions to move."""
 
 _MODEL = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, 4096, ToyEnds(), ToyText())
-_world: ContextVar[World] = ContextVar("world")
 _ALL = LayerRange(0, TOTAL_LAYERS)
 
 
@@ -101,8 +97,7 @@ def run(seed: int, *, keep_lines: bool = False) -> Report:
         a_run = _Run(schedule, ledger)
         return await a_run.all(), a_run.faults
 
-    with patch("mesh.pipeline.engine.connect", _connect):
-        outcomes, faults = run_virtually(main)
+    outcomes, faults = run_virtually(main)
     return Report(schedule, ledger.broken, outcomes, faults, ledger.trace_hash, ledger.lines)
 
 
@@ -113,7 +108,6 @@ class _Run:
         self._schedule = schedule
         self._ledger = ledger
         self._world = World(schedule.nodes, schedule.delay_s, schedule.seed, ledger)
-        _world.set(self._world)
         self._engine = self._asker()
         self._listed = set(self._world.hosts)
         self._ended = {ask.name: asyncio.Event() for ask in (WARM_UP, *schedule.asks)}
@@ -136,8 +130,7 @@ class _Run:
             fallback_to_local=self._schedule.has_home,
             fallback_after=2,
         )
-        hello = Hello("asker", "asker", "tensors", "sim")
-        return Engine(_MODEL, hello, settings, self._go_home)
+        return Engine(_MODEL, NodeId("asker"), settings, self._go_home, self._world.dial)
 
     async def all(self) -> list[Outcome]:
         self._publish()
@@ -354,13 +347,6 @@ class _Run:
         left = asyncio.all_tasks() - {asyncio.current_task()}
         if left:
             self._ledger.broke(f"tasks are left: {sorted(task.get_name() for task in left)}")
-
-
-async def _connect(
-    host: str, port: int, *, hello: Hello, handler: LinkHandler, timeout_s: float, **_: object
-) -> Link:
-    """Stands where `mesh.wire.websocket.connect` stands: links of the running world."""
-    return await _world.get().dial(host, port, handler)
 
 
 def _advertised(host: SimHost) -> dict[str, object]:

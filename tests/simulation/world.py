@@ -114,7 +114,7 @@ class SimHost:
         self.ledger = ledger
         self.descriptor = ShardDescriptor(
             shard_id(MODEL, node.layers), MODEL, WEIGHTS, node.layers, TOTAL_LAYERS, 1,
-            node.streams, NodeId(node.name), node.name, Endpoint(f"ws://sim:{port}"), "fp32",
+            node.streams, NodeId(node.name), node.name, Endpoint(f"wss://sim:{port}"), "fp32",
             "toy", datetime(2000, 1, 1, tzinfo=UTC),
         )  # fmt: skip
         self.alive = True

@@ -26,6 +26,7 @@ from mesh.wire.messages import (
     Close,
     Drain,
     Failure,
+    Gossip,
     Hello,
     Message,
     Open,
@@ -111,6 +112,7 @@ CONTROL: list[Message] = [
     Failure({"code": "busy"}),
     Drain("stopping"),
     Advertise([{"a": 1.5}, {"b": [b"x", None, True]}], {"n": "ö"}),
+    Gossip({"kind": "ask", "number": 1, "heads": [["a", 1, b"x"]]}),
 ]
 
 

@@ -1,9 +1,11 @@
 """Train the built-in model and its tokenizer from nothing.
 
     python -m mesh.models.builtin.train --out DIR [--steps N] [--seed 0] [--threads N]
+    python -m mesh.models.builtin.train --out DIR --start-from OTHER [--steps N] ...
 
-Reads no file and no network: all text comes from `corpus`. Writes a Hugging Face checkpoint
-directory, also now and then on the way, so that a run that is cut short leaves something usable.
+Reads no file but the checkpoint it starts from, and no network: all text comes from `corpus`.
+Writes a Hugging Face checkpoint directory, also now and then on the way, so that a run that is cut
+short leaves something usable.
 """
 
 from __future__ import annotations
@@ -106,12 +108,22 @@ def build_model(shape: Shape, tokenizer: Tokenizer) -> Any:
     )
 
 
-def train(out: Path, shape: Shape, recipe: Recipe, command: str) -> float:
-    """Train, write the checkpoint to `out`, and return the held-out loss."""
+def begin(shape: Shape, recipe: Recipe, start_from: Path | None) -> tuple[Any, Tokenizer]:
+    """The model and tokenizer to train: new ones, or those of a checkpoint of this script."""
+    from tokenizers import Tokenizer as Reader
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(recipe.seed)
+    if start_from is not None:
+        model = LlamaForCausalLM.from_pretrained(start_from, dtype=torch.float32)
+        return model.train(), Reader.from_file(str(start_from / "tokenizer.json"))
     texts = (d.text for d in islice(training_documents(recipe.seed), recipe.tokenizer_texts))
     tokenizer = train_tokenizer(texts, shape.vocabulary)
-    torch.manual_seed(recipe.seed)
-    model = build_model(shape, tokenizer)
+    return build_model(shape, tokenizer), tokenizer
+
+
+def train(out: Path, model: Any, tokenizer: Tokenizer, recipe: Recipe, command: str) -> float:
+    """Train, write the checkpoint to `out`, and return the held-out loss."""
     optimizers = _optimizers(model, recipe)
     packer = Packer(token_ids(tokenizer, training_documents(recipe.seed + 1)))
     held_out = held_out_documents(recipe.held_out_texts)
@@ -194,6 +206,7 @@ def main() -> None:
     parser.add_argument(
         "--stop-after", type=int, help="end early; the learning rate still follows --steps"
     )
+    parser.add_argument("--start-from", type=Path, help="a checkpoint of this script to go on from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
@@ -204,7 +217,11 @@ def main() -> None:
         f"python -m mesh.models.builtin.train --steps {steps} --stop-after {stop} "
         f"--seed {seed} --threads {options.threads}"
     )
-    train(options.out, Shape(), Recipe(steps=steps, stop=stop, seed=seed), command)
+    if options.start_from is not None:
+        command += f" --start-from {options.start_from}"
+    recipe = Recipe(steps=steps, stop=stop, seed=seed)
+    model, tokenizer = begin(Shape(), recipe, options.start_from)
+    train(options.out, model, tokenizer, recipe, command)
 
 
 if __name__ == "__main__":

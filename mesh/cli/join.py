@@ -1,0 +1,69 @@
+"""`hearthnet join`: take up an invitation, whether this node's daemon runs or not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mesh.cli.options import ConfigFile, Json, StateDir, ask
+from mesh.cli.output import print_json, say
+
+if TYPE_CHECKING:
+    from mesh.config import Config
+
+
+def join(
+    code: Annotated[str, typer.Argument(help="The code, or the text behind the QR code.")],
+    *,
+    peer: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where the invitation is open.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What people call this node.")] = None,
+    interface: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME|ADDRESS", help="An interface to search on. Repeatable."),
+    ] = None,
+    state_dir: StateDir = None,
+    config: ConfigFile = None,
+    json: Json = False,
+) -> None:
+    """Join the hearth that a `hearthnet invite` on another machine lets this one into."""
+    from mesh.config import load_config
+
+    flags = {"state_dir": state_dir, "name": name, "interface": interface}
+    joined = _join(load_config(flags, file=config).config, code, peer)
+    if json:
+        print_json(joined)
+        return
+    say(f"This node is in {joined['name']!r} now; distributed inference is on.")
+    if not joined["running"]:
+        say("Start it with `hearthnet up`.")
+
+
+def _join(config: Config, code: str, peer: str | None) -> dict[str, Any]:
+    from mesh.client import Client
+    from mesh.paths import StatePaths
+    from mesh.runtime import read_daemon
+
+    record = read_daemon(StatePaths(config.state_dir).runtime_file)
+    if record is None:
+        return {**join_alone(config, code, peer), "running": False}
+    client = Client(record.api_url, api_key=record.api_key or config.api_key)
+    return {**ask(client, lambda client: client.join(code, peer)), "running": True}
+
+
+def join_alone(config: Config, code: str, peer: str | None) -> dict[str, Any]:
+    """Join for a daemon that starts later. Raises what `mesh.hearth.joining.join_hearth` raises."""
+    from mesh.clock import SystemClock
+    from mesh.discovery.interfaces import choose
+    from mesh.hearth.joining import Joiner, join_hearth
+    from mesh.identity.keys import load_or_create
+    from mesh.paths import StatePaths
+
+    paths = StatePaths(config.state_dir).create()
+    joiner = Joiner(load_or_create(paths.identity_key), config.name, paths, SystemClock())
+    interfaces = choose(list(config.interface))[0]
+    record = asyncio.run(join_hearth(joiner, code, peer, interfaces))
+    return {"id": record.hearth_id, "name": record.name}

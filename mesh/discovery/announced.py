@@ -1,0 +1,43 @@
+"""From what multicast DNS shows to whom the dialer tries. Believes nothing; dials only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mesh.discovery.announcement import Announcement
+from mesh.discovery.dialing import Dialer
+from mesh.discovery.sightings import PeerState, PeerView, Sightings
+
+_MAX_ENDPOINTS = 16
+
+
+def follow(
+    announcements: Sequence[Announcement], hearth: str, dialer: Dialer, sightings: Sightings
+) -> None:
+    """Dial the announced nodes of this hearth, show those of others, give up who is gone.
+
+    Of several announcements of one node the last one's addresses are tried first.
+    """
+    wanted: dict[str, list[Announcement]] = {}
+    strangers: dict[str, Announcement] = {}
+    for announcement in reversed(announcements):
+        if announcement.hearth == hearth:
+            wanted.setdefault(f"mdns {announcement.node_id}", []).append(announcement)
+        else:
+            strangers[announcement.instance] = announcement
+    for key, of_node in wanted.items():
+        endpoints = dict.fromkeys(e for a in of_node for e in a.endpoints())
+        dialer.add(key, tuple(endpoints)[:_MAX_ENDPOINTS], of_node[0].node_id)
+    for target in dialer.targets():
+        if target.key.startswith("mdns ") and target.key not in wanted:
+            dialer.discard(target.key)
+    sightings.keep_only({target.key for target in dialer.targets()} | strangers.keys())
+    for key, stranger in strangers.items():
+        sightings.show(key, _other_hearth(stranger))
+
+
+def _other_hearth(stranger: Announcement) -> PeerView:
+    return PeerView(
+        stranger.node_id, stranger.name, stranger.endpoints()[0], PeerState.OTHER_HEARTH,
+        "it belongs to another hearth", None,
+    )  # fmt: skip

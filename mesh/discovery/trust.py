@@ -1,0 +1,19 @@
+"""What discovery asks of whoever knows the members."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from mesh.identity.tls import TlsContexts
+from mesh.types import NodeId
+
+
+class Trust(Protocol):
+    """Who may link, and whose shards count. The hearth provides it."""
+
+    @property
+    def tls(self) -> TlsContexts:
+        """The contexts of all links between daemons; they follow the members."""
+
+    def may_serve(self, node: NodeId) -> bool:
+        """Whether what the node advertises may be listed."""

@@ -1,0 +1,175 @@
+"""What people ask about and of the hearth: who is in, invite, join, promote, demote, revoke.
+
+The HTTP API's `mesh.api.services.HearthControl`; JSON-able values in and out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mesh.errors import BadRequest, NotFound
+from mesh.hearth.hearth import Hearth
+from mesh.hearth.network import Network
+from mesh.identity.decisions import LevelChanged, Revoked
+from mesh.identity.fingerprints import fingerprint
+from mesh.identity.invitations import DEFAULT_TTL_S, qr_code
+from mesh.identity.keys import short_id
+from mesh.identity.roster import Cut, Member, Roster, TrustLevel
+from mesh.types import NodeId
+
+
+class Control:
+    """See `mesh.api.services.HearthControl`."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    def view(self) -> dict[str, Any]:
+        """Who is in."""
+        hearth = self._network.require_hearth()
+        roster, own = hearth.roster, hearth.key.node_id
+        return {
+            "id": hearth.id,
+            "name": roster.name,
+            "self": own,
+            "is_member": roster.is_member(own),
+            "two_signatures": roster.two_signatures,
+            "members": [
+                {**_member(m), "self": m.node_id == own}
+                for m in sorted(roster.members.values(), key=lambda m: (-m.level, m.name))
+            ],
+            "pending": [
+                {
+                    "node_id": p.subject,
+                    "name": _name(roster, p.subject),
+                    "action": p.action,
+                    "voters": [_name(roster, voter) for voter in p.voters],
+                    "needed": p.needed,
+                }
+                for p in roster.pending
+            ],
+            "out": [
+                {
+                    "node_id": node,
+                    "name": _name(roster, node),
+                    "why": "frozen" if node in roster.frozen else "revoked",
+                }
+                for node in sorted(roster.cuts)
+            ],
+        }
+
+    async def invite(self, level: str | None, ttl_s: float | None) -> dict[str, Any]:
+        """Open a window for one node."""
+        wanted = _level(level) if level is not None else TrustLevel.TRUSTED
+        window = await self._network.invite(wanted, DEFAULT_TTL_S if ttl_s is None else ttl_s)
+        return {
+            "code": window.invitation.code,
+            "link": window.link,
+            "qr": qr_code(window.link),
+            "level": wanted.label,
+            "ttl_s": window.invitation.ttl_s,
+            "host": window.host,
+            "port": window.port,
+        }
+
+    async def join(self, code: str, peer: str | None) -> dict[str, Any]:
+        """Take up an invitation."""
+        record = await self._network.join(code, peer)
+        return {"id": record.hearth_id, "name": record.name}
+
+    async def promote(self, who: str, level: str | None) -> dict[str, Any]:
+        """Raise a member to `level`, or by one."""
+        hearth = self._network.require_hearth()
+        member = _find(hearth.roster, who)
+        wanted = _level(level) if level else TrustLevel(min(member.level + 1, TrustLevel.ANCHOR))
+        if wanted <= member.level:
+            raise _pointless(member, "promote")
+        return await self._change(hearth, member, wanted)
+
+    async def demote(self, who: str, level: str | None) -> dict[str, Any]:
+        """Lower a member to `level`, or by one."""
+        hearth = self._network.require_hearth()
+        member = _find(hearth.roster, who)
+        wanted = _level(level) if level else TrustLevel(max(member.level - 1, TrustLevel.MEMBER))
+        if wanted >= member.level:
+            raise _pointless(member, "demote")
+        _keep_an_anchor(hearth.roster, member)
+        return await self._change(hearth, member, wanted)
+
+    async def revoke(self, who: str, reason: str) -> dict[str, Any]:
+        """Put a member out for good."""
+        hearth = self._network.require_hearth()
+        member = _find(hearth.roster, who)
+        _keep_an_anchor(hearth.roster, member)
+        await hearth.decide(Revoked(member.node_id, _cut(hearth, member.node_id), reason))
+        done = member.node_id in hearth.roster.cuts
+        return _outcome(hearth.roster, member, "revoke", done=done)
+
+    async def _change(self, hearth: Hearth, member: Member, level: TrustLevel) -> dict[str, Any]:
+        cut = _cut(hearth, member.node_id)
+        await hearth.decide(LevelChanged(member.node_id, level, cut))
+        now = hearth.roster.members.get(member.node_id)
+        done = now is not None and now.level is level
+        return _outcome(hearth.roster, now or member, level.label, done=done)
+
+
+def _outcome(roster: Roster, member: Member, action: str, *, done: bool) -> dict[str, Any]:
+    """What became of a decision; one that is not done waits for another anchor."""
+    waiting = [p for p in roster.pending if p.subject == member.node_id and p.action == action]
+    missing = waiting[0].needed - len(waiting[0].voters) if waiting else 0
+    return {"done": done, "action": action, "votes_missing": missing, "member": _member(member)}
+
+
+def _cut(hearth: Hearth, node: NodeId) -> Cut:
+    return Cut(*hearth.head(node))
+
+
+def _member(member: Member) -> dict[str, Any]:
+    return {
+        "node_id": member.node_id,
+        "short_id": short_id(member.node_id),
+        "fingerprint": fingerprint(member.node_id),
+        "name": member.name,
+        "level": member.level.label,
+        "added_by": member.added_by,
+    }
+
+
+def _name(roster: Roster, node: NodeId) -> str:
+    member = roster.members.get(node) or roster.former.get(node)
+    return member.name if member is not None else short_id(node)
+
+
+def _find(roster: Roster, who: str) -> Member:
+    """The member of that id, short id or name. Raises NotFound, and BadRequest for two."""
+    found = [m for m in roster.members.values() if who in (m.node_id, short_id(m.node_id), m.name)]
+    exact = [m for m in found if m.node_id == who]
+    if len(exact or found) == 1:
+        return (exact or found)[0]
+    if not found:
+        raise NotFound(f"{who!r} is no member.", fix="See `hearthnet members`.", param="member")
+    raise BadRequest(f"{len(found)} members are called {who!r}.", fix="Use the id.", param="member")
+
+
+def _level(text: str) -> TrustLevel:
+    try:
+        return TrustLevel.parse(text)
+    except ValueError as error:
+        raise BadRequest(f"{error}.", fix="Choose one of them.", param="level") from error
+
+
+def _keep_an_anchor(roster: Roster, member: Member) -> None:
+    if roster.anchors == (member.node_id,):
+        raise BadRequest(
+            f"{member.name} is the only anchor; nobody could decide anything without it.",
+            fix="Promote another member to anchor first.",
+            param="member",
+        )
+
+
+def _pointless(member: Member, verb: str) -> BadRequest:
+    return BadRequest(
+        f"{member.name} is {member.level.label} already.",
+        fix=f"There is nothing to {verb}.",
+        param="level",
+    )

@@ -1,0 +1,106 @@
+"""The inviter's side in the daemon: one open window at a time, and what becomes of who comes in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from mesh.clock import Clock
+from mesh.errors import PairingRejected
+from mesh.hearth.hearth import Hearth
+from mesh.identity.decisions import Added
+from mesh.identity.invitations import Ending, Invitation, Window
+from mesh.identity.pairing import JoinRequest, Welcome
+from mesh.identity.pairing_tcp import PairingListener, listen
+from mesh.identity.roster import TrustLevel
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWindow:
+    """An invitation that can be taken up at ``host:port``; `link` is its long form."""
+
+    invitation: Invitation
+    link: str
+    host: str
+    port: int
+
+
+class Inviting:
+    """Opens windows. `announce` tells the network of the window's port, None when it is shut;
+    `on_end` hears how a window ended and who came in."""
+
+    def __init__(
+        self,
+        hearth: Hearth,
+        clock: Clock,
+        announce: Callable[[int | None], Awaitable[None]],
+        on_end: Callable[[Ending, JoinRequest | None], None],
+    ) -> None:
+        self._hearth = hearth
+        self._clock = clock
+        self._announce = announce
+        self._on_end = on_end
+        self._listener: PairingListener | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(
+        self, level: TrustLevel, ttl_s: float, listen_host: str, host: str
+    ) -> OpenWindow:
+        """Open a window, shutting the one before; `host` is how others reach it.
+
+        Raises BadValue for a level or lifetime that no invitation may have, UntrustedPeer when this
+        node is no anchor, PortInUse.
+        """
+        own = self._hearth.key.node_id
+        self._hearth.roster.require(own, TrustLevel.ANCHOR)
+        invitation = Invitation.create(level, ttl_s)
+        await self.close()
+        window = Window(invitation, self._clock)
+        listener = await listen(
+            listen_host, 0, key=self._hearth.key, window=window, admit=self._admit
+        )
+        self._listener = listener
+        self._task = asyncio.create_task(self._watch(listener), name="pairing window")
+        await self._announce(listener.port)
+        return OpenWindow(
+            invitation, invitation.link(own, host, listener.port), host, listener.port
+        )
+
+    async def close(self) -> None:
+        """Shut the open window, if there is one."""
+        listener, self._listener = self._listener, None
+        task, self._task = self._task, None
+        if listener is not None:
+            await listener.close()
+        if task is not None:
+            await asyncio.wait([task], timeout=_STOP_TIMEOUT_S)
+
+    async def _watch(self, listener: PairingListener) -> None:
+        ending, joined = await listener.wait()
+        logger.info("invitation ended: %s%s", ending, f" by {joined.name}" if joined else "")
+        if self._listener is listener:
+            self._listener = None
+            await self._announce(None)
+        self._on_end(ending, joined)
+
+    async def _admit(self, request: JoinRequest) -> Welcome:
+        """Make whoever proved itself a member, before it is told so."""
+        hearth = self._hearth
+        if request.node_id in hearth.roster.cuts:
+            raise PairingRejected(
+                f"The key of {request.name} was revoked.",
+                fix="Give that machine a new --state-dir, which makes a new key.",
+                param="refused",
+            )
+        if not hearth.roster.is_member(request.node_id):
+            await hearth.decide(Added(request.certificate, request.name, request.level))
+        roster, own = hearth.roster, hearth.key.node_id
+        first = (own, request.node_id)
+        members = sorted(roster.members.values(), key=lambda m: (m.node_id not in first, -m.level))
+        return Welcome(hearth.id, roster.name, tuple(members))

@@ -1,0 +1,293 @@
+"""This node among its peers: the hearth it is in, the links to the others, and moving into another.
+
+Owns `Hearth`, `Peering` and `Inviting` and takes them down and up together, because a node is in
+one hearth and every link belongs to it. With distributed inference switched off there is none of
+them: nothing listens, nothing is announced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from mesh.clock import Clock
+from mesh.config import Config
+from mesh.discovery import interfaces
+from mesh.discovery.advertisement import Advertisement
+from mesh.discovery.directory import ShardStore
+from mesh.discovery.events import PeerDown, PeerEvent, PeerUp, Warned
+from mesh.discovery.mdns import Mdns
+from mesh.discovery.peering import Peering, PeeringSettings
+from mesh.discovery.sightings import PeerView
+from mesh.discovery.tasks import spawn
+from mesh.errors import ExperimentalDisabled
+from mesh.events import messages
+from mesh.events.intake import Report
+from mesh.hearth.hearth import Hearth, found
+from mesh.hearth.inviting import Inviting, OpenWindow
+from mesh.hearth.joining import Joiner, check_alone, join_hearth
+from mesh.hearth.record import HearthRecord, read_record, write_record
+from mesh.identity.invitations import Ending
+from mesh.identity.keys import NodeKey
+from mesh.identity.pairing import JoinRequest
+from mesh.identity.roster import Roster, TrustLevel, departed
+from mesh.identity.tls import TlsMaterial
+from mesh.paths import StatePaths
+from mesh.types import NodeId
+from mesh.wire.messages import Gossip
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkSettings:
+    """`peering` without its hearth, which is known once one is founded or joined."""
+
+    peering: PeeringSettings
+    address: str
+    interfaces: tuple[str, ...]
+    is_enabled: bool
+
+    @classmethod
+    def of(
+        cls, config: Config, own: NodeId, software: str, address: str, interface_count: int
+    ) -> Self:
+        """What the configuration says; `address` is the first interface's."""
+        peering = PeeringSettings(
+            node_id=own,
+            name=config.name,
+            hearth="",
+            software=software,
+            # One interface is bound exactly; of several, each has to be listened on.
+            host=address if interface_count <= 1 else "0.0.0.0",  # noqa: S104
+            port=config.port,
+            static_peers=config.peer,
+            shard_health_timeout_s=config.distributed.shard_health_timeout_seconds,
+        )
+        return cls(peering, address, config.interface, config.distributed.enabled is not False)
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkHooks:
+    """What the node wants to hear, and what it is asked; all in the event loop, none may block.
+
+    `on_members` says that somebody came, went, or changed its level; `on_notice` has an event's
+    type and fields.
+    """
+
+    shards: Callable[[], Sequence[Advertisement]]
+    on_event: Callable[[PeerEvent], None]
+    on_members: Callable[[], None]
+    on_notice: Callable[[str, dict[str, object]], None]
+
+
+class Network:
+    """`start`, then `stop`; in between perhaps `join`."""
+
+    def __init__(
+        self,
+        key: NodeKey,
+        paths: StatePaths,
+        settings: NetworkSettings,
+        store: ShardStore,
+        clock: Clock,
+        hooks: NetworkHooks,
+    ) -> None:
+        self.hearth: Hearth | None = None
+        self.founded: str | None = None
+        self._key = key
+        self._paths = paths
+        self._settings = settings
+        self._store = store
+        self._clock = clock
+        self._hooks = hooks
+        self._peering: Peering | None = None
+        self._inviting: Inviting | None = None
+        self._moving = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Open the hearth, founding one when there is none, and link. Raises PortInUse and kin."""
+        if not self._settings.is_enabled:
+            logger.info("distributed inference is switched off: nothing is announced")
+            return
+        record = await asyncio.to_thread(read_record, self._paths.hearth)
+        if record is None:
+            record = await self._found()
+        await self._open(record)
+
+    async def stop(self) -> None:
+        """Say goodbye to everybody and close the log."""
+        inviting, self._inviting = self._inviting, None
+        peering, self._peering = self._peering, None
+        hearth, self.hearth = self.hearth, None
+        if inviting is not None:
+            await inviting.close()
+        if peering is not None:
+            await peering.stop()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if hearth is not None:
+            await hearth.close()
+
+    # Asked by the rest of the node.
+
+    @property
+    def port(self) -> int:
+        """Where the node-to-node port listens; 0 while it does not."""
+        return self._peering.port if self._peering is not None else 0
+
+    @property
+    def address(self) -> str | None:
+        """``HOST:PORT`` for other nodes."""
+        return self._peering.address if self._peering is not None else None
+
+    def peers(self) -> list[PeerView]:
+        """See `Peering.peers`."""
+        return self._peering.peers() if self._peering is not None else []
+
+    def silences(self) -> list[tuple[NodeId, float]]:
+        """See `Peering.silences`."""
+        return self._peering.silences() if self._peering is not None else []
+
+    def advertise(self) -> None:
+        """What this node serves has changed."""
+        if self._peering is not None:
+            self._peering.advertise()
+
+    def may_serve(self, node: NodeId) -> bool:
+        """Whether the node's shards may be used here: its own always, else trusted by trusted."""
+        own = self._key.node_id
+        if node == own:
+            return True
+        hearth = self.hearth
+        return hearth is not None and hearth.may_serve(own) and hearth.may_serve(node)
+
+    def users(self) -> tuple[bytes, ...]:
+        """See `Hearth.users`."""
+        return self.hearth.users() if self.hearth is not None else ()
+
+    async def tls_material(self) -> TlsMaterial:
+        """For this node's own processes. Holds the private key."""
+        return await asyncio.to_thread(TlsMaterial.of, self._key, self.users())
+
+    # Inviting and joining.
+
+    def require_hearth(self) -> Hearth:
+        """The hearth. Raises ExperimentalDisabled when distributed inference is switched off."""
+        if self.hearth is None:
+            raise ExperimentalDisabled(
+                "distributed inference is switched off, so this node is in no hearth.",
+                fix="Set research.distributed_inference.enabled, or leave it unset.",
+            )
+        return self.hearth
+
+    async def invite(self, level: TrustLevel, ttl_s: float) -> OpenWindow:
+        """Open a pairing window. Raises what `Inviting.open` raises."""
+        self.require_hearth()
+        assert self._inviting is not None  # noqa: S101 - lives as long as the hearth
+        host = self._settings.address
+        return await self._inviting.open(level, ttl_s, self._settings.peering.host, host)
+
+    async def join(self, code: str, peer: str | None) -> HearthRecord:
+        """Leave a hearth in which this node is alone for the one it is invited to."""
+        check_alone(self.require_hearth())
+        async with self._moving:
+            # The log of the hearth that is left must be closed while it is looked at again.
+            name = self._settings.peering.name
+            joiner = Joiner(self._key, name, self._paths, self._clock)
+            port = self.port
+            choices = await asyncio.to_thread(interfaces.choose, list(self._settings.interfaces))
+            peering = replace(self._settings.peering, port=port)
+            await self.stop()
+            try:
+                return await join_hearth(joiner, code, peer, choices[0])
+            finally:
+                self._settings = replace(self._settings, peering=peering)
+                self.founded = None
+                await self.start()
+                self._hooks.on_members()
+
+    # Private
+
+    async def _found(self) -> HearthRecord:
+        name = self._settings.peering.name
+        record = await found(self._key, name, self._paths.events_dir, self._clock, self._reported)
+        await asyncio.to_thread(write_record, self._paths.hearth, record)
+        logger.info("founded the hearth %r; distributed inference is on", record.name)
+        self.founded = record.name
+        return record
+
+    async def _open(self, record: HearthRecord) -> None:
+        hearth = self.hearth = await Hearth.open(
+            self._key, record, self._paths.events_dir, self._clock, self._reported
+        )
+        hearth.on_roster.append(self._members_changed)
+        choices = list(self._settings.interfaces)
+        mdns = Mdns(lambda: interfaces.choose(choices)[0])
+        peering = self._peering = Peering(
+            replace(self._settings.peering, hearth=record.hearth_id),
+            self._store,
+            self._hooks.shards,
+            self._on_event,
+            trust=hearth,
+            on_gossip=lambda peer, message: hearth.receive(peer, message.body),
+            mdns=mdns,
+        )
+        self._inviting = Inviting(hearth, self._clock, mdns.announce_window, self._invited)
+        hearth.start_gossip(
+            lambda peer, message: peering.send(peer, Gossip(messages.to_dict(message)))
+        )
+        await peering.start()
+
+    def _on_event(self, event: PeerEvent) -> None:
+        hearth = self.hearth
+        if hearth is not None and isinstance(event, PeerUp):
+            hearth.peer_up(event.node_id)
+            # The end of an earlier link may be on its way through a task: then this is the one.
+            asyncio.get_running_loop().call_soon(self._still_up, event.node_id)
+        if hearth is not None and isinstance(event, PeerDown):
+            task = spawn(hearth.peer_down(event.node_id), "gossip ends")
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+        self._hooks.on_event(event)
+
+    def _still_up(self, node: NodeId) -> None:
+        if self.hearth is not None:
+            self.hearth.peer_up(node)
+
+    def _members_changed(self, before: Roster, after: Roster) -> None:
+        for node in departed(before, after):
+            self._hooks.on_notice("member_left", _named(before, node))
+        for node in after.members:
+            if node not in before.members:
+                self._hooks.on_notice("member_joined", _named(after, node))
+            elif before.members[node].level is not after.members[node].level:
+                self._hooks.on_notice("member_changed", _named(after, node))
+        if self._key.node_id in after.cuts and self._key.node_id not in before.cuts:
+            self._hooks.on_event(
+                Warned(
+                    "revoked",
+                    "This node was put out of its hearth; its key never comes back.",
+                    "Use a new --state-dir and ask an anchor for an invitation.",
+                )
+            )
+        if self._peering is not None:
+            self._peering.follow_members()
+        self._hooks.on_members()
+
+    def _invited(self, ending: Ending, joined: JoinRequest | None) -> None:
+        fields: dict[str, object] = {"ending": ending.value}
+        if joined is not None:
+            fields |= {"node_id": joined.node_id, "name": joined.name}
+        self._hooks.on_notice("invitation_ended", fields)
+
+    def _reported(self, report: Report) -> None:
+        self._hooks.on_event(Warned(report.kind, report.message, report.fix))
+
+
+def _named(roster: Roster, node: NodeId) -> dict[str, object]:
+    member = roster.members[node]
+    return {"node_id": node, "name": member.name, "level": member.level.label}

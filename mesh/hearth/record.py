@@ -1,0 +1,84 @@
+"""What a node remembers of the hearth it is in, besides the log: enough to find the others again.
+
+A member that has just joined has no log yet; the members it was told of are those it may fetch the
+log from. Once the log names this node, the log alone decides.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mesh.errors import KeyUnreadable, UntrustedPeer
+from mesh.identity.certificates import check_certificate
+from mesh.identity.keys import node_id
+from mesh.identity.private_files import read_private, write_private
+from mesh.identity.roster import Member, TrustLevel
+from mesh.types import NodeId
+
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class HearthRecord:
+    """The hearth a node is in. `members` are those it was told of as it joined; founders: none."""
+
+    hearth_id: str
+    name: str
+    members: tuple[Member, ...] = ()
+
+
+def read_record(path: Path) -> HearthRecord | None:
+    """The record; None when the node is in no hearth. Raises KeyUnreadable."""
+    try:
+        fields = json.loads(read_private(path, _MAX_BYTES))
+        members = tuple(_member(row) for row in fields["members"])
+        return HearthRecord(str(fields["hearth_id"]), str(fields["name"]), members)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from error
+    except (KeyError, TypeError, ValueError, UntrustedPeer) as error:
+        raise _unusable(path, f"it is damaged ({error!r})") from error
+
+
+def write_record(path: Path, record: HearthRecord) -> None:
+    """Keep the record, on the disk when this returns. Raises KeyUnreadable."""
+    fields = {
+        "version": 1,
+        "hearth_id": record.hearth_id,
+        "name": record.name,
+        "members": [_fields(member) for member in record.members],
+    }
+    try:
+        write_private(path, json.dumps(fields, indent=1).encode())
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from error
+
+
+def _fields(member: Member) -> dict[str, Any]:
+    return {
+        "certificate": base64.b64encode(member.certificate).decode(),
+        "name": member.name,
+        "level": member.level.label,
+        "added_by": member.added_by,
+    }
+
+
+def _member(row: dict[str, Any]) -> Member:
+    certificate = base64.b64decode(row["certificate"], validate=True)
+    key = check_certificate(certificate)
+    level = TrustLevel.parse(row["level"])
+    return Member(
+        node_id(key), key, str(row["name"]), level, NodeId(str(row["added_by"])), certificate
+    )
+
+
+def _unusable(path: Path, why: str) -> KeyUnreadable:
+    return KeyUnreadable(
+        f"What this node knows of its hearth, {path}, cannot be used: {why}.",
+        fix="Restore the file from a backup, or use a new --state-dir and join again.",
+    )

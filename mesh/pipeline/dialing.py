@@ -1,0 +1,32 @@
+"""How the asker reaches a shard: mutual TLS to the very node that advertised it, and no other.
+
+Knows nothing of sessions or routes.
+"""
+
+from __future__ import annotations
+
+from mesh.identity.tls import TlsContexts, require_node
+from mesh.pipeline.lines import Dial, Line
+from mesh.wire.link import Link
+from mesh.wire.messages import Hello
+from mesh.wire.websocket import connect
+
+CONNECT_TIMEOUT_S = 5.0
+
+
+def secured(hello: Hello, tls: TlsContexts) -> Dial:
+    """A dial over TLS; it raises UntrustedPeer for a host that is not, or is no longer, trusted."""
+
+    async def dial(host: str, port: int, line: Line) -> Link:
+        link = await connect(
+            host, port, hello=hello, handler=line, ssl=tls.client(line.host),
+            timeout_s=CONNECT_TIMEOUT_S,
+        )  # fmt: skip
+        try:
+            require_node(link.peer_certificate, line.host)
+        except BaseException:
+            link.close("not the node that was dialled")
+            raise
+        return link
+
+    return dial

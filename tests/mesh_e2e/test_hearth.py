@@ -1,0 +1,180 @@
+"""Who is in and who is not, with real daemons: founding, joining, levels, revoking, the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from mesh.cli.local_node import LocalNode
+from mesh.errors import ConnectFailed, MeshError
+from mesh.identity.certificates import make_certificate
+from mesh.identity.keys import load_or_create
+from mesh.identity.tls import TlsContexts, TlsMaterial
+from mesh.paths import StatePaths
+from mesh.wire.messages import Hello, Message
+from mesh.wire.websocket import connect
+from tests.mesh_e2e.sniffer import Sniffer, is_tls, may_sniff
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+PROMPT = "What is hearthnet?"
+FLAGS = ("--threads", "1")
+ALONE = {"OMP_NUM_THREADS": "1"}
+NO_FALLBACK = {"fallback_to_local": False}
+
+
+def hearthnet(*arguments: str, node: LocalNode) -> dict[str, Any]:
+    """A verb's ``--json``, run as people run it."""
+    run = subprocess.run(
+        [sys.executable, "-m", "mesh.cli.main", *arguments, "--json",
+         "--state-dir", str(node.state_dir)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+def until(condition: Callable[[], object], what: str, limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def up_peers(node: LocalNode) -> set[str]:
+    return {p["name"] for p in node.get("/mesh/v1/peers")["peers"] if p["state"] == "up"}
+
+
+def members(node: LocalNode) -> dict[str, str]:
+    return {m["name"]: m["level"] for m in node.get("/mesh/v1/hearth")["members"]}
+
+
+def answers(node: LocalNode) -> bool:
+    body = {"model": "builtin", "prompt": "a", "max_tokens": 1, **NO_FALLBACK}
+    return node.post("/v1/completions", body).status_code == 200
+
+
+def run(root: Path, name: str, *flags: str) -> LocalNode:
+    return LocalNode(name, root / name, (*FLAGS, *flags), ALONE)
+
+
+class Nobody:
+    """A link handler that expects nothing."""
+
+    def message(self, message: Message) -> None:
+        raise AssertionError(f"a stranger was sent {message}")
+
+    def closed(self, error: MeshError | None) -> None:
+        """Links end."""
+
+
+def test_found_invite_join_promote_revoke(tmp_path: Path) -> None:
+    """One story, because every daemon takes seconds to start."""
+    attic = run(tmp_path, "attic")  # holds every layer
+    sofa = run(tmp_path, "sofa", "--layers", "none")
+    with attic, sofa:
+        attic.wait_up()
+        sofa.wait_up()
+        assert "founded" in attic.log
+        assert members(attic) == {"attic": "anchor"}
+        assert members(sofa) == {"sofa": "anchor"}
+
+        # sofa's daemon runs already, alone in a hearth of its own; it finds the window by mDNS
+        window = hearthnet("invite", "--level", "member", node=attic)
+        joined = hearthnet("join", window["code"].upper(), "--interface", "127.0.0.1", node=sofa)
+        assert joined["running"]
+        assert joined["id"] == attic.get("/mesh/v1/hearth")["id"]
+        until(lambda: up_peers(sofa) == {"attic"}, "they link")
+        until(lambda: members(sofa) == {"attic": "anchor", "sofa": "member"}, "the log arrives")
+
+        # a member sees who is there, and uses nobody's shards
+        attic.wait_ready()
+        until(lambda: sofa.get("/mesh/v1/status")["models"], "its ends load")
+        assert not answers(sofa)
+        assert hearthnet("members", "promote", "sofa", node=attic)["done"]
+        until(lambda: answers(sofa), "trusted: it may ask")
+
+        # a third one, whose daemon starts later
+        barn = run(tmp_path, "barn", "--layers", "none")
+        window = hearthnet("invite", node=attic)
+        place = f"{window['host']}:{window['port']}"
+        joined = hearthnet("join", window["code"], "--peer", place, "--name", "barn", node=barn)
+        assert not joined["running"]
+        with barn:
+            barn.wait_up()
+            everybody = {"attic": "anchor", "barn": "trusted", "sofa": "trusted"}
+            for node in (attic, sofa, barn):
+                until(lambda node=node: members(node) == everybody, "the log reaches all")
+            until(lambda: up_peers(sofa) == {"attic", "barn"}, "all link to all")
+
+            revoked_at = time.monotonic()
+            assert hearthnet("members", "revoke", "sofa", "--reason", "sold", node=attic)["done"]
+            until(lambda: not up_peers(sofa), "it loses its links")
+            until(lambda: up_peers(barn) == {"attic"}, "barn cut it off as well", limit_s=20)
+            assert time.monotonic() - revoked_at < 30
+            assert not answers(sofa)
+            assert members(barn) == {"attic": "anchor", "barn": "trusted"}
+            gone = barn.get("/mesh/v1/hearth")["out"]
+            assert [(row["name"], row["why"]) for row in gone] == [("sofa", "revoked")]
+
+
+@pytest.mark.skipif(not may_sniff(), reason="needs a packet socket")
+def test_a_stranger_gets_nothing_and_the_wire_shows_nothing(tmp_path: Path) -> None:
+    attic = run(tmp_path, "attic")
+    with attic:
+        attic.wait_ready()
+        shard = attic.get("/mesh/v1/status")["shards"][0]["endpoint"]
+        shard_port = urlsplit(shard).port
+        assert shard.startswith("wss://")
+        assert shard_port is not None
+
+        # neither in the clear nor with a key of its own, at either port
+        stranger = load_or_create(tmp_path / "stranger" / "identity.key")
+        hello = Hello(stranger.node_id, "stranger", "tensors", "test")
+        home = load_or_create(StatePaths(attic.state_dir).identity_key)
+        own = TlsContexts(TlsMaterial.of(stranger, [make_certificate(home)]))
+        ways: list[ssl.SSLContext | None] = [None, own.client(home.node_id)]
+        for port in (attic.record.port, shard_port):
+            for way in ways:
+                with pytest.raises(ConnectFailed):
+                    asyncio.run(connect("127.0.0.1", port, hello=hello, handler=Nobody(), ssl=way))
+        assert up_peers(attic) == set()
+
+        sofa = run(tmp_path, "sofa", "--layers", "none")
+        sofa.join(attic)
+        with Sniffer() as sniffer, sofa:
+            sofa.wait_ready()
+            body = {
+                "model": "builtin", "messages": [{"role": "user", "content": PROMPT}],
+                "temperature": 0, "max_tokens": 24, **NO_FALLBACK,
+            }  # fmt: skip
+            response = sofa.post("/v1/chat/completions", body)
+            assert response.status_code == 200, response.text
+            answer = response.json()["choices"][0]["message"]["content"]
+            nodes = {attic.record.port, sofa.record.port, shard_port}
+            api = sofa.record.api_port
+
+    streams = sniffer.streams()
+    between = {flow: data for flow, data in streams.items() if nodes & set(flow)}
+    tensors = sum(len(data) for flow, data in between.items() if shard_port in flow)
+    assert tensors > 24 * 2 * 128, "the activations of 24 steps came by"
+    for flow, data in between.items():
+        assert is_tls(data), flow
+        for secret in (PROMPT, answer, answer[:12], "builtin", "hearthnet/"):
+            assert secret.encode() not in data
+    # the same eyes see the prompt and the answer where they are meant to be seen
+    local = b"".join(data for flow, data in streams.items() if api in flow)
+    assert PROMPT.encode() in local
+    assert answer.encode() in local
+    assert not is_tls(local)
