@@ -19,8 +19,8 @@ demo: $(STAMP)
 	@$(BIN)/hearthnet demo
 
 check: $(STAMP)
-	$(BIN)/ruff format --check mesh tui tests
-	$(BIN)/ruff check mesh tui tests
+	$(BIN)/ruff format --check mesh tui tests examples
+	$(BIN)/ruff check mesh tui tests examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -31,6 +31,7 @@ bench: $(STAMP)
 	$(BIN)/python -m tests.bench
 
 chaos: $(STAMP)
+	-@$(BIN)/python -m pip install --quiet --disable-pip-version-check --group fuzz
 	$(BIN)/python -m pytest -m chaos -s tests tests/simulation
 
 docs: $(STAMP)

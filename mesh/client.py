@@ -6,12 +6,14 @@ Which HTTP library is used stays in this file. Errors that the daemon reports co
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import httpx
 
@@ -23,6 +25,8 @@ from mesh.runtime import read_daemon
 _CONNECT_S = 5.0
 _READ_S = 60.0
 """Longer than the server's pause between keep-alive comments."""
+_HARVEST_S = 1000.0
+"""Longer than the daemon waits for a batch."""
 
 
 class Client:
@@ -72,6 +76,18 @@ class Client:
         found: list[dict[str, Any]] = (await self._get("/mesh/v1/models"))["models"]
         return found
 
+    async def jobs(self) -> dict[str, Any]:
+        """`GET /mesh/v1/jobs`: the queue of nnsight clients' jobs."""
+        return await self._get("/mesh/v1/jobs")
+
+    async def kill_job(self, job_id: str) -> dict[str, Any]:
+        """`POST /mesh/v1/jobs/ID/kill`: end a job now."""
+        return await self._post(f"/mesh/v1/jobs/{quote(job_id, safe='')}/kill", {})
+
+    async def privacy(self) -> dict[str, Any]:
+        """`GET /mesh/v1/privacy`: who can see what of prompts and answers."""
+        return await self._get("/mesh/v1/privacy")
+
     async def hearth(self) -> dict[str, Any]:
         """`GET /mesh/v1/hearth`: who is in."""
         return await self._get("/mesh/v1/hearth")
@@ -80,6 +96,14 @@ class Client:
         """`POST /mesh/v1/hearth/invite`: open a pairing window."""
         return await self._post("/mesh/v1/hearth/invite", {"level": level, "ttl_s": ttl_s})
 
+    async def invitation(self, port: int) -> dict[str, Any]:
+        """`GET /mesh/v1/hearth/invitation/PORT`: what became of it; waits a while for that."""
+        return await self._get(f"/mesh/v1/hearth/invitation/{port}")
+
+    async def close_invitation(self) -> dict[str, Any]:
+        """`POST /mesh/v1/hearth/invitation/close`: the code is good for nothing from now on."""
+        return await self._post("/mesh/v1/hearth/invitation/close", {})
+
     async def join(self, code: str, peer: str | None) -> dict[str, Any]:
         """`POST /mesh/v1/hearth/join`: take up an invitation."""
         return await self._post("/mesh/v1/hearth/join", {"code": code, "peer": peer})
@@ -87,6 +111,40 @@ class Client:
     async def change_member(self, verb: str, member: str, **more: str | None) -> dict[str, Any]:
         """`POST /mesh/v1/hearth/VERB`: ``promote``, ``demote`` or ``revoke`` a member."""
         return await self._post(f"/mesh/v1/hearth/{verb}", {"member": member, **more})
+
+    async def keys(self) -> list[dict[str, Any]]:
+        """`GET /mesh/v1/keys`: the API keys, without the keys themselves."""
+        found: list[dict[str, Any]] = (await self._get("/mesh/v1/keys"))["keys"]
+        return found
+
+    async def create_key(self, name: str, scopes: list[str], **more: Any) -> dict[str, Any]:
+        """`POST /mesh/v1/keys`: a new key; ``key`` of the answer is shown this once."""
+        return await self._post("/mesh/v1/keys", {"name": name, "scopes": scopes, **more})
+
+    async def revoke_key(self, key_id: str) -> dict[str, Any]:
+        """`POST /mesh/v1/keys/revoke`: the key is good for nothing from now on."""
+        return await self._post("/mesh/v1/keys/revoke", {"key_id": key_id})
+
+    async def steerings(self) -> list[dict[str, Any]]:
+        """`GET /mesh/v1/steering`: the hearth's published steering edits."""
+        found: list[dict[str, Any]] = (await self._get("/mesh/v1/steering"))["edits"]
+        return found
+
+    async def publish_steering(
+        self, name: str, model: str, path: str, side: str, tensors: bytes
+    ) -> dict[str, Any]:
+        """`POST /mesh/v1/steering/publish`; `tensors` is a safetensors file."""
+        encoded = base64.b64encode(tensors).decode()
+        body = {"name": name, "model": model, "path": path, "side": side, "tensors": encoded}
+        return await self._post("/mesh/v1/steering/publish", body)
+
+    async def remove_steering(self, name: str) -> dict[str, Any]:
+        """`POST /mesh/v1/steering/remove`."""
+        return await self._post("/mesh/v1/steering/remove", {"name": name})
+
+    async def harvest(self, **batch: Any) -> dict[str, Any]:
+        """`POST /mesh/v1/harvest`: run one batch; it may take minutes."""
+        return await self._post("/mesh/v1/harvest", batch, timeout_s=_HARVEST_S)
 
     async def readiness(self) -> list[str]:
         """What the daemon misses before it can answer; empty when ready."""
@@ -146,9 +204,12 @@ class Client:
         found: dict[str, Any] = response.json()
         return found
 
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post(
+        self, path: str, body: dict[str, Any], *, timeout_s: float = _READ_S
+    ) -> dict[str, Any]:
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
         try:
-            response = await self._http.post(path, json=body)
+            response = await self._http.post(path, json=body, timeout=timeout)
         except httpx.TransportError as error:
             raise self._lost(error) from error
         if response.is_error:

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     field_validator,
@@ -35,6 +33,13 @@ from pydantic_settings import (
 
 from mesh.errors import BadValue, ConfigError, UnknownKey
 from mesh.paths import default_config_file, default_state_dir
+from mesh.sections import (
+    DistributedInferenceSection,
+    JobsSection,
+    PolicySection,
+    ResearchSection,
+    RoutingSection,
+)
 from mesh.types import LayerRange
 
 ENV_PREFIX = "HEARTHNET_"
@@ -56,64 +61,6 @@ def _split(value: object) -> object:
 
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 PortNumber = Annotated[int, Field(ge=0, le=65535)]
-
-
-class HostSection(BaseModel):
-    """``[research.distributed_inference.host]``: what this node does for others."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    serve_shards: bool | None = None
-    """Serve layers to other nodes. Unset: yes, unless `layers` is ``none``."""
-    shard_eviction_idle_seconds: int = Field(default=600, ge=1)
-    """Unload a shard that nobody used for this long; the next request loads it again."""
-    shard_max_vram_mb: int = Field(default=20000, ge=1)
-    """The most memory one shard may take for its weights, in MB."""
-    max_concurrent_streams: int = Field(default=8, ge=1, le=1024)
-    """Sessions a shard serves at the same time; further ones are refused, never queued."""
-    drain_seconds: float = Field(default=30, ge=0, le=3600)
-    """How long a node that is stopped waits for running answers to end or move elsewhere."""
-    kv_tokens: int = Field(default=16384, ge=16)
-    """Positions that all sessions of a shard may hold in its cache together."""
-
-
-class DistributedInferenceSection(BaseModel):
-    """``[research.distributed_inference]``: how this node asks others."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    enabled: bool | None = None
-    """Use other nodes' layers. Unset: on once the node belongs to a hearth (`hearthnet up` founds
-    one). ``false``: answer from local models only, refuse the rest with experimental_disabled."""
-    backend: Literal["small_model_layered"] = "small_model_layered"
-    """How layers are run; there is one way."""
-    max_shards_per_request: int = Field(default=16, ge=1, le=1024)
-    """The most hops one route may have."""
-    shard_health_timeout_seconds: float = Field(default=30, gt=0, le=3600)
-    """A shard that was silent for this long counts as lost."""
-    fallback_to_local: bool = True
-    """Answer from a local model when the mesh cannot and the model fits here."""
-    spot_check_probability: float = Field(default=0.01, ge=0, le=1)
-    """How often a step of another node's shard is checked against a third machine; 0: never."""
-    fallback_to_local_after_failures: int = Field(default=2, ge=1, le=16)
-    """The how-manieth lost hop of one answer sends the rest of it to the local model."""
-    activation_dtype: Literal["fp16", "bf16", "fp32"] = "fp16"
-    """How activations are written between nodes, where the model tolerates it."""
-    allow_self_as_shard: bool = False
-    """Prefer this node's own layers like anybody else's, instead of other nodes first."""
-    max_concurrent_pipelines: int = Field(default=4, ge=1, le=1024)
-    """Generations this node runs at the same time; further ones get `busy`."""
-    host: HostSection = HostSection()
-    """What this node does for others."""
-
-
-class ResearchSection(BaseModel):
-    """``[research]``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    distributed_inference: DistributedInferenceSection = DistributedInferenceSection()
-    """How this node asks others."""
 
 
 class Config(BaseSettings):
@@ -139,7 +86,8 @@ class Config(BaseSettings):
     api_host: str = "127.0.0.1"
     """Address the HTTP API listens on. Anything but loopback needs a key."""
     api_key: str | None = None
-    """Bearer key of the HTTP API. Made and printed once when `api_host` is not loopback."""
+    """A bearer key with every scope. Set, it is needed on loopback as well. Other keys: `hearthnet
+    keys`; one is made and printed when `api_host` is not loopback and there is none."""
     peer: Texts = ()
     """Nodes to connect to besides those found by mDNS, ``HOST:PORT``."""
     interface: Texts = ()
@@ -152,6 +100,12 @@ class Config(BaseSettings):
     """CPU threads of a shard."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe log lines to write."""
+    jobs: JobsSection = JobsSection()
+    """What code of others this node runs, and within what."""
+    routing: RoutingSection = RoutingSection()
+    """Which layers may run where, for this node's own prompts."""
+    policy: PolicySection = PolicySection()
+    """What the owner of this node allows at all."""
     research: ResearchSection = ResearchSection()
     """The mesh itself; the keys and defaults of its specification."""
 
@@ -173,9 +127,19 @@ class Config(BaseSettings):
         return self.research.distributed_inference
 
     @property
+    def is_distributed(self) -> bool:
+        """Whether this node may use others' layers and offer its own; what is unset allows it."""
+        return self.policy.research.enable is not False and self.distributed.enabled is not False
+
+    @property
     def api_is_loopback(self) -> bool:
         """Whether only this machine can reach the API."""
         return is_loopback(self.api_host)
+
+    @property
+    def is_keyless(self) -> bool:
+        """Whether callers of the API on this machine need no key to chat."""
+        return self.api_is_loopback and self.api_key is None
 
     @field_validator("state_dir")
     @classmethod

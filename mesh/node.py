@@ -14,39 +14,45 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mesh import __version__
+from mesh import wiring
 from mesh.api.app import create_app
+from mesh.api.ndif.routes import JobsApi
 from mesh.api.overview import NodeParts, Overview
 from mesh.api.server import ApiServer, serve_api
-from mesh.api.services import ApiSettings
+from mesh.api.services import ApiSettings, Research
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.discovery import interfaces
 from mesh.discovery.advertisement import Advertisement, encode
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.events import PeerEvent
+from mesh.discovery.notices import EXPIRY_FACTOR
 from mesh.errors import AlreadyRunning
+from mesh.harvest.control import Harvests
 from mesh.health.detector import FailureDetector, NodeHealth, Verdict
 from mesh.health.eventstream import EventStream
 from mesh.health.metrics import Metrics
 from mesh.health.peerwatch import PeerWatch
 from mesh.hearth.control import Control
 from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
+from mesh.hearth.publishing import Serving
+from mesh.identity.api_keys import ApiKeys, new_owner_key
 from mesh.identity.keys import NodeKey, load_or_create
+from mesh.interventions.jobs.process import JobsProcess
+from mesh.keeping import HomeLayers, judge
 from mesh.models.local import LocalModel, find_local_models, require_memory
 from mesh.paths import StatePaths, cache_dir
-from mesh.pipeline.asker import AskerProcess, Askers, AskerSpec
+from mesh.pipeline.asker import AskerProcess, Askers
+from mesh.privacy import PrivacyReport
+from mesh.queueing import start_queue
 from mesh.routing.cover import Candidate, missing_layers
 from mesh.runtime import DaemonRecord, read_daemon
 from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.steering.control import SteeredGenerations, Steering
 from mesh.types import LayerRange, ModelId, NodeId, RouteHop
 from mesh.wire.limits import DEFAULT_LIMITS
-from mesh.wire.messages import Hello
 
 logger = logging.getLogger(__name__)
-
-EXPIRY_FACTOR = 4
-"""An advertisement outlives this many health timeouts without a renewal (specification, 5.1)."""
 
 PUSH_TICK_S = 1.0
 
@@ -69,11 +75,17 @@ class Node:
         detector = FailureDetector(self._clock, expected_s=expected_s, ceiling_s=timeout_s)
         self._watch = PeerWatch(detector, self._silences, self._on_verdict)
         self._host = ShardHost(HostSpec({}, ()), self.asker_changed)
+        self._home = HomeLayers(config, (), self._host, self._push_now)
         self._askers: dict[ModelId, AskerProcess] = {}
+        self._jobs: JobsProcess | None = None
+        self._queue: JobsApi | None = None
         self._network: Network | None = None
         self._api: ApiServer | None = None
+        self._steering: Steering | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._is_paused = False
+        # Made anew at each start: whoever can read the runtime file may administer this node.
+        self._owner_key = config.api_key or new_owner_key()
 
     async def start(self) -> None:
         """Listen, start the processes, tell the neighbours. Raises PortInUse, BadValue and kin."""
@@ -84,7 +96,13 @@ class Node:
         network = self._network = self._make_network(address, len(chosen))
         await network.start()
         self._start_host(address, tls := (await network.tls_material()).to_fields())
+        self._host.revoke_tokens(sorted(network.revoked_tokens()))
         self._start_askers(tls)
+        directories = {model.model_id: Path(model.directory) for model in self._models}
+        spec = wiring.jobs_spec(self._config, self._key, tls)
+        jobs = self._jobs = JobsProcess(spec, directories, self)
+        watchers = (self._clock, self._events, self._metrics)
+        self._queue = await start_queue(self._config, jobs, *watchers)
         await self._start_api(network)
         self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
         self._tasks.append(asyncio.create_task(self._watch.run(), name="watch peers"))
@@ -97,14 +115,23 @@ class Node:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._home.stop()
         if self._network is not None:
             await self._network.stop()
         grace_s = self._config.distributed.host.drain_seconds
-        draining = [self._host.drain(grace_s)]
-        if self._api is not None:
-            draining.append(self._api.close(grace_s))
-        await asyncio.gather(*draining)
+        await asyncio.gather(self._host.drain(grace_s), self._close_api(grace_s))
         await asyncio.gather(*(asker.stop() for asker in self._askers.values()))
+        if self._jobs is not None:
+            await self._jobs.stop()
+        if self._steering is not None:
+            await self._steering.close()
+
+    async def _close_api(self, grace_s: float) -> None:
+        """Jobs first, so that their clients are told before the sockets close."""
+        if self._queue is not None:
+            await self._queue.queue.stop(grace_s)
+        if self._api is not None:
+            await self._api.close(grace_s)
 
     def record(self) -> DaemonRecord:
         """Where this daemon answers, for the runtime file. Only after `start`."""
@@ -113,19 +140,19 @@ class Node:
             api_url=self._api_url(),
             api_port=port,
             port=self._network.port if self._network is not None else 0,
-            api_key=self._config.api_key,
+            api_key=self._owner_key,
+            keyless=self._config.is_keyless,
             founded=self._network.founded if self._network is not None else None,
         )
 
     # Parts
 
     def _make_network(self, address: str, interface_count: int) -> Network:
-        software = f"hearthnet/{__version__}"
         settings = NetworkSettings.of(
-            self._config, self._key.node_id, software, address, interface_count
+            self._config, self._key.node_id, wiring.SOFTWARE, address, interface_count
         )
         hooks = NetworkHooks(
-            self._served,
+            self._serving,
             self._on_peer,
             self._on_members,
             lambda kind, fields: self._events.emit(kind, **fields),
@@ -134,64 +161,16 @@ class Node:
         return Network(self._key, paths, settings, self._store, self._clock, hooks)
 
     def _start_host(self, address: str, tls: dict[str, Any]) -> None:
-        start = {
-            "tls": tls,
-            "listen_host": address,
-            "listen_port": 0,
-            "hello": self._identity(),
-            "device": self._config.device,
-            "threads": self._threads,
-            "cache_dir": str(cache_dir()),
-        }
-        held = [model for model in self._models if model.layers is not None]
-        shards = tuple(self._shard(model, model.layers) for model in held if model.layers)
-        self._host = ShardHost(HostSpec(start, shards), self.asker_changed)
-        if shards:
+        spec = wiring.host_spec(self._config, self._key, self._models, address, tls)
+        self._host = ShardHost(spec, self.asker_changed)
+        self._home = HomeLayers(self._config, self._models, self._host, self._push_now)
+        if spec.shards:
             self._host.start()
-
-    def _shard(self, model: LocalModel, layers: LayerRange) -> dict[str, Any]:
-        """What the shard process is told to load."""
-        limits = self._config.distributed.host
-        return {
-            "directory": model.directory,
-            "model_id": model.model_id,
-            "layers": str(layers),
-            "dtype": self._config.dtype,
-            "max_concurrent_streams": limits.max_concurrent_streams,
-            "kv_tokens": limits.kv_tokens,
-            "eviction_idle_s": limits.shard_eviction_idle_seconds,
-        }
+        self._home.start()
 
     def _start_askers(self, tls: dict[str, Any]) -> None:
-        distributed = self._config.distributed
-        settings = {
-            "max_shards": distributed.max_shards_per_request,
-            "allow_self_as_first": distributed.allow_self_as_shard,
-            "stall_limit_s": distributed.shard_health_timeout_seconds,
-            "activation_dtype": distributed.activation_dtype,
-            "cache_dir": str(cache_dir()),
-            "fallback_to_local": distributed.fallback_to_local,
-            "fallback_after": distributed.fallback_to_local_after_failures,
-            "spot_check_probability": distributed.spot_check_probability,
-        }
-        options = {
-            "dtype": self._config.dtype,
-            "device": self._config.device,
-            "threads": self._threads,
-            "cache_dir": str(cache_dir()),
-        }
-        hello = asdict(
-            Hello(self._key.node_id, self._config.name, "tensors", f"hearthnet/{__version__}")
-        )
         for model in self._models:
-            spec = AskerSpec(
-                model.model_id,
-                {"directory": model.directory, "model_id": model.model_id},
-                hello,
-                options,
-                settings,
-                tls,
-            )
+            spec = wiring.asker_spec(self._config, self._key, model, tls)
             asker = AskerProcess(spec, self)
             self._askers[model.model_id] = asker
             asker.start()
@@ -208,33 +187,32 @@ class Node:
             events=self._events,
             metrics=self._metrics,
             verdict=self._watch.verdict,
+            privacy=PrivacyReport(
+                config, self._key.node_id, self._models, self._askers, self.routable
+            ),
+            lacking=self._home.lacking,
         )
-        generations = Askers(
+        askers = Askers(
             self._askers,
             max_concurrent=config.distributed.max_concurrent_pipelines,
             why_disabled=self._why_disabled,
             on_frame=self._metrics.frame,
         )
-        settings = ApiSettings(host=config.api_host, api_key=config.api_key)
-        app = create_app(generations, Overview(parts), settings, Control(network))
+        paths = StatePaths(config.state_dir)
+        steering = self._steering = Steering(network, self._models, paths.steering_dir)
+        generations = SteeredGenerations(askers, steering)
+        settings = ApiSettings(config.api_host, self._owner_key, keyless=config.is_keyless)
+        keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
+        view, control = Overview(parts), Control(network)
+        research = Research(steering, Harvests(self._models, self._askers))
+        app = create_app(generations, view, settings, control, keys, self._queue, research)
         self._api = await serve_api(app, config.api_host, config.api_port)
 
     # What the parts ask
 
     @property
     def _is_distributed(self) -> bool:
-        return self._config.distributed.enabled is not False
-
-    @property
-    def _threads(self) -> int:
-        return 0 if self._config.threads == "auto" else self._config.threads
-
-    def _identity(self) -> dict[str, str]:
-        return {
-            "node_id": self._key.node_id,
-            "node_name": self._config.name,
-            "software": f"hearthnet/{__version__}",
-        }
+        return self._config.is_distributed
 
     def _api_url(self) -> str:
         host = self._config.api_host
@@ -247,7 +225,7 @@ class Node:
         return {
             "id": self._key.node_id,
             "name": self._config.name,
-            "software": f"hearthnet/{__version__}",
+            "software": wiring.SOFTWARE,
             "started_at": self._started_at.isoformat(),
             "api": self._api_url(),
             "endpoint": network.address if network is not None else None,
@@ -266,6 +244,12 @@ class Node:
         self._host.pause(paused)
         self.asker_changed()
 
+    def _serving(self) -> Serving | None:
+        """What this node serves; None before it is known what it is to serve."""
+        if not self._host.spec.start:
+            return None
+        return Serving(self._served(), self._host.wanted())
+
     def _served(self) -> list[Advertisement]:
         if self._is_paused:
             return []
@@ -273,10 +257,11 @@ class Node:
 
     def routable(self, model_id: ModelId) -> list[dict[str, Any]]:
         """See `AskerOwner`."""
+        home = [encode(shard) for shard in self._home.shards(model_id)]
         if not self._is_distributed:
             own = [s for s in self._served() if s.descriptor.model_id == model_id]
-            return [encode(shard) for shard in own]
-        return [
+            return home + [encode(shard) for shard in own]
+        return home + [
             {**encode(shard), "verdict": verdict.value}
             for shard in self._store.shards(model_id)
             if self._network is not None
@@ -302,8 +287,14 @@ class Node:
         limit_mb = self._config.distributed.host.shard_max_vram_mb
         await asyncio.to_thread(require_memory, model, limit_mb)
         whole = LayerRange(0, model.total_layers)
-        hosted = await self._host.ensure(self._shard(model, whole))
+        hosted = await self._host.ensure(wiring.shard(self._config, model, whole))
         return [RouteHop(hosted.descriptor, whole)]
+
+    async def load_judge(self, model_id: ModelId, layers: LayerRange) -> RouteHop:
+        """See `AskerOwner`."""
+        model = next(m for m in self._models if m.model_id == model_id)
+        hosted = await judge(self._config, model, layers, self._host)
+        return RouteHop(hosted.descriptor, layers)
 
     def _why_disabled(self, model_id: ModelId) -> str | None:
         """Why this model cannot be run, when that is because the mesh is switched off."""
@@ -317,13 +308,18 @@ class Node:
 
     def asker_changed(self) -> None:
         """See `AskerOwner`; also when a shard came or went: neighbours are told."""
+        self._home.look()
         if self._network is not None:
             self._network.advertise()
 
     def _on_members(self) -> None:
         """Processes trust whom the hearth trusts, and routes lead nowhere else, from now on."""
-        users = self._network.users() if self._network is not None else ()
+        network = self._network
+        users = network.users() if network is not None else ()
         self._host.trust(users)
+        self._host.revoke_tokens(sorted(network.revoked_tokens()) if network is not None else [])
+        if self._jobs is not None:
+            self._jobs.trust(users)
         for asker in self._askers.values():
             asker.trust(users)
             asker.push_shards()
@@ -342,6 +338,9 @@ class Node:
         self._events.emit(
             f"node_{health.verdict}", node_id=node_id, silent_s=round(health.silent_s, 1)
         )
+        self._push_now()
+
+    def _push_now(self) -> None:
         for asker in self._askers.values():
             asker.push_shards()
 
@@ -351,8 +350,7 @@ class Node:
         try:
             while True:
                 await subscription.wait(PUSH_TICK_S)
-                for asker in self._askers.values():
-                    asker.push_shards()
+                self._push_now()
         finally:
             subscription.close()
 

@@ -47,14 +47,34 @@ class StatePaths:
         return self.root / "hearth.json"
 
     @property
+    def epoch(self) -> Path:
+        """How far this node's starts have counted (0600); see `mesh.hearth.epoch`."""
+        return self.root / "epoch"
+
+    @property
+    def steering_dir(self) -> Path:
+        """The files of steering edits, each named by its hash."""
+        return self.root / "steering"
+
+    @property
+    def harvest_dir(self) -> Path:
+        """Activations that harvests left here, a directory per run."""
+        return self.root / "harvest"
+
+    @property
     def events_dir(self) -> Path:
         """The signed logs, a file per hearth."""
         return self.root / "events"
 
     @property
-    def api_key(self) -> Path:
-        """The API key made for a bind beyond loopback (0600)."""
-        return self.root / "api.key"
+    def api_keys(self) -> Path:
+        """The API keys' hashes, scopes and quotas (0600)."""
+        return self.root / "api-keys.json"
+
+    @property
+    def jobs_dir(self) -> Path:
+        """nnsight clients' jobs: their table, payloads and results (0700)."""
+        return self.root / "jobs"
 
     @property
     def runtime_file(self) -> Path:

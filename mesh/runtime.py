@@ -19,9 +19,10 @@ _START_TOLERANCE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class DaemonRecord:
-    """A running daemon: its process and where it answers. `api_key` is None on a bare loopback.
+    """A running daemon: its process and where it answers.
 
-    `founded` is the name of the hearth that this run founded.
+    `api_key` is its owner's, with every scope; `keyless`: without a key, callers on this machine
+    may chat. `founded` is the name of the hearth that this run founded.
     """
 
     pid: int
@@ -30,6 +31,7 @@ class DaemonRecord:
     api_port: int
     port: int
     api_key: str | None = None
+    keyless: bool = True
     founded: str | None = None
 
     @classmethod
@@ -40,12 +42,13 @@ class DaemonRecord:
         api_port: int,
         port: int,
         api_key: str | None,
+        keyless: bool = True,
         founded: str | None = None,
     ) -> DaemonRecord:
         """The record of the calling process."""
         pid = os.getpid()
         started = psutil.Process(pid).create_time()
-        return cls(pid, started, api_url, api_port, port, api_key, founded)
+        return cls(pid, started, api_url, api_port, port, api_key, keyless, founded)
 
     @property
     def is_alive(self) -> bool:

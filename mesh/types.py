@@ -154,10 +154,43 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Site:
+    """Where hidden states pass in a decoder layer: `side` (output or input) of `part` of `layer`.
+
+    An empty `part` is the layer itself, whose output is the residual stream behind it.
+    """
+
+    layer: int
+    part: str = ""
+    side: str = "output"
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """A steering edit as one request wants it: `data`, times `strength`, at `site`.
+
+    `data` is a safetensors file as `mesh.models.edits` reads it.
+    """
+
+    site: Site
+    strength: float
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Steer:
+    """The wish to apply a published steering edit, by its name."""
+
+    name: str
+    strength: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One request for a continuation. Exactly one of `messages`, `prompt`, `prompt_ids` is set.
 
-    `messages` are OpenAI chat messages (role, content) for the model's own chat template.
+    `messages` are OpenAI chat messages (role, content) for the model's own chat template. `steer`
+    names edits; whoever looks them up puts `edits` in its place.
     """
 
     request_id: str
@@ -168,6 +201,8 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     wire_dtype: WireDtype | None = None
     fallback_to_local: bool | None = None
+    steer: tuple[Steer, ...] = ()
+    edits: tuple[Edit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

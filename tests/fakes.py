@@ -11,7 +11,14 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
 
-from mesh.errors import Busy, ContextTooLong, ModelNotFound, NoRoute, PipelineStalled
+from mesh.errors import (
+    Busy,
+    ContextTooLong,
+    ModelNotFound,
+    NoRoute,
+    NotEnoughMemory,
+    PipelineStalled,
+)
 from mesh.types import (
     Done,
     Endpoint,
@@ -264,6 +271,9 @@ class ScriptedView:
             {"id": "org/half", "runnable": False, "missing": ["8-11"], **whole},
         ]
 
+    def privacy(self) -> dict[str, Any]:
+        return {"routes": [], "precautions": {}, "words": ["Nobody sees anything."]}
+
     def readiness(self) -> list[str]:
         return list(self.missing)
 
@@ -287,3 +297,8 @@ class ScriptedView:
         number = len(self.happened) + 1
         self.happened.append({"id": number, "type": type_, "at": MOMENT.isoformat()})
         self.news.set()
+
+
+async def no_judge(layers: LayerRange) -> RouteHop:
+    """A machine that loads nothing to check others by."""
+    raise NotEnoughMemory(f"layers {layers} are not loaded here.", fix="None.")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from mesh.clock import SystemClock
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsContexts, TlsMaterial
+from mesh.shard.permits import permit
 from mesh.wire.link import Link, LinkHandler
 from mesh.wire.messages import Hello
 from mesh.wire.websocket import connect
@@ -31,5 +34,11 @@ def start_command(cache_dir: object) -> dict[str, Any]:
 
 
 async def dial(host: str, port: int, handler: LinkHandler) -> Link:
-    """A link to whoever has this identity, whatever it is called."""
-    return await connect(host, port, hello=HELLO, handler=handler, ssl=TLS.client())
+    """A link to whoever has this identity, whatever it is called.
+
+    A handler that asks for sessions (a `Line`, a test's `Asker`) gets to make tokens for them.
+    """
+    link = await connect(host, port, hello=HELLO, handler=handler, ssl=TLS.client())
+    if hasattr(handler, "permit"):
+        handler.permit = partial(permit, KEY, SystemClock(), KEY.node_id)
+    return link

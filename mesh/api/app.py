@@ -7,13 +7,17 @@ import asyncio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.routing import Route
 
-from mesh.api import faults, health, hearth, mesh
-from mesh.api.auth import Gate
+from mesh.api import faults, harvest, health, hearth, keys, mesh, steering
+from mesh.api.auth import Access, Gate, require
+from mesh.api.ndif import routes as ndif
 from mesh.api.openai import chat, completions, models, streams
 from mesh.api.resumable import KeptStreams
-from mesh.api.services import ApiSettings, Generations, HearthControl, MeshView
+from mesh.api.services import ApiSettings, Generations, HearthControl, MeshView, Research
+from mesh.clock import SystemClock
 from mesh.errors import MeshError
+from mesh.identity.api_keys import ApiKeys, Scope
 
 
 def create_app(
@@ -21,21 +25,35 @@ def create_app(
     view: MeshView,
     settings: ApiSettings,
     control: HearthControl | None = None,
+    api_keys: ApiKeys | None = None,
+    jobs: ndif.JobsApi | None = None,
+    research: Research | None = None,
 ) -> Starlette:
-    """The application. ``app.state.closing`` is an event that ends its endless streams."""
+    """The application. ``app.state.closing`` is an event that ends its endless streams.
+
+    What `require` does not name is for everybody that the gate lets in.
+    """
     closing = asyncio.Event()
     kept = KeptStreams(ping_s=settings.ping_s)
+    access = Access(settings, api_keys, SystemClock())
+    administration = [
+        *(hearth.routes(control, settings) if control is not None else []),
+        *(keys.routes(access, api_keys, settings) if api_keys is not None else []),
+    ]
     app = Starlette(
         routes=[
-            *chat.routes(generations, settings, kept),
-            *completions.routes(generations, settings, kept),
-            *models.routes(view),
-            *streams.routes(kept),
+            *require(Scope.CHAT, chat.routes(generations, settings, kept)),
+            *require(Scope.CHAT, completions.routes(generations, settings, kept)),
+            *require(Scope.CHAT, models.routes(view)),
+            *require(Scope.CHAT, streams.routes(kept)),
+            *require(Scope.ADMIN, administration),
+            *(require(Scope.INTERVENTIONS, ndif.routes(jobs, view)) if jobs is not None else []),
+            *(ndif.open_routes(jobs) if jobs is not None else []),
+            *(_research(research, settings) if research is not None else []),
             *mesh.routes(view, settings, closing),
             *health.routes(view),
-            *(hearth.routes(control, settings) if control is not None else []),
         ],
-        middleware=[Middleware(Gate, settings=settings)],
+        middleware=[Middleware(ndif.OneSlash), Middleware(Gate, settings=settings, access=access)],
         exception_handlers={
             MeshError: faults.on_mesh_error,
             HTTPException: faults.on_http_exception,
@@ -45,4 +63,14 @@ def create_app(
     app.state.closing = closing
     app.state.kept = kept
     app.state.settings = settings
+    app.state.access = access
     return app
+
+
+def _research(research: Research, settings: ApiSettings) -> list[Route]:
+    return [
+        *require(Scope.CHAT, steering.view_routes(research.steering)),
+        # They change the hearth's log, and fill disks.
+        *require(Scope.ADMIN, steering.routes(research.steering, settings)),
+        *require(Scope.ADMIN, harvest.routes(research.harvests, settings)),
+    ]

@@ -1,66 +1,237 @@
-"""Who may talk to the API: the Host, Origin and key checks, before anything else looks.
+"""Who may talk to the API, and for what: the checks before anything else looks.
 
 On loopback a page in a browser can reach us by rebinding its own name to 127.0.0.1, so the Host
 must be a loopback name. A request that names an Origin comes from a web page; only pages of this
-very server may ask. `/healthz` is open to all.
+very server may ask. Then the key: it says who calls (`Caller`), and `require` says what a path is
+for. Without a key a caller on loopback may chat and send jobs, unless told otherwise; it never
+administers anything, because every program and every user of the machine is on loopback.
+
+`/healthz` is open to all, results to whoever has their URL. Knows nothing of what the paths do.
 """
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import HTTPConnection
+from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as Connection
 
 from mesh.api.faults import error_response
 from mesh.api.services import ApiSettings
+from mesh.clock import Clock
 from mesh.config import is_loopback
-from mesh.errors import Forbidden, MeshError, Unauthorized
+from mesh.errors import Forbidden, HeadersTooLarge, MeshError, Unauthorized
+from mesh.identity.api_keys import ApiKeys, QuotaMeter, Scope
+
+LOCAL = "local"
+"""The `Caller.key_id` of everybody who calls from this machine without a key."""
+
+OWNER = "owner"
+"""The `Caller.key_id` of whoever can read the daemon's runtime file, or configured its key."""
+
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 32 << 10
 
 _OPEN = frozenset({"/healthz"})
+_SIGNED = "/result/"
+"""What is below carries its own proof in the URL, because its clients send no key for it."""
+
+_READING = frozenset({"GET", "HEAD"})
+_SCHEMES = ("http", "https")
+_OWN_PAGES = frozenset({"same-origin", "none"})
+_OURS = "hn_"
+"""How our keys begin; clients that need no key send ``unused`` and the like."""
+
+
+def _free(_tokens: int) -> None:
+    """Nobody counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request, and what it may do.
+
+    `charge` counts tokens, prompt and completion, against the key's quota. Jobs of a `trusted`
+    caller may use what others' may not.
+    """
+
+    key_id: str
+    scopes: frozenset[Scope]
+    trusted: bool = False
+    charge: Callable[[int], None] = field(default=_free, repr=False, compare=False)
+
+    def allows(self, scope: Scope) -> bool:
+        """Whether the caller may use what is for `scope`; ``admin`` may use everything."""
+        return scope in self.scopes or Scope.ADMIN in self.scopes
+
+
+def caller_of(connection: HTTPConnection) -> Caller:
+    """Who sent this request (or opened this WebSocket)."""
+    found: Caller = connection.state.caller
+    return found
+
+
+class Access:
+    """Knows the keys and what they have used. Without `keys` nobody but the owner has one."""
+
+    def __init__(self, settings: ApiSettings, keys: ApiKeys | None, clock: Clock) -> None:
+        self._keys = ApiKeys() if keys is None else keys
+        self._owner = settings.api_key
+        self._keyless = settings.keyless and is_loopback(settings.host)
+        self._meter = QuotaMeter(clock)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether anybody has a key."""
+        return self._owner is not None or bool(self._keys.keys)
+
+    def identify(self, key: str | None) -> Caller:
+        """Whose key that is. Raises Unauthorized."""
+        if key is not None and self._owner is not None and _same(key, self._owner):
+            return Caller(OWNER, frozenset(Scope), trusted=True)
+        if self._keyless and not (key or "").startswith(_OURS):
+            return Caller(LOCAL, frozenset({Scope.CHAT, Scope.INTERVENTIONS}))
+        known = self._keys.verify(key or "")
+        charge = partial(self._charge, known.key_id)
+        return Caller(known.key_id, known.scopes, known.trusted, charge)
+
+    def admit(self, caller: Caller) -> None:
+        """Count a request. Raises QuotaExceeded; Unauthorized when its key was just revoked."""
+        if caller.key_id in (LOCAL, OWNER):
+            return
+        key = self._keys.get(caller.key_id)
+        if key is None:
+            raise Unauthorized("The API key was revoked.", fix="Ask for a new one.")
+        self._meter.admit(key)
+
+    def forget_revoked(self) -> None:
+        """To be called after a key was revoked."""
+        self._meter.keep_only(self._keys)
+
+    def _charge(self, key_id: str, tokens: int) -> None:
+        key = self._keys.get(key_id)
+        if key is not None:
+            self._meter.charge(key, tokens)
 
 
 class Gate:
-    """ASGI middleware that refuses requests the settings do not admit."""
+    """ASGI middleware: refuses what the settings do not admit, and says who calls."""
 
-    def __init__(self, app: ASGIApp, settings: ApiSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: ApiSettings, access: Access) -> None:
         self._app = app
         self._loopback = is_loopback(settings.host)
-        self._key = settings.api_key
+        self._access = access
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
         """Check, then pass on."""
-        if scope["type"] == "http" and scope["path"] not in _OPEN:
-            refusal = self._refusal(Headers(scope=scope))
-            if refusal is not None:
-                await error_response(refusal)(scope, receive, send)
+        if scope["type"] in ("http", "websocket") and scope["path"] not in _OPEN:
+            headers = Headers(scope=scope)
+            try:
+                self._check(headers)
+                if not scope["path"].startswith(_SIGNED):
+                    caller = self._access.identify(_key(headers))
+                    scope.setdefault("state", {})["caller"] = caller
+            except MeshError as error:
+                await _refuse(error, scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _refusal(self, headers: Headers) -> MeshError | None:
+    def _check(self, headers: Headers) -> None:
+        """Raises Forbidden and HeadersTooLarge."""
+        size = sum(len(name) + len(value) for name, value in headers.raw)
+        if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+            raise HeadersTooLarge(
+                f"The request has {len(headers)} headers of {size} bytes; {MAX_HEADERS} headers of"
+                f" {MAX_HEADER_BYTES} bytes in all are read.",
+                fix="Send less.",
+            )
         hosts = headers.getlist("host")
         if self._loopback and not (len(hosts) == 1 and is_loopback(_host_name(hosts[0]))):
-            return Forbidden(
+            raise Forbidden(
                 "The Host header does not name this machine's loopback address.",
                 fix="Use http://127.0.0.1:PORT or http://localhost:PORT.",
                 param="Host",
             )
         origin = headers.get("origin")
-        if origin is not None and origin not in {f"{s}://{h}" for h in hosts for s in _SCHEMES}:
-            return Forbidden(
+        own = {f"{scheme}://{host}" for host in hosts for scheme in _SCHEMES}
+        # An image or a script of a foreign page names no Origin, but browsers say whose page it is.
+        site = headers.get("sec-fetch-site", "none")
+        if (origin is not None and origin not in own) or site not in _OWN_PAGES:
+            raise Forbidden(
                 "Web pages of another origin may not use this API.",
-                fix="Ask from a program, or from a page that this server serves.",
+                fix="Call it from a program, or from a page of this server.",
                 param="Origin",
             )
-        if self._key is not None and not _same(headers.get("authorization", ""), self._key):
-            return Unauthorized(
-                "The API key is missing or wrong.",
-                fix="Send `Authorization: Bearer KEY` (for clients: HEARTHNET_API_KEY).",
+
+
+_Routed = TypeVar("_Routed", bound=Route | WebSocketRoute)
+
+
+def require(scope: Scope, routes: Sequence[_Routed]) -> list[_Routed]:
+    """The same routes, from now on for callers with `scope` only.
+
+    A request that is more than reading counts against the key's quota.
+    """
+    for route in routes:
+        route.app = _Scoped(route.app, scope)
+    return list(routes)
+
+
+class _Scoped:
+    """A route behind a scope; the application's state has the `Access` that counts."""
+
+    def __init__(self, app: ASGIApp, needed: Scope) -> None:
+        self._app = app
+        self._needed = needed
+
+    async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
+        caller: Caller = scope["state"]["caller"]
+        access: Access = scope["app"].state.access
+        try:
+            self._check(caller)
+            if scope.get("method", "GET") not in _READING:
+                access.admit(caller)
+        except MeshError as error:
+            await _refuse(error, scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check(self, caller: Caller) -> None:
+        if caller.allows(self._needed):
+            return
+        if caller.key_id == LOCAL:
+            raise Unauthorized(
+                f"This needs a key with the scope {self._needed}.",
+                fix="Use `hearthnet` as the user who runs the daemon, or make a key with"
+                " `hearthnet keys create`.",
             )
-        return None
+        raise Forbidden(
+            f"This key has no scope {self._needed}.",
+            fix=f"Make one with `hearthnet keys create --scope {self._needed}`.",
+            param="scope",
+        )
 
 
-_SCHEMES = ("http", "https")
+async def _refuse(error: MeshError, scope: Connection, receive: Receive, send: Send) -> None:
+    if scope["type"] == "http":
+        await error_response(error)(scope, receive, send)
+    else:  # before it is accepted, which the client sees as 403
+        await send({"type": "websocket.close", "code": 1008, "reason": error.code})
+
+
+def _key(headers: Headers) -> str | None:
+    """The key as OpenAI's clients send it, or as nnsight's do."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return given.strip()
+    return headers.get("ndif-api-key")
 
 
 def _host_name(host: str) -> str:
@@ -72,6 +243,5 @@ def _host_name(host: str) -> str:
     return name.lower() if not colon or port.isdecimal() else ""
 
 
-def _same(authorization: str, key: str) -> bool:
-    scheme, _, given = authorization.partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), key.encode())
+def _same(given: str, key: str) -> bool:
+    return hmac.compare_digest(given.encode(), key.encode())

@@ -19,7 +19,10 @@ _RETRY_AFTER_S = {429: 1, 503: 5}
 
 
 def error_body(error: MeshError) -> dict[str, Any]:
-    """``{"error": {"message", "type", "param", "code", "fix"}}``."""
+    """``{"error": {"message", "type", "param", "code", "fix"}, "detail"}``.
+
+    `detail` is where clients of NDIF look.
+    """
     default = "invalid_request_error" if error.http_status < 500 else "server_error"
     return {
         "error": {
@@ -28,7 +31,8 @@ def error_body(error: MeshError) -> dict[str, Any]:
             "param": error.param,
             "code": error.code,
             "fix": error.fix,
-        }
+        },
+        "detail": str(error),
     }
 
 

@@ -43,6 +43,12 @@ class Revoke(_Strict):
     reason: str = Field(default="", max_length=200)
 
 
+class RevokeToken(_Strict):
+    """The body of `POST /mesh/v1/hearth/revoke_token`."""
+
+    token_id: str = Field(min_length=1, max_length=256)
+
+
 def routes(control: HearthControl, settings: ApiSettings) -> list[Route]:
     """The endpoints' routes."""
 
@@ -52,6 +58,12 @@ def routes(control: HearthControl, settings: ApiSettings) -> list[Route]:
     async def invite(request: Request) -> Response:
         body = await read_body(request, Invite, settings)
         return JSONResponse(await control.invite(body.level, body.ttl_s))
+
+    async def invitation(request: Request) -> Response:
+        return JSONResponse(await control.invitation(request.path_params["port"]))
+
+    async def close(_request: Request) -> Response:
+        return JSONResponse(await control.close_invitation())
 
     async def join(request: Request) -> Response:
         body = await read_body(request, Join, settings)
@@ -69,11 +81,17 @@ def routes(control: HearthControl, settings: ApiSettings) -> list[Route]:
         body = await read_body(request, Revoke, settings)
         return JSONResponse(await control.revoke(body.member, body.reason))
 
+    async def revoke_token(request: Request) -> Response:
+        body = await read_body(request, RevokeToken, settings)
+        return JSONResponse(await control.revoke_token(body.token_id))
+
     path = "/mesh/v1/hearth"
     return [
         Route(path, view),
+        Route(f"{path}/invitation/{{port:int}}", invitation),
+        Route(f"{path}/invitation/close", close, methods=["POST"]),
         *(
             Route(f"{path}/{verb.__name__}", verb, methods=["POST"])
-            for verb in (invite, join, promote, demote, revoke)
+            for verb in (invite, join, promote, demote, revoke, revoke_token)
         ),
     ]

@@ -27,6 +27,9 @@ def routes(view: MeshView, settings: ApiSettings, closing: asyncio.Event) -> lis
     async def models(_request: Request) -> Response:
         return JSONResponse({"models": view.models()})
 
+    async def privacy(_request: Request) -> Response:
+        return JSONResponse(view.privacy())
+
     async def events(request: Request) -> Response:
         after = _last_event_id(request)
         return EventStream(_events(view, after, settings.ping_s), closing)
@@ -35,6 +38,7 @@ def routes(view: MeshView, settings: ApiSettings, closing: asyncio.Event) -> lis
         Route("/mesh/v1/status", status),
         Route("/mesh/v1/peers", peers),
         Route("/mesh/v1/models", models),
+        Route("/mesh/v1/privacy", privacy),
         Route("/mesh/v1/events", events),
     ]
 

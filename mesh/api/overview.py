@@ -35,6 +35,8 @@ class NodeParts:
     events: EventStream
     metrics: Metrics
     verdict: Callable[[NodeId], Verdict]
+    privacy: Callable[[], dict[str, Any]]
+    lacking: Callable[[], list[str]]
 
 
 class Overview:
@@ -52,6 +54,7 @@ class Overview:
             "peers": self.peers(),
             "models": self.models(),
             "shards": self._local_shards(),
+            "sessions": parts.host.sessions,
             "generations": [
                 generation for asker in parts.askers.values() for generation in asker.generations
             ],
@@ -103,6 +106,10 @@ class Overview:
             )
         return rows
 
+    def privacy(self) -> dict[str, Any]:
+        """See `mesh.api.services.MeshView`."""
+        return self._parts.privacy()
+
     def readiness(self) -> list[str]:
         """See `mesh.api.services.MeshView`."""
         parts = self._parts
@@ -116,6 +123,7 @@ class Overview:
         lacking += [
             f"{name} is loading" for name in parts.host.wanted() if not parts.host.knows(name)
         ]
+        lacking += parts.lacking()
         for row in self.models():
             if row["local"] and row["missing"]:
                 lacking.append(f"no node serves layers {', '.join(row['missing'])} of {row['id']}")

@@ -8,16 +8,18 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 from starlette.applications import Starlette
 
+from mesh.api.auth import MAX_HEADER_BYTES
+from mesh.api.connection import MAX_CONNECTIONS, BoundedConnection
 from mesh.config import is_loopback
 from mesh.errors import BadValue, PortInUse
 
-_MAX_HEADER_BYTES = 32 << 10
-_MAX_CONNECTIONS = 512
 _GRACE_S = 5
+_MAX_MESSAGE_BYTES = 64 << 10
 _BACKLOG = 128
 
 
@@ -61,7 +63,7 @@ async def serve_api(app: Starlette, host: str, port: int) -> ApiServer:
     Raises PortInUse, and BadValue for an address that is not this machine's or that others reach
     while no key is set.
     """
-    if not is_loopback(host) and app.state.settings.api_key is None:
+    if not is_loopback(host) and not app.state.access.has_keys:
         raise BadValue(
             f"The API would be open to everybody who reaches {host}.",
             fix="Set an API key, or bind to 127.0.0.1.",
@@ -71,14 +73,18 @@ async def serve_api(app: Starlette, host: str, port: int) -> ApiServer:
     config = uvicorn.Config(
         app,
         # h11 because it limits headers, and so that every platform runs the same parser.
-        http="h11",
-        h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
-        ws="none",
+        http=partial(BoundedConnection, app.state.settings),  # type: ignore[arg-type]
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        # Only a few short texts come in; results go out, and those are compressed already.
+        ws="websockets-sansio",
+        ws_max_size=_MAX_MESSAGE_BYTES,
+        ws_per_message_deflate=False,
+        ws_ping_timeout=None,  # clients answer pings only while they wait, and may be uploading
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=_MAX_CONNECTIONS,
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=_GRACE_S,
     )
     server = _Server(config)

@@ -30,7 +30,8 @@ class MeshView(Protocol):
         """The whole picture.
 
         ``{"node": {"id", "name", "software", "started_at", "api", "endpoint", "state_dir",
-        "enabled"}, "peers": [...], "models": [...], "shards": [local shards], "generations":
+        "enabled"}, "peers": [...], "models": [...], "shards": [local shards], "sessions": [{
+        "node_id", "node", "purpose", "token_id"} of whoever uses them], "generations":
         [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms"}],
         "failovers"}], "reasons": [why a value was detected], "warnings": [...]}``
         """
@@ -42,6 +43,9 @@ class MeshView(Protocol):
     def models(self) -> list[dict[str, Any]]:
         """``{"id", "total_layers", "runnable": bool, "missing": ["8-11"], "context": int | None,
         "nodes": [...], "local": bool}`` for each model that anybody holds."""
+
+    def privacy(self) -> dict[str, Any]:
+        """Who can see what of prompts and answers; see `mesh.api.privacy.report`."""
 
     def readiness(self) -> list[str]:
         """What is missing before a request can be answered, in words; empty when ready."""
@@ -62,10 +66,18 @@ class HearthControl(Protocol):
     def view(self) -> dict[str, Any]:
         """``{"id", "name", "self", "is_member", "two_signatures", "members": [{"node_id",
         "short_id", "fingerprint", "name", "level", "added_by", "self"}], "pending": [{"node_id",
-        "name", "action", "voters", "needed"}], "out": [{"node_id", "name", "why"}]}``"""
+        "name", "action", "voters", "needed"}], "out": [{"node_id", "name", "why", "forked_at"}],
+        "models": [...], "shards": [...]}``: members, who is out and why, and the log's record."""
 
     async def invite(self, level: str | None, ttl_s: float | None) -> dict[str, Any]:
         """``{"code", "link", "qr", "level", "ttl_s", "host", "port"}`` of a new window."""
+
+    async def invitation(self, port: int) -> dict[str, Any]:
+        """``{"open", "ending", "node_id", "name"}`` of the window at `port`, once it has ended or
+        after half a minute."""
+
+    async def close_invitation(self) -> dict[str, Any]:
+        """Shut the open window: ``{"open": False}``."""
 
     async def join(self, code: str, peer: str | None) -> dict[str, Any]:
         """``{"id", "name"}`` of the hearth that this node is in now."""
@@ -79,17 +91,59 @@ class HearthControl(Protocol):
     async def revoke(self, who: str, reason: str) -> dict[str, Any]:
         """See `promote`."""
 
+    async def revoke_token(self, token_id: str) -> dict[str, Any]:
+        """``{"token_id"}``: its session ends, wherever in the hearth it runs."""
+
+
+class SteeringControl(Protocol):
+    """The hearth's named steering edits; every method may raise MeshError."""
+
+    def view(self) -> list[dict[str, Any]]:
+        """``{"name", "model_id", "weights_sha256", "path", "side", "kind", "sha256", "size",
+        "author", "author_name"}`` of each."""
+
+    async def publish(
+        self, name: str, model: str, path: str, side: str, tensors: bytes
+    ) -> dict[str, Any]:
+        """What `view` then says of it, without its author; `tensors` is a safetensors file."""
+
+    async def remove(self, name: str) -> dict[str, Any]:
+        """``{"name", "removed": true}``"""
+
+
+class HarvestControl(Protocol):
+    """Activations of many prompts, left on the nodes that computed them."""
+
+    async def run(self, model: str, order: dict[str, Any]) -> dict[str, Any]:
+        """Of an ``{"run", "batch", "pattern", "texts", "max_tokens"}``: ``{"batch",
+        "weights_sha256", "prompts": [token ids], "files": [{"node", "node_name", "file", "module",
+        "rows", "width", "dtype", "bytes", "sha256"}]}``. May raise MeshError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Research:
+    """What researchers do beside nnsight."""
+
+    steering: SteeringControl
+    harvests: HarvestControl
+
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
     """How the API protects itself and how long it stays silent.
 
-    `host` is the address it is bound to; `api_key` the bearer key every request must carry, None
-    for none. A stream that has nothing to say sends a comment every `ping_s` seconds.
+    `host` is the address it is bound to. `api_key` is the owner's key, which may do everything;
+    None for no such key. With `keyless`, callers on loopback may chat and intervene without a key.
+    A stream that has nothing to say sends a comment every `ping_s` seconds. A request's head and
+    body must have come within their limits; a client that takes nothing of an answer for
+    `unread_timeout_s` is cut off.
     """
 
     host: str = "127.0.0.1"
     api_key: str | None = None
+    keyless: bool = True
     ping_s: float = 10.0
     max_body_bytes: int = 4 << 20
+    head_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
+    unread_timeout_s: float = 60.0

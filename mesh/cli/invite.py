@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
-from mesh.cli.output import print_json, say
-from mesh.errors import BadValue
+from mesh.cli.output import note, print_json, say
+from mesh.errors import BadValue, PairingRejected
 
+if TYPE_CHECKING:
+    from mesh.client import Client
+
+_ENDINGS = {
+    "used": "the code was used",
+    "guessed": "somebody tried wrong codes",
+    "expired": "its time is over",
+    "closed": "the invitation was closed",
+}
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
@@ -26,21 +36,52 @@ def invite(
     state_dir: StateDir = None,
     host: Host = None,
     api_port: ApiPort = None,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until somebody has joined.")
+    ] = True,
     json: Json = False,
 ) -> None:
-    """Let one more machine into this hearth: print a code that is good once, and a QR code."""
+    """Let one more machine into this hearth: print a code that is good once, and a QR code.
+
+    Waits and says who joined; Ctrl-C takes the code back. With --json it does not wait.
+    """
     ttl_s = seconds(ttl)
     client = locate_daemon(state_dir, host, api_port)
-    window = ask(client, lambda client: client.invite(level, ttl_s))
     if json:
-        print_json(window)
+        print_json(ask(client, lambda client: client.invite(level, ttl_s)))
         return
+    ask(client, lambda client: _invite(client, level, ttl_s, wait=wait))
+
+
+async def _invite(client: Client, level: str, ttl_s: float, *, wait: bool) -> None:
+    window = await client.invite(level, ttl_s)
     if sys.stdout.isatty():
         say(window["qr"])
-    say(f"On the other machine, within {ttl}:")
+    say(f"On the other machine, within {ttl_s:g} s:")
     say(f"  hearthnet join {window['code']}")
     say("or, where multicast does not reach it:")
     say(f"  hearthnet join {window['code']} --peer {window['host']}:{window['port']}")
+    if not wait:
+        return
+    outcome = await _ended(client, window["port"])
+    if outcome["name"] is None:
+        raise PairingRejected(
+            f"Nobody joined: {_ENDINGS[outcome['ending']]}.",
+            fix="Run `hearthnet invite` again.",
+            param=outcome["ending"],
+        )
+    say(f"{outcome['name']} joined as {window['level']}.")
+
+
+async def _ended(client: Client, port: int) -> dict[str, Any]:
+    try:
+        while (outcome := await client.invitation(port))["open"]:
+            pass
+    except asyncio.CancelledError:
+        await client.close_invitation()
+        note("the code is taken back")
+        raise
+    return outcome
 
 
 def seconds(text: str) -> float:

@@ -160,14 +160,22 @@ class LocalNode:
         raise InternalError(f"{self.name} is not ready: {missing}.", fix="Read its log.")
 
     def get(self, path: str) -> Any:
-        """JSON from its API."""
-        response = httpx.get(f"{self.url}{path}", timeout=30.0, trust_env=False)
+        """JSON from its API, asked as its owner."""
+        response = httpx.get(
+            f"{self.url}{path}", headers=self._headers, timeout=30.0, trust_env=False
+        )
         response.raise_for_status()
         return response.json()
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """POST JSON to its API."""
-        return httpx.post(f"{self.url}{path}", json=body, timeout=120.0, trust_env=False)
+        """POST JSON to its API, as its owner."""
+        return httpx.post(
+            f"{self.url}{path}", json=body, headers=self._headers, timeout=120.0, trust_env=False
+        )
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.record.api_key}"}
 
     def _signal_all(self, number: signal.Signals) -> None:
         import psutil

@@ -15,15 +15,21 @@ from mesh import __version__
 from mesh.cli import (
     chat,
     config,
+    doctor,
     down,
+    harvest,
     invite,
     join,
+    keys,
+    kill,
     members,
     models,
     pause,
     peers,
+    queue,
     run,
     status,
+    steer,
     up,
 )
 from mesh.cli.options import ask, locate_daemon
@@ -57,10 +63,16 @@ app.command()(chat.chat)
 app.command()(run.run)
 app.command()(peers.peers)
 app.command()(models.models)
+app.command()(harvest.harvest)
+app.command()(queue.queue)
+app.command()(kill.kill)
 app.command()(invite.invite)
 app.command()(join.join)
 app.add_typer(members.app, name="members")
+app.add_typer(keys.app, name="keys")
+app.add_typer(steer.app, name="steer")
 app.add_typer(config.app, name="config")
+app.add_typer(doctor.app, name="doctor")
 
 
 @app.command()

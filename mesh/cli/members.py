@@ -9,6 +9,11 @@ import typer
 from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
 from mesh.cli.output import print_json, print_table, say
 
+_EVIDENCE = (
+    ", which signed two different events with number {forked_at}; both are kept, nothing it signed"
+    " from there on counts"
+)
+
 app = typer.Typer(help="Who is in this hearth, and at which trust level.", no_args_is_help=False)
 
 Member = Annotated[str, typer.Argument(help="A name, or an id.")]
@@ -30,7 +35,12 @@ def members(
     hearth = ask(locate_daemon(state_dir, host, api_port), lambda client: client.hearth())
     if json:
         print_json(hearth)
-        return
+    else:
+        show(hearth)
+
+
+def show(hearth: dict[str, Any]) -> None:
+    """Print what `GET /mesh/v1/hearth` returned."""
     say(f"{hearth['name']}  ({hearth['id']})")
     rows = [
         [m["name"] + (" (this node)" if m["self"] else ""), m["level"], m["fingerprint"]]
@@ -43,7 +53,7 @@ def members(
             f" {vote['name']}, wished by {', '.join(vote['voters'])}"
         )
     for gone in hearth["out"]:
-        say(f"{gone['why']}: {gone['name']}")
+        say(f"{gone['why']}: {gone['name']}{_EVIDENCE.format(**gone) if gone['forked_at'] else ''}")
 
 
 @app.command()

@@ -41,13 +41,21 @@ def locate_daemon(state_dir: Path | None, host: str | None, api_port: int | None
     """
     from mesh.client import locate
     from mesh.config import client_host, load_config
+    from mesh.paths import StatePaths
+    from mesh.runtime import read_daemon
 
     config = load_config({"state_dir": state_dir}).config
     if host is None and api_port is not None:
         host = f"http://127.0.0.1:{api_port}"
     if host is None and state_dir is None:
         host = client_host()
-    return locate(host=host, state_dir=config.state_dir, api_key=config.api_key)
+    key = config.api_key
+    if host is not None and key is None:
+        record = read_daemon(StatePaths(config.state_dir).runtime_file)
+        # The owner's key goes to the daemon that wrote it down, under the very name it gave.
+        if record is not None and host.rstrip("/") == record.api_url:
+            key = record.api_key
+    return locate(host=host, state_dir=config.state_dir, api_key=key)
 
 
 def ask(client: Client, question: Callable[[Client], Awaitable[_T]]) -> _T:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import subprocess
 import sys
 import time
@@ -72,28 +70,29 @@ def up(  # noqa: PLR0913 - flags
     }  # fmt: skip
     loaded = load_config(flags, file=config).config
     paths = StatePaths(loaded.state_dir).create()
-    ready = with_api_key(loaded, paths)
+    make_first_key(loaded, paths)
     if detach:
         announce(_detached(_arguments(flags, config), paths))
         return
-    _log_to_stderr(ready.log_level)
+    _log_to_stderr(loaded.log_level)
     from mesh.node import run
 
-    run(ready, on_ready=announce)
+    run(loaded, on_ready=announce)
 
 
-def with_api_key(config: Config, paths: StatePaths) -> Config:
-    """`config` with a key when others can reach the API: the stored one, or a new one, printed."""
+def make_first_key(config: Config, paths: StatePaths) -> None:
+    """Make and print a key when others can reach the API and there is none."""
     if config.api_is_loopback or config.api_key is not None:
-        return config
-    if paths.api_key.exists():
-        return config.model_copy(update={"api_key": paths.api_key.read_text("ascii").strip()})
-    key = secrets.token_hex(24)
-    descriptor = os.open(paths.api_key, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(key + "\n")
-    note(f"API key (shown once, kept in {paths.api_key}): {key}")
-    return config.model_copy(update={"api_key": key})
+        return
+    from mesh.clock import SystemClock
+    from mesh.identity.api_keys import ApiKeys, Quota, Scope
+
+    keys = ApiKeys.load(paths.api_keys)
+    if keys.keys:
+        return
+    scopes = frozenset({Scope.CHAT, Scope.INTERVENTIONS})
+    _, text = keys.create("first", scopes, Quota(), SystemClock())
+    note(f"API key (shown once; more with `hearthnet keys create`): {text}")
 
 
 def announce(record: DaemonRecord) -> None:
@@ -101,7 +100,8 @@ def announce(record: DaemonRecord) -> None:
     say(f"hearthnet is up: API {record.api_url}, nodes on port {record.port}, pid {record.pid}")
     if record.founded is not None:
         say(f"founded {record.founded!r}: distributed inference is on; `hearthnet invite` the rest")
-    say(f"export OPENAI_BASE_URL={record.api_url}/v1 OPENAI_API_KEY={record.api_key or 'unused'}")
+    key = "unused" if record.keyless else "KEY  # see `hearthnet keys`"
+    say(f"export OPENAI_BASE_URL={record.api_url}/v1 OPENAI_API_KEY={key}")
 
 
 def _log_to_stderr(level: str) -> None:

@@ -44,7 +44,7 @@ class Target:
     """Somebody to dial.
 
     `pinned` is who must answer; None for a static peer, which is whoever answers there. `node_id`
-    is who did, or who should.
+    is who did, or who should. `is_watched`: there is a link, and its end would be news.
     """
 
     key: str
@@ -52,6 +52,7 @@ class Target:
     pinned: NodeId | None = None
     node_id: NodeId | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    is_watched: bool = False
     task: asyncio.Task[None] | None = None
 
 
@@ -95,9 +96,13 @@ class Dialer:
             target.task.cancel()
 
     def lost(self, node_id: NodeId) -> None:
-        """The link to a node is gone: whoever waits behind it dials again."""
+        """The link to a node is gone: whoever waits behind it dials again.
+
+        Not whoever waits between two dials: a link that breaks as soon as it is up would cut short
+        the very wait that it causes.
+        """
         for target in self._targets.values():
-            if target.node_id == node_id:
+            if target.node_id == node_id and target.is_watched:
                 target.wake.set()
 
     def retry(self) -> None:
@@ -119,7 +124,9 @@ class Dialer:
             await self._pause(target, settings.yield_s)
         while True:
             if self._linked(target):
+                target.is_watched = True
                 await self._pause(target, settings.most_s)
+                target.is_watched = False
                 if self._linked(target):
                     failures = 0  # it held for a while
                     continue

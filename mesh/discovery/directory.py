@@ -7,6 +7,7 @@ after it arrived, whatever the sender's wall clock says. Knows nothing of socket
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,7 @@ class _Entry:
     info: NodeInfo
     shards: dict[ShardId, Advertisement]
     arrived: float
+    ttl_s: float
     online: bool
 
 
@@ -77,15 +79,19 @@ class ShardStore:
         self._nodes: dict[NodeId, _Entry] = {}
         self._subscribers: set[Subscription] = set()
 
-    def update(self, info: NodeInfo, shards: Sequence[Advertisement]) -> None:
+    def update(
+        self, info: NodeInfo, shards: Sequence[Advertisement], ttl_s: float = math.inf
+    ) -> None:
         """All that `info.node_id` serves now; replaces what it said before and puts it online.
 
+        It holds for `ttl_s` at most, and never longer than this store's `expiry_s`.
         Order of arrival decides what is newest: no wall clock is compared. Raises BadAdvertisement
         when the node is a new one beyond MAX_NODES, offers more than MAX_SHARDS_PER_NODE, speaks
         for another node or has an unusable name.
         """
         self._check(info, shards)
-        entry = _Entry(info, {s.descriptor.shard_id: s for s in shards}, self._now(), online=True)
+        served = {s.descriptor.shard_id: s for s in shards}
+        entry = _Entry(info, served, self._now(), min(ttl_s, self._expiry_s), online=True)
         before = self._nodes.get(info.node_id)
         self._nodes[info.node_id] = entry
         if before is None or not before.online or _differs(before, entry):
@@ -210,7 +216,7 @@ class ShardStore:
         return [shard for shard in entry.shards.values() if shard.health.online]
 
     def _expired(self, entry: _Entry) -> bool:
-        return self._now() - entry.arrived >= self._expiry_s
+        return self._now() - entry.arrived >= entry.ttl_s
 
     def _now(self) -> float:
         return self._clock.monotonic()

@@ -11,13 +11,19 @@ from collections.abc import Callable
 from enum import Enum
 
 from mesh.discovery.greeting import PeerHello
+from mesh.discovery.notices import Heard
 from mesh.errors import MeshError
 from mesh.types import NodeId
 from mesh.wire.link import Link
-from mesh.wire.messages import Advertise, Gossip, Message
+from mesh.wire.messages import Advertise, FileAsk, FilePart, Gossip, Message
 
 _SPARE_S = 10.0
 _MAX_EARLY = 8
+
+Said = Gossip | FileAsk | FilePart
+"""What daemons say to each other beside their advertisements."""
+
+ControlMessage = Advertise | Said
 
 
 class ControlLink:
@@ -25,7 +31,7 @@ class ControlLink:
 
     def __init__(
         self,
-        on_message: Callable[[ControlLink, Advertise | Gossip], None],
+        on_message: Callable[[ControlLink, ControlMessage], None],
         on_closed: Callable[[ControlLink, MeshError | None], None],
         *,
         initiated: bool,
@@ -33,12 +39,13 @@ class ControlLink:
     ) -> None:
         self._on_message = on_message
         self._on_closed = on_closed
-        self._early: list[Advertise | Gossip] = []
+        self._early: list[ControlMessage] = []
         self._ended: tuple[MeshError | None] | None = None
         self._link: Link | None = None
         self._hello: PeerHello | None = None
         self.initiated = initiated
-        self.advertised: Advertise | None = None
+        self.advertised: Heard | None = None
+        self.heard_at = 0.0
         self._own_dial = dial
 
     @property
@@ -73,8 +80,8 @@ class ControlLink:
             self._on_closed(self, *self._ended)
 
     def message(self, message: Message) -> None:
-        """See `LinkHandler.message`; a control link carries advertisements and the log's gossip."""
-        if not isinstance(message, Advertise | Gossip):
+        """See `LinkHandler.message`; what belongs on no control link is dropped."""
+        if not isinstance(message, ControlMessage):
             return
         if self._link is not None:
             self._on_message(self, message)

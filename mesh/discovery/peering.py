@@ -15,22 +15,24 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mesh.discovery import advertisement
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.announced import follow
 from mesh.discovery.announcement import Announcement, instance_name, summarise
 from mesh.discovery.dialing import Dialer, DialResult, DialSettings, Target, parse_endpoint
-from mesh.discovery.directory import NodeInfo, ShardStore
+from mesh.discovery.directory import ShardStore
 from mesh.discovery.events import PeerDown, PeerEvent, PeerUp, Warned
 from mesh.discovery.greeting import PeerHello, from_hello, label, to_hello
-from mesh.discovery.links import Admitted, ControlLink, LinkTable
+from mesh.discovery.links import Admitted, ControlLink, ControlMessage, LinkTable, Said
+from mesh.discovery.listing import Listing, info
 from mesh.discovery.mdns import Mdns
+from mesh.discovery.notices import EXPIRY_FACTOR, Notices
 from mesh.discovery.sightings import PeerState, PeerView, Sightings, why_not
 from mesh.discovery.tasks import end as end_tasks
 from mesh.discovery.tasks import spawn
 from mesh.discovery.trust import Trust
 from mesh.errors import (
     BadAdvertisement,
+    BadEvent,
     LinkLost,
     MeshError,
     PeerRefused,
@@ -41,7 +43,7 @@ from mesh.identity.tls import require_node
 from mesh.types import NodeId
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.link import Link, LinkHandler
-from mesh.wire.messages import PROTOCOL_VERSION, Advertise, Gossip
+from mesh.wire.messages import PROTOCOL_VERSION, Advertise
 from mesh.wire.websocket import LinkServer, connect, serve
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,10 @@ _SETTLE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class PeeringSettings:
-    """Who this node is and how it links; `static_peers` are ``HOST:PORT``."""
+    """Who this node is and how it links; `static_peers` are ``HOST:PORT``.
+
+    `epoch` is greater than at any earlier start of this node.
+    """
 
     node_id: NodeId
     name: str
@@ -64,6 +69,7 @@ class PeeringSettings:
     port: int = 0
     static_peers: tuple[str, ...] = ()
     shard_health_timeout_s: float = 30.0
+    epoch: int = 1
     dial: DialSettings = field(default_factory=DialSettings)
 
 
@@ -82,12 +88,12 @@ class Peering:
         on_event: Callable[[PeerEvent], None],
         *,
         trust: Trust,
-        on_gossip: Callable[[NodeId, Gossip], None] = lambda peer, message: None,
+        on_message: Callable[[NodeId, Said], None] = lambda peer, message: None,
         mdns: Mdns | None = None,
     ) -> None:
         self._settings = settings
         self._trust = trust
-        self._on_gossip = on_gossip
+        self._heard = on_message
         self._store = store
         self._shards = shards
         self._on_event = on_event
@@ -105,6 +111,14 @@ class Peering:
         self._heartbeat: asyncio.Task[None] | None = None
         self._due = asyncio.Event()
         self._sightings = Sightings(on_event)
+        self._notices = Notices(
+            settings.node_id,
+            settings.hearth,
+            trust,
+            epoch=settings.epoch,
+            ttl_s=settings.shard_health_timeout_s * EXPIRY_FACTOR,
+        )
+        self._listing = Listing(store, self._notices, trust, self._sightings)
         self._stopping = False
 
     @property
@@ -165,9 +179,9 @@ class Peering:
         tls = self._trust.tls
         for end in self._links.all():
             if tls.trusts(end.hello.node_id):
-                self._take_down(end)
+                self._listing.relist(end)
             else:
-                self._store.remove(end.hello.node_id)
+                self._listing.drop(end.hello.node_id)
                 end.link.close(_OUT)
         for link in self._server.links if self._server is not None else ():
             if not tls.trusts(link.peer.node_id):
@@ -175,7 +189,7 @@ class Peering:
         self._dialer.retry()
         self.advertise()
 
-    def send(self, peer: NodeId, message: Gossip) -> None:
+    def send(self, peer: NodeId, message: Said) -> None:
         """Queue a message to a linked peer. Raises LinkLost when it is not linked."""
         end = self._links.get(peer)
         if end is None:
@@ -213,20 +227,21 @@ class Peering:
     async def _tell(self) -> None:
         shards = self._shards()
         try:
-            self._store.update(_info(self._own()), shards)
-        except BadAdvertisement as error:
+            self._store.update(info(self._own()), shards)
+            notice = self._notices.seal(shards)
+        except (BadAdvertisement, BadEvent) as error:
             self._sightings.warn_once("own", Warned(error.code, error.message, error.fix))
             return
         for peer in self._links.all():
-            self._send(peer, shards)
+            self._send(peer, notice)
         self._store.sweep()
         if self._mdns is not None:
             served = [(s.descriptor.model_id, s.descriptor.layer_range) for s in shards]
             await self._mdns.announce(summarise(served))
 
-    def _send(self, peer: ControlLink, shards: Sequence[Advertisement]) -> None:
+    def _send(self, peer: ControlLink, notice: Advertise | None) -> None:
         try:
-            peer.link.send(Advertise([advertisement.encode(shard) for shard in shards]))
+            peer.link.send(notice or self._notices.seal(self._shards()))
         except MeshError as error:  # it is closing, or does not read; its link reports the end
             logger.info("not told: peer=%s reason=%s", label(peer.hello), error)
 
@@ -317,33 +332,19 @@ class Peering:
         admitted = self._links.admit(end)
         if admitted is Admitted.FIRST:
             try:
-                self._store.update(_info(peer), [])
+                self._store.update(info(peer), [])
             except BadAdvertisement as error:
                 logger.warning("not listed: peer=%s reason=%s", label(peer), error)
             self._on_event(PeerUp(peer.node_id, peer.name, peer.address, end.initiated))
         if admitted is not Admitted.SPARE:
-            self._send(end, self._shards())
+            self._send(end, None)
         end.release()
 
-    def _on_message(self, end: ControlLink, message: Advertise | Gossip) -> None:
-        if isinstance(message, Gossip):  # who said it counts, not on which of two links
-            self._on_gossip(end.hello.node_id, message)
+    def _on_message(self, end: ControlLink, message: ControlMessage) -> None:
+        if not isinstance(message, Advertise):  # who said it counts, not on which of two links
+            self._heard(end.hello.node_id, message)
         elif self._links.is_current(end):
-            end.advertised = message
-            self._take_down(end)
-
-    def _take_down(self, end: ControlLink) -> None:
-        """List what a peer last said it serves, if it is trusted to serve."""
-        peer, message = end.hello, end.advertised
-        if message is None:
-            return
-        may_serve = self._trust.may_serve(peer.node_id)
-        offered = message.shards if may_serve else []
-        try:
-            self._store.update(_info(peer), advertisement.decode_all(offered, host=peer.node_id))
-        except BadAdvertisement as error:
-            warning = Warned(error.code, f"{label(peer)}: {error.message}", error.fix)
-            self._sightings.warn_once(f"{peer.run} {error.param}", warning)
+            self._listing.hear(end, message)
 
     def _on_closed(self, end: ControlLink, error: MeshError | None) -> None:
         if not self._links.drop(end) or self._stopping:
@@ -389,7 +390,3 @@ class Peering:
             and announcement.port == self.port
             and set(announcement.addresses) <= set(self._mdns.addresses)
         )
-
-
-def _info(peer: PeerHello) -> NodeInfo:
-    return NodeInfo(peer.node_id, peer.name, peer.address, peer.software)

@@ -17,3 +17,9 @@ class Trust(Protocol):
 
     def may_serve(self, node: NodeId) -> bool:
         """Whether what the node advertises may be listed."""
+
+    def sign(self, data: bytes) -> bytes:
+        """This node's signature, 64 bytes."""
+
+    def verify(self, node: NodeId, data: bytes, signature: bytes) -> bool:
+        """Whether the signature is that of a present member; False for everybody else."""

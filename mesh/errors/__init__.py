@@ -9,11 +9,12 @@ MeshError
 ├─ EventLogError      BadEvent  LogCorrupt  SchemaTooNew  LogFull  LogForked  LogBehind  LogRefused
 ├─ RouteError         NoRoute (shard_unavailable)  WeightsMismatch  ExperimentalDisabled
 ├─ ShardError         ModelNotFound  BadCheckpoint  UnsupportedFamily  CacheFull  DeviceFailed
-│                     SessionGone  ShardCorrupt
-├─ GenerationError    BadRequest  ContextTooLong  PipelineStalled  Busy
+│                     SessionGone  ShardCorrupt  DiskFull
+├─ GenerationError    BadRequest  BadSteering  ContextTooLong  PipelineStalled  Busy
 ├─ ApiError           Unauthorized  Forbidden  NotFound  MethodNotAllowed  BodyTooLarge
-│                     QuotaExceeded
-├─ JailError          JailUnavailable  PolicyViolation
+│                     HeadersTooLarge  QuotaExceeded  UnsupportedClient
+├─ JailError          JailUnavailable  PolicyViolation  JobFailed
+├─ StorageFull        jobs cannot be kept
 └─ InternalError      a child process failed in a way that nobody foresaw
 
 Each carries a stable `code`, an HTTP status, whether trying again may help, and `fix`: what the
@@ -61,13 +62,17 @@ from mesh.errors.requests import (
     ApiError,
     BodyTooLarge,
     Forbidden,
+    HeadersTooLarge,
     JailError,
     JailUnavailable,
+    JobFailed,
     MethodNotAllowed,
     NotFound,
     PolicyViolation,
     QuotaExceeded,
+    StorageFull,
     Unauthorized,
+    UnsupportedClient,
 )
 from mesh.errors.root import (
     InternalError,
@@ -77,10 +82,12 @@ from mesh.errors.root import (
 from mesh.errors.serving import (
     BadCheckpoint,
     BadRequest,
+    BadSteering,
     Busy,
     CacheFull,
     ContextTooLong,
     DeviceFailed,
+    DiskFull,
     ExperimentalDisabled,
     GenerationError,
     ModelNotFound,
@@ -104,6 +111,7 @@ __all__ = [
     "BadFrame",
     "BadKey",
     "BadRequest",
+    "BadSteering",
     "BadValue",
     "BodyTooLarge",
     "Busy",
@@ -112,15 +120,18 @@ __all__ = [
     "ConnectFailed",
     "ContextTooLong",
     "DeviceFailed",
+    "DiskFull",
     "EventLogError",
     "ExperimentalDisabled",
     "Forbidden",
     "FrameTooLarge",
     "GenerationError",
+    "HeadersTooLarge",
     "IdentityError",
     "InternalError",
     "JailError",
     "JailUnavailable",
+    "JobFailed",
     "KeyUnreadable",
     "LinkLost",
     "LogBehind",
@@ -147,9 +158,11 @@ __all__ = [
     "SessionGone",
     "ShardCorrupt",
     "ShardError",
+    "StorageFull",
     "TokenRejected",
     "Unauthorized",
     "UnknownKey",
+    "UnsupportedClient",
     "UnsupportedFamily",
     "UntrustedPeer",
     "VersionMismatch",

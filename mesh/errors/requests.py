@@ -20,7 +20,7 @@ class Unauthorized(ApiError):
 
 
 class Forbidden(ApiError):
-    """The request's Host or Origin is not this API's."""
+    """The request's Host or Origin is not this API's, or its key is not for this."""
 
     code = "forbidden"
     http_status = 403
@@ -38,6 +38,20 @@ class MethodNotAllowed(ApiError):
 
     code = "method_not_allowed"
     http_status = 405
+
+
+class HeadersTooLarge(ApiError):
+    """The request has more headers than the limit."""
+
+    code = "headers_too_large"
+    http_status = 431
+
+
+class UnsupportedClient(ApiError):
+    """The client's version is not one that this API serves; the fix says which is."""
+
+    code = "unsupported_client"
+    http_status = 426
 
 
 class BodyTooLarge(ApiError):
@@ -74,3 +88,18 @@ class PolicyViolation(JailError):
 
     code = "policy_violation"
     http_status = 400
+
+
+class JobFailed(JailError):
+    """A job ended without a result; the message is what its author should read."""
+
+    code = "job_failed"
+    http_status = 400
+
+
+class StorageFull(MeshError):
+    """A job cannot be kept: the disk, or the part of it that jobs may take, is full or unusable."""
+
+    code = "storage_full"
+    http_status = 507
+    retryable = True

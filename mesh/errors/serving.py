@@ -78,6 +78,13 @@ class ShardCorrupt(ShardError):
     retryable = True
 
 
+class DiskFull(ShardError):
+    """A file cannot be written, or would exceed what this node gives for such files."""
+
+    code = "disk_full"
+    http_status = 507
+
+
 class NotEnoughMemory(ShardError):
     """The layers do not fit; the message says what they need and what there is."""
 
@@ -111,6 +118,13 @@ class BadRequest(GenerationError):
     """The request is malformed; `param` names the field."""
 
     code = "bad_request"
+    http_status = 400
+
+
+class BadSteering(GenerationError):
+    """A steering edit cannot be applied to this model; `param` names the field."""
+
+    code = "bad_steering"
     http_status = 400
 
 

@@ -1,7 +1,7 @@
-"""Signed short-lived advertisements: the newest of each node and key, for as long as it says.
+"""Signed short-lived notices: the newest of each node and key, and nothing older again.
 
-Beside the log, never in it. Whoever receives one counts its life on its own monotonic clock, so no
-other machine's clock matters. Knows nothing of what is advertised.
+Beside the log, never in it. A notice says how long it holds; whoever takes it in counts that on its
+own monotonic clock, so no other machine's clock matters. Knows nothing of what is said.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from typing import Any
 
 import msgpack
 
-from mesh.clock import Clock
 from mesh.errors import BadEvent
 from mesh.events.types import MAX_INT63, SIGNATURE_BYTES, Sign, is_plain
 from mesh.types import NodeId
 
 VERSION = 1
 DOMAIN = b"hearthnet/ephemeral/v1\0"
-MAX_TTL_S = 60.0
-MAX_BYTES = 16 << 10
-MAX_KEYS_PER_NODE = 64
+MAX_BYTES = 128 << 10
+MAX_KEYS_PER_NODE = 8
 MAX_NODES = 256
 _MAX_ELEMENTS = 1024
 
@@ -31,7 +29,7 @@ VerifyBytes = Callable[[NodeId, bytes, bytes], bool]
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One advertisement. `epoch` grows with every start of its node, `counter` within one."""
+    """One notice. `epoch` grows with every start of its node, `counter` within one."""
 
     hearth_id: str
     node: NodeId
@@ -40,12 +38,6 @@ class Notice:
     counter: int
     ttl_ms: int
     payload: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    notice: Notice
-    until: float
 
 
 def seal_notice(notice: Notice, sign: Sign) -> tuple[bytes, bytes]:
@@ -61,12 +53,12 @@ def seal_notice(notice: Notice, sign: Sign) -> tuple[bytes, bytes]:
 
 
 def decode_notice(body: bytes) -> Notice:
-    """Read an advertisement's bytes, as strictly as events. Raises BadEvent."""
+    """Read a notice's bytes, as strictly as events. Raises BadEvent."""
     if len(body) > MAX_BYTES:
         raise _unusable(f"it has {len(body)} bytes")
     try:
         fields = msgpack.unpackb(body, max_array_len=_MAX_ELEMENTS, max_map_len=_MAX_ELEMENTS)
-    # msgpack raises whatever the input provokes: all of it means that this is no advertisement.
+    # msgpack raises whatever the input provokes: all of it means that this is no notice.
     except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
         raise _unusable(str(error)) from error
     if type(fields) is not list or len(fields) != 8 or not is_plain(fields):
@@ -85,62 +77,51 @@ def decode_notice(body: bytes) -> Notice:
 
 
 class Ephemera:
-    """What is advertised now. Bounded in nodes, and in keys per node."""
+    """Lets in what is signed and newer than all before it. Bounded in nodes, and in keys per node.
 
-    def __init__(self, hearth_id: str, verify: VerifyBytes, clock: Clock) -> None:
+    Only how new a notice was is kept, and for as long as this runs: a recording of one that has
+    ended does not come back to life.
+    """
+
+    def __init__(self, hearth_id: str, verify: VerifyBytes) -> None:
         self._hearth_id = hearth_id
         self._verify = verify
-        self._clock = clock
-        self._kept: dict[NodeId, dict[str, _Kept]] = {}
+        self._newest: dict[NodeId, dict[str, tuple[int, int]]] = {}
 
-    def offer(self, body: bytes, signature: bytes) -> bool:
-        """Take in an advertisement; True when it is news. Raises BadEvent when it is malformed.
+    def offer(self, body: bytes, signature: bytes, sender: NodeId) -> Notice | None:
+        """The notice when it is news, None when it is not newer than what was taken in before.
 
-        Older, repeated, foreign and forged ones are not news. The newest stays known after its end,
-        so that a recording of it, or of an older one, does not come back to life.
+        Raises BadEvent when it is malformed, of another hearth, not the sender's own, not signed by
+        it, or one too many. Whoever hands on another's notice must not use up its number.
         """
         notice = decode_notice(body)
-        node = self._kept.get(notice.node, {})
-        known = node.get(notice.key)
-        if notice.hearth_id != self._hearth_id or len(signature) != SIGNATURE_BYTES:
-            return False
-        if known is not None and _rank(notice) <= _rank(known.notice):
-            return False
-        if not self._verify(notice.node, DOMAIN + body, signature):
-            return False
-        if known is None and not self._make_room(notice.node, node):
-            return False
-        until = self._clock.monotonic() + min(notice.ttl_ms / 1000, MAX_TTL_S)
-        self._kept.setdefault(notice.node, {})[notice.key] = _Kept(notice, until)
-        return True
-
-    def live(self) -> list[Notice]:
-        """What has not expired."""
-        now = self._clock.monotonic()
-        return [k.notice for node in self._kept.values() for k in node.values() if k.until > now]
+        if notice.node != sender:
+            raise _unusable("it is another node's than the one that sent it")
+        if notice.hearth_id != self._hearth_id:
+            raise _unusable("it belongs to another hearth")
+        known = self._newest.get(notice.node, {})
+        rank = (notice.epoch, notice.counter)
+        if notice.key in known and rank <= known[notice.key]:
+            return None
+        if len(signature) != SIGNATURE_BYTES or not self._verify(
+            notice.node, DOMAIN + body, signature
+        ):
+            raise _unusable("its signature is not that of the member it names")
+        if notice.key not in known and (
+            len(known) >= MAX_KEYS_PER_NODE
+            or (notice.node not in self._newest and len(self._newest) >= MAX_NODES)
+        ):
+            raise _unusable("there are too many")
+        self._newest.setdefault(notice.node, {})[notice.key] = rank
+        return notice
 
     def forget(self, node: NodeId) -> None:
-        """Drop all of a node that was put out; its signature must not verify any more."""
-        self._kept.pop(node, None)
-
-    def _make_room(self, name: NodeId, node: dict[str, _Kept]) -> bool:
-        if name not in self._kept and len(self._kept) >= MAX_NODES:
-            return False
-        if len(node) < MAX_KEYS_PER_NODE:
-            return True
-        oldest = min(node, key=lambda key: node[key].until)
-        if node[oldest].until > self._clock.monotonic():
-            return False
-        del node[oldest]
-        return True
-
-
-def _rank(notice: Notice) -> tuple[int, int]:
-    return notice.epoch, notice.counter
+        """Make room: the node was put out, so its signature does not verify any more."""
+        self._newest.pop(node, None)
 
 
 def _unusable(why: str) -> BadEvent:
     return BadEvent(
-        f"An advertisement is unusable: {why}.",
+        f"A signed notice is unusable: {why}.",
         fix="Run the same hearthnet version on both machines.",
     )

@@ -145,6 +145,17 @@ class Intake:
                 )
             )  # fmt: skip
 
+    def blame(self, source: NodeId) -> None:
+        """Count something bad that a peer sent; too much of it mutes the peer."""
+        if self.budget.charge(source):
+            self.on_report(
+                Report(
+                    "peer_muted", source,
+                    f"{source} sent too many events that are forged or malformed.",
+                    "It is not listened to for some minutes. If that repeats, revoke it.",
+                )
+            )  # fmt: skip
+
     def _take_event(self, body: bytes, signature: bytes, source: NodeId, outcome: Outcome) -> None:
         try:
             event = decode(body, signature)
@@ -177,14 +188,8 @@ class Intake:
                 self._charge(source, verdict)
 
     def _charge(self, source: NodeId, verdict: Verdict) -> None:
-        if verdict.is_bad and self.budget.charge(source):
-            self.on_report(
-                Report(
-                    "peer_muted", source,
-                    f"{source} sent too many events that are forged or malformed.",
-                    "It is not listened to for some minutes. If that repeats, revoke it.",
-                )
-            )  # fmt: skip
+        if verdict.is_bad:
+            self.blame(source)
 
     def _check_clock(self, event: Event) -> None:
         ahead_s = event.wall_ms / 1000 - self.clock.now().timestamp()

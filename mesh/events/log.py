@@ -132,6 +132,10 @@ class EventLog:
         """Whether a peer sent so many bad events that it is not listened to for a while."""
         return self._intake.budget.muted(peer)
 
+    def blame(self, peer: NodeId) -> None:
+        """Count something unreadable that a peer sent like a bad event."""
+        self._intake.blame(peer)
+
     async def append(self, event_type: str, payload: Payload) -> Event:
         """Sign one event as this node's next; when this returns, it is on the disk and applied.
 

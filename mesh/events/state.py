@@ -16,6 +16,7 @@ from mesh.events.types import (
     MODEL_PUBLISHED,
     PLACEMENT_WISHED,
     SHARD_ADVERTISED,
+    STEERING_PUBLISHED,
     TOKEN_REVOKED,
     Event,
     EventId,
@@ -27,6 +28,7 @@ SUBJECT_FIELDS: Mapping[str, str] = {
     MODEL_PUBLISHED: "model_id",
     PLACEMENT_WISHED: "model_id",
     SHARD_ADVERTISED: "shard_id",
+    STEERING_PUBLISHED: "name",
     TOKEN_REVOKED: "token_id",
 }
 """For each type that is applied, the payload's field that says what the event is about."""
@@ -85,6 +87,10 @@ class State:
     def models(self) -> dict[str, Fact]:
         """The newest publication of each model, by model id."""
         return self._newest(MODEL_PUBLISHED)
+
+    def steering(self) -> dict[str, Fact]:
+        """The newest steering edit of each name; one that was removed says no more than that."""
+        return self._newest(STEERING_PUBLISHED)
 
     def placements(self) -> dict[str, Fact]:
         """The newest wish for each model, by model id."""

@@ -36,6 +36,7 @@ SIGNATURE_BYTES = 64
 
 SHARD_ADVERTISED = "experimental.shard.advertised"
 MODEL_PUBLISHED = "model.published"
+STEERING_PUBLISHED = "steering.published"
 PLACEMENT_WISHED = "placement.wished"
 TOKEN_REVOKED = "token.revoked"  # noqa: S105  (an event type, not a secret)
 

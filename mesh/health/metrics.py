@@ -5,6 +5,8 @@ Labels are shard ids and node names only, so that their number stays small.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -71,6 +73,8 @@ class Metrics:
         )
         self._peers = Gauge("hearthnet_peers_up", "Peers with a live link.", registry=registry)
 
+        self.jobs = JobSeries(registry)
+
     def frame(self, frame: StreamFrame) -> None:
         """Count one frame of a generation."""
         match frame:
@@ -106,3 +110,28 @@ class Metrics:
     def render(self) -> bytes:
         """The text exposition format."""
         return generate_latest(self._registry)
+
+
+class JobSeries:
+    """What becomes of nnsight clients' jobs."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._ended = Counter(
+            "hearthnet_jobs", "Jobs of nnsight clients that ended.", ["status"], registry=registry
+        )
+        self._seconds = Histogram(
+            "hearthnet_job_seconds", "From a job's begin to its end.", registry=registry
+        )
+        self._running = Gauge("hearthnet_jobs_running", "Jobs that run.", registry=registry)
+        self._waiting = Gauge("hearthnet_jobs_waiting", "Jobs that wait.", registry=registry)
+
+    def end(self, status: str, wall_s: float) -> None:
+        """A job ended as COMPLETED or ERROR, `wall_s` after it was begun; 0 if it never was."""
+        self._ended.labels(status=status).inc()
+        if wall_s:
+            self._seconds.observe(wall_s)
+
+    def watch(self, counts: Callable[[], tuple[int, int]]) -> None:
+        """`counts` says how many jobs run and how many wait."""
+        self._running.set_function(lambda: counts()[0])
+        self._waiting.set_function(lambda: counts()[1])

@@ -133,6 +133,12 @@ def corrupt(node: str, what: str) -> ShardCorrupt:
     return ShardCorrupt(f"{node} answered with {what}.", fix=_FIX)
 
 
+def not_finite(tensor: WireTensor) -> str:
+    """What is wrong with an answer that no bounds are known for; empty when nothing is."""
+    values = rows_as_floats(tensor)
+    return "" if bool(np.isfinite(values).all()) else _not_finite(values)
+
+
 def _not_finite(values: Floats) -> str:
     nans, infinities = int(np.isnan(values).sum()), int(np.isinf(values).sum())
     if nans:

@@ -1,8 +1,9 @@
 """What this asker thinks of each shard on each host, from what it did to earlier requests.
 
 A shard that failed is avoided for a while that doubles with every further failure and is forgiven
-with good service; one that lied is avoided for long. Avoided means ranked behind all others: when
-nobody else holds the layers it is used as if nothing had been. Time is injected.
+with good service. Avoided means ranked behind all others: when nobody else holds the layers it is
+used as if nothing had been. One that lied is not used at all: no answer is better than a wrong one.
+Time is injected.
 """
 
 from __future__ import annotations
@@ -90,6 +91,10 @@ class Standings:
         if record is None or self._clock.monotonic() >= record.until:
             return 0
         return record.penalty
+
+    def is_liar(self, key: Key) -> bool:
+        """Whether it was caught in a wrong answer not long ago."""
+        return self.penalty(key) >= LIED
 
     def is_trusted(self, key: Key) -> bool:
         """Whether its word may count against another's."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mesh.errors import BadRequest, NotFound
+from mesh.events.types import TOKEN_REVOKED
 from mesh.hearth.hearth import Hearth
 from mesh.hearth.network import Network
 from mesh.identity.decisions import LevelChanged, Revoked
@@ -16,6 +17,9 @@ from mesh.identity.invitations import DEFAULT_TTL_S, qr_code
 from mesh.identity.keys import short_id
 from mesh.identity.roster import Cut, Member, Roster, TrustLevel
 from mesh.types import NodeId
+
+_ANSWER_S = 30.0
+"""The longest that a question waits; who asked asks again."""
 
 
 class Control:
@@ -28,6 +32,7 @@ class Control:
         """Who is in."""
         hearth = self._network.require_hearth()
         roster, own = hearth.roster, hearth.key.node_id
+        forks = hearth.forks()
         return {
             "id": hearth.id,
             "name": roster.name,
@@ -52,9 +57,18 @@ class Control:
                 {
                     "node_id": node,
                     "name": _name(roster, node),
-                    "why": "frozen" if node in roster.frozen else "revoked",
+                    "why": _why_out(hearth, node),
+                    "forked_at": forks[node] + 1 if node in forks else None,
                 }
                 for node in sorted(roster.cuts)
+            ],
+            "models": [
+                {**fact.payload, "id": name, "by": _name(roster, fact.author)}
+                for name, fact in sorted(hearth.models().items())
+            ],
+            "shards": [
+                {**fact.payload, "node": _name(roster, node)}
+                for (node, _), fact in sorted(hearth.recorded_shards().items())
             ],
         }
 
@@ -71,6 +85,24 @@ class Control:
             "host": window.host,
             "port": window.port,
         }
+
+    async def invitation(self, port: int) -> dict[str, Any]:
+        """What became of the window at `port`; answers when it ends, or after a while."""
+        outcome = await self._network.invitation(port, _ANSWER_S)
+        if outcome is None:
+            return {"open": True, "ending": None, "node_id": None, "name": None}
+        joined = outcome.joined
+        return {
+            "open": False,
+            "ending": outcome.ending.value,
+            "node_id": joined.node_id if joined is not None else None,
+            "name": joined.name if joined is not None else None,
+        }
+
+    async def close_invitation(self) -> dict[str, Any]:
+        """Shut the open window."""
+        await self._network.close_invitation()
+        return {"open": False}
 
     async def join(self, code: str, peer: str | None) -> dict[str, Any]:
         """Take up an invitation."""
@@ -105,6 +137,11 @@ class Control:
         done = member.node_id in hearth.roster.cuts
         return _outcome(hearth.roster, member, "revoke", done=done)
 
+    async def revoke_token(self, token_id: str) -> dict[str, Any]:
+        """End the session that was opened with this token, wherever it runs."""
+        await self._network.require_hearth().publish(TOKEN_REVOKED, {"token_id": token_id})
+        return {"token_id": token_id}
+
     async def _change(self, hearth: Hearth, member: Member, level: TrustLevel) -> dict[str, Any]:
         cut = _cut(hearth, member.node_id)
         await hearth.decide(LevelChanged(member.node_id, level, cut))
@@ -118,6 +155,12 @@ def _outcome(roster: Roster, member: Member, action: str, *, done: bool) -> dict
     waiting = [p for p in roster.pending if p.subject == member.node_id and p.action == action]
     missing = waiting[0].needed - len(waiting[0].voters) if waiting else 0
     return {"done": done, "action": action, "votes_missing": missing, "member": _member(member)}
+
+
+def _why_out(hearth: Hearth, node: NodeId) -> str:
+    if node in hearth.forks():
+        return "forked"
+    return "frozen" if node in hearth.roster.frozen else "revoked"
 
 
 def _cut(hearth: Hearth, node: NodeId) -> Cut:

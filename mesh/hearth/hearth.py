@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from mesh.clock import Clock
 from mesh.errors import BadFrame
@@ -21,6 +24,7 @@ from mesh.events import messages
 from mesh.events.gossip import Gossip, Send
 from mesh.events.intake import Report
 from mesh.events.log import Change, EventLog, LogSettings
+from mesh.events.state import Fact
 from mesh.hearth.record import HearthRecord
 from mesh.identity import decisions, membership
 from mesh.identity.certificates import make_certificate
@@ -33,12 +37,14 @@ from mesh.types import NodeId
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
+_MAX_REVOKED_TOKENS = 1024
 
 OnReport = Callable[[Report], None]
 
 
 class Hearth:
-    """Use `open`, then `close`. `on_roster` gets the roster before and after each change."""
+    """Use `open`, then `close`. `on_roster` gets the roster before and after each change, and
+    is called as well when tokens were revoked."""
 
     def __init__(self, key: NodeKey, record: HearthRecord, log: EventLog) -> None:
         self.key = key
@@ -48,6 +54,7 @@ class Hearth:
         self._gossip: Gossip | None = None
         self._tls: TlsContexts | None = None
         self._roster = Roster(record.hearth_id, record.name)
+        self._revoked: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
         self._applying = asyncio.Lock()
         self._follower: asyncio.Task[None] | None = None
@@ -59,7 +66,7 @@ class Hearth:
         """Open the hearth's log below the directory `logs`. Raises what `EventLog.open` raises."""
         log = await open_log(key, record.hearth_id, logs, clock, on_report)
         hearth = cls(key, record, log)
-        hearth._roster = hearth._read_roster()
+        hearth._roster, hearth._revoked = hearth._read_roster(), hearth.revoked_tokens()
         material = TlsMaterial.of(key, hearth._roster.certificates)
         hearth._tls = await asyncio.to_thread(TlsContexts, material)
         log.on_change.append(hearth._note)
@@ -87,6 +94,21 @@ class Hearth:
         """See `mesh.discovery.trust.Trust`: serving takes the level trusted."""
         return self._roster.at_least(node, TrustLevel.TRUSTED)
 
+    def sign(self, data: bytes) -> bytes:
+        """See `mesh.discovery.trust.Trust`."""
+        return self.key.sign(data)
+
+    def verify(self, node: NodeId, data: bytes, signature: bytes) -> bool:
+        """See `mesh.discovery.trust.Trust`."""
+        member = self._roster.members.get(node)
+        if member is None:
+            return False
+        try:
+            Ed25519PublicKey.from_public_bytes(member.public_key).verify(signature, data)
+        except InvalidSignature:
+            return False
+        return True
+
     def users(self) -> tuple[bytes, ...]:
         """The certificates of those who may use each other's shards; none if this node may not."""
         if not self.may_serve(self.key.node_id):
@@ -110,6 +132,40 @@ class Hearth:
         await self._log.append(*decisions.encode(decision))
         await self._apply()
 
+    async def publish(self, event_type: str, payload: dict[str, Any]) -> None:
+        """Sign a fact that is not about members. Raises what `EventLog.append` raises."""
+        await self._log.append(event_type, payload)
+
+    def models(self) -> dict[str, Fact]:
+        """The newest publication of each model, by model id."""
+        return self._log.state.models()
+
+    def steering(self) -> dict[str, Fact]:
+        """The newest steering edit of each name."""
+        return self._log.state.steering()
+
+    def revoked_tokens(self) -> frozenset[str]:
+        """Ids of tokens that no shard honours any more: the newest ones, as they live short."""
+        newest = sorted(self._log.state.revoked_tokens().items(), key=lambda row: row[1].order)
+        return frozenset(token_id for token_id, _ in newest[-_MAX_REVOKED_TOKENS:])
+
+    def recorded_shards(self) -> dict[tuple[NodeId, str], Fact]:
+        """Who began or ceased to serve what, for the record, by node and shard id."""
+        return self._log.state.advertised_shards()
+
+    def own_facts(self, event_type: str) -> dict[str, Fact]:
+        """What this node itself last said about each subject of that type."""
+        fold = self._log.state.authors.get(self.key.node_id)
+        facts = fold.facts if fold is not None else {}
+        return {name: fact for (kind, name), fact in facts.items() if kind == event_type}
+
+    def forks(self) -> Mapping[NodeId, int]:
+        """Nodes proven to have signed two histories, with the last number that counts.
+
+        The two events that prove it are kept in the log and handed on.
+        """
+        return self._log.state.frozen
+
     def start_gossip(self, send: Send) -> None:
         """Begin to keep the log in step with linked peers."""
         self._gossip = Gossip(self._log, send)
@@ -127,11 +183,12 @@ class Hearth:
 
     def receive(self, peer: NodeId, body: dict[str, object]) -> None:
         """A peer said something about the log; nonsense is dropped."""
-        if self._gossip is None:
+        if self._gossip is None or self._log.muted(peer):
             return
         try:
             self._gossip.receive(peer, messages.from_dict(body))
         except BadFrame as error:
+            self._log.blame(peer)
             logger.info("gossip dropped: peer=%s reason=%s", peer, error)
 
     async def close(self) -> None:
@@ -157,10 +214,12 @@ class Hearth:
     async def _apply(self) -> None:
         async with self._applying:
             before, after = self._roster, self._read_roster()
-            if before == after:
+            revoked = self.revoked_tokens()
+            if before == after and revoked == self._revoked:
                 return
-            self._roster = after
-            await asyncio.to_thread(self.tls.update, after.certificates)
+            self._roster, self._revoked = after, revoked
+            if before.certificates != after.certificates:
+                await asyncio.to_thread(self.tls.update, after.certificates)
             for listener in self.on_roster:
                 listener(before, after)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from mesh.clock import Clock
-from mesh.errors import PairingRejected
+from mesh.errors import NotFound, PairingRejected
 from mesh.hearth.hearth import Hearth
 from mesh.identity.decisions import Added
 from mesh.identity.invitations import Ending, Invitation, Window
@@ -19,6 +20,7 @@ from mesh.identity.roster import TrustLevel
 logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 5.0
+_REMEMBERED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,14 @@ class OpenWindow:
     link: str
     host: str
     port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a window ended, and who came in."""
+
+    ending: Ending
+    joined: JoinRequest | None
 
 
 class Inviting:
@@ -48,6 +58,8 @@ class Inviting:
         self._on_end = on_end
         self._listener: PairingListener | None = None
         self._task: asyncio.Task[None] | None = None
+        self._ended: dict[int, Outcome] = {}
+        self._news = asyncio.Event()
 
     async def open(
         self, level: TrustLevel, ttl_s: float, listen_host: str, host: str
@@ -78,12 +90,33 @@ class Inviting:
         task, self._task = self._task, None
         if listener is not None:
             await listener.close()
+            await self._announce(None)
         if task is not None:
             await asyncio.wait([task], timeout=_STOP_TIMEOUT_S)
+
+    async def outcome(self, port: int, timeout_s: float) -> Outcome | None:
+        """How the window at `port` ended; None when it is still open after `timeout_s`.
+
+        Raises NotFound for a window that nobody remembers.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while port not in self._ended:
+                    if self._listener is None or self._listener.port != port:
+                        raise NotFound(
+                            f"There is no invitation on port {port}.", fix="Open a new one."
+                        )
+                    self._news.clear()
+                    await self._news.wait()
+        return self._ended.get(port)
 
     async def _watch(self, listener: PairingListener) -> None:
         ending, joined = await listener.wait()
         logger.info("invitation ended: %s%s", ending, f" by {joined.name}" if joined else "")
+        self._ended[listener.port] = Outcome(ending, joined)
+        while len(self._ended) > _REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+        self._news.set()
         if self._listener is listener:
             self._listener = None
             await self._announce(None)

@@ -8,6 +8,7 @@ them: nothing listens, nothing is announced.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,18 +18,21 @@ from mesh.clock import Clock
 from mesh.config import Config
 from mesh.discovery import interfaces
 from mesh.discovery.advertisement import Advertisement
-from mesh.discovery.directory import ShardStore
+from mesh.discovery.directory import NodeInfo, ShardStore
 from mesh.discovery.events import PeerDown, PeerEvent, PeerUp, Warned
+from mesh.discovery.links import Said
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.peering import Peering, PeeringSettings
 from mesh.discovery.sightings import PeerView
-from mesh.discovery.tasks import spawn
-from mesh.errors import ExperimentalDisabled
+from mesh.discovery.tasks import end, spawn
+from mesh.errors import ExperimentalDisabled, LinkLost
 from mesh.events import messages
 from mesh.events.intake import Report
+from mesh.hearth.epoch import next_epoch
 from mesh.hearth.hearth import Hearth, found
-from mesh.hearth.inviting import Inviting, OpenWindow
+from mesh.hearth.inviting import Inviting, OpenWindow, Outcome
 from mesh.hearth.joining import Joiner, check_alone, join_hearth
+from mesh.hearth.publishing import Publisher, Serving
 from mesh.hearth.record import HearthRecord, read_record, write_record
 from mesh.identity.invitations import Ending
 from mesh.identity.keys import NodeKey
@@ -37,7 +41,7 @@ from mesh.identity.roster import Roster, TrustLevel, departed
 from mesh.identity.tls import TlsMaterial
 from mesh.paths import StatePaths
 from mesh.types import NodeId
-from mesh.wire.messages import Gossip
+from mesh.wire.messages import FileAsk, FilePart, Gossip
 
 logger = logging.getLogger(__name__)
 
@@ -67,18 +71,19 @@ class NetworkSettings:
             static_peers=config.peer,
             shard_health_timeout_s=config.distributed.shard_health_timeout_seconds,
         )
-        return cls(peering, address, config.interface, config.distributed.enabled is not False)
+        return cls(peering, address, config.interface, config.is_distributed)
 
 
 @dataclass(frozen=True, slots=True)
 class NetworkHooks:
     """What the node wants to hear, and what it is asked; all in the event loop, none may block.
 
-    `on_members` says that somebody came, went, or changed its level; `on_notice` has an event's
+    `on_members` says that somebody came, went, or changed its level, or that a token was revoked;
+    `on_notice` has an event's
     type and fields.
     """
 
-    shards: Callable[[], Sequence[Advertisement]]
+    serving: Callable[[], Serving | None]
     on_event: Callable[[PeerEvent], None]
     on_members: Callable[[], None]
     on_notice: Callable[[str, dict[str, object]], None]
@@ -98,6 +103,7 @@ class Network:
     ) -> None:
         self.hearth: Hearth | None = None
         self.founded: str | None = None
+        self.on_file: Callable[[NodeId, FileAsk | FilePart], None] = lambda peer, message: None
         self._key = key
         self._paths = paths
         self._settings = settings
@@ -106,6 +112,9 @@ class Network:
         self._hooks = hooks
         self._peering: Peering | None = None
         self._inviting: Inviting | None = None
+        self._publisher: Publisher | None = None
+        self._alone: asyncio.Task[None] | None = None
+        self._due = asyncio.Event()
         self._moving = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
 
@@ -113,6 +122,7 @@ class Network:
         """Open the hearth, founding one when there is none, and link. Raises PortInUse and kin."""
         if not self._settings.is_enabled:
             logger.info("distributed inference is switched off: nothing is announced")
+            self._alone = spawn(self._list_own(), "list own shards")
             return
         record = await asyncio.to_thread(read_record, self._paths.hearth)
         if record is None:
@@ -122,10 +132,16 @@ class Network:
     async def stop(self) -> None:
         """Say goodbye to everybody and close the log."""
         inviting, self._inviting = self._inviting, None
+        publisher, self._publisher = self._publisher, None
         peering, self._peering = self._peering, None
         hearth, self.hearth = self.hearth, None
+        alone, self._alone = self._alone, None
+        if alone is not None:
+            await end([alone])
         if inviting is not None:
             await inviting.close()
+        if publisher is not None:
+            await publisher.stop()
         if peering is not None:
             await peering.stop()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -148,14 +164,23 @@ class Network:
         """See `Peering.peers`."""
         return self._peering.peers() if self._peering is not None else []
 
+    def send(self, peer: NodeId, message: Said) -> None:
+        """See `Peering.send`."""
+        if self._peering is None:
+            raise LinkLost("This node is linked to nobody.", fix="Wait until it is.")
+        self._peering.send(peer, message)
+
     def silences(self) -> list[tuple[NodeId, float]]:
         """See `Peering.silences`."""
         return self._peering.silences() if self._peering is not None else []
 
     def advertise(self) -> None:
         """What this node serves has changed."""
+        self._due.set()
         if self._peering is not None:
             self._peering.advertise()
+        if self._publisher is not None:
+            self._publisher.look()
 
     def may_serve(self, node: NodeId) -> bool:
         """Whether the node's shards may be used here: its own always, else trusted by trusted."""
@@ -168,6 +193,10 @@ class Network:
     def users(self) -> tuple[bytes, ...]:
         """See `Hearth.users`."""
         return self.hearth.users() if self.hearth is not None else ()
+
+    def revoked_tokens(self) -> frozenset[str]:
+        """See `Hearth.revoked_tokens`."""
+        return self.hearth.revoked_tokens() if self.hearth is not None else frozenset()
 
     async def tls_material(self) -> TlsMaterial:
         """For this node's own processes. Holds the private key."""
@@ -190,6 +219,17 @@ class Network:
         assert self._inviting is not None  # noqa: S101 - lives as long as the hearth
         host = self._settings.address
         return await self._inviting.open(level, ttl_s, self._settings.peering.host, host)
+
+    async def invitation(self, port: int, timeout_s: float) -> Outcome | None:
+        """See `Inviting.outcome`."""
+        self.require_hearth()
+        assert self._inviting is not None  # noqa: S101 - lives as long as the hearth
+        return await self._inviting.outcome(port, timeout_s)
+
+    async def close_invitation(self) -> None:
+        """Shut the open window, if there is one."""
+        if self._inviting is not None:
+            await self._inviting.close()
 
     async def join(self, code: str, peer: str | None) -> HearthRecord:
         """Leave a hearth in which this node is alone for the one it is invited to."""
@@ -225,15 +265,16 @@ class Network:
             self._key, record, self._paths.events_dir, self._clock, self._reported
         )
         hearth.on_roster.append(self._members_changed)
+        epoch = await asyncio.to_thread(next_epoch, self._paths.epoch, self._clock)
         choices = list(self._settings.interfaces)
         mdns = Mdns(lambda: interfaces.choose(choices)[0])
         peering = self._peering = Peering(
-            replace(self._settings.peering, hearth=record.hearth_id),
+            replace(self._settings.peering, hearth=record.hearth_id, epoch=epoch),
             self._store,
-            self._hooks.shards,
+            self._served,
             self._on_event,
             trust=hearth,
-            on_gossip=lambda peer, message: hearth.receive(peer, message.body),
+            on_message=self._heard,
             mdns=mdns,
         )
         self._inviting = Inviting(hearth, self._clock, mdns.announce_window, self._invited)
@@ -241,6 +282,29 @@ class Network:
             lambda peer, message: peering.send(peer, Gossip(messages.to_dict(message)))
         )
         await peering.start()
+        publisher = self._publisher = Publisher(hearth, self._hooks.serving)
+        publisher.start()
+
+    async def _list_own(self) -> None:
+        """Keep the directory of what is served here; with peers that is `Peering`'s to do."""
+        settings = self._settings.peering
+        own = NodeInfo(settings.node_id, settings.name, "", settings.software)
+        while True:
+            self._due.clear()
+            self._store.update(own, self._served())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(settings.shard_health_timeout_s / 3):
+                    await self._due.wait()
+
+    def _served(self) -> Sequence[Advertisement]:
+        serving = self._hooks.serving()
+        return serving.shards if serving is not None else ()
+
+    def _heard(self, peer: NodeId, message: Said) -> None:
+        if not isinstance(message, Gossip):
+            self.on_file(peer, message)
+        elif self.hearth is not None:
+            self.hearth.receive(peer, message.body)
 
     def _on_event(self, event: PeerEvent) -> None:
         hearth = self.hearth
@@ -276,6 +340,8 @@ class Network:
             )
         if self._peering is not None:
             self._peering.follow_members()
+        if self._publisher is not None:
+            self._publisher.look()
         self._hooks.on_members()
 
     def _invited(self, ending: Ending, joined: JoinRequest | None) -> None:

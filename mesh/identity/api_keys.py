@@ -36,6 +36,16 @@ class Scope(StrEnum):
     INTERVENTIONS = "interventions"
     ADMIN = "admin"
 
+    @classmethod
+    def parse(cls, text: str) -> Scope:
+        """The scope of that name. Raises BadValue."""
+        try:
+            return cls(text)
+        except ValueError:
+            raise BadValue(
+                f"{text!r} is no scope.", fix=f"Choose of: {', '.join(cls)}.", param="scope"
+            ) from None
+
 
 @dataclass(frozen=True, slots=True)
 class Quota:
@@ -47,7 +57,10 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key as it is kept: everything but the key itself."""
+    """One key as it is kept: everything but the key itself.
+
+    The jobs of a `trusted` key may use what its owner knows to be harmless in these hands.
+    """
 
     key_id: str
     name: str
@@ -55,6 +68,7 @@ class ApiKey:
     quota: Quota
     created_at: datetime
     secret_sha256: str = field(repr=False)
+    trusted: bool = False
 
     def allows(self, scope: Scope) -> bool:
         """Whether the key is good for this; ``admin`` is good for everything."""
@@ -62,11 +76,14 @@ class ApiKey:
 
 
 class ApiKeys:
-    """The keys in one file. Reading and writing it blocks; `verify` touches memory only."""
+    """The keys in one file, or with no `path` in memory only.
 
-    def __init__(self, path: Path, keys: Mapping[str, ApiKey]) -> None:
+    Reading and writing the file blocks; `verify` touches memory only.
+    """
+
+    def __init__(self, path: Path | None = None, keys: Mapping[str, ApiKey] | None = None) -> None:
         self._path = path
-        self._keys = dict(keys)
+        self._keys = dict(keys or {})
 
     @classmethod
     def load(cls, path: Path) -> ApiKeys:
@@ -91,8 +108,18 @@ class ApiKeys:
         """All keys, oldest first."""
         return tuple(self._keys.values())
 
+    def get(self, key_id: str) -> ApiKey | None:
+        """The key of that id."""
+        return self._keys.get(key_id)
+
     def create(
-        self, name: str, scopes: frozenset[Scope], quota: Quota, clock: Clock
+        self,
+        name: str,
+        scopes: frozenset[Scope],
+        quota: Quota,
+        clock: Clock,
+        *,
+        trusted: bool = False,
     ) -> tuple[ApiKey, str]:
         """A new key and its text, which nobody can show again.
 
@@ -105,7 +132,7 @@ class ApiKeys:
         key_id, secret = secrets.token_hex(4), secrets.token_urlsafe(32)
         while key_id in self._keys:
             key_id = secrets.token_hex(4)
-        key = ApiKey(key_id, name, scopes, quota, clock.now(), _hash(secret))
+        key = ApiKey(key_id, name, scopes, quota, clock.now(), _hash(secret), trusted)
         self._save({**self._keys, key_id: key})
         return key, f"hn_{key_id}_{secret}"
 
@@ -133,10 +160,11 @@ class ApiKeys:
     def _save(self, keys: dict[str, ApiKey]) -> None:
         """Write first: what is not on the disk is not in force."""
         content = json.dumps({"version": 1, "keys": [_fields(k) for k in keys.values()]}, indent=1)
-        try:
-            write_private(self._path, content.encode())
-        except OSError as error:
-            raise _unusable(self._path, str(error.strerror or error)) from error
+        if self._path is not None:
+            try:
+                write_private(self._path, content.encode())
+            except OSError as error:
+                raise _unusable(self._path, str(error.strerror or error)) from error
         self._keys = keys
 
 
@@ -184,6 +212,16 @@ class QuotaMeter:
         return usage
 
 
+def new_owner_key() -> str:
+    """A key for whoever owns the daemon; it is kept nowhere as a hash and has every scope."""
+    return f"hn_owner_{secrets.token_urlsafe(32)}"
+
+
+def shown(key: ApiKey) -> dict[str, Any]:
+    """What people may see of a key, JSON-able."""
+    return {name: value for name, value in _fields(key).items() if name != "secret_sha256"}
+
+
 def _hash(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
@@ -199,6 +237,7 @@ def _fields(key: ApiKey) -> dict[str, Any]:
         "scopes": sorted(key.scopes),
         "requests_per_minute": key.quota.requests_per_minute,
         "tokens_per_day": key.quota.tokens_per_day,
+        "trusted": key.trusted,
         "created_at": key.created_at.isoformat(),
         "secret_sha256": key.secret_sha256,
     }
@@ -212,6 +251,7 @@ def _read(fields: Mapping[str, Any]) -> ApiKey:
         Quota(_limit(fields["requests_per_minute"]), _limit(fields["tokens_per_day"])),
         datetime.fromisoformat(fields["created_at"]),
         str(fields["secret_sha256"]),
+        fields["trusted"] is True,
     )
 
 

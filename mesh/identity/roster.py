@@ -195,6 +195,7 @@ _LEVEL_FOR = {
     "experimental.shard.advertised": TrustLevel.TRUSTED,
     "model.published": TrustLevel.TRUSTED,
     "placement.wished": TrustLevel.TRUSTED,
+    "steering.published": TrustLevel.TRUSTED,
 }
 
 

@@ -79,6 +79,7 @@ class TlsContexts:
         self._own = certificate_node_id(material.certificate)
         self._current = self._front = _context(material, (), server=True)
         self._clients: dict[NodeId, ssl.SSLContext] = {}
+        self._anchors: dict[NodeId, bytes] = {}
         self._any_client = self._front
         # A listener keeps the context that it was given; this exchanges it at each handshake.
         self._front.sni_callback = self._exchange
@@ -106,6 +107,16 @@ class TlsContexts:
             raise UntrustedPeer(f"{short_id(expected)} is not a member of this hearth.", fix=_FIX)
         return context
 
+    @property
+    def key(self) -> NodeKey:
+        """The key of `own`."""
+        return parse_pem(self._material.key_pem)
+
+    def public_key(self, node: NodeId) -> bytes | None:
+        """The raw key of one of those that the contexts let in now; None for anybody else."""
+        certificate = self._anchors.get(node)
+        return None if certificate is None else check_certificate(certificate)
+
     def trusts(self, node: str) -> bool:
         """Whether the node is one of those that the contexts let in now."""
         return NodeId(node) in self._clients
@@ -125,6 +136,7 @@ class TlsContexts:
             for member, der in anchors.items()
         }
         self._current, self._any_client, self._clients = current, any_client, clients
+        self._anchors = anchors
 
     def _exchange(self, connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
         connection.context = self._current

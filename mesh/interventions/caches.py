@@ -1,14 +1,18 @@
 """Key/value caches whose remote layers are on the shards.
 
-The job's cache object knows how long it is, so that masks and positions come out right; for a
-remote layer it holds tensors of the right length without data (meta device), never wrong data.
+The job's cache object knows how long it is, so that masks and positions come out right. For a
+remote layer transformers sees tensors of the right length without data (meta device); whoever else
+looks at keys or values gets a copy of what the shard has. Changing that copy, or continuing a cache
+that was filled elsewhere, is refused: the shard would not know of it.
 """
 
 from __future__ import annotations
 
+import copyreg
 import itertools
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from mesh.errors import BadRequest
 
 _OPERATIONS = ("reorder_cache", "crop", "batch_repeat_interleave", "batch_select_indices")
+_OWN = ("_hearthnet_number", "_hearthnet_place")
 
 
 class CacheHop(Protocol):
@@ -28,15 +33,21 @@ class CacheHop(Protocol):
     def free_cache(self, cache: int) -> None:
         """The cache is no more."""
 
+    def fetch_cache(self, cache: int, layer: int) -> list[torch.Tensor]:
+        """Copies of keys and values of one layer."""
+
 
 class Caches:
     """The caches of a job, by the numbers the shards know them by."""
 
-    def __init__(self, hops: Sequence[CacheHop]) -> None:
-        self._hops = hops
+    def __init__(self, hop_of: Mapping[int, CacheHop]) -> None:
+        """`hop_of` says which layers are remote now, and where."""
+        self._hop_of = hop_of
+        self._hops = frozenset(hop_of.values())
         self._numbers = itertools.count(1)
         self._mirrored = _mirrored(weakref.ref(self))
         self._live: dict[int, weakref.ref[Any]] = {}
+        self._shown: dict[tuple[int, int], tuple[list[torch.Tensor], list[int]]] = {}
 
     def number_of(self, cache: Cache) -> int:
         """The number of a cache, which is a shared one from now on. Raises BadRequest."""
@@ -47,6 +58,11 @@ class Caches:
             raise BadRequest(
                 f"A {type(cache).__name__} cannot span several machines.",
                 fix="Leave cache_implementation at its default.",
+            )
+        if any(cache.layers[i].get_seq_length() for i in self._hop_of if i < len(cache.layers)):
+            raise BadRequest(
+                "A cache that was filled elsewhere cannot be continued on other machines.",
+                fix="Continue the cache that the model returned, not a copy of it.",
             )
         number = next(self._numbers)
         cache._hearthnet_number = number
@@ -73,16 +89,96 @@ class Caches:
             stub = torch.empty((batch, 1, added, 1), device="meta")
             for layer in range(start, stop):
                 Cache.update(cache, stub, stub, layer)
+                _make_remote(cache.layers[layer], (weakref.ref(self), number, layer))
+                self._shown.pop((number, layer), None)
 
     def mirror(self, cache: Any, name: str, arguments: tuple[Any, ...]) -> None:
         """Do to the shards' parts what is done to `cache`."""
+        self.require_unchanged()
+        self._shown.clear()
         for hop in self._hops:
             hop.operate_on_cache(cache._hearthnet_number, name, arguments)
 
+    def contents(self, number: int, layer: int) -> list[torch.Tensor]:
+        """Keys and values of a remote layer; the same objects until they change there."""
+        place = (number, layer)
+        if place not in self._shown:
+            fetched = self._hop_of[layer].fetch_cache(number, layer)
+            self._shown[place] = (fetched, [tensor._version for tensor in fetched])
+        return self._shown[place][0]
+
+    def require_unchanged(self) -> None:
+        """Raise BadRequest when what was fetched has been edited: the shards have not seen that."""
+        for tensors, versions in self._shown.values():
+            if [tensor._version for tensor in tensors] != versions:
+                raise _unchangeable()
+
     def _free(self, number: int) -> None:
         self._live.pop(number, None)
+        for place in [place for place in self._shown if place[0] == number]:
+            del self._shown[place]
         for hop in self._hops:
             hop.free_cache(number)
+
+
+_Place = tuple["weakref.ref[Caches]", int, int]
+
+
+def _make_remote(layer: Any, place: _Place) -> None:
+    if "_hearthnet_place" not in layer.__dict__:
+        layer.__class__ = _remote_kind(type(layer))
+        layer.__dict__["_hearthnet_place"] = place
+
+
+def _remote_kind(kind: type[Any]) -> type[Any]:
+    """`kind` of cache layer with its contents on a shard; its own class outside the job."""
+
+    def shown(name: str, index: int) -> property:
+        def get(layer: Any) -> Any:
+            caches, number, where = layer.__dict__["_hearthnet_place"]
+            owner = caches()
+            if _is_transformers(sys._getframe(1)) or owner is None:
+                return layer.__dict__[name]
+            return owner.contents(number, where)[index]
+
+        def put(layer: Any, value: Any) -> None:
+            if not _is_transformers(sys._getframe(1)):
+                raise _unchangeable()
+            layer.__dict__[name] = value
+
+        return property(get, put)
+
+    members: dict[str, Any] = {"keys": shown("keys", 0), "values": shown("values", 1)}
+    members["__reduce_ex__"] = lambda layer, _protocol: _as_plain(_plain(layer))
+    members["__module__"] = kind.__module__
+    return type(kind.__name__, (kind,), members)
+
+
+def _plain(layer: Any) -> Any:
+    """A layer with its contents in it, as transformers has it."""
+    if "_hearthnet_place" not in layer.__dict__:
+        return layer
+    plain: Any = object.__new__(type(layer).__bases__[0])
+    plain.__dict__.update({k: v for k, v in layer.__dict__.items() if k not in _OWN})
+    plain.keys, plain.values = layer.keys, layer.values
+    plain.dtype, plain.device = plain.keys.dtype, plain.keys.device
+    return plain
+
+
+def _plain_cache(cache: Any) -> DynamicCache:
+    plain = DynamicCache.__new__(DynamicCache)
+    plain.__dict__.update({k: v for k, v in cache.__dict__.items() if k not in _OWN})
+    plain.layers = [_plain(layer) for layer in cache.layers]
+    return plain
+
+
+def _as_plain(plain: Any) -> tuple[Any, ...]:
+    # Pickle takes no other class from `__reduce_ex__` in the usual form.
+    return copyreg._reconstructor, (type(plain), object, None), plain.__dict__  # type: ignore[attr-defined]
+
+
+def _is_transformers(frame: Any) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("transformers.")
 
 
 def _mirroring(name: str, caches: weakref.ref[Caches]) -> Callable[..., Any]:
@@ -97,7 +193,14 @@ def _mirroring(name: str, caches: weakref.ref[Caches]) -> Callable[..., Any]:
 
 def _mirrored(caches: weakref.ref[Caches]) -> type[Any]:
     members: dict[str, Any] = {name: _mirroring(name, caches) for name in _OPERATIONS}
-    # Saved out of a job it comes back empty: keys and values are not here.
-    members["__reduce__"] = lambda _self: (DynamicCache, ())
+    members["__reduce_ex__"] = lambda cache, _protocol: _as_plain(_plain_cache(cache))
+    members["__iter__"] = lambda cache: iter(_plain_cache(cache))
     members["__module__"] = DynamicCache.__module__
     return type(DynamicCache.__name__, (DynamicCache,), members)
+
+
+def _unchangeable() -> BadRequest:
+    return BadRequest(
+        "The keys and values of a layer on another machine can be read, not changed.",
+        fix="Change what they are computed from: the outputs of k_proj and v_proj.",
+    )

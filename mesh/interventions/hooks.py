@@ -68,6 +68,7 @@ class Hooks:
         watching = bool(interleaver.interleaving and interleaver.busy)
         grad = torch.is_grad_enabled()
         _refuse_modes()
+        self._caches.require_unchanged()
         outer, hop.joints.tracking = hop.joints.tracking, grad
         request |= {"watch": watching, "grad": grad, "attn": self.attention()}
         try:
@@ -103,7 +104,7 @@ class Hooks:
         try:
             return hop.exchange(header, buffers)
         except BadRequest as error:
-            raise RemoteLayerError(str(error)) from error
+            raise RemoteLayerError(str(error)) from None
 
     def _abort(self, hop: Hop) -> None:
         try:

@@ -57,6 +57,11 @@ class Hop:
         """Let the hop do `name` to its part of a cache. Raises as `exchange` does."""
         self._ask({"op": "cacheop", "cache": cache, "name": name}, {"args": arguments})
 
+    def fetch_cache(self, cache: int, layer: int) -> list[torch.Tensor]:
+        """Copies of keys and values of one layer of a cache. Raises as `exchange` does."""
+        contents: list[torch.Tensor] = self._ask({"op": "kv", "cache": cache, "layer": layer}, {})
+        return contents
+
     def free_cache(self, cache: int) -> None:
         """Say with the next message that nobody holds this cache any more. Never blocks."""
         self._freed.append(cache)

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgpack
 
@@ -33,6 +33,15 @@ logger = logging.getLogger(__name__)
 _PIECE = 1 << 20
 
 
+class HopRefused(Exception):
+    """`hop` took no session, because of `error`."""
+
+    def __init__(self, hop: RouteHop, error: MeshError) -> None:
+        super().__init__(str(error))
+        self.hop = hop
+        self.error = error
+
+
 class HopSession:
     """One intervention session on one hop, from the asking side; a `SessionReceiver`."""
 
@@ -41,6 +50,8 @@ class HopSession:
         self.hop = hop
         self.error: MeshError | None = None
         """Why the hop is of no use any more; None while it is."""
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called once, before the job hears of it, when the hop itself fails."""
         self._line = line
         self._answer_s = answer_s
         self._number = line.register(self)
@@ -86,11 +97,11 @@ class HopSession:
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
         elif isinstance(message, Failure):
-            self.error = from_dict(message.error)
+            self._fail(from_dict(message.error))
 
     def lost(self, error: MeshError) -> None:
         """The link is gone."""
-        self.error = error
+        self._fail(error)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(error)
 
@@ -111,7 +122,7 @@ class HopSession:
         self._waiting = asyncio.get_running_loop().create_future()
         name = self.hop.shard.node_name
         try:
-            self._line.send(question)
+            self._line.ask([question])
             async with asyncio.timeout(self._answer_s):
                 answer = await self._waiting
         except TimeoutError:
@@ -132,7 +143,10 @@ class HopSession:
         return answer
 
     def _fail(self, error: MeshError) -> MeshError:
-        self.error = error
+        first, self.error = self.error is None, error
+        # What the hop finds wrong with a message would be wrong on any other hop, too.
+        if first and not isinstance(error, BadRequest):
+            self.on_lost()
         return error
 
 
@@ -146,23 +160,46 @@ class HopSessions:
     async def open(
         cls, route: Sequence[RouteHop], lines: Lines, *, answer_s: float = 120.0
     ) -> HopSessions:
-        """Open a session on every hop, all or none. Raises what the first refusal says."""
+        """Open a session on every hop at once, all or none. Raises HopRefused for the first."""
         hops: list[HopSession] = []
-        try:
-            for hop in route:
+
+        async def open_one(hop: RouteHop) -> HopSession:
+            try:
                 line = await lines.line(hop.shard.host, hop.shard.endpoint)
-                hops.append(HopSession(hop, line, answer_s=answer_s))
-                await hops[-1].open()
+                session = HopSession(hop, line, answer_s=answer_s)
+                hops.append(session)
+                await session.open()
+            except MeshError as error:
+                raise HopRefused(hop, error) from error
+            return session
+
+        opening = [
+            asyncio.create_task(open_one(hop), name=f"open {hop.shard.shard_id}") for hop in route
+        ]
+        try:
+            return cls(await asyncio.gather(*opening))
         except BaseException:
+            for task in opening:
+                task.cancel()
+            await asyncio.gather(*opening, return_exceptions=True)
             for opened in hops:
                 opened.close()
             raise
-        return cls(hops)
 
     @property
     def lost(self) -> HopSession | None:
-        """A hop that failed: its loss, not the job's code, ended the job. None when all are up."""
-        return next((hop for hop in self.hops if hop.error is not None), None)
+        """A hop that failed itself. None when all are up."""
+        return next(
+            (h for h in self.hops if h.error is not None and not isinstance(h.error, BadRequest)),
+            None,
+        )
+
+    def on_lost(self, notify: Callable[[], None]) -> None:
+        """Call `notify` when a hop fails, before the job hears of it; at once if one has."""
+        for hop in self.hops:
+            hop.on_lost = notify
+        if self.lost is not None:
+            notify()
 
     async def call(self, hop: int, message: bytes) -> bytes:
         """See `mesh.interventions.channel.SpanChannel.call`."""

@@ -33,16 +33,15 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A model without its layers. `layers` names their list in `module`."""
+    """A model without its layers, as nnsight sees it. `layers` names their list in its module."""
 
-    module: Any
-    tokenizer: Any
+    model: TransformersModel
     layers: str
-    total_layers: int
 
 
 def load_skeleton(manifest: Manifest, *, dtype: torch.dtype) -> Skeleton:
     """Read ends, tokenizer and configs. Raises as `mesh.models.load.load_ends` does."""
+    watch_gradients()
     module: Any = load.load_skeleton(manifest, dtype=dtype, device=CPU)
     directory = Path(manifest.directory)
     module.config._name_or_path = str(directory)
@@ -51,12 +50,13 @@ def load_skeleton(manifest: Manifest, *, dtype: torch.dtype) -> Skeleton:
     # nnsight's pipeline moves a model to its device unless it is placed already.
     module.hf_device_map = {"": "cpu"}
     base: nn.Module = module.base_model
-    return Skeleton(
+    model = TransformersModel(
         module,
-        AutoTokenizer.from_pretrained(directory, local_files_only=True),
-        f"{module.base_model_prefix}.{layer_list_name(base)}",
-        manifest.total_layers,
+        task="text-generation",
+        tokenizer=AutoTokenizer.from_pretrained(directory, local_files_only=True),
+        interleaver=SpanInterleaver(),
     )
+    return Skeleton(model, f"{module.base_model_prefix}.{layer_list_name(base)}")
 
 
 def job_model(
@@ -66,14 +66,7 @@ def job_model(
 
     The skeleton is used up: one job's model per skeleton and process.
     """
-    watch_gradients()
-    interleaver = SpanInterleaver()
-    model = TransformersModel(
-        skeleton.module,
-        task="text-generation",
-        tokenizer=skeleton.tokenizer,
-        interleaver=interleaver,
-    )
+    model = skeleton.model
     spans = [Hop(channel, number, layers) for number, layers in enumerate(hops)]
-    RemoteSpans(skeleton.module, skeleton.layers, interleaver, spans, log)
+    RemoteSpans(model._module, skeleton.layers, model.interleaver, spans, log)
     return model

@@ -59,7 +59,7 @@ class RemoteSpans:
         self._hop_of = {
             number: hop for hop in hops for number in range(hop.layers.start, hop.layers.stop)
         }
-        self._caches = Caches(hops)
+        self._caches = Caches(self._hop_of)
         self._hooks = Hooks(interleaver, f"model.{layers}", self._caches)
         self._hooks.attention = lambda: str(self._model.config._attn_implementation)
         self._deferred: _Deferred | None = None

@@ -5,14 +5,14 @@ Reads files, so it runs in a thread. Knows nothing of processes or the mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from mesh.config import Config
-from mesh.errors import BadValue, NotEnoughMemory
+from mesh.errors import BadValue, ModelNotFound, NotEnoughMemory
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.types import LayerRange, ModelId
@@ -69,15 +69,30 @@ def find_local_models(config: Config, cache_dir: Path) -> list[LocalModel]:
     return found
 
 
-def require_memory(model: LocalModel, limit_mb: int) -> None:
-    """Raise NotEnoughMemory when the whole model cannot be loaded here beside what runs."""
+def local_manifest(
+    models: Mapping[ModelId, LocalModel], model_id: ModelId, cache_dir: Path
+) -> Manifest:
+    """The manifest of a model that this node holds. Raises ModelNotFound and BadCheckpoint."""
+    local = models.get(model_id)
+    if local is None:
+        raise ModelNotFound(
+            f"this node does not hold {model_id!r}.",
+            fix="Start it with `--model PATH=ID` (and `--layers none` to hold no layers).",
+            param="model",
+        )
+    return read_manifest(Path(local.directory), model_id=model_id, cache_dir=cache_dir)
+
+
+def require_memory(model: LocalModel, limit_mb: int, layers: LayerRange | None = None) -> None:
+    """Raise NotEnoughMemory when these layers, or all, cannot be loaded here beside what runs."""
+    part = layers or LayerRange(0, model.total_layers)
     # Weights stored in 16 bits may be computed in 32; the caches and the process come on top.
-    needed_mb = 2 * model.layers_mb + 512
+    needed_mb = 2 * model.layers_mb * len(part) // model.total_layers + 512
     free_mb = min(psutil.virtual_memory().available >> 20, limit_mb + 512)
     if needed_mb > free_mb:
         raise NotEnoughMemory(
-            f"all layers of {model.model_id} need up to {needed_mb} MB here, {free_mb} MB may be "
-            "used.",
+            f"layers {part} of {model.model_id} need up to {needed_mb} MB here, {free_mb} MB may"
+            " be used.",
             fix="Let other nodes hold its layers.",
         )
 

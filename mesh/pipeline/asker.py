@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -19,17 +20,20 @@ from mesh.errors import (
     LinkLost,
     MeshError,
     ModelNotFound,
+    PipelineStalled,
     from_dict,
 )
 from mesh.pipeline.frames import decode_frame, encode_hop, encode_request
+from mesh.pipeline.order import HarvestOrder
 from mesh.supervise import ChannelMessage, Child, run_again
-from mesh.types import GenerationRequest, ModelId, RouteHop, StreamFrame
+from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, StreamFrame
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 CREDIT_BATCH = 16
+HARVEST_TIMEOUT_S = 900.0
 MAX_WAITING_FRAMES = 128
 
 
@@ -63,6 +67,12 @@ class AskerOwner(Protocol):
     async def load_locally(self, model_id: ModelId) -> list[RouteHop]:
         """Hops over the whole model on this machine. Raises MeshError when it cannot hold it."""
 
+    async def load_judge(self, model_id: ModelId, layers: LayerRange) -> RouteHop:
+        """A hop over these layers on this machine, to check others by.
+
+        Raises MeshError when they are too many for that, or this machine is not to compute.
+        """
+
 
 class AskerProcess:
     """One model's asker: runs it, restarts it after a crash, multiplexes its generations."""
@@ -74,7 +84,7 @@ class AskerProcess:
         self.standings: list[dict[str, Any]] = []
         self.error: MeshError | None = None
         self._owner = owner
-        self._loading: asyncio.Task[None] | None = None
+        self._loading: set[asyncio.Task[None]] = set()
         self._child: Child | None = None
         self._ready = asyncio.Event()
         self._gone = asyncio.Event()
@@ -109,7 +119,7 @@ class AskerProcess:
     async def stop(self) -> None:
         """End the process and wait for it."""
         task, self._task = self._task, None
-        running = [each for each in (task, self._loading) if each is not None]
+        running = [*self._loading, *([task] if task is not None else [])]
         for each in running:
             each.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -150,6 +160,30 @@ class AskerProcess:
             self._streams.pop(key, None)
             if not ended:
                 self._tell({"op": "cancel", "id": key})
+
+    async def harvest(self, order: HarvestOrder) -> dict[str, Any]:
+        """See `mesh.pipeline.harvest.harvest`; cancelling it ends the batch on every hop."""
+        await self.wait_ready()
+        key = f"harvest-{uuid.uuid4().hex}"
+        queue = self._streams[key] = asyncio.Queue(maxsize=1)
+        answer: ChannelMessage | None = None
+        try:
+            self._tell({"op": "harvest", "id": key, "order": order.to_fields()})
+            async with asyncio.timeout(HARVEST_TIMEOUT_S):
+                answer = await queue.get()
+        except TimeoutError:
+            raise PipelineStalled(
+                f"a batch was not harvested in {HARVEST_TIMEOUT_S:g} s.",
+                fix="Make batches smaller.",
+            ) from None
+        finally:
+            self._streams.pop(key, None)
+            if answer is None:
+                self._tell({"op": "cancel", "id": key})
+        if answer["op"] == "error":
+            raise from_dict(answer["error"])
+        result: dict[str, Any] = answer["result"]
+        return result
 
     # Private
 
@@ -210,17 +244,24 @@ class AskerProcess:
             case "latencies":
                 self._owner.latencies(message["shards"])
             case "local":
-                name = f"load {self.spec.model_id} locally"
-                self._loading = asyncio.create_task(self._load_locally(), name=name)
-            case "frame" | "error" | "end":
+                layers = message["layers"]
+                name = f"load {self.spec.model_id} {layers or 'locally'}"
+                task = asyncio.create_task(self._load_locally(layers), name=name)
+                self._loading.add(task)
+                task.add_done_callback(self._loading.discard)
+            case "frame" | "error" | "end" | "harvested":
                 queue = self._streams.get(message["id"])
                 if queue is not None:
                     queue.put_nowait(message)
 
-    async def _load_locally(self) -> None:
-        answer: ChannelMessage = {"op": "local"}
+    async def _load_locally(self, layers: str | None) -> None:
+        answer: ChannelMessage = {"op": "local", "layers": layers}
+        model_id = self.spec.model_id
         try:
-            hops = await self._owner.load_locally(self.spec.model_id)
+            if layers is None:
+                hops = await self._owner.load_locally(model_id)
+            else:
+                hops = [await self._owner.load_judge(model_id, LayerRange.parse(layers))]
             answer["hops"] = [encode_hop(hop) for hop in hops]
         except MeshError as error:
             answer["error"] = error.to_dict()

@@ -5,7 +5,8 @@ compares every row the hop has answered since the check before: a single one fin
 The answers it needs are the next hop's inputs, which are kept anyway; only the last hop's are kept
 for this. Checks run beside the generation, at most one for each and few in all. Their host cannot
 tell them from real work, so a check that takes the stream a generation needs is ended by the asker.
-What nobody else holds stays unchecked, and is counted as that.
+What nobody else holds is checked at home where it is small enough; else it stays unchecked, and is
+counted as that.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from mesh.errors import MeshError
 from mesh.health.agreement import Tolerance, digest, disagreement, tolerance
-from mesh.health.sanity import Floats, rows_as_floats
+from mesh.health.sanity import rows_as_floats
 from mesh.health.standing import Standings
-from mesh.pipeline.history import History, rows_of
+from mesh.pipeline.evidence import Mismatch, Record, pieces
+from mesh.pipeline.history import rows_of
 from mesh.pipeline.lines import Lines
-from mesh.pipeline.recovery import chunk_rows
 from mesh.pipeline.shadow import Shadow
 from mesh.pipeline.station import Station
 from mesh.routing.cover import Candidate, key_of
-from mesh.types import ModelId, RouteHop, ShardDescriptor
+from mesh.types import LayerRange, ModelId, RouteHop, ShardDescriptor
 from mesh.wire.messages import WireTensor
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,10 @@ class Replicas(Protocol):
 
     def candidates(self, model_id: ModelId) -> Sequence[Candidate]:
         """See `mesh.routing.router.ShardStore`."""
+
+
+Judge = Callable[[LayerRange], Awaitable[RouteHop]]
+"""Loads a span on this machine to check others by. Raises MeshError when that is not to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,51 +86,6 @@ class Finding:
     digests: tuple[str, str]
 
 
-@dataclass(slots=True)
-class _Record:
-    """What one station answered: `outputs` holds the rows from position `start` on."""
-
-    station: Station
-    start: int
-    outputs: History = field(default_factory=History)
-    shadow: Shadow | None = None
-    greeted: bool = False
-    running: bool = False
-    rewound: bool = False
-    ended: bool = False
-
-    @property
-    def end(self) -> int:
-        return self.start + self.outputs.length
-
-    def cut(self, position: int) -> None:
-        self.outputs.cut(max(0, position - self.start))
-        self.start = min(self.start, position)
-        self.rewound = True
-        if self.shadow is not None and not self.running:
-            self.shadow.length = min(self.shadow.length, position)
-
-    def rows(self, start: int, stop: int) -> Floats:
-        """(rows, hidden) answered at positions start..stop-1."""
-        return _floats(self.outputs.window(start - self.start, stop - self.start))
-
-    def close(self) -> None:
-        if self.shadow is not None:
-            self.shadow.close()
-            self.shadow = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Mismatch:
-    """Positions, what the hop said of them, what the shadow says, and how far they are apart."""
-
-    start: int
-    stop: int
-    said: Floats
-    other: Floats
-    excess: float
-
-
 class Auditor:
     """Draws steps to check and checks them. Owned by the asker, fed by `Oversight`."""
 
@@ -135,6 +95,7 @@ class Auditor:
         replicas: Replicas,
         standings: Standings,
         on_finding: Callable[[Finding], None],
+        judge: Judge,
         settings: AuditSettings,
         rng: random.Random,
     ) -> None:
@@ -142,9 +103,11 @@ class Auditor:
         self._replicas = replicas
         self._standings = standings
         self._on_finding = on_finding
+        self._judge = judge
+        self._not_judged: set[LayerRange] = set()
         self._settings = settings
         self._rng = rng
-        self._records: dict[Station, _Record] = {}
+        self._records: dict[Station, Record] = {}
         self._met: Counter[str] = Counter()
         self._busy: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -156,7 +119,7 @@ class Auditor:
             return
         record = self._records.get(station)
         if record is None:
-            record = self._records[station] = _Record(station, position)
+            record = self._records[station] = Record(station, position)
         if position > record.end:
             return  # the answer to a step of before a cut
         if position < record.end:
@@ -202,14 +165,14 @@ class Auditor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _is_due(self, record: _Record) -> bool:
+    def _is_due(self, record: Record) -> bool:
         drawn = self._rng.random() < self._settings.probability
         host = record.station.hop.shard.host
         if not drawn and (record.greeted or self._met[host] >= NEWCOMER_SESSIONS):
             return False
         return len(self._tasks) < MAX_RUNNING and id(record.station.terms) not in self._busy
 
-    def _start(self, record: _Record) -> None:
+    def _start(self, record: Record) -> None:
         generation = record.station.terms  # one object for all hops of a generation
         record.running = record.greeted = True
         record.rewound = False
@@ -225,7 +188,7 @@ class Auditor:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("task=%s ended: %r", task.get_name(), error)
 
-    async def _run(self, record: _Record, generation: int) -> None:
+    async def _run(self, record: Record, generation: int) -> None:
         shard = record.station.hop.shard
         outcome = "unchecked"
         try:
@@ -245,7 +208,7 @@ class Auditor:
         self._standings.checked(key_of(shard), outcome)
         self._met[shard.host] += outcome == "agreed"
 
-    async def _check(self, record: _Record) -> str:
+    async def _check(self, record: Record) -> str:
         if record.shadow is not None:
             try:
                 await record.shadow.resume()
@@ -261,14 +224,14 @@ class Auditor:
         record.shadow.park()
         return "agreed"
 
-    async def _compare(self, record: _Record, shadow: Shadow) -> _Mismatch | None:
+    async def _compare(self, record: Record, shadow: Shadow) -> Mismatch | None:
         """Bring the shadow up to the hop's last answer; the first rows where it differs."""
         station = record.station
         allowed = self._tolerance(station, station.hop.shard, shadow.hop.shard)
         # Both before the first await: the generation goes on, and may even go back.
         start = max(shadow.length, record.start)
         said = record.rows(start, record.end)
-        for position, tensor in _pieces(station, shadow.length, record.end):
+        for position, tensor in pieces(station, shadow.length, record.end):
             answer = rows_as_floats(await shadow.step(position, tensor))
             first, last = max(position, start), position + rows_of(tensor)
             if first >= last:
@@ -276,10 +239,10 @@ class Auditor:
             ours, other = said[first - start : last - start], answer[first - position :]
             excess = disagreement(ours, other, allowed)
             if excess > 1.0:
-                return _Mismatch(first, last, ours, other, excess)
+                return Mismatch(first, last, ours, other, excess)
         return None
 
-    async def _accuse(self, record: _Record, shadow: Shadow, found: _Mismatch) -> str:
+    async def _accuse(self, record: Record, shadow: Shadow, found: Mismatch) -> str:
         """Find out who is wrong, and say so."""
         checked, reference = record.station.hop.shard, shadow.hop.shard
         liar: ShardDescriptor | None = None
@@ -296,7 +259,7 @@ class Auditor:
         return "lied" if liar is checked else "agreed"
 
     async def _vote(
-        self, record: _Record, shadow: Shadow, found: _Mismatch
+        self, record: Record, shadow: Shadow, found: Mismatch
     ) -> ShardDescriptor | None:
         """The host that a third one contradicts while it agrees with the other; None when unclear.
 
@@ -310,7 +273,7 @@ class Auditor:
             if third is None or record.rewound:
                 return None
             answers = []
-            for position, tensor in _pieces(station, 0, found.stop):
+            for position, tensor in pieces(station, 0, found.stop):
                 answers.append(rows_as_floats(await third.step(position, tensor)))
             rows = np.concatenate(answers)[found.start : found.stop]
         except MeshError as error:
@@ -334,11 +297,14 @@ class Auditor:
             for candidate in self._replicas.candidates(terms.model_id)
             if self._may_judge(candidate, hop, without)
         ]
-        if not usable:
+        if usable:
+            best = min(usable, key=lambda c: self._rank(c, hop.shard))
+            chosen = RouteHop(best.descriptor, hop.layers)
+        elif self._settings.own_host in without or (home := await self._home(hop)) is None:
             return None
-        best = min(usable, key=lambda c: self._rank(c, hop.shard))
-        line = await self._lines.line(best.descriptor.host, best.descriptor.endpoint)
-        chosen = RouteHop(best.descriptor, hop.layers)
+        else:
+            chosen = home
+        line = await self._lines.line(chosen.shard.host, chosen.shard.endpoint)
         shadow = Shadow(chosen, line, terms, self._settings.timeout_s)
         try:
             await shadow.open()
@@ -346,6 +312,19 @@ class Auditor:
             shadow.close()
             raise
         return shadow
+
+    async def _home(self, hop: RouteHop) -> RouteHop | None:
+        """The same layers on this machine; None when they are not to be loaded here."""
+        if hop.layers in self._not_judged:
+            return None
+        try:
+            home = await self._judge(hop.layers)
+        except MeshError as error:
+            self._not_judged.add(hop.layers)
+            logger.info("layers %s are not checked at home: %s", hop.layers, error)
+            return None
+        same = (home.shard.weights_sha256, home.shard.dtype)
+        return home if same == (hop.shard.weights_sha256, hop.shard.dtype) else None
 
     def _may_judge(self, candidate: Candidate, hop: RouteHop, without: set[str]) -> bool:
         shard = candidate.descriptor
@@ -375,13 +354,3 @@ class Auditor:
 
     def _is_own(self, shard: ShardDescriptor) -> bool:
         return shard.host == self._settings.own_host
-
-
-def _pieces(station: Station, start: int, stop: int) -> list[tuple[int, WireTensor]]:
-    """The station's inputs at positions start..stop-1 as they are now."""
-    rows = chunk_rows(station.history.width)
-    return list(station.history.chunks(rows, start, stop))
-
-
-def _floats(tensors: Sequence[WireTensor]) -> Floats:
-    return np.concatenate([rows_as_floats(tensor) for tensor in tensors])

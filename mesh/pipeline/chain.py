@@ -121,6 +121,16 @@ class Chain:
             [station.hop for station in self.stations],
         )
 
+    async def seal(self, timeout_s: float) -> list[dict[str, Any]]:
+        """End the harvest on every hop; each file with its node. Raises HopLost."""
+        hops = [station.hop for station in self.stations]
+        sealed = await self._all([station.seal(timeout_s) for station in self.stations], hops)
+        return [
+            {"node": hop.shard.host, "node_name": hop.shard.node_name, **file}
+            for hop, files in zip(hops, sealed, strict=True)
+            for file in files
+        ]
+
     def close(self) -> None:
         """Free every hop's session."""
         for station in self.stations:

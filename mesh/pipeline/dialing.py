@@ -5,8 +5,12 @@ Knows nothing of sessions or routes.
 
 from __future__ import annotations
 
+from functools import partial
+
+from mesh.clock import SystemClock
 from mesh.identity.tls import TlsContexts, require_node
 from mesh.pipeline.lines import Dial, Line
+from mesh.shard.permits import permit
 from mesh.wire.link import Link
 from mesh.wire.messages import Hello
 from mesh.wire.websocket import connect
@@ -15,7 +19,11 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 def secured(hello: Hello, tls: TlsContexts) -> Dial:
-    """A dial over TLS; it raises UntrustedPeer for a host that is not, or is no longer, trusted."""
+    """A dial over TLS; it raises UntrustedPeer for a host that is not, or is no longer, trusted.
+
+    What asks for a session over its lines carries a token for that host.
+    """
+    key, clock = tls.key, SystemClock()
 
     async def dial(host: str, port: int, line: Line) -> Link:
         link = await connect(
@@ -27,6 +35,7 @@ def secured(hello: Hello, tls: TlsContexts) -> Dial:
         except BaseException:
             link.close("not the node that was dialled")
             raise
+        line.permit = partial(permit, key, clock, line.host)
         return link
 
     return dial

@@ -9,72 +9,31 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mesh.clock import LoopClock
-from mesh.discovery.advertisement import Advertisement, decode
 from mesh.errors import MeshError
-from mesh.health.detector import Verdict
 from mesh.health.sanity import Envelope, corrupt
-from mesh.health.standing import Standings
 from mesh.pipeline import wire_dtype
-from mesh.pipeline.audit import Auditor, AuditSettings
+from mesh.pipeline.audit import Auditor, AuditSettings, Judge
+from mesh.pipeline.harvest import harvest
 from mesh.pipeline.lines import Dial, Lines
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.orchestrator import PipelineOrchestrator
+from mesh.pipeline.order import HarvestOrder
 from mesh.pipeline.oversight import Oversight
+from mesh.pipeline.pushed import PushedShards
 from mesh.pipeline.recovery import LocalModel, RecoverySettings
 from mesh.pipeline.sessions import Sessions, SessionSettings
 from mesh.pipeline.stalls import StallWatch
-from mesh.routing.cover import Candidate, CoverRules, ShardKey, key_of
+from mesh.routing.cover import CoverRules, ShardKey, home_layers, key_of
 from mesh.routing.router import ShardRouter
-from mesh.types import GenerationRequest, ModelId, NodeId, StreamFrame, WireDtype
+from mesh.types import GenerationRequest, NodeId, StreamFrame, WireDtype
 
 logger = logging.getLogger(__name__)
-
-
-class PushedShards:
-    """The shards the daemon last told of; the router's store."""
-
-    def __init__(self, node_id: str, standings: Standings) -> None:
-        self._node_id = node_id
-        self._standings = standings
-        self._shards: list[Advertisement] = []
-        self._suspects: set[ShardKey] = set()
-
-    def replace(self, shards: Sequence[dict[str, Any]]) -> None:
-        """Take the daemon's newest list; beside a shard stands the ``verdict`` on its node."""
-        self._shards = [decode(fields, host=NodeId(fields["host"])) for fields in shards]
-        self._suspects = {
-            (fields["host"], fields["shard_id"])
-            for fields in shards
-            if fields.get("verdict") == Verdict.SUSPECT
-        }
-
-    def candidates(self, model_id: ModelId) -> list[Candidate]:
-        """See `mesh.routing.router.ShardStore`."""
-        return [
-            self._candidate(shard)
-            for shard in self._shards
-            if shard.descriptor.model_id == model_id
-        ]
-
-    def _candidate(self, shard: Advertisement) -> Candidate:
-        # What a node says of its streams is seconds old, so a full one is only put last: whether
-        # it has room is decided by its answer to `Open`.
-        full = shard.health.active_streams >= shard.descriptor.max_concurrent_streams
-        key = key_of(shard.descriptor)
-        suspect = key in self._suspects
-        return Candidate(
-            shard.descriptor,
-            queue_depth=shard.health.queue_depth,
-            streams_left=1,
-            is_self=shard.descriptor.host == self._node_id,
-            penalty=full + 2 * suspect + self._standings.penalty(key),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +51,14 @@ class EngineSettings:
     fallback_to_local: bool
     fallback_after: int
     spot_check_probability: float = 0.0
+    keep_first: int = 0
+    keep_last: int = 0
+    activation_noise: float = 0.0
+
+    def cover_rules(self, total_layers: int) -> CoverRules:
+        """The limits of a route through a model of so many layers."""
+        home = home_layers(total_layers, self.keep_first, self.keep_last)
+        return CoverRules(self.max_shards, self.allow_self_as_first, home)
 
 
 class Engine:
@@ -103,6 +70,7 @@ class Engine:
         own: NodeId,
         settings: EngineSettings,
         local_model: LocalModel,
+        judge: Judge,
         dial: Dial,
     ) -> None:
         self._clock = LoopClock()
@@ -111,9 +79,7 @@ class Engine:
         self._model = model
         self._settings = settings
         self._local_model = local_model if settings.fallback_to_local else None
-        self._router = ShardRouter(
-            self.shards, CoverRules(settings.max_shards, settings.allow_self_as_first)
-        )
+        self._router = ShardRouter(self.shards, settings.cover_rules(model.total_layers))
         lines = self._lines = Lines(dial)
         self.sessions = Sessions(
             lines, self._router, self._clock, SessionSettings(), self.oversight
@@ -124,6 +90,7 @@ class Engine:
             self.shards,
             self.oversight.standings,
             self.oversight.found,
+            judge,
             AuditSettings(settings.spot_check_probability, own_host=own, routed=model.routed),
             random.Random(),  # noqa: S311 - a host that could predict it would need our memory
         )
@@ -138,6 +105,10 @@ class Engine:
             async for frame in frames:
                 yield frame
         await self._keep_envelope()
+
+    async def harvest(self, order: HarvestOrder) -> dict[str, Any]:
+        """See `mesh.pipeline.harvest.harvest`."""
+        return await harvest(self._model, self.sessions, order)
 
     async def watch_stalls(self) -> None:
         """Fail every hop that makes no progress; runs for ever."""
@@ -163,11 +134,13 @@ class Engine:
                     {
                         "shard_id": timing.shard_id,
                         "node": timing.node,
+                        "host": station.hop.shard.host,
                         "layers": timing.layers,
                         "p50_ms": round(timing.p50_ms, 3),
                         "p95_ms": round(timing.p95_ms, 3),
                     }
-                    for timing in (station.timing() for station in session.chain.stations)
+                    for station in session.chain.stations
+                    for timing in (station.timing(),)
                 ],
                 "failovers": session.failovers,
             }
@@ -213,6 +186,7 @@ class Engine:
                     wire_dtype=verdict.dtype,
                     recovery=RecoverySettings(fallback_after=self._settings.fallback_after),
                     local_model=self._local_model,
+                    noise=self._settings.activation_noise,
                 )
             if self._settings.cache_dir and not self.oversight.envelope.is_known:
                 await self._record_envelope(self._orchestrator.wire_dtype)

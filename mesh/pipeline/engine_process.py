@@ -1,9 +1,10 @@
 """The process of one model's asker: commands from the daemon in, frames out.
 
 Started by `mesh.pipeline.asker` as ``python -m mesh.pipeline.engine_process``. Commands: ``start``,
-``shards``, ``tls``, ``generate``, ``credit``, ``cancel``, ``local``, ``stop``. Answers: ``ready``
-or ``failed``, then ``frame``, ``end`` or ``error`` per generation, ``generations`` when the live
-ones change, ``latencies``, and ``local`` to have the whole model loaded here. It opens no port.
+``shards``, ``tls``, ``generate``, ``harvest``, ``credit``, ``cancel``, ``local``, ``stop``.
+Answers: ``ready`` or ``failed``, then ``frame``, ``end`` or ``error`` per generation, ``harvested``
+or ``error`` per batch, ``generations`` when the live ones change, ``latencies``, and ``local`` to
+have the whole model, or some ``layers``, loaded here. It opens no port.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.engine import Engine, EngineSettings
 from mesh.pipeline.frames import decode_hop, decode_request, encode_frame
+from mesh.pipeline.order import HarvestOrder
 from mesh.pipeline.sessions import expire_regularly
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
-from mesh.types import ModelId, NodeId, RouteHop, ShardFailover, StreamFrame
+from mesh.types import LayerRange, ModelId, NodeId, RouteHop, ShardFailover, StreamFrame
 from mesh.wire.messages import Hello
 
 logger = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ class EngineProcess:
         self._standings: list[dict[str, Any]] = []
         self._stopped = asyncio.Event()
         self._shards: list[dict[str, Any]] = []
-        self._local: asyncio.Future[tuple[RouteHop, ...]] | None = None
+        self._local: dict[str | None, asyncio.Future[tuple[RouteHop, ...]]] = {}
         self._tls: TlsContexts | None = None
         self._members: tuple[bytes, ...] | None = None
 
@@ -101,8 +103,8 @@ class EngineProcess:
                 self._members = tuple(message["members"])
                 if self._tls is not None:
                     self._spawn(self._follow_members(self._tls), "follow members")
-            case "generate":
-                self._generate(message["id"], message["request"])
+            case "generate" | "harvest":
+                self._take_order(message)
             case "credit" | "cancel":
                 self._about_reader(message)
             case "local":
@@ -137,7 +139,9 @@ class EngineProcess:
             return
         hello = Hello(**message["hello"])
         dial = secured(hello, tls)
-        self._engine = Engine(model, NodeId(hello.node_id), settings, self._local_model, dial)
+        self._engine = Engine(
+            model, NodeId(hello.node_id), settings, self._local_model, self._judge, dial
+        )
         await self._follow_members(tls)
         # What came while the ends were loading is newer than what came with the command.
         self._engine.shards.replace(self._shards or message["shards"])
@@ -154,6 +158,29 @@ class EngineProcess:
         trusted = {certificate_node_id(der) for der in members} | {tls.own}
         self._engine.trust_only(frozenset(trusted))
         await asyncio.to_thread(tls.update, members)
+
+    def _take_order(self, message: ChannelMessage) -> None:
+        if message["op"] == "generate":
+            self._generate(message["id"], message["request"])
+        else:
+            self._harvest(message["id"], message["order"])
+
+    def _harvest(self, order_id: str, fields: dict[str, Any]) -> None:
+        reader = self._readers[order_id] = _Reader()
+        order = HarvestOrder.from_fields(fields)
+        reader.task = self._spawn(self._run_harvest(order_id, order), f"harvest {order_id}")
+
+    async def _run_harvest(self, order_id: str, order: HarvestOrder) -> None:
+        answer: ChannelMessage
+        try:
+            if self._engine is None:
+                raise InternalError("the asker is not started.", fix="Report this as a bug.")
+            answer = {"op": "harvested", "result": await self._engine.harvest(order)}
+        except MeshError as error:
+            answer = {"op": "error", "error": error.to_dict()}
+        finally:
+            del self._readers[order_id]
+        self._send({**answer, "id": order_id})
 
     def _generate(self, request_id: str, fields: dict[str, Any]) -> None:
         if self._engine is None:
@@ -195,18 +222,25 @@ class EngineProcess:
         self._send({"op": "frame", "id": request_id, "frame": encode_frame(frame)})
 
     async def _local_model(self) -> tuple[RouteHop, ...]:
-        """Have the daemon load the whole model here; one question at a time serves all who ask."""
-        if self._local is None:
-            self._local = asyncio.get_running_loop().create_future()
-            self._send({"op": "local"})
+        return await self._load(None)
+
+    async def _judge(self, layers: LayerRange) -> RouteHop:
+        return (await self._load(str(layers)))[0]
+
+    async def _load(self, layers: str | None) -> tuple[RouteHop, ...]:
+        """Have the daemon load layers, or all, here; one question serves all who ask it."""
+        asked = self._local.get(layers)
+        if asked is None:
+            asked = self._local[layers] = asyncio.get_running_loop().create_future()
+            self._send({"op": "local", "layers": layers})
         try:
             async with asyncio.timeout(LOCAL_LOAD_TIMEOUT_S):
-                return await asyncio.shield(self._local)
+                return await asyncio.shield(asked)
         except TimeoutError:
             raise PipelineStalled("the local model did not load.", fix="See the log.") from None
 
     def _local_answer(self, message: ChannelMessage) -> None:
-        asked, self._local = self._local, None
+        asked = self._local.pop(message["layers"], None)
         if asked is None or asked.done():
             return
         if "error" in message:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mesh.types import (
     Done,
+    Edit,
     Endpoint,
     GenerationRequest,
     HopTiming,
@@ -21,6 +22,7 @@ from mesh.types import (
     ShardFailover,
     ShardId,
     ShardStatus,
+    Site,
     StreamFrame,
     TokenDelta,
     TokenLogprob,
@@ -51,6 +53,7 @@ def decode_request(fields: dict[str, Any]) -> GenerationRequest:
         sampling=SamplingParams(**sampling),
         wire_dtype=None if wire_dtype is None else WireDtype(wire_dtype),
         fallback_to_local=fields["fallback_to_local"],
+        edits=tuple(_edit(edit) for edit in fields["edits"]),
     )
 
 
@@ -110,6 +113,10 @@ _FRAMES: dict[str, type[Any]] = {
     "pipeline_aborted": PipelineAborted,
     "done": Done,
 }
+
+
+def _edit(fields: dict[str, Any]) -> Edit:
+    return Edit(Site(**fields["site"]), fields["strength"], fields["data"])
 
 
 def _logprob(fields: dict[str, Any]) -> TokenLogprob:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from mesh.errors import ConnectFailed, LinkLost, MeshError, from_dict
 from mesh.types import Endpoint, NodeId
 from mesh.wire.link import Link
-from mesh.wire.messages import Drain, Failure, Message
+from mesh.wire.messages import Drain, Failure, Message, Open, OpenTaps
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +34,15 @@ class SessionReceiver(Protocol):
 class Line:
     """One link and the sessions on it. Implements LinkHandler.
 
-    `is_draining`: its host asked that sessions move elsewhere while they can.
+    `is_draining`: its host asked that sessions move elsewhere while they can. `permit` makes the
+    token that the host wants with what opens a session; None when it wants none.
     """
 
     def __init__(self, endpoint: Endpoint, host: NodeId) -> None:
         self.endpoint = endpoint
         self.host = host
         self.is_draining = False
+        self.permit: Callable[[Open | OpenTaps], str] | None = None
         self._link: Link | None = None
         self._receivers: dict[int, SessionReceiver] = {}
         self._last_session = 0
@@ -74,6 +77,14 @@ class Line:
         if self._link is None or self._closed:
             raise LinkLost(f"the link to {self.endpoint} is closed.", fix="Another route is tried.")
         self._link.send(message)
+
+    def ask(self, question: Sequence[Message]) -> None:
+        """Queue what opens or resumes a session, with a fresh token each time. Raises LinkLost."""
+        for message in question:
+            if self.permit is not None and isinstance(message, Open | OpenTaps):
+                self.send(replace(message, token=self.permit(message)))
+            else:
+                self.send(message)
 
     def close(self, reason: str) -> None:
         """Close the link; receivers are told."""

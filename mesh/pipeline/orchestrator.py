@@ -37,12 +37,14 @@ class PipelineOrchestrator:
         wire_dtype: WireDtype,
         recovery: RecoverySettings = RecoverySettings(),  # noqa: B008 - frozen
         local_model: LocalModel | None = None,
+        noise: float = 0.0,
     ) -> None:
         self._model = model
         self._sessions = sessions
         self._router = router
         self._recovery = recovery
         self._local_model = local_model
+        self._noise = noise
         self.wire_dtype = wire_dtype
 
     async def chat(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
@@ -50,6 +52,7 @@ class PipelineOrchestrator:
 
         Raises:
             BadRequest, ContextTooLong: the request cannot be served by this model.
+            BadSteering: an edit cannot be applied, or makes activations infinite.
             NoRoute, WeightsMismatch: no set of shards serves it.
         """
         started = time.monotonic()
@@ -60,6 +63,7 @@ class PipelineOrchestrator:
             self._model.weights_sha256,
             len(prompt) + limit,
             request.wire_dtype or self.wire_dtype,
+            request.edits,
         )
         session = await self._sessions.acquire(prompt, terms, self._model.total_layers)
         constructed = time.monotonic()
@@ -67,7 +71,8 @@ class PipelineOrchestrator:
         cached = len(session.token_ids)
         finished = False
         try:
-            passage = Passage(self._model, session, self._recover(session, request))
+            recovery = self._recover(session, request)
+            passage = Passage(self._model, session, recovery, noise=self._noise)
             answer = Answer(self._model.text, request.sampling, limit, started)
             sampler = Sampler(request.sampling, prompt)
             ids: Sequence[int] = prompt[cached:]

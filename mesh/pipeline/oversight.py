@@ -13,15 +13,17 @@ from typing import Any
 from mesh.clock import Clock
 from mesh.errors import (
     BadRequest,
+    BadSteering,
     Busy,
     CacheFull,
     ContextTooLong,
+    DiskFull,
     MeshError,
     PipelineStalled,
     SessionGone,
 )
 from mesh.health.latency import HopLatency
-from mesh.health.sanity import Envelope, corrupt
+from mesh.health.sanity import Envelope, corrupt, not_finite
 from mesh.health.standing import Standings
 from mesh.pipeline.audit import Auditor, Finding
 from mesh.pipeline.station import Station
@@ -31,7 +33,7 @@ from mesh.wire.messages import WireTensor
 
 MAX_EVENTS = 256
 
-_NO_FAULT = (BadRequest, Busy, CacheFull, ContextTooLong, SessionGone)
+_NO_FAULT = (BadRequest, BadSteering, Busy, CacheFull, ContextTooLong, DiskFull, SessionGone)
 """Answers that say nothing against a host: it is full, forgot, or was asked something wrong."""
 
 
@@ -59,7 +61,11 @@ class Oversight:
         """See `Overseer.answered`."""
         shard = station.hop.shard
         key = key_of(shard)
-        fault = self.envelope.check(station.hop.layers.stop, tensor, shard.host)
+        if station.terms.edits:
+            # The bounds are those of the model as it is; steered, only nonsense is noticed.
+            fault = not_finite(tensor)
+        else:
+            fault = self.envelope.check(station.hop.layers.stop, tensor, shard.host)
         if fault:
             return self.corrupted(station.hop, fault)
         self.standings.served(key)

@@ -11,6 +11,7 @@ import torch
 
 from mesh.pipeline.chain import HopLost
 from mesh.pipeline.model import AskerModel
+from mesh.pipeline.noise import RowNoise
 from mesh.pipeline.recovery import Recovery, chunk_rows
 from mesh.pipeline.sessions import GenerationSession
 from mesh.types import HopTiming, RouteHop, StreamFrame
@@ -19,14 +20,25 @@ from mesh.wire.messages import WireTensor
 
 
 class Passage:
-    """Moves one session forward; `logits` (vocab,) belong to the last token fed."""
+    """Moves one session forward; `logits` (vocab,) belong to the last token fed.
 
-    def __init__(self, model: AskerModel, session: GenerationSession, recovery: Recovery) -> None:
+    `noise` is added to what leaves here, see `mesh.pipeline.noise`.
+    """
+
+    def __init__(
+        self,
+        model: AskerModel,
+        session: GenerationSession,
+        recovery: Recovery,
+        *,
+        noise: float = 0.0,
+    ) -> None:
         self.logits = torch.empty(0)
         self._ends = model.ends
         self._hidden_size = model.hidden_size
         self._session = session
         self._recovery = recovery
+        self._noise = RowNoise(noise)
         self._row = WireTensor("fp32", (1, 0, model.hidden_size), b"")
 
     @property
@@ -61,7 +73,8 @@ class Passage:
         for start in range(0, len(ids), rows):
             chunk = list(ids[start : start + rows])
             hidden = self._ends.embed(torch.tensor([chunk]), len(session.token_ids))
-            session.chain.feed(to_wire(hidden, session.chain.terms.wire_dtype))
+            noisy = self._noise.add(hidden)
+            session.chain.feed(to_wire(noisy, session.chain.terms.wire_dtype))
             session.token_ids += chunk
             under_way = rows * (len(session.chain.stations) + 1)
             if start + rows < len(ids) and len(session.token_ids) > under_way:

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from mesh.errors import MeshError, NoRoute
+from mesh.errors import BadSteering, MeshError, NoRoute
 from mesh.pipeline.chain import HopLost
 from mesh.pipeline.sessions import GenerationSession, replaced
 from mesh.routing.cover import ShardKey, key_of
@@ -62,7 +62,12 @@ class Recovery:
         self._stays: set[ShardKey] = set()
 
     async def recover(self, lost: HopLost) -> AsyncGenerator[StreamFrame, None]:
-        """Replace a lost hop; PipelineAborted and NoRoute when that stays impossible."""
+        """Replace a lost hop; PipelineAborted and NoRoute when that stays impossible.
+
+        Raises BadSteering when the hop is not at fault: any other would refuse the edits as well.
+        """
+        if isinstance(lost.error, BadSteering):
+            raise lost.error
         session, shard = self._session, lost.hop.shard
         yield ShardStatus(shard.shard_id, shard.node_name, "degraded", str(lost.error))
         self._excluded.add(key_of(shard))

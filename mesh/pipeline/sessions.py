@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mesh.clock import Clock
-from mesh.errors import LinkLost, MeshError, NoRoute
+from mesh.errors import BadSteering, LinkLost, MeshError, NoRoute
 from mesh.pipeline.chain import Chain, HopLost
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.station import Overseer, SessionTerms
@@ -83,6 +83,7 @@ class Sessions:
         Raises:
             NoRoute, WeightsMismatch: as `ShardRouter.pick`.
             BadRequest, ContextTooLong: a hop cannot serve such a request at all.
+            BadSteering: a hop cannot apply one of the edits.
         """
         kept = self._take_parked(prompt, terms)
         if kept is not None:
@@ -163,6 +164,8 @@ class Sessions:
             try:
                 await chain.open(pipeline.hops)
             except HopLost as lost:
+                if isinstance(lost.error, BadSteering):
+                    raise lost.error from None
                 # Each round excludes one shard more, so this ends.
                 refused[key_of(lost.hop.shard)] = lost
                 logger.info("shard=%s refused: %s", lost.hop.shard.shard_id, lost.error)
@@ -174,7 +177,8 @@ class Sessions:
     ) -> tuple[GenerationSession, int] | None:
         best: tuple[int, GenerationSession] | None = None
         for session in self._parked:
-            if session.chain.terms.wire_dtype is not terms.wire_dtype:
+            kept = session.chain.terms
+            if kept.wire_dtype is not terms.wire_dtype or kept.edits != terms.edits:
                 continue
             # One token at least must be fed again: its row is what the next token comes from.
             common = min(_common_prefix(session.token_ids, prompt), len(prompt) - 1)

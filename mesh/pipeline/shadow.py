@@ -7,6 +7,7 @@ takes too long is closed by its owner and not used again.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from mesh.errors import BadFrame, MeshError, PipelineStalled, from_dict
 from mesh.pipeline.lines import Line
@@ -16,7 +17,6 @@ from mesh.wire.messages import (
     Close,
     Failure,
     Message,
-    Open,
     Opened,
     Park,
     Result,
@@ -33,7 +33,7 @@ class Shadow:
         self.hop = hop
         self.length = 0
         self._line = line
-        self._terms = terms
+        self._terms = replace(terms, harvest=None)  # who checks writes nothing down
         self._timeout_s = timeout_s
         self._session = line.register(self)
         self._steps = 0
@@ -41,18 +41,7 @@ class Shadow:
 
     async def open(self) -> None:
         """Ask for the session. Raises what the host answers, LinkLost, PipelineStalled."""
-        layers, terms = self.hop.layers, self._terms
-        await self._ask(
-            Open(
-                self._session,
-                terms.model_id,
-                terms.weights_sha256,
-                layers.start,
-                layers.stop,
-                terms.max_tokens,
-                terms.wire_dtype,
-            )
-        )
+        await self._ask(*self._terms.opening(self._session, self.hop.layers))
 
     async def resume(self) -> None:
         """Take a stream again after `park`; raises as `open` does."""
@@ -94,11 +83,11 @@ class Shadow:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
 
-    async def _ask(self, question: Open | Resume | Step) -> Message:
+    async def _ask(self, *question: Message) -> Message:
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._answer = answer
         try:
-            self._line.send(question)
+            self._line.ask(question)
             async with asyncio.timeout(self._timeout_s):
                 return await answer
         except TimeoutError:

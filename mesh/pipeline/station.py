@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from mesh.errors import (
     BadFrame,
@@ -24,23 +24,31 @@ from mesh.errors import (
     PipelineStalled,
     from_dict,
 )
+from mesh.models.edits import describe
+from mesh.models.harvest import HarvestBatch
 from mesh.pipeline.history import History, slice_rows
 from mesh.pipeline.lines import Line
-from mesh.types import HopTiming, ModelId, RouteHop, WireDtype
+from mesh.types import Edit, HopTiming, LayerRange, ModelId, RouteHop, WireDtype
 from mesh.wire.messages import (
     Close,
     Failure,
     Message,
     Open,
     Opened,
+    OpenPart,
     Park,
     Result,
     Resume,
+    Seal,
+    Sealed,
     Step,
     WireTensor,
 )
 
 logger = logging.getLogger(__name__)
+
+PART_BYTES = 128 << 10
+"""Bytes of edits in one message: several fit below a link's limit for what is not a tensor."""
 
 _FLOATS = frozenset({"fp16", "bf16", "fp32"})
 
@@ -59,6 +67,30 @@ class SessionTerms:
     weights_sha256: str
     max_tokens: int
     wire_dtype: WireDtype
+    edits: tuple[Edit, ...] = ()
+    harvest: HarvestBatch | None = None
+
+    def opening(self, session: int, layers: LayerRange) -> list[Message]:
+        """What asks a hop for a session on `layers`: its share of the edits, then `Open`."""
+        edits = [edit for edit in self.edits if edit.site.layer in layers]
+        data = b"".join(edit.data for edit in edits)
+        return [
+            *(
+                OpenPart(session, data[first : first + PART_BYTES])
+                for first in range(0, len(data), PART_BYTES)
+            ),
+            Open(
+                session,
+                self.model_id,
+                self.weights_sha256,
+                layers.start,
+                layers.stop,
+                self.max_tokens,
+                self.wire_dtype,
+                describe(edits),
+                harvest=self.harvest.to_fields() if self.harvest is not None else {},
+            ),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +154,7 @@ class Station:
         self._on_lost = on_lost
         self._overseer = overseer
         self._session = line.register(self)
-        self._opening: asyncio.Future[Opened] | None = None
+        self._opening: asyncio.Future[Opened | Sealed] | None = None
         self._steps = 0
         self._pending: dict[int, _Pending] = {}
         self._backlog: deque[tuple[int, WireTensor]] = deque()
@@ -135,19 +167,7 @@ class Station:
 
     async def open(self, timeout_s: float) -> None:
         """Ask for the session. Raises what the hop answers, LinkLost, PipelineStalled."""
-        layers = self.hop.layers
-        await self._ask(
-            Open(
-                self._session,
-                self.terms.model_id,
-                self.terms.weights_sha256,
-                layers.start,
-                layers.stop,
-                self.terms.max_tokens,
-                self.terms.wire_dtype,
-            ),
-            timeout_s,
-        )
+        await self._ask(self.terms.opening(self._session, self.hop.layers), timeout_s)
 
     def park(self) -> None:
         """Keep the cache, give the stream back."""
@@ -156,7 +176,12 @@ class Station:
 
     async def resume(self, max_tokens: int, timeout_s: float) -> None:
         """Take a stream again, with room for `max_tokens` positions in all."""
-        await self._ask(Resume(self._session, max_tokens), timeout_s)
+        await self._ask([Resume(self._session, max_tokens)], timeout_s)
+
+    async def seal(self, timeout_s: float) -> list[dict[str, Any]]:
+        """End the harvest; what the hop says of each file."""
+        answer = await self._ask([Seal(self._session)], timeout_s)
+        return answer.files if isinstance(answer, Sealed) else []
 
     def close(self) -> None:
         """Free the session on the hop, if it can still be told."""
@@ -253,7 +278,7 @@ class Station:
         """An answer of the hop."""
         if isinstance(message, Result):
             self._result(message)
-        elif isinstance(message, Opened):
+        elif isinstance(message, Opened | Sealed):
             if self._opening is not None and not self._opening.done():
                 self._opening.set_result(message)
         elif isinstance(message, Failure):
@@ -265,21 +290,21 @@ class Station:
 
     # Private
 
-    async def _ask(self, question: Open | Resume, timeout_s: float) -> None:
+    async def _ask(self, question: Sequence[Message], timeout_s: float) -> Opened | Sealed:
         try:
-            await self._ask_once(question, timeout_s)
+            return await self._ask_once(question, timeout_s)
         except (Busy, CacheFull):
             if not await self._overseer.make_room(self.hop):
                 raise
             self.error = None
-            await self._ask_once(question, timeout_s)
+            return await self._ask_once(question, timeout_s)
 
-    async def _ask_once(self, question: Open | Resume, timeout_s: float) -> None:
+    async def _ask_once(self, question: Sequence[Message], timeout_s: float) -> Opened | Sealed:
         self._opening = asyncio.get_running_loop().create_future()
         try:
-            self._line.send(question)
+            self._line.ask(question)
             async with asyncio.timeout(timeout_s):
-                await self._opening
+                return await self._opening
         except TimeoutError:
             raise PipelineStalled(
                 f"{self.hop.shard.node_name} did not open {self.hop.shard.shard_id} "

@@ -34,10 +34,24 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class CoverRules:
-    """The limits of one request's route."""
+    """The limits of one request's route. Layers in `home` run on the asker's own shards only."""
 
     max_shards: int = 16
     allow_self_as_first: bool = False
+    home: tuple[LayerRange, ...] = ()
+
+    def keeps(self, layer: int) -> bool:
+        """Whether a layer has to run at home."""
+        return any(layer in part for part in self.home)
+
+
+def home_layers(total_layers: int, keep_first: int, keep_last: int) -> tuple[LayerRange, ...]:
+    """The first and the last so many layers of a model, as ranges in order."""
+    first, last = min(keep_first, total_layers), max(0, total_layers - keep_last)
+    if first >= last:
+        return (LayerRange(0, total_layers),)
+    ends = ((0, first), (last, total_layers))
+    return tuple(LayerRange(start, stop) for start, stop in ends if start < stop)
 
 
 ShardKey = tuple[str, str]
@@ -68,10 +82,14 @@ def greedy_cover(
         choices = [c for c in usable if cursor in c.descriptor.layer_range]
         if not choices:
             raise _no_route(candidates, span, exclude)
+        if rules.keeps(cursor):
+            choices = [c for c in choices if c.is_self]
+            if not choices:
+                raise _not_at_home(cursor, rules)
         first = cursor == span.start == 0
         best = min(choices, key=lambda c: _rank(c, first=first, rules=rules))
-        stop = min(best.descriptor.layer_range.stop, span.stop)
-        hops.append(RouteHop(best.descriptor, LayerRange(cursor, stop)))
+        stop = _stop(cursor, min(best.descriptor.layer_range.stop, span.stop), rules)
+        _extend(hops, RouteHop(best.descriptor, LayerRange(cursor, stop)))
         cursor = stop
     if len(hops) > rules.max_shards:
         raise NoRoute(
@@ -100,6 +118,19 @@ def missing_layers(candidates: Sequence[Candidate], span: LayerRange) -> list[La
     return missing
 
 
+def _stop(cursor: int, stop: int, rules: CoverRules) -> int:
+    """The end of a hop from `cursor`: where home begins or ends, at the latest at `stop`."""
+    here = rules.keeps(cursor)
+    return next((layer for layer in range(cursor, stop) if rules.keeps(layer) != here), stop)
+
+
+def _extend(hops: list[RouteHop], hop: RouteHop) -> None:
+    """Put a hop behind the others, as one with the last where both are of one shard."""
+    if hops and key_of(hops[-1].shard) == key_of(hop.shard):
+        hop = RouteHop(hop.shard, LayerRange(hops.pop().layers.start, hop.layers.stop))
+    hops.append(hop)
+
+
 def _rank(
     candidate: Candidate, *, first: bool, rules: CoverRules
 ) -> tuple[int, bool, int, float, int, str]:
@@ -113,6 +144,15 @@ def _rank(
         candidate.hop_weight,
         -candidate.descriptor.layer_range.stop,
         candidate.descriptor.host,
+    )
+
+
+def _not_at_home(layer: int, rules: CoverRules) -> NoRoute:
+    part = next(part for part in rules.home if layer in part)
+    return NoRoute(
+        f"layers {part} have to run on this machine (routing.keep_first and keep_last), which has"
+        " not loaded them.",
+        fix="See `hearthnet status` for the reason; free memory, or keep fewer layers.",
     )
 
 

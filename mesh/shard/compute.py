@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mesh.errors import DeviceFailed, MeshError
+from mesh.shard.hooks import Hook
 from mesh.shard.kv import SessionCache
 from mesh.shard.memory import trim_heap
 from mesh.shard.runtime import SpanRuntime, StepInput
@@ -68,6 +69,7 @@ class PendingStep:
     tensor: WireTensor
     wire_dtype: WireDtype
     done: Callable[[Outcome], None]
+    hooks: tuple[Hook, ...] = ()
     cancelled: bool = False
     accepted_at: float = field(default_factory=time.perf_counter)
     compute_s: float = 0.0
@@ -108,7 +110,7 @@ class PendingStep:
             self.inputs = to_torch(self.tensor).to(runtime.device, runtime.dtype)
         first = self.rows_done
         piece = self.inputs[:, first : first + self.piece_rows]
-        return StepInput(self.cache, self.position + first, piece)
+        return StepInput(self.cache, self.position + first, piece, self.hooks)
 
 
 @dataclass(slots=True)

@@ -3,14 +3,16 @@
 Takes commands from the daemon's channel, one after the other, and serves askers on its own
 listener. Its event loop serves nothing but hops, so that a short decode step may be computed on it.
 
-Commands: ``start``, ``tls``, ``load``, ``unload``, ``pause``, ``stop``. Answers: ``listening``,
-``loaded``, ``unloaded``, ``paused``, ``failed``, and ``health`` every second and on every change.
+Commands: ``start``, ``tls``, ``tokens``, ``load``, ``unload``, ``pause``, ``stop``. Answers:
+``listening``, ``loaded``, ``unloaded``, ``paused``, ``failed``, and ``health`` every second and on
+every change.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -19,15 +21,18 @@ from typing import Any
 
 import psutil
 
-from mesh.errors import BadRequest, MeshError, UntrustedPeer
+from mesh.clock import SystemClock
+from mesh.errors import BadRequest, LinkLost, MeshError, UntrustedPeer
 from mesh.identity.tls import TlsContexts, TlsMaterial, require_node
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.device import choose_device, choose_threads
 from mesh.shard.loading import HostedOn, LoadedShard, ShardRequest, load_shard
+from mesh.shard.permits import Permits
+from mesh.shard.recording import HarvestShelf
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
 from mesh.shard.settings import ShardSettings
-from mesh.shard.taps.server import TapServer
+from mesh.shard.taps.server import TapServer, TapSettings
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId, ShardDescriptor, ShardId, shard_id
 from mesh.wire.connection import WebSocketLink
@@ -56,16 +61,22 @@ class ShardProcess:
         self._listener: LinkServer | None = None
         self._tls: TlsContexts | None = None
         self._members: list[bytes] | None = None
+        self._revoked: frozenset[str] = frozenset()
         self._members_changed = asyncio.Event()
 
     def receive(self, command: ChannelMessage) -> None:
         """One map from the daemon; more than a few unanswered ones are refused.
 
-        Who may come in is not put behind a shard that takes its time to load.
+        Who may come in, and which tokens hold, is not put behind a shard that takes its time to
+        load.
         """
         if command.get("op") == "tls":
             self._members = [bytes(der) for der in command["members"]]
             self._members_changed.set()
+            return
+        if command.get("op") == "tokens":
+            self._revoked = frozenset(map(str, command["revoked"]))
+            self._service.revoke(self._revoked)
             return
         try:
             self._commands.put_nowait(command)
@@ -92,6 +103,8 @@ class ShardProcess:
                 await self._listener.close()
             if self._queue is not None:
                 self._queue.close()
+            if self._service.shelf is not None:
+                self._service.shelf.close()
 
     async def _obey(self, command: ChannelMessage) -> None:
         obey: dict[str, Callable[[ChannelMessage], Awaitable[ChannelMessage]]] = {
@@ -126,11 +139,14 @@ class ShardProcess:
         host, port = str(command["listen_host"]), int(command["listen_port"])
         material = TlsMaterial.from_fields(command["tls"])
         self._tls = await asyncio.to_thread(TlsContexts, material)
+        self._service.permits = Permits(self._tls, SystemClock())
+        self._service.revoke(self._revoked)
         self._listener = await serve(
             host, port, accept=self._accept, hello=hello, ssl=self._tls.server
         )
         self._members_changed.set()
         self._queue = DeviceQueue(threads.value)
+        self._service.shelf = _shelf(command, NodeId(hello.node_id))
         self._cache_dir = command.get("cache_dir")
         self._place = HostedOn(
             NodeId(hello.node_id),
@@ -176,7 +192,8 @@ class ShardProcess:
         )
         server.on_change(self._changed.set)
         await server.start()
-        self._service.add(server, TapServer(server, loaded.load_plain, queue))
+        taps = TapSettings.of(asked, request.settings.kv_tokens)
+        self._service.add(server, TapServer(server, loaded.load_plain, queue, taps))
         self._changed.set()
         return _loaded(loaded)
 
@@ -194,7 +211,8 @@ class ShardProcess:
 
     def _tell_askers(self, notice: Drain) -> None:
         for link in self._listener.links if self._listener is not None else ():
-            link.send(notice)
+            with contextlib.suppress(LinkLost):  # then it needs no telling
+                link.send(notice)
 
     async def _drain(self, grace_s: float) -> None:
         """Take no new sessions; give running ones `grace_s` to end."""
@@ -219,7 +237,7 @@ class ShardProcess:
             self._changed.clear()
             rss_mb = psutil.Process().memory_info().rss / 2**20
             shards = [await _health(server, rss_mb) for server in self._service.servers]
-            self._say({"op": "health", "shards": shards})
+            self._say({"op": "health", "shards": shards, "sessions": self._service.sessions()})
 
     def _accept(self, link: WebSocketLink) -> LinkHandler:
         require_node(link.peer_certificate, link.peer.node_id)
@@ -242,6 +260,12 @@ class ShardProcess:
     def _say(self, message: ChannelMessage) -> None:
         if self._channel is not None:
             self._channel.send(message)
+
+
+def _shelf(command: ChannelMessage, own: NodeId) -> HarvestShelf | None:
+    directory = command.get("harvest_dir")
+    limit_bytes = int(command.get("harvest_mb") or 0) << 20
+    return HarvestShelf(Path(directory), limit_bytes, own) if directory else None
 
 
 def _shard_request(asked: dict[str, Any], cache_dir: str | None) -> ShardRequest:
@@ -313,4 +337,5 @@ async def _main() -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+    gc.freeze()  # what was imported stays: loading need not search it for garbage
     asyncio.run(_main())

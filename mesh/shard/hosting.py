@@ -55,6 +55,7 @@ class ShardHost:
     """Runs the shard process and keeps the list of what it serves.
 
     `shards` are advertised; `private` ones were loaded with `ensure`, for this node alone.
+    `sessions` says who has which session open here, as `ShardService.sessions`.
     """
 
     def __init__(self, spec: HostSpec, on_change: Callable[[], None]) -> None:
@@ -63,6 +64,7 @@ class ShardHost:
         self.private: dict[ShardId, HostedShard] = {}
         self.failed: dict[ShardId, MeshError] = {}
         self.reasons: list[str] = []
+        self.sessions: list[dict[str, Any]] = []
         self.port: int | None = None
         self._on_change = on_change
         self._child: Child | None = None
@@ -71,6 +73,7 @@ class ShardHost:
         self._settled = asyncio.Event()
         self._listening = asyncio.Event()
         self._is_stopping = False
+        self._revoked: list[str] = []
         self._wanted_privately: dict[ShardId, asyncio.Future[HostedShard]] = {}
 
     def start(self) -> None:
@@ -80,6 +83,11 @@ class ShardHost:
         self._task = asyncio.create_task(
             run_again(self._run_child, "shard host", lambda: self._is_stopping), name="shard host"
         )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process was started and is to run."""
+        return self._task is not None and not self._is_stopping
 
     async def wait_settled(self) -> None:
         """Until every shard has loaded or failed. Raises the first failure."""
@@ -130,6 +138,11 @@ class ShardHost:
         self.spec = replace(self.spec, start={**self.spec.start, "tls": tls})
         self._tell({"op": "tls", "members": list(members)})
 
+    def revoke_tokens(self, token_ids: Sequence[str]) -> None:
+        """Exactly these tokens are revoked: sessions that were opened with one of them end."""
+        self._revoked = list(token_ids)
+        self._tell({"op": "tokens", "revoked": self._revoked})
+
     async def drain(self, grace_s: float) -> None:
         """Have running sessions move elsewhere; wait up to `grace_s` until the last has ended.
 
@@ -172,12 +185,14 @@ class ShardHost:
         if self.port is not None:
             # Peers know the old endpoint; coming back on it spares them an advertisement.
             start["listen_port"] = self.port
+        self._tell({"op": "tokens", "revoked": self._revoked})
         self._tell({"op": "start", **start})
 
     async def _end_child(self) -> None:
         child, self._child = self._child, None
         self.shards.clear()
         self.private.clear()
+        self.sessions = []
         self._listening.clear()
         ended = InternalError("the shard process ended.", fix="It starts again; try again.")
         for future in self._wanted_privately.values():
@@ -209,6 +224,7 @@ class ShardHost:
             case "failed":
                 self._failed(message)
             case "health":
+                self.sessions = message["sessions"]
                 for fields in message["shards"]:
                     self._health(fields)
 

@@ -9,11 +9,20 @@ import sys
 import torch
 
 
+def settle() -> None:
+    """Return what loading left over, and keep what is alive now out of later collections.
+
+    Collections stop the loop during decode; what was loaded or imported is no garbage by then.
+    """
+    gc.collect()
+    gc.freeze()
+    trim_heap()
+
+
 def release_memory() -> None:
-    """Return what was freed, after weights were repacked or dropped. Takes a tenth of a second."""
+    """Return what was freed after weights were dropped. Takes a tenth of a second."""
     gc.unfreeze()
     gc.collect()
-    # What is alive now stays: collections during decode, which stop the loop, may skip it.
     gc.freeze()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mesh.errors import BadRequest
+from mesh.shard.hooks import Hook, Placed, hooked
 from mesh.shard.kv import BatchCache, SessionCache
 from mesh.shard.linear import choose_kernels
-from mesh.shard.memory import release_memory
+from mesh.shard.memory import settle
 from mesh.shard.selfcheck import choose_attention, rope_types
-from mesh.shard.views import layer_view
+from mesh.shard.views import layer_list_name, layer_view
 from mesh.types import LayerRange
 
 if TYPE_CHECKING:
@@ -32,11 +33,13 @@ class StepInput:
     """`hidden` (1, rows, hidden) for the positions from `position` on, of the session of `cache`.
 
     What the cache holds beyond `position` is forgotten; `position` beyond its end is refused.
+    `hooks` see the session's own rows on their way through the layers.
     """
 
     cache: SessionCache
     position: int
     hidden: torch.Tensor
+    hooks: tuple[Hook, ...] = ()
 
 
 class SpanRuntime:
@@ -67,13 +70,19 @@ class SpanRuntime:
         self.batched = attention.batched and not batch_invariant
         self.kernels = f"{kernels.name}+{attention.name}" + ("+alone" if not self.batched else "")
         self.reasons = (kernels.reason, attention.reason)
-        release_memory()
+        settle()
         self._views: dict[LayerRange, nn.Module] = {}
         self._ropes = _DynamicRopes(self._module)
 
     def new_cache(self, max_tokens: int) -> SessionCache:
         """An empty cache for a session on any layers of this span."""
         return SessionCache(len(self.layers), max_tokens)
+
+    def layer(self, number: int) -> nn.Module:
+        """The decoder layer of that number in the whole model; LookupError when not here."""
+        layers: Any = self._module.get_submodule(layer_list_name(self._module))
+        module: nn.Module = layers[number - self.layers.start]
+        return module
 
     @torch.inference_mode()
     def forward(
@@ -104,21 +113,32 @@ class SpanRuntime:
         rows = step.hidden.shape[1]
         first = step.position
         positions = torch.arange(first, first + rows, device=self.device)[None]
-        output = self._run(view, step.hidden, positions, step.cache)
+        placed = [(0, hook) for hook in step.hooks]
+        output = self._run(view, step.hidden, positions, step.cache, placed)
         step.cache.commit(rows)
         return output
 
     def _together(self, view: nn.Module, steps: list[StepInput]) -> list[torch.Tensor]:
         hidden = torch.cat([step.hidden for step in steps])
         positions = torch.tensor([[step.position] for step in steps], device=self.device)
-        output = self._run(view, hidden, positions, BatchCache([step.cache for step in steps]))
+        placed = [(row, hook) for row, step in enumerate(steps) for hook in step.hooks]
+        cache = BatchCache([step.cache for step in steps])
+        output = self._run(view, hidden, positions, cache, placed)
         for step in steps:
             step.cache.commit(1)
         return list(output.tensor_split(len(steps)))
 
     def _run(
-        self, view: nn.Module, hidden: torch.Tensor, positions: torch.Tensor, cache: Any
+        self,
+        view: nn.Module,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Any,
+        placed: Sequence[Placed],
     ) -> torch.Tensor:
+        if placed:
+            with hooked(self.layer, placed):
+                return self._run(view, hidden, positions, cache, ())
         self._ropes.reset()
         output: torch.Tensor = view(
             inputs_embeds=hidden.to(self.device, self.dtype),

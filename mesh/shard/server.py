@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from mesh.clock import Clock, SystemClock
 from mesh.errors import BadRequest, MeshError, NoRoute, WeightsMismatch, from_dict
 from mesh.shard.batcher import DeviceQueue
-from mesh.shard.compute import Outcome, PendingStep
+from mesh.shard.compute import Lane, Outcome, PendingStep
 from mesh.shard.residence import Residence
 from mesh.shard.sessions import Place, Reply, Session, SessionTable, gone
 from mesh.shard.settings import ShardSettings
-from mesh.types import LayerRange, ShardDescriptor, ShardHealth
+from mesh.shard.steering import Steering
+from mesh.types import Edit, LayerRange, ShardDescriptor, ShardHealth
 from mesh.wire.messages import Failure, Open, Result, Step
 
 if TYPE_CHECKING:
+    from mesh.shard.recording import Recording
     from mesh.shard.runtime import SpanRuntime
 
 _RECENT_STEPS = 256
@@ -30,12 +32,13 @@ _RECENT_STEPS = 256
 
 @dataclass(frozen=True, slots=True)
 class ShardLoad:
-    """What a shard holds right now."""
+    """What a shard holds right now. `kv_mb` is what the caches' buffers take."""
 
     loaded: bool
     parked: int
     kv_tokens_used: int
     kv_tokens: int
+    kv_mb: float
 
 
 class ShardServer:
@@ -106,42 +109,50 @@ class ShardServer:
             table.parked,
             table.kv_tokens_used,
             self.settings.kv_tokens,
+            table.kv_bytes / 2**20,
         )
 
-    def admit(self, request: Open) -> Session:
-        """Take a stream and cache room for a new session, at once.
+    def admit(
+        self, request: Open, edits: Sequence[Edit] = (), recording: Recording | None = None
+    ) -> Session:
+        """Take a stream and cache room for a new session, at once; `edits` steer it, `recording`
+        writes down what it computes.
 
         It can be used after `opened`. Raises WeightsMismatch, NoRoute (layers or model not here),
-        BadRequest, Busy or CacheFull, and has then changed nothing.
+        BadRequest, BadSteering, Busy or CacheFull, and has then changed nothing.
         """
-        layers = self._check_open(request)
-        session = Session(request.session, layers, request.max_tokens, request.wire_dtype)
+        steering = Steering.check(edits, self._check_open(request), self._hidden_size)
+        session = Session(request, steering, recording)
+        lane = self._residence.lane
+        place = _place(lane, session) if lane is not None and recording is None else None
         for evicted in self._sessions.admit(session):
             self._abandon(evicted, gone())
         self._queue.sessions += 1
         self._residence.keep()
-        lane = self._residence.lane
-        if lane is not None:
-            session.place = Place(lane, lane.runtime.new_cache(session.max_tokens))
+        session.place = place
         self._residence.changed()
         return session
 
     async def opened(self, session: Session) -> None:
         """Wait until the weights are here and `session` can compute.
 
-        Raises what loading raises (the session is then freed) and SessionGone when it was closed
-        meanwhile.
+        Raises what loading raises, BadSteering and DiskFull (the session is then freed), and
+        SessionGone when it was closed meanwhile.
         """
         if session.place is not None:
             return
         try:
             lane = await self._residence.acquire()
+            place = _place(lane, session)
+            if session.recording is not None:
+                taps = await session.recording.start(lane.runtime, session.layers)
+                place = replace(place, hooks=(*place.hooks, *taps))
         except BaseException:
             self.close(session)
             raise
         if session.closed:
             raise gone()
-        session.place = Place(lane, lane.runtime.new_cache(session.max_tokens))
+        session.place = place
 
     def submit(self, session: Session, step: Step, reply: Reply) -> None:
         """Compute `step`; `reply` gets its Result or Failure, on the event loop, perhaps right now.
@@ -161,8 +172,16 @@ class ShardServer:
         session.last_step = step.step
         session.end = step.position + step.tensor.shape[1]
         self._queue_depth += 1
-        if session.pending is None:
+        if len(session.waiting) == 1:
             self._begin(session, session.place)
+
+    async def seal(self, session: Session) -> list[dict[str, Any]]:
+        """See `Recording.seal`. Raises BadRequest for one that records nothing, or is busy."""
+        if session.recording is None or session.waiting:
+            raise BadRequest(
+                "The session has nothing to seal yet.", fix="Wait for the answers to its steps."
+            )
+        return await session.recording.seal()
 
     async def forward(self, session: Session, step: Step) -> Result:
         """As `submit`, awaited. Raises what a refused or failed step carries."""
@@ -218,6 +237,8 @@ class ShardServer:
         session.closed = True
         if session.lease is not None:
             session.lease.cancel()
+        if session.recording is not None:
+            session.recording.abort()
         self._queue_depth -= len(session.waiting)
         pending = session.pending
         session.forget_waiting()
@@ -240,6 +261,7 @@ class ShardServer:
             step.tensor,
             session.wire_dtype,
             lambda outcome: self._finished(session, place, outcome),
+            place.hooks,
         )
         session.pending = pending
         self._queue.submit(pending)
@@ -249,6 +271,12 @@ class ShardServer:
         if session.closed:
             self._free(session)
             return
+        if session.recording is not None:
+            session.recording.keep(lambda: self._answer(session, place, outcome))
+        else:
+            self._answer(session, place, outcome)
+
+    def _answer(self, session: Session, place: Place, outcome: Outcome) -> None:
         if outcome.tensor is None:
             self._fail_waiting(session, outcome.error or gone())
         else:
@@ -320,6 +348,11 @@ class ShardServer:
     def _note_idle(self) -> None:
         if not any(True for _ in self._sessions):
             self._residence.idle()
+
+
+def _place(lane: Lane, session: Session) -> Place:
+    hooks = session.steering.hooks(lane.runtime)
+    return Place(lane, lane.runtime.new_cache(session.max_tokens), hooks)
 
 
 def _quantile(ordered: list[float], share: float) -> float:

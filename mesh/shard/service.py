@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
-from mesh.errors import BadRequest, MeshError, NoRoute
+from mesh.errors import BadRequest, BadSteering, DiskFull, MeshError, NoRoute
+from mesh.models.edits import MAX_TOTAL_BYTES, assemble
+from mesh.models.harvest import HarvestBatch
+from mesh.shard.permits import Permits
+from mesh.shard.recording import HarvestShelf, Recording
 from mesh.shard.server import ShardServer
 from mesh.shard.sessions import Session, gone
 from mesh.shard.taps.link import LinkTaps
 from mesh.shard.taps.server import TapPlace, TapServer
-from mesh.types import ShardId
+from mesh.types import Edit, NodeId, ShardId
 from mesh.wire.link import Link
 from mesh.wire.messages import (
     Close,
@@ -22,24 +28,37 @@ from mesh.wire.messages import (
     Message,
     Open,
     Opened,
+    OpenPart,
     OpenTaps,
     Park,
     Result,
     Resume,
+    Seal,
+    Sealed,
     Step,
 )
 
 logger = logging.getLogger(__name__)
 
 _MAX_SESSIONS_PER_LINK = 1024
+_MAX_PARTLY_OPEN = 8
+
+_Opened = tuple[ShardServer, Session]
 
 
 class ShardService:
-    """Which shards this process serves."""
+    """Which shards this process serves.
+
+    With `permits` every session needs a token; None is for links that prove no identity, which
+    only exist within one process. Harvests are written to the `shelf`, when there is one.
+    """
 
     def __init__(self) -> None:
+        self.permits: Permits | None = None
+        self.shelf: HarvestShelf | None = None
         self._servers: dict[ShardId, ShardServer] = {}
         self._taps: dict[ShardId, TapServer] = {}
+        self._links: set[LinkSessions] = set()
 
     @property
     def servers(self) -> tuple[ShardServer, ...]:
@@ -73,14 +92,32 @@ class ShardService:
 
     def handler(self, link: Link) -> LinkSessions:
         """The handler for a new link."""
-        return LinkSessions(link, self)
+        sessions = LinkSessions(link, self)
+        self._links.add(sessions)
+        return sessions
 
-    def admit(self, request: Open) -> tuple[ShardServer, Session]:
+    def gone(self, sessions: LinkSessions) -> None:
+        """A link has ended."""
+        self._links.discard(sessions)
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """Who has which session open by which token, JSON-able."""
+        return [row for sessions in self._links for row in sessions.rows()]
+
+    def revoke(self, token_ids: frozenset[str]) -> None:
+        """Exactly these tokens are revoked: nobody opens with them, and their sessions end."""
+        if self.permits is not None:
+            self.permits.revoke(token_ids)
+            for sessions in list(self._links):
+                sessions.end_revoked(self.permits)
+
+    def admit(self, request: Open, edits: Sequence[Edit], peer: NodeId) -> _Opened:
         """Open on the first shard that can; raises the error of the best match otherwise."""
         refusal: MeshError | None = None
         for server in self._servers.values():
             try:
-                return server, server.admit(request)
+                recording = self._recording(request, peer)
+                return server, server.admit(request, edits, recording)
             except MeshError as error:
                 # That another shard lacks the layers says less than why this one refused.
                 if refusal is None or isinstance(refusal, NoRoute):
@@ -88,6 +125,14 @@ class ShardService:
         raise refusal or NoRoute(
             "This node serves no shard.", fix="Use another node, or load a shard here."
         )
+
+    def _recording(self, request: Open, peer: NodeId) -> Recording | None:
+        if not request.harvest:
+            return None
+        batch = HarvestBatch.from_fields(request.harvest)
+        if self.shelf is None:
+            raise DiskFull("This process writes no harvests.", fix="Use another node.")
+        return self.shelf.recording(batch, peer)
 
     def admit_taps(self, request: OpenTaps) -> tuple[TapServer, TapPlace]:
         """The same for an intervention session."""
@@ -110,7 +155,9 @@ class LinkSessions:
         self._link = link
         self._service = service
         self._sessions: dict[int, tuple[ShardServer, Session]] = {}
-        self._opening: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._parts: dict[int, bytes] = {}
+        self._tokens: dict[int, str] = {}
         self._taps = LinkTaps(service, self._send)
 
     def message(self, message: Message) -> None:
@@ -126,12 +173,36 @@ class LinkSessions:
 
     def closed(self, error: MeshError | None) -> None:
         """See `LinkHandler.closed`: nobody can use these sessions any more."""
-        for task in self._opening:
+        for task in self._tasks:
             task.cancel()
         for server, session in self._sessions.values():
             server.close(session)
         self._sessions.clear()
         self._taps.closed()
+        self._service.gone(self)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """See `ShardService.sessions`."""
+        peer = self._link.peer
+        return [
+            {
+                "node_id": peer.node_id,
+                "node": peer.node_name,
+                "purpose": "taps" if self._taps.has(number) else "tensors",
+                "token_id": token,
+            }
+            for number, token in self._tokens.items()
+            if number in self._sessions or self._taps.has(number)
+        ]
+
+    def end_revoked(self, permits: Permits) -> None:
+        """End the sessions whose tokens no longer hold."""
+        for number, token_id in list(self._tokens.items()):
+            try:
+                permits.check(token_id)
+            except MeshError as error:
+                self._close(number)
+                self._send(Failure(error.to_dict(), number))
 
     def _step(self, step: Step) -> None:
         try:
@@ -145,18 +216,18 @@ class LinkSessions:
 
     def _control(self, message: Message) -> None:
         match message:
-            case Open():
-                self._open(message)
-            case OpenTaps():
-                self._taps.open(message)
+            case OpenPart():
+                self._take_part(message)
+            case Open() | OpenTaps():
+                self._open_permitted(message)
             case Close():
-                self._taps.close(message.session)
-                known = self._sessions.pop(message.session, None)
-                if known is not None:
-                    known[0].close(known[1])
+                self._close(message.session)
             case Park():
                 server, session = self._find(message.session)
                 server.park(session)
+            case Seal():
+                server, session = self._find(message.session)
+                self._later(self._seal(server, session), "shard-seal")
             case Resume():
                 server, session = self._find(message.session)
                 server.resume(session, message.max_tokens)
@@ -169,7 +240,40 @@ class LinkSessions:
                     fix="Send it on the control link.",
                 )
 
+    def _open_permitted(self, request: Open | OpenTaps) -> None:
+        """The token comes first: without it nothing of what was sent is looked at."""
+        permits = self._service.permits
+        token = permits.take(NodeId(self._link.peer.node_id), request) if permits else None
+        if isinstance(request, Open):
+            self._open(request)
+        else:
+            self._taps.open(request)
+        if token is not None:
+            if len(self._tokens) >= _MAX_SESSIONS_PER_LINK:
+                self._forget_closed()
+            self._tokens[request.session] = token
+
+    def _close(self, number: int) -> None:
+        self._parts.pop(number, None)
+        self._tokens.pop(number, None)
+        self._taps.close(number)
+        known = self._sessions.pop(number, None)
+        if known is not None:
+            known[0].close(known[1])
+
+    def _take_part(self, part: OpenPart) -> None:
+        data = self._parts.pop(part.session, b"") + part.data
+        if len(data) > MAX_TOTAL_BYTES or len(self._parts) >= _MAX_PARTLY_OPEN:
+            raise BadSteering(
+                f"The edits of a session have more than {MAX_TOTAL_BYTES} bytes, or too many"
+                " sessions are being opened.",
+                fix="Attach fewer, or smaller ones.",
+                param="hearthnet.steer",
+            )
+        self._parts[part.session] = data
+
     def _open(self, request: Open) -> None:
+        edits = assemble(request.edits, self._parts.pop(request.session, b""))
         known = self._sessions.get(request.session)
         if known is not None and not known[1].closed:
             raise BadRequest(
@@ -179,14 +283,26 @@ class LinkSessions:
             )
         if len(self._sessions) >= _MAX_SESSIONS_PER_LINK:
             self._forget_closed()
-        server, session = self._service.admit(request)
+        peer = NodeId(self._link.peer.node_id)
+        server, session = self._service.admit(request, edits, peer)
         self._sessions[request.session] = (server, session)
         if session.place is not None:
             self._send(Opened(session.number, session.max_tokens))
             return
-        task = asyncio.create_task(self._finish_open(server, session), name="shard-open")
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
+        self._later(self._finish_open(server, session), "shard-open")
+
+    def _later(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _seal(self, server: ShardServer, session: Session) -> None:
+        try:
+            files = await server.seal(session)
+        except MeshError as error:
+            self._send(Failure(error.to_dict(), session.number))
+            return
+        self._send(Sealed(session.number, files))
 
     async def _finish_open(self, server: ShardServer, session: Session) -> None:
         try:
@@ -206,8 +322,13 @@ class LinkSessions:
 
     def _forget_closed(self) -> None:
         self._sessions = {n: known for n, known in self._sessions.items() if not known[1].closed}
+        self._tokens = {
+            n: token
+            for n, token in self._tokens.items()
+            if n in self._sessions or self._taps.has(n)
+        }
 
-    def _send(self, message: Result | Failure | Opened) -> None:
+    def _send(self, message: Result | Failure | Opened | Sealed) -> None:
         if self._link.is_closed:
             return
         try:

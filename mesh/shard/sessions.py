@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 
 from mesh.errors import BadRequest, Busy, CacheFull, ContextTooLong, SessionGone
 from mesh.shard.settings import ShardSettings
-from mesh.types import LayerRange, WireDtype
-from mesh.wire.messages import Failure, Result, Step
+from mesh.wire.messages import Failure, Open, Result, Step
 
 if TYPE_CHECKING:
     from mesh.shard.compute import Lane, PendingStep
+    from mesh.shard.hooks import Hook
     from mesh.shard.kv import SessionCache
+    from mesh.shard.recording import Recording
+    from mesh.shard.steering import Steering
 
 Reply = Callable[[Result | Failure], None]
 
@@ -31,22 +33,25 @@ _WIRE_DTYPES = frozenset({"fp16", "bf16", "fp32"})
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The loaded span a session runs on, and its cache there."""
+    """The loaded span a session runs on, its cache there, and what steers it."""
 
     lane: Lane
     cache: SessionCache
+    hooks: tuple[Hook, ...] = ()
 
 
 class Session:
     """One generation's state on this shard. Changed only by `ShardServer` and `SessionTable`."""
 
     def __init__(
-        self, number: int, layers: LayerRange, max_tokens: int, wire_dtype: WireDtype
+        self, request: Open, steering: Steering, recording: Recording | None = None
     ) -> None:
-        self.number = number
-        self.layers = layers
-        self.max_tokens = max_tokens
-        self.wire_dtype = wire_dtype
+        self.number = request.session
+        self.layers = steering.layers
+        self.max_tokens = request.max_tokens
+        self.wire_dtype = request.wire_dtype
+        self.steering = steering
+        self.recording = recording
         self.place: Place | None = None
         """Set once the session is open."""
         self.waiting: deque[tuple[Step, Reply]] = deque()
@@ -144,6 +149,11 @@ class SessionTable:
     def kv_tokens_used(self) -> int:
         """The sum of `max_tokens` over all sessions."""
         return sum(session.max_tokens for session in self)
+
+    @property
+    def kv_bytes(self) -> int:
+        """What the caches of all sessions take on the device now."""
+        return sum(s.place.cache.allocated_bytes for s in self if s.place is not None)
 
     def __iter__(self) -> Iterator[Session]:
         return iter([*self._active, *self._parked])

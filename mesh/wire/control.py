@@ -21,14 +21,19 @@ from mesh.wire.messages import (
     Close,
     Drain,
     Failure,
+    FileAsk,
+    FilePart,
     Gossip,
     Hello,
     Message,
     Open,
     Opened,
+    OpenPart,
     OpenTaps,
     Park,
     Resume,
+    Seal,
+    Sealed,
 )
 
 MAX_DEPTH = 12
@@ -62,6 +67,10 @@ def _mappings(value: object) -> bool:
     return type(value) is list and all(type(item) is dict for item in value)
 
 
+def _bytes(value: object) -> bool:
+    return type(value) is bytes
+
+
 _DTYPES = frozenset(WireDtype)
 
 _SESSION: dict[str, Check] = {"session": _uint32}
@@ -80,25 +89,31 @@ _LAYOUT: dict[FrameType, tuple[type[Message], dict[str, Check]]] = {
             "session": _uint32, "model_id": _text(512), "weights_sha256": _text(128),
             "start": _uint32, "stop": _uint32, "max_tokens": _uint32,
             "wire_dtype": lambda value: type(value) is str and value in _DTYPES,
+            "edits": _mappings, "harvest": _mapping, "token": _text(2048),
         },
     ),
+    FrameType.OPEN_PART: (OpenPart, {"session": _uint32, "data": _bytes}),
     FrameType.OPEN_TAPS: (
         OpenTaps,
         {
             "session": _uint32, "model_id": _text(512), "weights_sha256": _text(128),
-            "start": _uint32, "stop": _uint32,
+            "start": _uint32, "stop": _uint32, "token": _text(2048),
         },
     ),
     FrameType.OPENED: (Opened, {"session": _uint32, "max_tokens": _uint32}),
     FrameType.PARK: (Park, _SESSION),
     FrameType.RESUME: (Resume, {"session": _uint32, "max_tokens": _uint32}),
     FrameType.CLOSE: (Close, _SESSION),
+    FrameType.SEAL: (Seal, _SESSION),
+    FrameType.SEALED: (Sealed, {"session": _uint32, "files": _mappings}),
     FrameType.FAILURE: (
         Failure, {"error": _mapping, "session": _optional_uint32, "step": _optional_uint32}
     ),
     FrameType.DRAIN: (Drain, {"reason": _text(1024)}),
     FrameType.GOSSIP: (Gossip, {"body": _mapping}),
-    FrameType.ADVERTISE: (Advertise, {"shards": _mappings, "node": _mapping}),
+    FrameType.FILE_ASK: (FileAsk, {"number": _uint32, "sha256": _text(64), "offset": _uint32}),
+    FrameType.FILE_PART: (FilePart, {"number": _uint32, "data": _bytes}),
+    FrameType.ADVERTISE: (Advertise, {"body": _bytes, "signature": _bytes}),
 }  # fmt: skip
 
 _TYPE_OF: dict[type, FrameType] = {message: kind for kind, (message, _) in _LAYOUT.items()}

@@ -43,6 +43,11 @@ class FrameType(IntEnum):
     DRAIN = 0x19
     OPEN_TAPS = 0x1A
     GOSSIP = 0x1B
+    OPEN_PART = 0x1C
+    FILE_ASK = 0x1D
+    FILE_PART = 0x1E
+    SEAL = 0x1F
+    SEALED = 0x20
 
 
 class FrameFlags(IntFlag):
@@ -63,6 +68,8 @@ _CONTROL = frozenset(
         FrameType.NACK, FrameType.HELLO, FrameType.BYE, FrameType.OPEN, FrameType.OPENED,
         FrameType.PARK, FrameType.RESUME, FrameType.CLOSE, FrameType.FAILURE, FrameType.ADVERTISE,
         FrameType.DRAIN, FrameType.OPEN_TAPS, FrameType.GOSSIP,
+        FrameType.OPEN_PART, FrameType.FILE_ASK, FrameType.FILE_PART,
+        FrameType.SEAL, FrameType.SEALED,
     }
 )  # fmt: skip
 _KNOWN_FLAGS = COMPRESSED | FINAL | GRADIENT

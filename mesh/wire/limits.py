@@ -37,7 +37,7 @@ class Limits:
     ping_interval_s: float = 5.0
     silence_s: float = 20.0
     handshake_s: float = 5.0
-    half_open: int = 64
+    half_open: int = 256
     half_open_per_host: int = 16
 
     @property

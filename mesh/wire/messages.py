@@ -67,8 +67,21 @@ class Pong:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenPart:
+    """Bytes that the next `Open` of this session speaks of; those of several parts are joined."""
+
+    session: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
-    """Ask for a session on layers [start, stop) of a checkpoint, up to `max_tokens` positions."""
+    """Ask for a session on layers [start, stop) of a checkpoint, up to `max_tokens` positions.
+
+    `edits` are changes of hidden states, see `mesh.models.edits`; what they consist of has come
+    before in `OpenPart`s. `token` says that the sender may, see `mesh.shard.permits`.
+    `harvest`, a batch as `mesh.models.harvest` has it, is what the hop writes to its own disk.
+    """
 
     session: int
     model_id: str
@@ -77,6 +90,9 @@ class Open:
     stop: int
     max_tokens: int
     wire_dtype: WireDtype
+    edits: list[dict[str, Any]] = field(default_factory=list)
+    token: str = ""
+    harvest: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +107,8 @@ class Opened:
 class OpenTaps:
     """Ask for an intervention session on layers [start, stop) of a checkpoint.
 
-    Answered with `Opened` or `Failure`. Its steps are bytes, see `mesh.shard.taps.server`.
+    Answered with `Opened` or `Failure`. Its steps are bytes, see `mesh.shard.taps.server`. `token`
+    as in `Open`.
     """
 
     session: int
@@ -99,6 +116,7 @@ class OpenTaps:
     weights_sha256: str
     start: int
     stop: int
+    token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +159,21 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class Seal:
+    """All rows of the session's harvest were sent. Answered with `Sealed` or `Failure`."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The harvest is on the hop's disk: module, file, rows, dtype, sha256 and more of each file."""
+
+    session: int
+    files: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Free the session now; a running step's result is dropped. Never answered."""
 
@@ -158,10 +191,13 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Advertise:
-    """All shards the sender serves now, encoded by `mesh.discovery`; replaces the last one."""
+    """All shards the sender serves now, as it signed them; replaces the last one.
 
-    shards: list[dict[str, Any]]
-    node: dict[str, Any] = field(default_factory=dict)
+    See `mesh.events.ephemera` for the form, `mesh.discovery.notices` for what it says.
+    """
+
+    body: bytes
+    signature: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +205,23 @@ class Gossip:
     """Something about the event log, as `mesh.events.messages` writes and reads it."""
 
     body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FileAsk:
+    """Ask another daemon for a part of the steering edit whose file has this hash."""
+
+    number: int
+    sha256: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """The answer to the `FileAsk` of this number; empty when there is nothing to give."""
+
+    number: int
+    data: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +235,6 @@ class Drain:
 
 
 Message = (
-    Hello | Bye | Ping | Pong | Open | OpenTaps | Opened | Step | Result | Park | Resume | Close
-    | Failure | Advertise | Gossip | Drain
+    Hello | Bye | Ping | Pong | OpenPart | Open | OpenTaps | Opened | Step | Result | Park | Resume
+    | Seal | Sealed | Close | Failure | Advertise | Gossip | FileAsk | FilePart | Drain
 )  # fmt: skip

@@ -11,7 +11,6 @@ import asyncio
 import errno
 import socket
 import ssl as tls
-from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
@@ -27,6 +26,9 @@ from mesh.wire.messages import Hello
 from mesh.wire.protocol import TensorSession
 
 _BACKLOG = 128
+
+_Place = tuple[str, asyncio.Transport]
+"""A half-open connection: the address that it comes from, and its TCP side."""
 
 
 async def connect(
@@ -124,8 +126,8 @@ class LinkServer:
         self._hello = hello
         self._ssl = ssl
         self._listener: asyncio.Server | None = None
-        self._half_open: Counter[str] = Counter()
-        self._hosts: dict[WebSocketLink, str] = {}  # of the links that are not open yet
+        self._half_open: dict[str, dict[asyncio.Transport, None]] = {}  # by host, oldest first
+        self._knocking: dict[WebSocketLink, _Place] = {}  # links that are not open yet
         self._open: set[WebSocketLink] = set()
         self._doors: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
@@ -141,7 +143,7 @@ class LinkServer:
     @property
     def half_open(self) -> int:
         """Connections that did not say hello yet."""
-        return self._half_open.total()
+        return sum(map(len, self._half_open.values()))
 
     async def close(self, timeout_s: float = 3.0) -> None:
         """Stop listening, say bye on every link, wait until all are gone; cut what remains."""
@@ -149,12 +151,12 @@ class LinkServer:
             self._listener.close()
         for task in self._doors:
             task.cancel()
-        remaining = [*self._open, *self._hosts]
+        remaining = [*self._open, *self._knocking]
         for link in remaining:
             link.close("The server stops.")
         try:
             async with asyncio.timeout(timeout_s):
-                while self._open or self._hosts or self._doors:
+                while self._open or self._knocking or self._doors:
                     self._idle.clear()
                     await self._idle.wait()
         except TimeoutError:
@@ -173,30 +175,37 @@ class LinkServer:
         return _Door(self)
 
     def enter(self, door: _Door, transport: asyncio.Transport) -> None:
-        """Count a TCP connection as half-open and go on with it, or cut it."""
+        """Count a TCP connection as half-open and go on with it."""
         peer = transport.get_extra_info("peername")
-        host = str(peer[0]) if peer else ""
-        if (
-            self._half_open.total() >= self.limits.half_open
-            or self._half_open[host] >= self.limits.half_open_per_host
-        ):
-            transport.abort()
-            return
-        self._half_open[host] += 1
+        place = (str(peer[0]) if peer else "", transport)
+        self._make_room(place[0])
+        self._half_open.setdefault(place[0], {})[transport] = None
         if self._ssl is None:
-            self._make_link(host, transport, door)
+            self._make_link(place, transport, door)
             return
         transport.pause_reading()
-        task = asyncio.create_task(
-            self._encrypt(host, transport, door, self._ssl), name="link-tls-handshake"
-        )
+        task = asyncio.create_task(self._encrypt(place, door, self._ssl), name="link-tls-handshake")
         self._doors.add(task)
         task.add_done_callback(self._door_closed)
 
-    async def _encrypt(
-        self, host: str, transport: asyncio.Transport, door: _Door, ssl: tls.SSLContext
-    ) -> None:
+    def _make_room(self, host: str) -> None:
+        """Cut the oldest half-open connection of whoever has the most, when there are too many.
+
+        Whoever means it is through its handshake in milliseconds; those that fill the room are the
+        ones that stay. So a flood cuts its own connections, not those of a peer that comes back.
+        """
+        crowd = host
+        if len(self._half_open.get(host, ())) < self.limits.half_open_per_host:
+            if self.half_open < self.limits.half_open:
+                return
+            crowd = max(self._half_open, key=lambda each: len(self._half_open[each]))
+        oldest = next(iter(self._half_open[crowd]))
+        self._leave((crowd, oldest))
+        oldest.abort()
+
+    async def _encrypt(self, place: _Place, door: _Door, ssl: tls.SSLContext) -> None:
         loop = asyncio.get_running_loop()
+        transport = place[1]
         secured: asyncio.Transport | None = None
         try:
             secured = await loop.start_tls(
@@ -207,16 +216,16 @@ class LinkServer:
             pass  # a stranger or a broken connection; the TLS layer has closed it
         finally:
             if secured is None:
-                self._leave(host)
+                self._leave(place)
                 transport.abort()
         if secured is not None:
-            self._make_link(host, secured, door)
+            self._make_link(place, secured, door)
 
-    def _make_link(self, host: str, transport: asyncio.Transport, door: _Door) -> None:
+    def _make_link(self, place: _Place, transport: asyncio.Transport, door: _Door) -> None:
         websocket = ServerProtocol(max_size=self.limits.message_bytes)
         session = TensorSession(self._hello(), self.limits)
         link = WebSocketLink(websocket, session, self._accept, self._settled)
-        self._hosts[link] = host
+        self._knocking[link] = place
         transport.set_protocol(link)
         link.connection_made(transport)
         if door.early:
@@ -224,19 +233,21 @@ class LinkServer:
 
     def _settled(self, link: WebSocketLink) -> None:
         """A link opened or is gone."""
-        host = self._hosts.pop(link, None)
-        if host is not None:
-            self._leave(host)
+        place = self._knocking.pop(link, None)
+        if place is not None:
+            self._leave(place)
         if link.is_gone:
             self._open.discard(link)
             self._idle.set()
         else:
             self._open.add(link)
 
-    def _leave(self, host: str) -> None:
-        self._half_open[host] -= 1
-        if not self._half_open[host]:
-            del self._half_open[host]
+    def _leave(self, place: _Place) -> None:
+        host, transport = place
+        half_open = self._half_open.get(host, {})
+        half_open.pop(transport, None)
+        if not half_open:
+            self._half_open.pop(host, None)
 
     def _door_closed(self, task: asyncio.Task[None]) -> None:
         self._doors.discard(task)

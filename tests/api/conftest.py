@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 import httpx
 import pytest
 import pytest_asyncio
+from starlette.applications import Starlette
 
 from mesh.api.app import create_app
 from mesh.api.server import ApiServer, serve_api
 from mesh.api.services import ApiSettings
+from mesh.identity.api_keys import ApiKeys
 from tests.fakes import ScriptedGenerations, ScriptedView
 
 SETTINGS = ApiSettings(ping_s=0.05, max_body_bytes=10_000, body_timeout_s=0.3)
@@ -30,6 +32,8 @@ class Served:
 
     generations: ScriptedGenerations = field(default_factory=ScriptedGenerations)
     view: ScriptedView = field(default_factory=ScriptedView)
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    app: Starlette = field(init=False)
     server: ApiServer = field(init=False)
 
     @property
@@ -41,9 +45,9 @@ class Served:
 async def serving(settings: ApiSettings = SETTINGS) -> AsyncIterator[Served]:
     """Run an API with these settings on a free loopback port."""
     served = Served()
-    app = create_app(served.generations, served.view, settings)
+    served.app = create_app(served.generations, served.view, settings, api_keys=served.keys)
     # What a bind beyond loopback does to the checks is in the settings; the socket stays local.
-    served.server = await serve_api(app, "127.0.0.1", 0)
+    served.server = await serve_api(served.app, "127.0.0.1", 0)
     try:
         yield served
     finally:
@@ -75,4 +79,4 @@ async def http(api: Served) -> AsyncIterator[httpx.AsyncClient]:
 
 def with_key(key: str, host: str = "127.0.0.1") -> ApiSettings:
     """Settings with a key, as if bound to `host`."""
-    return replace(SETTINGS, api_key=key, host=host)
+    return replace(SETTINGS, api_key=key, host=host, keyless=False)

@@ -60,6 +60,14 @@ async def test_web_pages_of_other_origins_are_refused(http: httpx.AsyncClient, a
             assert "access-control-allow-origin" not in response.headers
 
 
+async def test_what_a_foreign_page_loads_without_naming_its_origin_is_refused(
+    http: httpx.AsyncClient,
+) -> None:
+    for site, status in [("same-origin", 200), ("none", 200), ("cross-site", 403), ("", 403)]:
+        response = await http.get("/v1/models", headers={"Sec-Fetch-Site": site})
+        assert response.status_code == status, site
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", ANYWHERE])
 async def test_key_guards_everything_but_healthz(host: str) -> None:
     async with (
@@ -76,6 +84,17 @@ async def test_key_guards_everything_but_healthz(host: str) -> None:
                 assert response.json()["error"]["code"] == "unauthorized"
         headers = {"Authorization": f"bearer {KEY}"}
         assert (await http.get("/v1/models", headers=headers)).status_code == 200
+
+
+async def test_results_need_their_url_and_no_key() -> None:
+    async with (
+        serving(with_key(KEY)) as api,
+        httpx.AsyncClient(base_url=api.url, trust_env=False) as http,
+    ):
+        assert (await http.get("/result/x")).status_code == 404  # nobody serves results here
+        foreign = {"Origin": "http://evil.example"}
+        assert (await http.get("/result/x", headers=foreign)).status_code == 403
+        assert (await http.get("/results")).status_code == 401
 
 
 async def test_lan_bind_answers_to_any_host_name_with_the_key() -> None:

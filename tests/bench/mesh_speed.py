@@ -155,7 +155,10 @@ def _shard_facts(node: LocalNode) -> dict[str, Any]:
         "load_ms": round(facts["load_ms"], 1),
         "bytes_read_mb": round(facts["bytes_read"] / 2**20, 1),
         "rss_mb": round(facts["rss_mb"], 1),
-        "beyond_weights_mb": round(facts["rss_mb"] - shard["vram_required_mb"], 1),
+        "kv_mb": round(facts["kv_mb"], 1),
+        "beyond_weights_and_kv_mb": round(
+            facts["rss_mb"] - shard["vram_required_mb"] - facts["kv_mb"], 1
+        ),
     }
 
 

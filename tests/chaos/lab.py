@@ -42,6 +42,7 @@ from mesh.types import (
 )
 from tests import secure
 from tests.chaos.proxy import Proxy
+from tests.fakes import no_judge
 
 MODEL = ModelId("builtin")
 SPANS = ("0-2", "3-5", "6-7", "0-3", "4-7", "2-4", "1-5", "5-7", "0-7")
@@ -127,7 +128,7 @@ class Lab:
             fallback_after=2,
             spot_check_probability=spot_checks,
         )
-        engine = Engine(self.model, NodeId("asker"), settings, _nobody, secure.dial)
+        engine = Engine(self.model, NodeId("asker"), settings, _nobody, no_judge, secure.dial)
         engine.shards.replace(shards)
         watch = asyncio.create_task(engine.watch_stalls(), name="watch stalls")
         try:

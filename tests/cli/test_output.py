@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -13,8 +14,9 @@ import pytest
 
 from mesh import errors
 from mesh.cli.output import one_line, print_table, printable, report
-from mesh.cli.up import with_api_key
+from mesh.cli.up import make_first_key
 from mesh.config import Config
+from mesh.identity.api_keys import ApiKeys, Scope
 from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord, read_daemon
 from tests.cli.conftest import COMMAND
@@ -68,18 +70,20 @@ def test_open_api_gets_one_key_that_is_kept(
 ) -> None:
     paths = StatePaths(tmp_path / "state").create()
     assert stat.S_IMODE(paths.root.stat().st_mode) == 0o700
-    local = Config(state_dir=paths.root)
-    assert with_api_key(local, paths) is local
-    opened = Config(state_dir=paths.root, api_host="192.0.2.7")
-    first = with_api_key(opened, paths)
-    assert first.api_key is not None
-    assert first.api_key in capsys.readouterr().err
-    assert Config(api_key=first.api_key).api_key == first.api_key  # passes its own check
-    assert stat.S_IMODE(paths.api_key.stat().st_mode) == 0o600
-    assert with_api_key(opened, paths).api_key == first.api_key
+    opened = {"state_dir": paths.root, "api_host": "192.0.2.7"}
+    make_first_key(Config(state_dir=paths.root), paths)
+    make_first_key(Config(**opened, api_key="c" * 20), paths)
+    assert not paths.api_keys.exists()
+    make_first_key(Config(**opened), paths)
+    shown = re.search(r"hn_\S+", capsys.readouterr().err)
+    assert shown is not None
+    assert stat.S_IMODE(paths.api_keys.stat().st_mode) == 0o600
+    assert shown[0] not in paths.api_keys.read_text()
+    first = ApiKeys.load(paths.api_keys).verify(shown[0])
+    assert not first.allows(Scope.ADMIN)
+    make_first_key(Config(**opened), paths)
     assert capsys.readouterr().err == ""
-    chosen = Config(state_dir=paths.root, api_host="192.0.2.7", api_key="c" * 20)
-    assert with_api_key(chosen, paths) is chosen
+    assert [key.key_id for key in ApiKeys.load(paths.api_keys).keys] == [first.key_id]
 
 
 def test_record_is_private_and_dies_with_its_process(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from mesh.clock import SystemClock
 from mesh.discovery.advertisement import Advertisement
@@ -19,6 +22,8 @@ from mesh.discovery.events import PeerEvent
 from mesh.discovery.interfaces import InterfaceChoice, choose
 from mesh.discovery.mdns import Mdns, MdnsSettings
 from mesh.discovery.peering import Peering, PeeringSettings
+from mesh.errors import MeshError
+from mesh.events.ephemera import Notice, seal_notice
 from mesh.identity.certificates import make_certificate
 from mesh.identity.keys import NodeKey, node_id
 from mesh.identity.tls import TlsContexts, TlsMaterial
@@ -31,6 +36,7 @@ from mesh.types import (
     ShardHealth,
     shard_id,
 )
+from mesh.wire.messages import Advertise, Message
 
 PATIENCE_S = 20.0
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -105,24 +111,48 @@ class Village:
         for contexts in others.values():
             await asyncio.to_thread(contexts.update, list(certificates.values()))
         others[key.node_id] = own
-        return Trusting(own)
+        return Trusting(own, key)
 
 
 @dataclass(frozen=True)
 class Trusting:
-    """Trusts every member with everything."""
+    """Trusts every member with everything, but for the `untrusted`."""
 
     tls: TlsContexts
+    key: NodeKey
+    untrusted: set[NodeId] = field(default_factory=set)
 
     def may_serve(self, node: NodeId) -> bool:
-        return self.tls.trusts(node)
+        return self.tls.trusts(node) and node not in self.untrusted
+
+    def sign(self, data: bytes) -> bytes:
+        return self.key.sign(data)
+
+    def verify(self, node: NodeId, data: bytes, signature: bytes) -> bool:
+        public = KEYS.get(node)
+        if public is None or not self.tls.trusts(node):
+            return False
+        try:
+            Ed25519PublicKey.from_public_bytes(public).verify(signature, data)
+        except InvalidSignature:
+            return False
+        return True
 
 
 VILLAGE = Village()
 
 
+KEYS: dict[NodeId, bytes] = {}
+"""The public keys of all nodes that `new_key` made."""
+
+EPOCHS = itertools.count(1)
+"""Each start of a node counts further."""
+
+
 def new_key() -> NodeKey:
-    return NodeKey(Ed25519PrivateKey.generate())
+    key = NodeKey(Ed25519PrivateKey.generate())
+    KEYS[key.node_id] = key.public_bytes
+    return key
 
 
 class Node:
@@ -197,6 +227,7 @@ async def running(
         port=port,
         static_peers=static_peers,
         shard_health_timeout_s=health_timeout_s,
+        epoch=next(EPOCHS),
         dial=QUICK,
     )
     if multicast and mdns is None:
@@ -212,3 +243,20 @@ async def running(
 def offline(shard: Advertisement) -> Advertisement:
     """The same shard, calling itself offline."""
     return replace(shard, health=replace(shard.health, online=False))
+
+
+def signed(key: NodeKey, hearth: str, counter: int, shards: list[Any], **more: Any) -> Advertise:
+    """What a node of this key would send; `more` replaces fields of the notice."""
+    fields = {"epoch": 1, "ttl_ms": 120_000, "node": key.node_id, "key": "shards", **more}
+    notice = Notice(hearth_id=hearth, counter=counter, payload={"shards": shards}, **fields)
+    return Advertise(*seal_notice(notice, key.sign))
+
+
+class Silent:
+    """A link handler that does nothing."""
+
+    def message(self, message: Message) -> None:
+        """Ignored."""
+
+    def closed(self, error: MeshError | None) -> None:
+        """Ignored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -64,6 +65,34 @@ async def test_linked_target_is_dialled_again_only_once_the_link_is_lost() -> No
     phone.linked.clear()
     phone.dialer.lost(LARGE)
     await phone.until(4)
+    await phone.dialer.stop()
+
+
+async def test_links_that_break_at_once_are_dialled_less_and_less_often() -> None:
+    """The news that a link is gone comes before, while or after anybody waits behind it."""
+    phone = Phone(replace(QUICK, first_s=0.02, most_s=60), a=DialResult.LINKED)
+    loop = asyncio.get_running_loop()
+
+    async def dial_and_break(target: Target, endpoint: str) -> DialResult:
+        phone.calls.append(endpoint)
+        phone.rang.set()
+        if len(phone.calls) % 2:
+            phone.linked.add(LARGE)
+            loop.call_soon(phone.linked.clear)
+        loop.call_soon(phone.dialer.lost, LARGE)
+        return DialResult.LINKED
+
+    phone.dialer = Dialer(
+        dial_and_break,
+        phone.linked.__contains__,
+        own_id=OWN,
+        settings=replace(QUICK, first_s=0.02, most_s=60),
+    )
+    phone.dialer.add("x", ("a",), LARGE)
+    begin = loop.time()
+    await phone.until(6)
+    # five waits of at least half of 20, 40, 80, 160, 320 ms
+    assert loop.time() - begin >= 0.31
     await phone.dialer.stop()
 
 

@@ -17,13 +17,22 @@ from mesh.discovery.events import PeerDown, PeerUp, Warned
 from mesh.discovery.greeting import PeerHello, to_hello
 from mesh.discovery.interfaces import InterfaceChoice
 from mesh.discovery.mdns import Mdns
-from mesh.errors import ConnectFailed, MeshError, PeerRefused, UntrustedPeer
+from mesh.errors import ConnectFailed, PeerRefused, UntrustedPeer
 from mesh.identity.keys import node_id
 from mesh.types import ModelId
 from mesh.wire.connection import WebSocketLink
-from mesh.wire.messages import PROTOCOL_VERSION, Advertise, Hello, Message
+from mesh.wire.messages import PROTOCOL_VERSION, Hello
 from mesh.wire.websocket import connect, serve
-from tests.discovery.network import QUICK_MDNS, VILLAGE, Node, advertised, new_key, running
+from tests.discovery.network import (
+    QUICK_MDNS,
+    VILLAGE,
+    Node,
+    Silent,
+    advertised,
+    new_key,
+    running,
+    signed,
+)
 
 TINY = ModelId("tiny")
 
@@ -244,9 +253,9 @@ async def test_malformed_advertisement_is_reported_and_the_last_good_one_stays(
             ssl=trust.tls.client(node.id),
         )  # fmt: skip
         good = advertised(me.node_id)
-        link.send(Advertise([encode(good)]))
+        link.send(signed(key, hearth, 1, [encode(good)]))
         await node.until(lambda store: len(store.shards(TINY)) == 1)
-        link.send(Advertise([encode(good), entry]))
+        link.send(signed(key, hearth, 2, [encode(good), entry]))
         warning = await node.event(lambda event: event.type == "warning")
         assert isinstance(warning, Warned)
         assert warning.code == "bad_advertisement"
@@ -321,16 +330,6 @@ async def test_heartbeats_renew_what_would_expire(hearth: str) -> None:
         for _ in range(8):
             await asyncio.sleep(0.2)  # real time has to pass: that is what is tested
             assert len(one.store.shards(TINY)) == 1
-
-
-class Silent:
-    """A link handler that does nothing."""
-
-    def message(self, message: Message) -> None:
-        """Ignored."""
-
-    def closed(self, error: MeshError | None) -> None:
-        """Ignored."""
 
 
 def cut(node: Node) -> None:

@@ -28,6 +28,7 @@ from mesh.types import (
     SamplingParams,
 )
 from tests import secure
+from tests.fakes import no_judge
 
 TOKENS = 60
 PROMPTS = ["The fox", "Once upon a time"]
@@ -68,6 +69,7 @@ async def asker(cache: Path, **settings: Any) -> AsyncIterator[tuple[Engine, Mod
             NodeId("asker"),
             EngineSettings(16, False, 30.0, "fp16", str(cache), False, 99, **settings),
             no_home,
+            no_judge,
             secure.dial,
         )
         engine.shards.replace(

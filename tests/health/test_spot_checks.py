@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from mesh.errors import NoRoute
 from mesh.health.standing import DOUBTED, LIED
 from mesh.pipeline.audit import NEWCOMER_SESSIONS
 from mesh.pipeline.station import SessionTerms
@@ -162,6 +163,19 @@ async def test_a_liar_that_is_asked_for_its_opinion_accuses_nobody() -> None:
         await mesh.idle()
         assert mesh.standing(liar) == LIED
         assert mesh.standing(honest) == mesh.standing(third) == 0
+        await mesh.engine.close()
+
+
+async def test_without_a_third_machine_a_small_span_at_home_is_the_judge() -> None:
+    network, (liar,) = halves("a-liar")
+    liar.answer = lie
+    with watched(network, probability=1.0) as mesh:
+        mesh.home = network.add("4-7", name=ASKER)  # after what is advertised was told
+        with pytest.raises(NoRoute):
+            await answers(mesh, 10)
+        await mesh.idle()
+        assert mesh.standing(liar) == LIED
+        assert mesh.home.steps
         await mesh.engine.close()
 
 

@@ -10,10 +10,18 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from mesh.discovery.advertisement import Advertisement, encode
-from mesh.errors import NoRoute
+from mesh.errors import NoRoute, NotEnoughMemory
 from mesh.pipeline.engine import Engine, EngineSettings
 from mesh.pipeline.model import AskerModel
-from mesh.types import NodeId, RouteHop, ShardFailover, ShardHealth, StreamFrame, TokenDelta
+from mesh.types import (
+    LayerRange,
+    NodeId,
+    RouteHop,
+    ShardFailover,
+    ShardHealth,
+    StreamFrame,
+    TokenDelta,
+)
 from mesh.wire.messages import WireTensor
 from tests.pipeline.toy_mesh import (
     HIDDEN,
@@ -45,9 +53,16 @@ class Watched:
         )
         model = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, 4096, ToyEnds(), ToyText())
         self.network = network
-        self.engine = Engine(model, NodeId(ASKER), settings, _no_home, network.dial)
+        self.home: ToyShard | None = None
+        """Loaded only to check others by; not advertised."""
+        self.engine = Engine(model, NodeId(ASKER), settings, _no_home, self._judge, network.dial)
         self.engine.auditor._rng = random.Random(7)
         self.publish()
+
+    async def _judge(self, layers: LayerRange) -> RouteHop:
+        if self.home is None or not self.home.descriptor.layer_range.covers(layers):
+            raise NotEnoughMemory("nothing is loaded here.", fix="None.")
+        return RouteHop(self.home.descriptor, layers)
 
     def publish(self, verdicts: dict[str, str] | None = None) -> None:
         """Tell the engine of every shard of the network, with verdicts by node."""

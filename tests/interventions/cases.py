@@ -23,27 +23,27 @@ class Parts:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        old = hasattr(model._module, "transformer")
+        old = hasattr(model, "transformer")
         base = model.transformer if old else model.model
         self.layers = base.h if old else base.layers
         self.norm = base.ln_f if old else base.norm
         self.embed = base.wte if old else base.embed_tokens
-        self._attn = "attn" if old else "self_attn"
-        self._out = "c_proj" if old else "o_proj"
-        self._first = "ln_1" if old else "input_layernorm"
-        self._second = "ln_2" if old else "post_attention_layernorm"
+        self.attn_name = "attn" if old else "self_attn"
+        self.out_name = "c_proj" if old else "o_proj"
+        self.first_name = "ln_1" if old else "input_layernorm"
+        self.second_name = "ln_2" if old else "post_attention_layernorm"
 
     def attn(self, layer: int) -> Any:
-        return getattr(self.layers[layer], self._attn)
+        return getattr(self.layers[layer], self.attn_name)
 
     def out(self, layer: int) -> Any:
-        return getattr(self.attn(layer), self._out)
+        return getattr(self.attn(layer), self.out_name)
 
     def first_norm(self, layer: int) -> Any:
-        return getattr(self.layers[layer], self._first)
+        return getattr(self.layers[layer], self.first_name)
 
     def second_norm(self, layer: int) -> Any:
-        return getattr(self.layers[layer], self._second)
+        return getattr(self.layers[layer], self.second_name)
 
 
 def case(run: Case) -> Case:

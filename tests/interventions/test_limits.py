@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import pickletools
@@ -15,10 +16,11 @@ from typing import Any
 import nnsight
 import pytest
 import torch
+import transformers
 from nnsight.modeling.transformers import TransformersModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mesh.errors import BadRequest
+from mesh.errors import BadRequest, DeviceFailed
 from mesh.interventions.hooks import RemoteLayerError
 from mesh.shard.taps.session import TapLimits
 from tests.interventions.cases import CASES, GRADIENTS, PROMPT, Parts
@@ -275,3 +277,92 @@ def test_results_load_where_hearthnet_is_not_installed() -> None:
             if isinstance(argument, str)
         ]
     assert not [text for text in texts if "mesh" in text or "hearthnet" in text.lower()]
+
+
+# Key/value caches
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_keys_and_values_of_remote_layers_can_be_read(family: str) -> None:
+    def job(p: Parts) -> Any:
+        with p.model.trace(PROMPT, use_cache=True):
+            cache = p.model.output.past_key_values
+            seen = nnsight.save([cache.layers[i].keys for i in (0, 2, 5)])
+            sums = nnsight.save([float(layer.values.sum()) for layer in cache.layers])
+            whole_of_it = nnsight.save([layer[0] for layer in cache])
+        return seen, sums, whole_of_it
+
+    local, spread, _ = both(family)
+    equal(job(spread), job(local), 0.0)
+
+
+def test_a_saved_cache_comes_with_its_contents() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.trace(PROMPT, use_cache=True):
+            out = p.model.output.save()
+        buffer = io.BytesIO()
+        torch.save(out, buffer)
+        buffer.seek(0)
+        cache = torch.load(buffer, weights_only=False).past_key_values
+        assert type(cache) is transformers.DynamicCache
+        assert cache.get_seq_length() > 0
+        return [[layer.keys, layer.values] for layer in cache.layers]
+
+    local, spread, _ = both()
+    equal(job(spread), job(local), 0.0)
+
+
+def test_a_remote_cache_cannot_be_changed_unseen() -> None:
+    _, spread, _ = both()
+    with pytest.raises(BadRequest, match="can be read, not changed"), spread.model.session():
+        with spread.model.trace(PROMPT, use_cache=True):
+            cache = spread.model.output.past_key_values
+        cache.layers[3].keys[:] = 0
+        with spread.model.trace(torch.tensor([[5]]), past_key_values=cache):
+            spread.layers[5].output.save()
+    refused = pytest.raises(BadRequest, match="can be read, not changed")
+    with refused, spread.model.trace(PROMPT, use_cache=True):
+        spread.model.output.past_key_values.layers[3].keys = torch.zeros(1)
+
+
+def test_a_cache_filled_elsewhere_is_not_continued_wrongly() -> None:
+    _, spread, _ = both()
+    with pytest.raises(BadRequest, match="filled elsewhere"), spread.model.session():
+        with spread.model.trace(PROMPT, use_cache=True):
+            cache = spread.model.output.past_key_values
+        with spread.model.trace(torch.tensor([[5]]), past_key_values=copy.deepcopy(cache)):
+            spread.layers[5].output.save()
+
+
+# Bounds of a shard
+
+
+def test_more_positions_than_a_shard_takes_at_once_are_refused() -> None:
+    spread = Parts(remote("llama", 2, TapLimits(positions=40)).model)
+    long, short = torch.full((1, 41), 5), torch.full((2, 12), 5)
+    with pytest.raises(RemoteLayerError, match="41 positions"), spread.model.trace(long):
+        spread.layers[5].output.save()
+    with pytest.raises(RemoteLayerError, match="it takes 40"):
+        spread.model.generate(short, max_new_tokens=20, do_sample=False)
+    with spread.model.trace(short):
+        spread.layers[5].output.save()
+
+
+def test_graphs_that_keep_too_much_are_refused() -> None:
+    def graphs(spread: Parts, count: int) -> None:
+        with spread.model.session():
+            kept = nnsight.save([])
+            for _ in range(count):
+                with spread.model.trace(torch.full((1, 30), 5)):
+                    start = spread.layers[0].output
+                    start.requires_grad_(True)
+                    kept.append(spread.model.output.logits.sum())
+
+    world = remote("llama", 1, TapLimits(tensor_bytes=3 << 20))
+    spread = Parts(world.model)
+    graphs(spread, 1)
+    (session,) = world.channel.sessions
+    one = session._joints.kept_bytes(session._tree.storages)
+    assert 30 * 64 * 4 * 5 * 10 < one < 3 << 20  # positions, width, bytes, layers, what each saves
+    with pytest.raises(DeviceFailed, match="graphs for gradients"):
+        graphs(spread, 1 + (3 << 20) // one)

@@ -18,7 +18,7 @@ import torch
 from mesh.errors import Busy, LinkLost, MeshError, NoRoute
 from mesh.interventions import relay as relay_module
 from mesh.interventions.channel import SocketChannel
-from mesh.interventions.relay import HopSessions, relay
+from mesh.interventions.relay import HopRefused, HopSessions, relay
 from mesh.interventions.skeleton import job_model, load_skeleton
 from mesh.models.load import load_span
 from mesh.pipeline.lines import Lines
@@ -154,8 +154,9 @@ async def test_weights_are_shared_with_chat_unless_they_are_repacked(
 async def test_no_more_sessions_than_the_shard_takes() -> None:
     async with shard(TapSettings(max_sessions=1)) as here:
         first = await HopSessions.open(here.route, here.lines)
-        with pytest.raises(Busy):
+        with pytest.raises(HopRefused) as refused:
             await HopSessions.open(here.route, here.lines)
+        assert isinstance(refused.value.error, Busy)
         first.close()
         second = await HopSessions.open(here.route, here.lines)
         assert here.taps.sessions == 1
@@ -166,8 +167,9 @@ async def test_other_weights_or_layers_are_refused() -> None:
     async with shard() as here:
         descriptor = here.route[0].shard
         elsewhere = [RouteHop(descriptor, LayerRange(3, 9))]
-        with pytest.raises(NoRoute):
+        with pytest.raises(HopRefused) as refused:
             await HopSessions.open(elsewhere, here.lines)
+        assert isinstance(refused.value.error, NoRoute)
         assert here.taps.sessions == 0
 
 

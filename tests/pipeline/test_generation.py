@@ -205,6 +205,32 @@ async def test_a_replacement_that_dies_during_the_replay_is_replaced_too() -> No
     await sessions.close()
 
 
+async def test_a_hop_that_failed_is_left_alone_for_the_request_unless_nobody_else_is_left() -> None:
+    network, (_, lost) = network_of("0-3", "4-7")
+    second, third = (network.add("4-7", name=name) for name in ("y", "z"))
+    orchestrator, sessions = toy_orchestrator(network)
+
+    def refuse_once(shard: ToyShard, at_step: int) -> None:
+        def refuse(step: Step) -> bool:
+            if step.position < len(PROMPT) + at_step:
+                return True
+            shard.before_step = lambda step: True
+            shard.links[-1].cut()  # back at once, and advertised all along
+            return False
+
+        shard.before_step = refuse
+
+    for shard, at_step in ((lost, 3), (second, 6), (third, 9)):
+        refuse_once(shard, at_step)
+    frames = await frames_of(orchestrator, toy_request(PROMPT, 14))
+    assert tokens_of(frames) == expected_tokens(PROMPT, 14)
+    order = [shard.steps[-1][0] for shard in (second, third, lost)]
+    assert order == sorted(order), "each was used once, and the first again when all had failed"
+    assert isinstance(frames[-1], Done)
+    assert frames[-1].failovers == 3
+    await sessions.close()
+
+
 async def test_without_a_replacement_the_pipeline_is_aborted_naming_the_layers() -> None:
     network, (_, second) = network_of("0-3", "4-7")
     orchestrator, sessions = toy_orchestrator(network)

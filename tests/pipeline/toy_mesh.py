@@ -254,7 +254,7 @@ class ToyText:
 
 
 def toy_orchestrator(
-    network: ToyNetwork, oversight: Oversight | None = None
+    network: ToyNetwork, oversight: Oversight | None = None, *, noise: float = 0.0
 ) -> tuple[PipelineOrchestrator, Sessions]:
     """An orchestrator over the network with fp32 on the wire."""
     router = ShardRouter(network, CoverRules())
@@ -272,6 +272,7 @@ def toy_orchestrator(
         router,
         wire_dtype=WireDtype.FP32,
         recovery=RecoverySettings(retry_delays_s=(0.01, 0.02)),
+        noise=noise,
     )
     return orchestrator, sessions
 

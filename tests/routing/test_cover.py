@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -9,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.errors import NoRoute, WeightsMismatch
-from mesh.routing.cover import Candidate, CoverRules, greedy_cover, key_of, missing_layers
+from mesh.routing.cover import (
+    Candidate,
+    CoverRules,
+    greedy_cover,
+    home_layers,
+    key_of,
+    missing_layers,
+)
 from mesh.routing.router import ShardRouter
 from mesh.types import (
     Endpoint,
@@ -185,3 +193,46 @@ def test_a_cover_is_complete_and_disjoint_or_the_missing_layers_are_named(
     for hop in hops:
         assert hop.shard.layer_range.covers(hop.layers)
         assert id(hop.shard) in free
+
+
+def at_home(keep_first: int = 0, keep_last: int = 0) -> CoverRules:
+    return CoverRules(home=home_layers(16, keep_first, keep_last))
+
+
+def test_layers_that_are_kept_run_at_home() -> None:
+    shards = [
+        shard("0-15", "far"), shard("0-1", "home", queue=9, is_self=True),
+        shard("14-15", "home", queue=9, is_self=True),
+    ]  # fmt: skip
+    hops = greedy_cover(shards, LayerRange(0, 16), at_home(2, 2))
+    assert list(zip(nodes_of(hops), layers_of(hops), strict=True)) == [
+        ("home", "0-1"), ("far", "2-13"), ("home", "14-15"),
+    ]  # fmt: skip
+    hops = greedy_cover(shards, LayerRange(0, 16), at_home(keep_first=1))
+    assert layers_of(hops) == ["0-0", "1-15"]
+
+
+def test_layers_that_are_kept_go_nowhere_else_whatever_a_host_says_of_itself() -> None:
+    liar = shard("0-15", "far")
+    liar = replace(liar, descriptor=replace(liar.descriptor, total_layers=10_000))
+    home = shard("0-7", "home", is_self=True)
+    with pytest.raises(NoRoute, match=r"layers 15-15 have to run on this machine"):
+        greedy_cover([liar, home], LayerRange(0, 16), at_home(1, 1))
+
+
+def test_a_lost_hop_at_home_is_not_replaced_elsewhere() -> None:
+    shards = [shard("0-15", "far"), shard("0-1", "home", is_self=True)]
+    with pytest.raises(NoRoute, match="keep_first"):
+        greedy_cover(shards, LayerRange(0, 2), at_home(2), exclude={key_of(shards[1].descriptor)})
+
+
+def test_one_own_shard_over_kept_and_other_layers_is_one_hop() -> None:
+    hops = greedy_cover([shard("0-15", "home", is_self=True)], LayerRange(0, 16), at_home(3, 2))
+    assert layers_of(hops) == ["0-15"]
+
+
+@given(st.integers(1, 40), st.integers(0, 50), st.integers(0, 50))
+def test_home_layers_are_the_ends_and_nothing_else(total: int, first: int, last: int) -> None:
+    rules = CoverRules(home=home_layers(total, first, last))
+    for layer in range(total):
+        assert rules.keeps(layer) == (layer < first or layer >= total - last)

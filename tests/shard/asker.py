@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any
@@ -119,6 +120,7 @@ class Asker:
     def __init__(self) -> None:
         self._answers: asyncio.Queue[Message] = asyncio.Queue()
         self._link: Link | None = None
+        self.permit: Callable[[Open], str] | None = None
 
     def use(self, link: Link) -> None:
         """Send over `link` from now on."""
@@ -153,7 +155,10 @@ class Asker:
             "model_id": MODEL, "weights_sha256": SHA, "start": 0, "stop": 4, "max_tokens": 128,
             "wire_dtype": WireDtype.FP32,
         }  # fmt: skip
-        self.link.send(Open(session, **fields | changes))
+        request = Open(session, **fields | changes)
+        if self.permit is not None:
+            request = replace(request, token=self.permit(request))
+        self.link.send(request)
 
     async def open(self, session: int = 1, **changes: Any) -> None:
         """Open a session; raises what it is refused with."""

@@ -75,7 +75,7 @@ async def test_a_session_number_in_use_and_a_message_out_of_place_are_refused() 
         await asker.open()
         with pytest.raises(BadRequest):
             await asker.open()
-        asker.link.send(Advertise([]))
+        asker.link.send(Advertise(b"", b""))
         failure = await asker.answer()
         assert isinstance(failure, Failure)
         assert failure.error["code"] == "bad_request"
@@ -165,8 +165,10 @@ async def test_a_link_that_closes_frees_its_sessions_at_once() -> None:
         gone.park(3)
         gone.cut()
         await settled(lambda: attic.server._sessions.active == 1)
-        assert attic.server.load_now().kv_tokens_used == 128
+        now = attic.server.load_now()
+        assert (now.kv_tokens_used, now.kv_mb) == (128, 0)
         await stays.step(0, 0, rows(2))
+        assert attic.server.load_now().kv_mb > 0
 
 
 async def test_a_session_closed_during_its_step_is_freed_right_after() -> None:

@@ -32,6 +32,7 @@ from mesh.types import (
     StreamFrame,
     TokenDelta,
 )
+from tests.fakes import no_judge
 from tests.pipeline.toy_mesh import (
     HIDDEN,
     MODEL,
@@ -66,7 +67,8 @@ class Outcome:
     ended: str = "not asked"
     tokens: list[int] = field(default_factory=list)
     lost: list[LayerRange] = field(default_factory=list)
-    lost_nodes: list[str] = field(default_factory=list)
+    lost_shards: Counter[str] = field(default_factory=Counter)
+    hops_at_first_loss: dict[str, int] = field(default_factory=dict)
     failovers: int = 0
 
 
@@ -130,7 +132,7 @@ class _Run:
             fallback_to_local=self._schedule.has_home,
             fallback_after=2,
         )
-        return Engine(_MODEL, NodeId("asker"), settings, self._go_home, self._world.dial)
+        return Engine(_MODEL, NodeId("asker"), settings, self._go_home, no_judge, self._world.dial)
 
     async def all(self) -> list[Outcome]:
         self._publish()
@@ -199,7 +201,7 @@ class _Run:
                 self._ledger.broke(f"{name}: {outcome.tokens} instead of {expected}")
         elif isinstance(frame, ShardStatus):
             outcome.failovers += frame.status == "degraded"
-            outcome.lost_nodes.append(frame.node)
+            self._count_loss(outcome, frame)
             outcome.lost.append(LayerRange.parse(frame.shard_id.rpartition(":")[2]))
         elif isinstance(frame, PipelineAborted):
             outcome.lost.append(_ALL)  # what goes on at home starts there from nothing
@@ -298,6 +300,16 @@ class _Run:
             host.thaw()
         await asyncio.sleep(KEEPALIVE_S + 5)
 
+    def _count_loss(self, outcome: Outcome, frame: ShardStatus) -> None:
+        """A shard may hold several hops of one request, and lose them all at once."""
+        name = f"{frame.shard_id} of {frame.node}"
+        outcome.lost_shards[name] += 1
+        live = self._engine.sessions.live.values()
+        chains = [s.chain for s in live if s.request_id == outcome.ask.name]
+        hops = [station.hop.shard for chain in chains for station in chain.stations]
+        held = sum((h.shard_id, h.node_name) == (frame.shard_id, frame.node) for h in hops)
+        outcome.hops_at_first_loss.setdefault(name, max(1, held))
+
     # Promises
 
     def _unharmed_cover(self) -> bool:
@@ -316,7 +328,8 @@ class _Run:
             self._ledger.broke(f"{name} failed with {error.code}: {error}")
 
     def _check_request(self, positions: int, outcome: Outcome) -> None:
-        twice = [node for node, times in Counter(outcome.lost_nodes).items() if times > 1]
+        held = outcome.hops_at_first_loss
+        twice = [shard for shard, times in outcome.lost_shards.items() if times > held[shard]]
         if twice and self._unharmed_cover():
             self._ledger.broke(f"{outcome.ask.name} was given to {twice} again, who had failed it")
         for layer in range(TOTAL_LAYERS):

@@ -26,16 +26,21 @@ from mesh.wire.messages import (
     Close,
     Drain,
     Failure,
+    FileAsk,
+    FilePart,
     Gossip,
     Hello,
     Message,
     Open,
     Opened,
+    OpenPart,
     Park,
     Ping,
     Pong,
     Result,
     Resume,
+    Seal,
+    Sealed,
     Step,
     WireTensor,
 )
@@ -103,15 +108,20 @@ def test_nothing_can_be_sent_before_the_hellos_and_after_the_end() -> None:
 
 
 CONTROL: list[Message] = [
-    Open(1, "model", "ab" * 32, 0, 4, 2048, WireDtype.BF16),
+    OpenPart(1, b"\0" * 64),
+    Open(1, "model", "ab" * 32, 0, 4, 2048, WireDtype.BF16, [{"layer": 1, "strength": 0.5}]),
     Opened(1, 2048),
     Park(2**32 - 1),
     Resume(3, 64),
+    Seal(3),
+    Sealed(3, [{"file": "f", "rows": 4}]),
     Close(4),
     Failure({"code": "busy", "message": "m", "fix": "f"}, 1, 2),
     Failure({"code": "busy"}),
     Drain("stopping"),
-    Advertise([{"a": 1.5}, {"b": [b"x", None, True]}], {"n": "ö"}),
+    Advertise(b"body", b"signature"),
+    FileAsk(1, "ab" * 32, 1 << 20),
+    FilePart(1, b""),
     Gossip({"kind": "ask", "number": 1, "heads": [["a", 1, b"x"]]}),
 ]
 
@@ -135,8 +145,9 @@ def test_every_field_of_every_control_message_is_on_the_wire() -> None:
         (Park(2**32), "session"),
         (Open(1, "m" * 513, "", 0, 1, 1, WireDtype.FP16), "model_id"),
         (Bye(5), "reason"),  # type: ignore[arg-type]
-        (Advertise([{"a": object()}]), None),
-        (Advertise([{"a": 2**64}]), None),
+        (Advertise("text", b""), "body"),  # type: ignore[arg-type]
+        (Gossip({"a": object()}), None),
+        (Gossip({"a": 2**64}), None),
         (Step(2**32, 0, 0, make_tensor()), "step"),
         (Step(1, 0, -1, make_tensor()), "step"),
         (Step(2**32, 0, 0, BIG), "step"),
@@ -156,7 +167,7 @@ def test_a_message_that_does_not_fit_is_refused_where_it_is_made(
 def test_a_large_control_body_travels_compressed() -> None:
     limits = replace(SMALL, control_bytes=1 << 20)
     a, b = session_pair(limits)
-    message = Advertise([{"text": "shard" * 40} for _ in range(500)])
+    message = Gossip({"texts": ["event" * 40 for _ in range(500)]})
     a.send(message)
     (frame,) = frames(a)
     assert len(frame) < 10_000

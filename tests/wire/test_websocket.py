@@ -66,19 +66,19 @@ async def test_64_mib_both_ways_at_once_with_decode_steps_between() -> None:
 
 async def test_what_accept_sends_follows_the_hello() -> None:
     def accept(link: WebSocketLink) -> LinkHandler:
-        link.send(Advertise([]))
+        link.send(Advertise(b"", b""))
         return Recorder()
 
     async with listening(accept=accept) as house:
         asker = Recorder()
         link = await house.dial(asker)
-        assert await asker.next() == Advertise([])
+        assert await asker.next() == Advertise(b"", b"")
         link.close()
 
 
 async def test_a_dial_cancelled_as_the_link_opens_leaves_no_link_behind() -> None:
     def accept(link: WebSocketLink) -> LinkHandler:
-        link.send(Advertise([]))
+        link.send(Advertise(b"", b""))
         return Recorder()
 
     class Cancels(Recorder):
@@ -205,6 +205,22 @@ async def test_half_open_connections_are_capped_and_time_out() -> None:
             writer.close()
         await asyncio.gather(*reads, return_exceptions=True)
         (await house.dial()).close()
+
+
+async def test_a_flood_cuts_its_own_connections_and_not_the_one_of_somebody_else() -> None:
+    limits = replace(QUICK, half_open=8, half_open_per_host=6, handshake_s=30)
+    async with listening(limits) as house:
+        port = house.server.port
+        others, writer = await asyncio.open_connection("127.0.0.1", port)  # the oldest of all
+        flood = [
+            await asyncio.open_connection("127.0.0.1", port, local_addr=(f"127.0.0.{2 + n % 2}", 0))
+            for n in range(20)
+        ]
+        await until(lambda: sum(reader.at_eof() for reader, _ in flood) >= 12)
+        assert house.server.half_open == 8
+        assert not others.at_eof()
+        for each in (writer, *(w for _, w in flood)):
+            each.close()
 
 
 async def test_another_path_is_not_found_and_plain_http_is_hung_up_on() -> None:

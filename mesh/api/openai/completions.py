@@ -9,10 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mesh.api.auth import caller_of
 from mesh.api.bodies import read_body
 from mesh.api.openai.answers import Head, completion_logprobs
 from mesh.api.openai.schemas import CompletionBody
-from mesh.api.openai.streaming import streamed, whole
+from mesh.api.openai.streaming import charged, streamed, whole
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations
 from mesh.types import TokenLogprob
@@ -24,7 +25,7 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
     async def create(request: Request) -> Response:
         body = await read_body(request, CompletionBody, settings)
         request_id = f"cmpl-{uuid.uuid4().hex}"
-        frames = generations.generate(body.to_request(request_id))
+        frames = charged(generations.generate(body.to_request(request_id)), caller_of(request))
         style = _TextStyle(with_logprobs=body.logprobs is not None)
         head = Head(request_id, "text_completion", body.model)
         if not body.stream:

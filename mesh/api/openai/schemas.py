@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from mesh.errors import BadRequest
-from mesh.types import GenerationRequest, ModelId, SamplingParams, WireDtype
+from mesh.types import GenerationRequest, ModelId, SamplingParams, Steer, WireDtype
 
+MAX_EDITS = 16
+"""Steering edits of one request."""
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default length of `/v1/completions`."""
 _MAX_STOPS = 16
@@ -49,6 +51,19 @@ class StreamOptions(_Strict):
     include_obfuscation: Annotated[None, _only(False)] = None
 
 
+class SteerChoice(_Strict):
+    """A published steering edit, and how much of it."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    strength: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
+
+
+class Extension(_Strict):
+    """What is hearthnet's own, in one object that other servers are not sent by accident."""
+
+    steer: Annotated[list[SteerChoice], Field(max_length=MAX_EDITS)] = []
+
+
 class _SamplingBody(_Strict):
     """What both endpoints share. The defaults are OpenAI's: `temperature` is 1 when absent."""
 
@@ -68,6 +83,7 @@ class _SamplingBody(_Strict):
     resumable: bool | None = None
     wire_dtype: Literal["fp16", "bf16", "fp32"] | None = None
     fallback_to_local: bool | None = None
+    hearthnet: Extension | None = None
     # OpenAI's, not here
     n: Annotated[None, _only(1)] = None
     logit_bias: Annotated[None, _only({})] = None
@@ -107,6 +123,10 @@ class _SamplingBody(_Strict):
             ignore_eos=bool(self.ignore_eos),
             logprobs=logprobs,
         )
+
+    def _steer(self) -> tuple[Steer, ...]:
+        wanted = self.hearthnet.steer if self.hearthnet is not None else []
+        return tuple(Steer(choice.name, choice.strength) for choice in wanted)
 
     def _wire(self) -> WireDtype | None:
         return None if self.wire_dtype is None else WireDtype(self.wire_dtype)
@@ -187,6 +207,7 @@ class ChatBody(_SamplingBody):
             sampling=self._sampling(self.max_completion_tokens or self.max_tokens, logprobs),
             wire_dtype=self._wire(),
             fallback_to_local=self.fallback_to_local,
+            steer=self._steer(),
         )
 
 
@@ -225,4 +246,5 @@ class CompletionBody(_SamplingBody):
             sampling=self._sampling(self.max_tokens or COMPLETION_MAX_TOKENS, self.logprobs),
             wire_dtype=self._wire(),
             fallback_to_local=self.fallback_to_local,
+            steer=self._steer(),
         )

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mesh.api.auth import Caller
 from mesh.api.openai.answers import Head, diagnostic, extension, usage
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings
@@ -38,6 +39,22 @@ class Style(Protocol):
         self, text: str, logprobs: tuple[TokenLogprob, ...], finish_reason: str
     ) -> dict[str, Any]:
         """The choice of an answer that is not streamed."""
+
+
+async def charged(
+    frames: AsyncIterator[StreamFrame], caller: Caller
+) -> AsyncGenerator[StreamFrame, None]:
+    """The same frames; their tokens count against the caller's quota as they come."""
+    try:
+        async for frame in frames:
+            if isinstance(frame, TokenDelta):
+                caller.charge(len(frame.token_ids))
+            elif isinstance(frame, Done):
+                caller.charge(frame.prompt_tokens)
+            yield frame
+    finally:
+        if isinstance(frames, AsyncGenerator):
+            await frames.aclose()
 
 
 async def whole(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from mesh.interventions.jail import lockdown
-from mesh.interventions.jail.limits import JobLimits
+from mesh.interventions.jail.limits import JobLimits, ToldError
 from mesh.interventions.jail.result import MAX_TEXT_BYTES, read_payload, write_result
 
 EntryPoint = Callable[[bytes, socket.socket], bytes]
@@ -87,5 +87,8 @@ def _attempt(entry: str, payload: bytes, channel: socket.socket) -> tuple[bool, 
 
 
 def _describe(raised: BaseException) -> bytes:
-    text = "".join(traceback.format_exception(raised, limit=-30))
+    if isinstance(raised, ToldError):
+        text = str(raised)
+    else:
+        text = "".join(traceback.format_exception(raised, limit=-30))
     return text.encode("utf-8", "replace")[-MAX_TEXT_BYTES:]

@@ -23,6 +23,10 @@ class JobLimits:
     open_files: int = 64
 
 
+class ToldError(Exception):
+    """Raised by an entry point whose text is already what the job's author should read."""
+
+
 class Ending(StrEnum):
     """Why a job's process ended."""
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from cloudpickle.cloudpickle import _make_skeleton_class  # type: ignore[import-untyped]
 from nnsight.intervention import interleaver, serialization
+from nnsight.modeling.transformers import TransformersModel
 from nnsight.schema import request
 from nnsight.tracing.tracer import Tracer
 from nnsight.tracing.util import Scope
@@ -28,6 +29,12 @@ from mesh.interventions.jail.desugar import compile_guarded
 from mesh.interventions.jail.guards import UserClass, guarded_builtins, module_allowed, refuse
 
 _BUILTINS = guarded_builtins()
+# What `model.generate` and `model.pipe` run comes by its source, which is nnsight's own: ours is
+# taken instead.
+_MODEL_FILE = "nnsight/modeling/transformers.py"
+_SHIPPED_BY_NNSIGHT: dict[str, Any] = {
+    name: getattr(TransformersModel, name).__wrapped__ for name in ("generate", "pipe")
+}
 
 
 def raise_fence() -> None:
@@ -65,6 +72,10 @@ def _guarding(initialise: Callable[..., None]) -> Callable[..., None]:
 
 def _fenced_loader(load: Callable[..., types.FunctionType]) -> Callable[..., types.FunctionType]:
     def fenced(*args: Any) -> types.FunctionType:
+        name, filename = str(args[1]), str(args[5])
+        if name in _SHIPPED_BY_NNSIGHT and filename.endswith(_MODEL_FILE):
+            own: types.FunctionType = _SHIPPED_BY_NNSIGHT[name]
+            return own
         loaded = load(*args)
         function = types.FunctionType(
             loaded.__code__, {"__builtins__": _BUILTINS}, loaded.__name__, loaded.__defaults__
@@ -74,6 +85,15 @@ def _fenced_loader(load: Callable[..., types.FunctionType]) -> Callable[..., typ
         return function
 
     return fenced
+
+
+def _fenced_fill(function: Any, names: dict[str, Any]) -> None:
+    if function in _SHIPPED_BY_NNSIGHT.values():
+        return
+    if getattr(function, "__globals__", {}).get("__builtins__") is not _BUILTINS:
+        raise refuse("changing what a function sees")
+    function.__globals__.update(names)
+    function.__globals__["__builtins__"] = _BUILTINS
 
 
 def _fenced_subimport(name: str) -> ModuleType:
@@ -94,6 +114,7 @@ def _load_storage(data: bytes) -> Any:
 
 
 _REPLACED: dict[str, Any] = {
+    "nnsight.intervention.serialization._fill": _fenced_fill,
     "cloudpickle.cloudpickle.subimport": _fenced_subimport,
     "cloudpickle.subimport": _fenced_subimport,
     "cloudpickle.cloudpickle._make_skeleton_class": _fenced_class,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from mesh.errors import BadRequest
 from mesh.shard.taps.tree import SpanTree
 from mesh.types import LayerRange
@@ -58,6 +60,24 @@ class TapCaches:
             return
         for index in self._indices:
             getattr(cache.layers[index], name)(*arguments)
+
+    def contents(self, number: int, layer: int) -> list[torch.Tensor]:
+        """Keys and values that one of the session's layers has cached. Raises BadRequest."""
+        cache, index = self._caches.get(number), layer - self._tree.layers.start
+        if cache is None or index not in self._indices or not cache.layers[index].is_initialized:
+            raise BadRequest("Nothing is cached there.", fix="Read the cache after a forward.")
+        return [cache.layers[index].keys.detach(), cache.layers[index].values.detach()]
+
+    def positions(self) -> int:
+        """How many rows all of them hold together."""
+        return sum(
+            max(
+                (int(layer.get_seq_length()) * layer.keys.shape[0]
+                 for layer in cache.layers if layer.is_initialized),
+                default=0,
+            )
+            for cache in self._caches.values()
+        )  # fmt: skip
 
     def lengths(self) -> Lengths:
         """How many positions each layer of each cache holds now."""

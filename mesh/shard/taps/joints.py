@@ -15,13 +15,14 @@ was shown. Its values are right, the job is told that its gradient would be inco
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from mesh.errors import BadRequest
+from mesh.shard.taps.graphs import kept_bytes
 
 Ask = Callable[[int, torch.Tensor, list[int]], list[torch.Tensor | None]]
 """(joint, its gradient, earlier joints) -> what arrives at each of those, None for nothing."""
@@ -177,6 +178,11 @@ class ShardJoints:
         """Free the graph."""
         self._known.clear()
         self._edges.clear()
+
+    def kept_bytes(self, shared: Collection[int]) -> int:
+        """What the graphs keep besides the storages at the addresses `shared`."""
+        edges = [edge for edge in self._edges.values() if isinstance(edge, GradientEdge)]
+        return kept_bytes((edge.node for edge in edges), shared)
 
     def leaving(self, tag: int, tensor: torch.Tensor) -> int:
         """See `Origins`."""

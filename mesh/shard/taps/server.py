@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mesh.errors import BadRequest, Busy, DeviceFailed, MeshError, NoRoute, SessionGone
 from mesh.shard.batcher import DeviceQueue
@@ -35,13 +35,26 @@ class TapSettings:
     """The limits of one shard's intervention sessions.
 
     A session that says nothing for `silence_s` ends. Without sessions, the instrumented modules are
-    dropped after `idle_s`. `tensor_bytes` bounds what one session has in flight at once.
+    dropped after `idle_s`. `tensor_bytes` bounds what one session has in flight at once and, in
+    an estimate, what its graphs keep; `positions` the rows of one forward, and those it has cached.
     """
 
     max_sessions: int = 4
     silence_s: float = 600.0
     idle_s: float = 600.0
     tensor_bytes: int = 4 << 30
+    positions: int = 32768
+
+    @classmethod
+    def of(cls, asked: Mapping[str, Any], positions: int) -> TapSettings:
+        """As the daemon's ``load`` command has them, defaults where it says nothing."""
+        default = cls()
+        megabytes = asked.get("tap_memory_mb")
+        return cls(
+            max_sessions=int(asked.get("max_tap_sessions", default.max_sessions)),
+            tensor_bytes=default.tensor_bytes if megabytes is None else int(megabytes) << 20,
+            positions=positions,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +118,8 @@ class TapServer:
                 raise _gone()  # noqa: TRY301 - as what loading raises
             from mesh.shard.taps.session import TapLimits, TapSession
 
-            place.session = TapSession(tree, place.layers, TapLimits(self._settings.tensor_bytes))
+            limits = TapLimits(self._settings.tensor_bytes, self._settings.positions)
+            place.session = TapSession(tree, place.layers, limits)
             self._listen(place)
         except BaseException:
             self.close(place)

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from nnsight.util import apply
 from transformers.utils.output_capturing import _active_collector
 
 from mesh.errors import BadRequest, DeviceFailed, MeshError
 from mesh.shard.taps import sources
-from mesh.shard.taps.caches import TapCaches
+from mesh.shard.taps.caches import Lengths, TapCaches
 from mesh.shard.taps.codec import Buffers, Kind, Path, Reader, Writer, is_cache, pack, unpack
 from mesh.shard.taps.joints import ShardJoints
 from mesh.shard.taps.ledger import Ledger, Loose
@@ -39,9 +40,10 @@ _MALFORMED = (AttributeError, IndexError, KeyError, OverflowError, TypeError, Va
 
 @dataclass(frozen=True, slots=True)
 class TapLimits:
-    """Bounds of one session."""
+    """Bounds of one session; `positions` are rows, of one forward and of all its caches."""
 
     tensor_bytes: int = 4 << 30
+    positions: int = 32768
 
 
 class _Aborted(BaseException):
@@ -58,6 +60,7 @@ class TapSession:
     def __init__(self, tree: SpanTree, layers: LayerRange, limits: TapLimits) -> None:
         self._tree = tree
         self._layers = layers
+        self._limits = limits
         self._joints = ShardJoints()
         self.ledger = Ledger(
             odd=True, device=tree.device, max_bytes=limits.tensor_bytes, origins=self._joints
@@ -161,6 +164,7 @@ class TapSession:
             "backward": self._backward,
             "weight": self._weight,
             "cacheop": self._cache_operation,
+            "kv": self._cache_contents,
         }
         operation = operations.get(op)
         if operation is None:
@@ -191,13 +195,15 @@ class TapSession:
     def _cache_operation(self, header: Header, reader: Reader) -> None:
         self._caches.operate(header["cache"], header["name"], reader.value(header["args"]))
 
+    def _cache_contents(self, header: Header, _reader: Reader) -> list[torch.Tensor]:
+        return self._caches.contents(header["cache"], header["layer"])
+
     # Forwards, inside their greenlet
 
     def _execute(self, run: Run, request: Request) -> bytes:
         lengths = self._caches.lengths()
         try:
-            value = self._forward(run, *request)
-            return run.message("done", value, kv=self._caches.growth(lengths))
+            return self._done(run, self._forward(run, *request), lengths)
         except _Aborted:
             return run.message("aborted", kv=self._caches.growth(lengths))
         except MeshError as error:
@@ -210,10 +216,34 @@ class TapSession:
         for entry in header["changed"]:
             reader.tensor(entry)
         value = reader.value(header["value"])
+        self._check_size(value)
         if header["op"] == "call":
             args, kwargs = value
             return self._tree.module(header["path"], self._layers)(*args, **kwargs)
         return self._span(run, header, value)
+
+    def _done(self, run: Run, value: Any, lengths: Lengths) -> bytes:
+        answer = run.message("done", value, kv=self._caches.growth(lengths))
+        kept = self._joints.kept_bytes(self._tree.storages) if run.grad else 0
+        if kept > self._limits.tensor_bytes:
+            raise DeviceFailed(
+                f"The graphs for gradients keep {kept} bytes on a shard, more than the"
+                f" {self._limits.tensor_bytes} that one job may.",
+                fix="Go back through fewer or shorter prompts in one job.",
+            )
+        return answer
+
+    def _check_size(self, value: Any) -> None:
+        """Raise BadRequest when a forward over `value` would occupy the device for too long."""
+        rows = [0]
+        apply(value, lambda t: rows.append(t.numel() // max(1, t.shape[-1])), torch.Tensor)
+        wanted = max(rows) + self._caches.positions()
+        if wanted > self._limits.positions:
+            raise BadRequest(
+                f"The trace asks a shard for {wanted} positions at once, cached ones included;"
+                f" it takes {self._limits.positions}.",
+                fix="Use fewer or shorter prompts in one trace.",
+            )
 
     def _span(self, run: Run, header: Header, value: Any) -> Any:
         """Hidden states after the layers, between them, and what transformers collects inside."""

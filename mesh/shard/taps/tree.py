@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +80,8 @@ class SpanTree:
         self._layers: dict[int, nn.Module] = dict(
             zip(range(loaded.layers.start, loaded.layers.stop), modules, strict=True)
         )
+        weights = chain(self._model.parameters(), self._model.buffers())
+        self.storages = frozenset(weight.untyped_storage().data_ptr() for weight in weights)
         self._envoys: dict[str, Envoy] = {}
         self._roots = []
         for number, layer in self._layers.items():

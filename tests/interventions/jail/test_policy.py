@@ -11,11 +11,14 @@ from typing import Any
 import nnsight
 import pytest
 import torch
+from nnsight.intervention import serialization
+from nnsight.modeling.transformers import TransformersModel
 from nnsight.schema.request import RequestModel
 from nnsight.tracing.backend import Backend
 from nnsight.tracing.tracer import Tracer
 
 from mesh.errors import PolicyViolation
+from mesh.interventions.jail import policy
 from mesh.interventions.jail.desugar import compile_guarded
 from mesh.interventions.jail.guards import guarded_builtins
 from mesh.interventions.jail.job import Jail
@@ -211,3 +214,30 @@ def test_a_payload_cannot_name_what_is_not_on_the_list(name: str) -> None:
 
 def _text(value: str) -> bytes:
     return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+def test_a_payload_cannot_change_what_nnsight_s_own_functions_see() -> None:
+    from nnsight.modeling import transformers
+
+    fill = _global("nnsight.intervention.serialization", "_fill")
+    call = _global("nnsight.modeling.transformers", "TransformersModel._call")
+    payload = b"\x80\x04" + fill + call + b"}" + _text("evil") + b"K\x01s" + b"\x86R."
+    with pytest.raises(PolicyViolation, match="what a function sees"):
+        FencedUnpickler(io.BytesIO(payload), {}).load()
+    assert not hasattr(transformers, "evil")
+
+
+def test_what_a_model_generates_with_is_the_server_s_own_whatever_comes() -> None:
+    """Its source is shipped by every client, and would not pass the fence."""
+    where = "/anywhere/nnsight/modeling/transformers.py"
+    load = policy._fenced_loader(serialization._load_function)
+    loaded = load("def generate(): evil", "generate", None, None, None, where, 1)
+    assert loaded is TransformersModel.generate.__wrapped__
+    FencedUnpickler(io.BytesIO(b""), {}).find_class(serialization.__name__, "_fill")(
+        loaded, {"evil": 1}
+    )
+    assert "evil" not in loaded.__globals__
+
+
+def _global(module: str, name: str) -> bytes:
+    return _text(module) + _text(name) + b"\x93"

@@ -1,0 +1,84 @@
+"""One client's connection: as uvicorn serves it, but nobody may take for ever over a request.
+
+uvicorn waits without limit for the rest of a header or a body, and for a client that does not read
+its answer; a thousand such clients would use up the daemon's sockets. Knows nothing of what is
+asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mesh.api.services import ApiSettings
+
+MAX_CONNECTIONS = 512
+_LATER_S = 2.0
+"""How long after the handler's own limit a body is cut; a client that reads is told why first."""
+
+
+class BoundedConnection(H11Protocol):
+    """Cuts connections that are too many, too slow to ask, or too slow to take the answer."""
+
+    def __init__(self, settings: ApiSettings, **given: Any) -> None:
+        super().__init__(**given)
+        self._limits_s = {
+            h11.IDLE: settings.head_timeout_s,
+            h11.SEND_BODY: settings.body_timeout_s + _LATER_S,
+        }
+        self._unread_limit_s = settings.unread_timeout_s
+        self._phase: object = None
+        self._asking: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.Protocol`."""
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        self._follow_phase()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        for timer in (self._asking, self._unread):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        super().data_received(data)
+        self._follow_phase()
+
+    def on_response_complete(self) -> None:
+        """See `H11Protocol`."""
+        super().on_response_complete()
+        self._follow_phase()
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._unread_limit_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def _follow_phase(self) -> None:
+        """One limit for the whole head and one for the whole body, however the bytes come."""
+        phase = self.conn.their_state
+        if phase is self._phase:
+            return
+        self._phase = phase
+        if self._asking is not None:
+            self._asking.cancel()
+        # h11 never sees the end of a request whose connection a WebSocket has taken over.
+        upgraded = self.transport.get_protocol() is not self
+        limit_s = None if upgraded else self._limits_s.get(phase)
+        if limit_s is not None and not self.transport.is_closing():
+            self._asking = self.loop.call_later(limit_s, self.transport.abort)

@@ -1,0 +1,41 @@
+"""`POST /mesh/v1/harvest`: one batch of prompts whose activations stay where they are computed."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mesh.api.bodies import read_body
+from mesh.api.services import ApiSettings, HarvestControl
+
+
+class Batch(BaseModel):
+    """The body of `POST /mesh/v1/harvest`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str = Field(min_length=1, max_length=256)
+    run: str = Field(pattern=r"^[0-9a-f]{16}$")
+    batch: int = Field(ge=0, lt=10**6)
+    module: str = Field(min_length=1, max_length=256)
+    texts: list[str] = Field(min_length=1, max_length=1024)
+    max_tokens: int = Field(ge=1)
+
+
+def routes(harvests: HarvestControl, settings: ApiSettings) -> list[Route]:
+    """The endpoint's route."""
+
+    async def create(request: Request) -> Response:
+        body = await read_body(request, Batch, settings)
+        order = {
+            "run": body.run,
+            "batch": body.batch,
+            "pattern": body.module,
+            "texts": body.texts,
+            "max_tokens": body.max_tokens,
+        }
+        return JSONResponse(await harvests.run(body.model, order))
+
+    return [Route("/mesh/v1/harvest", create, methods=["POST"])]

@@ -1,0 +1,73 @@
+"""`/mesh/v1/keys`: making, listing and revoking API keys."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mesh.api.auth import Access
+from mesh.api.bodies import read_body
+from mesh.api.services import ApiSettings
+from mesh.clock import SystemClock
+from mesh.identity.api_keys import ApiKeys, Quota, Scope, shown
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Create(_Strict):
+    """The body of `POST /mesh/v1/keys`."""
+
+    name: str = Field(min_length=1, max_length=64)
+    scopes: list[str] = Field(min_length=1, max_length=len(Scope))
+    trusted: bool = False
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_day: int | None = Field(default=None, ge=1)
+
+
+class Revoke(_Strict):
+    """The body of `POST /mesh/v1/keys/revoke`."""
+
+    key_id: str = Field(min_length=1, max_length=64)
+
+
+def routes(access: Access, keys: ApiKeys, settings: ApiSettings) -> list[Route]:
+    """The endpoints' routes."""
+    one_at_a_time = asyncio.Lock()
+
+    async def view(_request: Request) -> Response:
+        return JSONResponse({"keys": [shown(key) for key in keys.keys]})
+
+    async def create(request: Request) -> Response:
+        body = await read_body(request, Create, settings)
+        async with one_at_a_time:
+            made = await asyncio.to_thread(make, keys, body)
+        return JSONResponse(made)
+
+    async def revoke(request: Request) -> Response:
+        body = await read_body(request, Revoke, settings)
+        async with one_at_a_time:
+            gone = await asyncio.to_thread(keys.revoke, body.key_id)
+        access.forget_revoked()
+        return JSONResponse(shown(gone))
+
+    path = "/mesh/v1/keys"
+    return [
+        Route(path, view),
+        Route(path, create, methods=["POST"]),
+        Route(f"{path}/revoke", revoke, methods=["POST"]),
+    ]
+
+
+def make(keys: ApiKeys, body: Create) -> dict[str, Any]:
+    """Make a key and keep it; its text is in the answer and nowhere else."""
+    quota = Quota(body.requests_per_minute, body.tokens_per_day)
+    scopes = frozenset(Scope.parse(scope) for scope in body.scopes)
+    key, text = keys.create(body.name, scopes, quota, SystemClock(), trusted=body.trusted)
+    return {**shown(key), "key": text}

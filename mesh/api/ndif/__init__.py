@@ -1,0 +1,1 @@
+"""NDIF's HTTP protocol, as nnsight 0.8 clients speak it: jobs in, updates and results out."""

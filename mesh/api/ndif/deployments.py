@@ -1,0 +1,104 @@
+"""`/status`, `/env`, `/whoami`, `/ping`, `/connected`: what nnsight's helpers ask of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mesh.api.auth import LOCAL, caller_of
+from mesh.api.ndif.model_keys import TASK, Served
+from mesh.api.services import MeshView
+from mesh.interventions.jobs.types import JobRunner
+from mesh.types import ModelId
+
+
+class Deployments:
+    """The models that this node takes jobs for, as its overview lists them."""
+
+    def __init__(self, view: MeshView, runner: JobRunner) -> None:
+        self._view = view
+        self._runner = runner
+        self._read: dict[ModelId, Served] = {}
+
+    async def served(self) -> list[Served]:
+        """The models whose files are here, with the names that clients know them by."""
+        for row in self._view.models():
+            if row["local"] and row["id"] not in self._read:
+                directory = Path(row["directory"])
+                self._read[row["id"]] = await asyncio.to_thread(Served.read, row["id"], directory)
+        return list(self._read.values())
+
+    async def listing(self) -> dict[str, dict[str, Any]]:
+        """``/status``'s deployments by model id."""
+        rows = {row["id"]: row for row in self._view.models()}
+        return {
+            model.model_id: {
+                "model_key": model.key,
+                "repo_id": model.repo_id,
+                "revision": "main",
+                "task": TASK,
+                "trust_remote_code": False,
+                "deployment_level": "HOT",
+                **self._state(rows[model.model_id]),
+            }
+            for model in await self.served()
+        }
+
+    def _state(self, row: dict[str, Any]) -> dict[str, Any]:
+        why = self._runner.why_not(row["id"])
+        if why is not None:
+            return {"application_state": "UNHEALTHY", "reason": why}
+        if row["missing"]:
+            missing = f"No node serves layers {', '.join(row['missing'])}."
+            return {"application_state": "NOT_STARTED", "reason": missing}
+        if not row["runnable"]:
+            return {"application_state": "DEPLOYING", "reason": "The model is loading."}
+        return {"application_state": "RUNNING"}
+
+
+def routes(deployments: Deployments) -> list[Route]:
+    """The endpoints' routes."""
+    packages: dict[str, str] = {}
+
+    async def status(_request: Request) -> Response:
+        return JSONResponse({"deployments": await deployments.listing()})
+
+    async def env(_request: Request) -> Response:
+        if not packages:
+            packages.update(await asyncio.to_thread(_packages))
+        return JSONResponse({"python_version": sys.version, "packages": packages})
+
+    async def whoami(request: Request) -> Response:
+        caller = caller_of(request)
+        tags = [*sorted(caller.scopes), *(["trusted"] if caller.trusted else [])]
+        email = None if caller.key_id == LOCAL else caller.key_id
+        return JSONResponse({"email": email, "tags": tags})
+
+    async def ping(_request: Request) -> Response:
+        return JSONResponse("pong")
+
+    async def connected(_request: Request) -> Response:
+        return JSONResponse(True)
+
+    endpoints = (status, env, whoami, ping, connected)
+    return [Route(f"/{endpoint.__name__}", endpoint) for endpoint in endpoints]
+
+
+def _packages() -> dict[str, str]:
+    """Versions by import name, as nnsight lists its own. Blocks."""
+    names: dict[str, list[str]] = {}
+    for module, owners in metadata.packages_distributions().items():
+        for owner in owners:
+            names.setdefault(owner, []).append(module)
+    found: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        name = str(distribution.metadata["Name"])
+        found |= dict.fromkeys(names.get(name, [name]), distribution.version)
+    return found

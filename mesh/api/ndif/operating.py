@@ -1,0 +1,35 @@
+"""`/mesh/v1/jobs`: the queue for its owners and for whoever runs the node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mesh.api.auth import caller_of
+from mesh.api.ndif.requests import owner_of
+from mesh.interventions.jobs.queue.service import JobQueue
+
+
+def routes(queue: JobQueue) -> list[Route]:
+    """The endpoints' routes."""
+
+    async def jobs(request: Request) -> Response:
+        owner = owner_of(caller_of(request))
+        overview = await queue.overview()
+        shown: dict[str, list[dict[str, Any]]] = {
+            name: [row for row in overview[name] if owner in (None, row["owner"])]
+            for name in ("jobs", "ended")
+        }
+        return JSONResponse({"models": overview["models"], **shown})
+
+    async def kill(request: Request) -> Response:
+        caller = caller_of(request)
+        said = f"The job was ended by {caller.key_id}."
+        job = await queue.kill(request.path_params["job_id"], owner_of(caller), said)
+        return JSONResponse({"id": job.job_id, "status": job.status.value})
+
+    path = "/mesh/v1/jobs"
+    return [Route(path, jobs), Route(path + "/{job_id}/kill", kill, methods=["POST"])]

@@ -1,0 +1,98 @@
+"""`POST /request` and `GET /response/{job}`: handing in a job, and asking what became of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mesh.api.auth import Caller, caller_of
+from mesh.api.ndif import answers, model_keys
+from mesh.api.ndif.clients import require_served
+from mesh.api.ndif.deployments import Deployments
+from mesh.api.ndif.results import ResultUrls
+from mesh.api.ndif.sessions import Session, Sessions
+from mesh.api.ndif.uploads import receive
+from mesh.errors import MeshError
+from mesh.identity.api_keys import Scope
+from mesh.interventions.jobs.queue.service import JobQueue
+from mesh.interventions.jobs.queue.types import Status, Submission
+
+_DRAIN_S = 1.0
+_DRAIN_BYTES = 64 << 20
+
+
+def owner_of(caller: Caller) -> str | None:
+    """Whose jobs the caller may see: its own, or everybody's."""
+    return None if caller.allows(Scope.ADMIN) else caller.key_id
+
+
+def routes(
+    queue: JobQueue, sessions: Sessions, deployments: Deployments, urls: ResultUrls
+) -> list[Route]:
+    """The endpoints' routes."""
+
+    async def request_job(request: Request) -> Response:
+        try:
+            require_served(request.headers.get("nnsight-version"))
+            return JSONResponse(await _take(request, queue, sessions, deployments))
+        except MeshError:
+            await _drain(request)
+            raise
+
+    async def response(request: Request) -> Response:
+        owner = owner_of(caller_of(request))
+        job = await queue.find(request.path_params["job_id"], owner)
+        has_result = job.status is Status.COMPLETED and job.result_bytes > 0
+        url = urls.make(str(request.base_url), job) if has_result else None
+        return JSONResponse(answers.of_job(job, url))
+
+    return [
+        Route("/request", request_job, methods=["POST"]),
+        Route("/response/{job_id}", response),
+    ]
+
+
+async def _take(
+    request: Request, queue: JobQueue, sessions: Sessions, deployments: Deployments
+) -> dict[str, object]:
+    caller = caller_of(request)
+    envelope, arrived = await receive(request, queue)
+    session: Session | None = None
+    try:
+        served = await deployments.served()
+        meant = model_keys.find(model_keys.ModelKey.parse(envelope.model_key), served)
+        if envelope.session_id:
+            session = sessions.find(envelope.session_id, caller.key_id)
+            session.base_url = str(request.base_url)
+        asked = Submission(
+            caller.key_id, meant.model_id, session is not None, envelope.compress, envelope.env,
+            caller.trusted,
+        )  # fmt: skip
+        queue.check_room(asked)
+    except BaseException:
+        queue.spool.release(arrived.size_bytes)
+        await asyncio.to_thread(arrived.discard)
+        raise
+    job = await queue.submit(asked, arrived, session.feed if session is not None else None)
+    # Nothing has run since the job was admitted, so its end cannot have been told yet.
+    if session is not None:
+        session.jobs.add(job.job_id)
+        if not session.is_open:
+            await queue.kill(job.job_id, caller.key_id, "Its client went away.")
+    return answers.answer(job.job_id, Status.RECEIVED, f"The node has a job for {meant.model_id}.")
+
+
+async def _drain(request: Request) -> None:
+    """Read what is left: a client that is still sending would not see the refusal."""
+    left = _DRAIN_BYTES
+    try:
+        async with asyncio.timeout(_DRAIN_S):
+            async for chunk in request.stream():
+                left -= len(chunk)
+                if left < 0:
+                    return
+    except (TimeoutError, ClientDisconnect, RuntimeError):  # or it was read already
+        return

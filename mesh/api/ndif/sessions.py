@@ -1,0 +1,167 @@
+"""`/subscribe`: the socket on which a client that waits hears of its jobs.
+
+The first frame names the session, which the client's request then names. Whatever happens to a job,
+its last frame says so before the socket closes. A client that goes away takes its jobs with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+
+from mesh.api.auth import caller_of
+from mesh.api.ndif import answers
+from mesh.api.ndif.results import ResultUrls
+from mesh.errors import BadRequest, NotFound
+from mesh.interventions.jobs.queue.feed import Feed
+from mesh.interventions.jobs.queue.inline import inline_answer
+from mesh.interventions.jobs.queue.service import JobQueue
+from mesh.interventions.jobs.queue.types import Status, Update
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 1 << 20
+"""The largest result that travels on the socket; larger ones are fetched from a URL."""
+
+MAX_JOBS = 64
+_FIRST_JOB_S = 300.0
+_LINGER_S = 10.0
+_SEND_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One open socket. `jobs` are those that have not ended, `base_url` where results are.
+
+    `handed` are those whose result went out on the socket.
+    """
+
+    owner: str
+    session_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    feed: Feed = field(default_factory=Feed)
+    jobs: set[str] = field(default_factory=set)
+    handed: list[str] = field(default_factory=list)
+    base_url: str = ""
+    is_open: bool = True
+
+
+class Sessions:
+    """All open sockets of a node."""
+
+    def __init__(self, queue: JobQueue, urls: ResultUrls) -> None:
+        self._queue = queue
+        self._urls = urls
+        self._open: dict[str, Session] = {}
+
+    def find(self, session_id: str, owner: str) -> Session:
+        """The caller's own session. Raises BadRequest."""
+        session = self._open.get(session_id)
+        if session is None or session.owner != owner:
+            raise BadRequest(
+                "There is no such session, or its socket has closed.",
+                fix="Open /subscribe with the same key first, or leave session_id empty and ask"
+                " for the result.",
+                param="session_id",
+            )
+        if len(session.jobs) >= MAX_JOBS:
+            raise BadRequest(f"The session has {MAX_JOBS} jobs.", fix="Open another.")
+        return session
+
+    async def serve(self, socket: WebSocket) -> None:
+        """One socket, from its opening to its end."""
+        await socket.accept()
+        session = Session(caller_of(socket).key_id)
+        self._open[session.session_id] = session
+        name = f"session {session.session_id[:8]}"
+        gone = asyncio.create_task(_until_gone(socket), name=f"{name} reading")
+        telling = asyncio.create_task(self._tell(socket, session), name=f"{name} telling")
+        try:
+            await asyncio.wait({gone, telling}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            session.is_open = False
+            del self._open[session.session_id]
+            for task in (gone, telling):
+                task.cancel()
+            ends = await asyncio.gather(gone, telling, return_exceptions=True)
+            for job_id in session.handed:
+                await self._queue.delivered(job_id)
+            for job_id in session.jobs.difference(session.handed):
+                await self._abandon(session, job_id)
+        await _close(socket)
+        for end in ends:
+            if isinstance(end, Exception) and not isinstance(end, WebSocketDisconnect):
+                logger.error("%s failed", name, exc_info=end)
+
+    async def _abandon(self, session: Session, job_id: str) -> None:
+        try:
+            await self._queue.kill(job_id, session.owner, "Its client went away.")
+        except NotFound:  # it ended by itself meanwhile
+            return
+
+    async def _tell(self, socket: WebSocket, session: Session) -> None:
+        """Pass on updates until there is nothing more to wait for."""
+        await _send(socket, {"session_id": session.session_id})
+        patience_s: float = _FIRST_JOB_S
+        while True:
+            try:
+                async with asyncio.timeout(None if session.jobs else patience_s):
+                    update = await session.feed.get()
+            except TimeoutError:
+                if session.jobs:
+                    continue
+                if patience_s == _FIRST_JOB_S:
+                    said = f"No job came within {_FIRST_JOB_S:g} s."
+                    await _send(socket, answers.answer(session.session_id, Status.ERROR, said))
+                return
+            await self._pass_on(socket, session, update)
+            if update.status.is_final:
+                session.jobs.discard(update.job_id)
+                patience_s = _LINGER_S
+
+    async def _pass_on(self, socket: WebSocket, session: Session, update: Update) -> None:
+        if update.status is not Status.COMPLETED:
+            await _send(socket, answers.of_update(update))
+        elif update.result_bytes <= INLINE_BYTES:
+            path = self._queue.spool.result(update.job_id)
+            said = answers.of_update(update)
+            frame = await asyncio.to_thread(lambda: inline_answer(said, path.read_bytes()))
+            await _send(socket, frame)
+            session.handed.append(update.job_id)
+        else:
+            job = await self._queue.find(update.job_id, session.owner)
+            url = self._urls.make(session.base_url, job)
+            await _send(socket, answers.of_update(update, url))
+
+
+async def _send(socket: WebSocket, frame: dict[str, Any] | bytes) -> None:
+    """Raises WebSocketDisconnect, also when the client does not read."""
+    try:
+        async with asyncio.timeout(_SEND_S):
+            if isinstance(frame, bytes):
+                await socket.send_bytes(frame)
+            else:
+                await socket.send_json(frame)
+    except TimeoutError:
+        raise WebSocketDisconnect(1008, "it does not read") from None
+
+
+async def _until_gone(socket: WebSocket) -> None:
+    """Clients say nothing on this socket; what they send all the same is ignored."""
+    while True:
+        message = await socket.receive()
+        if message["type"] == "websocket.disconnect":
+            return
+
+
+async def _close(socket: WebSocket) -> None:
+    if WebSocketState.DISCONNECTED in (socket.client_state, socket.application_state):
+        return
+    try:
+        await socket.close()
+    except (WebSocketDisconnect, RuntimeError):  # it left first
+        return

@@ -1,0 +1,153 @@
+"""Who can see what of this node's prompts and answers, in words and as plain data.
+
+Reads routes; decides none. What a host can read out of the activations it gets was measured: see
+docs/explanation/privacy.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from mesh.types import LayerRange, ModelId
+
+_PAGE = "docs/explanation/privacy.md"
+
+
+class Sight(StrEnum):
+    """How well a host can tell which tokens went by, prompt and answer alike."""
+
+    OWN = "this machine"
+    EXACT = "exact"
+    """It gets what goes into layer 0, one known row per token, or what comes out of the last layer,
+    which the public output head turns into the next token."""
+    BLURRED = "blurred"
+    """As exact, but for noise on what goes into layer 0."""
+    RECOVERABLE = "recoverable"
+    """It gets activations of layers in between: most of the text can be computed back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """What one machine of a route gets: activations into and out of its layers, never text."""
+
+    node: str
+    layers: str
+    sight: Sight
+
+    def words(self) -> str:
+        """One line for people."""
+        return f"layers {self.layers} on {self.node}: {_WORDS[self.sight]}"
+
+
+_WORDS = {
+    Sight.OWN: "this machine; nobody else sees these.",
+    Sight.EXACT: "can tell every token of prompt and answer.",
+    Sight.BLURRED: "can tell most tokens of prompt and answer, through the noise.",
+    Sight.RECOVERABLE: "can compute back most of prompt and answer, with some effort.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One hop of a route as seen from here."""
+
+    node: str
+    layers: LayerRange
+    is_own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The hops of a running request, or of the next one; none and a reason when there is none."""
+
+    model: ModelId
+    total_layers: int
+    request: str | None
+    hops: tuple[Hop, ...]
+    missing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Precautions:
+    """What this node's configuration does about it."""
+
+    keep_first: int
+    keep_last: int
+    activation_noise: float
+    spot_check_probability: float
+
+
+def report(routes: Sequence[Route], precautions: Precautions) -> dict[str, Any]:
+    """``{"routes": [{"model", "request", "hops": [{"node", "layers", "sight"}], "missing"}],
+    "precautions": {...}, "words": [lines]}``; `request` is None for the route of the next one."""
+    noisy = precautions.activation_noise > 0
+    seen = [(route, [expose(hop, route.total_layers, noisy=noisy) for hop in route.hops])
+            for route in routes]  # fmt: skip
+    return {
+        "routes": [
+            {
+                "model": route.model,
+                "request": route.request,
+                "hops": [asdict(exposure) for exposure in exposures],
+                "missing": route.missing,
+            }
+            for route, exposures in seen
+        ],
+        "precautions": asdict(precautions),
+        "words": list(_lines(seen, precautions)),
+    }
+
+
+def expose(hop: Hop, total_layers: int, *, noisy: bool) -> Exposure:
+    """What the hop's machine can see."""
+    if hop.is_own:
+        sight = Sight.OWN
+    elif hop.layers.stop == total_layers:
+        sight = Sight.EXACT
+    elif hop.layers.start == 0:
+        sight = Sight.BLURRED if noisy else Sight.EXACT
+    else:
+        sight = Sight.RECOVERABLE
+    return Exposure(hop.node, str(hop.layers), sight)
+
+
+def _lines(
+    seen: Sequence[tuple[Route, Sequence[Exposure]]], precautions: Precautions
+) -> Iterator[str]:
+    for route, exposures in seen:
+        which = f"request {route.request}, running" if route.request else "the next request"
+        yield f"{route.model}, {which}:"
+        if route.missing:
+            yield f"  no route: {route.missing}"
+        for exposure in exposures:
+            yield f"  {exposure.words()}"
+    yield "No other machine is sent text: prompt, answer and chat stay here as text."
+    yield "Between machines all is encrypted; who listens sees who talks, when, and how much."
+    yield "Members below trusted, and everybody outside the hearth, are sent nothing of it."
+    if any(e.sight is not Sight.OWN for _, exposures in seen for e in exposures):
+        yield "If a machine fails, another trusted one gets its part, and sees what it saw."
+        if precautions.spot_check_probability > 0:
+            share = f"{100 * precautions.spot_check_probability:g} %"
+            yield (
+                f"For {share} of the steps, and for machines that are new, another one that holds"
+                " the same layers repeats the work as a check, and sees as much."
+            )
+    yield from _precaution_lines(precautions)
+
+
+def _precaution_lines(precautions: Precautions) -> Iterator[str]:
+    kept = [
+        f"the {which} {count}"
+        for which, count in (("first", precautions.keep_first), ("last", precautions.keep_last))
+        if count
+    ]
+    if kept:
+        yield f"Layers that always run here: {' and '.join(kept)}."
+    else:
+        yield "routing.keep_first and keep_last keep a model's first and last layers here."
+    if precautions.activation_noise > 0:
+        yield f"Noise of {precautions.activation_noise:g} of the signal is added before layer 0."
+    yield f"How much each of this helps is measured in {_PAGE}."

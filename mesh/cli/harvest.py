@@ -1,0 +1,57 @@
+"""`hearthnet harvest`: activations of a data set, written by the nodes that compute them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
+from mesh.cli.output import note, print_json, say
+
+
+def harvest(  # noqa: PLR0913 - flags
+    model: Annotated[str, typer.Argument(help="The model to run.")],
+    *,
+    module: Annotated[
+        str, typer.Option(metavar="PATTERN", help="Which outputs, such as model.layers.*.mlp.")
+    ],
+    dataset: Annotated[
+        Path,
+        typer.Option(
+            exists=True, dir_okay=False, help="One prompt a line, or .jsonl with a `text` in each."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="For the index.")],
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 1024,
+    batch: Annotated[int, typer.Option(min=1, max=1024, help="Prompts of one file.")] = 32,
+    parallel: Annotated[int, typer.Option(min=1, max=8, help="Batches at a time.")] = 2,
+    state_dir: StateDir = None,
+    host: Host = None,
+    api_port: ApiPort = None,
+    json: Json = False,
+) -> None:
+    """Run prompts and leave the activations on the nodes, as safetensors; DIR gets the index.
+
+    Interrupted, the same command goes on where it was.
+    """
+    from mesh.harvest.dataset import batches, digest
+    from mesh.harvest.index import HarvestIndex, HarvestPlan
+    from mesh.harvest.run import run
+
+    plan = HarvestPlan(model, module, digest(dataset), max_tokens, batch)
+    index = HarvestIndex(out, plan)
+
+    def tell(result: dict[str, Any]) -> None:
+        tokens = sum(len(prompt["ids"]) for prompt in result["prompts"])
+        note(f"batch {result['batch']}: {tokens} tokens, {len(result['files'])} files")
+
+    prompts = batches(dataset, batch)
+    client = locate_daemon(state_dir, host, api_port)
+    count = ask(client, lambda c: run(c, index, prompts, parallel=parallel, on_batch=tell))
+    path = index.finish(count)
+    if json:
+        print_json({"index": str(path), "run": plan.run, "batches": count})
+    else:
+        say(f"{count} batches are harvested; {path} says which node has what.")

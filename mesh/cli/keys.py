@@ -1,0 +1,171 @@
+"""`hearthnet keys`: who may use the HTTP API, for what and how much.
+
+Asks the daemon; where none runs, reads and writes its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
+from mesh.cli.output import print_json, print_table, say
+from mesh.errors import BadValue, NotRunning
+
+if TYPE_CHECKING:
+    from mesh.client import Client
+    from mesh.identity.api_keys import ApiKeys
+
+_T = TypeVar("_T")
+
+app = typer.Typer(help="Keys for the HTTP API: scopes, quotas, revoking.", no_args_is_help=False)
+
+_QUOTAS = {"requests": "requests_per_minute", "tokens": "tokens_per_day"}
+
+
+@app.callback(invoke_without_command=True)
+def keys(
+    context: typer.Context,
+    *,
+    state_dir: StateDir = None,
+    host: Host = None,
+    api_port: ApiPort = None,
+    json: Json = False,
+) -> None:
+    """List the keys; see the verbs below for making and revoking them."""
+    if context.invoked_subcommand is None:
+        listing(state_dir=state_dir, host=host, api_port=api_port, json=json)
+
+
+@app.command("list")
+def listing(
+    *,
+    state_dir: StateDir = None,
+    host: Host = None,
+    api_port: ApiPort = None,
+    json: Json = False,
+) -> None:
+    """Show every key's id, name, scopes and quotas; the keys themselves are kept nowhere."""
+    from mesh.identity.api_keys import shown
+
+    found = _either(
+        (state_dir, host, api_port),
+        lambda client: client.keys(),
+        lambda keys: [shown(key) for key in keys.keys],
+    )
+    if json:
+        print_json({"keys": found})
+        return
+    rows = [[key["id"], key["name"], _rights(key), _limits(key)] for key in found]
+    print_table(["id", "name", "may", "at most"], rows)
+
+
+@app.command()
+def create(  # noqa: PLR0913 - flags
+    *,
+    name: Annotated[str, typer.Option(help="Whose it is, or for what.")] = "key",
+    scope: Annotated[
+        str, typer.Option(metavar="LIST", help="Of chat, interventions and admin, with commas.")
+    ] = "chat",
+    quota: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="requests=N|tokens=N", help="Requests per minute, tokens per day. Repeatable."
+        ),
+    ] = None,
+    trusted: Annotated[
+        bool, typer.Option("--trusted", help="Its jobs may use what others' may not.")
+    ] = False,
+    state_dir: StateDir = None,
+    host: Host = None,
+    api_port: ApiPort = None,
+    json: Json = False,
+) -> None:
+    """Make a key and show it, this once."""
+    from mesh.clock import SystemClock
+    from mesh.identity.api_keys import Quota, Scope, shown
+
+    scopes = [part.strip() for part in scope.split(",")]
+    limits = _parse(quota or [])
+
+    def directly(keys: ApiKeys) -> dict[str, Any]:
+        parsed = frozenset(map(Scope.parse, scopes))
+        key, text = keys.create(name, parsed, Quota(**limits), SystemClock(), trusted=trusted)
+        return {**shown(key), "key": text}
+
+    made = _either(
+        (state_dir, host, api_port),
+        lambda client: client.create_key(name, scopes, trusted=trusted, **limits),
+        directly,
+    )
+    if json:
+        print_json(made)
+        return
+    say(made["key"])
+
+
+@app.command()
+def revoke(
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="As `hearthnet keys` shows it.")],
+    *,
+    state_dir: StateDir = None,
+    host: Host = None,
+    api_port: ApiPort = None,
+    json: Json = False,
+) -> None:
+    """Take a key back; its next request is refused."""
+    from mesh.identity.api_keys import shown
+
+    gone = _either(
+        (state_dir, host, api_port),
+        lambda client: client.revoke_key(key_id),
+        lambda keys: shown(keys.revoke(key_id)),
+    )
+    if json:
+        print_json(gone)
+        return
+    say(f"{gone['name']} ({gone['id']}) is revoked.")
+
+
+def _either(
+    where: tuple[Path | None, str | None, int | None],
+    asked: Callable[[Client], Awaitable[_T]],
+    directly: Callable[[ApiKeys], _T],
+) -> _T:
+    """Ask the daemon, or use its file when it is this machine's and does not run."""
+    try:
+        client = locate_daemon(*where)
+    except NotRunning:
+        from mesh.config import load_config
+        from mesh.identity.api_keys import ApiKeys
+        from mesh.paths import StatePaths
+
+        paths = StatePaths(load_config({"state_dir": where[0]}).config.state_dir).create()
+        return directly(ApiKeys.load(paths.api_keys))
+    return ask(client, asked)
+
+
+def _parse(quotas: list[str]) -> dict[str, int]:
+    limits: dict[str, int] = {}
+    for text in quotas:
+        what, _, number = text.partition("=")
+        if what not in _QUOTAS or not number.isdecimal() or not 0 < int(number) < 2**53:
+            raise BadValue(
+                f"{text!r} is no quota.",
+                fix="For example --quota requests=60 --quota tokens=100000.",
+                param="quota",
+            )
+        limits[_QUOTAS[what]] = int(number)
+    return limits
+
+
+def _rights(key: dict[str, Any]) -> str:
+    return ", ".join(key["scopes"]) + (" (trusted)" if key["trusted"] else "")
+
+
+def _limits(key: dict[str, Any]) -> str:
+    words = {"requests_per_minute": "requests a minute", "tokens_per_day": "tokens a day"}
+    return ", ".join(f"{key[name]} {word}" for name, word in words.items() if key[name])

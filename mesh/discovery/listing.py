@@ -1,0 +1,78 @@
+"""From what peers say to what the directory lists: only what verifies, only from who may serve.
+
+Owns no link; is told what came over one, and from whom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from mesh.clock import SystemClock
+from mesh.discovery.directory import NodeInfo, ShardStore
+from mesh.discovery.events import Warned
+from mesh.discovery.greeting import PeerHello, label
+from mesh.discovery.links import ControlLink
+from mesh.discovery.notices import Notices
+from mesh.discovery.sightings import Sightings
+from mesh.discovery.trust import Trust
+from mesh.errors import BadAdvertisement
+from mesh.events.budget import Budget
+from mesh.types import NodeId
+from mesh.wire.messages import Advertise
+
+
+class Listing:
+    """Keeps the directory's entries of linked peers.
+
+    Who sends too much that is forged or malformed is not listened to for some minutes, so that it
+    cannot keep this node busy with checking.
+    """
+
+    def __init__(
+        self, store: ShardStore, notices: Notices, trust: Trust, sightings: Sightings
+    ) -> None:
+        self._store = store
+        self._notices = notices
+        self._trust = trust
+        self._sightings = sightings
+        self._budget = Budget(SystemClock())
+
+    def hear(self, end: ControlLink, message: Advertise) -> None:
+        """Take down what a peer signed of itself; all else is told once and changes nothing."""
+        peer = end.hello
+        if self._budget.muted(peer.node_id):
+            return
+        try:
+            heard = self._notices.read(message, peer.node_id)
+        except BadAdvertisement as error:
+            self._budget.charge(peer.node_id)
+            self._warn(peer, error)
+            return
+        end.advertised, end.heard_at = heard, asyncio.get_running_loop().time()
+        self.relist(end)
+
+    def relist(self, end: ControlLink) -> None:
+        """List what a peer last said it serves, if it is trusted to serve, for what is left."""
+        peer, heard = end.hello, end.advertised
+        if heard is None:
+            return
+        shards = heard.shards if self._trust.may_serve(peer.node_id) else ()
+        left_s = heard.ttl_s - (asyncio.get_running_loop().time() - end.heard_at)
+        try:
+            self._store.update(info(peer), shards, left_s)
+        except BadAdvertisement as error:
+            self._warn(peer, error)
+
+    def drop(self, node: NodeId) -> None:
+        """The node is no member any more."""
+        self._store.remove(node)
+        self._notices.forget(node)
+
+    def _warn(self, peer: PeerHello, error: BadAdvertisement) -> None:
+        warning = Warned(error.code, f"{label(peer)}: {error.message}", error.fix)
+        self._sightings.warn_once(f"{peer.run} {error.param}", warning)
+
+
+def info(peer: PeerHello) -> NodeInfo:
+    """How the directory names a peer."""
+    return NodeInfo(peer.node_id, peer.name, peer.address, peer.software)

@@ -1,0 +1,88 @@
+"""Advertisements as they travel: signed by the node that serves, believed only when they verify.
+
+One notice holds all that a node serves, so that a withdrawn shard is gone with the next one.
+Notices are not passed on: a node is heard from itself or not at all. Knows nothing of links, nor of
+who is trusted to serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mesh.discovery import advertisement
+from mesh.discovery.advertisement import Advertisement
+from mesh.discovery.trust import Trust
+from mesh.errors import BadAdvertisement, BadEvent
+from mesh.events.ephemera import Ephemera, Notice, seal_notice
+from mesh.types import NodeId
+from mesh.wire.messages import Advertise
+
+EXPIRY_FACTOR = 4
+"""A notice outlives this many health timeouts without a renewal (specification, 5.1)."""
+
+_KEY = "shards"
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What a node serves, and for how long that holds from its arrival on."""
+
+    shards: tuple[Advertisement, ...]
+    ttl_s: float
+
+
+class Notices:
+    """Signs this node's notices, reads the others'.
+
+    `epoch` must be greater than at any earlier start of this node; `ttl_s` is how long its notices
+    hold.
+    """
+
+    def __init__(self, own: NodeId, hearth: str, trust: Trust, *, epoch: int, ttl_s: float) -> None:
+        self._own = own
+        self._hearth = hearth
+        self._trust = trust
+        self._epoch = epoch
+        self._ttl_ms = int(ttl_s * 1000)
+        self._counter = 0
+        self._heard = Ephemera(hearth, trust.verify)
+
+    def seal(self, shards: Sequence[Advertisement]) -> Advertise:
+        """A newer notice than all before. Raises BadEvent when it is too large."""
+        self._counter += 1
+        payload = {"shards": [advertisement.encode(shard) for shard in shards]}
+        notice = Notice(
+            self._hearth, self._own, _KEY, self._epoch, self._counter, self._ttl_ms, payload
+        )
+        return Advertise(*seal_notice(notice, self._trust.sign))
+
+    def read(self, message: Advertise, sender: NodeId) -> Heard:
+        """What the sender serves.
+
+        Raises BadAdvertisement when it is malformed, forged, about another node, or not newer than
+        what the sender said before.
+        """
+        try:
+            notice = self._heard.offer(message.body, message.signature, sender)
+        except BadEvent as error:
+            raise BadAdvertisement(error.message, fix=error.fix, param="signature") from error
+        if notice is None:
+            raise BadAdvertisement(
+                "It repeats an advertisement, or signs an older one than before.",
+                fix="If its --state-dir was restored from a backup, give it a new one.",
+                param="epoch",
+            )
+        entries = notice.payload.get("shards")
+        if notice.key != _KEY or not isinstance(entries, list):
+            raise BadAdvertisement(
+                "It does not say what its sender serves.",
+                fix="Update hearthnet on the node that sent it.",
+                param="shards",
+            )
+        shards = advertisement.decode_all(entries, host=sender)
+        return Heard(tuple(shards), notice.ttl_ms / 1000)
+
+    def forget(self, node: NodeId) -> None:
+        """The node is no member any more."""
+        self._heard.forget(node)

@@ -1,0 +1,3 @@
+"""Harvests: activations of many prompts, left as files on the nodes that computed them."""
+
+from __future__ import annotations

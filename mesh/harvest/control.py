@@ -1,0 +1,57 @@
+"""Takes one batch of a harvest from the HTTP API to the model's asker.
+
+The HTTP API's `mesh.api.services.HarvestControl`. Computes nothing and keeps nothing: which batches
+are done is known by whoever asked for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mesh.errors import BadRequest, Busy
+from mesh.models.harvest import HarvestBatch
+from mesh.models.local import LocalModel, local_manifest
+from mesh.paths import cache_dir
+from mesh.pipeline.asker import AskerProcess
+from mesh.pipeline.order import HarvestOrder
+from mesh.types import LayerRange, ModelId
+
+MAX_RUNNING = 8
+
+
+class Harvests:
+    """See `mesh.api.services.HarvestControl`."""
+
+    def __init__(
+        self, models: Sequence[LocalModel], askers: Mapping[ModelId, AskerProcess]
+    ) -> None:
+        self._models = {model.model_id: model for model in models}
+        self._askers = askers
+        self._running = 0
+
+    async def run(self, model: str, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Run one batch.
+
+        Raises ModelNotFound, BadRequest for a pattern that fits no module, Busy, and what
+        `mesh.pipeline.harvest.harvest` raises.
+        """
+        model_id = ModelId(model)
+        manifest = await asyncio.to_thread(local_manifest, self._models, model_id, cache_dir())
+        asked = HarvestOrder.from_fields({**order, "layer_prefix": manifest.layer_prefix})
+        batch = HarvestBatch.from_fields({**asked.to_fields(), "rows": 1})
+        if not batch.sites(LayerRange(0, manifest.total_layers)):
+            raise BadRequest(
+                f"module: {asked.pattern!r} fits no module of {model}.",
+                fix=f"Use a pattern like {manifest.layer_prefix}* or {manifest.layer_prefix}*.mlp.",
+                param="module",
+            )
+        if self._running >= MAX_RUNNING:
+            raise Busy(f"{self._running} batches are being harvested here.", fix="Wait for one.")
+        self._running += 1
+        try:
+            result = await self._askers[model_id].harvest(asked)
+        finally:
+            self._running -= 1
+        return {"batch": asked.batch, "weights_sha256": manifest.weights_sha256, **result}

@@ -1,0 +1,124 @@
+"""The log's record of what this node serves: one event when that begins, one when it ends.
+
+For the record only: routes are made from `mesh.discovery.notices`. A restart that serves the same,
+a shard that is loading or was unloaded for a while, and every renewal write nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mesh.discovery.advertisement import Advertisement, encode
+from mesh.discovery.tasks import end, spawn
+from mesh.errors import BadEvent, Busy, EventLogError
+from mesh.events.state import Fact
+from mesh.events.types import MODEL_PUBLISHED, SHARD_ADVERTISED
+from mesh.hearth.hearth import Hearth
+from mesh.types import ShardId
+
+logger = logging.getLogger(__name__)
+
+_VOLATILE = ("endpoint", "health")
+"""Fields of an advertisement that change from start to start; the record would be wrong at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What is served now, and what this node is configured to serve, loaded or not."""
+
+    shards: Sequence[Advertisement]
+    wanted: Collection[ShardId]
+
+
+class Publisher:
+    """`start`, then `look` whenever something may have changed, then `stop`.
+
+    `serving` gives None while the node does not know yet what it is to serve.
+    """
+
+    def __init__(
+        self,
+        hearth: Hearth,
+        serving: Callable[[], Serving | None],
+        *,
+        settle_s: float = 1.0,
+        retry_s: float = 60.0,
+    ) -> None:
+        self._hearth = hearth
+        self._serving = serving
+        self._settle_s = settle_s
+        self._retry_s = retry_s
+        self._due = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to keep the record."""
+        self._task = spawn(self._keep(), "publish shards")
+
+    async def stop(self) -> None:
+        """Stop; the record stays as it is."""
+        if self._task is not None:
+            await end([self._task])
+
+    def look(self) -> None:
+        """What is served, or who may serve, may have changed."""
+        self._due.set()
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                await self._publish()
+                await self._due.wait()
+            except (EventLogError, BadEvent, Busy) as error:
+                # A node that has just joined is not in its own copy of the log yet.
+                logger.info("not recorded yet: %s", error)
+                try:
+                    async with asyncio.timeout(self._retry_s):
+                        await self._due.wait()
+                except TimeoutError:
+                    pass
+            self._due.clear()
+            await asyncio.sleep(self._settle_s)
+
+    async def _publish(self) -> None:
+        serving = self._serving()
+        if serving is None or not self._hearth.may_serve(self._hearth.key.node_id):
+            return
+        for shard in serving.shards:
+            await self._publish_model(shard)
+            if shard.descriptor.shard_id in serving.wanted:
+                await self._record(shard)
+        for name, fact in self._hearth.own_facts(SHARD_ADVERTISED).items():
+            if ShardId(name) not in serving.wanted and not fact.payload.get("withdrawn"):
+                payload = {**fact.payload, "withdrawn": True}
+                await self._hearth.publish(SHARD_ADVERTISED, payload)
+
+    async def _publish_model(self, shard: Advertisement) -> None:
+        descriptor = shard.descriptor
+        own = self._hearth.own_facts(MODEL_PUBLISHED)
+        said = (own.get(descriptor.model_id), self._hearth.models().get(descriptor.model_id))
+        if not any(_same(fact, shard) for fact in said):
+            payload = {
+                "model_id": str(descriptor.model_id),
+                "weights_sha256": descriptor.weights_sha256,
+                "total_layers": descriptor.total_layers,
+            }
+            await self._hearth.publish(MODEL_PUBLISHED, payload)
+
+    async def _record(self, shard: Advertisement) -> None:
+        known = self._hearth.own_facts(SHARD_ADVERTISED).get(shard.descriptor.shard_id)
+        if known is None or known.payload.get("withdrawn") or not _same(known, shard):
+            fields: dict[str, Any] = encode(shard)
+            kept = {key: value for key, value in fields.items() if key not in _VOLATILE}
+            await self._hearth.publish(SHARD_ADVERTISED, {**kept, "withdrawn": False})
+
+
+def _same(fact: Fact | None, shard: Advertisement) -> bool:
+    """Whether a recorded fact is about the weights of this shard."""
+    return (
+        fact is not None and fact.payload.get("weights_sha256") == shard.descriptor.weights_sha256
+    )

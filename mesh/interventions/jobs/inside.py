@@ -1,0 +1,187 @@
+"""Inside the jail: what its warmed parent loads, and what one job's process does with a request.
+
+Everything here runs behind the walls, next to the stranger's code it unpickles and runs. It holds
+the ends of the model and nothing else of value. What it gives back are bytes that only the client
+opens.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import socket
+import traceback
+import warnings
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import nnsight
+import numpy
+import torch
+import transformers
+import zstandard
+from nnsight.intervention.serialization import CustomCloudUnpickler, UnknownPersistentIdError
+from nnsight.schema.request import RequestModel
+from nnsight.tracing.tracer import _saves, dec, inc
+from nnsight.tracing.util import filter_traceback
+
+from mesh.errors import BadRequest
+from mesh.interventions.channel import SocketChannel
+from mesh.interventions.jail.limits import ToldError
+from mesh.interventions.jail.lockdown import readable_paths
+from mesh.interventions.jail.policy import FencedUnpickler, raise_fence
+from mesh.interventions.jobs.order import JobOrder
+from mesh.interventions.skeleton import Skeleton, job_model, load_skeleton
+from mesh.models.manifest import read_manifest
+from mesh.shard.device import DTYPES
+from mesh.types import ModelId
+
+if TYPE_CHECKING:
+    from nnsight.modeling.transformers import TransformersModel
+
+_OURS = str(Path(__file__).parents[2])
+_NNSIGHT = str(Path(nnsight.__file__).parent)
+_INSTALLED = (*readable_paths(), "<frozen ")
+_COMPRESSION_LEVEL = 3
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+
+_skeleton: Skeleton | None = None
+
+
+def warm(argument: str) -> None:
+    """Load the model without its layers. `argument` is JSON: directory, model_id, cache_dir, dtype.
+
+    Runs in the warmed parent, once.
+    """
+    global _skeleton  # noqa: PLW0603 - the one thing that every forked job starts with
+    order = json.loads(argument)
+    manifest = read_manifest(
+        Path(order["directory"]),
+        model_id=ModelId(order["model_id"]),
+        cache_dir=Path(order["cache_dir"]),
+    )
+    _skeleton = load_skeleton(manifest, dtype=DTYPES[order["dtype"]])
+
+
+def run(payload: bytes, channel: socket.socket) -> bytes:
+    """Entry point of a job. Raises ToldError with what the job's author should read."""
+    if _skeleton is None:
+        raise RuntimeError("the parent of this process was not warmed")
+    order, request = JobOrder.unpack(payload)
+    _freshen()
+    model = job_model(_skeleton, SocketChannel(channel), order.hops, _say)
+    if order.attention:
+        model._remoteable_set_env({"attn_implementation": order.attention})
+    try:
+        saved = _execute(model, order, request)
+        return _packed(saved, compress=order.compress)
+    except BaseException as raised:  # noqa: BLE001 - all that a stranger's code raises, told to it
+        raise ToldError(_told(raised)) from None
+
+
+def _unknown_part(error: UnknownPersistentIdError) -> BadRequest:
+    part = str(error).removeprefix("Module:")
+    return BadRequest(
+        f"The request is about {part[:200]!r}, which the model here does not have; it is built by"
+        f" transformers {transformers.__version__} and nnsight {nnsight.__version__}.",
+        fix="Use these versions, and attach modules of your own inside the trace.",
+    )
+
+
+def _freshen() -> None:
+    """What a process of its own would not share with the others forked from the same parent."""
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(int.from_bytes(os.urandom(4)))
+    warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}\n"
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201 - what a job prints is its author's log
+
+
+def _execute(model: TransformersModel, order: JobOrder, request: bytes) -> dict[str, Any]:
+    unpickler = CustomCloudUnpickler
+    if not order.trusted:
+        raise_fence()
+        unpickler = FencedUnpickler
+    objects = model._remoteable_persistent_objects()
+    try:
+        tracer = RequestModel.deserialize(request, objects, order.compress, unpickler)
+    except UnknownPersistentIdError as error:
+        raise _unknown_part(error) from None
+    inc()
+    try:
+        tracer.execute(tracer.info.code)
+        saves = _saves()
+        return {n: v for n, v in tracer.info.frame.f_locals.items() if id(v) in saves}
+    finally:
+        dec()
+
+
+# The result
+
+
+class _Portable(pickle.Pickler):
+    """Writes nothing that a client without hearthnet could not load."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """See `pickle.Pickler.reducer_override`."""
+        named = obj if isinstance(obj, type) else type(obj)
+        module = str(getattr(obj, "__module__", None) or named.__module__)
+        if module.partition(".")[0] == "mesh":
+            _refuse_to_save(named.__name__)
+        return NotImplemented
+
+
+def _refuse_to_save(name: str) -> NoReturn:
+    raise BadRequest(
+        f"A {name} cannot be saved: it stands for an object of the machine that holds the layer.",
+        fix="Save the tensors in it.",
+    )
+
+
+def _packed(saved: dict[str, Any], *, compress: bool) -> bytes:
+    buffer = io.BytesIO()
+    writer = SimpleNamespace(**{**vars(pickle), "Pickler": _Portable})
+    torch.save(saved, buffer, pickle_module=writer, pickle_protocol=4)
+    if not compress:
+        return buffer.getvalue()
+    return zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL).compress(buffer.getbuffer())
+
+
+# What went wrong
+
+
+def _told(raised: BaseException) -> str:
+    """The traceback with the author's own lines, where it has any."""
+    seen: set[int] = set()
+    error: BaseException | None = raised
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        kept = filter_traceback(error.__traceback__, _is_theirs)
+        if kept is None and not _is_ours(error):
+            kept = filter_traceback(error.__traceback__, _is_the_model_s)
+        error.__traceback__ = kept
+        error = error.__cause__ or error.__context__
+    text = "".join(traceback.format_exception(raised, limit=-30)).rstrip()
+    if _is_ours(raised):
+        text = text.replace(f"{type(raised).__module__}.", "")
+    if isinstance(raised, MemoryError) or any(hint in text for hint in _NO_MEMORY):
+        text += "\nThe job needed more memory than a job may use."
+    return text
+
+
+def _is_ours(error: BaseException) -> bool:
+    return type(error).__module__.startswith("mesh.")
+
+
+def _is_theirs(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(_INSTALLED)
+
+
+def _is_the_model_s(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith((_OURS, _NNSIGHT))

@@ -1,0 +1,76 @@
+"""One model's jobs while they have not ended: who waits, who runs, and since when nobody can."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from mesh.interventions.jobs.queue.feed import Feed
+from mesh.interventions.jobs.queue.line import FairLine
+from mesh.interventions.jobs.queue.types import Job, Status, Update
+from mesh.interventions.jobs.types import JobReport
+from mesh.types import ModelId
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A job that has not ended. `ending` is why it is being ended, once somebody does."""
+
+    job: Job
+    feed: Feed | None
+    admitted_s: float
+    latest: Update
+    begun_s: float | None = None
+    ending: str | None = None
+    run: asyncio.Task[JobReport] | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def job_id(self) -> str:
+        """The job's id."""
+        return self.job.job_id
+
+    def tell(self, update: Update) -> None:
+        """Pass on what is new, and remember where the job stands."""
+        if update == self.latest:
+            return
+        if update.status is not Status.LOG:
+            self.latest = update
+        if self.feed is not None:
+            self.feed.put(update)
+
+    def standing(self) -> Job:
+        """The job with what was told of it last."""
+        latest = self.latest
+        meta = self.job.meta if latest.meta is None else latest.meta
+        return replace(self.job, status=latest.status, description=latest.description, meta=meta)
+
+
+class Lane:
+    """One model: its line, its running jobs and the tasks that take from the line."""
+
+    def __init__(self, model_id: ModelId) -> None:
+        self.model_id = model_id
+        self.line = FairLine()
+        self.running: set[str] = set()
+        self.workers: list[asyncio.Task[None]] = []
+        self.held_since_s: float | None = None
+        self.is_closed = False
+        self.is_warm = False
+        self._news = asyncio.Event()
+
+    def put(self, ticket: Ticket) -> None:
+        """Have a job wait."""
+        self.line.put(ticket.job.asked.owner, ticket.job_id)
+        self._news.set()
+
+    def put_back(self, ticket: Ticket) -> None:
+        """Have a job wait again, before the others."""
+        self.line.put_back(ticket.job.asked.owner, ticket.job_id)
+        self._news.set()
+
+    async def wait(self) -> None:
+        """Until somebody waits; for ever once the lane is closed."""
+        while self.is_closed or not self.line:
+            self._news.clear()
+            await self._news.wait()

@@ -1,0 +1,177 @@
+"""The table of jobs, in SQLite through aiosqlite. A write is on the disk when it returns.
+
+Knows rows, not what they mean: `service` decides what becomes of a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import aiosqlite
+
+from mesh.errors import SchemaTooNew, StorageFull
+from mesh.events.opening import is_damage
+from mesh.interventions.jobs.queue.types import Job, Status, Submission
+from mesh.types import ModelId
+
+logger = logging.getLogger(__name__)
+
+_SCHEMA = 1
+_PRAGMAS = ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL", "PRAGMA trusted_schema = OFF")
+_CREATE = """
+CREATE TABLE IF NOT EXISTS jobs (
+  number INTEGER PRIMARY KEY AUTOINCREMENT, job_id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL,
+  model_id TEXT NOT NULL, blocking INTEGER NOT NULL, compress INTEGER NOT NULL, env TEXT NOT NULL,
+  trusted INTEGER NOT NULL, received_at REAL NOT NULL, status TEXT NOT NULL,
+  description TEXT NOT NULL, attempts INTEGER NOT NULL, ended_at REAL,
+  payload_bytes INTEGER NOT NULL, result_bytes INTEGER NOT NULL, meta TEXT NOT NULL)
+"""
+_COLUMNS = (
+    "job_id, owner, model_id, blocking, compress, env, trusted, received_at, status, description,"
+    " attempts, ended_at, payload_bytes, result_bytes, meta"
+)
+_INSERT = f"INSERT INTO jobs ({_COLUMNS}) VALUES ({', '.join('?' * 15)})"  # noqa: S608 - our own
+_UPDATE = (
+    "UPDATE jobs SET status = ?, description = ?, attempts = ?, ended_at = ?, result_bytes = ?,"
+    " meta = ? WHERE job_id = ?"
+)
+
+
+class JobRecords:
+    """Owns the file. Use `open`, then `close`."""
+
+    def __init__(self, connection: aiosqlite.Connection) -> None:
+        self._connection = connection
+
+    @classmethod
+    async def open(cls, path: Path) -> Self:
+        """Open or create the file; a damaged one is put aside. Raises SchemaTooNew, StorageFull."""
+        try:
+            return cls(await _connect(path))
+        except OSError as error:
+            raise _unusable(error) from error
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise _unusable(error) from error
+        aside = path.with_suffix(".damaged")
+        logger.error("%s is damaged; its jobs are lost and it is kept as %s", path, aside)
+        try:
+            await asyncio.to_thread(path.replace, aside)
+            return cls(await _connect(path))
+        except (OSError, sqlite3.Error) as error:
+            raise _unusable(error) from error
+
+    async def close(self) -> None:
+        """Close the file."""
+        await self._connection.close()
+
+    async def add(self, job: Job) -> None:
+        """Keep a new job. Raises StorageFull."""
+        await self._run(_INSERT, _row(job))
+
+    async def change(self, job: Job) -> None:
+        """Keep what became of a job. Raises StorageFull."""
+        values = (
+            job.status, job.description, job.attempts, job.ended_at, job.result_bytes,
+            json.dumps(dict(job.meta)), job.job_id,
+        )  # fmt: skip
+        await self._run(_UPDATE, values)
+
+    async def find(self, job_id: str) -> Job | None:
+        """One job."""
+        return next(iter(await self._select("job_id = ?", (job_id,))), None)
+
+    async def unfinished(self) -> list[Job]:
+        """Jobs that have not ended, in the order in which they came."""
+        return await self._select("ended_at IS NULL", ())
+
+    async def kept(self) -> list[str]:
+        """The ids of jobs whose result is still there."""
+        rows = await self._run("SELECT job_id FROM jobs WHERE result_bytes > 0", ())
+        return [job_id for (job_id,) in rows]
+
+    async def outdated(self, ended_before: float, limit: int) -> list[Job]:
+        """Some jobs that ended before then and whose result is still there."""
+        where = "result_bytes > 0 AND ended_at < ? ORDER BY number LIMIT ?"
+        return await self._select(where, (ended_before, limit), "")
+
+    async def forget(self, ended_before: float) -> None:
+        """Drop jobs that ended before then and left nothing. Raises StorageFull."""
+        await self._run("DELETE FROM jobs WHERE result_bytes = 0 AND ended_at < ?", (ended_before,))
+
+    async def recent(self, limit: int) -> list[Job]:
+        """The jobs that ended last, newest first."""
+        where = "ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT ?"
+        return await self._select(where, (limit,), "")
+
+    async def _select(
+        self, where: str, values: Sequence[object], order: str = " ORDER BY number"
+    ) -> list[Job]:
+        query = f"SELECT {_COLUMNS} FROM jobs WHERE {where}{order}"  # noqa: S608 - our own texts
+        return [_job(row) for row in await self._run(query, values)]
+
+    async def _run(self, query: str, values: Sequence[object]) -> list[sqlite3.Row]:
+        try:
+            return list(await self._connection.execute_fetchall(query, values))
+        except sqlite3.Error as error:
+            raise _unusable(error) from error
+
+
+async def _connect(path: Path) -> aiosqlite.Connection:
+    """Raises sqlite3.Error, OSError and SchemaTooNew."""
+    await asyncio.to_thread(path.touch, 0o600)
+    connection = await aiosqlite.connect(path, isolation_level=None, timeout=10)
+    try:
+        for pragma in _PRAGMAS:
+            await connection.execute_fetchall(pragma)
+        ((found,),) = await connection.execute_fetchall("PRAGMA user_version")
+        _require_known(found, path)
+        await connection.execute_fetchall(_CREATE)
+        await connection.execute_fetchall(f"PRAGMA user_version = {_SCHEMA}")
+    except BaseException:
+        await connection.close()
+        raise
+    return connection
+
+
+def _require_known(schema: int, path: Path) -> None:
+    if schema > _SCHEMA:
+        raise SchemaTooNew(
+            f"A newer hearthnet has written {path}.", fix="Run that version, or a newer one."
+        )
+
+
+def _row(job: Job) -> tuple[object, ...]:
+    asked = job.asked
+    return (
+        job.job_id, asked.owner, asked.model_id, asked.blocking, asked.compress,
+        json.dumps(dict(asked.env)), asked.trusted, job.received_at, job.status, job.description,
+        job.attempts, job.ended_at, job.payload_bytes, job.result_bytes, json.dumps(dict(job.meta)),
+    )  # fmt: skip
+
+
+def _job(row: sqlite3.Row) -> Job:
+    (
+        job_id, owner, model_id, blocking, compress, env, trusted, received_at, status, description,
+        attempts, ended_at, payload_bytes, result_bytes, meta,
+    ) = row  # fmt: skip
+    asked = Submission(
+        owner, ModelId(model_id), bool(blocking), bool(compress), json.loads(env), bool(trusted)
+    )
+    return Job(
+        job_id, asked, received_at, Status(status), description, attempts, ended_at, payload_bytes,
+        result_bytes, json.loads(meta),
+    )  # fmt: skip
+
+
+def _unusable(error: sqlite3.Error | OSError) -> StorageFull:
+    return StorageFull(
+        f"The table of jobs cannot be used: {error}.",
+        fix="Free space on the disk, or make the state directory writable.",
+    )

@@ -1,0 +1,390 @@
+"""The queue of a node's jobs: what it accepts is on the disk, and ends in a result or an error.
+
+One line per model, fair between the keys that jobs come with. A job that waits for nobody's socket
+survives the daemon: it runs after the next start, and one that was running is begun once more.
+Results are kept for two hours. Knows nothing of HTTP, and of a job only that a runner runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mesh.clock import Clock
+from mesh.errors import Busy, InternalError, NotFound, StorageFull
+from mesh.interventions.jobs.queue.feed import Feed
+from mesh.interventions.jobs.queue.lane import Lane, Ticket
+from mesh.interventions.jobs.queue.records import JobRecords
+from mesh.interventions.jobs.queue.spool import Incoming, Spool
+from mesh.interventions.jobs.queue.types import Job, Status, Submission, Update
+from mesh.interventions.jobs.queue.working import Work, Worker
+from mesh.interventions.jobs.types import JobRunner
+from mesh.types import ModelId
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 2
+"""How often a job is begun at most when the daemon does not live to see its end."""
+
+KEEP_RESULTS_S = 7200.0
+KEEP_RECORDS_S = 86_400.0
+"""How long one can still learn what became of a job."""
+
+_SWEEP_S = 30.0
+_SWEEP_JOBS = 64
+_POSITIONS_S = 1.0
+_KILL_TIMEOUT_S = 10.0
+_RECENT = 50
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """Bounds of the queue.
+
+    Each model has `max_queued` places, a key may hold half of them; `concurrent` jobs of all models
+    run at once. `time_limit_s` ends a job, `patience_s` is how long jobs wait for a model that
+    nobody serves.
+    """
+
+    max_queued: int = 512
+    concurrent: int = 2
+    max_payload_bytes: int = 64 << 20
+    max_result_bytes: int = 64 << 20
+    time_limit_s: float = 300.0
+    patience_s: float = 300.0
+
+
+class JobQueue:
+    """The jobs of one node. `start`, then `stop`; both once.
+
+    `tell` gets ``job_started`` and ``job_ended`` with their fields.
+    """
+
+    def __init__(
+        self,
+        runner: JobRunner,
+        spool: Spool,
+        settings: QueueSettings,
+        clock: Clock,
+        tell: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self.settings = settings
+        self.runner = runner
+        self.spool = spool
+        self._clock = clock
+        self._tell = tell
+        self._records: JobRecords | None = None
+        self._lanes: dict[ModelId, Lane] = {}
+        self._tickets: dict[str, Ticket] = {}
+        self._arriving: Counter[tuple[ModelId, str]] = Counter()
+        self._slots = asyncio.Semaphore(settings.concurrent)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_stopping = False
+
+    async def start(self) -> None:
+        """Open the files and take up what was accepted earlier. Raises StorageFull, SchemaTooNew.
+
+        Jobs whose clients waited on a socket are over; the others run.
+        """
+        try:
+            await asyncio.to_thread(self.spool.create)
+            self._records = await JobRecords.open(self.spool.root / "jobs.sqlite")
+            left = await self._records.unfinished()
+            waiting, kept = {job.job_id for job in left}, set(await self._records.kept())
+            there = await asyncio.to_thread(self.spool.open, waiting, kept)
+        except OSError as error:
+            raise StorageFull(
+                f"The jobs' directory {self.spool.root} cannot be used: {error}.",
+                fix="Make it writable for this user, or free space on its disk.",
+            ) from error
+        for job in left:
+            has_payload = job.job_id in there
+            ticket = self._ticket(job if has_payload else replace(job, payload_bytes=0), None)
+            why = _hopeless(job, has_payload=has_payload)
+            if why is not None:
+                await self._finish(ticket, Status.ERROR, why)
+            else:
+                self._admit(ticket)
+        for loop in (self._sweep_for_ever, self._tell_positions_for_ever):
+            self._tasks.append(asyncio.create_task(loop(), name=f"jobs: {loop.__name__}"))
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more; give running jobs `grace_s`; tell those who wait that nothing comes."""
+        self._is_stopping = True
+        for lane in self._lanes.values():
+            lane.is_closed = True
+        why = "The node is stopping. Send the job again when it is back."
+        for ticket in list(self._tickets.values()):
+            lane = self._lanes[ticket.job.asked.model_id]
+            if ticket.job.asked.blocking and lane.line.remove(ticket.job_id):
+                await self._finish(ticket, Status.ERROR, why)
+        runs = [ticket.run for ticket in self._tickets.values() if ticket.run is not None]
+        if runs:
+            await asyncio.wait(runs, timeout=grace_s)
+        for ticket in self._tickets.values():
+            if ticket.job.asked.blocking and ticket.run is not None:
+                ticket.ending = why
+        workers = [worker for lane in self._lanes.values() for worker in lane.workers]
+        for task in [*workers, *self._tasks]:
+            task.cancel()
+        await asyncio.gather(*workers, *self._tasks, return_exceptions=True)
+        if self._records is not None:
+            await self._records.close()
+
+    # Asking
+
+    def check_room(self, asked: Submission) -> None:
+        """Whether one more job would be accepted now. Raises Busy."""
+        model_id, owner, limit = asked.model_id, asked.owner, self.settings.max_queued
+        if self._is_stopping:
+            raise Busy("The node is stopping.", fix="Try again when it is back.")
+        mine = [t.job.asked.owner for t in self._of(model_id)]
+        mine += [who for (model, who), count in self._arriving.items() if model == model_id
+                 for _ in range(count)]  # fmt: skip
+        if len(mine) >= limit or mine.count(owner) >= max(1, limit // 2):
+            raise Busy(
+                f"{mine.count(owner)} of your jobs and {len(mine) - mine.count(owner)} others wait"
+                f" for {model_id}; there are {limit} places, half of them for one key.",
+                fix="Try again when some have ended.",
+            )
+
+    async def submit(self, asked: Submission, arrived: Incoming, feed: Feed | None = None) -> Job:
+        """Accept a job: it is on the disk when this returns. Its updates go to `feed`.
+
+        Raises Busy when there is no place, StorageFull. `arrived` is used up in any case.
+        """
+        place = (asked.model_id, asked.owner)
+        job = Job(secrets.token_hex(16), asked, self._now(), payload_bytes=arrived.size_bytes)
+        try:
+            self.check_room(asked)
+            self._arriving[place] += 1
+            try:
+                await self._keep(job, arrived)
+            finally:
+                self._arriving[place] -= 1
+        except BaseException:
+            self.spool.release(arrived.size_bytes)
+            await asyncio.to_thread(arrived.discard)
+            raise
+        ticket = self._ticket(job, feed)
+        self._admit(ticket)
+        self._tell_positions(self._lanes[asked.model_id], job.job_id)
+        return job
+
+    async def find(self, job_id: str, owner: str | None) -> Job:
+        """Where a job stands, also one that has ended. Raises NotFound; `owner` None sees all."""
+        ticket = self._tickets.get(job_id)
+        job = ticket.standing() if ticket is not None else await self._file.find(job_id)
+        if job is None or owner not in (None, job.asked.owner):
+            raise _no_such(job_id)
+        return job
+
+    async def kill(self, job_id: str, owner: str | None, why: str) -> Job:
+        """End a job now. Raises NotFound when none of that id has yet to end."""
+        ticket = self._tickets.get(job_id)
+        if ticket is None or owner not in (None, ticket.job.asked.owner):
+            raise _no_such(job_id)
+        if self._lanes[ticket.job.asked.model_id].line.remove(job_id):
+            await self._finish(ticket, Status.ERROR, why)
+        elif ticket.run is not None:
+            ticket.ending = why
+            ticket.run.cancel()
+        try:
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
+                await ticket.ended.wait()
+        except TimeoutError:
+            raise InternalError(
+                f"The job has not ended within {_KILL_TIMEOUT_S:g} s.", fix="See the node's log."
+            ) from None
+        return ticket.job
+
+    async def delivered(self, job_id: str) -> None:
+        """Whoever waited has the result, and nobody else will ask: it need not be kept."""
+        job = await self._file.find(job_id)
+        if job is not None and job.asked.blocking and job.result_bytes:
+            await self._drop_result(replace(job, description="Its result was handed over."))
+
+    async def overview(self) -> dict[str, list[dict[str, Any]]]:
+        """``{"models": [...], "jobs": [...], "ended": [...]}`` for people and dashboards."""
+        waiting = [job_id for lane in self._lanes.values() for job_id in lane.line.order()]
+        running = [job_id for lane in self._lanes.values() for job_id in lane.running]
+        listed = [
+            self._tickets[job_id] for job_id in [*running, *waiting] if job_id in self._tickets
+        ]
+        return {
+            "models": [
+                {
+                    "model": lane.model_id,
+                    "running": len(lane.running),
+                    "queued": len(lane.line),
+                    "why_not": self.runner.why_not(lane.model_id),
+                }
+                for lane in self._lanes.values()
+            ],
+            "jobs": [_listing(ticket.standing()) for ticket in listed],
+            "ended": [_listing(job) for job in await self._file.recent(_RECENT)],
+        }
+
+    def counts(self) -> tuple[int, int]:
+        """How many jobs run, and how many wait."""
+        lanes = self._lanes.values()
+        return sum(len(lane.running) for lane in lanes), sum(len(lane.line) for lane in lanes)
+
+    # Private
+
+    @property
+    def _file(self) -> JobRecords:
+        if self._records is None:
+            raise Busy("The queue has not started yet.", fix="Try again in a moment.")
+        return self._records
+
+    def _now(self) -> float:
+        return self._clock.now().timestamp()
+
+    def _of(self, model_id: ModelId) -> list[Ticket]:
+        return [t for t in self._tickets.values() if t.job.asked.model_id == model_id]
+
+    async def _keep(self, job: Job, arrived: Incoming) -> None:
+        try:
+            await asyncio.to_thread(arrived.keep, job.job_id)
+            try:
+                await self._file.add(job)
+            except BaseException:
+                await asyncio.to_thread(self.spool.remove, self.spool.payload(job.job_id))
+                raise
+        except OSError as error:
+            raise StorageFull(
+                f"The job could not be stored: {error}.", fix="Free space on the node's disk."
+            ) from error
+
+    def _ticket(self, job: Job, feed: Feed | None) -> Ticket:
+        update = Update(job.job_id, Status.RECEIVED, "")
+        ticket = Ticket(job, feed, self._clock.monotonic(), update)
+        self._tickets[job.job_id] = ticket
+        self._lanes.setdefault(job.asked.model_id, Lane(job.asked.model_id))
+        return ticket
+
+    def _admit(self, ticket: Ticket) -> None:
+        lane = self._lanes[ticket.job.asked.model_id]
+        lane.put(ticket)
+        if not lane.workers:
+            work = Work(
+                self._slots, self.runner, self.spool, self._record, self._finish, self._tell
+            )
+            worker = Worker(lane, self._tickets, work, self.settings, self._clock)
+            lane.workers = [
+                asyncio.create_task(worker.work_for_ever(), name=f"jobs of {lane.model_id} {n}")
+                for n in range(self.settings.concurrent)
+            ]
+
+    async def _record(self, job: Job) -> None:
+        await self._file.change(job)
+
+    async def _finish(
+        self,
+        ticket: Ticket,
+        status: Status,
+        description: str,
+        meta: dict[str, Any] | None = None,
+        result_bytes: int = 0,
+    ) -> None:
+        """The end of a job: written down, tidied up, told."""
+        waited = {
+            "wait_s": round((ticket.begun_s or self._clock.monotonic()) - ticket.admitted_s, 3)
+        }
+        ticket.job = replace(
+            ticket.job, status=status, description=description, ended_at=self._now(),
+            meta={**waited, **(meta or {})}, result_bytes=result_bytes,
+        )  # fmt: skip
+        job = ticket.job
+        try:
+            await self._file.change(job)
+            self._tickets.pop(job.job_id, None)
+        except StorageFull:
+            # The client is told all the same; the sweep writes it down when the disk takes it.
+            logger.exception("job=%s ended and could not be written down", job.job_id)
+        gone = [self.spool.payload(job.job_id)]
+        if not result_bytes:
+            gone.append(self.spool.result(job.job_id))
+        try:
+            await asyncio.to_thread(self.spool.remove, *gone)
+        except OSError:
+            logger.exception("job=%s left files, which the next start removes", job.job_id)
+        self.spool.release(job.payload_bytes)
+        ticket.tell(Update(job.job_id, status, description, job.meta, result_bytes))
+        ticket.ended.set()
+        fields = {"job_id": job.job_id, "model": job.asked.model_id, "status": status.value}
+        self._tell("job_ended", {**fields, **job.meta})
+
+    async def _drop_result(self, job: Job) -> None:
+        size_bytes = job.result_bytes
+        await self._file.change(replace(job, result_bytes=0))
+        await asyncio.to_thread(self.spool.remove, self.spool.result(job.job_id))
+        self.spool.release(size_bytes)
+
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            try:
+                await self._sweep()
+            except (StorageFull, OSError):
+                logger.exception("ended jobs could not be tidied up; trying again")
+            await asyncio.sleep(_SWEEP_S)
+
+    async def _sweep(self) -> None:
+        for ticket in [t for t in self._tickets.values() if t.ended.is_set()]:
+            await self._file.change(ticket.job)
+            del self._tickets[ticket.job_id]
+        too_old = "Its result was deleted two hours after it ended. Send the job again."
+        for job in await self._file.outdated(self._now() - KEEP_RESULTS_S, _SWEEP_JOBS):
+            await self._drop_result(replace(job, status=Status.ERROR, description=too_old))
+        await self._file.forget(self._now() - KEEP_RECORDS_S)
+
+    async def _tell_positions_for_ever(self) -> None:
+        while True:
+            for lane in self._lanes.values():
+                if lane.held_since_s is None or lane.running:
+                    self._tell_positions(lane)
+            await asyncio.sleep(_POSITIONS_S)
+
+    def _tell_positions(self, lane: Lane, only: str | None = None) -> None:
+        order = lane.line.order()
+        for position, job_id in enumerate(order, 1):
+            if only not in (None, job_id):
+                continue
+            said = f"Waiting for its turn: {position} of {len(order)}, {len(lane.running)} running."
+            meta = {"position": position, "queued": len(order), "running": len(lane.running)}
+            self._tickets[job_id].tell(Update(job_id, Status.QUEUED, said, meta))
+
+
+def _hopeless(job: Job, *, has_payload: bool) -> str | None:
+    """Why a job that an earlier daemon left is over; None when it is not."""
+    if job.asked.blocking:
+        return "The node was restarted while this job's client waited for it. Send it again."
+    if job.attempts >= MAX_ATTEMPTS:
+        return f"The node ended {job.attempts} times while this job ran; it is not begun again."
+    return None if has_payload else "The job's payload is gone from the node's disk. Send it again."
+
+
+def _no_such(job_id: str) -> NotFound:
+    return NotFound(f"There is no job {job_id[:64]}.", fix="See `hearthnet queue`.", param="job_id")
+
+
+def _listing(job: Job) -> dict[str, Any]:
+    return {
+        "id": job.job_id,
+        "model": job.asked.model_id,
+        "owner": job.asked.owner,
+        "status": job.status.value,
+        "description": job.description[:200],
+        "blocking": job.asked.blocking,
+        "received_at": job.received_at,
+        "ended_at": job.ended_at,
+        "payload_bytes": job.payload_bytes,
+        "result_bytes": job.result_bytes,
+        **({"meta": dict(job.meta)} if job.meta else {}),
+    }

@@ -1,0 +1,74 @@
+"""What the queue keeps of a job and what it tells about one. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from mesh.types import ModelId
+
+
+class Status(StrEnum):
+    """Where a job is, by the names of NDIF's protocol; `LOG` is a line that it printed."""
+
+    RECEIVED = "RECEIVED"
+    QUEUED = "QUEUED"
+    PROVISIONING = "PROVISIONING"
+    DEPLOYING = "DEPLOYING"
+    DISPATCHED = "DISPATCHED"
+    RUNNING = "RUNNING"
+    LOG = "LOG"
+    COMPLETED = "COMPLETED"
+    ERROR = "ERROR"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing follows."""
+        return self in (Status.COMPLETED, Status.ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What somebody asks to be run. `owner` is the key it came with; `blocking`: he waits for it.
+
+    `env` is what the client says of its model; `trusted` is what the key allows its code.
+    """
+
+    owner: str
+    model_id: ModelId
+    blocking: bool
+    compress: bool
+    env: Mapping[str, Any]
+    trusted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One accepted job. Times are seconds since the epoch; `status` is never `LOG`.
+
+    `attempts` counts the times it was begun; `result_bytes` is 0 while and when there is no result.
+    """
+
+    job_id: str
+    asked: Submission
+    received_at: float
+    status: Status = Status.QUEUED
+    description: str = ""
+    attempts: int = 0
+    ended_at: float | None = None
+    payload_bytes: int = 0
+    result_bytes: int = 0
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One thing to tell about a job. `result_bytes` is of a COMPLETED one."""
+
+    job_id: str
+    status: Status
+    description: str = ""
+    meta: Mapping[str, Any] | None = None
+    result_bytes: int = 0

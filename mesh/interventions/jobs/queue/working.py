@@ -1,0 +1,230 @@
+"""Taking jobs from a model's line and running them, one after the other.
+
+Decides when a job is begun, begun later or over. How it is run is the runner's business, what is
+kept of it the queue's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from mesh.clock import Clock
+from mesh.errors import Busy, JobFailed, MeshError, NoRoute, StorageFull
+from mesh.interventions.jobs.queue.lane import Lane, Ticket
+from mesh.interventions.jobs.queue.spool import Spool
+from mesh.interventions.jobs.queue.types import Job, Status, Update
+from mesh.interventions.jobs.types import JobReport, JobRunner, JobSpec
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+_CANCEL_TIMEOUT_S = 5.0
+
+
+class WorkSettings(Protocol):
+    """What of the queue's settings matters here."""
+
+    @property
+    def max_result_bytes(self) -> int:
+        """The room a running job's result needs at most."""
+
+    @property
+    def time_limit_s(self) -> float:
+        """When a job is ended."""
+
+    @property
+    def patience_s(self) -> float:
+        """How long jobs wait for a model that nobody serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a worker uses of the queue: `record` writes a job down, `finish` ends it.
+
+    `slots` are what the jobs of all models share.
+    """
+
+    slots: asyncio.Semaphore
+    runner: JobRunner
+    spool: Spool
+    record: Callable[[Job], Awaitable[None]]
+    finish: Callable[..., Awaitable[None]]
+    tell: Callable[[str, dict[str, Any]], None]
+
+
+class Worker:
+    """Runs the jobs of one lane; several tasks may be in `work_for_ever` at once."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        tickets: Mapping[str, Ticket],
+        work: Work,
+        settings: WorkSettings,
+        clock: Clock,
+    ) -> None:
+        self._lane = lane
+        self._tickets = tickets
+        self._work = work
+        self._settings = settings
+        self._clock = clock
+
+    async def work_for_ever(self) -> None:
+        """Take and run; pause, longer each time, while that cannot be."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            await self._lane.wait()
+            async with self._work.slots:
+                obstacle = await self._run_next()
+            if obstacle is None:
+                pause_s = _FIRST_PAUSE_S
+                continue
+            if not isinstance(obstacle, Busy):
+                await self._hold(obstacle)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _run_next(self) -> MeshError | None:
+        """Run the next job to its end; what kept it from being begun, if anything did."""
+        lane, work = self._lane, self._work
+        why = work.runner.why_not(lane.model_id)
+        if why is not None:
+            return NoRoute(f"{why}.", fix="")
+        try:
+            work.spool.reserve(self._settings.max_result_bytes)
+        except StorageFull as error:
+            return error
+        job_id = lane.line.take()
+        try:
+            return None if job_id is None else await self._run(self._tickets[job_id])
+        finally:
+            work.spool.release(self._settings.max_result_bytes)
+
+    async def _run(self, ticket: Ticket) -> MeshError | None:
+        lane = self._lane
+        lane.running.add(ticket.job_id)
+        ticket.begun_s = self._clock.monotonic()
+        run = ticket.run = asyncio.create_task(self._attempt(ticket), name=f"job {ticket.job_id}")
+        try:
+            await asyncio.wait([run])
+        except asyncio.CancelledError:
+            run.cancel()
+            await asyncio.wait([run], timeout=_CANCEL_TIMEOUT_S)
+            if ticket.ending is not None and run.done():
+                await self._conclude(ticket, run)
+            elif run.cancelled():  # a stop is no attempt: nobody's fault, and nothing was lost
+                attempts = ticket.job.attempts - 1
+                await self._work.record(
+                    replace(ticket.job, status=Status.QUEUED, attempts=attempts)
+                )
+            raise
+        finally:
+            ticket.run = None
+            lane.running.discard(ticket.job_id)
+        return await self._conclude(ticket, run)
+
+    async def _attempt(self, ticket: Ticket) -> JobReport:
+        """Raises MeshError; what the runner raises is in `JobRunner`."""
+        asked, job_id, work = ticket.job.asked, ticket.job_id, self._work
+        if not self._lane.is_warm:
+            said = "The first job of this model; what its jobs start from is made ready."
+            ticket.tell(Update(job_id, Status.DEPLOYING, said))
+        ticket.tell(Update(job_id, Status.DISPATCHED, "It is this job's turn."))
+        # From here on an end of the daemon counts as an attempt.
+        ticket.job = replace(ticket.job, status=Status.RUNNING, attempts=ticket.job.attempts + 1)
+        await work.record(ticket.job)
+        result = await asyncio.to_thread(work.spool.prepare_result, job_id)
+        ticket.tell(Update(job_id, Status.RUNNING, "The job is running."))
+        work.tell("job_started", {"job_id": job_id, "model": asked.model_id})
+        payload = work.spool.payload(job_id)
+        spec = JobSpec(
+            job_id, asked.model_id, payload, result, asked.compress, asked.env, asked.trusted
+        )
+        limit_s = self._settings.time_limit_s
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                return await work.runner.run(spec, partial(_say, ticket))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise JobFailed(
+                f"The job was ended after {limit_s:g} s, its time limit.",
+                fix="Ask for less in one job, or raise jobs.time_limit_s.",
+            ) from None
+
+    async def _conclude(self, ticket: Ticket, run: asyncio.Task[JobReport]) -> MeshError | None:
+        """What follows from how a run ended; the obstacle when it is to be tried again."""
+        took = {"wall_s": round(self._clock.monotonic() - (ticket.begun_s or 0.0), 3)}
+        finish = self._work.finish
+        if run.cancelled():
+            await finish(ticket, Status.ERROR, ticket.ending or "The job was ended.", took)
+            return None
+        error = run.exception()
+        if error is None:
+            self._lane.held_since_s = None
+            await self._complete(ticket, run.result())
+        elif isinstance(error, Busy | NoRoute) and ticket.ending is None:
+            ticket.job = replace(ticket.job, status=Status.QUEUED, attempts=ticket.job.attempts - 1)
+            self._lane.put_back(ticket)
+            return error
+        elif isinstance(error, MeshError):
+            self._lane.held_since_s = None
+            await finish(ticket, Status.ERROR, _words(error), took)
+        else:
+            logger.error("job=%s broke its runner", ticket.job_id, exc_info=error)
+            said = "The node failed in a way nobody foresaw; its log has the details."
+            await finish(ticket, Status.ERROR, said, took)
+        return None
+
+    async def _complete(self, ticket: Ticket, report: JobReport) -> None:
+        try:
+            size_bytes = await asyncio.to_thread(self._work.spool.settle_result, ticket.job_id)
+        except OSError as error:
+            said = f"The result could not be kept: {error.strerror}."
+            await self._work.finish(ticket, Status.ERROR, said)
+            return
+        if not 0 < size_bytes <= self._settings.max_result_bytes:
+            said = f"The result has {size_bytes} bytes; at most {self._settings.max_result_bytes}"
+            await self._work.finish(ticket, Status.ERROR, f"{said} are allowed.")
+            return
+        self._lane.is_warm = True
+        self._work.spool.used_bytes += size_bytes
+        meta = {
+            "wall_s": round(report.wall_s, 3),
+            "cpu_s": round(report.cpu_s, 3),
+            "peak_memory_bytes": report.peak_memory_bytes,
+            "hops": list(report.hops),
+            "result_bytes": size_bytes,
+        }
+        await self._work.finish(ticket, Status.COMPLETED, "The job is done.", meta, size_bytes)
+
+    async def _hold(self, obstacle: MeshError) -> None:
+        """Tell everybody in the line why nothing happens; end those who waited long enough."""
+        lane, now_s = self._lane, self._clock.monotonic()
+        if lane.held_since_s is None:
+            lane.held_since_s = now_s
+        for job_id in lane.line.order():
+            ticket = self._tickets[job_id]
+            waited_s = now_s - max(lane.held_since_s, ticket.admitted_s)
+            if waited_s < self._settings.patience_s:
+                ticket.tell(Update(job_id, Status.PROVISIONING, obstacle.message))
+            elif lane.line.remove(job_id):
+                said = f"After {waited_s:.0f} s of waiting: {_words(obstacle)}"
+                await self._work.finish(ticket, Status.ERROR, said)
+
+
+def _say(ticket: Ticket, line: str) -> None:
+    ticket.tell(Update(ticket.job_id, Status.LOG, line))
+
+
+def _words(error: MeshError) -> str:
+    """The error for its reader; a traceback keeps its lines to itself."""
+    return (
+        "\n".join(filter(None, (error.message, error.fix))) if "\n" in error.message else str(error)
+    )

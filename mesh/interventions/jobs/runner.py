@@ -1,0 +1,256 @@
+"""Runs jobs: a route for each, a process for each, its result to a file; again if a hop dies.
+
+Lives in the process of the jobs (`worker`), where nothing that a stranger wrote is decoded: results
+are bytes, prints are lines, and messages to the hops pass through unread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mesh.errors import BadRequest, Busy, JobFailed, MeshError, RouteError
+from mesh.interventions.jail.job import Jail, JailedJob
+from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
+from mesh.interventions.jobs.jails import WarmJails, WarmUp
+from mesh.interventions.jobs.order import JobOrder
+from mesh.interventions.jobs.routes import OpenRoute, Routes, Wanted
+from mesh.interventions.jobs.types import JobReport, JobSpec
+from mesh.interventions.relay import relay
+from mesh.models.manifest import Manifest, read_manifest
+from mesh.routing.cover import ShardKey, key_of
+from mesh.types import ModelId
+
+logger = logging.getLogger(__name__)
+
+# Not imported: that module loads torch, which this process does without.
+ENTRY = "mesh.interventions.jobs.inside:run"
+ATTENTION = ("eager", "sdpa")
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSettings:
+    """How many jobs run at once, within what, and how long an unused jail is kept warm."""
+
+    max_running: int
+    idle_s: float
+    cache_dir: Path
+    limits: JobLimits
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlace:
+    """Where a job's model is: its checkpoint here, and who serves its layers now."""
+
+    model_id: ModelId
+    directory: Path
+    shards: Sequence[dict[str, Any]]
+
+
+class JailRunner:
+    """See the module. Cancelling `run` kills the job's process."""
+
+    def __init__(self, routes: Routes, settings: RunnerSettings) -> None:
+        self._routes = routes
+        self._settings = settings
+        self._jails = WarmJails(max_jobs=settings.max_running, idle_s=settings.idle_s)
+        self._running = 0
+
+    async def run(
+        self, spec: JobSpec, place: JobPlace, on_line: Callable[[str], None]
+    ) -> JobReport:
+        """See `mesh.interventions.jobs.types.JobRunner.run`."""
+        if self._running >= self._settings.max_running:
+            raise Busy(
+                f"{self._running} jobs run here already, the limit.",
+                fix="Wait for one to end, or raise jobs.max_running.",
+            )
+        self._running += 1
+        try:
+            return await self._run(spec, place, on_line)
+        finally:
+            self._running -= 1
+
+    async def close(self) -> None:
+        """End every job and every link."""
+        await self._jails.close()
+        await self._routes.close()
+
+    # Private
+
+    async def _run(
+        self, spec: JobSpec, place: JobPlace, on_line: Callable[[str], None]
+    ) -> JobReport:
+        attention = _attention(spec.env)
+        request = await asyncio.to_thread(spec.payload.read_bytes)
+        manifest = await asyncio.to_thread(self._manifest, place)
+        lost: list[_Loss] = []
+        while True:
+            async with self._route(manifest, place, lost) as route:
+                jail = await self._jails.get(self._warm_up(place, route))
+                layers = tuple(hop.layers for hop in route.hops)
+                order = JobOrder(layers, spec.compress, attention, spec.trusted)
+                attempt = _Attempt(jail, route, spec.trusted, self._settings.limits)
+                outcome = await attempt.run(order.pack(request), on_line)
+                if outcome.ending is Ending.FINISHED:
+                    await asyncio.to_thread(_write, spec.result, outcome.result)
+                    return _report(outcome, route)
+                loss = attempt.loss()
+            if loss is None:
+                raise _failure(outcome)
+            if loss.hop is not None and loss.error is not None:
+                self._routes.failed(loss.hop, loss.error)
+            lost.append(loss)
+            if len(lost) > 1:
+                raise _given_up(lost)
+            on_line(f"({loss.what}; the job is run again from its start)")
+
+    @asynccontextmanager
+    async def _route(
+        self, manifest: Manifest, place: JobPlace, lost: Sequence[_Loss]
+    ) -> AsyncIterator[OpenRoute]:
+        wanted = Wanted(place.model_id, manifest.weights_sha256, manifest.total_layers)
+        try:
+            route = await self._routes.open(wanted, place.shards, _keys(lost))
+        except (RouteError, Busy) as nobody:
+            if lost:
+                raise _given_up(lost, nobody) from nobody
+            raise
+        try:
+            yield route
+        finally:
+            route.sessions.close()
+
+    def _manifest(self, place: JobPlace) -> Manifest:
+        return read_manifest(
+            place.directory, model_id=place.model_id, cache_dir=self._settings.cache_dir
+        )
+
+    def _warm_up(self, place: JobPlace, route: OpenRoute) -> WarmUp:
+        return WarmUp(place.model_id, place.directory, self._settings.cache_dir, route.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """Why a job has to be run again."""
+
+    what: str
+    hop: Any = None
+    error: MeshError | None = None
+
+
+class _Attempt:
+    """One run of a job over one route."""
+
+    def __init__(self, jail: Jail, route: OpenRoute, trusted: bool, limits: JobLimits) -> None:
+        self._jail = jail
+        self._route = route
+        self._trusted = trusted
+        self._limits = limits
+
+    async def run(self, payload: bytes, on_line: Callable[[str], None]) -> JobOutcome:
+        """Until the process has ended. Raises JobFailed when it broke the channel's rules."""
+        job = await self._jail.start_job(
+            ENTRY, payload, trusted=self._trusted, limits=self._limits, on_line=on_line
+        )
+        sessions = self._route.sessions
+        async with job:
+            # Before the job hears of it, so that no code of its author ever handles our failures.
+            sessions.on_lost(job.kill)
+            passing = asyncio.create_task(relay(job.channel, sessions), name="job-relay")
+            passing.add_done_callback(lambda task: _end_unruly(task, job))
+            try:
+                outcome = await job.outcome()
+            finally:
+                passing.cancel()
+                with contextlib.suppress(asyncio.CancelledError, MeshError):
+                    await passing
+        if not passing.cancelled() and isinstance(broken := passing.exception(), MeshError):
+            raise JobFailed(f"The job was ended: {broken.message}", fix=broken.fix)
+        return outcome
+
+    def loss(self) -> _Loss | None:
+        """What failed that was not the job's fault; None when it was."""
+        lost = self._route.sessions.lost
+        if lost is not None:
+            error = lost.error
+            said = f": {error.message}" if error is not None else ""
+            what = f"{lost.hop.shard.node_name}, which ran layers {lost.hop.layers}, was lost{said}"
+            return _Loss(what.rstrip("."), lost.hop, error)
+        if not self._jail.alive:
+            return _Loss("the process that jobs start from ended")
+        return None
+
+
+def _end_unruly(passing: asyncio.Task[None], job: JailedJob) -> None:
+    if not passing.cancelled() and passing.exception() is not None:
+        job.kill()
+
+
+def _attention(env: Mapping[str, Any]) -> str:
+    """The attention implementation a client asks for. Raises BadRequest for anything else."""
+    for name, value in env.items():
+        if name != "attn_implementation" and value is not None:
+            raise BadRequest(
+                f"This server does not apply {name!r} to a model.",
+                fix="Leave it out; peft adapters are not served.",
+                param=name,
+            )
+    wanted = env.get("attn_implementation") or ""
+    if wanted and wanted not in ATTENTION:
+        raise BadRequest(
+            f"attn_implementation {str(wanted)[:50]!r} is not served.",
+            fix='Load the model at the client with attn_implementation="sdpa" or "eager".',
+            param="attn_implementation",
+        )
+    return str(wanted)
+
+
+def _keys(lost: Sequence[_Loss]) -> list[ShardKey]:
+    return [key_of(loss.hop.shard) for loss in lost if loss.hop is not None]
+
+
+def _failure(outcome: JobOutcome) -> JobFailed:
+    if outcome.ending is Ending.FAILED:
+        return JobFailed(outcome.text, fix="")
+    return JobFailed(
+        f"The job was {outcome.text}.",
+        fix="Do less in one job, or ask whoever runs this node to raise its limits."
+        if outcome.ending in (Ending.WALL_LIMIT, Ending.CPU_LIMIT)
+        else "",
+    )
+
+
+def _given_up(lost: Sequence[_Loss], nobody: MeshError | None = None) -> JobFailed:
+    what = ", then ".join(loss.what for loss in lost)
+    then = f" Nobody else can take over: {nobody.message}" if nobody is not None else ""
+    return JobFailed(
+        f"The job did not end because of this mesh, not because of its code: {what}.{then}",
+        fix="Run it again when the machines are back.",
+    )
+
+
+def _report(outcome: JobOutcome, route: OpenRoute) -> JobReport:
+    return JobReport(
+        len(outcome.result),
+        outcome.wall_s,
+        outcome.cpu_s,
+        outcome.peak_memory_bytes,
+        tuple(hop.shard.node_name for hop in route.hops),
+    )
+
+
+def _write(file: Path, data: bytes) -> None:
+    """All of it or nothing, readable by this user only."""
+    part = file.with_name(file.name + ".part")
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(fd, "wb") as out:
+        out.write(data)
+    part.replace(file)

@@ -1,0 +1,54 @@
+"""What a job is, and what whoever runs it owes whoever asked for it. Knows neither side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mesh.types import ModelId
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """One job as it was accepted.
+
+    `payload` is the file with the request's bytes exactly as they came (zstd when `compress`),
+    `result` the file its result is to be written to (zstd when `compress`). `env` is what the
+    client says of its model (`attn_implementation`). `trusted` keys run without the inner fence.
+    """
+
+    job_id: str
+    model_id: ModelId
+    payload: Path
+    result: Path
+    compress: bool
+    env: Mapping[str, Any]
+    trusted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JobReport:
+    """How a job that succeeded went. `hops` are the nodes' names in order."""
+
+    result_bytes: int
+    wall_s: float
+    cpu_s: float
+    peak_memory_bytes: int
+    hops: tuple[str, ...]
+
+
+class JobRunner(Protocol):
+    """Runs jobs, each in a process of its own."""
+
+    async def run(self, spec: JobSpec, on_line: Callable[[str], None]) -> JobReport:
+        """Run `spec` to its end; `on_line` gets every line it prints.
+
+        Cancelling ends the job's process within a second. Raises MeshError: JobFailed with what
+        the user should read (their own traceback, a limit), NoRoute when nobody serves the model,
+        Busy when no place is free; a job whose hop died was run again once before that.
+        """
+
+    def why_not(self, model_id: ModelId) -> str | None:
+        """Why jobs of this model cannot run on this node, in words; None when they can."""

@@ -1,0 +1,177 @@
+"""The process of a node's jobs: commands from the daemon in, lines and reports out.
+
+Started by `mesh.interventions.jobs.process` as ``python -m mesh.interventions.jobs.worker``; the
+warmed parents and with them every job die with it. It links to shards as an asker does and opens
+no port. Commands: ``start``, ``tls``, ``run``, ``cancel``. Answers: ``ready`` or ``failed``, then
+per job ``line`` and at last ``done`` or ``error``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mesh.errors import InternalError, LinkLost, MeshError
+from mesh.identity.certificates import certificate_node_id
+from mesh.identity.tls import TlsContexts, TlsMaterial
+from mesh.interventions.jail.limits import JobLimits
+from mesh.interventions.jobs.routes import Routes
+from mesh.interventions.jobs.runner import JailRunner, JobPlace, RunnerSettings
+from mesh.interventions.jobs.types import JobSpec
+from mesh.pipeline.dialing import secured
+from mesh.pipeline.lines import Lines
+from mesh.routing.cover import CoverRules
+from mesh.supervise import Channel, ChannelMessage, attach_to_parent
+from mesh.types import ModelId, NodeId
+from mesh.wire.messages import Hello
+
+logger = logging.getLogger(__name__)
+
+
+class JobsWorker:
+    """Turns the daemon's commands into calls of a `JailRunner`."""
+
+    def __init__(self) -> None:
+        self._channel: Channel | None = None
+        self._runner: JailRunner | None = None
+        self._routes: Routes | None = None
+        self._tls: TlsContexts | None = None
+        self._members: tuple[bytes, ...] | None = None
+        self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve until the daemon closes the channel, which ends the process."""
+        self._channel = await attach_to_parent(self._command)
+        await asyncio.Event().wait()
+
+    def _command(self, message: ChannelMessage) -> None:
+        match message["op"]:
+            case "start":
+                self._spawn(self._start(message), "start")
+            case "tls":
+                self._members = tuple(message["members"])
+                self._spawn(self._follow_members(), "follow members")
+            case "run":
+                job = str(message["id"])
+                task = self._spawn(self._run(job, message), f"job {job}")
+                self._jobs[job] = task
+                task.add_done_callback(lambda _: self._jobs.pop(job, None))
+            case "cancel":
+                if message["id"] in self._jobs:
+                    self._jobs[message["id"]].cancel()
+
+    async def _start(self, message: ChannelMessage) -> None:
+        hello = Hello(**message["hello"])
+        settings = message["settings"]
+        try:
+            material = TlsMaterial.from_fields(message["tls"])
+            self._tls = await asyncio.to_thread(TlsContexts, material)
+        except MeshError as error:
+            self._send({"op": "failed", "error": error.to_dict()})
+            return
+        rules = CoverRules(int(settings["max_shards"]), bool(settings["allow_self_as_first"]))
+        lines = Lines(secured(hello, self._tls))
+        self._routes = Routes(NodeId(hello.node_id), lines, rules)
+        self._runner = JailRunner(
+            self._routes,
+            RunnerSettings(
+                int(settings["max_running"]),
+                float(settings["idle_s"]),
+                Path(settings["cache_dir"]),
+                JobLimits(**settings["limits"]),
+            ),
+        )
+        await self._follow_members()
+        self._send({"op": "ready"})
+
+    async def _follow_members(self) -> None:
+        """Trust those whom the daemon last named, and cut the links to the others."""
+        if self._members is None or self._tls is None or self._routes is None:
+            return
+        trusted = {certificate_node_id(der) for der in self._members} | {self._tls.own}
+        self._routes.keep_only(frozenset(trusted))
+        await asyncio.to_thread(self._tls.update, self._members)
+
+    async def _run(self, job: str, message: ChannelMessage) -> None:
+        answer: ChannelMessage = {"op": "error", "id": job}
+        try:
+            if self._runner is None:
+                raise InternalError("the process of the jobs has not started.", fix="Try again.")  # noqa: TRY301 - as whatever else goes wrong
+            spec, place = _decode(message)
+            report = await self._runner.run(
+                spec, place, lambda text: self._send({"op": "line", "id": job, "text": text})
+            )
+            answer = {"op": "done", "id": job, "report": asdict(report)}
+        except MeshError as error:
+            answer["error"] = error.to_dict()
+        except Exception as raised:
+            logger.exception("job=%s failed", job)
+            why = f"{type(raised).__name__}: {raised}."
+            answer["error"] = InternalError(why, fix="See the log.").to_dict()
+            raise
+        finally:
+            if len(answer) > 2:  # a cancelled job has nobody who waits for it
+                self._send(answer)
+
+    def _send(self, message: ChannelMessage) -> None:
+        if self._channel is not None:
+            # Without the daemon there is nobody left to tell; the process is about to end.
+            with contextlib.suppress(LinkLost):
+                self._channel.send(message)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine, name=name)
+        self._background.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("task=%s ended: %s", task.get_name(), error)
+
+
+def encode(spec: JobSpec, place: JobPlace) -> ChannelMessage:
+    """The ``run`` command for a job."""
+    return {
+        "op": "run",
+        "id": spec.job_id,
+        "model_id": spec.model_id,
+        "payload": str(spec.payload),
+        "result": str(spec.result),
+        "compress": spec.compress,
+        "env": dict(spec.env),
+        "trusted": spec.trusted,
+        "directory": str(place.directory),
+        "shards": list(place.shards),
+    }
+
+
+def _decode(message: ChannelMessage) -> tuple[JobSpec, JobPlace]:
+    model_id = ModelId(message["model_id"])
+    spec = JobSpec(
+        message["id"],
+        model_id,
+        Path(message["payload"]),
+        Path(message["result"]),
+        bool(message["compress"]),
+        message["env"],
+        bool(message["trusted"]),
+    )
+    return spec, JobPlace(model_id, Path(message["directory"]), message["shards"])
+
+
+def main() -> None:
+    """Run until the daemon is gone."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    asyncio.run(JobsWorker().run())
+
+
+if __name__ == "__main__":
+    main()

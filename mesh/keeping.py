@@ -1,0 +1,132 @@
+"""The layers that have to run at home (`routing.keep_first`, `keep_last`), loaded for this node.
+
+Beside what the node serves: nobody else is told of these shards. What cannot be loaded is tried
+again, and said in `lacking`. Also loaded here, once: small spans that others are checked by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from mesh import wiring
+from mesh.config import Config
+from mesh.discovery.advertisement import Advertisement
+from mesh.discovery.tasks import end, spawn
+from mesh.errors import MeshError, NotEnoughMemory
+from mesh.models.local import LocalModel, require_memory
+from mesh.routing.cover import home_layers
+from mesh.shard.hosting import HostedShard, ShardHost
+from mesh.types import LayerRange, ModelId, ShardId, shard_id
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_S, _LAST_RETRY_S = 5.0, 300.0
+
+
+async def judge(
+    config: Config, model: LocalModel, layers: LayerRange, host: ShardHost
+) -> HostedShard:
+    """Layers that other nodes are checked by. Raises NotEnoughMemory when they are too many.
+
+    Only where the shard process runs anyway: a node told to hold no layers is left alone.
+    """
+    limit_mb = config.distributed.spot_check_home_mb
+    weights_mb = model.layers_mb * len(layers) // model.total_layers
+    if not host.is_running or weights_mb > limit_mb:
+        raise NotEnoughMemory(
+            f"layers {layers} of {model.model_id} are not loaded only to check others.",
+            fix="Hold layers on this node, or raise spot_check_home_mb.",
+        )
+    await asyncio.to_thread(
+        require_memory, model, config.distributed.host.shard_max_vram_mb, layers
+    )
+    return await host.ensure(wiring.shard(config, model, layers))
+
+
+class HomeLayers:
+    """`start`, then `look` whenever the shard process may have lost something, then `stop`."""
+
+    def __init__(
+        self,
+        config: Config,
+        models: Sequence[LocalModel],
+        host: ShardHost,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._host = host
+        self._on_change = on_change
+        self._wanted: dict[ShardId, tuple[LocalModel, LayerRange]] = {
+            shard_id(model.model_id, layers): (model, layers)
+            for model in models
+            for layers in home_layers(
+                model.total_layers, config.routing.keep_first, config.routing.keep_last
+            )
+            if model.layers is None or not model.layers.covers(layers)
+        }
+        self._errors: dict[ShardId, MeshError] = {}
+        self._due = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to load, if there is anything to load."""
+        if self._wanted:
+            self._task = spawn(self._keep(), "keep layers at home")
+
+    async def stop(self) -> None:
+        """Load no more."""
+        if self._task is not None:
+            await end([self._task])
+
+    def look(self) -> None:
+        """The shard process may have ended."""
+        self._due.set()
+
+    def shards(self, model_id: ModelId) -> list[Advertisement]:
+        """Those of the model that are loaded, for this node's own routes."""
+        here = [self._host.private[name] for name in self._wanted if name in self._host.private]
+        return [
+            Advertisement(hosted.descriptor, hosted.health)
+            for hosted in here
+            if hosted.descriptor.model_id == model_id
+        ]
+
+    def lacking(self) -> list[str]:
+        """What has to run here and is not loaded, with the reason where one is known."""
+        return [
+            f"{name} has to run on this machine and {self._errors.get(name, 'is loading')}"
+            for name in self._wanted
+            if name not in self._host.private
+        ]
+
+    async def _keep(self) -> None:
+        failures = 0
+        while True:
+            self._due.clear()
+            missing = [name for name in self._wanted if name not in self._host.private]
+            for name in missing:
+                await self._load(name)
+            if missing:
+                self._on_change()
+            failures = failures + 1 if self._errors else 0
+            if failures:
+                await asyncio.sleep(min(_LAST_RETRY_S, _FIRST_RETRY_S * 2.0 ** min(failures, 16)))
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_RETRY_S):
+                    await self._due.wait()
+
+    async def _load(self, name: ShardId) -> None:
+        model, layers = self._wanted[name]
+        limit_mb = self._config.distributed.host.shard_max_vram_mb
+        try:
+            await asyncio.to_thread(require_memory, model, limit_mb, layers)
+            await self._host.ensure(wiring.shard(self._config, model, layers))
+            self._errors.pop(name, None)
+        except MeshError as error:
+            if name not in self._errors:
+                logger.warning("%s has to run on this machine: %s", name, error)
+            self._errors[name] = error

@@ -1,0 +1,169 @@
+"""Steering edits: the file that holds one, and the place in a model where it is applied.
+
+A file is safetensors in fp32 with either ``vector`` (hidden,), which is added, or ``a``
+(hidden, rank) and ``b`` (rank, hidden), the low-rank edit x + strength * (x a) b. Knows no torch:
+the daemon checks edits, and the daemon computes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from mesh.errors import BadSteering
+from mesh.types import Edit, Site
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAX_EDITS = 16
+MAX_EDIT_BYTES = 2 << 20
+MAX_TOTAL_BYTES = 4 << 20
+PARTS = ("mlp", "self_attn", "attn")
+SIDES = ("output", "input")
+
+_PATH = re.compile(r"((?:\w+\.)+)(\d{1,5})(?:\.(\w+))?")
+_FORMS = "one tensor `vector` (hidden,), or `a` (hidden, rank) and `b` (rank, hidden)"
+
+
+@dataclass(frozen=True, slots=True)
+class EditTensors:
+    """What one file holds: a `vector` (hidden,), or the factors `a` and `b` of a low rank."""
+
+    vector: NDArray[np.float32] | None = None
+    a: NDArray[np.float32] | None = None
+    b: NDArray[np.float32] | None = None
+
+    @property
+    def kind(self) -> str:
+        """``vector`` or ``low_rank``."""
+        return "low_rank" if self.vector is None else "vector"
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of the model it is for."""
+        first = self.a if self.vector is None else self.vector
+        return 0 if first is None else int(first.shape[0])
+
+
+def read_edit(data: bytes) -> EditTensors:
+    """Read one file. Raises BadSteering for anything but the two forms, in fp32, all finite."""
+    if len(data) > MAX_EDIT_BYTES:
+        raise _refused(f"it has {len(data)} bytes; the limit is {MAX_EDIT_BYTES}")
+    try:
+        arrays = safetensors.numpy.load(data)
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise _refused(f"it is not safetensors: {error}") from error
+    for name, array in arrays.items():
+        if array.dtype != np.float32:
+            raise _refused(f"`{name}` is {array.dtype}, not float32")
+        if not np.isfinite(array).all():
+            raise _refused(f"`{name}` has values that are not finite")
+    shapes = {name: array.shape for name, array in arrays.items()}
+    match sorted(shapes.items()):
+        case [("vector", (hidden,))] if hidden:
+            return EditTensors(vector=arrays["vector"])
+        case [("a", (hidden, rank)), ("b", (inner, width))] if (
+            hidden == width and rank == inner and hidden and rank
+        ):
+            return EditTensors(a=arrays["a"], b=arrays["b"])
+    raise _refused(f"it holds {shapes}")
+
+
+def parse_site(path: str, side: str, layer_prefix: str, total_layers: int) -> Site:
+    """The place that a module path like ``model.layers.5.mlp`` names. Raises BadSteering."""
+    match = _PATH.fullmatch(path)
+    parts = ("", *PARTS)
+    if match is None or match[1] != layer_prefix or (match[3] or "") not in parts:
+        raise BadSteering(
+            f"{path!r} is no place for an edit in this model.",
+            fix=f"Name {layer_prefix}N for the output of layer N, or {layer_prefix}N.mlp and the"
+            " like.",
+            param="path",
+        )
+    if int(match[2]) >= total_layers:
+        raise BadSteering(
+            f"{path!r}: this model has layers 0-{total_layers - 1}.",
+            fix="Name one of them.",
+            param="path",
+        )
+    if side not in SIDES:
+        raise BadSteering(
+            f"{side!r} is no side of a module.", fix="Use output or input.", param="side"
+        )
+    return Site(int(match[2]), match[3] or "", side)
+
+
+def check_edits(edits: Sequence[Edit]) -> None:
+    """Raise BadSteering when one request asks for too many or too large edits."""
+    size = sum(len(edit.data) for edit in edits)
+    if len(edits) > MAX_EDITS or size > MAX_TOTAL_BYTES:
+        raise BadSteering(
+            f"{len(edits)} edits of {size} bytes in one request; {MAX_EDITS} of {MAX_TOTAL_BYTES}"
+            " bytes are allowed.",
+            fix="Attach fewer, or add vectors of one place together.",
+            param="hearthnet.steer",
+        )
+
+
+def describe(edits: Sequence[Edit]) -> list[dict[str, Any]]:
+    """`Open.edits`; the data goes before it, in the same order."""
+    return [
+        {
+            "layer": edit.site.layer,
+            "part": edit.site.part,
+            "side": edit.site.side,
+            "strength": float(edit.strength),
+            "size": len(edit.data),
+        }
+        for edit in edits
+    ]
+
+
+def assemble(described: Sequence[Mapping[str, Any]], data: bytes) -> tuple[Edit, ...]:
+    """The inverse of `describe`, with the data of all edits in a row. Raises BadSteering."""
+    edits = tuple(_assembled(described, data))
+    if sum(len(edit.data) for edit in edits) != len(data):
+        raise _garbled()
+    check_edits(edits)
+    return edits
+
+
+def _assembled(described: Sequence[Mapping[str, Any]], data: bytes) -> Iterator[Edit]:
+    position = 0
+    for fields in described:
+        layer, part, side = fields.get("layer"), fields.get("part"), fields.get("side")
+        strength, size = fields.get("strength"), fields.get("size")
+        if part not in ("", *PARTS) or side not in SIDES or type(layer) is not int:
+            raise _garbled()
+        if type(size) is not int or size < 1:
+            raise _garbled()
+        if type(strength) is not float or not math.isfinite(strength):
+            raise _garbled()
+        position += size
+        if position > len(data):
+            raise _garbled()
+        yield Edit(Site(layer, str(part), str(side)), strength, data[position - size : position])
+
+
+def _garbled() -> BadSteering:
+    return BadSteering(
+        "The edits of a session cannot be read.",
+        fix="Run the same hearthnet version on both machines.",
+        param="hearthnet.steer",
+    )
+
+
+def _refused(why: str) -> BadSteering:
+    return BadSteering(
+        f"The file is no steering edit: {why}.",
+        fix=f"Save {_FORMS} as float32 safetensors.",
+        param="tensors",
+    )

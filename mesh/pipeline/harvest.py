@@ -1,0 +1,97 @@
+"""Running a batch of prompts through the hops while each writes down what its layers put out.
+
+Nothing is sampled and no activation comes here but what has to travel from hop to hop. A hop that
+is lost costs the batch, which is run again from its beginning: files of half a batch are never
+sealed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mesh.errors import BadRequest, NoRoute
+from mesh.models.harvest import HarvestBatch
+from mesh.pipeline.chain import Chain, HopLost
+from mesh.pipeline.model import AskerModel
+from mesh.pipeline.order import HarvestOrder
+from mesh.pipeline.recovery import chunk_rows
+from mesh.pipeline.sessions import Sessions
+from mesh.pipeline.station import SessionTerms
+from mesh.types import GenerationRequest, WireDtype
+from mesh.wire.activations import to_wire
+
+logger = logging.getLogger(__name__)
+
+RETRY_DELAYS_S = (0.2, 1.0, 4.0)
+SEAL_TIMEOUT_S = 120.0
+
+
+async def harvest(model: AskerModel, sessions: Sessions, order: HarvestOrder) -> dict[str, Any]:
+    """``{"prompts": [token ids], "files": [what a hop says of a file, and its node]}``.
+
+    Values are those of fp32 between the hops, whatever chat uses. Raises BadRequest for texts
+    without a token, NoRoute when no set of shards writes harvests, and the last hop's error when
+    the batch failed again and again.
+    """
+    prompts = [_ids(model, text)[: order.max_tokens] for text in order.texts]
+    rows = sum(map(len, prompts))
+    if not all(prompts):
+        raise BadRequest("A text has no tokens.", fix="Leave empty lines out.", param="texts")
+    batch = HarvestBatch(order.run, order.batch, rows, order.layer_prefix, order.pattern)
+    terms = SessionTerms(
+        model.model_id,
+        model.weights_sha256,
+        max(map(len, prompts)),
+        WireDtype.FP32,
+        harvest=batch,
+    )
+    delays = iter(RETRY_DELAYS_S)
+    lost: HopLost | None = None
+    while True:
+        try:
+            files = await _run(model, sessions, terms, prompts)
+        except (HopLost, NoRoute) as error:
+            delay = next(delays, None)
+            if isinstance(error, HopLost):
+                lost = error
+            if lost is None or delay is None:  # that nobody serves it is no passing matter
+                raise (error.error if isinstance(error, HopLost) else error) from None
+            logger.info("run=%s batch=%d starts again: %s", order.run, order.batch, error)
+            await asyncio.sleep(delay)
+        else:
+            return {"prompts": prompts, "files": files}
+
+
+async def _run(
+    model: AskerModel, sessions: Sessions, terms: SessionTerms, prompts: Sequence[list[int]]
+) -> list[dict[str, Any]]:
+    session = await sessions.open_fresh(terms, model.total_layers)
+    try:
+        for prompt in prompts:
+            session.chain.cut(0)
+            await _feed(model, session.chain, prompt)
+        return await session.chain.seal(SEAL_TIMEOUT_S)
+    finally:
+        sessions.release(session, keep=False)
+
+
+async def _feed(model: AskerModel, chain: Chain, prompt: list[int]) -> None:
+    rows = chunk_rows(model.hidden_size)
+    under_way = rows * (len(chain.stations) + 1)
+    for start in range(0, len(prompt), rows):
+        hidden = model.ends.embed(torch.tensor([prompt[start : start + rows]]), start)
+        chain.feed(to_wire(hidden, WireDtype.FP32))
+        if start + rows > under_way:
+            await chain.output(start + rows - under_way)
+    await chain.output(len(prompt))
+
+
+def _ids(model: AskerModel, text: str) -> list[int]:
+    request = GenerationRequest("harvest", model.model_id, prompt=text)
+    ids = model.text.prompt_ids(request)
+    return ids[: model.max_positions]

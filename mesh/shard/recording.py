@@ -1,0 +1,303 @@
+"""Harvests: what modules put out while a session computes, written to this node's own disk.
+
+Every module of a batch gets a safetensors file of its own. Rows are copied where they are computed
+and written by one thread; a session whose disk does not keep up is answered later, so that what
+waits to be written is bounded by a few of its steps. A file has its name only once it is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+
+from mesh.errors import BadRequest, BadSteering, DiskFull, MeshError
+from mesh.models.harvest import MAX_MODULES, HarvestBatch
+from mesh.shard.hooks import Hook, module_at
+from mesh.types import LayerRange, NodeId, Site
+
+if TYPE_CHECKING:
+    from mesh.shard.runtime import SpanRuntime
+
+logger = logging.getLogger(__name__)
+
+UNDER_WAY = 2
+"""Steps of a session that may wait for the disk while it computes on."""
+
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DRAFT = ".tmp"
+
+
+class HarvestShelf:
+    """Where harvests lie on this node, and how much of its disk they get."""
+
+    def __init__(self, directory: Path, limit_bytes: int, own: NodeId) -> None:
+        """`limit_bytes` is for other members' harvests; those of `own`, this node, take what they
+        need."""
+        self.directory = directory
+        self._limit_bytes = limit_bytes
+        self._own = own
+        self._writer = ThreadPoolExecutor(1, "shard-harvest")
+        self._reserved = 0
+        self._is_swept = False
+
+    def recording(self, batch: HarvestBatch, peer: NodeId) -> Recording:
+        """What writes one batch for `peer`. Raises DiskFull when this node keeps nothing for it."""
+        if peer != self._own and self._limit_bytes <= 0:
+            raise DiskFull(
+                "This node gives no disk to harvests.",
+                fix="Set research.distributed_inference.host.harvest_mb there.",
+            )
+        return Recording(self, batch, is_own=peer == self._own)
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """Have the writing thread do something, after what it was given before."""
+        return self._writer.submit(work)
+
+    def close(self) -> None:
+        """Let the writing thread end after what it has to do."""
+        self._writer.shutdown(wait=False)
+
+    # In the writing thread.
+
+    def reserve(self, size: int, *, is_own: bool) -> None:
+        """Set `size` bytes aside. Raises DiskFull."""
+        if not self._is_swept:  # what an earlier process left half-written
+            for draft in self.directory.glob(f"*/*{_DRAFT}"):
+                draft.unlink(missing_ok=True)
+            self._is_swept = True
+        used = sum(file.stat().st_size for file in self.directory.glob("*/*.safetensors"))
+        if not is_own and used + self._reserved + size > self._limit_bytes:
+            raise DiskFull(
+                f"Harvests take {used >> 20} MiB here, {size >> 20} MiB more were asked for; the"
+                f" limit is {self._limit_bytes >> 20} MiB.",
+                fix=f"Delete old runs in {self.directory}, or raise harvest_mb.",
+            )
+        self._reserved += size
+
+    def release(self, size: int) -> None:
+        """The opposite of `reserve`."""
+        self._reserved -= size
+
+
+@dataclass(slots=True)
+class _ModuleFile:
+    """A safetensors file that grows row by row; its header, which comes first, knows how many."""
+
+    module: str
+    path: Path
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    stream: BinaryIO = field(init=False)
+    digest: Any = field(default_factory=hashlib.sha256)
+    rows: int = 0
+
+    def begin(self) -> None:
+        size = self.shape[0] * self.shape[1] * self.dtype.itemsize
+        layout = {"dtype": _DTYPES[self.dtype], "shape": self.shape, "data_offsets": [0, size]}
+        header = json.dumps({self.module: layout}).encode()
+        header += b" " * (-len(header) % 8)
+        self.stream = self.path.open("wb")
+        self._write(len(header).to_bytes(8, "little") + header)
+
+    def append(self, tensor: torch.Tensor) -> None:
+        """Rows (1, rows, hidden) on the host."""
+        raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._write(raw.data)
+        self.rows += tensor.shape[1]
+
+    def finish(self, stem: str) -> dict[str, Any]:
+        """Give the file its name; what an index says of it."""
+        if self.rows != self.shape[0]:
+            raise BadRequest(
+                f"{self.rows} rows of {self.module} came where {self.shape[0]} were announced.",
+                fix="Run the batch again.",
+            )
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+        size = self.stream.tell()
+        self.stream.close()
+        sha256 = self.digest.hexdigest()
+        final = self.path.with_name(f"{stem}{sha256[:16]}.safetensors")
+        for earlier in self.path.parent.glob(f"{stem}*.safetensors"):
+            if earlier != final:
+                earlier.unlink()
+        self.path.replace(final)
+        return {
+            "module": self.module,
+            "file": f"{final.parent.name}/{final.name}",
+            "rows": self.rows,
+            "width": self.shape[1],
+            "dtype": _DTYPES[self.dtype],
+            "bytes": size,
+            "sha256": sha256,
+        }
+
+    def discard(self) -> None:
+        self.stream.close()
+        self.path.unlink(missing_ok=True)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self.stream.write(data)
+        self.digest.update(data)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tap:
+    """Copies what passes."""
+
+    site: Site
+    module: str
+    passed: dict[str, list[torch.Tensor]]
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.passed[self.module].append(hidden.detach().to("cpu", copy=True))
+        return hidden
+
+
+class Recording:
+    """One session's batch. `start` first, `keep` after every step, then `seal` or `abort`."""
+
+    def __init__(self, shelf: HarvestShelf, batch: HarvestBatch, *, is_own: bool) -> None:
+        self._shelf = shelf
+        self._batch = batch
+        self._is_own = is_own
+        self._files: dict[str, _ModuleFile] = {}
+        self._reserved = 0
+        self._passed: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._under_way = 0
+        self._waiting: Callable[[], None] | None = None
+        self._error: MeshError | None = None
+        self._ended = False
+
+    async def start(self, runtime: SpanRuntime, layers: LayerRange) -> tuple[Hook, ...]:
+        """Open the files; what has to be called while the session computes.
+
+        Raises DiskFull, and BadRequest for more modules than one session may write.
+        """
+        sites = {
+            path: site for path, site in self._batch.sites(layers).items() if _exists(runtime, site)
+        }
+        if len(sites) > MAX_MODULES:
+            raise BadRequest(
+                f"The pattern covers {len(sites)} modules of one node; {MAX_MODULES} are allowed.",
+                fix="Narrow it, and harvest in several runs.",
+                param="module",
+            )
+        shape = (self._batch.rows, runtime.hidden_size)
+        await asyncio.wrap_future(
+            self._shelf.submit(lambda: self._guarded(lambda: self._open(sites, shape, runtime)))
+        )
+        return tuple(_Tap(site, path, self._passed) for path, site in sites.items())
+
+    def keep(self, then: Callable[[], None]) -> None:
+        """Write what the last step passed; `then` is called now, or once the disk has kept up.
+
+        A failure to write shows when the recording is sealed.
+        """
+        passed = [*self._passed.items()]
+        self._passed.clear()
+        if not passed or self._error is not None or self._ended:
+            then()
+            return
+        self._under_way += 1
+        loop = asyncio.get_running_loop()
+        future = self._shelf.submit(lambda: self._guarded(lambda: self._append(passed)))
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._written, done))
+        if self._under_way < UNDER_WAY:
+            then()
+        else:
+            self._waiting = then
+
+    async def seal(self) -> list[dict[str, Any]]:
+        """Every file is whole and on the disk when this returns: what the index says of each.
+
+        Raises DiskFull, and BadRequest when other than the announced rows came.
+        """
+        if self._ended:
+            raise BadRequest("The batch is sealed already.", fix="Open another session.")
+        self._ended = True
+        work = self._shelf.submit(lambda: self._guarded(self._finish))
+        files: list[dict[str, Any]] = await asyncio.wrap_future(work)
+        return files
+
+    def abort(self) -> None:
+        """The session ends: what is not sealed by now is deleted."""
+        self._ended = True
+        self._waiting = None
+        self._shelf.submit(self._discard)
+
+    # Private
+
+    def _written(self, done: Future[None]) -> None:
+        self._under_way -= 1
+        error = done.exception()
+        if error is not None and not isinstance(error, MeshError):
+            logger.error("a harvest was not written", exc_info=error)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting()
+
+    # In the writing thread.
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except OSError as error:
+            self._discard()
+            self._error = DiskFull(
+                f"A harvest cannot be written: {error.strerror}.",
+                fix="Free some space in the state directory of that node.",
+            )
+            raise self._error from error
+
+    def _open(self, sites: dict[str, Site], shape: tuple[int, int], runtime: SpanRuntime) -> None:
+        size = len(sites) * shape[0] * shape[1] * runtime.dtype.itemsize
+        self._shelf.reserve(size, is_own=self._is_own)
+        self._reserved = size
+        folder = self._shelf.directory / self._batch.run
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for module in sites:
+            draft = folder / f"{self._batch.stem(module)}{id(self):x}{_DRAFT}"
+            file = _ModuleFile(module, draft, shape, runtime.dtype)
+            file.begin()
+            self._files[module] = file
+
+    def _append(self, passed: list[tuple[str, list[torch.Tensor]]]) -> None:
+        for module, tensors in passed:
+            for tensor in tensors:
+                if module in self._files:  # a failure before has deleted them
+                    self._files[module].append(tensor)
+
+    def _finish(self) -> list[dict[str, Any]]:
+        if self._error is not None:
+            raise self._error
+        sealed = [f.finish(self._batch.stem(module)) for module, f in self._files.items()]
+        self._files.clear()
+        self._discard()
+        return sealed
+
+    def _discard(self) -> None:
+        for file in self._files.values():
+            file.discard()
+        self._files.clear()
+        self._shelf.release(self._reserved)
+        self._reserved = 0
+
+
+def _exists(runtime: SpanRuntime, site: Site) -> bool:
+    try:
+        module_at(runtime.layer(site.layer), site)
+    except BadSteering:
+        return False
+    return True

@@ -1,0 +1,210 @@
+"""What each caller may do: keyless, with a key of some scope, as the owner; and how much of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any, cast
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mesh.api.app import create_app
+from mesh.api.auth import LOCAL, OWNER, _Scoped, caller_of
+from mesh.api.services import HearthControl
+from mesh.clock import SystemClock
+from mesh.identity.api_keys import ApiKeys, Quota, Scope, new_owner_key
+from tests.api.conftest import SETTINGS, Served, serving
+from tests.fakes import ScriptedGenerations, ScriptedView
+
+OWNERS = new_owner_key()
+WITH_OWNER = replace(SETTINGS, api_key=OWNERS)
+CHAT = {"model": "echo", "messages": [{"role": "user", "content": "a b c"}]}
+
+
+@pytest.fixture
+async def owned() -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
+    async with (
+        serving(WITH_OWNER) as api,
+        httpx.AsyncClient(base_url=api.url, trust_env=False, timeout=10) as http,
+    ):
+        yield api, http
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def make(api: Served, *scopes: Scope, quota: Quota = Quota(), trusted: bool = False) -> str:  # noqa: B008
+    return api.keys.create("test", frozenset(scopes), quota, SystemClock(), trusted=trusted)[1]
+
+
+def code(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+async def test_keyless_callers_chat_and_administer_nothing(
+    owned: tuple[Served, httpx.AsyncClient],
+) -> None:
+    _, http = owned
+    for headers in ({}, bearer("unused"), {"ndif-api-key": "anything"}):
+        assert (await http.post("/v1/chat/completions", json=CHAT, headers=headers)).is_success
+        assert (await http.get("/mesh/v1/status", headers=headers)).is_success
+        for method, path in ADMINISTRATION:
+            refused = await http.request(method, path, json={}, headers=headers)
+            assert code(refused) == (401, "unauthorized"), path
+
+
+async def test_a_stale_or_foreign_key_is_refused_even_where_none_is_needed(
+    owned: tuple[Served, httpx.AsyncClient],
+) -> None:
+    _, http = owned
+    for key in (new_owner_key(), OWNERS + "x", OWNERS[:-1], "hn_00000000_" + "a" * 43, "hn_"):
+        assert code(await http.get("/v1/models", headers=bearer(key))) == (401, "unauthorized")
+
+
+@pytest.mark.parametrize("scope", [Scope.CHAT, Scope.INTERVENTIONS])
+async def test_a_key_is_good_for_its_scopes_only(
+    scope: Scope, owned: tuple[Served, httpx.AsyncClient]
+) -> None:
+    api, http = owned
+    http.headers.update(bearer(make(api, scope)))
+    for method, path in ADMINISTRATION:
+        assert code(await http.request(method, path, json={})) == (403, "forbidden"), path
+    chat = await http.post("/v1/chat/completions", json=CHAT)
+    assert chat.status_code == (200 if scope is Scope.CHAT else 403)
+    listing = await http.get("/v1/models")
+    assert listing.status_code == (200 if scope is Scope.CHAT else 403)
+
+
+ADMINISTRATION = [
+    ("GET", "/mesh/v1/keys"),
+    ("POST", "/mesh/v1/keys"),
+    ("POST", "/mesh/v1/keys/revoke"),
+]
+HEARTH = [
+    ("GET", "/mesh/v1/hearth"),
+    *(("POST", f"/mesh/v1/hearth/{v}") for v in ("invite", "join", "promote", "demote", "revoke")),
+]
+
+
+def test_every_path_is_behind_a_scope_or_known_to_show_only_the_mesh() -> None:
+    """A new path that nobody thought about is found here."""
+    nobody_asks = cast("HearthControl", object())
+    app = create_app(ScriptedGenerations(), ScriptedView(), SETTINGS, nobody_asks, ApiKeys())
+    scopes: dict[str, set[Scope | None]] = {}
+    for route in app.routes:
+        assert isinstance(route, Route)
+        needed = route.app._needed if isinstance(route.app, _Scoped) else None
+        scopes.setdefault(route.path, set()).add(needed)
+    shows_the_mesh = {
+        "/healthz", "/readyz", "/metrics",
+        "/mesh/v1/status", "/mesh/v1/peers", "/mesh/v1/models", "/mesh/v1/events",
+        "/mesh/v1/privacy",
+    }  # fmt: skip
+    for path, needed in scopes.items():
+        if path.startswith("/v1/"):
+            assert needed == {Scope.CHAT}, path
+        elif path.startswith(("/mesh/v1/hearth", "/mesh/v1/keys")):
+            assert needed == {Scope.ADMIN}, path
+        else:
+            assert None not in needed or path in shows_the_mesh, path
+    assert {path for _, path in [*ADMINISTRATION, *HEARTH]} <= set(scopes)
+
+
+async def test_the_owner_makes_lists_and_revokes_keys(
+    owned: tuple[Served, httpx.AsyncClient],
+) -> None:
+    _, http = owned
+    wish = {"name": "sofa", "scopes": ["chat"], "trusted": True, "requests_per_minute": 5}
+    made = (await http.post("/mesh/v1/keys", json=wish, headers=bearer(OWNERS))).json()
+    key = made.pop("key")
+    listed = (await http.get("/mesh/v1/keys", headers=bearer(OWNERS))).json()["keys"]
+    assert listed == [made]
+    assert made["name"] == "sofa"
+    assert made["trusted"]
+    assert key not in str(listed)
+    assert (await http.get("/v1/models", headers=bearer(key))).is_success
+    gone = {"key_id": made["id"]}
+    revoked = await http.post("/mesh/v1/keys/revoke", json=gone, headers=bearer(OWNERS))
+    assert revoked.json() == made
+    assert code(await http.get("/v1/models", headers=bearer(key))) == (401, "unauthorized")
+    again = await http.post("/mesh/v1/keys/revoke", json=gone, headers=bearer(OWNERS))
+    assert code(again) == (400, "bad_value")
+    nonsense = wish | {"scopes": ["root"]}
+    refused = await http.post("/mesh/v1/keys", json=nonsense, headers=bearer(OWNERS))
+    assert code(refused) == (400, "bad_value")
+
+
+async def test_an_admin_key_does_what_the_owner_does(
+    owned: tuple[Served, httpx.AsyncClient],
+) -> None:
+    api, http = owned
+    http.headers.update(bearer(make(api, Scope.ADMIN)))
+    assert (await http.get("/mesh/v1/keys")).is_success
+    assert (await http.post("/v1/chat/completions", json=CHAT)).is_success
+
+
+async def test_requests_over_the_quota_get_429_and_reading_is_free(
+    owned: tuple[Served, httpx.AsyncClient],
+) -> None:
+    api, http = owned
+    http.headers.update(bearer(make(api, Scope.CHAT, quota=Quota(requests_per_minute=2))))
+    for _ in range(3):
+        assert (await http.get("/v1/models")).is_success
+    for _ in range(2):
+        assert (await http.post("/v1/chat/completions", json=CHAT)).is_success
+    over = await http.post("/v1/chat/completions", json=CHAT)
+    assert code(over) == (429, "quota_exceeded")
+    assert over.json()["error"]["type"] == "rate_limit_error"
+    assert int(over.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_over_the_quota_get_429(
+    stream: bool, owned: tuple[Served, httpx.AsyncClient]
+) -> None:
+    api, http = owned
+    http.headers.update(bearer(make(api, Scope.CHAT, quota=Quota(tokens_per_day=6))))
+    body: dict[str, Any] = {**CHAT, "stream": stream}
+    assert (
+        await http.post("/v1/chat/completions", json=body)
+    ).is_success  # 5 of the prompt, 3 more
+    over = await http.post("/v1/chat/completions", json=body)
+    assert code(over) == (429, "quota_exceeded")
+    assert over.json()["error"]["param"] == "tokens_per_day"
+
+
+async def test_handlers_see_who_calls() -> None:
+    seen: dict[str, tuple[str, bool]] = {}
+    async with serving(WITH_OWNER) as api:
+
+        async def show(request: Request) -> Response:
+            caller = caller_of(request)
+            seen[request.headers["x-case"]] = (caller.key_id, caller.trusted)
+            return Response()
+
+        api.app.router.routes.append(Route("/show", show))
+        trusted = make(api, Scope.INTERVENTIONS, trusted=True)
+        cases = {
+            "keyless": {}, "owner": bearer(OWNERS), "nnsight": {"ndif-api-key": trusted},
+        }  # fmt: skip
+        async with httpx.AsyncClient(base_url=api.url, trust_env=False) as http:
+            for name, headers in cases.items():
+                await http.get("/show", headers={**headers, "X-Case": name})
+        key_id = api.keys.keys[0].key_id
+    assert seen == {"keyless": (LOCAL, False), "owner": (OWNER, True), "nnsight": (key_id, True)}
+
+
+async def test_on_the_lan_nobody_is_keyless() -> None:
+    lan = replace(WITH_OWNER, host="0.0.0.0", keyless=True)  # noqa: S104 - only the settings say so
+    async with (
+        serving(lan) as api,
+        httpx.AsyncClient(base_url=api.url, trust_env=False) as http,
+    ):
+        for headers in ({}, bearer("unused")):
+            assert code(await http.get("/v1/models", headers=headers)) == (401, "unauthorized")
+        assert (await http.get("/v1/models", headers=bearer(OWNERS))).is_success

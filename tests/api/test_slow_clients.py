@@ -1,0 +1,130 @@
+"""Clients that never end: heads, bodies and answers that are not read, over raw sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from mesh.api import connection
+from mesh.api.auth import MAX_HEADER_BYTES, MAX_HEADERS
+from tests.api.conftest import SETTINGS, Served, serving
+
+QUICK = replace(SETTINGS, head_timeout_s=0.3, body_timeout_s=0.2, unread_timeout_s=0.3)
+LONG_S = 10.0
+"""Beyond every limit that is tested: what has not happened by then never happens."""
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture
+async def quick(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    monkeypatch.setattr(connection, "_LATER_S", 0.2)
+    async with serving(QUICK) as api:
+        yield api
+
+
+@asynccontextmanager
+async def raw(api: Served) -> AsyncIterator[Streams]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.server.port)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def trickle(api: Served, start: bytes, drop: bytes) -> bytes:
+    """Send `start`, then `drop` again and again until the server ends it; what it said."""
+    async with raw(api) as (reader, writer):
+        writer.write(start)
+        answer = asyncio.create_task(reader.read())
+        async with asyncio.timeout(LONG_S):
+            while not answer.done():
+                if not writer.transport.is_closing():
+                    writer.write(drop)
+                await asyncio.wait([answer], timeout=0.05)
+        error = answer.exception()
+        assert error is None or isinstance(error, ConnectionError)
+        return b"" if error else answer.result()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [b"", b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n",
+     b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HTTP/1.1\r\n"],
+    ids=["nothing", "first", "second on a connection"],
+)  # fmt: skip
+async def test_slow_head_is_cut(start: bytes, quick: Served) -> None:
+    await trickle(quick, start, b"X-A: b\r\n" if start else b"")
+
+
+async def test_slow_body_is_refused_and_cut(quick: Served) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n\r\n"
+    said = await trickle(quick, head, b" ")
+    assert said.startswith(b"HTTP/1.1 400")
+    assert b"did not arrive within" in said
+
+
+async def test_slow_body_that_nobody_asked_for_is_cut(quick: Served) -> None:
+    head = b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9000\r\n\r\n"
+    assert (await trickle(quick, head, b" ")).startswith(b"HTTP/1.1 404")
+
+
+async def test_slow_chunks_are_cut(quick: Served) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert b"did not arrive within" in await trickle(quick, head, b"1\r\n \r\n")
+
+
+async def test_answer_that_nobody_reads_ends_its_generation(quick: Served) -> None:
+    body = b'{"model": "endless", "prompt": "a", "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", quick.server.port))
+        await loop.sock_sendall(client, head % len(body) + body)
+        async with asyncio.timeout(LONG_S):
+            await quick.generations.ended["endless"].wait()
+
+
+async def test_too_many_or_too_long_headers_are_refused(quick: Served) -> None:
+    async with httpx.AsyncClient(base_url=quick.url, trust_env=False) as http:
+        many = {f"X-{n}": "1" for n in range(MAX_HEADERS + 1)}
+        refused = await http.get("/v1/models", headers=many)
+        assert refused.status_code == 431
+        assert refused.json()["error"]["code"] == "headers_too_large"
+        long = {"X": "a" * MAX_HEADER_BYTES}
+        assert (await http.get("/v1/models", headers=long)).status_code == 431
+
+
+async def test_too_large_bodies_are_refused_whether_they_say_so_or_not(quick: Served) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(40):
+            yield b" " * 1000
+
+    async with httpx.AsyncClient(base_url=quick.url, trust_env=False) as http:
+        for body in (b" " * (QUICK.max_body_bytes + 1), chunks()):
+            refused = await http.post("/v1/completions", content=body)
+            assert refused.status_code == 413
+
+
+async def test_connections_beyond_the_limit_are_dropped_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 20)
+    async with serving(replace(SETTINGS, head_timeout_s=60)) as api:
+        async with AsyncExitStack() as stack:
+            streams = [await stack.enter_async_context(raw(api)) for _ in range(40)]
+            reads = [asyncio.create_task(reader.read()) for reader, _ in streams]
+            async with asyncio.timeout(LONG_S):
+                await asyncio.gather(*reads[20:], return_exceptions=True)
+            assert not any(read.done() for read in reads[:20])
+        await asyncio.gather(*reads, return_exceptions=True)
+        async with httpx.AsyncClient(base_url=api.url, trust_env=False) as http:
+            assert (await http.get("/v1/models")).status_code == 200

@@ -1,0 +1,140 @@
+"""Houses on one switch: daemons in network namespaces whose cable can be pulled out of it.
+
+Needs root, as `tests.chaos.namespaces` does. Everything is asked of a daemon by running the
+command inside its namespace, so that a house that is cut off can still be asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.namespaces import IP, PREFIX
+
+SWITCH = f"{PREFIX}-switch"
+_HEALTH = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__SHARD_HEALTH_TIMEOUT_SECONDS"
+_STOP_S = 15.0
+
+
+class House:
+    """A namespace with one cable to the switch, and the daemon that lives there."""
+
+    def __init__(self, name: str, number: int, directory: Path) -> None:
+        self.name = name
+        self.address = f"192.0.2.{129 + number}"
+        self.state_dir = directory / name
+        self._space = f"{PREFIX}-{name}"
+        self._cable = f"{PREFIX}s{number}"
+        self._daemon: subprocess.Popen[bytes] | None = None
+
+    def build(self) -> None:
+        """Make the namespace and plug it in."""
+        _ip("netns", "add", self._space)
+        far = f"{self._cable}f"
+        _ip("link", "add", self._cable, "type", "veth", "peer", "name", far)
+        _ip("link", "set", far, "netns", self._space)
+        _ip("-n", self._space, "addr", "add", f"{self.address}/28", "dev", far)
+        for device in ("lo", far):
+            _ip("-n", self._space, "link", "set", device, "up")
+        _ip("link", "set", self._cable, "up")
+        self.plug()
+
+    def tear_down(self) -> None:
+        """Remove all of it, also what an earlier run left."""
+        _ip("link", "del", self._cable, check=False)
+        _ip("netns", "del", self._space, check=False)
+
+    def plug(self) -> None:
+        """Put the cable into the switch."""
+        _ip("link", "set", self._cable, "master", SWITCH)
+
+    def unplug(self) -> None:
+        """Pull it out: nobody is told."""
+        _ip("link", "set", self._cable, "nomaster")
+
+    def hearthnet(self, *arguments: str) -> Any:
+        """A verb's ``--json``, run in here."""
+        done = subprocess.run(
+            [*self._command(*arguments), "--json"],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def start(self) -> None:
+        """Start the daemon."""
+        log = (self.state_dir.parent / f"{self.name}.log").open("ab")
+        flags = ("--name", self.name, "--port", "0", "--api-port", "0", "--layers", "none",
+                 "--interface", self.address, "--threads", "1")  # fmt: skip
+        with log:
+            self._daemon = subprocess.Popen(
+                self._command("up", *flags),
+                env={**os.environ, "OMP_NUM_THREADS": "1", _HEALTH: "3"},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        until((self.state_dir / "daemon.json").exists, f"{self.name} starts")
+
+    def stop(self) -> None:
+        """End the daemon."""
+        daemon, self._daemon = self._daemon, None
+        if daemon is not None:
+            daemon.terminate()
+            try:
+                daemon.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait(_STOP_S)
+
+    def members(self) -> dict[str, str]:
+        """Names and levels of those who are in, as the daemon knows it."""
+        return {m["name"]: m["level"] for m in self.hearthnet("members")["members"]}
+
+    def out(self) -> dict[str, str]:
+        """Names of those who are out, and why."""
+        return {row["name"]: row["why"] for row in self.hearthnet("members")["out"]}
+
+    def linked(self) -> set[str]:
+        """Names of those it has a live link to."""
+        return {p["name"] for p in self.hearthnet("peers")["peers"] if p["state"] == "up"}
+
+    def _command(self, *arguments: str) -> list[str]:
+        python = [IP, "netns", "exec", self._space, sys.executable]
+        state = ["--state-dir", str(self.state_dir)]
+        return [*python, "-m", "mesh.cli.main", *arguments, *state]
+
+
+@contextmanager
+def street(directory: Path, names: Sequence[str]) -> Iterator[list[House]]:
+    """Houses on one switch, all plugged in, no daemon running."""
+    houses = [House(name, number, directory) for number, name in enumerate(names, 1)]
+    with ExitStack() as stack:
+        _ip("link", "del", SWITCH, check=False)
+        stack.callback(_ip, "link", "del", SWITCH, check=False)
+        _ip("link", "add", SWITCH, "type", "bridge")
+        _ip("link", "set", SWITCH, "up")
+        for house in houses:
+            house.tear_down()
+            stack.callback(house.tear_down)
+            house.build()
+            stack.callback(house.stop)
+        yield houses
+
+
+def until(condition: Callable[[], object], what: str, limit_s: float = 90.0) -> None:
+    """Wait for something that another process does."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def _ip(*arguments: str, check: bool = True) -> None:
+    done = subprocess.run([IP, *arguments], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 0 or not check, f"ip {' '.join(arguments)}: {done.stderr.strip()}"

@@ -1,0 +1,159 @@
+"""The daemon's side of the jobs: a process of their own, which may die and does not outlive it."""
+
+# ruff: noqa: F841 - names of a trace are what comes back from its job
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+from nnsight.modeling.transformers import TransformersModel
+
+from mesh.errors import JobFailed, ModelNotFound, NoRoute
+from mesh.identity.tls import TlsMaterial
+from mesh.interventions.jobs.process import JobsProcess, JobsSpec, limits_of
+from mesh.interventions.jobs.types import JobReport, JobSpec
+from mesh.shard.hosting import ShardHost
+from mesh.types import ModelId
+from tests import secure
+from tests.interventions.cases import PROMPT
+from tests.interventions.jobworld import ROUTES, checkpoint, loaded, request_of, served, shards
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+LLAMA = ModelId("llama")
+
+
+class Here:
+    """A daemon's jobs, as a `JobsOwner` with what it needs."""
+
+    def __init__(self, host: ShardHost, directory: Path) -> None:
+        settings = {
+            "max_shards": 16, "allow_self_as_first": True, "max_running": 2, "idle_s": 600.0,
+            "cache_dir": str(directory),
+            "limits": limits_of(wall_s=60, cpu_s=60, memory_mb=1024, result_mb=16),
+        }  # fmt: skip
+        tls = TlsMaterial.of(secure.KEY, []).to_fields()
+        spec = JobsSpec(asdict(secure.HELLO), settings, tls)
+        self.jobs = JobsProcess(spec, {LLAMA: Path(checkpoint("llama").directory)}, self)
+        self.lines: list[str] = []
+        self.spoke = asyncio.Event()
+        self._host = host
+        self._directory = directory
+
+    def routable(self, model_id: ModelId) -> list[dict[str, Any]]:
+        return served(self._host, family=model_id, spans=ROUTES[2])
+
+    def _on_line(self, line: str) -> None:
+        self.lines.append(line)
+        self.spoke.set()
+
+    async def said(self, line: str) -> None:
+        async with asyncio.timeout(60):
+            while line not in self.lines:
+                self.spoke.clear()
+                await self.spoke.wait()
+
+    async def run(self, name: str, request: bytes, model_id: str = "llama") -> JobReport:
+        payload = self._directory / f"payload-{name}"
+        await asyncio.to_thread(payload.write_bytes, request)
+        spec = JobSpec(name, ModelId(model_id), payload, self.result(name), True, {}, trusted=False)
+        return await self.jobs.run(spec, self._on_line)
+
+    def result(self, name: str) -> Path:
+        return self._directory / f"result-{name}"
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Here]:
+    directory = tmp_path_factory.mktemp("jobs")
+    async with shards(["llama"], directory, ROUTES[2]) as host:
+        here = Here(host, directory)
+        yield here
+        await here.jobs.stop()
+
+
+@pytest.fixture
+def here(running: Here) -> Here:
+    running.lines.clear()
+    return running
+
+
+def lingering(model: TransformersModel) -> None:
+    with model.trace(PROMPT):
+        early = model.model.layers[1].output.save()
+        print("half way")
+        import time
+
+        time.sleep(1)
+        logits = model.output.logits.save()
+
+
+async def test_a_job_from_payload_to_result(here: Here) -> None:
+    report = await here.run("first", await asyncio.to_thread(request_of, lingering))
+    assert here.lines == ["half way"]
+    assert report.hops == ("node", "node")
+    result = await asyncio.to_thread(here.result("first").read_bytes)
+    assert report.result_bytes == len(result)
+    assert loaded(result).keys() == {"early", "logits"}
+    assert here.result("first").stat().st_mode & 0o777 == 0o600
+
+
+async def test_errors_come_back_as_they_were_raised(here: Here) -> None:
+    with pytest.raises(JobFailed):
+        await here.run("broken", b"no request")
+    with pytest.raises(ModelNotFound, match="no files of 'other'"):
+        await here.run("other", b"", model_id="other")
+    assert here.jobs.why_not(LLAMA) is None
+    assert "llama" in str(here.jobs.why_not(ModelId("other")))
+
+
+async def test_a_cancelled_job_is_gone_within_a_second(here: Here) -> None:
+    request = await asyncio.to_thread(request_of, lingering)
+    assert here.jobs._child is not None
+    worker = psutil.Process(here.jobs._child.pid)
+    without = await asyncio.to_thread(_descendants, worker)
+    job = asyncio.create_task(here.run("cancelled", request))
+    await here.said("half way")
+    before = await asyncio.to_thread(_descendants, worker) - without
+    assert len(before) == 1
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    _, left = await asyncio.to_thread(psutil.wait_procs, list(before), 1)
+    assert not left
+    assert not here.result("cancelled").exists()
+
+
+def _descendants(process: psutil.Process) -> set[psutil.Process]:
+    return set(process.children(recursive=True))
+
+
+async def test_a_job_survives_the_death_of_the_jobs_process(here: Here) -> None:
+    request = await asyncio.to_thread(request_of, lingering)
+    job = asyncio.create_task(here.run("survivor", request))
+    await here.said("half way")
+    assert here.jobs._child is not None
+    first = here.jobs._child.pid
+    family = await asyncio.to_thread(lambda: psutil.Process(first).children(recursive=True))
+    os.kill(first, signal.SIGKILL)
+    report = await job
+    assert report.result_bytes > 0
+    assert here.lines[0] == here.lines[2] == "half way"
+    assert "run again" in here.lines[1]
+    assert here.jobs._child.pid != first
+    _, left = await asyncio.to_thread(psutil.wait_procs, family, 5)
+    assert not left  # neither the warmed parent nor the job outlived it
+
+
+async def test_nobody_serves_the_model(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "routable", lambda _: [])
+    with pytest.raises(NoRoute):
+        await here.run("nobody", await asyncio.to_thread(request_of, lingering))

@@ -1,0 +1,405 @@
+"""One job from its payload to its end: what comes out, what is refused, what is survived."""
+
+# ruff: noqa: F841 - names of a trace are what comes back from its job
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import nnsight
+import pytest
+import pytest_asyncio
+import torch
+from nnsight.modeling.transformers import TransformersModel
+
+from mesh.errors import BadRequest, Busy, JobFailed, NoRoute
+from mesh.interventions.jobs import runner as runner_module
+from mesh.shard.hosting import ShardHost
+from mesh.types import LayerRange
+from tests.interventions.cases import PROMPT
+from tests.interventions.jobworld import (
+    LIMITS,
+    Bench,
+    as_client,
+    bench,
+    checkpoint,
+    loaded,
+    request_of,
+    served,
+    shards,
+)
+from tests.interventions.worlds import equal, whole
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+WHOLE = LayerRange(0, 6)
+
+Trace = Callable[[TransformersModel], Any]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ShardHost]:
+    async with shards(["llama"], tmp_path_factory.mktemp("cache")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def warm(host: ShardHost) -> AsyncIterator[Bench]:
+    async with bench(host) as running:
+        yield running
+
+
+@pytest.fixture
+def here(warm: Bench) -> Bench:
+    warm.lines.clear()
+    warm.reports.clear()
+    warm.trusted = True
+    return warm
+
+
+async def run(here: Bench, trace: Trace, *, hops: int = 1, **more: Any) -> dict[str, Any]:
+    """Run a trace as a job; what it saved."""
+    request = await asyncio.to_thread(request_of, trace)
+    return loaded(await here.run(request, here.place("llama", hops), **more))
+
+
+# What comes out
+
+
+def reading(model: TransformersModel) -> None:
+    with model.trace(PROMPT):
+        print("read", len(model.model.layers), "layers")
+        hidden = model.model.layers[3].output.save()
+        logits = model.output.logits.save()
+
+
+async def test_a_job_reports_what_it_took_and_where_it_ran(here: Bench) -> None:
+    saved = await run(here, reading, hops=3)
+    (report,) = here.reports
+    assert report.hops == ("node", "node", "node")
+    assert report.result_bytes > 0
+    assert report.peak_memory_bytes > 0
+    assert report.cpu_s > 0
+    assert here.lines == ["read 6 layers"]
+    assert saved.keys() == {"hidden", "logits"}
+
+
+async def test_an_uncompressed_request_gets_an_uncompressed_result(here: Bench) -> None:
+    request = await asyncio.to_thread(request_of, reading, compress=False)
+    result = await here.run(request, here.place("llama", 1), compress=False)
+    assert loaded(result, compress=False).keys() == {"hidden", "logits"}
+
+
+async def test_the_attention_a_client_asks_for_is_computed_on_every_hop(here: Bench) -> None:
+    def attending(model: TransformersModel) -> None:
+        with model.trace(PROMPT, output_attentions=True):
+            attentions = model.output.attentions.save()
+            logits = model.output.logits.save()
+
+    saved = await run(here, attending, hops=3, env={"attn_implementation": "eager"})
+    reference = await asyncio.to_thread(_eager)
+    equal(list(saved["attentions"]), list(reference.attentions), 0.0)
+    equal(saved["logits"], reference.logits, 0.0)
+
+
+def _eager() -> Any:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model = whole("llama")
+        module = model._module
+        module.set_attn_implementation("eager")
+        try:
+            return module(**model.tokenizer(PROMPT, return_tensors="pt"), output_attentions=True)
+        finally:
+            module.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"attn_implementation": "someone/kernel"}, {"peft": "someone/adapter"}, {"other": 1}],
+)
+async def test_an_environment_that_could_fetch_code_is_refused(
+    here: Bench, env: dict[str, Any]
+) -> None:
+    with pytest.raises(BadRequest):
+        await run(here, reading, env=env)
+
+
+async def test_results_load_where_hearthnet_is_not_installed(here: Bench, tmp_path: Path) -> None:
+    def everything(model: TransformersModel) -> None:
+        with model.trace(PROMPT) as tracer:
+            cache = tracer.cache()
+            start = model.model.layers[0].output
+            start.requires_grad_(True)
+            query = model.model.layers[2].self_attn.q_proj.output.save()
+            late = model.model.layers[2].self_attn.k_proj.input.save()
+            weight = model.model.layers[1].mlp.up_proj.weight.save()
+            out = model.output.save()
+
+    request = await asyncio.to_thread(request_of, everything)
+    file = tmp_path / "result"
+    file.write_bytes(await here.run(request, here.place("llama", 3), compress=True))
+    script = (
+        "import io, sys, zstandard\n"
+        "for name in ('mesh', 'tests'): sys.modules[name] = None\n"
+        "import torch\n"
+        f"data = open({str(file)!r}, 'rb').read()\n"
+        "data = zstandard.ZstdDecompressor().decompressobj().decompress(data)\n"
+        "saved = torch.load(io.BytesIO(data), map_location='cpu', weights_only=False)\n"
+        "print(sorted(saved), float(saved['out'].logits.sum()) != 0)\n"
+    )
+    shown = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    expected = "['cache', 'late', 'out', 'query', 'start', 'weight'] True"
+    assert shown.stdout.strip().replace("'start', ", "") == expected.replace("'start', ", ""), shown
+
+
+async def test_what_stands_for_an_object_of_a_shard_cannot_be_saved(here: Bench) -> None:
+    def saving(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            args, _ = model.model.layers[2].self_attn.source.attention_interface_1.inputs
+            thing = nnsight.save([args[0]])
+
+    with pytest.raises(JobFailed, match="cannot be saved"):
+        await run(here, saving)
+
+
+async def test_jobs_do_not_draw_the_same_random_numbers(here: Bench) -> None:
+    def drawing(model: TransformersModel) -> None:
+        with model.session():
+            drawn = nnsight.save(torch.rand(4))
+
+    first, second = await run(here, drawing), await run(here, drawing)
+    assert not torch.equal(first["drawn"], second["drawn"])
+
+
+# What the author reads
+
+
+async def test_an_error_shows_the_author_s_own_line_and_nothing_of_ours(here: Bench) -> None:
+    def failing(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            model.model.layers[3].mlp.output[:] = 0
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(JobFailed) as failed:
+        await run(here, failing)
+    text = str(failed.value)
+    assert text.endswith("ZeroDivisionError: mine")
+    assert "raise ZeroDivisionError('mine')" in text
+    assert "site-packages" not in text
+    assert "mesh/interventions" not in text
+
+
+async def test_an_error_of_a_remote_layer_is_told(here: Bench) -> None:
+    def misfitting(model: TransformersModel) -> None:
+        with model.trace(PROMPT):
+            model.model.layers[2].mlp.output = torch.zeros(3, 5)
+
+    with pytest.raises(JobFailed, match="must match the size of tensor") as failed:
+        await run(here, misfitting, hops=3)
+    assert "mesh." not in str(failed.value)
+
+
+async def test_a_module_that_only_the_client_has_is_named(here: Bench) -> None:
+    def attached(_: TransformersModel) -> None:
+        own = TransformersModel(str(checkpoint("llama").directory), task="text-generation")
+        own.model.layers[2].adapter = torch.nn.Identity()
+        with own.trace(PROMPT):
+            out = own.output.logits.save()
+
+    with pytest.raises(JobFailed, match=r"layers\.2\.adapter.*does not have.*transformers 5"):
+        await run(here, attached)
+
+
+@pytest.mark.parametrize(
+    "request_bytes", [b"", b"\x80", b"not a pickle", pickle.dumps(7), pickle.dumps((1, (2, 3, 4)))]
+)
+async def test_what_is_no_request_is_an_error(here: Bench, request_bytes: bytes) -> None:
+    for trusted in (True, False):
+        here.trusted = trusted
+        with pytest.raises(JobFailed):
+            await here.run(request_bytes, here.place("llama", 1), compress=False)
+
+
+# Limits
+
+
+def spinning(model: TransformersModel) -> None:
+    with model.session():
+        print("begun")
+        count = 0
+        while True:
+            count += 1
+
+
+def hoarding(model: TransformersModel) -> None:
+    with model.session():
+        pile = [torch.zeros(1 << 24) for _ in range(100)]
+
+
+def returning_much(model: TransformersModel) -> None:
+    with model.session():
+        much = torch.rand(1 << 20).save()
+
+
+@pytest.mark.parametrize(
+    ("trace", "limits", "said"),
+    [
+        (spinning, {"wall_s": 0.5}, "0.5 s, its time limit"),
+        (spinning, {"cpu_s": 1}, "1 s of computing"),
+        (hoarding, {"memory_bytes": 256 << 20}, "more memory than a job may use"),
+        (returning_much, {"result_bytes": 1 << 20}, "1048576 are allowed"),
+    ],
+)
+async def test_limits_end_a_job_with_a_sentence(
+    here: Bench, monkeypatch: pytest.MonkeyPatch, trace: Trace, limits: dict[str, Any], said: str
+) -> None:
+    settings = dataclasses.replace(
+        here.runner._settings, limits=dataclasses.replace(LIMITS, **limits)
+    )
+    monkeypatch.setattr(here.runner, "_settings", settings)
+    with pytest.raises(JobFailed, match=said):
+        await run(here, trace)
+    assert not list(here.directory.glob("*.part"))
+
+
+async def test_cancelling_ends_the_process_at_once(here: Bench) -> None:
+    request = await asyncio.to_thread(request_of, spinning)
+    job = asyncio.create_task(here.run(request, here.place("llama", 1)))
+    await here.said("begun")
+    (jail,) = here.runner._jails._jails.values()
+    assert jail.running == 1
+    begun = time.monotonic()
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    assert jail.running == 0
+    assert time.monotonic() - begun < 5  # it would have run for LIMITS.wall_s
+    assert not (here.directory / f"result-{here.jobs}").exists()
+
+
+async def test_no_more_jobs_than_there_are_places(
+    here: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = dataclasses.replace(here.runner._settings, max_running=1)
+    monkeypatch.setattr(here.runner, "_settings", settings)
+    request = await asyncio.to_thread(request_of, spinning)
+    job = asyncio.create_task(here.run(request, here.place("llama", 1)))
+    await here.said("begun")
+    with pytest.raises(Busy):
+        await run(here, reading)
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await job
+
+
+async def test_nobody_serves_the_model(here: Bench) -> None:
+    place = dataclasses.replace(here.place("llama", 1), shards=[])
+    request = await asyncio.to_thread(request_of, reading)
+    with pytest.raises(NoRoute):
+        await here.run(request, place)
+
+
+# Hops that fail
+
+
+def lingering(model: TransformersModel) -> None:
+    with model.trace(PROMPT):
+        early = model.model.layers[1].output.save()
+        print("half way")
+        import time
+
+        time.sleep(1)
+        late = model.model.layers[4].output.save()
+        logits = model.output.logits.save()
+
+
+async def kill(host: ShardHost) -> None:
+    assert host._child is not None
+    os.kill(host._child.pid, signal.SIGKILL)
+
+
+async def test_a_job_whose_hop_dies_is_run_again_elsewhere(
+    here: Bench, host: ShardHost, tmp_path: Path
+) -> None:
+    """The first route is over the one that has all layers; the second over the others."""
+    request = await asyncio.to_thread(request_of, lingering)
+    async with shards(["llama"], tmp_path, [WHOLE]) as doomed:
+        place = here.place("llama", 2)
+        all_in_one = served(doomed, family="llama", spans=[WHOLE])
+        everyone = dataclasses.replace(place, shards=[*all_in_one, *place.shards])
+        job = asyncio.create_task(here.run(request, everyone))
+        await here.said("half way")
+        await kill(doomed)
+        saved = loaded(await job)
+    assert [line.split(",")[0] for line in here.lines] == ["half way", "(node", "half way"]
+    assert here.reports[0].hops == ("node", "node")
+    expected = await as_client(here, "llama", 1, _values)
+    equal(saved, expected, 0.0)
+
+
+def _values(model: TransformersModel) -> dict[str, Any]:
+    with model.trace(PROMPT):
+        early = model.model.layers[1].output.save()
+        late = model.model.layers[4].output.save()
+        logits = model.output.logits.save()
+    return {"early": early, "late": late, "logits": logits}
+
+
+async def test_a_job_that_loses_its_hops_twice_says_so(here: Bench, tmp_path: Path) -> None:
+    """A hop that took the job and then never answers counts as lost, like one that died."""
+    request = await asyncio.to_thread(request_of, lingering)
+    async with shards(["llama"], tmp_path, [WHOLE]) as doomed:
+        shards_of_it = served(doomed, family="llama", spans=[WHOLE])
+        place = dataclasses.replace(here.place("llama", 1), shards=shards_of_it)
+        job = asyncio.create_task(here.run(request, place))
+        await here.said("half way")
+        await kill(doomed)
+        with pytest.raises(JobFailed, match=r"because of this mesh.*node, which ran layers 0-5"):
+            await job
+
+
+async def test_the_death_of_the_warmed_parent_is_survived(here: Bench) -> None:
+    request = await asyncio.to_thread(request_of, lingering)
+    job = asyncio.create_task(here.run(request, here.place("llama", 1)))
+    await here.said("half way")
+    (jail,) = here.runner._jails._jails.values()
+    jail._parent.end()
+    assert loaded(await job).keys() == {"early", "late", "logits"}
+    assert here.lines.count("half way") == 2
+
+
+async def test_a_job_that_breaks_its_channel_is_ended(here: Bench) -> None:
+    def rude(model: TransformersModel) -> None:
+        with model.session():
+            import gc
+            import socket
+
+            for found in gc.get_objects():
+                if isinstance(found, socket.socket) and found.fileno() >= 0:
+                    found.sendall(b"\xff" * 64)
+            while True:
+                pass
+
+    with pytest.raises(JobFailed, match="sent what is no message"):
+        await run(here, rude)
+
+
+async def test_the_entry_points_exist() -> None:
+    from mesh.interventions.jail.child import resolve
+    from mesh.interventions.jobs import jails
+
+    for entry in (runner_module.ENTRY, jails.WARM_UP):
+        assert callable(await asyncio.to_thread(resolve, entry))

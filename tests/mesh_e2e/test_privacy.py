@@ -1,0 +1,132 @@
+"""What leaves a machine and who sees it, with real daemons: switches, layers kept, the report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mesh.cli.local_node import LocalNode
+from tests.mesh_e2e.conftest import StartNode
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+OFF = {"HEARTHNET_POLICY__RESEARCH__ENABLE": "false"}
+SECTION_OFF = {"HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__ENABLED": "false"}
+KEEP_TWO = {"HEARTHNET_ROUTING__KEEP_FIRST": "2", "HEARTHNET_ROUTING__KEEP_LAST": "1"}
+PROMPT = [31, 7, 250, 99, 12]
+
+
+def until(condition: Callable[[], object], what: str, limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def ask(node: LocalNode) -> Any:
+    body = {
+        "model": "builtin", "prompt": PROMPT, "max_tokens": 12, "temperature": 0,
+        "ignore_eos": True, "fallback_to_local": False,
+    }  # fmt: skip
+    return node.post("/v1/completions", body)
+
+
+def doctor(node: LocalNode, *flags: str) -> str:
+    command = [sys.executable, "-m", "mesh.cli.main", "doctor", "privacy", *flags]
+    run = subprocess.run(
+        [*command, "--state-dir", str(node.state_dir)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return run.stdout
+
+
+def recorded(node: LocalNode) -> dict[str, tuple[str, bool]]:
+    rows = node.get("/mesh/v1/hearth")["shards"]
+    return {row["shard_id"]: (row["node"], row["withdrawn"]) for row in rows}
+
+
+def test_layers_kept_at_home_stay_there_and_the_report_says_so(start_node: StartNode) -> None:
+    attic = start_node("attic")  # holds every layer
+    sofa = start_node("sofa", "--layers", "none", environment=KEEP_TWO)
+    attic.wait_ready()
+    sofa.wait_ready()
+    response = ask(sofa)
+    assert response.status_code == 200, response.text
+    facts = response.json()["hearthnet"]
+    total = attic.get("/mesh/v1/models")["models"][0]["total_layers"]
+    route = [(hop["node"], hop["layers"]) for hop in facts["route"]]
+    assert route == [
+        ("sofa", "0-1"), ("attic", f"2-{total - 2}"), ("sofa", f"{total - 1}-{total - 1}"),
+    ]  # fmt: skip
+    assert facts["token_ids"] == ask(attic).json()["hearthnet"]["token_ids"]
+    # They are sofa's alone: nobody was told of them.
+    assert sofa.get("/mesh/v1/status")["shards"] == []
+    assert not any(p["shards"] for p in attic.get("/mesh/v1/peers")["peers"])
+
+    report = json.loads(doctor(sofa, "--json"))
+    (next_route,) = [r for r in report["routes"] if r["request"] is None]
+    assert [(hop["node"], hop["layers"], hop["sight"]) for hop in next_route["hops"]] == [
+        ("sofa", "0-1", "this machine"),
+        ("attic", f"2-{total - 2}", "recoverable"),
+        ("sofa", f"{total - 1}-{total - 1}", "this machine"),
+    ]
+    words = doctor(sofa)
+    assert "can compute back most of prompt and answer" in words
+    assert "Layers that always run here: the first 2 and the last 1." in words
+    assert doctor(attic).count("nobody else sees these") == 1
+    # What attic serves is in the log for all to read, once, and what sofa keeps is not.
+    until(lambda: recorded(sofa) == {f"builtin:0-{total - 1}": ("attic", False)}, "the record")
+
+
+def test_what_cannot_be_held_at_home_is_said_and_goes_nowhere_else(start_node: StartNode) -> None:
+    limits = {
+        **KEEP_TWO,
+        "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__HOST__SHARD_MAX_VRAM_MB": "1",
+    }
+    shed = start_node("shed", "--layers", "none", environment=limits)
+    shed.wait_up()
+    until(lambda: "MB may be used" in str(missing(shed)), "the reason")
+    until(lambda: shed.get("/mesh/v1/peers")["peers"], "attic is there")
+    response = ask(shed)
+    assert response.status_code == 503, response.text
+    assert response.json()["error"]["code"] == "shard_unavailable"
+    assert "have to run on this machine" in response.json()["error"]["message"]
+
+
+def missing(node: LocalNode) -> list[str]:
+    import httpx
+
+    found: list[str] = httpx.get(f"{node.url}/readyz", trust_env=False).json()["missing"]
+    return found
+
+
+@pytest.mark.parametrize("switch", [OFF, SECTION_OFF], ids=["policy", "section"])
+def test_switched_off_nothing_leaves_and_distributed_calls_are_refused(
+    own_node: StartNode, switch: dict[str, str]
+) -> None:
+    attic = own_node("attic", "--layers", "0-3")
+    attic.wait_up()
+    sofa = own_node("sofa", "--layers", "0-3", environment=switch)
+    sofa.wait_up()
+    status = sofa.get("/mesh/v1/status")
+    assert status["node"]["enabled"] is False
+    assert status["node"]["endpoint"] is None
+    until(lambda: sofa.get("/mesh/v1/status")["shards"], "its own layers load")
+    response = ask(sofa)
+    assert response.status_code == 403, response.text
+    assert response.json()["error"]["code"] == "experimental_disabled"
+    # attic sees who else announces on this machine, but not sofa.
+    seen = {peer["id"] for peer in attic.get("/mesh/v1/peers")["peers"]}
+    assert status["node"]["id"] not in seen
+    assert list(recorded(attic)) in ([], ["builtin:0-3"])
+    assert {m["name"] for m in attic.get("/mesh/v1/hearth")["members"]} == {"attic", "sofa"}
+    # Local models are answered as ever.
+    barn = own_node("barn", environment=switch)
+    barn.wait_ready()
+    assert ask(barn).status_code == 200

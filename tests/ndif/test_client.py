@@ -1,0 +1,263 @@
+"""The unmodified nnsight client against the API: what it hands in, hears and gets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import nnsight
+import pytest
+import torch
+from nnsight.intervention.backends.remote import RemoteError
+from websockets.asyncio.client import connect
+
+from mesh.interventions.jobs.queue.service import QueueSettings
+from tests.ndif import client
+from tests.ndif.client import in_thread
+from tests.ndif.serving import Node, serving
+
+
+@pytest.fixture
+async def narrow(tmp_path: Path) -> AsyncIterator[Node]:
+    """A node that runs one job at a time."""
+    async with serving(tmp_path, settings=QueueSettings(concurrent=1)) as running:
+        yield running
+
+
+async def until(condition: object) -> None:
+    """Until `condition()` is true."""
+    assert callable(condition)
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what it asks has no event
+            await asyncio.sleep(0.01)
+
+
+async def test_a_small_result_comes_with_the_answer(node: Node) -> None:
+    result, via = await in_thread(client.ask, node.url, "hello")
+    assert torch.equal(result["value"], torch.ones(2, 3))
+    statuses = [each.status.value for each in via.seen]
+    assert statuses == ["RECEIVED", "QUEUED", "DEPLOYING", "DISPATCHED", "RUNNING", "COMPLETED"]
+    assert isinstance(via.seen[-1].data, bytes)
+    assert via.meta is not None
+    assert via.meta["hops"] == ["attic", "kitchen"]
+    assert {"wall_s", "peak_memory_bytes", "result_bytes"} <= via.meta.keys()
+    await until(lambda: not any((node.root / "jobs/results").iterdir()))
+
+
+async def test_a_large_result_comes_from_a_url(node: Node) -> None:
+    result, via = await in_thread(client.ask, node.url, "big 600000")
+    assert torch.equal(result["value"], torch.arange(600_000, dtype=torch.float32))
+    assert via.seen[-1].data.startswith(f"{node.url}/result/")
+
+
+@pytest.mark.parametrize("words", ["plain", "big 300000"])
+async def test_an_uncompressed_job_has_an_uncompressed_result(
+    node: Node, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nnsight.CONFIG.API, "COMPRESS", False)
+    result, _ = await in_thread(client.ask, node.url, words)
+    assert result["words"] == words
+    assert node.runner.specs[0].compress is False
+
+
+async def test_printed_lines_arrive_in_order(node: Node) -> None:
+    _, via = await in_thread(client.ask, node.url, "print 50")
+    lines = [each.description for each in via.seen if each.status.value == "LOG"]
+    assert lines == [f"line {number}" for number in range(50)]
+
+
+async def test_a_failed_job_raises_with_its_own_words(node: Node) -> None:
+    with pytest.raises(RemoteError, match="ZeroDivisionError: no") as caught:
+        await in_thread(client.ask, node.url, "fail")
+    assert "x = 1 / 0" in str(caught.value)
+
+
+async def test_a_bug_of_ours_tells_no_details(node: Node) -> None:
+    with pytest.raises(RemoteError, match="nobody foresaw") as caught:
+        await in_thread(client.ask, node.url, "break")
+    assert "a bug of ours" not in str(caught.value)
+    result, _ = await in_thread(client.ask, node.url, "after that")
+    assert result["words"] == "after that"
+
+
+@pytest.mark.parametrize("words", ["later", "big 600000"])
+async def test_a_job_nobody_waits_for_is_fetched_later(node: Node, words: str) -> None:
+    via = await in_thread(client.submit, node.url, words)
+    assert via.status is not None
+    assert via.status.value == "RECEIVED"
+    result = await in_thread(client.wait_for, via)
+    assert result["words"] == words
+    again = client.backend(node.url, blocking=False, job_id=via.job_id)
+    assert (await in_thread(client.wait_for, again))["words"] == words
+
+
+async def test_a_failed_job_raises_when_it_is_polled(node: Node) -> None:
+    via = await in_thread(client.submit, node.url, "fail")
+    with pytest.raises(RemoteError, match="ZeroDivisionError"):
+        await in_thread(client.wait_for, via)
+
+
+async def test_the_asyncio_backend(node: Node) -> None:
+    result = await in_thread(client.ask_async, node.url, "awaited")
+    assert result["words"] == "awaited"
+
+
+async def test_a_host_with_a_slash_at_its_end(node: Node) -> None:
+    result, _ = await in_thread(client.ask, node.url + "/", "slash")
+    assert result["words"] == "slash"
+
+
+async def test_the_helpers(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nnsight.CONFIG.API, "HOST", node.url)
+    status = await in_thread(nnsight.status)
+    assert status.status.value == "UP"
+    assert status.deployments["builtin"]["state"] == "RUNNING"
+    assert (await in_thread(nnsight.whoami))["email"] is None
+    comparison = await in_thread(nnsight.compare)
+    assert comparison.python_matches
+    assert not comparison.critical_mismatches
+    assert comparison.packages["torch"]["match"]
+    async with httpx.AsyncClient(base_url=node.url, trust_env=False) as http:
+        assert (await http.get("/ping")).json() == "pong"
+        assert (await http.get("/connected")).json() is True
+
+
+async def test_who_waits_hears_his_place(narrow: Node) -> None:
+    first = await in_thread(client.submit, narrow.url, "wait 0")
+    await narrow.runner.began.get()
+    others = [in_thread(client.ask, narrow.url, f"next {n}") for n in range(2)]
+    await until(lambda: narrow.queue.counts() == (1, 2))
+    narrow.runner.proceed.set()
+    heard = []
+    for task in others:
+        _, via = await task
+        heard += [e.meta["position"] for e in via.seen if e.status.value == "QUEUED"]
+    assert sorted(set(heard)) == [1, 2]
+    await in_thread(client.wait_for, first)
+    assert narrow.runner.most_running == 1
+
+
+async def test_killing_a_running_job_tells_its_client(node: Node) -> None:
+    asking = in_thread(client.ask, node.url, "wait")
+    job_id = await node.runner.began.get()
+    async with httpx.AsyncClient(base_url=node.url, trust_env=False) as http:
+        answer = await http.post(f"/mesh/v1/jobs/{job_id}/kill")
+    assert answer.json() == {"id": job_id, "status": "ERROR"}
+    with pytest.raises(RemoteError, match="ended by local"):
+        await asking
+    assert node.runner.ended_by_cancel == [job_id]
+    assert not any((node.root / "jobs/payloads").iterdir())
+
+
+async def test_killing_a_waiting_job_tells_its_client(narrow: Node) -> None:
+    await in_thread(client.submit, narrow.url, "wait 1")
+    await narrow.runner.began.get()
+    via = await in_thread(client.submit, narrow.url, "second")
+    async with httpx.AsyncClient(base_url=narrow.url, trust_env=False) as http:
+        await http.post(f"/mesh/v1/jobs/{via.job_id}/kill")
+        assert (await http.post(f"/mesh/v1/jobs/{via.job_id}/kill")).status_code == 404
+    with pytest.raises(RemoteError, match="ended by local"):
+        await in_thread(via)
+    assert narrow.runner.words == ["wait 1"]
+
+
+async def test_a_client_that_goes_away_takes_its_jobs_along(node: Node) -> None:
+    async with httpx.AsyncClient(base_url=node.url, trust_env=False) as http:
+        async with connect(node.url.replace("http", "ws") + "/subscribe", proxy=None) as socket:
+            session = await socket.recv()
+            await post(http, session_id=json.loads(session)["session_id"])
+            job_id = await node.runner.began.get()
+        await until(lambda: node.runner.ended_by_cancel == [job_id])
+        await until(lambda: node.events[-1][0] == "job_ended")
+        assert (await http.get(f"/response/{job_id}")).json()["status"] == "ERROR"
+
+
+async def test_a_job_over_its_time_limit_is_ended(tmp_path: Path) -> None:
+    async with serving(tmp_path, settings=QueueSettings(time_limit_s=0.2)) as node:
+        with pytest.raises(RemoteError, match="its time limit"):
+            await in_thread(client.ask, node.url, "wait")
+        assert len(node.runner.ended_by_cancel) == 1
+
+
+async def test_a_node_that_stops_tells_everybody_who_waits(narrow: Node) -> None:
+    asking = [in_thread(client.ask, narrow.url, f"wait {n}") for n in range(2)]
+    await until(lambda: narrow.queue.counts() == (1, 1))
+    await narrow.queue.stop(0)
+    for task in asking:
+        with pytest.raises(RemoteError, match="The node is stopping"):
+            await task
+
+
+async def test_a_model_that_nobody_serves_is_waited_for(node: Node) -> None:
+    node.runner.obstacle = "no node serves layers 3-5"
+    asking = in_thread(client.ask, node.url, "patient")
+    await until(lambda: any(t.latest.status == "PROVISIONING" for t in tickets(node)))
+    node.runner.obstacle = None
+    result, via = await asking
+    assert result["words"] == "patient"
+    waited = [each for each in via.seen if each.status.value == "PROVISIONING"]
+    assert waited[0].description == "no node serves layers 3-5."
+
+
+async def test_a_model_that_nobody_ever_serves_is_an_error(tmp_path: Path) -> None:
+    async with serving(tmp_path, settings=QueueSettings(patience_s=0.2)) as node:
+        node.runner.obstacle = "no node serves layers 3-5"
+        with pytest.raises(RemoteError, match="no node serves layers 3-5"):
+            await in_thread(client.ask, node.url, "in vain")
+        assert not node.runner.specs
+
+
+async def test_a_job_that_could_not_be_begun_is_begun_later(node: Node) -> None:
+    node.runner.refusals = 3
+    result, via = await in_thread(client.ask, node.url, "again")
+    assert result["words"] == "again"
+    assert node.runner.words == ["again"]
+    assert via.seen[-1].status.value == "COMPLETED"
+
+
+async def test_jobs_from_many_clients_are_not_mixed_up(node: Node) -> None:
+    await many(node, clients=8, each=5)
+
+
+@pytest.mark.chaos
+async def test_two_hundred_jobs_at_once(node: Node) -> None:
+    await many(node, clients=8, each=25)
+
+
+async def many(node: Node, clients: int, each: int) -> None:
+    """Every client sends its jobs one after the other, half of them without waiting."""
+
+    def work(number: int) -> None:
+        later = {}
+        for turn in range(each):
+            words = f"echo {number} {turn}"
+            if turn % 2:
+                later[words] = client.submit(node.url, words)
+            else:
+                assert client.ask(node.url, words)[0]["words"] == words
+        for words, via in later.items():
+            assert client.wait_for(via)["words"] == words
+
+    await asyncio.gather(*(in_thread(work, number) for number in range(clients)))
+    assert len(set(node.runner.words)) == clients * each
+    assert node.queue.counts() == (0, 0)
+    assert not node.queue._tickets
+    await until(lambda: not any((node.root / "jobs/payloads").iterdir()))
+
+
+def tickets(node: Node) -> list[object]:
+    return list(node.queue._tickets.values())
+
+
+async def post(http: httpx.AsyncClient, **fields: object) -> httpx.Response:
+    """A request as the client sends it, with a payload of ours."""
+    data = {"model_key": client.KEY, "session_id": "", "compress": False, "env": {}, **fields}
+    return await http.post(
+        "/request",
+        data={"data": json.dumps(data)},
+        files={"blob": ("request", b"script = 'wait'", "application/octet-stream")},
+        headers={"nnsight-version": "0.8.1"},
+    )

@@ -1,0 +1,149 @@
+"""A real daemon, its real jails, and the unmodified client: whole traces, also across `kill -9`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nnsight
+import pytest
+import torch
+from nnsight.intervention.backends.remote import RemoteError
+from nnsight.modeling import huggingface
+from nnsight.modeling.transformers import TransformersModel
+
+from mesh.cli.local_node import LocalNode
+from mesh.models.builtin import checkpoint_dir
+from tests.ndif import client
+
+pytestmark = pytest.mark.slow
+
+FLAGS = ("--threads", "1", "--dtype", "fp32")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+PROMPT = "The attic is"
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
+    root = tmp_path_factory.mktemp("daemon")
+    with LocalNode("solo", root / "solo", FLAGS, ENVIRONMENT) as node:
+        node.wait_ready()
+        yield node
+
+
+@pytest.fixture
+def model(daemon: LocalNode, monkeypatch: pytest.MonkeyPatch) -> TransformersModel:
+    """The model as a user has it, pointed at the daemon."""
+    monkeypatch.setattr(nnsight.CONFIG.API, "HOST", daemon.url)
+    monkeypatch.setattr(nnsight.CONFIG.API, "APIKEY", daemon.record.api_key)
+    monkeypatch.setitem(huggingface._ID_CACHE, str(checkpoint_dir()), "builtin")
+    return client.model()
+
+
+@pytest.fixture(scope="module")
+def local() -> TransformersModel:
+    return TransformersModel(
+        str(checkpoint_dir()), task="text-generation", dispatch=True, dtype=torch.float32
+    )
+
+
+def test_a_trace_equals_a_local_one(model: TransformersModel, local: TransformersModel) -> None:
+    with model.trace(PROMPT, remote=True):
+        hidden = model.model.layers[2].output.save()
+        logits = model.output.logits.save()
+    with local.trace(PROMPT):
+        here = local.model.layers[2].output.save()
+        logits_here = local.output.logits.save()
+    assert torch.equal(hidden, here)
+    assert torch.equal(logits, logits_here)
+
+
+def test_a_session_is_one_job(model: TransformersModel, daemon: LocalNode) -> None:
+    with model.session(remote=True):
+        with model.trace(PROMPT):
+            first = model.model.layers[1].output
+        with model.trace(PROMPT):
+            difference = (model.model.layers[1].output - first).abs().sum().save()
+    assert difference.item() == 0
+    assert len(ended(daemon)) >= 1
+
+
+def test_prints_and_errors_come_back(model: TransformersModel, daemon: LocalNode) -> None:
+    # Without a key: on loopback that is a caller whose code the inner fence checks as well.
+    via = client.Recording(client.KEY, host=daemon.url)
+    via.api_key = ""
+    with model.trace(PROMPT, backend=via):
+        print("shape", model.model.layers[0].output.shape)
+        out = model.output.logits.save()  # noqa: F841 - comes back as the job's result
+    lines = [each.description for each in via.seen if each.status.value == "LOG"]
+    assert any(line.startswith("shape torch.Size") for line in lines)
+    assert via.meta is not None
+    assert via.meta["hops"] == ["solo"]
+    with pytest.raises(RemoteError, match="ZeroDivisionError") as caught:  # noqa: SIM117
+        with model.trace(PROMPT, remote=True):
+            wrong = 1 / 0  # noqa: F841
+    assert "wrong = 1 / 0" in str(caught.value)
+
+
+def test_a_job_that_never_ends_is_killed_from_the_command_line(
+    model: TransformersModel, daemon: LocalNode
+) -> None:
+    with model.trace(PROMPT, remote=True, blocking=False) as tracer:
+        while True:
+            pass
+    job_id = tracer.backend.job_id
+    shown = hearthnet(daemon, "queue", "--json")
+    assert job_id in [row["id"] for row in shown["jobs"]]
+    assert hearthnet(daemon, "kill", job_id, "--json") == {"id": job_id, "status": "ERROR"}
+    with pytest.raises(RemoteError, match="ended by owner"):
+        tracer.backend()
+    with model.trace(PROMPT, remote=True):
+        logits = model.output.logits.save()
+    assert logits.ndim == 3
+
+
+def test_queued_jobs_survive_kill_9(tmp_path: Path, local: TransformersModel) -> None:
+    node = LocalNode("phoenix", tmp_path / "phoenix", FLAGS, ENVIRONMENT)
+    try:
+        node.start()
+        node.wait_up()
+        jobs = [submit(node, number) for number in range(6)]
+        node.kill()
+        node.start()
+        node.wait_ready()
+        for number, job in enumerate(jobs):
+            via = client.Recording(
+                client.KEY, host=node.url, api_key=node.record.api_key, blocking=False, job_id=job
+            )
+            found = client.wait_for(via, 90)
+            with local.trace(f"{PROMPT} {number}"):
+                here = local.output.logits.save()
+            assert torch.equal(found["logits"], here)
+    finally:
+        node.stop()
+
+
+def submit(node: LocalNode, number: int) -> str:
+    via = client.Recording(client.KEY, host=node.url, api_key=node.record.api_key, blocking=False)
+    model = client.model()
+    with model.trace(f"{PROMPT} {number}", backend=via):
+        logits = model.output.logits.save()  # noqa: F841
+    assert via.job_id is not None
+    return via.job_id
+
+
+def ended(daemon: LocalNode) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = hearthnet(daemon, "queue", "--json")["ended"]
+    return rows
+
+
+def hearthnet(daemon: LocalNode, *arguments: str) -> Any:
+    run = subprocess.run(
+        [sys.executable, "-m", "mesh.cli.main", *arguments, "--state-dir", str(daemon.state_dir)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return json.loads(run.stdout)

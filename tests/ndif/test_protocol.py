@@ -1,0 +1,305 @@
+"""The API as it is on the wire: refusals, access, uploads, result URLs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+from nnsight.intervention.backends.remote import RemoteError
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
+
+from mesh.api.services import ApiSettings
+from mesh.clock import SystemClock
+from mesh.identity.api_keys import Quota, Scope
+from mesh.interventions.jobs.queue.service import KEEP_RESULTS_S, QueueSettings
+from tests.ndif import client
+from tests.ndif.client import in_thread
+from tests.ndif.serving import Node, serving, with_key
+from tests.ndif.test_client import until
+
+VERSION = {"nnsight-version": "0.8.1"}
+OWNER = "0123456789abcdef0123"
+
+
+class LaterClock(SystemClock):
+    """The wall clock, moved."""
+
+    later = timedelta()
+
+    def now(self) -> datetime:
+        return datetime.now(UTC) + self.later
+
+
+@pytest.fixture
+async def http(node: Node) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=node.url, trust_env=False, timeout=20) as made:
+        yield made
+
+
+def parts(blob: bytes = b"script = 'x'", **fields: object) -> dict[str, object]:
+    data = {"model_key": client.KEY, "session_id": "", "compress": False, "env": {}, **fields}
+    return {
+        "data": {"data": json.dumps(data)},
+        "files": {"blob": ("request", blob, "application/octet-stream")},
+    }
+
+
+@pytest.mark.parametrize("version", ["0.5.15", "0.7.0", "0.80.1", "1.0.0", "x", ""])
+async def test_other_versions_are_told_which_one_works(
+    http: httpx.AsyncClient, version: str
+) -> None:
+    answer = await http.post("/request", headers={"nnsight-version": version}, **parts())  # type: ignore[arg-type]
+    assert answer.status_code == 426
+    assert "pip install 'nnsight>=0.8.1,<0.9'" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("version", ["0.8.0", "0.8.1", "0.8.12.dev3"])
+async def test_versions_that_are_served(http: httpx.AsyncClient, version: str) -> None:
+    headers = {"nnsight-version": version, "python-version": "3.14.0"}
+    answer = await http.post("/request", headers=headers, **parts())  # type: ignore[arg-type]
+    assert answer.json()["status"] == "RECEIVED"
+
+
+async def test_socket_io_clients_are_led_to_the_answer_they_show(
+    node: Node, http: httpx.AsyncClient
+) -> None:
+    url = node.url.replace("http", "ws") + "/ws/socket.io/?transport=websocket&EIO=4"
+    async with connect(url, proxy=None) as socket:
+        assert str(await socket.recv()).startswith('0{"sid"')
+        await socket.send("40")
+        assert str(await socket.recv()).startswith('40{"sid"')
+    polling = await http.get("/ws/socket.io/?transport=polling&EIO=4")
+    assert polling.status_code == 426
+    assert "nnsight>=0.8.1" in polling.json()["detail"]
+    # What nnsight 0.5 sends: everything in headers, the payload as the body.
+    old = {"nnsight-model-key": "x", "nnsight-version": "0.5.0", "ndif-session_id": "y"}
+    answer = await http.post("/request", headers=old, content=b"zlib")
+    assert answer.status_code == 426
+    assert "0.5.0" in answer.json()["detail"]
+
+
+async def test_a_session_is_its_owners(tmp_path: Path) -> None:
+    async with serving(tmp_path, api=with_key(OWNER)) as node:
+        scopes = frozenset({Scope.INTERVENTIONS})
+        keys = [
+            (await asyncio.to_thread(node.keys.create, name, scopes, Quota(), SystemClock()))[1]
+            for name in ("anna", "ben")
+        ]
+        url = node.url.replace("http", "ws") + "/subscribe"
+        anna, ben = ({"ndif-api-key": key, **VERSION} for key in keys)
+        async with (
+            httpx.AsyncClient(base_url=node.url, trust_env=False, timeout=20) as http,
+            connect(url, proxy=None, additional_headers={"ndif-api-key": keys[0]}) as socket,
+        ):
+            session = json.loads(await socket.recv())["session_id"]
+            stolen = await http.post("/request", headers=ben, **parts(session_id=session))  # type: ignore[arg-type]
+            assert (stolen.status_code, stolen.json()["error"]["param"]) == (400, "session_id")
+            job = (await http.post("/request", headers=anna, **parts(b"script = 'wait'"))).json()  # type: ignore[arg-type]
+            for path in (f"/response/{job['id']}", "/response/nothing"):
+                assert (await http.get(path, headers=ben)).status_code == 404
+            assert (await http.get(f"/response/{job['id']}", headers=anna)).status_code == 200
+            kill = f"/mesh/v1/jobs/{job['id']}/kill"
+            assert (await http.post(kill, headers=ben)).status_code == 404
+            shown = (await http.get("/mesh/v1/jobs", headers=ben)).json()
+            assert (shown["jobs"], shown["ended"]) == ([], [])
+            owner = {"Authorization": f"Bearer {OWNER}"}
+            assert (await http.get("/mesh/v1/jobs", headers=owner)).json()["jobs"]
+            assert (await http.post(kill, headers=owner)).json()["status"] == "ERROR"
+            whoami = (await http.get("/whoami", headers=anna)).json()
+            assert whoami["tags"] == ["interventions"]
+            assert whoami["email"]
+
+
+async def test_without_a_key_there_is_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path, api=with_key(OWNER)) as node:
+        chat = frozenset({Scope.CHAT})
+        _, other = await asyncio.to_thread(node.keys.create, "carl", chat, Quota(), SystemClock())
+        async with httpx.AsyncClient(base_url=node.url, trust_env=False) as http:
+            for headers, code in (
+                ({}, 401),
+                ({"ndif-api-key": "x"}, 401),
+                ({"ndif-api-key": other}, 403),
+            ):
+                for path in (
+                    "/status",
+                    "/env",
+                    "/whoami",
+                    "/response/x",
+                    "/mesh/v1/jobs",
+                    "//status",
+                ):
+                    assert (await http.get(node.url + path, headers=headers)).status_code == code, (
+                        path
+                    )
+                refused = await http.post("/request", headers=headers | VERSION, **parts())  # type: ignore[arg-type]
+                assert refused.status_code == code
+                assert refused.json()["detail"]
+                with pytest.raises(InvalidStatus):
+                    async with connect(
+                        node.url.replace("http", "ws") + "/subscribe",
+                        proxy=None,
+                        additional_headers=headers,
+                    ):
+                        pass
+        assert not node.runner.specs
+
+
+async def test_trust_is_the_keys(tmp_path: Path) -> None:
+    async with serving(tmp_path, api=with_key(OWNER)) as node:
+        result, _ = await in_thread(client.ask_with_key, node.url, "mine", OWNER)
+        assert result["words"] == "mine"
+        scopes = frozenset({Scope.INTERVENTIONS})
+        _, key = await asyncio.to_thread(node.keys.create, "anna", scopes, Quota(), SystemClock())
+        await in_thread(client.ask_with_key, node.url, "hers", key)
+        assert [spec.trusted for spec in node.runner.specs] == [True, False]
+
+
+async def test_a_web_page_cannot_subscribe(node: Node) -> None:
+    with pytest.raises(InvalidStatus):
+        async with connect(
+            node.url.replace("http", "ws") + "/subscribe", proxy=None, origin="https://evil.example"
+        ):
+            pass
+
+
+async def test_result_urls_cannot_be_made_up_and_end(tmp_path: Path) -> None:
+    clock = LaterClock()
+    async with serving(tmp_path, api=with_key(OWNER), clock=clock) as node:
+        via = await in_thread(client.submit_with_key, node.url, "big 10", OWNER)
+        await in_thread(client.wait_for, via)
+        async with httpx.AsyncClient(base_url=node.url, trust_env=False) as http:
+            headers = {"ndif-api-key": OWNER}
+            url = (await http.get(f"/response/{via.job_id}", headers=headers)).json()["data"]
+            assert (await http.get(url)).status_code == 200  # no key: the URL is the key
+            path, _, query = url.partition("?")
+            for wrong in (
+                path,
+                f"{path}?{query}0",
+                f"{path}?{query[:-1]}",
+                f"{path[:-1]}0?{query}".replace("00?", "01?"),
+                url.replace("expires=1", "expires=9"),
+                f"{path}?expires=²&signature=x",
+                f"{node.url}/result/urls.key?{query}",
+                f"{node.url}/result/..%2Furls.key?{query}",
+            ):
+                assert (await http.get(wrong)).status_code in (403, 404), wrong
+            clock.later = timedelta(seconds=KEEP_RESULTS_S + 5)
+            assert (await http.get(url)).status_code == 404
+
+
+async def test_results_are_kept_two_hours_and_no_longer(tmp_path: Path) -> None:
+    clock = LaterClock()
+    async with serving(tmp_path, clock=clock) as node:
+        via = await in_thread(client.submit, node.url, "big 10")
+        await in_thread(client.wait_for, via)
+        clock.later = timedelta(seconds=KEEP_RESULTS_S - 60)
+        await node.queue._sweep()
+        await in_thread(client.wait_for, via)
+        assert node.queue.spool.used_bytes > 0
+        clock.later = timedelta(seconds=KEEP_RESULTS_S + 60)
+        await node.queue._sweep()
+        assert not list((tmp_path / "jobs/results").iterdir())
+        assert node.queue.spool.used_bytes == 0
+        with pytest.raises(RemoteError, match="deleted two hours after"):
+            await in_thread(via)
+        clock.later = timedelta(days=2)
+        await node.queue._sweep()
+        assert await in_thread(via) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no part|one part `data`"),
+        (b"--b\r\n\r\n", "as nnsight 0.8 sends it"),
+        (b'--b\r\nContent-Disposition: form-data; name="data"\r\n\r\n{}\r\n--b--\r\n', "one part"),
+        (b'--b\r\nContent-Disposition: form-data; name="x"\r\n\r\n{}\r\n--b--\r\n', "a part 'x'"),
+        (b'--b\r\nContent-Disposition: form-data; name="blob"\r\n\r\nabc', "and an end"),
+        (b"--b\r\n" + b"H" * 10_000 + b": x\r\n\r\n", "as nnsight 0.8 sends it"),
+    ],
+)
+async def test_bodies_that_are_no_request(
+    node: Node, http: httpx.AsyncClient, content: bytes, said: str
+) -> None:
+    headers = {**VERSION, "content-type": "multipart/form-data; boundary=b"}
+    answer = await http.post("/request", headers=headers, content=content)
+    assert answer.status_code == 400
+    assert any(each in answer.json()["detail"] for each in said.split("|"))
+    assert not list((node.root / "jobs/incoming").iterdir())
+    assert node.queue.spool.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model_key": 5}, "model_key"),
+        ({"model_key": "gpt2"}, "model_key"),
+        ({"compress": "yes"}, "compress"),
+        ({"env": []}, "env"),
+        ({"session_id": "x" * 65}, "session_id"),
+        ({"session_id": "unknown"}, "session_id"),
+    ],
+)
+async def test_envelopes_that_are_refused(
+    node: Node, http: httpx.AsyncClient, fields: dict[str, object], param: str
+) -> None:
+    answer = await http.post("/request", headers=VERSION, **parts(**fields))  # type: ignore[arg-type]
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert not list((node.root / "jobs/incoming").iterdir())
+    assert node.queue.spool.used_bytes == 0
+
+
+async def test_a_payload_over_the_limit_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path, settings=QueueSettings(max_payload_bytes=100_000)) as node:
+        async with httpx.AsyncClient(base_url=node.url, trust_env=False, timeout=20) as http:
+            fits = await http.post("/request", headers=VERSION, **parts(bytes(100_000)))  # type: ignore[arg-type]
+            assert fits.json()["status"] == "RECEIVED"
+            for size in (100_001, 5_000_000):
+                answer = await http.post("/request", headers=VERSION, **parts(bytes(size)))  # type: ignore[arg-type]
+                assert answer.status_code == 413
+                assert "100000 bytes" in answer.json()["detail"]
+        await until(lambda: node.queue.counts() == (0, 0))
+        assert not list((tmp_path / "jobs/incoming").iterdir())
+
+
+async def test_a_body_that_does_not_come_is_refused(tmp_path: Path) -> None:
+    settings = ApiSettings(body_timeout_s=0.3)
+    async with serving(tmp_path, api=settings) as node:
+        reader, writer = await asyncio.open_connection("127.0.0.1", node.server.port)
+        writer.write(
+            b"POST /request HTTP/1.1\r\nHost: 127.0.0.1\r\nnnsight-version: 0.8.1\r\n"
+            b"Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 1000\r\n\r\n--b\r\n"
+        )
+        async with asyncio.timeout(10):
+            head = await reader.readuntil(b"\r\n\r\n")
+        assert b" 400 " in head
+        writer.close()
+        await until(lambda: not list((tmp_path / "jobs/incoming").iterdir()))
+
+
+async def test_what_is_stored_is_for_this_user_only(node: Node) -> None:
+    await in_thread(client.submit, node.url, "wait 0")
+    await node.runner.began.get()
+    via = await in_thread(client.submit, node.url, "big 10")
+    await in_thread(client.wait_for, via)
+    root = node.root / "jobs"
+    for path in (root, *root.rglob("*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+    assert len(list((root / "payloads").iterdir())) == 1
+
+
+async def test_a_socket_outlives_the_limits_of_requests(tmp_path: Path) -> None:
+    settings = ApiSettings(body_timeout_s=0.1, head_timeout_s=0.1)
+    async with serving(tmp_path, api=settings) as node:
+        asking = in_thread(client.ask, node.url, "wait")
+        await node.runner.began.get()
+        await asyncio.sleep(2.5)  # a body is cut 2 s after its limit
+        node.runner.proceed.set()
+        result, _ = await asking
+        assert result["words"] == "wait"

@@ -1,0 +1,304 @@
+"""The queue by itself: fairness, bounds, restarts, the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh.clock import SystemClock
+from mesh.errors import Busy, SchemaTooNew, StorageFull
+from mesh.interventions.jobs.queue.feed import MAX_WAITING, Feed
+from mesh.interventions.jobs.queue.service import JobQueue, QueueSettings
+from mesh.interventions.jobs.queue.spool import Spool
+from mesh.interventions.jobs.queue.types import Job, Status, Submission, Update
+from mesh.types import ModelId
+from tests.ndif.serving import ScriptedRunner
+from tests.ndif.test_client import until
+
+
+def a_queue(root: Path, disk_bytes: int = 1 << 30, **settings: Any) -> JobQueue:
+    spool = Spool(root / "jobs", disk_bytes)
+    given = QueueSettings(**{"concurrent": 1, "max_result_bytes": 1 << 16, **settings})
+    return JobQueue(ScriptedRunner(), spool, given, SystemClock(), lambda *_: None)
+
+
+def runner_of(queue: JobQueue) -> ScriptedRunner:
+    assert isinstance(queue.runner, ScriptedRunner)
+    return queue.runner
+
+
+async def hand_in(
+    queue: JobQueue, words: str, owner: str = "anna", feed: Feed | None = None, model: str = "m"
+) -> Job:
+    payload = f"script = '{words}'".encode()
+    arrived = await asyncio.to_thread(queue.spool.receive)
+    arrived.grow(len(payload), 1 << 20)
+    await asyncio.to_thread(arrived.write, payload)
+    asked = Submission(owner, ModelId(model), feed is not None, False, {"a": "b"}, False)
+    return await queue.submit(asked, arrived, feed)
+
+
+async def all_done(queue: JobQueue) -> None:
+    await until(lambda: not queue._tickets)
+
+
+async def test_keys_take_turns(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    await queue.start()
+    await hand_in(queue, "wait 0")
+    await runner_of(queue).began.get()
+    for number in range(4):
+        await hand_in(queue, f"greedy {number}", "ben")
+    await hand_in(queue, "modest", "carl")
+    runner_of(queue).proceed.set()
+    await all_done(queue)
+    assert runner_of(queue).words == [
+        "wait 0",
+        "greedy 0",
+        "modest",
+        *(f"greedy {n}" for n in (1, 2, 3)),
+    ]
+    await queue.stop(0)
+
+
+async def test_models_do_not_wait_for_each_other_but_share_the_places(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path, concurrent=2)
+    await queue.start()
+    for number in range(3):
+        await hand_in(queue, f"wait {number}", model="slow")
+    await hand_in(queue, "quick", model="other")
+    runner_of(queue).proceed.set()
+    await all_done(queue)
+    assert runner_of(queue).most_running == 2
+    assert runner_of(queue).words.index("quick") < 3
+    await queue.stop(0)
+
+
+async def test_there_is_an_end_to_the_line_and_half_of_it_is_for_one_key(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path, max_queued=4)
+    await queue.start()
+    for number in range(2):
+        await hand_in(queue, f"wait {number}", "anna")
+    with pytest.raises(Busy, match="2 of your jobs"):
+        await hand_in(queue, "too much", "anna")
+    for owner in ("ben", "carl"):
+        await hand_in(queue, "wait", owner)
+    with pytest.raises(Busy, match="there are 4 places"):
+        await hand_in(queue, "too much", "dora")
+    assert len(list((tmp_path / "jobs/payloads").iterdir())) == 4
+    assert not list((tmp_path / "jobs/incoming").iterdir())
+    runner_of(queue).proceed.set()
+    await all_done(queue)
+    await hand_in(queue, "room again", "anna")
+    await all_done(queue)
+    assert queue.spool.used_bytes == sum(
+        file.stat().st_size for file in (tmp_path / "jobs/results").iterdir()
+    )
+    await queue.stop(0)
+
+
+async def test_a_burst_never_gets_more_places_than_there_are(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path, max_queued=10)
+    await queue.start()
+    ends = await asyncio.gather(
+        *(hand_in(queue, f"wait {n}") for n in range(30)), return_exceptions=True
+    )
+    assert sum(isinstance(end, Job) for end in ends) == 5
+    assert sum(isinstance(end, Busy) for end in ends) == 25
+    await queue.stop(0)
+
+
+async def test_a_restart_runs_what_was_accepted(tmp_path: Path) -> None:
+    first = a_queue(tmp_path)
+    await first.start()
+    running = await hand_in(first, "wait 0")
+    waiting = [await hand_in(first, f"later {n}") for n in range(3)]
+    socket = await hand_in(first, "socket", feed=Feed())
+    await runner_of(first).began.get()
+    await first.stop(0)
+
+    second = a_queue(tmp_path)
+    runner_of(second).proceed.set()
+    await second.start()
+    await all_done(second)
+    assert runner_of(second).words == ["wait 0", "later 0", "later 1", "later 2"]
+    for job in (running, *waiting):
+        assert (await second.find(job.job_id, "anna")).status is Status.COMPLETED
+    assert (await second.find(socket.job_id, "anna")).status is Status.ERROR
+    assert dict(runner_of(second).specs[0].env) == {"a": "b"}
+    await second.stop(0)
+
+
+async def crashed(queue: JobQueue) -> None:
+    """What kill -9 leaves: nothing is written any more."""
+    tasks = [*queue._tasks, *(w for lane in queue._lanes.values() for w in lane.workers)]
+    await queue._file.close()
+    runs = [ticket.run for ticket in queue._tickets.values() if ticket.run is not None]
+    for task in [*tasks, *runs]:
+        task.cancel()
+    await asyncio.gather(*tasks, *runs, return_exceptions=True)
+
+
+async def test_a_job_that_was_running_is_begun_once_more_and_not_twice(tmp_path: Path) -> None:
+    for _ in range(2):
+        queue = a_queue(tmp_path)
+        await queue.start()
+        if not queue._tickets:
+            job = await hand_in(queue, "wait")
+        await runner_of(queue).began.get()
+        await crashed(queue)
+    third = a_queue(tmp_path)
+    await third.start()
+    found = await third.find(job.job_id, None)
+    assert (found.status, found.attempts) == (Status.ERROR, 2)
+    assert "2 times" in found.description
+    assert not runner_of(third).specs
+    await third.stop(0)
+
+
+async def test_what_belongs_to_no_job_is_swept_at_the_start(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    await queue.start()
+    done = await hand_in(queue, "big 10")
+    await all_done(queue)
+    await queue.stop(0)
+    for name in ("payloads/left", "results/left", "incoming/left", f"payloads/{done.job_id}"):
+        (tmp_path / "jobs" / name).write_bytes(b"x" * 100)
+    again = a_queue(tmp_path)
+    await again.start()
+    left = [path.name for path in (tmp_path / "jobs").rglob("*/*")]
+    assert left == [done.job_id]
+    assert again.spool.used_bytes == done_size(tmp_path, done)
+    await again.stop(0)
+
+
+def done_size(root: Path, job: Job) -> int:
+    return (root / "jobs/results" / job.job_id).stat().st_size
+
+
+async def test_a_payload_that_is_gone_is_said(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    await queue.start()
+    await hand_in(queue, "wait")
+    job = await hand_in(queue, "gone")
+    await crashed(queue)
+    (tmp_path / "jobs/payloads" / job.job_id).unlink()
+    again = a_queue(tmp_path)
+    await again.start()
+    assert "payload is gone" in (await again.find(job.job_id, None)).description
+    await again.stop(0)
+
+
+async def test_the_disk_has_a_budget(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path, disk_bytes=100_000)
+    await queue.start()
+    arrived = await asyncio.to_thread(queue.spool.receive)
+    with pytest.raises(StorageFull):
+        arrived.grow(100_001, 1 << 30)
+    await asyncio.to_thread(arrived.discard)
+    feed = Feed()
+    await hand_in(queue, "big 10000")  # 40,000 bytes stay
+    await all_done(queue)
+    await hand_in(queue, "next", feed=feed)  # whose result could take 65,536
+    async with asyncio.timeout(10):
+        while (update := await feed.get()).status is not Status.PROVISIONING:
+            assert update.status is Status.QUEUED
+    assert "of disk" in update.description
+    assert runner_of(queue).words == ["big 10000"]
+    assert queue.spool.used_bytes < 100_000
+    await queue.stop(0)
+
+
+async def test_a_result_over_the_limit_is_an_error(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    await queue.start()
+    job = await hand_in(queue, "big 100000")
+    await all_done(queue)
+    found = await queue.find(job.job_id, None)
+    assert found.status is Status.ERROR
+    assert "at most 65536" in found.description
+    assert not list((tmp_path / "jobs/results").iterdir())
+    assert queue.spool.used_bytes == 0
+    await queue.stop(0)
+
+
+async def test_a_damaged_table_is_put_aside(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs/jobs.sqlite").write_bytes(b"no database" * 1000)
+    queue = a_queue(tmp_path)
+    await queue.start()
+    job = await hand_in(queue, "fine")
+    await all_done(queue)
+    assert (await queue.find(job.job_id, None)).status is Status.COMPLETED
+    assert (tmp_path / "jobs/jobs.damaged").exists()
+    await queue.stop(0)
+
+
+async def test_a_table_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    with sqlite3.connect(tmp_path / "jobs/jobs.sqlite") as made:
+        made.execute("PRAGMA user_version = 99")
+    made.close()
+    with pytest.raises(SchemaTooNew):
+        await a_queue(tmp_path).start()
+
+
+async def test_a_job_is_on_the_disk_before_it_is_accepted(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    await queue.start()
+    (tmp_path / "jobs/payloads").rmdir()
+    with pytest.raises(StorageFull):
+        await hand_in(queue, "lost")
+    assert not queue._tickets
+    assert queue.spool.used_bytes == 0
+    (tmp_path / "jobs/payloads").mkdir()
+    job = await hand_in(queue, "wait")
+    with sqlite3.connect(tmp_path / "jobs/jobs.sqlite") as table:
+        (row,) = table.execute("SELECT job_id FROM jobs")
+    table.close()
+    assert row[0] == job.job_id
+    assert (tmp_path / "jobs/payloads" / job.job_id).read_bytes() == b"script = 'wait'"
+    await queue.stop(0)
+
+
+async def test_a_slow_reader_loses_lines_but_nothing_else() -> None:
+    feed = Feed()
+    for number in range(3 * MAX_WAITING):
+        feed.put(Update("a", Status.LOG, f"line {number}"))
+    feed.put(Update("a", Status.COMPLETED, "done"))
+    heard = [await feed.get() for _ in range(MAX_WAITING + 2)]
+    assert [each.description for each in heard[:MAX_WAITING]] == [
+        f"line {number}" for number in range(MAX_WAITING)
+    ]
+    assert heard[-2].description.startswith(f"({2 * MAX_WAITING} lines were dropped")
+    assert heard[-1].status is Status.COMPLETED
+
+
+async def test_where_a_job_stood_a_moment_ago_is_forgotten() -> None:
+    feed = Feed()
+    for position in (3, 2, 1):
+        feed.put(Update("a", Status.QUEUED, str(position)))
+    feed.put(Update("a", Status.RUNNING))
+    assert (await feed.get()).description == "1"
+    assert (await feed.get()).status is Status.RUNNING
+
+
+async def test_a_result_that_was_never_written_is_an_error(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    await queue.start()
+    waiting = await hand_in(queue, "wait 0")
+    await runner_of(queue).began.get()
+    (tmp_path / "jobs/results").rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").chmod(0o700)
+    runner_of(queue).proceed.set()
+    await all_done(queue)
+    assert (await queue.find(waiting.job_id, None)).status is Status.ERROR
+    (tmp_path / "elsewhere").rename(tmp_path / "jobs/results")
+    job = await hand_in(queue, "next")
+    await all_done(queue)
+    assert (await queue.find(job.job_id, None)).status is Status.COMPLETED
+    await queue.stop(0)

@@ -1,0 +1,133 @@
+"""A steered request over hops says what a local model with forward hooks says."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mesh.errors import BadSteering
+from mesh.types import Edit, LayerRange
+from tests.checkpoints import make_checkpoint
+from tests.mesh_e2e.spread import greedy, spread
+from tests.steering.local import edit, greedy_ids, load, low_rank_file, vector_file
+
+LAYERS = 4
+HALVES = [LayerRange(0, 2), LayerRange(2, 4)]
+COUNT = 16
+
+
+def prompt_ids(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, 384, (length,), generator=generator).tolist()
+
+
+def everywhere(attention: str) -> dict[str, list[Edit]]:
+    """One case for each kind of place, and one of all together."""
+    rank = low_rank_file()
+    single = {
+        "residual": [edit(1, strength=2.0)],
+        "last layer": [edit(3, strength=2.0)],
+        "mlp": [edit(2, "mlp", strength=2.0)],
+        "attention": [edit(0, attention, strength=-2.0)],
+        "low rank": [edit(2, strength=3.0, data=rank)],
+        "inputs": [
+            edit(1, side="input", strength=2.0),
+            edit(2, "mlp", "input", data=rank, strength=2.0),
+            edit(3, attention, "input"),
+        ],
+    }
+    return {**single, "all": [one for case in single.values() for one in case]}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+async def test_every_place_equals_a_forward_hook(family: str, tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", family, layers=LAYERS)
+    model = load(directory)
+    prompt = prompt_ids(70, 1)
+    plain = greedy_ids(model, prompt, COUNT, ())
+    cases = everywhere("attn" if family == "gpt2" else "self_attn")
+    expected = {name: greedy_ids(model, prompt, COUNT, edits) for name, edits in cases.items()}
+    assert sum(ids != plain for ids in expected.values()) >= 5, "the edits do not do anything"
+    async with spread(directory, HALVES, tmp_path / "cache") as mesh:
+        await mesh.use(HALVES)
+        for name, edits in cases.items():
+            done = await mesh.generate(replace(greedy(prompt, COUNT), edits=tuple(edits)))
+            assert list(done.token_ids) == expected[name], name
+            assert done.cached_tokens == 0, "another steering's cache was used"
+        done = await mesh.generate(greedy(prompt, COUNT))
+        assert list(done.token_ids) == plain
+
+
+async def test_a_batch_steers_only_its_own_rows(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "llama", layers=LAYERS)
+    model = load(directory)
+    steering: list[tuple[Edit, ...]] = [
+        (),
+        (edit(1, strength=3.0),),
+        (),
+        (edit(1, strength=-3.0), edit(3, "mlp", strength=2.0)),
+        (edit(1, strength=3.0, data=vector_file(seed=5)),),
+        (edit(2, data=low_rank_file(), strength=4.0),),
+    ]
+    prompts = [prompt_ids(length, length) for length in (5, 40, 30, 12, 17, 64)]
+    count = 40
+    async with spread(directory, HALVES, tmp_path / "cache", max_concurrent_streams=8) as mesh:
+        await mesh.use(HALVES)
+        together = await asyncio.gather(
+            *(
+                mesh.generate(replace(greedy(prompt, count, f"r{i}"), edits=edits))
+                for i, (prompt, edits) in enumerate(zip(prompts, steering, strict=True))
+            )
+        )
+    for prompt, edits, done in zip(prompts, steering, together, strict=True):
+        assert list(done.token_ids) == greedy_ids(model, prompt, count, edits)
+
+
+async def test_a_kept_cache_serves_the_same_steering_and_no_other(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "llama", layers=LAYERS)
+    model = load(directory)
+    prompt = prompt_ids(40, 3)
+    calm, wild = (edit(1, strength=2.0),), (edit(1, strength=2.5),)
+    async with spread(directory, HALVES, tmp_path / "cache") as mesh:
+        await mesh.use(HALVES)
+        first = await mesh.generate(replace(greedy(prompt, 8), edits=calm))
+        longer = [*prompt, *first.token_ids]
+        for edits, reused in ((wild, False), ((), False), (calm, True)):
+            done = await mesh.generate(replace(greedy(longer, 8), edits=edits))
+            assert (done.cached_tokens > 0) is reused
+            assert list(done.token_ids) == greedy_ids(model, longer, 8, edits)
+
+
+async def test_what_cannot_be_applied_is_refused_and_named(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / "model", "llama", layers=LAYERS)
+    prompt = prompt_ids(10, 4)
+    wrong = {
+        "attn": edit(1, "attn"),
+        "width 32": edit(1, data=vector_file(32)),
+        "not safetensors": edit(1, data=b"nonsense"),
+        "Lower the strength": edit(1, strength=1e38),
+    }
+    async with spread(directory, HALVES, tmp_path / "cache") as mesh:
+        await mesh.use(HALVES)
+        for words, bad in wrong.items():
+            with pytest.raises(BadSteering, match=words):
+                await mesh.generate(replace(greedy(prompt, 4), edits=(edit(2), bad)))
+        done = await mesh.generate(greedy(prompt, 4))
+        assert done.failovers == 0
+        assert list(done.token_ids) == greedy_ids(load(directory), prompt, 4, ())
+
+
+async def test_more_bytes_than_one_message_holds_arrive_whole(tmp_path: Path) -> None:
+    hidden = 512
+    directory = make_checkpoint(tmp_path / "model", "llama", layers=LAYERS, hidden=hidden)
+    edits = tuple(edit(1, data=low_rank_file(hidden, 200, seed), strength=0.5) for seed in (0, 7))
+    assert sum(len(one.data) for one in edits) > 1 << 20
+    prompt = prompt_ids(10, 5)
+    async with spread(directory, HALVES, tmp_path / "cache") as mesh:
+        await mesh.use(HALVES)
+        done = await mesh.generate(replace(greedy(prompt, 6), edits=edits))
+    assert list(done.token_ids) == greedy_ids(load(directory), prompt, 6, edits)
