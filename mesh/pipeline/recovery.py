@@ -16,7 +16,14 @@ from mesh.pipeline.chain import HopLost
 from mesh.pipeline.sessions import GenerationSession, replaced
 from mesh.routing.cover import ShardKey, key_of
 from mesh.routing.router import ShardRouter
-from mesh.types import PipelineAborted, RouteHop, ShardFailover, ShardStatus, StreamFrame
+from mesh.types import (
+    LayerRange,
+    PipelineAborted,
+    RouteHop,
+    ShardFailover,
+    ShardStatus,
+    StreamFrame,
+)
 
 CHUNK_ROWS = 128
 """Rows of one prefill chunk: enough for an efficient matrix product, few enough to overlap hops."""
@@ -83,6 +90,10 @@ class Recovery:
                 return
             hops = await self._elsewhere(lost, self._settings.retry_delays_s)
         if not hops:
+            hops = await self._afresh(lost)
+            if hops:
+                yield self._failover(lost.hop, hops)
+                return
             error = _gone(lost)
             yield PipelineAborted(error.message)
             raise error
@@ -130,6 +141,29 @@ class Recovery:
             else:
                 return hops
         return ()
+
+    async def _afresh(self, lost: HopLost) -> tuple[RouteHop, ...]:
+        """A whole new route, after the sessions on all other hops were given back as well.
+
+        What replaces the lost hop may lack just the stream that the next hop holds for us.
+        """
+        session, pipeline = self._session, self._session.pipeline
+        chain, whole = session.chain, LayerRange(0, pipeline.total_layers)
+        if len(chain.stations) == 1:
+            return ()
+        chain.close()
+        failed = {key_of(lost.hop.shard)}
+        while True:
+            try:
+                hops = self._router.cover(pipeline.model_id, pipeline.weights_sha256, whole, failed)
+                await chain.replace(0, hops, self._rows, count=len(chain.stations))
+            except NoRoute:
+                return ()
+            except HopLost as again:
+                failed.add(key_of(again.hop.shard))
+                continue
+            session.pipeline = replaced(pipeline, 0, hops, count=len(pipeline.hops))
+            return hops
 
     async def _home(self, lost: HopLost) -> AsyncGenerator[StreamFrame, None]:
         """Go on with the whole model at home; nothing happens when that cannot be."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,23 @@ from mesh.types import ModelId
 from tests.ndif.serving import ScriptedRunner
 from tests.ndif.test_client import until
 
+_made: list[JobQueue] = []
+
+
+@pytest.fixture(autouse=True)
+async def _nothing_is_left_open() -> AsyncIterator[None]:
+    """The table's thread would outlive a test that fails."""
+    yield
+    while _made:
+        await crashed(_made.pop())
+
 
 def a_queue(root: Path, disk_bytes: int = 1 << 30, **settings: Any) -> JobQueue:
     spool = Spool(root / "jobs", disk_bytes)
     given = QueueSettings(**{"concurrent": 1, "max_result_bytes": 1 << 16, **settings})
-    return JobQueue(ScriptedRunner(), spool, given, SystemClock(), lambda *_: None)
+    queue = JobQueue(ScriptedRunner(), spool, given, SystemClock(), lambda *_: None)
+    _made.append(queue)
+    return queue
 
 
 def runner_of(queue: JobQueue) -> ScriptedRunner:
@@ -136,7 +149,8 @@ async def test_a_restart_runs_what_was_accepted(tmp_path: Path) -> None:
 async def crashed(queue: JobQueue) -> None:
     """What kill -9 leaves: nothing is written any more."""
     tasks = [*queue._tasks, *(w for lane in queue._lanes.values() for w in lane.workers)]
-    await queue._file.close()
+    if queue._records is not None:
+        await queue._records.close()
     runs = [ticket.run for ticket in queue._tickets.values() if ticket.run is not None]
     for task in [*tasks, *runs]:
         task.cancel()

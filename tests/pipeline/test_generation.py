@@ -231,6 +231,25 @@ async def test_a_hop_that_failed_is_left_alone_for_the_request_unless_nobody_els
     await sessions.close()
 
 
+async def test_a_hop_is_replaced_though_its_neighbour_has_one_stream_and_it_is_ours() -> None:
+    network = ToyNetwork()
+    lost = network.add("0-5", name="a")
+    network.add("2-7", name="b", streams=1)
+    orchestrator, sessions = toy_orchestrator(network)
+    network.add("0-1", name="z")
+
+    def die(step: Step) -> bool:
+        if step.step == 6:
+            lost.kill()
+        return True
+
+    lost.before_step = die
+    frames = await frames_of(orchestrator, toy_request(PROMPT, 12))
+    assert tokens_of(frames) == expected_tokens(PROMPT, 12)
+    assert kinds_of(frames) == ["shard_status", "shard_failover", "done"]
+    await sessions.close()
+
+
 async def test_without_a_replacement_the_pipeline_is_aborted_naming_the_layers() -> None:
     network, (_, second) = network_of("0-3", "4-7")
     orchestrator, sessions = toy_orchestrator(network)

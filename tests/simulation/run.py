@@ -27,6 +27,7 @@ from mesh.types import (
     NodeId,
     PipelineAborted,
     RouteHop,
+    ShardFailover,
     ShardHealth,
     ShardStatus,
     StreamFrame,
@@ -203,6 +204,10 @@ class _Run:
             outcome.failovers += frame.status == "degraded"
             self._count_loss(outcome, frame)
             outcome.lost.append(LayerRange.parse(frame.shard_id.rpartition(":")[2]))
+        elif isinstance(frame, ShardFailover):
+            spans = [LayerRange.parse(name.rpartition(":")[2]) for name in frame.replaced_by]
+            if {i for span in spans for i in range(span.start, span.stop)} == {*range(_ALL.stop)}:
+                outcome.lost.append(_ALL)  # a new route may have had to begin from nothing
         elif isinstance(frame, PipelineAborted):
             outcome.lost.append(_ALL)  # what goes on at home starts there from nothing
         elif isinstance(frame, Done):

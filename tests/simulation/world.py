@@ -104,6 +104,7 @@ class SimSession(SummedSession):
         self.request = opened.max_tokens
         self.last_step = 0
         self.may_cut = False
+        self.refused = False
 
 
 class SimHost:
@@ -274,7 +275,8 @@ class Door:
     def _step(self, key: tuple[int, int], session: SimSession | None, step: Step) -> None:
         if session is None:
             self._fail(SessionGone("gone.", fix="Replay."), step.session, step.step)
-        elif self._host.refusing:
+        elif self._host.refusing or session.refused:
+            session.refused = True  # what was sent behind it has a hole before it now
             self._fail(DeviceFailed("out of memory.", fix="Elsewhere."), step.session, step.step)
         else:
             rows = step.tensor.shape[1]
