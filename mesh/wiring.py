@@ -89,6 +89,8 @@ def jobs_spec(config: Config, key: NodeKey, tls: dict[str, Any]) -> JobsSpec:
     settings = {
         "max_shards": config.distributed.max_shards_per_request,
         "allow_self_as_first": config.distributed.allow_self_as_shard,
+        "keep_first": config.routing.keep_first,
+        "keep_last": config.routing.keep_last,
         "max_running": jobs.max_running,
         "idle_s": jobs.idle_seconds,
         "cache_dir": str(cache_dir()),

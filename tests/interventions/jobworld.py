@@ -124,7 +124,9 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     """A runner over the shards of these processes."""
     directory = tempfile.TemporaryDirectory(prefix="hearthnet-jobs-")
-    routes = Routes(secure.KEY.node_id, Lines(secured(secure.HELLO, secure.TLS)), CoverRules())
+    routes = Routes(
+        secure.KEY.node_id, Lines(secured(secure.HELLO, secure.TLS)), lambda _: CoverRules()
+    )
     settings = RunnerSettings(max_running, 600.0, Path(directory.name), limits)
     runner = JailRunner(routes, settings)
     try:

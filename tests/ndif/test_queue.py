@@ -83,11 +83,15 @@ async def test_models_do_not_wait_for_each_other_but_share_the_places(tmp_path: 
     await queue.start()
     for number in range(3):
         await hand_in(queue, f"wait {number}", model="slow")
-    await hand_in(queue, "quick", model="other")
+    for _ in range(2):
+        await runner_of(queue).began.get()
+    await hand_in(queue, "wait elsewhere", model="other")
+    await asyncio.sleep(0.2)  # a third job would begin at once
+    assert queue.counts() == (2, 2)
     runner_of(queue).proceed.set()
     await all_done(queue)
     assert runner_of(queue).most_running == 2
-    assert runner_of(queue).words.index("quick") < 3
+    assert runner_of(queue).words.index("wait elsewhere") <= 3
     await queue.stop(0)
 
 
@@ -172,6 +176,21 @@ async def test_a_job_that_was_running_is_begun_once_more_and_not_twice(tmp_path:
     assert "2 times" in found.description
     assert not runner_of(third).specs
     await third.stop(0)
+
+
+async def test_a_job_whose_client_waited_is_over_after_a_crash(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    await queue.start()
+    job = await hand_in(queue, "wait", feed=Feed())
+    await runner_of(queue).began.get()
+    await crashed(queue)
+    again = a_queue(tmp_path)
+    await again.start()
+    found = await again.find(job.job_id, None)
+    assert found.status is Status.ERROR
+    assert "was restarted" in found.description
+    assert not runner_of(again).specs
+    assert not list((tmp_path / "jobs/payloads").iterdir())
 
 
 async def test_what_belongs_to_no_job_is_swept_at_the_start(tmp_path: Path) -> None:

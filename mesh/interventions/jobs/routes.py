@@ -7,7 +7,7 @@ format, so that its numbers are those of one machine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,8 @@ class OpenRoute:
 class Routes:
     """Opens routes over the shards that this node may use."""
 
-    def __init__(self, own: NodeId, lines: Lines, rules: CoverRules) -> None:
+    def __init__(self, own: NodeId, lines: Lines, rules: Callable[[int], CoverRules]) -> None:
+        """`rules` gives those of a route through a model of so many layers."""
         self._own = own
         self._lines = lines
         self._rules = rules
@@ -94,13 +95,14 @@ class Routes:
         self, pushed: PushedShards, wanted: Wanted, exclude: Collection[ShardKey]
     ) -> tuple[tuple[RouteHop, ...], str]:
         span = LayerRange(0, wanted.total_layers)
+        rules = self._rules(wanted.total_layers)
         for dtype in _WIDEST_FIRST:
-            router = ShardRouter(_OneDtype(pushed, dtype), self._rules)
+            router = ShardRouter(_OneDtype(pushed, dtype), rules)
             try:
                 return router.cover(wanted.model_id, wanted.weights_sha256, span, exclude), dtype
             except NoRoute:
                 continue
-        everyone = ShardRouter(pushed, self._rules)
+        everyone = ShardRouter(pushed, rules)
         everyone.cover(wanted.model_id, wanted.weights_sha256, span, exclude)
         raise NoRoute(
             f"The layers of {wanted.model_id} are served in different number formats, and no one"

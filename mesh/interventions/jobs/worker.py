@@ -13,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Coroutine
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from mesh.interventions.jobs.runner import JailRunner, JobPlace, RunnerSettings
 from mesh.interventions.jobs.types import JobSpec
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.lines import Lines
-from mesh.routing.cover import CoverRules
+from mesh.routing.cover import CoverRules, home_layers
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
 from mesh.types import ModelId, NodeId
 from mesh.wire.messages import Hello
@@ -75,9 +76,8 @@ class JobsWorker:
         except MeshError as error:
             self._send({"op": "failed", "error": error.to_dict()})
             return
-        rules = CoverRules(int(settings["max_shards"]), bool(settings["allow_self_as_first"]))
         lines = Lines(secured(hello, self._tls))
-        self._routes = Routes(NodeId(hello.node_id), lines, rules)
+        self._routes = Routes(NodeId(hello.node_id), lines, partial(_rules, settings))
         self._runner = JailRunner(
             self._routes,
             RunnerSettings(
@@ -165,6 +165,11 @@ def _decode(message: ChannelMessage) -> tuple[JobSpec, JobPlace]:
         bool(message["trusted"]),
     )
     return spec, JobPlace(model_id, Path(message["directory"]), message["shards"])
+
+
+def _rules(settings: dict[str, Any], total_layers: int) -> CoverRules:
+    home = home_layers(total_layers, int(settings["keep_first"]), int(settings["keep_last"]))
+    return CoverRules(int(settings["max_shards"]), bool(settings["allow_self_as_first"]), home)
 
 
 def main() -> None:

@@ -19,10 +19,11 @@ from nnsight.modeling.transformers import TransformersModel
 
 from mesh.errors import JobFailed, ModelNotFound, NoRoute
 from mesh.identity.tls import TlsMaterial
+from mesh.interventions.jobs import worker
 from mesh.interventions.jobs.process import JobsProcess, JobsSpec, limits_of
 from mesh.interventions.jobs.types import JobReport, JobSpec
 from mesh.shard.hosting import ShardHost
-from mesh.types import ModelId
+from mesh.types import LayerRange, ModelId
 from tests import secure
 from tests.interventions.cases import PROMPT
 from tests.interventions.jobworld import ROUTES, checkpoint, loaded, request_of, served, shards
@@ -36,7 +37,8 @@ class Here:
 
     def __init__(self, host: ShardHost, directory: Path) -> None:
         settings = {
-            "max_shards": 16, "allow_self_as_first": True, "max_running": 2, "idle_s": 600.0,
+            "max_shards": 16, "allow_self_as_first": True, "keep_first": 0, "keep_last": 0,
+            "max_running": 2, "idle_s": 600.0,
             "cache_dir": str(directory),
             "limits": limits_of(wall_s=60, cpu_s=60, memory_mb=1024, result_mb=16),
         }  # fmt: skip
@@ -157,3 +159,10 @@ async def test_nobody_serves_the_model(here: Here, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(here, "routable", lambda _: [])
     with pytest.raises(NoRoute):
         await here.run("nobody", await asyncio.to_thread(request_of, lingering))
+
+
+async def test_layers_that_stay_at_home_for_chat_stay_there_for_jobs() -> None:
+    settings = {"max_shards": 4, "allow_self_as_first": False, "keep_first": 2, "keep_last": 1}
+    rules = worker._rules(settings, 8)
+    assert rules.home == (LayerRange(0, 2), LayerRange(7, 8))
+    assert [layer for layer in range(8) if rules.keeps(layer)] == [0, 1, 7]
