@@ -19,3 +19,9 @@ def _loop_is_never_blocked(request: pytest.FixtureRequest) -> Iterator[BlockBust
     """Fail a test in which our own code blocks the event loop on a file, socket or sleep."""
     with blockbuster_ctx(scanned_modules=["mesh", "tui"]) as guard:
         yield guard
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first, so that no worker is left alone with them at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow)

@@ -47,9 +47,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line("  ".join(f"{cell!s:<14}" for cell in row).rstrip())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def household(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Household]:
-    """Seven daemons; the session's last test ends them."""
+    """Seven daemons; the module's last test ends them."""
     with Household(tmp_path_factory.mktemp("household")) as all_of_them:
         yield all_of_them
 

@@ -172,13 +172,14 @@ class Household:
 
     # Mending
 
-    def mend(self, name: str) -> None:
-        """Undo whatever was done to a node, and wait until everybody is there again."""
-        node = self.nodes[name]
-        if name in self._frozen:
-            self.thaw(name)
-        if node.process is None:
-            node.start()
+    def mend(self, *names: str) -> None:
+        """Undo whatever was done to these nodes, and wait until everybody is there again."""
+        for name in names:
+            node = self.nodes[name]
+            if name in self._frozen:
+                self.thaw(name)
+            if node.process is None:
+                node.start()
         self.wait_whole()
 
     def wait_whole(self) -> None:

@@ -30,7 +30,7 @@ Record = Callable[[Row], None]
 reason = functools.cache(why_not)
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.chaos,
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(240),
 ]

@@ -9,7 +9,7 @@ import pytest
 from tests.chaos.namespaces import why_not
 from tests.chaos.street import House, street, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
 
 def join(anchor: House, other: House, level: str) -> None:

@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Sent, str]] = {
     "unknown key": ([(T.PARK, 0, pack_map({"session": 1, "more": 1}))], "unknown keys"),
     "wrong type": ([(T.PARK, 0, pack_map({"session": True}))], "wrong type or size"),
     "list of non-maps": (
-        [(T.ADVERTISE, 0, pack_map({"shards": [1], "node": {}}))], "shards in a ADVERTISE"
+        [(T.SEALED, 0, pack_map({"session": 1, "files": [1]}))], "files in a SEALED"
     ),
     "not zstd": ([(T.BYE, 1, b"no zstd")], "cannot be read"),
     "compressed control bomb": ([(T.BYE, 1, squeezed(bytes(10**6)))], "more than 2048 bytes"),
