@@ -25,7 +25,7 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 
 test: check
-	$(BIN)/python -m pytest -m "not chaos and not gpu" -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m "not chaos and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench

@@ -117,9 +117,8 @@ def _pids(nodes: list[LocalNode], reference: Reference) -> list[int]:
 
 def _rounds(asker: LocalNode, reference: Reference, pids: list[int]) -> dict[str, Any]:
     rng = random.Random(0)
-    rows: dict[str, list[float]] = {
-        k: [] for k in ("decode", "decode_hf", "prefill", "prefill_hf", "foreign", "overhead_ms")
-    }
+    kinds = ("decode", "decode_hf", "prefill", "prefill_hf", "foreign", "overhead_ms", "compute_ms")
+    rows: dict[str, list[float]] = {kind: [] for kind in kinds}
     mesh_run(asker, [rng.randrange(3, 30000) for _ in range(8)], 4)  # wire dtype, warm-up
     for _ in range(ROUNDS):
         prompt = [rng.randrange(3, 30000) for _ in range(DECODE_PROMPT)]
@@ -136,9 +135,10 @@ def _rounds(asker: LocalNode, reference: Reference, pids: list[int]) -> dict[str
         rows["prefill"].append(PREFILL_PROMPT / ours_long["first_token_ms"] * 1e3)
         rows["prefill_hf"].append(PREFILL_PROMPT / theirs_long["first_token_ms"] * 1e3)
         hops = ours["hops"]
-        rows["overhead_ms"].append(
-            sum(hop["p50_ms"] - hop["compute_p50_ms"] for hop in hops) / len(hops)
-        )
+        # To the asker and back: two messages for each shard, each of them a hop.
+        computing = sum(hop["compute_p50_ms"] for hop in hops)
+        rows["compute_ms"].append(computing / len(hops))
+        rows["overhead_ms"].append((sum(hop["p50_ms"] for hop in hops) - computing) / 2 / len(hops))
     ratio = {
         kind: statistics.median(a / b for a, b in zip(rows[kind], rows[f"{kind}_hf"], strict=True))
         for kind in ("decode", "prefill")
