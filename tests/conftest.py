@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 # Set before anything imports torch or a Hugging Face library, in this process and its children.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +21,23 @@ def _loop_is_never_blocked(request: pytest.FixtureRequest) -> Iterator[BlockBust
     """Fail a test in which our own code blocks the event loop on a file, socket or sleep."""
     with blockbuster_ctx(scanned_modules=["mesh", "tui"]) as guard:
         yield guard
+
+
+@pytest.fixture(autouse=True)
+def _transformers_is_left_whole() -> Iterator[None]:
+    """Two threads that build models at once leave transformers' classes patched for all others."""
+    before = _tie_weights()
+    yield
+    after = _tie_weights()
+    if before is not None and after is not before:
+        sys.modules["transformers.modeling_utils"].PreTrainedModel.tie_weights = before
+    else:
+        assert after is None or after.__name__ == "tie_weights"
+
+
+def _tie_weights() -> Any:
+    loaded = sys.modules.get("transformers.modeling_utils")
+    return None if loaded is None else loaded.PreTrainedModel.tie_weights
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from threading import Lock
 from typing import Any, TypeVar
 
 # nnsight puts attributes on `object`, and this module of the server's does not load after that.
@@ -28,9 +29,18 @@ KEY = (
 )
 
 
-@cache
+_BUILDING = Lock()
+"""While it builds a model, transformers patches its classes: two threads would leave them so."""
+
+
 def model() -> TransformersModel:
     """The built-in model as a client has it: without weights."""
+    with _BUILDING:
+        return _model()
+
+
+@cache
+def _model() -> TransformersModel:
     return TransformersModel(str(checkpoint_dir()), task="text-generation")
 
 
