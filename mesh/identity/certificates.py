@@ -69,6 +69,13 @@ def certificate_node_id(der: bytes) -> NodeId:
     return node_id(certificate_key(der))
 
 
+_BAD_EXTENSIONS = (
+    x509.ExtensionNotFound,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+)
+
+
 @lru_cache(maxsize=256)
 def check_certificate(der: bytes) -> bytes:
     """The raw public key of a certificate fit to be a trust anchor.
@@ -84,7 +91,7 @@ def check_certificate(der: bytes) -> bytes:
         public.verify(certificate.signature, certificate.tbs_certificate_bytes)
         constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
         is_authority = constraints.ca
-    except (InvalidSignature, ValueError, x509.ExtensionNotFound) as error:
+    except (InvalidSignature, ValueError, UnsupportedAlgorithm, *_BAD_EXTENSIONS) as error:
         raise UntrustedPeer(f"A certificate is not a node's own: {error}.", fix=_FIX) from error
     expires = (certificate.not_valid_before_utc, certificate.not_valid_after_utc)
     if is_authority or expires != (NOT_BEFORE, NOT_AFTER):
@@ -95,7 +102,7 @@ def check_certificate(der: bytes) -> bytes:
 def _parse(der: bytes) -> x509.Certificate:
     try:
         return x509.load_der_x509_certificate(der)
-    except ValueError as error:
+    except (ValueError, x509.InvalidVersion) as error:
         raise UntrustedPeer("The peer's certificate cannot be read.", fix=_FIX) from error
 
 

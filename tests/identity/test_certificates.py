@@ -105,3 +105,11 @@ def test_fingerprint_never_changes_between_versions() -> None:
 def test_fingerprint_of_no_node_id_is_refused(text: str) -> None:
     with pytest.raises(BadKey):
         fingerprint(NodeId(text))
+
+
+def test_a_certificate_of_an_unknown_version_is_refused() -> None:
+    der = make_certificate(new_key())
+    version = b"\xa0\x03\x02\x01"
+    assert version + b"\x02" in der
+    with pytest.raises(UntrustedPeer, match="cannot be read"):
+        check_certificate(der.replace(version + b"\x02", version + b"\x3b", 1))
