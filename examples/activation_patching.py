@@ -11,18 +11,11 @@ import json
 
 import nnsight
 import torch
-from opening import open_model, parser, parts, token, words
-
-CLEAN = "Once there was a girl. Her name was Anna, and"
-CORRUPTED = "Once there was a boy. His name was Ben, and"
+from opening import open_model, parts, prompts_parser, show, token, words
 
 
 def main() -> None:
-    flags = parser(__doc__)
-    flags.add_argument("--clean", default=CLEAN)
-    flags.add_argument("--corrupted", default=CORRUPTED)
-    flags.add_argument("--answers", nargs=2, default=["she", "he"], metavar=("CLEAN", "CORRUPTED"))
-    given = flags.parse_args()
+    given = prompts_parser(__doc__).parse_args()
     model = open_model(given.model, local=given.local)
     layers, _, head = parts(model)
     yes, no = (token(model, word) for word in given.answers)
@@ -51,9 +44,7 @@ def main() -> None:
     if given.json:
         print(json.dumps({"words": texts, "recovered": recovered.tolist()}))
         return
-    for number, row in enumerate(recovered):
-        print(f"layer {number:3}  " + " ".join(f"{value:5.2f}" for value in row))
-    print("           " + " ".join(f"{text.strip()[:5]:>5}" for text in texts))
+    show(recovered, texts)
 
 
 if __name__ == "__main__":

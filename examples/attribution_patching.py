@@ -11,16 +11,11 @@ import json
 
 import nnsight
 import torch
-from activation_patching import CLEAN, CORRUPTED
-from opening import open_model, parser, parts, token, words
+from opening import open_model, parts, prompts_parser, show, token, words
 
 
 def main() -> None:
-    flags = parser(__doc__)
-    flags.add_argument("--clean", default=CLEAN)
-    flags.add_argument("--corrupted", default=CORRUPTED)
-    flags.add_argument("--answers", nargs=2, default=["she", "he"], metavar=("CLEAN", "CORRUPTED"))
-    given = flags.parse_args()
+    given = prompts_parser(__doc__).parse_args()
     model = open_model(given.model, local=given.local)
     layers, _, head = parts(model)
     yes, no = (token(model, word) for word in given.answers)
@@ -54,9 +49,7 @@ def main() -> None:
     if given.json:
         print(json.dumps({"words": texts, "estimate": estimate.tolist()}))
         return
-    for number, row in enumerate(estimate):
-        print(f"layer {number:3}  " + " ".join(f"{value:5.2f}" for value in row))
-    print("           " + " ".join(f"{text.strip()[:5]:>5}" for text in texts))
+    show(estimate, texts)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,22 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def prompts_parser(description: str | None) -> argparse.ArgumentParser:
+    """The flags of the examples that compare two prompts."""
+    made = parser(description)
+    made.add_argument("--clean", default="Once there was a girl. Her name was Anna, and")
+    made.add_argument("--corrupted", default="Once there was a boy. His name was Ben, and")
+    made.add_argument("--answers", nargs=2, default=["she", "he"], metavar=("CLEAN", "CORRUPTED"))
+    return made
+
+
+def show(rows: torch.Tensor, texts: list[str]) -> None:
+    """A table: (layers, positions) numbers over the tokens' texts."""
+    for number, row in enumerate(rows):
+        print(f"layer {number:3}  " + " ".join(f"{value:5.2f}" for value in row))
+    print("           " + " ".join(f"{text.strip()[:5]:>5}" for text in texts))
+
+
 def open_model(name: str, *, local: bool) -> TransformersModel:
     """The model: with its weights when `local`, else its outline from config and tokenizer."""
     directory = name

@@ -40,9 +40,15 @@ async def judge(
             f"layers {layers} of {model.model_id} are not loaded only to check others.",
             fix="Hold layers on this node, or raise spot_check_home_mb.",
         )
-    await asyncio.to_thread(
-        require_memory, model, config.distributed.host.shard_max_vram_mb, layers
-    )
+    return await load_at_home(config, model, layers, host)
+
+
+async def load_at_home(
+    config: Config, model: LocalModel, layers: LayerRange, host: ShardHost
+) -> HostedShard:
+    """These layers, for this node alone. Raises NotEnoughMemory and what loading raises."""
+    limit_mb = config.distributed.host.shard_max_vram_mb
+    await asyncio.to_thread(require_memory, model, limit_mb, layers)
     return await host.ensure(wiring.shard(config, model, layers))
 
 
@@ -121,10 +127,8 @@ class HomeLayers:
 
     async def _load(self, name: ShardId) -> None:
         model, layers = self._wanted[name]
-        limit_mb = self._config.distributed.host.shard_max_vram_mb
         try:
-            await asyncio.to_thread(require_memory, model, limit_mb, layers)
-            await self._host.ensure(wiring.shard(self._config, model, layers))
+            await load_at_home(self._config, model, layers, self._host)
             self._errors.pop(name, None)
         except MeshError as error:
             if name not in self._errors:

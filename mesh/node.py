@@ -39,8 +39,8 @@ from mesh.hearth.publishing import Serving
 from mesh.identity.api_keys import ApiKeys, new_owner_key
 from mesh.identity.keys import NodeKey, load_or_create
 from mesh.interventions.jobs.process import JobsProcess
-from mesh.keeping import HomeLayers, judge
-from mesh.models.local import LocalModel, find_local_models, require_memory
+from mesh.keeping import HomeLayers, judge, load_at_home
+from mesh.models.local import LocalModel, find_local_models
 from mesh.paths import StatePaths, cache_dir
 from mesh.pipeline.asker import AskerProcess, Askers
 from mesh.privacy import PrivacyReport
@@ -284,10 +284,8 @@ class Node:
     async def load_locally(self, model_id: ModelId) -> list[RouteHop]:
         """See `AskerOwner`."""
         model = next(m for m in self._models if m.model_id == model_id)
-        limit_mb = self._config.distributed.host.shard_max_vram_mb
-        await asyncio.to_thread(require_memory, model, limit_mb)
         whole = LayerRange(0, model.total_layers)
-        hosted = await self._host.ensure(wiring.shard(self._config, model, whole))
+        hosted = await load_at_home(self._config, model, whole, self._host)
         return [RouteHop(hosted.descriptor, whole)]
 
     async def load_judge(self, model_id: ModelId, layers: LayerRange) -> RouteHop:

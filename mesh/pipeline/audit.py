@@ -21,6 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
+from mesh.discovery.tasks import spawn
 from mesh.errors import MeshError
 from mesh.health.agreement import Tolerance, digest, disagreement, tolerance
 from mesh.health.sanity import rows_as_floats
@@ -177,16 +178,10 @@ class Auditor:
         record.running = record.greeted = True
         record.rewound = False
         self._busy.add(id(generation))
-        task = asyncio.create_task(
-            self._run(record, id(generation)), name=f"check {record.station.hop.shard.shard_id}"
-        )
+        name = f"check {record.station.hop.shard.shard_id}"
+        task = spawn(self._run(record, id(generation)), name)
         self._tasks.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("task=%s ended: %r", task.get_name(), error)
+        task.add_done_callback(self._tasks.discard)
 
     async def _run(self, record: Record, generation: int) -> None:
         shard = record.station.hop.shard

@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mesh.discovery.tasks import spawn
 from mesh.errors import InternalError, LinkLost, MeshError, PipelineStalled, from_dict
 from mesh.identity.certificates import certificate_node_id
 from mesh.identity.tls import TlsContexts, TlsMaterial
@@ -280,16 +281,11 @@ class EngineProcess:
             with contextlib.suppress(LinkLost):
                 self._channel.send(message)
 
-    def _spawn(self, coroutine: Any, name: str) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.create_task(coroutine, name=name)
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = spawn(coroutine, name)
         self._background.add(task)
-        task.add_done_callback(self._finished)
+        task.add_done_callback(self._background.discard)
         return task
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("task=%s ended: %s", task.get_name(), error)
 
 
 def _options(fields: dict[str, Any]) -> AskerOptions:

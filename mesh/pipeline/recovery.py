@@ -149,7 +149,7 @@ class Recovery:
         """
         session, pipeline = self._session, self._session.pipeline
         chain, whole = session.chain, LayerRange(0, pipeline.total_layers)
-        if len(chain.stations) == 1:
+        if len(chain.stations) == 1 or session.failovers > self._settings.max_failovers:
             return ()
         chain.close()
         failed = {key_of(lost.hop.shard)}

@@ -16,17 +16,15 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     trim_heap()
 
 
 def release_memory() -> None:
     """Return what was freed after weights were dropped. Takes a tenth of a second."""
     gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    trim_heap()
+    settle()
 
 
 def trim_heap() -> None:

@@ -181,13 +181,23 @@ class Submitting(Backend):
 @contextmanager
 def submitting(submit: Submit, *, compress: bool = True) -> Iterator[None]:
     """Meanwhile every trace of a client's model is submitted."""
+
+    def backend(model: TransformersModel) -> dict[str, Any]:
+        return {"backend": Submitting(model, submit, compress=compress)}
+
+    with tracing_with(backend):
+        yield
+
+
+@contextmanager
+def tracing_with(options: Callable[[TransformersModel], dict[str, Any]]) -> Iterator[None]:
+    """Meanwhile every trace and session of a client's model is given these keywords as well."""
     original = {name: getattr(TransformersModel, name) for name in ("trace", "session")}
 
     def patched(name: str) -> Callable[..., Any]:
         def begin(self: TransformersModel, *args: Any, **kwargs: Any) -> Any:
-            if not self.dispatched:
-                kwargs["backend"] = Submitting(self, submit, compress=compress)
-            return original[name](self, *args, **kwargs)
+            more = {} if self.dispatched else options(self)
+            return original[name](self, *args, **{**kwargs, **more})
 
         return begin
 

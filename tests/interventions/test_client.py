@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from nnsight import CONFIG
-from nnsight.modeling.transformers import TransformersModel
 
 from mesh.cli.local_node import LocalNode
 from tests.interventions.cases import CASES, GRADIENTS, Parts
 from tests.interventions.jobs.test_matrix import ERRORS, FEW, NAMES
-from tests.interventions.jobworld import client
+from tests.interventions.jobworld import client, tracing_with
 from tests.interventions.worlds import checkpoint, equal, whole
 from tests.mesh_e2e.conftest import StartNode, start_node  # noqa: F401 - a fixture
 
@@ -42,24 +40,8 @@ def remotely(node: LocalNode) -> Iterator[None]:
     """Meanwhile every trace of a client's model is ``remote=True`` at `node`."""
     CONFIG.API.HOST, CONFIG.API.APIKEY = node.url, node.record.api_key
     CONFIG.APP.REMOTE_LOGGING = False
-    original = {name: getattr(TransformersModel, name) for name in ("trace", "session")}
-
-    def patched(name: str) -> Callable[..., Any]:
-        def begin(self: TransformersModel, *args: Any, **kwargs: Any) -> Any:
-            here = {} if self.dispatched else {"remote": True}
-            return original[name](self, *args, **kwargs, **here)
-
-        return begin
-
-    for name in original:
-        setattr(TransformersModel, name, patched(name))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for name in original:
-            delattr(TransformersModel, name)
+    with tracing_with(lambda _: {"remote": True}):
+        yield
 
 
 def differing(node: LocalNode, names: Iterable[str]) -> dict[str, str]:

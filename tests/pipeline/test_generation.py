@@ -250,6 +250,17 @@ async def test_a_hop_is_replaced_though_its_neighbour_has_one_stream_and_it_is_o
     await sessions.close()
 
 
+async def test_a_generation_that_loses_hops_for_ever_is_given_up() -> None:
+    network, hopeless = network_of("0-3", "4-7", "4-7")
+    orchestrator, sessions = toy_orchestrator(network)
+    for shard in hopeless[1:]:
+        shard.refuses_steps_with = BadRequest("no.", fix="None.")
+    async with asyncio.timeout(10):
+        with pytest.raises(NoRoute):
+            await frames_of(orchestrator, toy_request(PROMPT, 4))
+    await sessions.close()
+
+
 async def test_without_a_replacement_the_pipeline_is_aborted_naming_the_layers() -> None:
     network, (_, second) = network_of("0-3", "4-7")
     orchestrator, sessions = toy_orchestrator(network)

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mesh.discovery.tasks import spawn
 from mesh.errors import InternalError, LinkLost, MeshError
 from mesh.identity.certificates import certificate_node_id
 from mesh.identity.tls import TlsContexts, TlsMaterial
@@ -126,15 +127,10 @@ class JobsWorker:
                 self._channel.send(message)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(coroutine, name=name)
+        task = spawn(coroutine, name)
         self._background.add(task)
-        task.add_done_callback(self._finished)
+        task.add_done_callback(self._background.discard)
         return task
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("task=%s ended: %s", task.get_name(), error)
 
 
 def encode(spec: JobSpec, place: JobPlace) -> ChannelMessage:
