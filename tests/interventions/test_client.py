@@ -38,9 +38,10 @@ def sofa(start_node: StartNode) -> LocalNode:  # noqa: F811
 @contextmanager
 def remotely(node: LocalNode) -> Iterator[None]:
     """Meanwhile every trace of a client's model is ``remote=True`` at `node`."""
-    CONFIG.API.HOST, CONFIG.API.APIKEY = node.url, node.record.api_key
-    CONFIG.APP.REMOTE_LOGGING = False
-    with tracing_with(lambda _: {"remote": True}):
+    with pytest.MonkeyPatch.context() as patch, tracing_with(lambda _: {"remote": True}):
+        patch.setattr(CONFIG.API, "HOST", node.url)
+        patch.setattr(CONFIG.API, "APIKEY", node.record.api_key)
+        patch.setattr(CONFIG.APP, "REMOTE_LOGGING", False)
         yield
 
 
