@@ -11,12 +11,19 @@ import sys
 
 from mesh.supervise import end_with_parent
 
+_COMPILING_NOTHING = frozenset({"mesh.shard.host", "mesh.pipeline.engine_process"})
+"""Jobs are not among them: users' code may need the compiler, after the jail has closed."""
+
 
 def main() -> None:
     """Watch the parent, then run the module named on the command line."""
     end_with_parent()
     module = sys.argv[1]
     sys.argv[:] = [module]
+    if module in _COMPILING_NOTHING:
+        from mesh.models.lean import import_modelling
+
+        import_modelling()
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

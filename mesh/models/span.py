@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import initialization
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from mesh.errors import BadCheckpoint, UnsupportedFamily
@@ -159,8 +161,7 @@ def build_span(
 ) -> LoadedSpan:
     """The module of these layers with its weights; BadCheckpoint when tensors are missing."""
     config = family.slice_config(layers)
-    with torch.device("meta"):
-        base = _empty(family.base_class, config, placement)
+    base = _empty(family.base_class, config, placement)
     anatomy = Anatomy.of(base, family)
     setattr(base, anatomy.norm, nn.Identity())
     setattr(base, anatomy.embedding, None)
@@ -179,8 +180,7 @@ def build_span(
 def build_ends(manifest: Manifest, family: Family, placement: Placement) -> Ends:
     """Embedding, norm and head with their weights; BadCheckpoint when tensors are missing."""
     config = family.slice_config(LayerRange(0, 1))
-    with torch.device("meta"):
-        causal = _empty(family.causal_class, config, placement)
+    causal = _empty(family.causal_class, config, placement)
     anatomy = Anatomy.of(causal.base_model, family)
     setattr(causal.base_model, anatomy.layers, nn.ModuleList())
     names = _fill_ends(causal, manifest, family, anatomy, placement)
@@ -190,8 +190,7 @@ def build_ends(manifest: Manifest, family: Family, placement: Placement) -> Ends
 
 def build_skeleton(manifest: Manifest, family: Family, placement: Placement) -> Any:
     """The whole causal model, the ends with their weights, every layer on the meta device."""
-    with torch.device("meta"):
-        causal = _empty(family.causal_class, copy.deepcopy(family.config), placement)
+    causal = _empty(family.causal_class, copy.deepcopy(family.config), placement)
     _fill_ends(causal, manifest, family, Anatomy.of(causal.base_model, family), placement)
     return causal
 
@@ -215,11 +214,44 @@ def _fill_ends(
     return names
 
 
+_INITIALIZING = frozenset({nn.init.__name__, initialization.__name__})
+
+
+class _WithoutWeights(TorchFunctionMode):
+    """Meanwhile weights have a shape and no values.
+
+    ``torch.device("meta")`` would do, but torch knows many functions only in Python there, and
+    those import its compiler on first use: a second, and 75 MB that stay. So only what allocates
+    weights goes to the meta device; the few small things that are computed are computed.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", None) in _INITIALIZING:
+            return args[0] if args else given["tensor"]
+        if func is torch.empty and given.get("device") is None:
+            given = {**given, "device": "meta"}
+        return func(*args, **given)
+
+
 def _empty(cls: type[Any], config: Any, placement: Placement) -> Any:
+    """A model of this config on the meta device: shapes without values."""
     wanted = placement.attn_implementation
     # Some classes refuse sdpa because their attention does what sdpa cannot (soft-capping).
     implementation = "eager" if wanted == "sdpa" and not cls._supports_sdpa else wanted
-    module = cls._from_config(config, dtype=placement.dtype, attn_implementation=implementation)
+    with _WithoutWeights():
+        module = cls._from_config(config, dtype=placement.dtype, attn_implementation=implementation)
+    for owner in module.modules():
+        for name, weight in owner.named_parameters(recurse=False):
+            if not weight.is_meta:
+                empty = torch.empty_like(weight, device="meta")
+                setattr(owner, name, nn.Parameter(empty, requires_grad=False))
     return module.eval().requires_grad_(requires_grad=False)
 
 

@@ -1,0 +1,73 @@
+"""transformers' modelling code, imported without torch's compiler and its distributed tensors.
+
+A few of its functions are decorated for ``torch.compile``, which at import brings in
+``torch._dynamo`` with sympy, ONNX and DTensor: 75 MB of memory and a third of a process's start. A
+process that compiles nothing does without. Should anything ask for ``torch._dynamo`` later, it is
+imported then, as torch itself does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_COMPILER = "torch._dynamo"
+_MODELLING = ("transformers.modeling_utils", "transformers.generation.utils")
+"""What every model of transformers imports, and what imports the compiler."""
+
+
+def import_modelling() -> None:
+    """Import what all models share; does nothing where it, or the compiler, is imported already."""
+    if _COMPILER in sys.modules or _MODELLING[0] in sys.modules:
+        return
+    with _without_compiler(), _without_distributed_tensors():
+        for name in _MODELLING:
+            importlib.import_module(name)
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    import torch
+
+    stand_in = _DecoratorsOnly(_COMPILER)
+    # A class of one of its submodules is inherited from; that file needs nothing of the package.
+    stand_in.__path__ = [str(Path(torch.__file__).with_name("_dynamo"))]
+    sys.modules[_COMPILER] = stand_in
+    torch._dynamo = stand_in  # noqa: SLF001
+    try:
+        yield
+    finally:
+        del sys.modules[_COMPILER], torch._dynamo  # noqa: SLF001
+
+
+@contextmanager
+def _without_distributed_tensors() -> Iterator[None]:
+    from transformers import utils
+
+    places = (utils, utils.import_utils)
+    real = utils.is_torch_distributed_available
+    for place in places:
+        place.is_torch_distributed_available = lambda: False
+    try:
+        yield
+    finally:
+        for place in places:
+            place.is_torch_distributed_available = real
+
+
+class _DecoratorsOnly(ModuleType):
+    """In place of the compiler: its decorators, which hand a function back as it is."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in {"disable", "assume_constant_result", "allow_in_graph"}:
+            return _as_it_is
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+def _as_it_is(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
+    return _as_it_is if function is None else function
