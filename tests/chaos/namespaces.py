@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Self
 
 IP = shutil.which("ip") or "ip"
-NFT = shutil.which("nft")
 PREFIX = "hnchaos"
 
 
@@ -27,12 +26,12 @@ def why_not() -> str:
     if os.geteuid() != 0:
         return "network namespaces need root"
     name = f"{PREFIX}-probe"
-    made = _ip("netns", "add", name, check=False)
+    made = ip("netns", "add", name, check=False)
     if made.returncode != 0:
         return f"`ip netns add` fails here: {made.stderr.strip()}"
-    cable = _ip("link", "add", f"{PREFIX}p0", "type", "veth", "peer", f"{PREFIX}p1", check=False)
-    _ip("link", "del", f"{PREFIX}p0", check=False)
-    _ip("netns", "del", name, check=False)
+    cable = ip("link", "add", f"{PREFIX}p0", "type", "veth", "peer", f"{PREFIX}p1", check=False)
+    ip("link", "del", f"{PREFIX}p0", check=False)
+    ip("netns", "del", name, check=False)
     return "" if cable.returncode == 0 else f"no veth here: {cable.stderr.strip()}"
 
 
@@ -68,18 +67,6 @@ class Namespace:
         """The cable is in again."""
         self._inside("link", "set", self._far, "up")
 
-    def lose(self, share: float) -> None:
-        """Drop so much of what arrives inside, at random; nft must be there."""
-        assert NFT is not None
-        modulus = round(1 / share)
-        rules = (
-            "add table ip loss",
-            "add chain ip loss in { type filter hook input priority 0; }",
-            f"add rule ip loss in numgen random mod {modulus} == 0 drop",
-        )
-        for rule in rules:
-            _run(IP, "netns", "exec", self.name, NFT, *rule.split(" "))
-
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Python processes that are started now run in here."""
@@ -90,11 +77,11 @@ class Namespace:
             sys.executable = outside
 
     def _make(self) -> None:
-        _ip("netns", "add", self.name)
-        _ip("link", "add", self._cable, "type", "veth", "peer", "name", self._far)
-        _ip("link", "set", self._far, "netns", self.name)
-        _ip("addr", "add", f"{self.here}/30", "dev", self._cable)
-        _ip("link", "set", self._cable, "up")
+        ip("netns", "add", self.name)
+        ip("link", "add", self._cable, "type", "veth", "peer", "name", self._far)
+        ip("link", "set", self._far, "netns", self.name)
+        ip("addr", "add", f"{self.here}/30", "dev", self._cable)
+        ip("link", "set", self._cable, "up")
         self._inside("addr", "add", f"{self.there}/30", "dev", self._far)
         self._inside("link", "set", self._far, "up")
         self._inside("link", "set", "lo", "up")
@@ -104,14 +91,15 @@ class Namespace:
         self._python.chmod(0o700)
 
     def _remove(self) -> None:
-        _ip("link", "del", self._cable, check=False)
-        _ip("netns", "del", self.name, check=False)
+        ip("link", "del", self._cable, check=False)
+        ip("netns", "del", self.name, check=False)
 
     def _inside(self, *arguments: str) -> None:
-        _ip("-n", self.name, *arguments)
+        ip("-n", self.name, *arguments)
 
 
-def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """``ip`` with these arguments; AssertionError with what it said when it fails."""
     return _run(IP, *arguments, check=check)
 
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.namespaces import IP, PREFIX
+from tests.chaos.namespaces import IP, PREFIX, ip
 
 SWITCH = f"{PREFIX}-switch"
 _HEALTH = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__SHARD_HEALTH_TIMEOUT_SECONDS"
@@ -36,28 +36,28 @@ class House:
 
     def build(self) -> None:
         """Make the namespace and plug it in."""
-        _ip("netns", "add", self._space)
+        ip("netns", "add", self._space)
         far = f"{self._cable}f"
-        _ip("link", "add", self._cable, "type", "veth", "peer", "name", far)
-        _ip("link", "set", far, "netns", self._space)
-        _ip("-n", self._space, "addr", "add", f"{self.address}/28", "dev", far)
+        ip("link", "add", self._cable, "type", "veth", "peer", "name", far)
+        ip("link", "set", far, "netns", self._space)
+        ip("-n", self._space, "addr", "add", f"{self.address}/28", "dev", far)
         for device in ("lo", far):
-            _ip("-n", self._space, "link", "set", device, "up")
-        _ip("link", "set", self._cable, "up")
+            ip("-n", self._space, "link", "set", device, "up")
+        ip("link", "set", self._cable, "up")
         self.plug()
 
     def tear_down(self) -> None:
         """Remove all of it, also what an earlier run left."""
-        _ip("link", "del", self._cable, check=False)
-        _ip("netns", "del", self._space, check=False)
+        ip("link", "del", self._cable, check=False)
+        ip("netns", "del", self._space, check=False)
 
     def plug(self) -> None:
         """Put the cable into the switch."""
-        _ip("link", "set", self._cable, "master", SWITCH)
+        ip("link", "set", self._cable, "master", SWITCH)
 
     def unplug(self) -> None:
         """Pull it out: nobody is told."""
-        _ip("link", "set", self._cable, "nomaster")
+        ip("link", "set", self._cable, "nomaster")
 
     def hearthnet(self, *arguments: str) -> Any:
         """A verb's ``--json``, run in here."""
@@ -115,10 +115,10 @@ def street(directory: Path, names: Sequence[str]) -> Iterator[list[House]]:
     """Houses on one switch, all plugged in, no daemon running."""
     houses = [House(name, number, directory) for number, name in enumerate(names, 1)]
     with ExitStack() as stack:
-        _ip("link", "del", SWITCH, check=False)
-        stack.callback(_ip, "link", "del", SWITCH, check=False)
-        _ip("link", "add", SWITCH, "type", "bridge")
-        _ip("link", "set", SWITCH, "up")
+        ip("link", "del", SWITCH, check=False)
+        stack.callback(ip, "link", "del", SWITCH, check=False)
+        ip("link", "add", SWITCH, "type", "bridge")
+        ip("link", "set", SWITCH, "up")
         for house in houses:
             house.tear_down()
             stack.callback(house.tear_down)
@@ -135,6 +135,3 @@ def until(condition: Callable[[], object], what: str, limit_s: float = 90.0) -> 
         time.sleep(0.1)
 
 
-def _ip(*arguments: str, check: bool = True) -> None:
-    done = subprocess.run([IP, *arguments], capture_output=True, text=True, timeout=20, check=False)
-    assert done.returncode == 0 or not check, f"ip {' '.join(arguments)}: {done.stderr.strip()}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +15,10 @@ import pytest_asyncio
 from mesh.models.builtin import checkpoint_dir
 from mesh.shard.hosting import HostSpec, ShardHost
 from tests import secure
+from tests.chaos.bad_cable import bad_cable
 from tests.chaos.conftest import Row
 from tests.chaos.lab import MODEL, Lab, ask
-from tests.chaos.namespaces import NFT, Namespace, why_not
+from tests.chaos.namespaces import Namespace, why_not
 from tests.chaos.proxy import Proxy
 
 COUNT = 40
@@ -137,11 +138,15 @@ async def test_three_milliseconds_each_way_change_nothing_but_the_time(
 async def test_one_percent_loss_changes_nothing_but_the_time(
     lab: Lab, homes: dict[int, Home], one_machine: Reference, record: Record
 ) -> None:
-    if NFT is None:
-        pytest.skip("packet loss needs nft, and this kernel's netem is often missing; no nft here")
-    for number in (1, 2):
-        homes[number].space.lose(0.01)
-    async with lab.asker(shards_of(lab, homes), stall_limit_s=30.0) as engine:
-        told = await ask(engine, PROMPT, COUNT)
-    assert told.tokens == one_machine(PROMPT, COUNT)
-    record(Row("namespaces", "1 % loss", "all", "all", told.failovers, "equal"))
+    with ExitStack() as stack:
+        cables = [
+            stack.enter_context(bad_cable(homes[n].space, loss=0.01, delay_s=0.003, seed=n))
+            for n in (1, 2)
+        ]
+        async with lab.asker(shards_of(lab, homes), stall_limit_s=30.0) as engine:
+            asked = [await ask(engine, [*PROMPT, n], COUNT) for n in range(5)]
+    for number, told in enumerate(asked):
+        assert told.tokens == one_machine([*PROMPT, number], COUNT)
+        assert told.failovers == 0
+    assert all(cable.lost > 0 for cable in cables)
+    record(Row("namespaces", "1 % loss", "all", "all", 0, "equal"))
