@@ -1,0 +1,65 @@
+"""Loading half of the 0.16B model from a warm page cache: reading, packing, checking, describing.
+
+Each time in a process that does nothing else and has imported what a shard process imports.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.bench.noise import wait_for_idle
+from tests.checkpoints import make_large_checkpoint
+
+AGAIN = 3
+
+
+def measure() -> dict[str, Any]:
+    """Milliseconds of the first load in a process and of the ones after it, per dtype."""
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        checkpoint = make_large_checkpoint(Path(name) / "model", "0.16B")
+        for dtype in ("bf16", "fp32"):
+            _in_child(checkpoint, dtype)  # hashes the checkpoint
+            wait_for_idle()
+            found[dtype] = _in_child(checkpoint, dtype)
+    return found
+
+
+def _in_child(checkpoint: Path, dtype: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "tests.bench.load_speed", str(checkpoint), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _loads(directory: Path, dtype: str) -> dict[str, float]:
+    # Not above: only the child is to have these, and as a shard process has them.
+    from mesh.models.lean import import_modelling
+
+    import_modelling()
+
+    import gc
+
+    import torch
+
+    import mesh.shard.host  # noqa: F401 - what a shard process has imported
+    from mesh.shard.loading import HostedOn, ShardRequest, load_shard
+    from mesh.types import Endpoint, LayerRange, ModelId, NodeId
+
+    torch.set_num_threads(1)
+    gc.freeze()
+    place = HostedOn(NodeId("here"), "here", Endpoint("ws://here"), torch.device("cpu"), 1)
+    wanted = ShardRequest(
+        directory, ModelId("model"), LayerRange(0, 6), dtype=dtype, cache_dir=directory / "cache"
+    )
+    took = [load_shard(wanted, place).load_ms for _ in range(1 + AGAIN)]
+    return {"first_ms": round(took[0], 1), "again_ms": round(sorted(took[1:])[AGAIN // 2], 1)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_loads(Path(sys.argv[1]), sys.argv[2])))
