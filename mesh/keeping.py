@@ -26,23 +26,6 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_S, _LAST_RETRY_S = 5.0, 300.0
 
 
-async def judge(
-    config: Config, model: LocalModel, layers: LayerRange, host: ShardHost
-) -> HostedShard:
-    """Layers that other nodes are checked by. Raises NotEnoughMemory when they are too many.
-
-    Only where the shard process runs anyway: a node told to hold no layers is left alone.
-    """
-    limit_mb = config.distributed.spot_check_home_mb
-    weights_mb = model.layers_mb * len(layers) // model.total_layers
-    if not host.is_running or weights_mb > limit_mb:
-        raise NotEnoughMemory(
-            f"layers {layers} of {model.model_id} are not loaded only to check others.",
-            fix="Hold layers on this node, or raise spot_check_home_mb.",
-        )
-    return await load_at_home(config, model, layers, host)
-
-
 async def load_at_home(
     config: Config, model: LocalModel, layers: LayerRange, host: ShardHost
 ) -> HostedShard:
@@ -74,6 +57,8 @@ class HomeLayers:
             if model.layers is None or not model.layers.covers(layers)
         }
         self._errors: dict[ShardId, MeshError] = {}
+        self._judges_mb: dict[ShardId, int] = {}
+        self._judging = asyncio.Lock()
         self._due = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -90,6 +75,27 @@ class HomeLayers:
     def look(self) -> None:
         """The shard process may have ended."""
         self._due.set()
+
+    async def judge(self, model: LocalModel, layers: LayerRange) -> HostedShard:
+        """Layers that other nodes are checked by. Raises NotEnoughMemory when they, with those
+        loaded for that before, are too many.
+
+        Only where the shard process runs anyway: a node told to hold no layers is left alone.
+        """
+        name = shard_id(model.model_id, layers)
+        async with self._judging:  # two at once would both fit
+            here = self._host.private
+            loaded = {key: mb for key, mb in self._judges_mb.items() if key in here}
+            loaded.setdefault(name, model.layers_mb * len(layers) // model.total_layers)
+            limit_mb = self._config.distributed.spot_check_home_mb
+            if not self._host.is_running or sum(loaded.values()) > limit_mb:
+                raise NotEnoughMemory(
+                    f"layers {layers} of {model.model_id} are not loaded only to check others.",
+                    fix="Hold layers on this node, or raise spot_check_home_mb.",
+                )
+            hosted = await load_at_home(self._config, model, layers, self._host)
+            self._judges_mb = loaded
+            return hosted
 
     def shards(self, model_id: ModelId) -> list[Advertisement]:
         """Those of the model that are loaded, for this node's own routes."""

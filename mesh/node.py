@@ -27,7 +27,6 @@ from mesh.discovery.advertisement import Advertisement, encode
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.events import PeerEvent
 from mesh.discovery.notices import EXPIRY_FACTOR
-from mesh.errors import AlreadyRunning
 from mesh.harvest.control import Harvests
 from mesh.health.detector import FailureDetector, NodeHealth, Verdict
 from mesh.health.eventstream import EventStream
@@ -39,14 +38,14 @@ from mesh.hearth.publishing import Serving
 from mesh.identity.api_keys import ApiKeys, new_owner_key
 from mesh.identity.keys import NodeKey, load_or_create
 from mesh.interventions.jobs.process import JobsProcess
-from mesh.keeping import HomeLayers, judge, load_at_home
+from mesh.keeping import HomeLayers, load_at_home
 from mesh.models.local import LocalModel, find_local_models
 from mesh.paths import StatePaths, cache_dir
 from mesh.pipeline.asker import AskerProcess, Askers
 from mesh.privacy import PrivacyReport
 from mesh.queueing import start_queue
 from mesh.routing.cover import Candidate, missing_layers
-from mesh.runtime import DaemonRecord, read_daemon
+from mesh.runtime import DaemonRecord, sole_use
 from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.steering.control import SteeredGenerations, Steering
 from mesh.types import LayerRange, ModelId, NodeId, RouteHop
@@ -93,7 +92,7 @@ class Node:
         for line in [*chosen, *skipped]:
             logger.info("interface %s", line)
         address = str(chosen[0].address) if chosen else "127.0.0.1"
-        network = self._network = self._make_network(address, len(chosen))
+        network = self._network = self._make_network(address)
         await network.start()
         self._start_host(address, tls := (await network.tls_material()).to_fields())
         self._host.revoke_tokens(sorted(network.revoked_tokens()))
@@ -143,14 +142,13 @@ class Node:
             api_key=self._owner_key,
             keyless=self._config.is_keyless,
             founded=self._network.founded if self._network is not None else None,
+            drain_s=self._config.distributed.host.drain_seconds,
         )
 
     # Parts
 
-    def _make_network(self, address: str, interface_count: int) -> Network:
-        settings = NetworkSettings.of(
-            self._config, self._key.node_id, wiring.SOFTWARE, address, interface_count
-        )
+    def _make_network(self, address: str) -> Network:
+        settings = NetworkSettings.of(self._config, self._key.node_id, wiring.SOFTWARE, address)
         hooks = NetworkHooks(
             self._serving,
             self._on_peer,
@@ -291,7 +289,7 @@ class Node:
     async def load_judge(self, model_id: ModelId, layers: LayerRange) -> RouteHop:
         """See `AskerOwner`."""
         model = next(m for m in self._models if m.model_id == model_id)
-        hosted = await judge(self._config, model, layers, self._host)
+        hosted = await self._home.judge(model, layers)
         return RouteHop(hosted.descriptor, layers)
 
     def _why_disabled(self, model_id: ModelId) -> str | None:
@@ -358,17 +356,14 @@ def run(config: Config, *, on_ready: Callable[[DaemonRecord], None] | None = Non
 
     `on_ready` is called once the API answers. Raises MeshError when the node cannot start.
     """
-    asyncio.run(_run(config, on_ready))
+    paths = StatePaths(config.state_dir).create()
+    with sole_use(paths):
+        asyncio.run(_run(config, paths, on_ready))
 
 
-async def _run(config: Config, on_ready: Callable[[DaemonRecord], None] | None) -> None:
-    paths = await asyncio.to_thread(StatePaths(config.state_dir).create)
-    other = await asyncio.to_thread(read_daemon, paths.runtime_file)
-    if other is not None:
-        raise AlreadyRunning(
-            f"a daemon already runs on {config.state_dir} (process {other.pid}).",
-            fix="Use it, stop it with `hearthnet down`, or give this one its own --state-dir.",
-        )
+async def _run(
+    config: Config, paths: StatePaths, on_ready: Callable[[DaemonRecord], None] | None
+) -> None:
     key = await asyncio.to_thread(load_or_create, paths.identity_key)
     models = await asyncio.to_thread(find_local_models, config, cache_dir())
     node = Node(config, key, models)

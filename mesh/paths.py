@@ -77,6 +77,11 @@ class StatePaths:
         return self.root / "jobs"
 
     @property
+    def lock(self) -> Path:
+        """Locked by the one process that uses the directory (see `mesh.runtime`)."""
+        return self.root / "lock"
+
+    @property
     def runtime_file(self) -> Path:
         """Written while a daemon runs: where it listens (see `mesh.runtime`)."""
         return self.root / "daemon.json"

@@ -1,6 +1,6 @@
-"""The file a running daemon leaves in its state directory, so that others find it.
+"""What a running daemon leaves in its state directory: a lock, and a file by which others find it.
 
-It names the process and its API. A file whose process is gone counts as absent: process ids are
+The file names the process and its API. One whose process is gone counts as absent: process ids are
 reused, so the process' start time is compared as well. Knows nothing of what the daemon does.
 """
 
@@ -8,10 +8,21 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import psutil
+
+from mesh.errors import AlreadyRunning
+from mesh.paths import StatePaths
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
 
 # psutil derives the start time from clock ticks; two readings differ by rounding only.
 _START_TOLERANCE_S = 1.0
@@ -22,7 +33,8 @@ class DaemonRecord:
     """A running daemon: its process and where it answers.
 
     `api_key` is its owner's, with every scope; `keyless`: without a key, callers on this machine
-    may chat. `founded` is the name of the hearth that this run founded.
+    may chat. `founded` is the name of the hearth that this run founded. `drain_s`: how long running
+    answers get when it is stopped.
     """
 
     pid: int
@@ -33,6 +45,7 @@ class DaemonRecord:
     api_key: str | None = None
     keyless: bool = True
     founded: str | None = None
+    drain_s: float = 0.0
 
     @classmethod
     def for_this_process(
@@ -44,11 +57,12 @@ class DaemonRecord:
         api_key: str | None,
         keyless: bool = True,
         founded: str | None = None,
+        drain_s: float = 0.0,
     ) -> DaemonRecord:
         """The record of the calling process."""
         pid = os.getpid()
         started = psutil.Process(pid).create_time()
-        return cls(pid, started, api_url, api_port, port, api_key, keyless, founded)
+        return cls(pid, started, api_url, api_port, port, api_key, keyless, founded, drain_s)
 
     @property
     def is_alive(self) -> bool:
@@ -79,3 +93,40 @@ def read_daemon(file: Path) -> DaemonRecord | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return record if record.is_alive else None
+
+
+@contextmanager
+def sole_use(paths: StatePaths) -> Iterator[None]:
+    """The state directory for this process alone: two with one key and one log would fork the log.
+
+    Raises AlreadyRunning when another process has it. Ends with the process, however that ends.
+    """
+    descriptor = os.open(paths.lock, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            _lock(descriptor)
+        except (BlockingIOError, PermissionError):
+            raise _in_use(paths) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    if sys.platform == "win32":
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _in_use(paths: StatePaths) -> AlreadyRunning:
+    other = read_daemon(paths.runtime_file)
+    if other is None:
+        return AlreadyRunning(
+            f"another hearthnet process is just starting, joining or stopping on {paths.root}.",
+            fix="Try again in a moment, or give this one its own --state-dir.",
+        )
+    return AlreadyRunning(
+        f"a daemon already runs on {paths.root} (process {other.pid}).",
+        fix="Use it, stop it with `hearthnet down`, or give this one its own --state-dir.",
+    )

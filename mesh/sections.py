@@ -51,13 +51,15 @@ class DistributedInferenceSection(BaseModel):
     """The most hops one route may have."""
     shard_health_timeout_seconds: float = Field(default=30, gt=0, le=3600)
     """A shard that was silent for this long counts as lost."""
+    shard_load_timeout_seconds: float = Field(default=300, gt=0, le=3600)
+    """How long a shard is waited for that says it is loading its weights."""
     fallback_to_local: bool = True
     """Answer from a local model when the mesh cannot and the model fits here."""
     spot_check_probability: float = Field(default=0.01, ge=0, le=1)
     """How often a step of another node's shard is checked against a third machine; 0: never."""
     spot_check_home_mb: int = Field(default=256, ge=0)
-    """A node that holds layers checks others alone, by a copy of up to so many MB of weights, where
-    there is no third machine; 0: never."""
+    """A node that holds layers checks others alone, by copies of up to so many MB of weights in
+    all, where there is no third machine; 0: never."""
     fallback_to_local_after_failures: int = Field(default=2, ge=1, le=16)
     """The how-manieth lost hop of one answer sends the rest of it to the local model."""
     activation_dtype: Literal["fp16", "bf16", "fp32"] = "fp16"
@@ -124,7 +126,7 @@ class JobQueueSection(BaseModel):
     disk_mb: int = Field(default=8192, ge=1)
     """What all jobs and results may take on this node's disk, in MB."""
     patience_seconds: float = Field(default=300, ge=0, le=86400)
-    """How long a job waits for a model whose layers nobody serves."""
+    """How long a job waits for a model whose layers nobody serves, or nobody has room for."""
 
 
 class JobsSection(BaseModel):

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct(">I")
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_UNREAD_BYTES = 64 << 20
 RESTART_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S = 60.0
 _CHANNEL_FD = "HEARTHNET_CHANNEL_FD"
@@ -49,8 +50,6 @@ class Channel(asyncio.Protocol):
         self._on_closed = on_closed
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
-        self._writable = asyncio.Event()
-        self._writable.set()
 
     @classmethod
     async def open(
@@ -66,7 +65,11 @@ class Channel(asyncio.Protocol):
         return channel
 
     def send(self, message: ChannelMessage) -> None:
-        """Queue one map. Raises LinkLost when the other side is gone."""
+        """Queue one map. Raises LinkLost when the other side is gone.
+
+        One that has `MAX_UNREAD_BYTES` before it and reads none of them is cut off, and counts as
+        gone.
+        """
         if self._transport is None or self._transport.is_closing():
             raise LinkLost(
                 "the process on the other end is gone", fix="It is restarted; try again."
@@ -74,12 +77,12 @@ class Channel(asyncio.Protocol):
         body = msgpack.packb(message)
         if len(body) > MAX_MESSAGE_BYTES:
             raise InternalError(f"a message of {len(body)} bytes exceeds the channel", fix="")
+        if self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self._transport.abort()
+            raise LinkLost(
+                "the process on the other end reads nothing", fix="It is restarted; try again."
+            )
         self._transport.write(_LENGTH.pack(len(body)) + body)
-
-    async def drain(self, timeout_s: float) -> None:
-        """Wait until the other side has taken most of what was sent; TimeoutError otherwise."""
-        async with asyncio.timeout(timeout_s):
-            await self._writable.wait()
 
     def close(self) -> None:
         """Close this end; the other side reads end-of-file."""
@@ -108,18 +111,9 @@ class Channel(asyncio.Protocol):
             del self._buffer[:end]
             self._on_message(msgpack.unpackb(body, strict_map_key=False))
 
-    def pause_writing(self) -> None:
-        """The other side is slow."""
-        self._writable.clear()
-
-    def resume_writing(self) -> None:
-        """The other side caught up."""
-        self._writable.set()
-
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end once."""
         self._transport = None
-        self._writable.set()
         self._on_closed()
 
 
@@ -154,15 +148,22 @@ class Child:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
             )
+            channel = await Channel.open(ours, on_message, on_closed)
+        except BaseException:
+            ours.close()  # which ends the process, should there be one
+            raise
         finally:
             theirs.close()
-        channel = await Channel.open(ours, on_message, on_closed)
         return cls(name, process, channel)
 
     @property
     def pid(self) -> int:
         """The child's process id."""
         return self._process.pid
+
+    def kill(self) -> None:
+        """End it at once, whatever it does; for one that no longer answers."""
+        self._process.kill()
 
     async def stop(self, timeout_s: float) -> int:
         """Close the channel, which ends the child; kill it after `timeout_s`. Returns its code."""
@@ -185,12 +186,18 @@ class Child:
 async def run_again(
     run: Callable[[], Awaitable[None]], name: str, is_stopping: Callable[[], bool] = lambda: False
 ) -> None:
-    """Await `run` over and over, later each time it ends soon, until `is_stopping` says so."""
+    """Await `run` over and over, later each time it ends soon, until `is_stopping` says so.
+
+    That it raises (no descriptors, no memory for a process) is an end like any other, and logged.
+    """
     loop = asyncio.get_running_loop()
     failures = 0
     while True:
         started = loop.time()
-        await run()
+        try:
+            await run()
+        except Exception as error:  # giving up would leave nobody to try again
+            logger.exception("%s failed", name, exc_info=error)
         if is_stopping():
             return
         if loop.time() - started > STEADY_S:

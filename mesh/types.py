@@ -217,11 +217,15 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New tokens. `text` may be empty while a character is still incomplete."""
+    """New tokens. `text` may be empty while a character is still incomplete.
+
+    The first of an answer says how many tokens the prompt has; it is 0 afterwards.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_tokens: int = 0
     type: str = "token_delta"
 
 
@@ -269,7 +273,10 @@ class HopTiming:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The end of a stream. `finish_reason` is ``stop`` or ``length``."""
+    """The end of a stream. `finish_reason` is ``stop`` or ``length``.
+
+    `widened` counts the tensors that overflowed the wire dtype and travelled wider.
+    """
 
     finish_reason: str
     prompt_tokens: int
@@ -283,6 +290,7 @@ class Done:
     tokens_per_second: float
     hops: tuple[HopTiming, ...]
     construct_ms: float = 0.0
+    widened: int = 0
     type: str = "done"
 
 

@@ -30,6 +30,7 @@ def host_spec(
         "tls": tls,
         "listen_host": address,
         "listen_port": 0,
+        "interfaces": list(config.interface),
         "hello": {"node_id": key.node_id, "node_name": config.name, "software": SOFTWARE},
         "device": config.device,
         "threads": _threads(config),
@@ -71,6 +72,7 @@ def asker_spec(config: Config, key: NodeKey, model: LocalModel, tls: dict[str, A
         "keep_first": config.routing.keep_first,
         "keep_last": config.routing.keep_last,
         "activation_noise": config.routing.activation_noise,
+        "load_limit_s": distributed.shard_load_timeout_seconds,
     }
     options = {
         "dtype": config.dtype,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -40,6 +41,7 @@ from mesh.types import (
 )
 
 MOMENT = datetime(2030, 1, 1, tzinfo=UTC)
+PROMPT_TOKENS = 5
 FILLER = "x" * 2000
 """The text of each token of the model ``endless``."""
 
@@ -64,7 +66,9 @@ def descriptor(node: str, layers: str, model: str = "echo") -> ShardDescriptor:
     )
 
 
-def done(token_ids: tuple[int, ...], *, prompt_tokens: int = 5, failovers: int = 0) -> Done:
+def done(
+    token_ids: tuple[int, ...], *, prompt_tokens: int = PROMPT_TOKENS, failovers: int = 0
+) -> Done:
     """The end of a generation over two hops."""
     shards = [descriptor("attic", "0-5"), descriptor("kitchen", "6-11")]
     return Done(
@@ -108,9 +112,14 @@ class ScriptedGenerations:
 
     async def _run(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         try:
+            prompt_tokens = PROMPT_TOKENS
             async for frame in self._script(request):
                 self.pulled[request.model] += 1
-                yield frame
+                if isinstance(frame, TokenDelta):
+                    yield replace(frame, prompt_tokens=prompt_tokens)
+                    prompt_tokens = 0
+                else:
+                    yield frame
         finally:
             self.ended[request.model].set()
 

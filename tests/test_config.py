@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +216,26 @@ def test_loopback_addresses(host: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "example", ""])  # noqa: S104
 def test_other_addresses(host: str) -> None:
     assert not is_loopback(host)
+
+
+MESH = Path(__file__).parent.parent / "mesh"
+
+
+def sentences(about: re.Pattern[str]) -> Iterator[tuple[str, str]]:
+    """Every text with a space in it, and its file, of files that say anything `about` it."""
+    for path in MESH.rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source if about.search(source) else "")):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+                yield str(path.relative_to(MESH)), node.value
+
+
+def test_texts_name_only_settings_that_exist() -> None:
+    keys = set(flatten(Config()))
+    sections = {key.rpartition(".")[0] for key in keys if "." in key}
+    sections |= {section.partition(".")[0] for section in sections}
+    roots = "|".join(sorted({section.partition(".")[0] for section in sections}))
+    named = re.compile(rf"(?<![\w./])(?:{roots})(?:\.[a-z_]+)+(?![\w(])")
+    found = {(match[0], file) for file, text in sentences(named) for match in named.finditer(text)}
+    assert ("jobs.wall_seconds", "interventions/jobs/queue/working.py") in found
+    assert {(key, file) for key, file in found if key not in keys | sections} == set()

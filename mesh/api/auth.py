@@ -6,7 +6,8 @@ very server may ask. Then the key: it says who calls (`Caller`), and `require` s
 for. Without a key a caller on loopback may chat and send jobs, unless told otherwise; it never
 administers anything, because every program and every user of the machine is on loopback.
 
-`/healthz` is open to all, results to whoever has their URL. Knows nothing of what the paths do.
+`/healthz` is open to all, results to whoever has their URL, and clients that are too old may come
+as far as hearing so. Knows nothing of what the paths do.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
 
 _OPEN = frozenset({"/healthz"})
-_SIGNED = "/result/"
-"""What is below carries its own proof in the URL, because its clients send no key for it."""
+_KEYLESS = ("/result/", "/ws/socket.io")
+"""What is below carries its own proof in the URL, or only refuses: its clients send no key."""
 
 _READING = frozenset({"GET", "HEAD"})
 _SCHEMES = ("http", "https")
@@ -135,7 +136,7 @@ class Gate:
             headers = Headers(scope=scope)
             try:
                 self._check(headers)
-                if not scope["path"].startswith(_SIGNED):
+                if not scope["path"].startswith(_KEYLESS):
                     caller = self._access.identify(_key(headers))
                     scope.setdefault("state", {})["caller"] = caller
             except MeshError as error:

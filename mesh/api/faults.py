@@ -62,14 +62,14 @@ def on_http_exception(request: Request, error: Exception) -> Response:
     """Handler for what Starlette's router raises: unknown paths and methods."""
     path = request.url.path
     if isinstance(error, HTTPException) and error.status_code == 405:
-        response = error_response(
-            MethodNotAllowed(
-                f"{path} does not take {request.method}.", fix="See docs/reference/api.md."
-            )
+        headers = error.headers or {}
+        refusal = MethodNotAllowed(
+            f"{path} does not take {request.method}.", fix=f"Use {headers.get('Allow', 'another')}."
         )
-        response.headers.update(error.headers or {})
+        response = error_response(refusal)
+        response.headers.update(headers)
         return response
-    return error_response(NotFound(f"There is no {path} here.", fix="See docs/reference/api.md."))
+    return error_response(NotFound(f"There is no {path} here.", fix="Check the path's spelling."))
 
 
 def on_exception(_request: Request, _error: Exception) -> Response:

@@ -11,8 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mesh.api.services import ApiSettings, MeshView
-from mesh.api.sse import PING, EventStream, encode, paced
-from mesh.errors import BadRequest
+from mesh.api.sse import PING, EventStream, encode, last_event_id, paced
 
 
 def routes(view: MeshView, settings: ApiSettings, closing: asyncio.Event) -> list[Route]:
@@ -31,7 +30,7 @@ def routes(view: MeshView, settings: ApiSettings, closing: asyncio.Event) -> lis
         return JSONResponse(view.privacy())
 
     async def events(request: Request) -> Response:
-        after = _last_event_id(request)
+        after = last_event_id(request)
         return EventStream(_events(view, after, settings.ping_s), closing)
 
     return [
@@ -52,16 +51,3 @@ async def _events(view: MeshView, after: int | None, ping_s: float) -> AsyncGene
                 yield PING
             else:
                 yield encode(event, event=event["type"], id_=event["id"])
-
-
-def _last_event_id(request: Request) -> int | None:
-    text = request.headers.get("last-event-id")
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-        raise BadRequest(
-            "Last-Event-ID is not an event's number.",
-            fix="Send the last `id:` you read, or leave the header out.",
-            param="Last-Event-ID",
-        )
-    return int(text)

@@ -3,7 +3,7 @@
 A stream that was asked for with ``resumable`` is produced by a task of its own, whoever reads. Its
 events are numbered; a reader that lost its connection comes back with the last number it saw
 (``Last-Event-ID``) and gets the rest. Bounded: in number, in age, and by what a model's context
-holds.
+holds. A stream belongs to the caller who asked for it; for others there is none of that name.
 """
 
 from __future__ import annotations
@@ -33,28 +33,33 @@ class _Kept:
 
 
 class KeptStreams:
-    """Owns the tasks that produce resumable streams. `close` ends them."""
+    """Owns the tasks that produce resumable streams. `close` ends them.
+
+    An owner is a `Caller.key_id`. Keyless callers are one owner: what keeps them apart is that a
+    stream's id is random and shown to nobody else.
+    """
 
     def __init__(self, *, keep_s: float = KEEP_S, ping_s: float = 10.0) -> None:
         self._keep_s = keep_s
         self._ping_s = ping_s
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[tuple[str, str], _Kept] = {}
 
-    def keep(self, stream_id: str, chunks: AsyncGenerator[bytes, None]) -> None:
+    def keep(self, owner: str, stream_id: str, chunks: AsyncGenerator[bytes, None]) -> None:
         """Produce `chunks` to their end, read or not. Raises Busy when too many are under way."""
         if len(self._kept) >= MAX_KEPT:
             ended = next((key for key, kept in self._kept.items() if kept.ended), None)
             if ended is None:
                 raise Busy(f"{MAX_KEPT} resumable streams are under way.", fix="Wait for one.")
             del self._kept[ended]
-        kept = self._kept[stream_id] = _Kept()
+        key = (owner, stream_id)
+        kept = self._kept[key] = _Kept()
         kept.task = asyncio.create_task(
-            self._produce(stream_id, kept, chunks), name=f"stream {stream_id}"
+            self._produce(key, kept, chunks), name=f"stream {stream_id}"
         )
 
-    async def follow(self, stream_id: str, after: int) -> AsyncGenerator[bytes, None]:
+    async def follow(self, owner: str, stream_id: str, after: int) -> AsyncGenerator[bytes, None]:
         """The events after number `after` (-1: all), to the end. Raises NotFound."""
-        kept = self._kept.get(stream_id)
+        kept = self._kept.get((owner, stream_id))
         if kept is None:
             raise NotFound(
                 f"There is no stream {stream_id!r}, or its {self._keep_s:g} s are over.",
@@ -83,7 +88,7 @@ class KeptStreams:
         self._kept.clear()
 
     async def _produce(
-        self, stream_id: str, kept: _Kept, chunks: AsyncGenerator[bytes, None]
+        self, key: tuple[str, str], kept: _Kept, chunks: AsyncGenerator[bytes, None]
     ) -> None:
         try:
             async with aclosing(chunks):
@@ -93,7 +98,7 @@ class KeptStreams:
         except MeshError as error:
             self._add(kept, encode(error_body(error)))
         except Exception:
-            logger.exception("stream=%s failed", stream_id)
+            logger.exception("stream=%s failed", key[1])
             failure = InternalError("The stream failed.", fix="See the log.")
             self._add(kept, encode(error_body(failure)))
             raise
@@ -101,11 +106,11 @@ class KeptStreams:
             kept.ended = True
             kept.news.set()
             loop = asyncio.get_running_loop()
-            loop.call_later(self._keep_s, self._forget, stream_id, kept)
+            loop.call_later(self._keep_s, self._forget, key, kept)
 
-    def _forget(self, stream_id: str, kept: _Kept) -> None:
-        if self._kept.get(stream_id) is kept:
-            del self._kept[stream_id]
+    def _forget(self, key: tuple[str, str], kept: _Kept) -> None:
+        if self._kept.get(key) is kept:
+            del self._kept[key]
 
     @staticmethod
     def _add(kept: _Kept, chunk: bytes) -> None:

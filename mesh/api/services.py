@@ -34,6 +34,8 @@ class MeshView(Protocol):
         "node_id", "node", "purpose", "token_id"} of whoever uses them], "generations":
         [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms"}],
         "failovers"}], "reasons": [why a value was detected], "warnings": [...]}``
+
+        A generation's id is not its answer's, by which the stream could be resumed.
         """
 
     def peers(self) -> list[dict[str, Any]]:

@@ -14,11 +14,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mesh.api.faults import error_body, error_response, unforeseen
-from mesh.errors import MeshError
+from mesh.errors import BadRequest, MeshError
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,23 @@ def encode(payload: dict[str, Any], *, event: str | None = None, id_: int | None
     if event is not None:
         head += f"event: {event}\n"
     return f"{head}data: {json.dumps(payload, separators=(',', ':'))}\n\n".encode("ascii")
+
+
+def last_event_id(request: Request) -> int | None:
+    """The number of the last event that a reader who comes back has; None when it has none.
+
+    Raises BadRequest for what is no number of an event.
+    """
+    text = request.headers.get("last-event-id")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise BadRequest(
+            "Last-Event-ID is not an event's number.",
+            fix="Send the last `id:` you read, or leave the header out.",
+            param="Last-Event-ID",
+        )
+    return int(text)
 
 
 async def paced(source: AsyncIterator[_T], ping_s: float) -> AsyncGenerator[_T | None, None]:

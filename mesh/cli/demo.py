@@ -34,12 +34,14 @@ STORY_TOKENS = 60
 def main() -> int:
     """Run the demo; 0 when everything was as it should be, 1 when not, 130 on Ctrl-C."""
     # A terminal's hang-up or a polite kill must clean up as Ctrl-C does.
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
     try:
         with tempfile.TemporaryDirectory(prefix="hearthnet-demo-") as directory:
             return _story(Path(directory))
     except KeyboardInterrupt:
-        _say("\nstopped; everything is cleaned up.")
+        with contextlib.suppress(OSError):  # the terminal may be what went away
+            _say("\nstopped; everything is cleaned up.")
         return 130
 
 

@@ -9,12 +9,22 @@ import typer
 from mesh.cli.options import StateDir
 from mesh.cli.output import note
 
+_ENDING_S = 30.0
+"""For the processes and the network, beside what running answers get."""
+_KILLING_S = 10.0
+
 
 def down(
     state_dir: StateDir = None,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Then it is killed.")
-    ] = 60.0,
+        float | None,
+        typer.Option(
+            "--timeout",
+            metavar="SECONDS",
+            min=0.0,
+            help="Then it is killed; by default when its drain_seconds are long over.",
+        ),
+    ] = None,
 ) -> None:
     """Stop the daemon; running answers move to other nodes first, or end here."""
     import psutil
@@ -28,15 +38,17 @@ def down(
     record = read_daemon(StatePaths(directory).runtime_file)
     if record is None:
         raise not_running(f"No hearthnet daemon runs with the state directory {directory}.")
+    # Jobs and then streams of the API may each take all of it.
+    wait_s = 2 * record.drain_s + _ENDING_S if timeout is None else timeout
     try:
         process = psutil.Process(record.pid)
         process.terminate()
         try:
-            process.wait(timeout)
+            process.wait(wait_s)
         except psutil.TimeoutExpired:
-            note(f"The daemon did not stop within {timeout:g} s; killing it.")
+            note(f"The daemon did not stop within {wait_s:g} s; killing it.")
             process.kill()
-            process.wait(timeout)
+            process.wait(_KILLING_S)
     except psutil.NoSuchProcess:
         pass  # it went by itself, which is what was wanted
     note("stopped")

@@ -1,7 +1,8 @@
 """A daemon of its own on this machine, for the demo, the benchmarks and the end-to-end tests.
 
 Started through the same command that people use, with its own state directory, on free ports of
-the loopback interface. It never outlives the ``with`` block that started it.
+the loopback interface. It never outlives the ``with`` block that started it, nor, for more than a
+few seconds, the process: see `mesh.cli.tethered`.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class LocalNode:
     environment: dict[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
     _record: DaemonRecord | None = None
+    _tether: int | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -69,15 +71,19 @@ class LocalNode:
             "--name", self.name, "--state-dir", str(self.state_dir), "--port", "0",
             "--api-port", "0", "--interface", "127.0.0.1", *self.flags,
         ]  # fmt: skip
-        with paths.daemon_log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "mesh.cli.main", "up", *arguments],
-                env={**os.environ, **self.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        its_end, self._tether = os.pipe()
+        try:
+            with paths.daemon_log.open("ab") as log:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "mesh.cli.tethered", "up", *arguments],
+                    env={**os.environ, **self.environment},
+                    stdin=its_end,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        finally:
+            os.close(its_end)
 
     def join(self, anchor: LocalNode, level: str = "trusted") -> Pairing:
         """Pair with a running anchor's hearth, for a daemon that is not started yet."""
@@ -92,14 +98,14 @@ class LocalNode:
     def stop(self) -> None:
         """Ask it to end, then make it end."""
         process, self.process = self.process, None
-        if process is None:
-            return
-        process.terminate()
-        try:
-            process.wait(STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(STOP_LIMIT_S)
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(STOP_LIMIT_S)
+        self._untie()
 
     def kill(self) -> None:
         """What pulling the plug does: SIGKILL, no goodbye."""
@@ -107,6 +113,7 @@ class LocalNode:
             self.process.kill()
             self.process.wait(STOP_LIMIT_S)
             self.process = None
+        self._untie()
 
     def freeze(self) -> None:
         """SIGSTOP to the daemon and everything it started: nothing answers, nothing closes."""
@@ -176,6 +183,11 @@ class LocalNode:
     @property
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.record.api_key}"}
+
+    def _untie(self) -> None:
+        tether, self._tether = self._tether, None
+        if tether is not None:
+            os.close(tether)
 
     def _signal_all(self, number: signal.Signals) -> None:
         import psutil

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from mesh.cli.options import StateDir
+import typer
+
+from mesh.cli.options import StateDir, ask
 from mesh.cli.output import note
 
+if TYPE_CHECKING:
+    from mesh.client import Client
+    from mesh.runtime import DaemonRecord
 
-def pause(state_dir: StateDir = None) -> None:
-    """Serve nobody for now: running answers move to other nodes. For sleep hooks."""
-    _signal(state_dir, signal.SIGUSR1)
+_LOOK_S = 0.1
+
+
+def pause(
+    state_dir: StateDir = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            "--timeout", metavar="SECONDS", min=0.0, help="How long to wait for answers to move."
+        ),
+    ] = 10.0,
+) -> None:
+    """Serve nobody for now: running answers move to other nodes. For sleep hooks.
+
+    Returns when they have moved, or after the timeout.
+    """
+    from mesh.client import Client
+
+    record = _signal(state_dir, signal.SIGUSR1)
+    client = Client(record.api_url, api_key=record.api_key)
+    left = ask(client, lambda client: _wait_until_idle(client, timeout))
     note("paused; `hearthnet resume` serves again")
+    if left:
+        note(f"still running here after {timeout:g} s: {left}")
 
 
 def resume(state_dir: StateDir = None) -> None:
@@ -22,7 +50,27 @@ def resume(state_dir: StateDir = None) -> None:
     note("serving again")
 
 
-def _signal(state_dir: Path | None, number: signal.Signals) -> None:
+async def _wait_until_idle(client: Client, timeout_s: float) -> str:
+    """What runs on this node's layers when it is idle or the time is over; empty when nothing."""
+    left = "it did not say"
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while left:
+                picture = await client.status()
+                left = _running(picture) if picture["node"]["paused"] else "it is about to pause"
+                if left:
+                    await asyncio.sleep(_LOOK_S)
+    return left
+
+
+def _running(picture: dict[str, Any]) -> str:
+    streams = sum(shard["active_streams"] for shard in picture["shards"])
+    traces = sum(session["purpose"] == "taps" for session in picture["sessions"])
+    counts = {"streams of answers": streams, "sessions of traces": traces}
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+
+
+def _signal(state_dir: Path | None, number: signal.Signals) -> DaemonRecord:
     from mesh.client import not_running
     from mesh.config import load_config
     from mesh.paths import StatePaths
@@ -33,3 +81,4 @@ def _signal(state_dir: Path | None, number: signal.Signals) -> None:
     if record is None:
         raise not_running(f"No hearthnet daemon runs with the state directory {directory}.")
     os.kill(record.pid, number)
+    return record

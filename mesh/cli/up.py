@@ -86,12 +86,14 @@ def make_first_key(config: Config, paths: StatePaths) -> None:
         return
     from mesh.clock import SystemClock
     from mesh.identity.api_keys import ApiKeys, Quota, Scope
+    from mesh.runtime import sole_use
 
-    keys = ApiKeys.load(paths.api_keys)
-    if keys.keys:
-        return
-    scopes = frozenset({Scope.CHAT, Scope.INTERVENTIONS})
-    _, text = keys.create("first", scopes, Quota(), SystemClock())
+    with sole_use(paths):
+        keys = ApiKeys.load(paths.api_keys)
+        if keys.keys:
+            return
+        scopes = frozenset({Scope.CHAT, Scope.INTERVENTIONS})
+        _, text = keys.create("first", scopes, Quota(), SystemClock())
     note(f"API key (shown once; more with `hearthnet keys create`): {text}")
 
 

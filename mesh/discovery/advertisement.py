@@ -115,6 +115,12 @@ def decode_all(entries: Sequence[object], *, host: NodeId) -> list[Advertisement
     return [decode(entry, host=host) for entry in entries]
 
 
+def at_host(endpoint: Endpoint, host: str) -> Endpoint:
+    """The same port at another address."""
+    port = endpoint.rpartition(":")[2]
+    return Endpoint(f"wss://[{host}]:{port}" if ":" in host else f"wss://{host}:{port}")
+
+
 def _layers(fields: _Fields) -> LayerRange:
     try:
         return LayerRange.parse(fields.text("layers"))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from mesh.discovery.announcement import Announcement
 from mesh.discovery.dialing import Dialer
 from mesh.discovery.sightings import PeerState, PeerView, Sightings
-
-_MAX_ENDPOINTS = 16
 
 
 def follow(
@@ -16,7 +15,8 @@ def follow(
 ) -> None:
     """Dial the announced nodes of this hearth, show those of others, give up who is gone.
 
-    Of several announcements of one node the last one's addresses are tried first.
+    Several announcements of one node take turns, the last one first: each may be forged, and none
+    displaces another's addresses.
     """
     wanted: dict[str, list[Announcement]] = {}
     strangers: dict[str, Announcement] = {}
@@ -26,8 +26,9 @@ def follow(
         else:
             strangers[announcement.instance] = announcement
     for key, of_node in wanted.items():
-        endpoints = dict.fromkeys(e for a in of_node for e in a.endpoints())
-        dialer.add(key, tuple(endpoints)[:_MAX_ENDPOINTS], of_node[0].node_id)
+        turns = zip_longest(*(announcement.endpoints() for announcement in of_node))
+        endpoints = dict.fromkeys(e for turn in turns for e in turn if e is not None)
+        dialer.add(key, tuple(endpoints), of_node[0].node_id)
     for target in dialer.targets():
         if target.key.startswith("mdns ") and target.key not in wanted:
             dialer.discard(target.key)

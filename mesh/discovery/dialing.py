@@ -2,6 +2,9 @@
 
 One task per target: it dials while nothing links this node to the target, waits while something
 does. Failures back off with jitter, so that a rebooted household does not dial in step.
+
+Endpoints are hearsay. A round tries the one that worked last and a few others in turn, so that
+forged ones cost time and displace none.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from mesh.errors import BadValue
 from mesh.types import NodeId
 
 _AT_ONCE = 8
+_A_ROUND = 4
 _jitter = random.SystemRandom()
 
 
@@ -43,8 +47,9 @@ class DialSettings:
 class Target:
     """Somebody to dial.
 
-    `pinned` is who must answer; None for a static peer, which is whoever answers there. `node_id`
-    is who did, or who should. `is_watched`: there is a link, and its end would be news.
+    `endpoints` are in the order of their turns. `pinned` is who must answer; None for a static
+    peer, which is whoever answers there. `node_id` is who did, or who should. `is_watched`: there
+    is a link, and its end would be news.
     """
 
     key: str
@@ -72,6 +77,8 @@ class Dialer:
         self._own_id = own_id
         self._settings = settings
         self._targets: dict[str, Target] = {}
+        # One for each member that was ever reached, also while nothing announces it.
+        self._worked: dict[str, str] = {}
         self._slots = asyncio.Semaphore(_AT_ONCE)
 
     def targets(self) -> list[Target]:
@@ -85,8 +92,9 @@ class Dialer:
             target = Target(key, endpoints, pinned, pinned)
             self._targets[key] = target
             target.task = spawn(self._keep_linked(target), f"dial {key}")
-        elif target.endpoints != endpoints:
-            target.endpoints = endpoints
+        elif set(target.endpoints) != set(endpoints):
+            known = [endpoint for endpoint in target.endpoints if endpoint in endpoints]
+            target.endpoints = tuple(dict.fromkeys([*known, *endpoints]))
             target.wake.set()
 
     def discard(self, key: str) -> None:
@@ -143,12 +151,20 @@ class Dialer:
 
     async def _try_endpoints(self, target: Target) -> DialResult:
         result = DialResult.FAILED
-        async with self._slots:
-            for endpoint in target.endpoints:
+        for endpoint in self._next_round(target):
+            async with self._slots:  # one dial each: a silent address delays its own target most
                 result = await self._dial(target, endpoint)
-                if result is DialResult.LINKED:
-                    break
+            if result is DialResult.LINKED:
+                self._worked[target.key] = endpoint
+                break
         return result
+
+    def _next_round(self, target: Target) -> list[str]:
+        worked = self._worked.get(target.key)
+        turns = [endpoint for endpoint in target.endpoints if endpoint != worked][:_A_ROUND]
+        waiting = [endpoint for endpoint in target.endpoints if endpoint not in turns]
+        target.endpoints = (*waiting, *turns)
+        return turns if worked is None else [worked, *turns]
 
     async def _pause(self, target: Target, seconds: float) -> None:
         try:

@@ -16,6 +16,7 @@ from mesh.wire.messages import Hello
 
 PURPOSE = "control"
 _MAX_TEXT = 256
+_MAX_HOSTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class PeerHello:
     """A peer as it presents itself. `run` is new at every start of its daemon.
 
     `dial` counts the dials of whoever initiated the link (0 in the other side's hello); `address`
-    is where it says its control port is, ``HOST:PORT``, for people to read.
+    is where it says its control port is, ``HOST:PORT``, for people to read. `hosts` are the
+    addresses at which it and its shards listen.
     """
 
     node_id: NodeId
@@ -33,6 +35,7 @@ class PeerHello:
     run: str
     dial: int
     address: str
+    hosts: tuple[str, ...] = ()
 
 
 def to_hello(own: PeerHello) -> Hello:
@@ -42,7 +45,13 @@ def to_hello(own: PeerHello) -> Hello:
         node_name=own.name,
         purpose=PURPOSE,
         software=own.software,
-        fields={"hearth": own.hearth, "run": own.run, "dial": own.dial, "address": own.address},
+        fields={
+            "hearth": own.hearth,
+            "run": own.run,
+            "dial": own.dial,
+            "address": own.address,
+            "hosts": list(own.hosts[:_MAX_HOSTS]),
+        },
     )
 
 
@@ -55,6 +64,9 @@ def from_hello(hello: Hello) -> PeerHello:
     dial = hello.fields.get("dial")
     if type(dial) is not int or not 0 <= dial < 2**53:
         _refuse("dial", "it is not a count")
+    hosts = hello.fields.get("hosts", [])
+    if not isinstance(hosts, list) or len(hosts) > _MAX_HOSTS:
+        _refuse("hosts", f"it is not a list of at most {_MAX_HOSTS}")
     node_id = NodeId(hello.node_id)
     return PeerHello(
         node_id=node_id,
@@ -64,6 +76,7 @@ def from_hello(hello: Hello) -> PeerHello:
         run=_text(hello.fields, "run"),
         dial=dial,
         address=_text(hello.fields, "address"),
+        hosts=tuple(_text({"hosts": host}, "hosts") for host in hosts),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
@@ -17,6 +18,7 @@ import psutil
 
 from mesh.errors import BadValue
 
+_LOOK_EVERY_S = 1.0
 _VIRTUAL = (
     ("container bridge", r"docker.*|br-.+|cni.*|cbr\d+|flannel.*|cali.*|podman\d*|lx[cd]br\d+"),
     ("container link", r"veth.*|vethernet.*"),
@@ -67,6 +69,40 @@ class Interface:
 def choose(requested: Sequence[str]) -> tuple[list[InterfaceChoice], list[Skipped]]:
     """`select` on this machine's interfaces as they are now."""
     return select(read_table(), requested)
+
+
+def present(requested: Sequence[str]) -> list[InterfaceChoice]:
+    """The addresses to use now; none while something that was asked for is not there."""
+    try:
+        return choose(requested)[0]
+    except BadValue:
+        return []
+
+
+class Reach:
+    """At which of this machine's addresses its listeners answer, also when they change.
+
+    At those that `choose` gives now, and at `first`. Has no effect on who may come in.
+    """
+
+    def __init__(self, requested: Sequence[str], first: str) -> None:
+        self._requested = tuple(requested)
+        self._first = first
+        self._known = frozenset({first})
+        self._looked_at = float("-inf")
+
+    @classmethod
+    def of(cls, requested: Sequence[str], first: str) -> Reach | None:
+        """None when one address was asked for: that is then listened at, and nothing else."""
+        return None if list(requested) == [first] else cls(requested, first)
+
+    def __call__(self, address: str) -> bool:
+        """Whether to answer at this address."""
+        if address not in self._known and time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
+            self._looked_at = time.monotonic()
+            chosen = present(self._requested)
+            self._known = frozenset({self._first, *(str(each.address) for each in chosen)})
+        return address in self._known
 
 
 def read_table() -> list[Interface]:

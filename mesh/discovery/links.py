@@ -46,6 +46,7 @@ class ControlLink:
         self.initiated = initiated
         self.advertised: Heard | None = None
         self.heard_at = 0.0
+        self.host = ""
         self._own_dial = dial
 
     @property

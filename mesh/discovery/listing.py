@@ -6,8 +6,10 @@ Owns no link; is told what came over one, and from whom.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from mesh.clock import SystemClock
+from mesh.discovery.advertisement import Advertisement, at_host
 from mesh.discovery.directory import NodeInfo, ShardStore
 from mesh.discovery.events import Warned
 from mesh.discovery.greeting import PeerHello, label
@@ -57,6 +59,9 @@ class Listing:
         if heard is None:
             return
         shards = heard.shards if self._trust.may_serve(peer.node_id) else ()
+        if end.host in peer.hosts:
+            # Of a peer on several networks, the address by which it is reached from here.
+            shards = tuple(_reached_at(end.host, shard) for shard in shards)
         left_s = heard.ttl_s - (asyncio.get_running_loop().time() - end.heard_at)
         try:
             self._store.update(info(peer), shards, left_s)
@@ -71,6 +76,11 @@ class Listing:
     def _warn(self, peer: PeerHello, error: BadAdvertisement) -> None:
         warning = Warned(error.code, f"{label(peer)}: {error.message}", error.fix)
         self._sightings.warn_once(f"{peer.run} {error.param}", warning)
+
+
+def _reached_at(host: str, shard: Advertisement) -> Advertisement:
+    endpoint = at_host(shard.descriptor.endpoint, host)
+    return replace(shard, descriptor=replace(shard.descriptor, endpoint=endpoint))
 
 
 def info(peer: PeerHello) -> NodeInfo:

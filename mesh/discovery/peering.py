@@ -42,7 +42,7 @@ from mesh.errors import (
 from mesh.identity.tls import require_node
 from mesh.types import NodeId
 from mesh.wire.connection import WebSocketLink
-from mesh.wire.link import Link, LinkHandler
+from mesh.wire.link import LinkHandler
 from mesh.wire.messages import PROTOCOL_VERSION, Advertise
 from mesh.wire.websocket import LinkServer, connect, serve
 
@@ -58,7 +58,8 @@ _SETTLE_S = 0.05
 class PeeringSettings:
     """Who this node is and how it links; `static_peers` are ``HOST:PORT``.
 
-    `epoch` is greater than at any earlier start of this node.
+    `host` is listened at; with `answers_at`, every address for which that is true. `epoch` is
+    greater than at any earlier start of this node.
     """
 
     node_id: NodeId
@@ -66,6 +67,7 @@ class PeeringSettings:
     hearth: str
     software: str
     host: str
+    answers_at: Callable[[str], bool] | None = None
     port: int = 0
     static_peers: tuple[str, ...] = ()
     shard_health_timeout_s: float = 30.0
@@ -129,8 +131,12 @@ class Peering:
     @property
     def address(self) -> str:
         """``HOST:PORT`` as other nodes of the network can name it."""
+        return f"{self._addresses[0]}:{self.port}"
+
+    @property
+    def _addresses(self) -> tuple[str, ...]:
         announced = self._mdns.addresses if self._mdns is not None else ()
-        return f"{announced[0] if announced else self._settings.host}:{self.port}"
+        return announced or (self._settings.host,)
 
     async def start(self) -> None:
         """Listen, announce, dial. Raises PortInUse, and BadValue for a static peer's form."""
@@ -138,7 +144,7 @@ class Peering:
         for peer in settings.static_peers:
             parse_endpoint(peer)
         self._server = await serve(
-            settings.host, settings.port, accept=self._accept,
+            settings.answers_at or settings.host, settings.port, accept=self._accept,
             hello=lambda: to_hello(self._own()), ssl=self._trust.tls.server,
         )  # fmt: skip
         if self._mdns is not None:
@@ -251,7 +257,7 @@ class Peering:
         settings = self._settings
         return PeerHello(
             settings.node_id, settings.name, settings.software, settings.hearth,
-            self._run, dial, self.address,
+            self._run, dial, self.address, self._addresses,
         )  # fmt: skip
 
     def _accept(self, link: WebSocketLink) -> LinkHandler:
@@ -324,10 +330,11 @@ class Peering:
             return PeerState.NOT_A_PEER, "another node than the one announced there"
         return PeerState.UP, ""
 
-    def _take_in(self, end: ControlLink, link: Link, peer: PeerHello) -> None:
+    def _take_in(self, end: ControlLink, link: WebSocketLink, peer: PeerHello) -> None:
         old = self._links.get(peer.node_id)
         if old is not None and old.hello.run != peer.run and old.hello.address != peer.address:
             self._sightings.warn_cloned(peer.node_id, old.hello.address, peer.address)
+        end.host = link.peer_host
         end.identify(link, peer)
         admitted = self._links.admit(end)
         if admitted is Admitted.FIRST:

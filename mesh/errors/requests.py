@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from mesh.errors.root import MeshError
 
 
@@ -91,10 +94,24 @@ class PolicyViolation(JailError):
 
 
 class JobFailed(JailError):
-    """A job ended without a result; the message is what its author should read."""
+    """A job ended without a result; the message is what its author should read.
+
+    `took` is what it used until then (fields of a job's report), empty when that is not known.
+    """
 
     code = "job_failed"
     http_status = 400
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        fix: str,
+        param: str | None = None,
+        took: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message, fix=fix, param=param)
+        self.took: Mapping[str, Any] = took or {}
 
 
 class StorageFull(MeshError):

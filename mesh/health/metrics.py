@@ -27,8 +27,7 @@ class Metrics:
     """All series of one node, in a registry of their own."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        registry = self._registry
+        registry = self._registry = CollectorRegistry()
         self._construct = Histogram(
             _PREFIX + "pipeline_construct_ms",
             "Time to pick a route and open its hops.",
@@ -71,8 +70,10 @@ class Metrics:
         self._aborted = Counter(
             "hearthnet_pipelines_aborted", "Pipelines nobody could repair.", registry=registry
         )
+        self._widened = Counter(
+            "hearthnet_tensors_widened", "Tensors too large for the wire dtype.", registry=registry
+        )
         self._peers = Gauge("hearthnet_peers_up", "Peers with a live link.", registry=registry)
-
         self.jobs = JobSeries(registry)
 
     def frame(self, frame: StreamFrame) -> None:
@@ -87,6 +88,7 @@ class Metrics:
             case Done():
                 self._construct.observe(frame.construct_ms)
                 self._first_token.observe(frame.first_token_ms)
+                self._widened.inc(frame.widened)
                 if frame.tokens_per_second:
                     self._rate.observe(frame.tokens_per_second)
                 if frame.fallback:

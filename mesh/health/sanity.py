@@ -3,7 +3,8 @@
 The bounds come from the model: the largest row norm seen behind each layer boundary while fixed
 prompts ran through it, times a generous factor. Honest traffic may widen a bound up to a cap. What
 this cannot tell: a plausible wrong value, and a hop that lied while the bounds were recorded. Those
-are for spot checks (`mesh.pipeline.audit`).
+are for spot checks (`mesh.pipeline.audit`); when one catches a liar, all bounds are forgotten and
+recorded again without it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesh.errors import ShardCorrupt
+from mesh.models.hashing import write_json_atomically
 from mesh.wire.messages import WireTensor
 
 FACTOR = 8.0
@@ -76,6 +78,13 @@ class Envelope:
             self._recording = False
             self._cap = CAP * max(self._norms.values(), default=math.inf)
 
+    def forget(self) -> None:
+        """Know no bounds any more: somebody who had a say in them lies."""
+        self._norms.clear()
+        self._disputed.clear()
+        self._cap = math.inf
+        self.is_dirty = True
+
     def check(self, boundary: int, tensor: WireTensor, host: str) -> str:
         """What is wrong with `host`'s answer (1, rows, hidden); empty when nothing is."""
         values = rows_as_floats(tensor)
@@ -121,11 +130,7 @@ class Envelope:
     def write(self, cache_dir: Path, weights_sha256: str) -> None:
         """Keep the bounds for the next start."""
         self.is_dirty = False
-        path = _path(cache_dir, weights_sha256)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".tmp")
-        draft.write_text(json.dumps({"norms": self._norms}), encoding="utf-8")
-        draft.replace(path)
+        write_json_atomically(_path(cache_dir, weights_sha256), {"norms": self._norms})
 
 
 def corrupt(node: str, what: str) -> ShardCorrupt:

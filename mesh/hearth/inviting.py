@@ -62,9 +62,11 @@ class Inviting:
         self._news = asyncio.Event()
 
     async def open(
-        self, level: TrustLevel, ttl_s: float, listen_host: str, host: str
+        self, level: TrustLevel, ttl_s: float, listen_at: str | Callable[[str], bool], host: str
     ) -> OpenWindow:
         """Open a window, shutting the one before; `host` is how others reach it.
+
+        `listen_at` is as for `mesh.identity.pairing_tcp.listen`.
 
         Raises BadValue for a level or lifetime that no invitation may have, UntrustedPeer when this
         node is no anchor, PortInUse.
@@ -75,7 +77,7 @@ class Inviting:
         await self.close()
         window = Window(invitation, self._clock)
         listener = await listen(
-            listen_host, 0, key=self._hearth.key, window=window, admit=self._admit
+            listen_at, 0, key=self._hearth.key, window=window, admit=self._admit
         )
         self._listener = listener
         self._task = asyncio.create_task(self._watch(listener), name="pairing window")

@@ -56,17 +56,15 @@ class NetworkSettings:
     is_enabled: bool
 
     @classmethod
-    def of(
-        cls, config: Config, own: NodeId, software: str, address: str, interface_count: int
-    ) -> Self:
+    def of(cls, config: Config, own: NodeId, software: str, address: str) -> Self:
         """What the configuration says; `address` is the first interface's."""
         peering = PeeringSettings(
             node_id=own,
             name=config.name,
             hearth="",
             software=software,
-            # One interface is bound exactly; of several, each has to be listened on.
-            host=address if interface_count <= 1 else "0.0.0.0",  # noqa: S104
+            host=address,
+            answers_at=interfaces.Reach.of(config.interface, address),
             port=config.port,
             static_peers=config.peer,
             shard_health_timeout_s=config.distributed.shard_health_timeout_seconds,
@@ -218,7 +216,9 @@ class Network:
         self.require_hearth()
         assert self._inviting is not None  # noqa: S101 - lives as long as the hearth
         host = self._settings.address
-        return await self._inviting.open(level, ttl_s, self._settings.peering.host, host)
+        return await self._inviting.open(
+            level, ttl_s, self._settings.peering.answers_at or host, host
+        )
 
     async def invitation(self, port: int, timeout_s: float) -> Outcome | None:
         """See `Inviting.outcome`."""
@@ -267,7 +267,7 @@ class Network:
         hearth.on_roster.append(self._members_changed)
         epoch = await asyncio.to_thread(next_epoch, self._paths.epoch, self._clock)
         choices = list(self._settings.interfaces)
-        mdns = Mdns(lambda: interfaces.choose(choices)[0])
+        mdns = Mdns(lambda: interfaces.present(choices))
         peering = self._peering = Peering(
             replace(self._settings.peering, hearth=record.hearth_id, epoch=epoch),
             self._store,

@@ -68,6 +68,7 @@ class PairingListener:
         self._exchanges: set[asyncio.Task[None]] = set()
         self._starts: deque[float] = deque()
         self._shut = asyncio.Event()
+        self._answers_at: Callable[[str], bool] = lambda address: True
         self._winner: asyncio.Task[None] | None = None
         self._joined: JoinRequest | None = None
 
@@ -97,8 +98,10 @@ class PairingListener:
 
     # For `listen`.
 
-    async def start(self, host: str, port: int) -> None:
+    async def start(self, host: str | Callable[[str], bool], port: int) -> None:
         """Listen. Raises PortInUse."""
+        if callable(host):
+            self._answers_at, host = host, "0.0.0.0"  # noqa: S104 - the function decides
         try:
             self._server = await asyncio.start_server(
                 self._called, host, port, limit=MAX_FRAME_BYTES + _LENGTH.size
@@ -114,6 +117,7 @@ class PairingListener:
         host = str(writer.get_extra_info("peername", ("",))[0])
         limits = self._limits
         crowded = len(self._exchanges) >= limits.callers
+        crowded = crowded or not self._answers_at(writer.get_extra_info("sockname")[0])
         if crowded or self._callers[host] >= limits.callers_per_host or self._window.ending:
             writer.transport.abort()
             return
@@ -171,7 +175,7 @@ class PairingListener:
 
 
 async def listen(
-    host: str,
+    host: str | Callable[[str], bool],
     port: int,
     *,
     key: NodeKey,
@@ -181,6 +185,7 @@ async def listen(
 ) -> PairingListener:
     """Open the window on `host` and `port` (0: any free one). Raises PortInUse.
 
+    A function as `host` says for every address of this machine whether to answer at it.
     The caller awaits `PairingListener.wait`, which ends the listener when the window ends.
     """
     listener = PairingListener(key, window, admit, limits)

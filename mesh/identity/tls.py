@@ -125,9 +125,13 @@ class TlsContexts:
         """Trust these certificates (DER) and our own from now on, and no others.
 
         Raises UntrustedPeer for a certificate that may not be an anchor; nothing changes then.
+        Raises OSError when a context cannot be made (no descriptors, no memory): whoever is not
+        among `members` is not trusted all the same, and those who are new are not trusted yet.
         """
         anchors = {node_id(check_certificate(der)): der for der in members}
         anchors[self._own] = self._material.certificate
+        self._anchors = {member: der for member, der in self._anchors.items() if member in anchors}
+        self._clients = {member: tls for member, tls in self._clients.items() if member in anchors}
         everybody = tuple(anchors.values())
         current = _context(self._material, everybody, server=True)
         any_client = _context(self._material, everybody, server=False)

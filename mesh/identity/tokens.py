@@ -29,10 +29,12 @@ SKEW_S = 120
 """How far the clocks of issuer and verifier may be apart."""
 
 MAX_TOKEN_BYTES = 2048
-REPLAY_ENTRIES = 65_536
+REPLAY_ENTRIES = 16_384
+"""Tokens of one holder that are remembered at a time: ninety a second, if they live a minute."""
 
 _MAX_TEXT = 256
 _FIX = "Ask the issuer for a new token."
+_SET_CLOCKS = "Set the clocks of both machines, then ask again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,9 @@ def issue(
 class TokenVerifier:
     """Checks tokens presented to one node. `public_key` gives a member's raw key, or None.
 
-    Remembers each token until it expires, so that none is taken twice; memory is bounded, and a
-    verifier that has no room left refuses. What was taken before a restart is forgotten: only the
-    holder itself could present it again, and only until it expires.
+    Remembers each token until it expires, so that none is taken twice; memory is bounded for each
+    holder, and the holder for whom there is no room left is refused. What was taken before a
+    restart is forgotten: only the holder itself could present it again, and only until it expires.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class TokenVerifier:
         self._audience = audience
         self._public_key = public_key
         self._clock = clock
-        self._seen: dict[str, int] = {}
+        self._seen: dict[NodeId, dict[str, int]] = {}
         self._revoked: frozenset[str] = frozenset()
 
     def revoke(self, token_ids: frozenset[str]) -> None:
@@ -131,7 +133,8 @@ class TokenVerifier:
         """
         now = self._clock.now().timestamp()
         if not claims.issued_at - SKEW_S <= now <= claims.expires_at + SKEW_S:
-            _reject("expiry", "has expired, or the clocks differ by more than two minutes")
+            why = "has expired, or the clocks differ by more than two minutes"
+            _reject("expiry", why, fix=_SET_CLOCKS)
         if claims.token_id in self._revoked:
             _reject("revoked", "was revoked")
         if self._public_key(claims.issuer) is None:
@@ -151,14 +154,16 @@ class TokenVerifier:
         return claims
 
     def _take_once(self, claims: Claims) -> None:
-        if claims.token_id in self._seen:
+        seen = self._seen.setdefault(claims.holder, {})
+        if claims.token_id in seen:
             _reject("replay", "was used before")
-        if len(self._seen) >= REPLAY_ENTRIES:
+        if len(seen) >= REPLAY_ENTRIES:
             now = self._clock.now().timestamp()
-            self._seen = {t: until for t, until in self._seen.items() if until + SKEW_S >= now}
-            if len(self._seen) >= REPLAY_ENTRIES:
+            seen = {t: until for t, until in seen.items() if until + SKEW_S >= now}
+            self._seen[claims.holder] = seen
+            if len(seen) >= REPLAY_ENTRIES:
                 _reject("replay", "comes while too many others are valid")
-        self._seen[claims.token_id] = claims.expires_at
+        seen[claims.token_id] = claims.expires_at
 
 
 def _split(token: str) -> tuple[bytes, bytes, bytes]:
@@ -210,8 +215,8 @@ def _time(value: Any) -> int:
     return value
 
 
-def _reject(check: str, why: str) -> NoReturn:
-    raise TokenRejected(f"The token {why}.", fix=_FIX, param=check)
+def _reject(check: str, why: str, fix: str = _FIX) -> NoReturn:
+    raise TokenRejected(f"The token {why}.", fix=fix, param=check)
 
 
 def _encode(data: bytes) -> str:

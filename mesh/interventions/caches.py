@@ -107,6 +107,15 @@ class Caches:
             self._shown[place] = (fetched, [tensor._version for tensor in fetched])
         return self._shown[place][0]
 
+    def take_back(self, layer: int) -> None:
+        """Put what the shard has of a layer into the job's caches, where it grows from now on."""
+        self.require_unchanged()
+        for number, reference in list(self._live.items()):
+            cache = reference()
+            if cache is not None and layer < len(cache.layers):
+                cache.layers[layer] = _plain(cache.layers[layer])
+                self._shown.pop((number, layer), None)
+
     def require_unchanged(self) -> None:
         """Raise BadRequest when what was fetched has been edited: the shards have not seen that."""
         for tensors, versions in self._shown.values():

@@ -7,10 +7,12 @@ the gradients of everything before them; only asking for their own is refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mesh.errors import BadRequest
@@ -48,20 +50,36 @@ def _checking_self(asks: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _checking_inputs(asks: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(asks)
+
     @functools.wraps(asks)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        position = 1 if asks.__name__ == "grad" else 4
-        inputs = kwargs.get("inputs", args[position] if len(args) > position else None)
-        _check([inputs] if isinstance(inputs, torch.Tensor) else inputs or ())
-        return asks(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        inputs = bound.arguments.get("inputs")
+        if isinstance(inputs, torch.Tensor | GradientEdge):
+            _check([inputs])
+        elif isinstance(inputs, Mapping):
+            _check(inputs.values())
+        elif inputs is not None:
+            bound.arguments["inputs"] = tuple(inputs)  # it may be gone through once only
+            _check(bound.arguments["inputs"])
+        return asks(*bound.args, **bound.kwargs)
 
     checked._hearthnet = True  # type: ignore[attr-defined]
     return checked
 
 
 def _check(tensors: Iterable[Any]) -> None:
-    if any(isinstance(tensor, torch.Tensor) and tensor in _INCOMPLETE for tensor in tensors):
+    if any(map(_is_incomplete, tensors)):
         raise BadRequest(
-            "The gradient of this value would miss what flows through values read before it.",
+            "The gradient of this value would miss what flows through values read before it, or"
+            " through others in its memory.",
             fix="Read it where it is made, before what is computed from it.",
         )
+
+
+def _is_incomplete(wanted: Any) -> bool:
+    if isinstance(wanted, GradientEdge):
+        place = (wanted.node, wanted.output_nr)
+        return any(place == (known.grad_fn, known.output_nr) for known in _INCOMPLETE)
+    return isinstance(wanted, torch.Tensor) and wanted in _INCOMPLETE

@@ -25,16 +25,11 @@ if TYPE_CHECKING:
 
 
 class SpanInterleaver(Interleaver):  # type: ignore[misc]  # nnsight is untyped here
-    """nnsight's interleaver, which says when a trace begins and ends."""
+    """nnsight's interleaver, which says when a trace ends."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.on_begin: Callable[[], None] = lambda: None
         self.on_end: Callable[[], None] = lambda: None
-
-    def __enter__(self) -> Interleaver:
-        self.on_begin()
-        return super().__enter__()
 
     def cancel(self) -> None:
         """See `Interleaver.cancel`."""
@@ -57,6 +52,8 @@ class Hooks:
         self._routes: tuple[Any, dict[Hop, frozenset[str]]] = (None, {})
         self._observed_with_grad = False
         self.attention: Callable[[], str] = lambda: "sdpa"
+        self.require_as_sent: Callable[[int, int], None] = lambda _first, _stop: None
+        """Raises BadRequest when a layer from `first` up to `stop` is not what its hop computed."""
 
     def run(self, hop: Hop, request: Header, value: Any) -> Any:
         """Have `hop` run something over `value`; returns what comes out at its end.
@@ -71,6 +68,7 @@ class Hooks:
         self._caches.require_unchanged()
         outer, hop.joints.tracking = hop.joints.tracking, grad
         request |= {"watch": watching, "grad": grad, "attn": self.attention()}
+        first_shown: int | None = None
         try:
             header, buffers = self._message(hop, request, value, watching=watching)
             while True:
@@ -78,11 +76,15 @@ class Hooks:
                 self._count(hop, reply["visits"])
                 reader = self._reader(hop, received)
                 if reply["op"] == "done":
-                    self._observed(reply, reader)
+                    self._observed(hop, reply, reader)
                     self._caches.grow(reply["kv"])
+                    if first_shown is not None:
+                        self.require_as_sent(first_shown, request.get("stop", first_shown + 1))
                     return reader.value(reply["value"])
+                if first_shown is None and reply["op"] != "more":
+                    first_shown = int(reply["provider"].partition(".")[0])
                 try:
-                    answer = self._serve(reply, reader)
+                    answer = self._serve(hop, reply, reader)
                 except BaseException:
                     self._abort(hop)
                     raise
@@ -164,14 +166,13 @@ class Hooks:
             provider = self._prefix + location
             counts[provider] = counts.get(provider, 0) + visits
 
-    def _observed(self, reply: Header, reader: Reader) -> None:
+    def _observed(self, hop: Hop, reply: Header, reader: Reader) -> None:
         for location, value in reply["observed"]:
             self._interleaver.handle(self._prefix + location, reader.value(value))
-        for entry in reply["changed"]:
-            reader.tensor(entry)
+        hop.ledger.read_changed(reply["changed"], reader)
 
-    def _serve(self, reply: Header, reader: Reader) -> Any:
-        self._observed(reply, reader)
+    def _serve(self, hop: Hop, reply: Header, reader: Reader) -> Any:
+        self._observed(hop, reply, reader)
         if reply["op"] == "hit":
             value = reader.value(reply["value"])
             return self._interleaver.handle(self._prefix + reply["provider"], value)

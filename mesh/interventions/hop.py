@@ -12,7 +12,7 @@ from mesh.interventions.channel import SpanChannel
 from mesh.interventions.gradients import mark_incomplete
 from mesh.shard.taps.codec import Buffers, Reader, Writer, pack, unpack
 from mesh.shard.taps.joints import JobJoints
-from mesh.shard.taps.ledger import Ledger, Loose
+from mesh.shard.taps.ledger import JobLedger, Loose
 from mesh.types import LayerRange
 
 CPU = torch.device("cpu")
@@ -29,9 +29,7 @@ class Hop:
         self._channel = channel
         self._number = number
         self.joints = JobJoints(self._backward, mark_incomplete)
-        self.ledger = Ledger(
-            odd=False, device=CPU, max_bytes=_MAX_TENSOR_BYTES, origins=self.joints
-        )
+        self.ledger = JobLedger(CPU, _MAX_TENSOR_BYTES, self.joints)
         self._patterns: dict[int, list[tuple[str, int]]] = {}
         self._freed: list[int] = []
         self._released = False

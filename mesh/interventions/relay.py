@@ -1,7 +1,8 @@
 """The parent's end of a job's channel: passes its messages to the hops and their answers back.
 
-Runs in the parent's event loop and looks into no message; the job on the other end is not trusted,
-so what it may send is bounded and it can reach only the hops it was given.
+Runs in the parent's event loop and looks into no message, nor has it more than a part of one at
+once; the job on the other end is not trusted, so what it may send is bounded and it can reach only
+the hops it was given.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import asyncio
 import itertools
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 
 import msgpack
 
@@ -22,7 +24,7 @@ from mesh.errors import (
     PipelineStalled,
     from_dict,
 )
-from mesh.interventions.channel import ANSWER, ERROR, HEAD, MAX_FRAME_BYTES
+from mesh.interventions.channel import ANSWER, ERROR, HEAD, MAX_FRAME_BYTES, MORE
 from mesh.pipeline.lines import Line, Lines
 from mesh.shard.taps.parts import FETCH, MAX_MESSAGE_BYTES, PART_BYTES
 from mesh.types import RouteHop
@@ -42,18 +44,35 @@ class HopRefused(Exception):
         self.error = error
 
 
-class HopSession:
-    """One intervention session on one hop, from the asking side; a `SessionReceiver`."""
+class Incoming:
+    """A message that is still arriving: `left` bytes of it."""
 
-    def __init__(self, hop: RouteHop, line: Line, *, answer_s: float) -> None:
-        """An answer that takes longer than `answer_s` counts as a lost hop."""
+    def __init__(self, reader: asyncio.StreamReader, length: int) -> None:
+        self.left = length
+        self._reader = reader
+
+    async def read(self, limit: int) -> bytes:
+        """The next bytes, `limit` or all that are left. Raises IncompleteReadError."""
+        part = await self._reader.readexactly(min(limit, self.left))
+        self.left -= len(part)
+        return part
+
+
+class HopSession:
+    """One intervention session on one hop, from the asking side; a `SessionReceiver`.
+
+    An answer may take as long as the job may: a link notices by itself when its other end is gone.
+    """
+
+    def __init__(self, hop: RouteHop, line: Line, *, open_s: float) -> None:
+        """A hop that has not opened after `open_s` counts as lost."""
         self.hop = hop
         self.error: MeshError | None = None
         """Why the hop is of no use any more; None while it is."""
         self.on_lost: Callable[[], None] = lambda: None
         """Called once, before the job hears of it, when the hop itself fails."""
         self._line = line
-        self._answer_s = answer_s
+        self._open_s = open_s
         self._number = line.register(self)
         self._steps = itertools.count(1)
         self._waiting: asyncio.Future[Message] | None = None
@@ -61,25 +80,39 @@ class HopSession:
     async def open(self) -> None:
         """Ask for the session. Raises what the hop answers, LinkLost, PipelineStalled."""
         shard, layers = self.hop.shard, self.hop.layers
-        await self._ask(
-            OpenTaps(self._number, shard.model_id, shard.weights_sha256, layers.start, layers.stop)
+        question = OpenTaps(
+            self._number, shard.model_id, shard.weights_sha256, layers.start, layers.stop
         )
+        try:
+            async with asyncio.timeout(self._open_s):
+                await self._ask(question)
+        except TimeoutError:
+            raise self._fail(
+                PipelineStalled(
+                    f"{shard.node_name} gave no session within {self._open_s:g} s.",
+                    fix="The job is run again on another route if there is one.",
+                )
+            ) from None
 
-    async def call(self, message: bytes) -> bytes:
-        """A message and its answer, in as many parts as they need. Raises as `open` does."""
-        parts = [message[i : i + PART_BYTES] for i in range(0, len(message), PART_BYTES)] or [b""]
+    async def call(self, message: Incoming) -> AsyncGenerator[tuple[int, bytes]]:
+        """Pass on a message as it arrives; the parts of its answer, the last one as ANSWER.
+
+        Raises what the hop answers, LinkLost, and IncompleteReadError when the message ends early.
+        """
         answer = b""
-        for index, part in enumerate(parts):
-            answer = await self._exchange(len(parts) - 1 - index, part)
-        pieces = [answer[1:]]
+        sending = True
+        while sending:
+            part = await message.read(PART_BYTES)
+            answer = await self._exchange(-(-message.left // PART_BYTES), part)
+            sending = message.left > 0
         size = len(answer)
         while answer[:1] == b"\1":
+            yield MORE, answer[1:]
             answer = await self._exchange(FETCH, b"\0")
-            pieces.append(answer[1:])
             size += len(answer)
             if size > MAX_MESSAGE_BYTES + (1 << 20):
                 raise self._fail(BadFrame("A hop's answer does not end.", fix="Update that node."))
-        return b"".join(pieces)
+        yield ANSWER, answer[1:]
 
     def close(self) -> None:
         """Free the session on the hop, if it can still be told."""
@@ -120,18 +153,9 @@ class HopSession:
         if self.error is not None:
             raise self.error
         self._waiting = asyncio.get_running_loop().create_future()
-        name = self.hop.shard.node_name
         try:
             self._line.ask([question])
-            async with asyncio.timeout(self._answer_s):
-                answer = await self._waiting
-        except TimeoutError:
-            raise self._fail(
-                PipelineStalled(
-                    f"{name} did not answer within {self._answer_s:g} s.",
-                    fix="The job is run again on another route if there is one.",
-                )
-            ) from None
+            answer = await self._waiting
         except LinkLost as error:
             raise self._fail(error) from None
         finally:
@@ -158,7 +182,7 @@ class HopSessions:
 
     @classmethod
     async def open(
-        cls, route: Sequence[RouteHop], lines: Lines, *, answer_s: float = 120.0
+        cls, route: Sequence[RouteHop], lines: Lines, *, open_s: float = 120.0
     ) -> HopSessions:
         """Open a session on every hop at once, all or none. Raises HopRefused for the first."""
         hops: list[HopSession] = []
@@ -166,7 +190,7 @@ class HopSessions:
         async def open_one(hop: RouteHop) -> HopSession:
             try:
                 line = await lines.line(hop.shard.host, hop.shard.endpoint)
-                session = HopSession(hop, line, answer_s=answer_s)
+                session = HopSession(hop, line, open_s=open_s)
                 hops.append(session)
                 await session.open()
             except MeshError as error:
@@ -201,11 +225,11 @@ class HopSessions:
         if self.lost is not None:
             notify()
 
-    async def call(self, hop: int, message: bytes) -> bytes:
-        """See `mesh.interventions.channel.SpanChannel.call`."""
+    def call(self, hop: int, message: Incoming) -> AsyncGenerator[tuple[int, bytes]]:
+        """See `HopSession.call`. Raises BadRequest for a hop that is none."""
         if hop >= len(self.hops):
             raise BadRequest(f"The job has no hop {hop}.", fix="This is a bug.")
-        return await self.hops[hop].call(message)
+        return self.hops[hop].call(message)
 
     def close(self) -> None:
         """Free every session."""
@@ -222,26 +246,26 @@ async def relay(sock: socket.socket, sessions: HopSessions) -> None:
     reader, writer = await asyncio.open_connection(sock=sock, limit=_PIECE)
     try:
         while True:
-            try:
-                head = await reader.readexactly(HEAD.size)
-            except asyncio.IncompleteReadError:
-                return
-            hop, status, length = HEAD.unpack(head)
+            hop, status, length = HEAD.unpack(await reader.readexactly(HEAD.size))
             if status != ANSWER or length > MAX_FRAME_BYTES:
                 raise BadFrame("The job sent what is no message.", fix="It is ended.")
+            message = Incoming(reader, length)
             try:
-                message = await reader.readexactly(length)
-            except asyncio.IncompleteReadError:
-                return
-            try:
-                status, answer = ANSWER, await sessions.call(hop, message)
+                async with aclosing(sessions.call(hop, message)) as answer:
+                    async for status, part in answer:
+                        await _write(writer, hop, status, part)
             except MeshError as error:
                 logger.info("hop=%d failed a job: %s", hop, error)
-                status, answer = ERROR, msgpack.packb(error.to_dict())
-            writer.write(HEAD.pack(hop, status, len(answer)))
-            writer.write(answer)
-            await writer.drain()
-    except ConnectionError:
+                while message.left:
+                    await message.read(_PIECE)
+                await _write(writer, hop, ERROR, msgpack.packb(error.to_dict()))
+    except (asyncio.IncompleteReadError, ConnectionError):
         return  # the job was ended
     finally:
         writer.close()
+
+
+async def _write(writer: asyncio.StreamWriter, hop: int, status: int, part: bytes) -> None:
+    writer.write(HEAD.pack(hop, status, len(part)))
+    writer.write(part)
+    await writer.drain()

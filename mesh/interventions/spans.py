@@ -62,11 +62,12 @@ class RemoteSpans:
         self._caches = Caches(self._hop_of)
         self._hooks = Hooks(interleaver, f"model.{layers}", self._caches)
         self._hooks.attention = lambda: str(self._model.config._attn_implementation)
+        self._hooks.require_as_sent = self._require_as_sent
         self._deferred: _Deferred | None = None
         self._weights = RemoteWeights(self._hop_of)
         for number in self._hop_of:
             self._take_over(number)
-        interleaver.on_begin, interleaver.on_end = self._begin, self._end
+        interleaver.on_end = self._end
 
     @property
     def is_tracing(self) -> bool:
@@ -75,6 +76,10 @@ class RemoteSpans:
 
     def run_layer(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A layer as the model's own loop calls it."""
+        if self._deferred is None:
+            self._take_back_changed(range(number, self._hop_of[number].layers.stop))
+            if number not in self._hop_of:
+                return self._layers[number].forward(*args, **kwargs)
         hop, deferred = self._hop_of[number], self._deferred
         hidden, rest = args[0], args[1:]
         if deferred is None:
@@ -93,8 +98,18 @@ class RemoteSpans:
         self._deferred = None
         return self._run(deferred)
 
-    def call(self, path: str, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self,
+        module: nn.Module,
+        path: str,
+        layer: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """One module on its own, wherever it is called from."""
+        self._take_back_changed(range(layer, layer + 1))
+        if layer not in self._hop_of:
+            return module.forward(*args, **kwargs)
         return self._hooks.run(self._hop_of[layer], {"op": "call", "path": path}, (args, kwargs))
 
     def _run(self, deferred: _Deferred) -> Any:
@@ -130,11 +145,20 @@ class RemoteSpans:
 
     # A trace
 
-    def _begin(self) -> None:
+    def _take_back_changed(self, numbers: range) -> None:
         """Layers whose modules or weights the job has changed run in the job from now on."""
-        for number in list(self._hop_of):
-            if self._weights.is_changed(number):
+        for number in numbers:
+            if number in self._hop_of and self._weights.is_changed(number):
                 self._run_here(number)
+
+    def _require_as_sent(self, first: int, stop: int) -> None:
+        """Raise BadRequest when user code changed one of these layers while their hop ran them."""
+        for number in range(first, stop):
+            if number not in self._hop_of or self._weights.is_changed(number):
+                raise BadRequest(
+                    f"Layer {number} was changed while the machine that holds it was running it.",
+                    fix="Change it before the trace, or before the trace reads its first value.",
+                )
 
     def _end(self) -> None:
         self._deferred = None
@@ -156,6 +180,7 @@ class RemoteSpans:
 
     def _run_here(self, number: int) -> None:
         size = self._weights.pull(number)
+        self._caches.take_back(number)
         del self._hop_of[number]
         for module in self._layers[number].modules():
             if isinstance(module.__dict__.get("forward"), RemoteForward):
@@ -188,7 +213,7 @@ class RemoteForward(Controller):  # type: ignore[misc]  # nnsight is untyped her
         by_user = getattr(getcurrent(), "mediator", None) is not None
         if self._is_layer and args and not by_user and self._spans.is_tracing:
             return self._spans.run_layer(self._layer, args, kwargs)
-        return self._spans.call(self._path, self._layer, args, kwargs)
+        return self._spans.call(self.module_ref(), self._path, self._layer, args, kwargs)
 
 
 def _between_layers(model: Any) -> BadRequest:

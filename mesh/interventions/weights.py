@@ -102,24 +102,27 @@ class _Part:
         self.parameters: dict[str, Any] = module.__dict__["_parameters"]
         self._children = {n: c for n, c in module._modules.items() if c is not None}
         self._attributes = _attributes(module)
+        self._size = len(module.__dict__)
 
     def is_changed(self) -> bool:
-        module = self.module
-        if any(module._modules.get(name) is not c for name, c in self._children.items()):
+        # Asked of every layer before every forward.
+        now = self.module.__dict__
+        children, stubs = now["_modules"], dict.values(now["_parameters"])
+        for name, child in self._children.items():
+            if children.get(name) is not child:
+                return True
+        for stub in stubs:
+            if stub is not None and (stub.requires_grad or not stub.is_meta):
+                return True
+        for name, value in self._attributes.items():
+            if now.get(name, now) is not value:
+                return True
+        if len(now) != self._size and _attributes(self.module).keys() != self._attributes.keys():
             return True
-        if any(p is not None and (p.requires_grad or not p.is_meta) for p in _stubs(module)):
-            return True
-        now = _attributes(module)
-        if now.keys() != self._attributes.keys():
-            return True
-        if any(now[name] is not value for name, value in self._attributes.items()):
-            return True
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        return any(not _is_transformers_own(hook) for hook in hooks)
+        return any(not _is_transformers_own(hook) for kind in _HOOKS for hook in now[kind].values())
 
 
-def _stubs(module: nn.Module) -> Any:
-    return dict.values(module.__dict__["_parameters"])
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,8 @@ MAX_TOTAL_BYTES = 4 << 20
 PARTS = ("mlp", "self_attn", "attn")
 SIDES = ("output", "input")
 
-_PATH = re.compile(r"((?:\w+\.)+)(\d{1,5})(?:\.(\w+))?")
+_PATH = re.compile(r"((?:[^\W\d]\w*\.)+)(\d{1,5})(?:\.(\w+(?:\.\w+)*))?")
+_PART = re.compile(r"(\w{1,64}(\.\w{1,64}){0,7})?")
 _FORMS = "one tensor `vector` (hidden,), or `a` (hidden, rank) and `b` (rank, hidden)"
 
 
@@ -48,7 +49,7 @@ class EditTensors:
 
     @property
     def hidden_size(self) -> int:
-        """The width of the model it is for."""
+        """The width of what it is for: of the model, or of what passes inside a layer."""
         first = self.a if self.vector is None else self.vector
         return 0 if first is None else int(first.shape[0])
 
@@ -77,11 +78,21 @@ def read_edit(data: bytes) -> EditTensors:
     raise _refused(f"it holds {shapes}")
 
 
-def parse_site(path: str, side: str, layer_prefix: str, total_layers: int) -> Site:
-    """The place that a module path like ``model.layers.5.mlp`` names. Raises BadSteering."""
+def parse_site(
+    path: str, side: str, layer_prefix: str, total_layers: int, tensors: Iterable[str] = ()
+) -> Site:
+    """The place that a module path like ``model.layers.5.mlp`` names. Raises BadSteering.
+
+    Beside the layer and its `PARTS`, whatever some of `tensors`, the checkpoint's names, belong to.
+    A shard may compute with other modules than the checkpoint has; it then refuses the place.
+    """
     match = _PATH.fullmatch(path)
-    parts = ("", *PARTS)
-    if match is None or match[1] != layer_prefix or (match[3] or "") not in parts:
+    known = (
+        match is not None
+        and match[1] == layer_prefix
+        and ((match[3] or "") in ("", *PARTS) or any(n.startswith(f"{path}.") for n in tensors))
+    )
+    if match is None or not known:
         raise BadSteering(
             f"{path!r} is no place for an edit in this model.",
             fix=f"Name {layer_prefix}N for the output of layer N, or {layer_prefix}N.mlp and the"
@@ -141,7 +152,9 @@ def _assembled(described: Sequence[Mapping[str, Any]], data: bytes) -> Iterator[
     for fields in described:
         layer, part, side = fields.get("layer"), fields.get("part"), fields.get("side")
         strength, size = fields.get("strength"), fields.get("size")
-        if part not in ("", *PARTS) or side not in SIDES or type(layer) is not int:
+        if type(part) is not str or not _PART.fullmatch(part):
+            raise _garbled()
+        if side not in SIDES or type(layer) is not int:
             raise _garbled()
         if type(size) is not int or size < 1:
             raise _garbled()
@@ -150,7 +163,7 @@ def _assembled(described: Sequence[Mapping[str, Any]], data: bytes) -> Iterator[
         position += size
         if position > len(data):
             raise _garbled()
-        yield Edit(Site(layer, str(part), str(side)), strength, data[position - size : position])
+        yield Edit(Site(layer, part, str(side)), strength, data[position - size : position])
 
 
 def _garbled() -> BadSteering:

@@ -108,7 +108,9 @@ def _entry(file: Path, name: str, value: Any, *, body: int, size: int) -> Tensor
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         numbers = (*shape, begin, end)
-        well_formed = all(type(number) is int and number >= 0 for number in numbers)
+        well_formed = type(dtype) is str and all(
+            type(number) is int and number >= 0 for number in numbers
+        )
     except (KeyError, TypeError, ValueError):
         well_formed = False
     if not well_formed or dtype not in DTYPE_BITS:

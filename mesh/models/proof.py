@@ -3,7 +3,8 @@
 The twin keeps the config's every layer and its pattern and shrinks only widths, so that whatever
 depends on a layer's index or on its neighbours shows. It is saved as a checkpoint and loaded back
 in spans, which also proves how its tensors are named. A verdict holds for one twin under one
-version of transformers; it is kept on disk when there is a cache directory.
+version of transformers; it is kept on disk when there is a cache directory. A comparison that broke
+off gives none: what it lacked (memory, room on a disk) may be there the next time.
 """
 
 from __future__ import annotations
@@ -62,10 +63,7 @@ def require_proof(family: Family, cache_dir: Path | None) -> None:
         if file and not known:
             write_json_atomically(file, {"key": key, "reason": _settled[key]})
     if _settled[key]:
-        raise UnsupportedFamily(
-            f"Model type {family.model_type} cannot be cut into layer ranges: {_settled[key]}.",
-            fix="It needs an entry in mesh/models/families.py; or use a model of a tested type.",
-        )
+        raise _refused(family, _settled[key])
 
 
 def twin_config(config: Any) -> Any:
@@ -88,20 +86,28 @@ def twin_config(config: Any) -> Any:
 
 
 def _verdict(family: Family, twin: Any) -> str:
-    """Why the family cannot be cut, or an empty string."""
+    """Why the family cannot be cut, or an empty string. Raises UnsupportedFamily without either."""
     try:
         with tempfile.TemporaryDirectory(prefix="hearthnet-proof-") as directory:
             difference = _compare(family, twin, Path(directory))
     except MeshError as error:
         reason = f"its twin could not be loaded in parts ({error.message.rstrip('.')})"
+        raise _refused(family, reason) from error
     # Whatever foreign modelling code raises here means the same: this model is not proved.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         reason = f"its twin failed with {type(error).__name__}: {str(error)[:200].rstrip('.')}"
-    else:
-        agrees = difference <= _TOLERANCE
-        reason = "" if agrees else f"in parts it differs from the whole by {difference:.2g}"
+        raise _refused(family, reason) from error
+    agrees = difference <= _TOLERANCE
+    reason = "" if agrees else f"in parts it differs from the whole by {difference:.2g}"
     logger.info("proof model_type=%s verdict=%s", family.model_type, reason or "can be cut")
     return reason
+
+
+def _refused(family: Family, reason: str) -> UnsupportedFamily:
+    return UnsupportedFamily(
+        f"Model type {family.model_type} cannot be cut into layer ranges: {reason}.",
+        fix="It needs an entry in mesh/models/families.py; or use a model of a tested type.",
+    )
 
 
 def _compare(family: Family, twin: Any, directory: Path) -> float:

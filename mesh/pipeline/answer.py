@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 class Answer:
     """Collects tokens until an end token, a stop string or the limit: see `finish_reason`."""
 
-    def __init__(self, text: Text, params: SamplingParams, limit: int, started: float) -> None:
+    def __init__(
+        self, text: Text, params: SamplingParams, limit: int, started: float, prompt_tokens: int
+    ) -> None:
         self.token_ids: list[int] = []
         self.finish_reason = ""
         self._text = text
         self._params = params
         self._limit = limit
+        self._prompt_tokens = prompt_tokens
         self._decoder = text.decoder()
         self._stops = StopStrings(params.stop)
         self._started = started
@@ -46,7 +49,8 @@ class Answer:
         logprobs: tuple[TokenLogprob, ...] = ()
         if self._params.logprobs is not None:
             logprobs = (logprob_of(logits, token, self._params.logprobs, self._text.token_text),)
-        return TokenDelta(shown, (token,), logprobs)
+        prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0
+        return TokenDelta(shown, (token,), logprobs, prompt_tokens)
 
     @property
     def first_token_ms(self) -> float:

@@ -31,6 +31,10 @@ from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, StreamF
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
+SILENCE_LIMIT_S = 30.0
+"""A running process reports twice a second; one that is silent for so long is replaced."""
+
+_SILENCE_TICK_S = 0.5
 STOP_TIMEOUT_S = 5.0
 CREDIT_BATCH = 16
 HARVEST_TIMEOUT_S = 900.0
@@ -88,6 +92,7 @@ class AskerProcess:
         self._child: Child | None = None
         self._ready = asyncio.Event()
         self._gone = asyncio.Event()
+        self._silent_s = 0.0
         self._streams: dict[str, asyncio.Queue[ChannelMessage]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -145,7 +150,7 @@ class AskerProcess:
         try:
             self._tell({"op": "generate", "id": key, "request": encode_request(request)})
             while True:
-                message = await queue.get()
+                message = await queue.get()  # at the latest that the process fell silent
                 if message["op"] == "end":
                     ended = True
                     return
@@ -190,13 +195,33 @@ class AskerProcess:
     async def _run_child(self) -> None:
         self._gone.clear()
         try:
-            await self._start_child()
-            await self._gone.wait()
+            child = await self._start_child()
+            if await self._falls_silent():
+                child.kill()
         finally:
             await self._end_child()
 
-    async def _start_child(self) -> None:
-        self._child = await Child.start(
+    async def _falls_silent(self) -> bool:
+        """Waits for the end of the process; True when it only says nothing any more.
+
+        Counted in ticks: a daemon that stood still itself has heard nobody, and blames nobody.
+        """
+        self._silent_s = 0.0
+        # While weights are read from a slow disk, nothing else gets its turn in the process.
+        while self._silent_s < (SILENCE_LIMIT_S if self._ready.is_set() else START_TIMEOUT_S):
+            try:
+                async with asyncio.timeout(_SILENCE_TICK_S):
+                    await self._gone.wait()
+            except TimeoutError:
+                self._silent_s += _SILENCE_TICK_S
+            else:
+                return False
+        name = self.spec.model_id
+        logger.error("asker %s said nothing for %g s; it is replaced", name, self._silent_s)
+        return True
+
+    async def _start_child(self) -> Child:
+        child = self._child = await Child.start(
             "mesh.pipeline.engine_process",
             name=f"asker {self.spec.model_id}",
             on_message=self._message,
@@ -213,19 +238,23 @@ class AskerProcess:
                 "shards": self._owner.routable(self.spec.model_id),
             }
         )
+        return child
 
     async def _end_child(self) -> None:
         self._ready.clear()
         child, self._child = self._child, None
         if child is not None:
             await child.stop(STOP_TIMEOUT_S)
-        lost = InternalError("the asker process ended.", fix="Ask again; it is started anew.")
+        lost = InternalError(
+            "the asker process ended, or stopped answering.", fix="Ask again; it is started anew."
+        )
         for queue in self._streams.values():
             queue.put_nowait({"op": "error", "error": lost.to_dict()})
         self.generations = []
         self._owner.asker_changed()
 
     def _message(self, message: ChannelMessage) -> None:
+        self._silent_s = 0.0
         match message["op"]:
             case "ready":
                 self.reasons, self.error = message["reasons"], None

@@ -45,6 +45,10 @@ MAX_RUNNING = 2
 YIELD_SECONDS = 5.0
 """For how long a host that was found full is spared checks."""
 
+FIRST_REFUSAL_S, LONGEST_REFUSAL_S = 15.0, 1800.0
+"""For how long layers that did not load at home are not asked for again: twice as long each time,
+because some reasons pass, such as a process that starts again, and others do not."""
+
 
 class Replicas(Protocol):
     """Where other hosts of the same layers are looked up: the router's store."""
@@ -87,6 +91,14 @@ class Finding:
     digests: tuple[str, str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Layers did not load at home: not asked for until then, after so many seconds of waiting."""
+
+    until: float
+    wait_s: float
+
+
 class Auditor:
     """Draws steps to check and checks them. Owned by the asker, fed by `Oversight`."""
 
@@ -105,7 +117,7 @@ class Auditor:
         self._standings = standings
         self._on_finding = on_finding
         self._judge = judge
-        self._not_judged: set[LayerRange] = set()
+        self._refusals: dict[LayerRange, _Refusal] = {}
         self._settings = settings
         self._rng = rng
         self._records: dict[Station, Record] = {}
@@ -310,14 +322,17 @@ class Auditor:
 
     async def _home(self, hop: RouteHop) -> RouteHop | None:
         """The same layers on this machine; None when they are not to be loaded here."""
-        if hop.layers in self._not_judged:
+        loop, refused = asyncio.get_running_loop(), self._refusals.get(hop.layers)
+        if refused is not None and loop.time() < refused.until:
             return None
         try:
             home = await self._judge(hop.layers)
         except MeshError as error:
-            self._not_judged.add(hop.layers)
+            wait_s = min(LONGEST_REFUSAL_S, 2 * refused.wait_s if refused else FIRST_REFUSAL_S)
+            self._refusals[hop.layers] = _Refusal(loop.time() + wait_s, wait_s)
             logger.info("layers %s are not checked at home: %s", hop.layers, error)
             return None
+        self._refusals.pop(hop.layers, None)
         same = (home.shard.weights_sha256, home.shard.dtype)
         return home if same == (hop.shard.weights_sha256, hop.shard.dtype) else None
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from mesh.errors import MeshError, PipelineStalled
 from mesh.pipeline.history import slice_rows
 from mesh.pipeline.lines import Lines
+from mesh.pipeline.opening import Patience
 from mesh.pipeline.station import Overseer, SessionTerms, Station
 from mesh.types import RouteHop
 from mesh.wire.messages import WireTensor
@@ -39,14 +40,14 @@ class Chain:
     """
 
     def __init__(
-        self, lines: Lines, terms: SessionTerms, overseer: Overseer, *, open_timeout_s: float
+        self, lines: Lines, terms: SessionTerms, overseer: Overseer, patience: Patience
     ) -> None:
         self.terms = terms
         self._overseer = overseer
         self.widened = 0
         self.stations: list[Station] = []
         self._lines = lines
-        self._open_timeout_s = open_timeout_s
+        self._patience = patience
         self._last_row: WireTensor | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._target = 0
@@ -117,7 +118,7 @@ class Chain:
         for station in self.stations:
             station.terms = self.terms
         await self._all(
-            [station.resume(max_tokens, self._open_timeout_s) for station in self.stations],
+            [station.resume(max_tokens, self._patience) for station in self.stations],
             [station.hop for station in self.stations],
         )
 
@@ -146,7 +147,7 @@ class Chain:
             for hop, line in zip(hops, lines, strict=True)
         ]
         try:
-            await self._all([s.open(self._open_timeout_s) for s in stations], hops)
+            await self._all([s.open(self._patience) for s in stations], hops)
         except BaseException:
             for station in stations:
                 station.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import random
 from collections.abc import AsyncGenerator
@@ -22,15 +23,16 @@ from mesh.pipeline.audit import Auditor, AuditSettings, Judge
 from mesh.pipeline.harvest import harvest
 from mesh.pipeline.lines import Dial, Lines
 from mesh.pipeline.model import AskerModel
+from mesh.pipeline.opening import Patience
 from mesh.pipeline.orchestrator import PipelineOrchestrator
 from mesh.pipeline.order import HarvestOrder
 from mesh.pipeline.oversight import Oversight
 from mesh.pipeline.pushed import PushedShards
 from mesh.pipeline.recovery import LocalModel, RecoverySettings
-from mesh.pipeline.sessions import Sessions, SessionSettings
+from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.stalls import StallWatch
 from mesh.routing.cover import CoverRules, ShardKey, home_layers, key_of
-from mesh.routing.router import ShardRouter
+from mesh.routing.router import UNSERVED, ShardRouter
 from mesh.types import GenerationRequest, NodeId, StreamFrame, WireDtype
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class EngineSettings:
     keep_first: int = 0
     keep_last: int = 0
     activation_noise: float = 0.0
+    load_limit_s: float = 300.0
 
     def cover_rules(self, total_layers: int) -> CoverRules:
         """The limits of a route through a model of so many layers."""
@@ -81,9 +84,8 @@ class Engine:
         self._local_model = local_model if settings.fallback_to_local else None
         self._router = ShardRouter(self.shards, settings.cover_rules(model.total_layers))
         lines = self._lines = Lines(dial)
-        self.sessions = Sessions(
-            lines, self._router, self._clock, SessionSettings(), self.oversight
-        )
+        patience = Patience(load_s=settings.load_limit_s)
+        self.sessions = Sessions(lines, self._router, self._clock, patience, self.oversight)
         self.oversight.expel = self._expel
         self.auditor = self.oversight.auditor = Auditor(
             lines,
@@ -128,7 +130,7 @@ class Engine:
         """Live generations with their current routes, as `/mesh/v1/status` shows them."""
         return [
             {
-                "id": session.request_id,
+                "id": _shown_id(session.request_id),
                 "model": self._model.model_id,
                 "route": [
                     {
@@ -166,6 +168,7 @@ class Engine:
 
     def _expel(self, liar: ShardKey) -> None:
         """Have every session leave a shard that was caught in a wrong answer."""
+        self.oversight.envelope.forget()
         for session in self.sessions.known():
             for station in session.chain.stations:
                 if key_of(station.hop.shard) == liar:
@@ -177,21 +180,30 @@ class Engine:
             if self._orchestrator is None:
                 if self._settings.cache_dir:
                     self.oversight.envelope = await asyncio.to_thread(Envelope.read, *self._cached)
-                verdict = await self._wire_verdict()
+                try:
+                    verdict = await self._wire_verdict()
+                except UNSERVED:
+                    if self._local_model is None:
+                        raise
+                    # What may travel is found out once somebody serves the model; home takes all.
+                    return self._orchestrate(WireDtype.FP32)
                 logger.info("model=%s wire=%s %s", self._model.model_id, *_words(verdict))
-                self._orchestrator = PipelineOrchestrator(
-                    self._model,
-                    self.sessions,
-                    self._router,
-                    wire_dtype=verdict.dtype,
-                    recovery=RecoverySettings(fallback_after=self._settings.fallback_after),
-                    local_model=self._local_model,
-                    noise=self._settings.activation_noise,
-                )
+                self._orchestrator = self._orchestrate(verdict.dtype)
             if self._settings.cache_dir and not self.oversight.envelope.is_known:
                 await self._record_envelope(self._orchestrator.wire_dtype)
             await self._keep_envelope()
             return self._orchestrator
+
+    def _orchestrate(self, dtype: WireDtype) -> PipelineOrchestrator:
+        return PipelineOrchestrator(
+            self._model,
+            self.sessions,
+            self._router,
+            wire_dtype=dtype,
+            recovery=RecoverySettings(fallback_after=self._settings.fallback_after),
+            local_model=self._local_model,
+            noise=self._settings.activation_noise,
+        )
 
     async def _keep_envelope(self) -> None:
         if self._settings.cache_dir and self.oversight.envelope.is_dirty:
@@ -216,6 +228,11 @@ class Engine:
             verdict = await wire_dtype.probe(self._model, self.sessions, self._router)
         await asyncio.to_thread(wire_dtype.write_verdict, *self._cached, verdict)
         return verdict
+
+
+def _shown_id(request_id: str) -> str:
+    """Everybody may see it; the request's own id lets a keyless caller resume the stream."""
+    return hashlib.sha256(request_id.encode()).hexdigest()[:16]
 
 
 def _words(verdict: wire_dtype.WireVerdict) -> tuple[str, str]:

@@ -3,8 +3,9 @@
 Started by `mesh.pipeline.asker` as ``python -m mesh.pipeline.engine_process``. Commands: ``start``,
 ``shards``, ``tls``, ``generate``, ``harvest``, ``credit``, ``cancel``, ``local``, ``stop``.
 Answers: ``ready`` or ``failed``, then ``frame``, ``end`` or ``error`` per generation, ``harvested``
-or ``error`` per batch, ``generations`` when the live ones change, ``latencies``, and ``local`` to
-have the whole model, or some ``layers``, loaded here. It opens no port.
+or ``error`` per batch, ``generations`` when the live ones change and twice a second (a process that
+says nothing is taken for stuck), ``latencies``, and ``local`` to have the whole model, or some
+``layers``, loaded here. It opens no port.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class EngineProcess:
     async def run(self) -> None:
         """Serve until the daemon says stop or is gone."""
         self._channel = await attach_to_parent(self._command)
+        self._spawn(self._report(), "report generations")
         await self._stopped.wait()
         for task in list(self._background):
             task.cancel()
@@ -148,7 +150,6 @@ class EngineProcess:
         self._engine.shards.replace(self._shards or message["shards"])
         self._spawn(self._engine.watch_stalls(), "watch stalls")
         self._spawn(expire_regularly(self._engine.sessions, EXPIRY_TICK_S), "expire parked")
-        self._spawn(self._report(), "report generations")
         self._send({"op": "ready", "reasons": reasons})
 
     async def _follow_members(self, tls: TlsContexts) -> None:
@@ -167,9 +168,14 @@ class EngineProcess:
             self._harvest(message["id"], message["order"])
 
     def _harvest(self, order_id: str, fields: dict[str, Any]) -> None:
-        reader = self._readers[order_id] = _Reader()
         order = HarvestOrder.from_fields(fields)
-        reader.task = self._spawn(self._run_harvest(order_id, order), f"harvest {order_id}")
+        self._begin(order_id, _Reader(), self._run_harvest(order_id, order), "harvest")
+
+    def _begin(self, key: str, reader: _Reader, work: Coroutine[Any, Any, None], kind: str) -> None:
+        self._readers[key] = reader
+        reader.task = self._spawn(work, f"{kind} {key}")
+        # Not at the end of the work: a task that is cancelled before its first step has none.
+        reader.task.add_done_callback(lambda _: self._readers.pop(key, None))
 
     async def _run_harvest(self, order_id: str, order: HarvestOrder) -> None:
         answer: ChannelMessage
@@ -179,8 +185,6 @@ class EngineProcess:
             answer = {"op": "harvested", "result": await self._engine.harvest(order)}
         except MeshError as error:
             answer = {"op": "error", "error": error.to_dict()}
-        finally:
-            del self._readers[order_id]
         self._send({**answer, "id": order_id})
 
     def _generate(self, request_id: str, fields: dict[str, Any]) -> None:
@@ -188,9 +192,9 @@ class EngineProcess:
             error = InternalError("the asker is not started.", fix="Report this as a bug.")
             self._send({"op": "error", "id": request_id, "error": error.to_dict()})
             return
-        reader = self._readers[request_id] = _Reader()
+        reader = _Reader()
         frames = self._engine.chat(decode_request(fields))
-        reader.task = self._spawn(self._run(request_id, frames, reader), f"generate {request_id}")
+        self._begin(request_id, reader, self._run(request_id, frames, reader), "generate")
 
     async def _run(
         self, request_id: str, frames: AsyncGenerator[StreamFrame, None], reader: _Reader
@@ -211,7 +215,6 @@ class EngineProcess:
             error = InternalError(f"{type(raised).__name__}: {raised}.", fix="See the log.")
             raise
         finally:
-            del self._readers[request_id]
             ending: ChannelMessage = {"op": "end", "id": request_id}
             if error is not None:
                 ending = {"op": "error", "id": request_id, "error": error.to_dict()}
@@ -252,6 +255,7 @@ class EngineProcess:
 
     async def _report(self) -> None:
         while True:
+            self._send({"op": "generations", "generations": self._reported})
             self._send_generations()
             latencies = self._engine.take_latencies() if self._engine is not None else {}
             if latencies:

@@ -59,7 +59,7 @@ def decode_request(fields: dict[str, Any]) -> GenerationRequest:
 
 def encode_frame(frame: StreamFrame) -> dict[str, Any]:
     """For `decode_frame`."""
-    if isinstance(frame, TokenDelta) and not frame.logprobs:
+    if isinstance(frame, TokenDelta) and not (frame.logprobs or frame.prompt_tokens):
         # One of these per token: `asdict` would cost more than everything else here.
         return {"type": frame.type, "text": frame.text, "token_ids": frame.token_ids}
     if isinstance(frame, Done):

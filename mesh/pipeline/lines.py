@@ -170,5 +170,7 @@ class Lines:
             raise ConnectFailed(f"{endpoint!r} is no endpoint.", fix="Expected wss://HOST:PORT.")
         line = Line(endpoint, host)
         line.attach(await self._dial(address.hostname, address.port, line))
+        # A host that started again has another port: what was closed at the old one is let go.
+        self._lines = {place: known for place, known in self._lines.items() if not known.is_closed}
         self._lines[host, endpoint] = line
         return line

@@ -6,20 +6,24 @@ and embeds again. This module knows nothing of sockets, HTTP or processes.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
-from mesh.errors import BadRequest, ContextTooLong
+from mesh.errors import BadRequest, ContextTooLong, MeshError
 from mesh.pipeline.answer import Answer
+from mesh.pipeline.chain import HopLost
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.passage import Passage
 from mesh.pipeline.recovery import LocalModel, Recovery, RecoverySettings
 from mesh.pipeline.sampler import Sampler
 from mesh.pipeline.sessions import GenerationSession, Sessions
 from mesh.pipeline.station import SessionTerms
-from mesh.routing.router import ShardRouter
-from mesh.types import Done, GenerationRequest, StreamFrame, WireDtype
+from mesh.routing.router import UNSERVED, ShardRouter
+from mesh.types import Done, GenerationRequest, PipelineAborted, StreamFrame, WireDtype
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 1024
 """New tokens when a request names no limit: caches on every hop are reserved for them."""
@@ -53,7 +57,7 @@ class PipelineOrchestrator:
         Raises:
             BadRequest, ContextTooLong: the request cannot be served by this model.
             BadSteering: an edit cannot be applied, or makes activations infinite.
-            NoRoute, WeightsMismatch: no set of shards serves it.
+            NoRoute, WeightsMismatch: no set of shards serves it, nor does the local model.
         """
         started = time.monotonic()
         prompt = self._model.text.prompt_ids(request)
@@ -65,15 +69,20 @@ class PipelineOrchestrator:
             request.wire_dtype or self.wire_dtype,
             request.edits,
         )
-        session = await self._sessions.acquire(prompt, terms, self._model.total_layers)
+        home = self._local_model if request.fallback_to_local is not False else None
+        session, notices = await self._begin(prompt, terms, home)
         constructed = time.monotonic()
         session.request_id = request.request_id
         cached = len(session.token_ids)
         finished = False
         try:
-            recovery = self._recover(session, request)
+            for notice in notices:
+                yield notice
+            recovery = Recovery(
+                session, self._router, self._model.hidden_size, self._recovery, home
+            )
             passage = Passage(self._model, session, recovery, noise=self._noise)
-            answer = Answer(self._model.text, request.sampling, limit, started)
+            answer = Answer(self._model.text, request.sampling, limit, started, len(prompt))
             sampler = Sampler(request.sampling, prompt)
             ids: Sequence[int] = prompt[cached:]
             while not answer.finish_reason:
@@ -88,15 +97,24 @@ class PipelineOrchestrator:
         done = self._done(prompt, cached, passage, answer)
         yield replace(done, construct_ms=(constructed - started) * 1e3)
 
-    def _recover(self, session: GenerationSession, request: GenerationRequest) -> Recovery:
-        may_go_home = request.fallback_to_local is not False
-        return Recovery(
-            session,
-            self._router,
-            self._model.hidden_size,
-            self._recovery,
-            self._local_model if may_go_home else None,
-        )
+    async def _begin(
+        self, prompt: Sequence[int], terms: SessionTerms, home: LocalModel | None
+    ) -> tuple[GenerationSession, list[StreamFrame]]:
+        """A session to generate in, at home where the mesh cannot; what to say about that."""
+        total_layers = self._model.total_layers
+        at_home = home is not None
+        try:
+            return await self._sessions.acquire(prompt, terms, total_layers, at_home=at_home), []
+        except UNSERVED as nobody:
+            if home is None:
+                raise
+            try:
+                session = await self._sessions.open_at_home(await home(), terms, total_layers)
+            except (MeshError, HopLost) as unable:
+                logger.info("model=%s not run at home: %s", terms.model_id, unable)
+                raise nobody from None
+            reason = f"{nobody.message} The answer comes from the local model."
+            return session, [PipelineAborted(reason)]
 
     def _token_limit(self, prompt: Sequence[int], wanted: int | None) -> int:
         """How many new tokens this request may get; refuses rather than cuts."""
@@ -126,4 +144,5 @@ class PipelineOrchestrator:
             first_token_ms=answer.first_token_ms,
             tokens_per_second=answer.tokens_per_second,
             hops=passage.timings(),
+            widened=passage.widened,
         )

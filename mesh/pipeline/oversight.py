@@ -32,6 +32,8 @@ from mesh.types import RouteHop, ShardDescriptor
 from mesh.wire.messages import WireTensor
 
 MAX_EVENTS = 256
+MAX_PACES = 1024
+"""Shards whose pace is remembered; the one that was asked about longest ago makes room."""
 
 _NO_FAULT = (BadRequest, BadSteering, Busy, CacheFull, ContextTooLong, DiskFull, SessionGone)
 """Answers that say nothing against a host: it is full, forgot, or was asked something wrong."""
@@ -107,9 +109,12 @@ class Oversight:
 
     def latency(self, key: ShardKey) -> HopLatency:
         """What is known of a shard's pace."""
-        known = self._latencies.get(key)
+        known = self._latencies.pop(key, None)
         if known is None:
-            known = self._latencies[key] = HopLatency(self._ceiling_s)
+            if len(self._latencies) >= MAX_PACES:
+                del self._latencies[next(iter(self._latencies))]
+            known = HopLatency(self._ceiling_s)
+        self._latencies[key] = known  # at the end: in use
         return known
 
     def limit_s(self, station: Station) -> float:

@@ -37,6 +37,7 @@ class Passage:
         self._ends = model.ends
         self._hidden_size = model.hidden_size
         self._session = session
+        self._widened_before = session.chain.widened
         self._recovery = recovery
         self._noise = RowNoise(noise)
         self._row = WireTensor("fp32", (1, 0, model.hidden_size), b"")
@@ -55,6 +56,11 @@ class Passage:
     def fallback(self) -> bool:
         """Whether the generation went on at home."""
         return self._session.fallback
+
+    @property
+    def widened(self) -> int:
+        """How many tensors overflowed the wire dtype so far."""
+        return self._session.chain.widened - self._widened_before
 
     def timings(self) -> tuple[HopTiming, ...]:
         """Percentiles per hop."""

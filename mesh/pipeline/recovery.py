@@ -15,7 +15,7 @@ from mesh.errors import BadSteering, MeshError, NoRoute
 from mesh.pipeline.chain import HopLost
 from mesh.pipeline.sessions import GenerationSession, replaced
 from mesh.routing.cover import ShardKey, key_of
-from mesh.routing.router import ShardRouter
+from mesh.routing.router import UNSERVED, ShardRouter
 from mesh.types import (
     LayerRange,
     PipelineAborted,
@@ -67,6 +67,7 @@ class Recovery:
         self._local_model = local_model
         self._excluded: set[ShardKey] = set()
         self._stays: set[ShardKey] = set()
+        session.may_go_home = local_model is not None and not session.fallback
 
     async def recover(self, lost: HopLost) -> AsyncGenerator[StreamFrame, None]:
         """Replace a lost hop; PipelineAborted and NoRoute when that stays impossible.
@@ -113,7 +114,7 @@ class Recovery:
                     self._session.pipeline, index, self._excluded | self._stays | {key}
                 )
                 await self._session.chain.replace(index, picked, self._rows)
-            except (NoRoute, HopLost):
+            except (*UNSERVED, HopLost):
                 self._stays.add(key)
                 continue
             yield ShardStatus(hop.shard.shard_id, hop.shard.node_name, "draining", "it is stopping")
@@ -131,7 +132,7 @@ class Recovery:
                 await self._session.chain.replace(lost.index, hops, self._rows)
             except HopLost as again:
                 self._excluded.add(key_of(again.hop.shard))
-            except NoRoute:
+            except UNSERVED:
                 wait = next(waits, None)
                 if wait is None:
                     return ()
@@ -157,7 +158,7 @@ class Recovery:
             try:
                 hops = self._router.cover(pipeline.model_id, pipeline.weights_sha256, whole, failed)
                 await chain.replace(0, hops, self._rows, count=len(chain.stations))
-            except NoRoute:
+            except UNSERVED:
                 return ()
             except HopLost as again:
                 failed.add(key_of(again.hop.shard))
@@ -167,16 +168,15 @@ class Recovery:
 
     async def _home(self, lost: HopLost) -> AsyncGenerator[StreamFrame, None]:
         """Go on with the whole model at home; nothing happens when that cannot be."""
-        if self._local_model is None or self._session.fallback:
+        if self._local_model is None or not self._session.may_go_home:
             return
+        self._session.may_go_home = False
         chain = self._session.chain
         try:
             hops = tuple(await self._local_model())
             await chain.replace(0, hops, self._rows, count=len(chain.stations))
         except (MeshError, HopLost):
-            # It does not fit here, or its process failed: others are asked after all.
-            self._local_model = None
-            return
+            return  # it does not fit here, or its process failed: others are asked after all
         self._session.fallback = True
         pipeline = self._session.pipeline
         self._session.pipeline = replaced(pipeline, 0, hops, count=len(pipeline.hops))

@@ -18,10 +18,11 @@ from mesh.clock import Clock
 from mesh.errors import BadSteering, LinkLost, MeshError, NoRoute
 from mesh.pipeline.chain import Chain, HopLost
 from mesh.pipeline.lines import Lines
+from mesh.pipeline.opening import Patience
 from mesh.pipeline.station import Overseer, SessionTerms
 from mesh.routing.cover import ShardKey, key_of
-from mesh.routing.router import ShardRouter
-from mesh.types import Pipeline, RouteHop
+from mesh.routing.router import UNSERVED, ShardRouter
+from mesh.types import LayerRange, Pipeline, RouteHop
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +33,17 @@ MAX_PARKED_BYTES = 512 << 20
 
 @dataclass(slots=True)
 class GenerationSession:
-    """The hops of one generation and the tokens whose states they hold."""
+    """The hops of one generation and the tokens whose states they hold.
+
+    `fallback`: all hops are at home because the mesh could not; `may_go_home`: that may still be.
+    """
 
     chain: Chain
     pipeline: Pipeline
     request_id: str = ""
     failovers: int = 0
     fallback: bool = False
+    may_go_home: bool = False
     token_ids: list[int] = field(default_factory=list)
     parked_at: float = 0.0
 
@@ -46,14 +51,6 @@ class GenerationSession:
     def history_bytes(self) -> int:
         """What the asker keeps in order to replay a lost hop."""
         return sum(station.history.size_bytes for station in self.chain.stations)
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSettings:
-    """Time limits and room for growth of a session."""
-
-    open_timeout_s: float = 10.0
-    headroom_tokens: int = 256
 
 
 class Sessions:
@@ -64,28 +61,31 @@ class Sessions:
         lines: Lines,
         router: ShardRouter,
         clock: Clock,
-        settings: SessionSettings,
+        patience: Patience,
         overseer: Overseer,
     ) -> None:
         self._lines = lines
         self._router = router
         self._clock = clock
-        self._settings = settings
+        self._patience = patience
         self._overseer = overseer
         self._parked: list[GenerationSession] = []
         self.live: dict[str, GenerationSession] = {}
 
     async def acquire(
-        self, prompt: Sequence[int], terms: SessionTerms, total_layers: int
+        self, prompt: Sequence[int], terms: SessionTerms, total_layers: int, *, at_home: bool
     ) -> GenerationSession:
         """A session whose `token_ids` are a proper prefix of `prompt`, empty when nothing is kept.
+
+        One that was kept at home is used `at_home` only, and while nobody else serves the model.
 
         Raises:
             NoRoute, WeightsMismatch: as `ShardRouter.pick`.
             BadRequest, ContextTooLong: a hop cannot serve such a request at all.
             BadSteering: a hop cannot apply one of the edits.
         """
-        kept = self._take_parked(prompt, terms)
+        at_home = at_home and not self._is_served(terms, total_layers)
+        kept = self._take_parked(prompt, terms, at_home=at_home)
         if kept is not None:
             session, common = kept
             try:
@@ -97,7 +97,7 @@ class Sessions:
                 session.chain.close()
                 raise
             else:
-                session.failovers, session.fallback = 0, False
+                session.failovers = 0
                 session.chain.cut(common)
                 del session.token_ids[common:]
                 return self._register(session)
@@ -106,6 +106,18 @@ class Sessions:
     async def open_fresh(self, terms: SessionTerms, total_layers: int) -> GenerationSession:
         """A session with empty caches; raises as `acquire`."""
         return self._register(await self._open(terms, total_layers))
+
+    async def open_at_home(
+        self, hops: Sequence[RouteHop], terms: SessionTerms, total_layers: int
+    ) -> GenerationSession:
+        """A session with empty caches on hops of this machine alone. Raises HopLost."""
+        chain = self._chain(terms)
+        await chain.open(hops)
+        pipeline = Pipeline(
+            _new_id(), terms.model_id, terms.weights_sha256, total_layers, tuple(hops),
+            self._clock.now(),
+        )  # fmt: skip
+        return self._register(GenerationSession(chain, pipeline, fallback=True))
 
     def release(self, session: GenerationSession, *, keep: bool) -> None:
         """Give a session back: parked for a follow-up when `keep`, else freed on every hop."""
@@ -153,14 +165,13 @@ class Sessions:
                     terms.model_id,
                     terms.weights_sha256,
                     total_layers,
-                    pipeline_id=uuid.uuid4().hex[:12],
+                    pipeline_id=_new_id(),
                     now=self._clock.now(),
                     exclude=refused,
                 )
             except NoRoute as nobody:
                 raise _with_refusals(nobody, refused.values()) from None
-            timeout_s = self._settings.open_timeout_s
-            chain = Chain(self._lines, terms, self._overseer, open_timeout_s=timeout_s)
+            chain = self._chain(terms)
             try:
                 await chain.open(pipeline.hops)
             except HopLost as lost:
@@ -172,13 +183,26 @@ class Sessions:
                 continue
             return GenerationSession(chain, pipeline)
 
+    def _chain(self, terms: SessionTerms) -> Chain:
+        return Chain(self._lines, terms, self._overseer, self._patience)
+
+    def _is_served(self, terms: SessionTerms, total_layers: int) -> bool:
+        whole = LayerRange(0, total_layers)
+        try:
+            self._router.cover(terms.model_id, terms.weights_sha256, whole)
+        except UNSERVED:
+            return False
+        return True
+
     def _take_parked(
-        self, prompt: Sequence[int], terms: SessionTerms
+        self, prompt: Sequence[int], terms: SessionTerms, *, at_home: bool
     ) -> tuple[GenerationSession, int] | None:
         best: tuple[int, GenerationSession] | None = None
         for session in self._parked:
             kept = session.chain.terms
             if kept.wire_dtype is not terms.wire_dtype or kept.edits != terms.edits:
+                continue
+            if session.fallback and not at_home:
                 continue
             # One token at least must be fed again: its row is what the next token comes from.
             common = min(_common_prefix(session.token_ids, prompt), len(prompt) - 1)
@@ -213,6 +237,10 @@ def replaced(
         (*pipeline.hops[:index], *hops, *pipeline.hops[index + count :]),
         pipeline.established_at,
     )
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex[:12]
 
 
 def _with_refusals(nobody: NoRoute, refused: Iterable[HopLost]) -> NoRoute:

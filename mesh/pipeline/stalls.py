@@ -1,19 +1,20 @@
 """Finds the hops that make no progress and has them replaced.
 
-Where somebody else could take over, the limit is what this hop usually needs (`mesh.health
-.latency`); where nobody could, the configured one: giving up a slow hop for itself helps nobody.
+Where somebody else, or the local model, could take over, the limit is what this hop usually needs
+(`mesh.health.latency`); where nobody could, the configured one: giving up a slow hop for itself
+helps nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-from mesh.errors import NoRoute, PipelineStalled, WeightsMismatch
+from mesh.errors import PipelineStalled
 from mesh.pipeline.oversight import Oversight
-from mesh.pipeline.sessions import Sessions
+from mesh.pipeline.sessions import GenerationSession, Sessions
 from mesh.pipeline.station import Station
 from mesh.routing.cover import key_of
-from mesh.routing.router import ShardRouter
+from mesh.routing.router import UNSERVED, ShardRouter
 
 TICK_S = 0.25
 _LATE_S = 0.25
@@ -46,15 +47,15 @@ class StallWatch:
             for station in list(session.chain.stations):
                 since = station.waiting_since
                 if since is not None and station.error is None:
-                    self._judge(station, now - since)
+                    self._judge(session, station, now - since)
 
-    def _judge(self, station: Station, waited_s: float) -> None:
+    def _judge(self, session: GenerationSession, station: Station, waited_s: float) -> None:
         limit_s = self._oversight.limit_s(station)
         shard = station.hop.shard
         slow = self._oversight.latency(key_of(shard)).is_slow(station.waiting_rows)
         if waited_s > self._ceiling_s:
             limit_s, slow = self._ceiling_s, False
-        elif not (waited_s > limit_s or slow) or not self._is_replaceable(station):
+        elif not (waited_s > limit_s or slow) or not self._is_replaceable(session, station):
             return
         what = "answers much slower than usual" if slow else f"gave no answer for {limit_s:.3g} s"
         station.fail(
@@ -63,12 +64,14 @@ class StallWatch:
             )
         )
 
-    def _is_replaceable(self, station: Station) -> bool:
+    def _is_replaceable(self, session: GenerationSession, station: Station) -> bool:
+        if session.may_go_home:
+            return True
         terms, hop = station.terms, station.hop
         try:
             self._router.cover(
                 terms.model_id, terms.weights_sha256, hop.layers, {key_of(hop.shard)}
             )
-        except (NoRoute, WeightsMismatch):
+        except UNSERVED:
             return False
         return True

@@ -28,10 +28,12 @@ from mesh.models.edits import describe
 from mesh.models.harvest import HarvestBatch
 from mesh.pipeline.history import History, slice_rows
 from mesh.pipeline.lines import Line
+from mesh.pipeline.opening import Opening, Patience
 from mesh.types import Edit, HopTiming, LayerRange, ModelId, RouteHop, WireDtype
 from mesh.wire.messages import (
     Close,
     Failure,
+    Loading,
     Message,
     Open,
     Opened,
@@ -154,7 +156,7 @@ class Station:
         self._on_lost = on_lost
         self._overseer = overseer
         self._session = line.register(self)
-        self._opening: asyncio.Future[Opened | Sealed] | None = None
+        self._opening: Opening | None = None
         self._steps = 0
         self._pending: dict[int, _Pending] = {}
         self._backlog: deque[tuple[int, WireTensor]] = deque()
@@ -165,29 +167,29 @@ class Station:
 
     # Life
 
-    async def open(self, timeout_s: float) -> None:
+    async def open(self, patience: Patience) -> None:
         """Ask for the session. Raises what the hop answers, LinkLost, PipelineStalled."""
-        await self._ask(self.terms.opening(self._session, self.hop.layers), timeout_s)
+        await self._ask(self.terms.opening(self._session, self.hop.layers), patience)
 
     def park(self) -> None:
         """Keep the cache, give the stream back."""
         self._overseer.closed(self)
         self._line.send(Park(self._session))
 
-    async def resume(self, max_tokens: int, timeout_s: float) -> None:
+    async def resume(self, max_tokens: int, patience: Patience) -> None:
         """Take a stream again, with room for `max_tokens` positions in all."""
-        await self._ask([Resume(self._session, max_tokens)], timeout_s)
+        await self._ask([Resume(self._session, max_tokens)], patience)
 
     async def seal(self, timeout_s: float) -> list[dict[str, Any]]:
         """End the harvest; what the hop says of each file."""
-        answer = await self._ask([Seal(self._session)], timeout_s)
+        answer = await self._ask([Seal(self._session)], Patience(timeout_s))
         return answer.files if isinstance(answer, Sealed) else []
 
     def close(self) -> None:
         """Free the session on the hop, if it can still be told."""
         self._overseer.closed(self)
         self._line.unregister(self._session)
-        if self._opening is not None and not self._opening.done():
+        if self._opening is not None:
             self._opening.cancel()
         if not self._line.is_closed:
             self._line.send(Close(self._session))
@@ -267,8 +269,8 @@ class Station:
         self.error = error
         self._pending.clear()
         self._backlog.clear()
-        if self._opening is not None and not self._opening.done():
-            self._opening.set_exception(error)
+        if self._opening is not None and not self._opening.is_settled:
+            self._opening.fail(error)
         else:
             self._on_lost(self)
 
@@ -279,8 +281,11 @@ class Station:
         if isinstance(message, Result):
             self._result(message)
         elif isinstance(message, Opened | Sealed):
-            if self._opening is not None and not self._opening.done():
-                self._opening.set_result(message)
+            if self._opening is not None:
+                self._opening.answer(message)
+        elif isinstance(message, Loading):
+            if self._opening is not None:
+                self._opening.loading()
         elif isinstance(message, Failure):
             self.fail(from_dict(message.error))
 
@@ -290,25 +295,24 @@ class Station:
 
     # Private
 
-    async def _ask(self, question: Sequence[Message], timeout_s: float) -> Opened | Sealed:
+    async def _ask(self, question: Sequence[Message], patience: Patience) -> Opened | Sealed:
         try:
-            return await self._ask_once(question, timeout_s)
+            return await self._ask_once(question, patience)
         except (Busy, CacheFull):
             if not await self._overseer.make_room(self.hop):
                 raise
             self.error = None
-            return await self._ask_once(question, timeout_s)
+            return await self._ask_once(question, patience)
 
-    async def _ask_once(self, question: Sequence[Message], timeout_s: float) -> Opened | Sealed:
-        self._opening = asyncio.get_running_loop().create_future()
+    async def _ask_once(self, question: Sequence[Message], patience: Patience) -> Opened | Sealed:
+        opening = self._opening = Opening(patience)
         try:
             self._line.ask(question)
-            async with asyncio.timeout(timeout_s):
-                return await self._opening
+            return await opening.wait()
         except TimeoutError:
             raise PipelineStalled(
                 f"{self.hop.shard.node_name} did not open {self.hop.shard.shard_id} "
-                f"within {timeout_s:g} s.",
+                f"within {opening.limit_s:g} s.",
                 fix="Another shard is tried; see `hearthnet peers` for its state.",
             ) from None
         finally:
@@ -355,13 +359,18 @@ class Station:
 
     def _fault(self, tensor: WireTensor, pending: _Pending, now: float) -> MeshError | None:
         """What is wrong with an answer; None when it may be handed on."""
-        if tensor.shape != pending.shape or tensor.dtype not in _FLOATS:
+        if not is_activations(tensor, pending.shape):
             return self._overseer.corrupted(
                 self.hop,
                 f"{tensor.dtype} of shape {tensor.shape} where {pending.shape} was expected",
             )
         elapsed_s = now - max(pending.sent_at, self._answered_at)
         return self._overseer.answered(self, pending.position, tensor, elapsed_s)
+
+
+def is_activations(tensor: WireTensor, shape: tuple[int, ...]) -> bool:
+    """Whether a hop's answer has the shape and one of the dtypes of hidden states."""
+    return tensor.shape == shape and tensor.dtype in _FLOATS
 
 
 def _percentile(ordered: list[float], share: float) -> float:

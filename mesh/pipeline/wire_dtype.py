@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from mesh.models.hashing import write_json_atomically
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.passage import Passage
 from mesh.pipeline.recovery import Recovery, RecoverySettings
@@ -71,11 +72,7 @@ def read_verdict(cache_dir: Path, weights_sha256: str) -> WireVerdict | None:
 
 def write_verdict(cache_dir: Path, weights_sha256: str, verdict: WireVerdict) -> None:
     """Keep a verdict for the next start."""
-    path = _path(cache_dir, weights_sha256)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(asdict(verdict)), encoding="utf-8")
-    draft.replace(path)
+    write_json_atomically(_path(cache_dir, weights_sha256), asdict(verdict))
 
 
 async def _logits(

@@ -10,6 +10,9 @@ from mesh.errors import NoRoute, WeightsMismatch
 from mesh.routing.cover import Candidate, CoverRules, ShardKey, greedy_cover, missing_layers
 from mesh.types import LayerRange, ModelId, Pipeline, RouteHop
 
+UNSERVED = (NoRoute, WeightsMismatch)
+"""What the router raises when nobody serves the layers: none at all, or none of these weights."""
+
 
 class ShardStore(Protocol):
     """Where the router looks up who serves what (`mesh.discovery` keeps the real one)."""

@@ -35,27 +35,29 @@ class Hook(Protocol):
 Placed = tuple[int, Hook]
 """A hook and the number of its session in the batch."""
 
-Change = Callable[[torch.Tensor], torch.Tensor]
+Change = Callable[[Any], torch.Tensor]
 
 
 def module_at(layer: nn.Module, site: Site) -> nn.Module:
     """The module of a decoder layer that a site names. Raises BadSteering."""
-    module = getattr(layer, site.part, None) if site.part else layer
-    if not isinstance(module, nn.Module):
+    try:
+        return layer.get_submodule(site.part)
+    except AttributeError:
         raise BadSteering(
             f"Layer {site.layer} of this model has no module {site.part!r}.",
             fix="Name one that it has, or the layer itself.",
             param="path",
-        )
-    return module
+        ) from None
 
 
 @contextmanager
-def hooked(layer: Callable[[int], nn.Module], placed: Sequence[Placed]) -> Iterator[None]:
-    """Call these hooks in the one forward that runs inside.
+def hooked(
+    layer: Callable[[int], nn.Module], placed: Sequence[Placed], shape: tuple[int, int]
+) -> Iterator[None]:
+    """Call these hooks in the one forward that runs inside, of (sessions, rows) `shape`.
 
     `layer` finds a decoder layer by its number. Raises BadSteering when the forward passed by one
-    of the places, or had something else there than hidden states.
+    of the places, or not just once, or had something else there than the sessions' rows in order.
     """
     at: dict[Site, list[Placed]] = defaultdict(list)
     for row, hook in placed:
@@ -64,24 +66,29 @@ def hooked(layer: Callable[[int], nn.Module], placed: Sequence[Placed]) -> Itera
     with ExitStack() as hanging:
         for site, hooks in at.items():
             module = module_at(layer(site.layer), site)
-            handle = _hang(module, site, _change(site, hooks, passed))
+            handle = _hang(module, site, _change(site, hooks, passed, shape))
             hanging.callback(handle.remove)
         yield
     missed = at.keys() - passed
     if missed:
-        raise _unfit(next(iter(missed)), "is computed in a way that cannot be followed")
+        raise unfit(next(iter(missed)), "is computed in a way that cannot be followed")
 
 
-def _change(site: Site, hooks: Sequence[Placed], passed: set[Site]) -> Change:
-    def change(hidden: torch.Tensor) -> torch.Tensor:
+def _change(
+    site: Site, hooks: Sequence[Placed], passed: set[Site], shape: tuple[int, int]
+) -> Change:
+    def change(hidden: Any) -> torch.Tensor:
+        if site in passed:
+            raise unfit(site, "is passed more than once")
         passed.add(site)
-        if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3:
-            raise _unfit(site, "does not pass hidden states")
+        # Experts, say, see rows of several sessions in an order of their own.
+        if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or hidden.shape[:2] != shape:
+            raise unfit(site, "does not pass hidden states")
         rows = list(hidden.tensor_split(len(hidden)))  # views: one session each
         for row, hook in hooks:
             edited = hook(rows[row])
             if edited.shape != rows[row].shape:
-                raise _unfit(site, f"passes hidden states of width {hidden.shape[2]}")
+                raise unfit(site, f"passes hidden states of width {hidden.shape[2]}")
             rows[row] = edited
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
@@ -92,7 +99,7 @@ def _hang(module: nn.Module, site: Site, change: Change) -> Any:
     def before(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if args:
             return (change(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+        return args, {**kwargs, "hidden_states": change(kwargs.get("hidden_states"))}
 
     def after(_module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -104,7 +111,8 @@ def _hang(module: nn.Module, site: Site, change: Change) -> Any:
     return module.register_forward_hook(after)
 
 
-def _unfit(site: Site, why: str) -> BadSteering:
+def unfit(site: Site, why: str) -> BadSteering:
+    """Why a place is none for a hook here."""
     what = f"{site.part} of layer {site.layer}" if site.part else f"layer {site.layer}"
     return BadSteering(
         f"The {site.side} of {what} {why} here.", fix="Choose another place.", param="path"

@@ -1,7 +1,8 @@
 """The shard process: ``python -m mesh.shard.host``, one per device, started by the daemon.
 
-Takes commands from the daemon's channel, one after the other, and serves askers on its own
-listener. Its event loop serves nothing but hops, so that a short decode step may be computed on it.
+Takes commands from the daemon's channel, those that load or unload one after the other, and serves
+askers on its own listener. Its event loop serves nothing but hops, so that a short decode step may
+be computed on it.
 
 Commands: ``start``, ``tls``, ``tokens``, ``load``, ``unload``, ``pause``, ``stop``. Answers:
 ``listening``, ``loaded``, ``unloaded``, ``paused``, ``failed``, and ``health`` every second and on
@@ -22,6 +23,7 @@ from typing import Any
 import psutil
 
 from mesh.clock import SystemClock
+from mesh.discovery.interfaces import Reach
 from mesh.errors import BadRequest, LinkLost, MeshError, UntrustedPeer
 from mesh.identity.tls import TlsContexts, TlsMaterial, require_node
 from mesh.shard.batcher import DeviceQueue
@@ -43,6 +45,7 @@ from mesh.wire.websocket import LinkServer, serve
 logger = logging.getLogger(__name__)
 
 _HEALTH_INTERVAL_S = 1.0
+_MEMBERS_RETRY_S = 1.0
 _CHANGES_TOGETHER_S = 0.05
 _MAX_COMMANDS = 64
 
@@ -63,42 +66,46 @@ class ShardProcess:
         self._members: list[bytes] | None = None
         self._revoked: frozenset[str] = frozenset()
         self._members_changed = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._grace_s = 0.0
 
     def receive(self, command: ChannelMessage) -> None:
         """One map from the daemon; more than a few unanswered ones are refused.
 
-        Who may come in, and which tokens hold, is not put behind a shard that takes its time to
-        load.
+        Who may come in, which tokens hold, and that sessions have to leave, is not put behind a
+        shard that takes its time to load.
         """
-        if command.get("op") == "tls":
-            self._members = [bytes(der) for der in command["members"]]
-            self._members_changed.set()
-            return
-        if command.get("op") == "tokens":
-            self._revoked = frozenset(map(str, command["revoked"]))
-            self._service.revoke(self._revoked)
-            return
-        try:
-            self._commands.put_nowait(command)
-        except asyncio.QueueFull:
-            error = BadRequest("The shard process has too many commands waiting.", fix="Wait.")
-            self._say({"op": "failed", "shard": command.get("shard"), "error": error.to_dict()})
+        match command.get("op"):
+            case "tls":
+                self._members = [bytes(der) for der in command["members"]]
+                self._members_changed.set()
+            case "tokens":
+                self._revoked = frozenset(map(str, command["revoked"]))
+                self._service.revoke(self._revoked)
+            case "pause":
+                self._pause(bool(command["paused"]))
+            case "stop":
+                self._grace_s = float(command.get("grace_s", 0.0))
+                self._stopping.set()
+            case _:
+                self._enqueue(command)
 
     async def run(self, channel: Channel) -> None:
-        """Serve until ``stop``."""
+        """Serve until ``stop``. A background task that fails ends it: the daemon starts another."""
         self._channel = channel
-        background = [
-            asyncio.create_task(self._report(), name="shard-health"),
-            asyncio.create_task(self._follow_members(), name="shard-members"),
-        ]
         try:
-            while (command := await self._commands.get()).get("op") != "stop":
-                await self._obey(command)
-            await self._drain(float(command.get("grace_s", 0.0)))
+            async with asyncio.TaskGroup() as group:
+                background = [
+                    group.create_task(self._report(), name="shard-health"),
+                    group.create_task(self._follow_members(), name="shard-members"),
+                ]
+                obeying = group.create_task(self._obey_all(), name="shard-commands")
+                await self._stopping.wait()
+                obeying.cancel()  # a shard that is still loading is not served any more
+                await self._drain(self._grace_s)
+                for task in background:
+                    task.cancel()
         finally:
-            for task in background:
-                task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
             if self._listener is not None:
                 await self._listener.close()
             if self._queue is not None:
@@ -106,12 +113,22 @@ class ShardProcess:
             if self._service.shelf is not None:
                 self._service.shelf.close()
 
+    def _enqueue(self, command: ChannelMessage) -> None:
+        try:
+            self._commands.put_nowait(command)
+        except asyncio.QueueFull:
+            error = BadRequest("The shard process has too many commands waiting.", fix="Wait.")
+            self._say(_failed(command, error))
+
+    async def _obey_all(self) -> None:
+        while True:
+            await self._obey(await self._commands.get())
+
     async def _obey(self, command: ChannelMessage) -> None:
         obey: dict[str, Callable[[ChannelMessage], Awaitable[ChannelMessage]]] = {
             "start": self._start,
             "load": self._load,
             "unload": self._unload,
-            "pause": self._pause,
         }
         try:
             answer = await obey.get(str(command.get("op")), _unknown)(command)
@@ -142,7 +159,11 @@ class ShardProcess:
         self._service.permits = Permits(self._tls, SystemClock())
         self._service.revoke(self._revoked)
         self._listener = await serve(
-            host, port, accept=self._accept, hello=hello, ssl=self._tls.server
+            Reach.of(command.get("interfaces", [host]), host) or host,
+            port,
+            accept=self._accept,
+            hello=hello,
+            ssl=self._tls.server,
         )
         self._members_changed.set()
         self._queue = DeviceQueue(threads.value)
@@ -169,7 +190,13 @@ class ShardProcess:
             self._members_changed.clear()
             if self._tls is None or self._members is None:
                 continue  # the listener starts with newer ones
-            await asyncio.to_thread(self._tls.update, self._members)
+            try:
+                await asyncio.to_thread(self._tls.update, self._members)
+            except OSError:
+                # Whoever left is not trusted any more all the same, and frees what was lacking.
+                logger.exception("members not followed; again in %g s", _MEMBERS_RETRY_S)
+                loop = asyncio.get_running_loop()
+                loop.call_later(_MEMBERS_RETRY_S, self._members_changed.set)
             for link in self._listener.links if self._listener is not None else ():
                 if not self._tls.trusts(link.peer.node_id):
                     link.close("you are no longer trusted here")
@@ -203,11 +230,10 @@ class ShardProcess:
         self._changed.set()
         return {"op": "unloaded", "shard_id": name}
 
-    async def _pause(self, command: ChannelMessage) -> ChannelMessage:
+    def _pause(self, paused: bool) -> None:
         """Have askers move their sessions away, or take that back."""
-        paused = bool(command["paused"])
         self._tell_askers(Drain("the node goes to sleep" if paused else ""))
-        return {"op": "paused", "paused": paused}
+        self._say({"op": "paused", "paused": paused})
 
     def _tell_askers(self, notice: Drain) -> None:
         for link in self._listener.links if self._listener is not None else ():
@@ -227,6 +253,7 @@ class ShardProcess:
                     await self._changed.wait()
 
     async def _report(self) -> None:
+        rss_mb = 0.0
         while True:
             # Not `wait_for`: before Python 3.12 it loses a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
@@ -235,7 +262,8 @@ class ShardProcess:
                 # What changes together is said together.
                 await asyncio.sleep(_CHANGES_TOGETHER_S)
             self._changed.clear()
-            rss_mb = psutil.Process().memory_info().rss / 2**20
+            with contextlib.suppress(OSError):  # no descriptor is left to read it with
+                rss_mb = psutil.Process().memory_info().rss / 2**20
             shards = [await _health(server, rss_mb) for server in self._service.servers]
             self._say({"op": "health", "shards": shards, "sessions": self._service.sessions()})
 

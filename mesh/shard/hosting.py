@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from mesh.errors import InternalError, LinkLost, MeshError, from_dict
+from mesh.errors import InternalError, LinkLost, MeshError, PortInUse, from_dict
 from mesh.supervise import ChannelMessage, Child, run_again
 from mesh.types import (
     Endpoint,
@@ -74,7 +74,7 @@ class ShardHost:
         self._listening = asyncio.Event()
         self._is_stopping = False
         self._revoked: list[str] = []
-        self._wanted_privately: dict[ShardId, asyncio.Future[HostedShard]] = {}
+        self._loading: dict[ShardId, asyncio.Future[HostedShard]] = {}
 
     def start(self) -> None:
         """Begin to run, once; `wait_settled` tells when every shard has loaded or failed."""
@@ -100,9 +100,10 @@ class ShardHost:
             raise error
 
     async def ensure(self, shard: dict[str, Any]) -> HostedShard:
-        """A shard for this node alone, loaded now unless it is here already.
+        """A shard that this node may use: loaded now, for it alone, unless it is here already.
 
-        Raises what loading raises, or InternalError when it takes too long.
+        One of those it is to serve is waited for, and served as well. Raises what loading raises,
+        or InternalError when it takes too long.
         """
         name = _id_of(shard)
         here = self.shards.get(name) or self.private.get(name)
@@ -112,11 +113,8 @@ class ShardHost:
         try:
             async with asyncio.timeout(START_TIMEOUT_S + LOAD_TIMEOUT_S):
                 await self._listening.wait()
-                if name not in self._wanted_privately:
-                    future = asyncio.get_running_loop().create_future()
-                    self._wanted_privately[name] = future
-                    self._tell({"op": "load", "shard": shard})
-                return await asyncio.shield(self._wanted_privately[name])
+                here = self.shards.get(name) or self.private.get(name)
+                return here if here is not None else await asyncio.shield(self._load(shard))
         except TimeoutError:
             raise InternalError(f"{name} did not load in time.", fix="See the log.") from None
 
@@ -189,18 +187,17 @@ class ShardHost:
         self._tell({"op": "start", **start})
 
     async def _end_child(self) -> None:
-        child, self._child = self._child, None
         self.shards.clear()
         self.private.clear()
         self.sessions = []
         self._listening.clear()
         ended = InternalError("the shard process ended.", fix="It starts again; try again.")
-        for future in self._wanted_privately.values():
-            future.set_exception(ended)
-        self._wanted_privately.clear()
+        for name in list(self._loading):
+            self._not_loaded(name, ended)
         self._on_change()
-        if child is not None:
-            await child.stop(STOP_TIMEOUT_S)
+        if self._child is not None:  # until it has ended, `drain` may have to end it
+            await self._child.stop(STOP_TIMEOUT_S)
+            self._child = None
 
     def _message(self, message: ChannelMessage) -> None:
         match message["op"]:
@@ -208,19 +205,11 @@ class ShardHost:
                 self.port = message["port"]
                 self.reasons = message["reasons"]
                 for shard in self.spec.shards:
-                    self._tell({"op": "load", "shard": shard})
+                    self._load(shard)
                 self._listening.set()
                 self._note_settled()
             case "loaded":
-                hosted = _hosted(message)
-                private = self._wanted_privately.pop(hosted.descriptor.shard_id, None)
-                if private is not None:
-                    self.private[hosted.descriptor.shard_id] = hosted
-                    private.set_result(hosted)
-                    return
-                self.shards[hosted.descriptor.shard_id] = hosted
-                self.failed.pop(hosted.descriptor.shard_id, None)
-                self._note_settled()
+                self._loaded(_hosted(message))
             case "failed":
                 self._failed(message)
             case "health":
@@ -228,21 +217,47 @@ class ShardHost:
                 for fields in message["shards"]:
                     self._health(fields)
 
+    def _load(self, shard: dict[str, Any]) -> asyncio.Future[HostedShard]:
+        """Ask for it unless that was done: asked twice, the process refuses what it just loaded."""
+        name = _id_of(shard)
+        if name not in self._loading:
+            self._loading[name] = asyncio.get_running_loop().create_future()
+            self._tell({"op": "load", "shard": shard})
+        return self._loading[name]
+
+    def _loaded(self, hosted: HostedShard) -> None:
+        name = hosted.descriptor.shard_id
+        loading = self._loading.pop(name, None)
+        if loading is not None:
+            loading.set_result(hosted)
+        if name not in self.wanted():
+            self.private[name] = hosted
+            return
+        self.shards[name] = hosted
+        self.failed.pop(name, None)
+        self._note_settled()
+
     def _failed(self, message: ChannelMessage) -> None:
         error = from_dict(message["error"])
         shard = message.get("shard")
-        if shard is None:
-            names = [_id_of(wanted) for wanted in self.spec.shards]
-        else:
-            names = [_id_of(shard)]
-        for name in names:
-            private = self._wanted_privately.pop(name, None)
-            if private is not None:
-                private.set_exception(error)
+        if isinstance(error, PortInUse):
+            self._gone.set()  # without a listener the process is of no use; another one is started
+            if self.port is not None:
+                logger.warning("%s The shards move to another port.", error.message)
+                self.port = None
                 return
-            self.failed[name] = error
-            logger.error("shard=%s failed: %s", name, error)
-        self._note_settled()
+        for name in self.wanted() if shard is None else [_id_of(shard)]:
+            self._not_loaded(name, error)
+            if name in self.wanted():
+                self.failed[name] = error
+                logger.error("shard=%s failed: %s", name, error)
+                self._note_settled()
+
+    def _not_loaded(self, name: ShardId, error: MeshError) -> None:
+        loading = self._loading.pop(name, None)
+        if loading is not None:
+            loading.set_exception(error)
+            loading.exception()  # often nobody waits, which is no error of its own
 
     def _health(self, fields: dict[str, Any]) -> None:
         hosted = self.shards.get(fields["shard_id"]) or self.private.get(fields["shard_id"])

@@ -137,7 +137,7 @@ class SpanRuntime:
         placed: Sequence[Placed],
     ) -> torch.Tensor:
         if placed:
-            with hooked(self.layer, placed):
+            with hooked(self.layer, placed, (hidden.shape[0], hidden.shape[1])):
                 return self._run(view, hidden, positions, cache, ())
         self._ropes.reset()
         output: torch.Tensor = view(

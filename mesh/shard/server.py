@@ -300,13 +300,11 @@ class ShardServer:
             reply(Failure(error.to_dict(), step.session, step.step))
 
     def _is_repeated(self, session: Session, step: Step, reply: Reply) -> bool:
-        if session.waiting:
-            return any(step.step == accepted.step for accepted, _ in session.waiting)
         last = session.last_result
-        if last is None or step.step != last.step:
-            return False
-        reply(last)
-        return True
+        if last is not None and step.step == last.step:
+            reply(last)
+            return True
+        return any(step.step == accepted.step for accepted, _ in session.waiting)
 
     # Admission and release
 

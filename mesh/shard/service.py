@@ -11,7 +11,7 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from mesh.errors import BadRequest, BadSteering, DiskFull, MeshError, NoRoute
+from mesh.errors import BadRequest, BadSteering, Busy, DiskFull, MeshError, NoRoute
 from mesh.models.edits import MAX_TOTAL_BYTES, assemble
 from mesh.models.harvest import HarvestBatch
 from mesh.shard.permits import Permits
@@ -25,6 +25,7 @@ from mesh.wire.link import Link
 from mesh.wire.messages import (
     Close,
     Failure,
+    Loading,
     Message,
     Open,
     Opened,
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_SESSIONS_PER_LINK = 1024
 _MAX_PARTLY_OPEN = 8
+_MAX_PARTS_BYTES = 4 * MAX_TOTAL_BYTES
+"""Parts come before the token that they belong to: this much of them, however many links."""
 
 _Opened = tuple[ShardServer, Session]
 
@@ -95,6 +98,10 @@ class ShardService:
         sessions = LinkSessions(link, self)
         self._links.add(sessions)
         return sessions
+
+    def parts_bytes(self, peer: NodeId) -> int:
+        """What a peer has sent of edits, on all its links, without the `Open` they are for."""
+        return sum(each.parts_bytes for each in self._links if each.peer == peer)
 
     def gone(self, sessions: LinkSessions) -> None:
         """A link has ended."""
@@ -181,6 +188,16 @@ class LinkSessions:
         self._taps.closed()
         self._service.gone(self)
 
+    @property
+    def peer(self) -> NodeId:
+        """Who is at the other end."""
+        return NodeId(self._link.peer.node_id)
+
+    @property
+    def parts_bytes(self) -> int:
+        """See `ShardService.parts_bytes`."""
+        return sum(map(len, self._parts.values()))
+
     def rows(self) -> list[dict[str, Any]]:
         """See `ShardService.sessions`."""
         peer = self._link.peer
@@ -243,7 +260,7 @@ class LinkSessions:
     def _open_permitted(self, request: Open | OpenTaps) -> None:
         """The token comes first: without it nothing of what was sent is looked at."""
         permits = self._service.permits
-        token = permits.take(NodeId(self._link.peer.node_id), request) if permits else None
+        token = permits.take(self.peer, request) if permits else None
         if isinstance(request, Open):
             self._open(request)
         else:
@@ -270,6 +287,10 @@ class LinkSessions:
                 fix="Attach fewer, or smaller ones.",
                 param="hearthnet.steer",
             )
+        if self._service.parts_bytes(self.peer) + len(data) > _MAX_PARTS_BYTES:
+            raise Busy(
+                "Too many sessions with edits are being opened.", fix="Open them one by one."
+            )
         self._parts[part.session] = data
 
     def _open(self, request: Open) -> None:
@@ -283,12 +304,13 @@ class LinkSessions:
             )
         if len(self._sessions) >= _MAX_SESSIONS_PER_LINK:
             self._forget_closed()
-        peer = NodeId(self._link.peer.node_id)
-        server, session = self._service.admit(request, edits, peer)
+        server, session = self._service.admit(request, edits, self.peer)
         self._sessions[request.session] = (server, session)
         if session.place is not None:
             self._send(Opened(session.number, session.max_tokens))
             return
+        if not server.load_now().loaded:
+            self._send(Loading(session.number))
         self._later(self._finish_open(server, session), "shard-open")
 
     def _later(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -328,7 +350,7 @@ class LinkSessions:
             if n in self._sessions or self._taps.has(n)
         }
 
-    def _send(self, message: Result | Failure | Opened | Sealed) -> None:
+    def _send(self, message: Result | Failure | Loading | Opened | Sealed) -> None:
         if self._link.is_closed:
             return
         try:

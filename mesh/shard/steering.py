@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mesh.errors import BadSteering
-from mesh.models.edits import EditTensors, check_edits, read_edit
-from mesh.shard.hooks import Hook, module_at
+from mesh.models.edits import PARTS, EditTensors, check_edits, read_edit
+from mesh.shard.hooks import Hook, module_at, unfit
 from mesh.types import Edit, LayerRange, Site
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class _Added:
     offset: torch.Tensor  # (hidden,), strength included
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        _check_width(self.site, hidden, len(self.offset))
         return hidden + self.offset
 
 
@@ -38,6 +39,7 @@ class _LowRank:
     b: torch.Tensor  # (rank, hidden)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        _check_width(self.site, hidden, len(self.a))
         return hidden + self.strength * ((hidden @ self.a) @ self.b)
 
 
@@ -76,7 +78,7 @@ class Steering:
                     fix="Run the same hearthnet version on both machines.",
                     param="path",
                 )
-            if tensors.hidden_size != hidden_size:
+            if edit.site.part in ("", *PARTS) and tensors.hidden_size != hidden_size:
                 raise BadSteering(
                     f"An edit is for hidden states of width {tensors.hidden_size}; this model's"
                     f" have {hidden_size}.",
@@ -91,6 +93,11 @@ class Steering:
             return ()
         edits = (_hook(edit, tensors, runtime) for edit, tensors in self.edits)
         return (*edits, _Finite(Site(self.layers.stop - 1)))
+
+
+def _check_width(site: Site, hidden: torch.Tensor, width: int) -> None:
+    if hidden.shape[2] != width:
+        raise unfit(site, f"passes rows of width {hidden.shape[2]}, the edit is for {width},")
 
 
 def _hook(edit: Edit, tensors: EditTensors, runtime: SpanRuntime) -> Hook:

@@ -18,7 +18,7 @@ from mesh.errors import BadSteering, DiskFull, NotFound, UntrustedPeer
 from mesh.events.types import STEERING_PUBLISHED
 from mesh.hearth.hearth import Hearth
 from mesh.hearth.network import Network
-from mesh.models.edits import check_edits, parse_site, read_edit
+from mesh.models.edits import PARTS, check_edits, parse_site, read_edit
 from mesh.models.local import LocalModel, local_manifest
 from mesh.models.manifest import Manifest
 from mesh.paths import cache_dir
@@ -26,7 +26,7 @@ from mesh.pipeline.asker import Askers
 from mesh.steering.exchange import Exchange
 from mesh.steering.library import Library
 from mesh.steering.published import Published, is_name, read_fact
-from mesh.types import Edit, GenerationRequest, ModelId, NodeId, Steer, StreamFrame
+from mesh.types import Edit, GenerationRequest, ModelId, NodeId, Site, Steer, StreamFrame
 
 
 class Steering:
@@ -36,6 +36,8 @@ class Steering:
         self._network = network
         self._models = {model.model_id: model for model in models}
         self._library = Library(directory)
+        self._keeping = asyncio.Lock()
+        """Held while a file that nobody wants yet is brought in, and while others are deleted."""
         self._exchange = Exchange(self._library, network.send)
         network.on_file = self._exchange.receive
 
@@ -63,20 +65,22 @@ class Steering:
                 param="name",
             )
         manifest = await self._manifest(ModelId(model))
-        parse_site(path, side, manifest.layer_prefix, manifest.total_layers)
+        site = _site(path, side, manifest)
         read = await asyncio.to_thread(read_edit, tensors)
-        if read.hidden_size != manifest.hidden_size:
+        # Inside a layer other widths pass as well; the shard knows which.
+        if site.part in ("", *PARTS) and read.hidden_size != manifest.hidden_size:
             raise BadSteering(
                 f"The edit is for hidden states of width {read.hidden_size}; those of {model} have"
                 f" {manifest.hidden_size}.",
                 fix="Make it from this model's activations.",
                 param="tensors",
             )
-        sha256 = await self._keep(tensors)
-        weights = manifest.weights_sha256
-        published = Published(name, model, weights, path, side, read.kind, sha256, len(tensors))
-        await hearth.publish(STEERING_PUBLISHED, published.payload())
-        await self._prune(hearth)
+        async with self._keeping:
+            sha256 = await self._keep(tensors)
+            weights = manifest.weights_sha256
+            published = Published(name, model, weights, path, side, read.kind, sha256, len(tensors))
+            await hearth.publish(STEERING_PUBLISHED, published.payload())
+            await self._prune(hearth)
         return published.payload()
 
     async def remove(self, name: str) -> dict[str, Any]:
@@ -87,7 +91,8 @@ class Steering:
                 f"No steering edit is called {name!r}.", fix="See `hearthnet steer list`."
             )
         await hearth.publish(STEERING_PUBLISHED, {"name": name})
-        await self._prune(hearth)
+        async with self._keeping:
+            await self._prune(hearth)
         return {"name": name, "removed": True}
 
     async def resolve(self, model: ModelId, wanted: Sequence[Steer]) -> tuple[Edit, ...]:
@@ -116,9 +121,7 @@ class Steering:
                     fix="Use it with that model, or publish one for this.",
                     param=where,
                 )
-            site = parse_site(
-                published.path, published.side, manifest.layer_prefix, manifest.total_layers
-            )
+            site = _site(published.path, published.side, manifest)
             edits.append(Edit(site, steer.strength, await self._file(published, author, where)))
         check_edits(edits)
         return tuple(edits)
@@ -159,9 +162,12 @@ class Steering:
                 param=where,
             )
         await asyncio.to_thread(read_edit, data)
-        await self._keep(data)
-        await self._prune(self._network.require_hearth())
+        async with self._keeping:
+            await self._keep(data)
+            await self._prune(self._network.require_hearth())
         return data
+
+    # Of these two the caller holds `_keeping`.
 
     async def _keep(self, data: bytes) -> str:
         try:
@@ -175,6 +181,11 @@ class Steering:
     async def _prune(self, hearth: Hearth) -> None:
         wanted = {published.sha256 for published, _ in self._published(hearth).values()}
         await asyncio.to_thread(self._library.prune, wanted)
+
+
+def _site(path: str, side: str, manifest: Manifest) -> Site:
+    prefix, total_layers = manifest.layer_prefix, manifest.total_layers
+    return parse_site(path, side, prefix, total_layers, manifest.tensors)
 
 
 def _named(hearth: Hearth, node: NodeId) -> str:

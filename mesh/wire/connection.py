@@ -69,6 +69,7 @@ class WebSocketLink(asyncio.Protocol):
         self._rtt_ms: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.peer_certificate: bytes | None = None
+        self.peer_host = ""
         """The peer's TLS certificate in DER, None without TLS or without a certificate."""
         self.opened: asyncio.Future[None] = self._loop.create_future()
         """Done once both hellos were exchanged; carries the reason when that failed."""
@@ -147,6 +148,8 @@ class WebSocketLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client asks for the upgrade at once; a server waits."""
         self._transport = cast("asyncio.Transport", transport)
+        if peername := transport.get_extra_info("peername"):
+            self.peer_host = str(peername[0])
         if tls := transport.get_extra_info("ssl_object"):
             self.peer_certificate = tls.getpeercert(binary_form=True)
         # Room for a few chunks: what the transport buffers is counted, and blocks `drain`.

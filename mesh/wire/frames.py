@@ -48,6 +48,7 @@ class FrameType(IntEnum):
     FILE_PART = 0x1E
     SEAL = 0x1F
     SEALED = 0x20
+    LOADING = 0x21
 
 
 class FrameFlags(IntFlag):
@@ -69,7 +70,7 @@ _CONTROL = frozenset(
         FrameType.PARK, FrameType.RESUME, FrameType.CLOSE, FrameType.FAILURE, FrameType.ADVERTISE,
         FrameType.DRAIN, FrameType.OPEN_TAPS, FrameType.GOSSIP,
         FrameType.OPEN_PART, FrameType.FILE_ASK, FrameType.FILE_PART,
-        FrameType.SEAL, FrameType.SEALED,
+        FrameType.SEAL, FrameType.SEALED, FrameType.LOADING,
     }
 )  # fmt: skip
 _KNOWN_FLAGS = COMPRESSED | FINAL | GRADIENT

@@ -22,7 +22,8 @@ class Limits:
 
     A link pings every `ping_interval_s`, is lost after `silence_s` without a byte, and has to be
     open `handshake_s` after the TCP connection. A server holds at most `half_open` connections that
-    are not open yet, `half_open_per_host` of one address.
+    are not open yet, `half_open_per_host` of one address, and `links` open ones, `links_per_peer`
+    of one node; together they stay below the 1024 descriptors a process usually gets.
     """
 
     chunk_bytes: int = MIB
@@ -39,6 +40,8 @@ class Limits:
     handshake_s: float = 5.0
     half_open: int = 256
     half_open_per_host: int = 16
+    links: int = 256
+    links_per_peer: int = 64
 
     @property
     def message_bytes(self) -> int:

@@ -96,6 +96,13 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """The session was admitted, and the weights it needs are being read; `Opened` follows."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """The session is ready and counts as one stream from now on."""
 
@@ -235,6 +242,6 @@ class Drain:
 
 
 Message = (
-    Hello | Bye | Ping | Pong | OpenPart | Open | OpenTaps | Opened | Step | Result | Park | Resume
-    | Seal | Sealed | Close | Failure | Advertise | Gossip | FileAsk | FilePart | Drain
+    Hello | Bye | Ping | Pong | OpenPart | Open | OpenTaps | Loading | Opened | Step | Result | Park
+    | Resume | Seal | Sealed | Close | Failure | Advertise | Gossip | FileAsk | FilePart | Drain
 )  # fmt: skip

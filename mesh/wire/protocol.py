@@ -373,6 +373,7 @@ class TensorSession:
                 FrameType.GOSSIP,
                 FrameType.OPEN_TAPS, FrameType.OPEN_PART,
                 FrameType.FILE_ASK, FrameType.FILE_PART, FrameType.SEAL, FrameType.SEALED,
+                FrameType.LOADING,
             ),
             _receive_control,
         ),

@@ -18,7 +18,7 @@ from websockets.client import ClientProtocol
 from websockets.server import ServerProtocol
 from websockets.uri import WebSocketURI
 
-from mesh.errors import ConnectFailed, LinkLost, PortInUse
+from mesh.errors import ConnectFailed, LinkLost, PeerRefused, PortInUse
 from mesh.wire.connection import PATH, WebSocketLink
 from mesh.wire.limits import DEFAULT_LIMITS, Limits
 from mesh.wire.link import LinkHandler
@@ -26,6 +26,7 @@ from mesh.wire.messages import Hello
 from mesh.wire.protocol import TensorSession
 
 _BACKLOG = 128
+_ANY_ADDRESS = "0.0.0.0"  # noqa: S104 - `LinkServer.answers_at` decides
 
 _Place = tuple[str, asyncio.Transport]
 """A half-open connection: the address that it comes from, and its TCP side."""
@@ -80,7 +81,7 @@ async def connect(
 
 
 async def serve(
-    host: str | None,
+    host: str | Callable[[str], bool] | None,
     port: int,
     *,
     accept: Callable[[WebSocketLink], LinkHandler],
@@ -91,11 +92,16 @@ async def serve(
 ) -> LinkServer:
     """Listen for links on `host` and `port` (0: any free one), or on `sock` alone.
 
+    Addresses that may change are given as a function: it listens on all that this machine has or
+    will have, and cuts off whoever calls one for which the function is false.
     `accept` is called with each link whose client said hello; it returns the link's handler, or
-    raises MeshError to refuse the client with that error. What it sends follows our hello. Raises
+    raises MeshError to refuse the client with that error. What it sends follows our hello. Clients
+    beyond `Limits.links` and `Limits.links_per_peer` are refused with PeerRefused. Raises
     PortInUse.
     """
     server = LinkServer(accept, hello if callable(hello) else lambda: hello, limits, ssl)
+    if callable(host):
+        server.answers_at, host = host, _ANY_ADDRESS
     loop = asyncio.get_running_loop()
     try:
         if sock is None:
@@ -132,6 +138,8 @@ class LinkServer:
         self._doors: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self.limits = limits
+        self.answers_at: Callable[[str], bool] = lambda address: True
+        """Whether who calls this address of ours is let in."""
         self.port = 0
         """The port of the first listening socket."""
 
@@ -176,6 +184,9 @@ class LinkServer:
 
     def enter(self, door: _Door, transport: asyncio.Transport) -> None:
         """Count a TCP connection as half-open and go on with it."""
+        if not self.answers_at(transport.get_extra_info("sockname")[0]):
+            transport.abort()
+            return
         peer = transport.get_extra_info("peername")
         place = (str(peer[0]) if peer else "", transport)
         self._make_room(place[0])
@@ -224,12 +235,22 @@ class LinkServer:
     def _make_link(self, place: _Place, transport: asyncio.Transport, door: _Door) -> None:
         websocket = ServerProtocol(max_size=self.limits.message_bytes)
         session = TensorSession(self._hello(), self.limits)
-        link = WebSocketLink(websocket, session, self._accept, self._settled)
+        link = WebSocketLink(websocket, session, self._greet, self._settled)
         self._knocking[link] = place
         transport.set_protocol(link)
         link.connection_made(transport)
         if door.early:
             link.data_received(bytes(door.early))
+
+    def _greet(self, link: WebSocketLink) -> LinkHandler:
+        """Each open link costs a descriptor: no peer may take them all, nor all peers together."""
+        of_peer = sum(each.peer.node_id == link.peer.node_id for each in self._open)
+        if of_peer >= self.limits.links_per_peer or len(self._open) >= self.limits.links:
+            raise PeerRefused(
+                f"{len(self._open)} links are open here, {of_peer} of them from you.",
+                fix="Close those that are not used, or try again later.",
+            )
+        return self._accept(link)
 
     def _settled(self, link: WebSocketLink) -> None:
         """A link opened or is gone."""

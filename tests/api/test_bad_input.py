@@ -175,5 +175,6 @@ async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
     wrong = await http.get("/v1/chat/completions")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert wrong.headers["allow"] == "POST"
+    assert wrong.json()["error"]["fix"] == "Use POST."
     unknown = await http.get("/v1/models/org/half")
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")

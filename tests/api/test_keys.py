@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any, cast
@@ -176,6 +177,33 @@ async def test_tokens_over_the_quota_get_429(
     over = await http.post("/v1/chat/completions", json=body)
     assert code(over) == (429, "quota_exceeded")
     assert over.json()["error"]["param"] == "tokens_per_day"
+
+
+async def test_the_prompt_counts_for_whoever_leaves_after_the_first_token(
+    owned: tuple[Served, httpx.AsyncClient],
+) -> None:
+    api, http = owned
+    http.headers.update(bearer(make(api, Scope.CHAT, quota=Quota(tokens_per_day=6))))
+    body: dict[str, Any] = {**CHAT, "model": "stuck", "stream": True}
+    async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            if '"one"' in line:
+                break
+    async with asyncio.timeout(5):
+        await api.generations.ended["stuck"].wait()
+    over = await http.post("/v1/chat/completions", json=CHAT)  # 5 of the prompt, 1 more
+    assert code(over) == (429, "quota_exceeded")
+
+
+async def test_a_whole_answer_counts_its_prompt_once(
+    owned: tuple[Served, httpx.AsyncClient],
+) -> None:
+    api, http = owned
+    http.headers.update(bearer(make(api, Scope.CHAT, quota=Quota(tokens_per_day=9))))
+    for stream in (False, True):  # 5 of the prompt, 3 more
+        body: dict[str, Any] = {**CHAT, "stream": stream}
+        assert (await http.post("/v1/chat/completions", json=body)).is_success
+    assert code(await http.post("/v1/chat/completions", json=CHAT)) == (429, "quota_exceeded")
 
 
 async def test_handlers_see_who_calls() -> None:

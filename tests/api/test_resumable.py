@@ -10,6 +10,8 @@ import httpx
 import pytest
 
 from mesh.api import resumable
+from mesh.clock import SystemClock
+from mesh.identity.api_keys import Quota, Scope
 from tests.api.conftest import Served
 
 
@@ -73,7 +75,22 @@ async def test_an_error_is_kept_like_any_event(http: httpx.AsyncClient) -> None:
     assert await rest(http, stream_id, None) == whole
 
 
-@pytest.mark.parametrize("last", ["x", "1.5", "--1"])
+async def test_a_stream_is_for_the_key_that_asked_for_it(
+    http: httpx.AsyncClient, api: Served
+) -> None:
+    chat = frozenset({Scope.CHAT})
+    keys = [api.keys.create(name, chat, Quota(), SystemClock())[1] for name in ("one", "other")]
+    callers = [{}, *({"Authorization": f"Bearer {key}"} for key in keys)]
+    for asker in callers:
+        response = await http.post("/v1/chat/completions", json=body("echo"), headers=asker)
+        path = f"/v1/streams/{response.headers['x-request-id']}"
+        for caller in callers:
+            again = await http.get(path, headers=caller)
+            assert again.status_code == (200 if caller is asker else 404)
+            assert ("three" in again.text) == (caller is asker)
+
+
+@pytest.mark.parametrize("last", ["x", "1.5", "--1", "-1", "-5", "1" * 30])
 async def test_an_offset_that_is_no_number_is_refused(http: httpx.AsyncClient, last: str) -> None:
     response = await http.get("/v1/streams/any", headers={"Last-Event-ID": last})
     assert response.status_code == 400

@@ -39,7 +39,7 @@ def _node(name: str, directory: Path, peers: list[str], happened: asyncio.Event)
     config = Config(
         state_dir=paths.root, name=name, port=0, peer=tuple(peers), interface=("127.0.0.1",)
     )
-    settings = NetworkSettings.of(config, key.node_id, "bench", "127.0.0.1", 1)
+    settings = NetworkSettings.of(config, key.node_id, "bench", "127.0.0.1")
     hooks = NetworkHooks(
         lambda: Serving((), ()), lambda event: happened.set(), lambda: None, lambda *_: None
     )

@@ -22,6 +22,15 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _MTU = 1500
 
 
+def why_not() -> str:
+    """Why there can be no such cable here; empty when there can."""
+    try:
+        os.close(_tun("hnchaos-probe"))
+    except OSError as error:
+        return f"no TUN device here: {error}"
+    return ""
+
+
 class _Carrier(Thread):
     """Takes packets from either end to the other, `delay_s` later, and forgets some on the way."""
 
@@ -58,7 +67,7 @@ class _Carrier(Thread):
 
 
 @contextmanager
-def bad_cable(
+def lossy(
     space: Namespace, *, loss: float, delay_s: float = 0.0, seed: int = 1
 ) -> Iterator[_Carrier]:
     """Meanwhile all packets to and from `space` go this way; connections open before go on."""

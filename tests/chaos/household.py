@@ -7,10 +7,13 @@ started again after a fault.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
+import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +34,8 @@ SERVING = {
 ASKER = "sofa"
 STALL_S = 2.0
 WHOLE_AGAIN_S = 120.0
-SS = "/usr/bin/ss"
+SS = shutil.which("ss") or "ss"
+_ACTIVATIONS = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__ACTIVATION_DTYPE"
 _HEALTH = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__SHARD_HEALTH_TIMEOUT_SECONDS"
 
 
@@ -57,7 +61,8 @@ class Household:
     """The nodes by name."""
 
     def __init__(self, directory: Path) -> None:
-        environment = {"OMP_NUM_THREADS": "1", _HEALTH: str(STALL_S)}
+        # In fp16 another cut of the layers rounds elsewhere: only fp32 promises the same ids.
+        environment = {"OMP_NUM_THREADS": "1", _HEALTH: str(STALL_S), _ACTIVATIONS: "fp32"}
         self.nodes = {
             name: LocalNode(
                 name, directory / name, ("--threads", "1", "--layers", layers), environment
@@ -121,6 +126,11 @@ class Household:
         answer = self.stream([40 + seed, 41, 42 + seed], 1, act=lambda: None, at=-1)
         return [hop["node"] for hop in answer.facts["route"]]
 
+    def live_route(self) -> list[str]:
+        """The nodes that the one live generation runs over now; none when it has just ended."""
+        running = self.asker.get("/mesh/v1/status")["generations"]
+        return [hop["node"] for hop in running[0]["route"]] if running else []
+
     # Faults
 
     def kill_node(self, name: str) -> None:
@@ -153,15 +163,11 @@ class Household:
         self.nodes[name].thaw()
 
     def cut_links(self, name: str) -> None:
-        """Break the TCP connections into its shard process, which lives on. Needs root."""
+        """Break the TCP connections into its shard process, which lives on. See `why_no_cut`."""
         port = urlsplit(self._endpoint(name)).port
         assert port is not None
-        for ends in (["dst", "127.0.0.1", "dport"], ["src", "127.0.0.1", "sport"]):
-            killed = subprocess.run(
-                [SS, "-K", "-t", "-n", *ends, "=", str(port)],
-                capture_output=True, check=False, text=True, timeout=10,
-            )  # fmt: skip
-            assert killed.returncode == 0, killed.stderr
+        failure = _cut(port)
+        assert not failure, failure
 
     def shard_process(self, name: str) -> psutil.Process:
         """The process that computes its layers."""
@@ -206,6 +212,38 @@ class Household:
     def _endpoint(self, name: str) -> str:
         peers = self.asker.get("/mesh/v1/peers")["peers"]
         return next(str(p["shards"][0]["endpoint"]) for p in peers if p["name"] == name)
+
+
+@functools.cache
+def why_no_cut() -> str:
+    """Why no connection can be cut here; empty when one was."""
+    if os.geteuid() != 0 or shutil.which(SS) is None:
+        return "cutting connections needs root and ss"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname(), timeout=1.0) as probe,
+    ):
+        if failure := _cut(server.getsockname()[1]):
+            return f"`ss -K` fails here: {failure}"
+        try:
+            probe.recv(1)
+        except TimeoutError:
+            return "`ss -K` leaves connections alone: the kernel has no INET_DIAG_DESTROY"
+        except OSError:
+            pass  # ECONNABORTED: it was cut
+    return ""
+
+
+def _cut(port: int) -> str:
+    """Break every connection on loopback that has this port; what ``ss`` says when it cannot."""
+    for ends in (["dst", "127.0.0.1", "dport"], ["src", "127.0.0.1", "sport"]):
+        killed = subprocess.run(
+            [SS, "-K", "-t", "-n", *ends, "=", str(port)],
+            capture_output=True, check=False, text=True, timeout=10,
+        )  # fmt: skip
+        if killed.returncode != 0:
+            return killed.stderr.strip()
+    return ""
 
 
 def _chunks(response: httpx.Response) -> Iterator[dict[str, Any]]:

@@ -133,5 +133,3 @@ def until(condition: Callable[[], object], what: str, limit_s: float = 90.0) -> 
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.1)
-
-

@@ -18,7 +18,7 @@ from mesh.cli.up import make_first_key
 from mesh.config import Config
 from mesh.identity.api_keys import ApiKeys, Scope
 from mesh.paths import StatePaths
-from mesh.runtime import DaemonRecord, read_daemon
+from mesh.runtime import DaemonRecord, read_daemon, sole_use
 from tests.cli.conftest import COMMAND
 
 
@@ -136,6 +136,46 @@ def test_down_stops_the_daemon(
             # Reaps the child, so that `down` sees it go.
             assert process.wait(20) == -ended_by
             assert finished.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    "command", [["up"], ["up", "--detach"], ["join", "abc", "--peer", "127.0.0.1:1"]]
+)
+def test_a_state_directory_in_use_is_left_alone(
+    tmp_path: Path, environment: dict[str, str], command: list[str]
+) -> None:
+    paths = StatePaths(tmp_path / "state").create()
+    with sole_use(paths):  # as by a daemon that has not come as far as its record
+        finished = subprocess.run(
+            [*COMMAND, *command, "--state-dir", str(paths.root)],
+            env=environment, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert finished.returncode == 1
+    assert "just starting, joining or stopping" in finished.stderr
+    assert "already_running" in finished.stderr
+    assert not paths.identity_key.exists()
+
+
+def test_the_lock_ends_with_its_block_and_with_its_process(tmp_path: Path) -> None:
+    paths = StatePaths(tmp_path / "state").create()
+    code = (
+        "from pathlib import Path; from mesh.paths import StatePaths\n"
+        "from mesh.runtime import sole_use\n"
+        f"with sole_use(StatePaths(Path({str(paths.root)!r}))):\n"
+        "    print(1, flush=True); input()\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(errors.AlreadyRunning), sole_use(paths):
+            pass
+        holder.kill()
+        holder.wait(20)
+        with sole_use(paths):
+            pass
+        with sole_use(paths), pytest.raises(errors.AlreadyRunning), sole_use(paths):
+            pass
 
 
 def test_detached_daemon_that_fails_says_why(tmp_path: Path, environment: dict[str, str]) -> None:

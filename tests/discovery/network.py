@@ -215,6 +215,7 @@ async def running(
     multicast: bool = True,
     port: int = 0,
     health_timeout_s: float = 30.0,
+    answers_at: Callable[[str], bool] | None = None,
 ) -> AsyncIterator[Node]:
     """A started node on 127.0.0.1, stopped with a goodbye at the end."""
     key = key or new_key()
@@ -224,6 +225,7 @@ async def running(
         hearth=hearth,
         software="0.1",
         host="127.0.0.1",
+        answers_at=answers_at,
         port=port,
         static_peers=static_peers,
         shard_health_timeout_s=health_timeout_s,

@@ -64,8 +64,35 @@ async def test_linked_target_is_dialled_again_only_once_the_link_is_lost() -> No
     assert phone.calls == ["a", "b"]
     phone.linked.clear()
     phone.dialer.lost(LARGE)
-    await phone.until(4)
+    await phone.until(3)
     await phone.dialer.stop()
+    assert phone.calls == ["a", "b", "b"]  # the one that worked comes first
+
+
+async def test_many_endpoints_take_turns_and_the_one_that_worked_keeps_its_place() -> None:
+    dead = {f"dead{number}": DialResult.FAILED for number in range(20)}
+    phone = Phone(QUICK, true=DialResult.LINKED, **dead)
+    phone.dialer.add("x", (*dead, "true"), LARGE)
+    await phone.until(21)
+    assert phone.calls == [*dead, "true"]
+    phone.dialer.discard("x")  # as after a forged goodbye
+    phone.linked.clear()
+    phone.dialer.add("x", tuple(dead), LARGE)
+    await phone.until(22)
+    await phone.dialer.stop()
+    assert phone.calls[-1] == "true"
+
+
+async def test_endpoints_that_are_announced_later_wait_for_their_turn() -> None:
+    first, second = ([f"{word}{number}" for number in range(8)] for word in ("dead", "new"))
+    answers = dict.fromkeys([*first, *second], DialResult.FAILED)
+    phone = Phone(replace(QUICK, first_s=60, most_s=60), true=DialResult.LINKED, **answers)
+    phone.dialer.add("x", (*first, "true"), LARGE)
+    await phone.until(4)
+    phone.dialer.add("x", (*second, "true"), LARGE)
+    await phone.until(5)
+    await phone.dialer.stop()
+    assert phone.calls == [*first[:4], "true"]
 
 
 async def test_links_that_break_at_once_are_dialled_less_and_less_often() -> None:

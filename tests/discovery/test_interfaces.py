@@ -6,7 +6,8 @@ from ipaddress import IPv4Interface
 
 import pytest
 
-from mesh.discovery.interfaces import Interface, choose, read_table, select
+from mesh.discovery import interfaces
+from mesh.discovery.interfaces import Interface, Reach, choose, read_table, select
 from mesh.errors import BadValue
 
 
@@ -38,6 +39,32 @@ def test_every_real_interface_is_used_and_every_other_has_a_reason() -> None:
     assert "down" in reasons["enp9s0"]
     assert "no IPv4 address" in reasons["eno1"]
     assert str(chosen[0]) == "wlp3s0 (192.168.1.20): local network"
+
+
+def test_one_address_that_was_asked_for_is_the_only_one_to_listen_at() -> None:
+    assert Reach.of(["127.0.0.1"], "127.0.0.1") is None
+    assert Reach.of([], "127.0.0.1") is not None
+    assert Reach.of(["lo"], "127.0.0.1") is not None
+    assert Reach.of(["127.0.0.1", "10.0.0.1"], "127.0.0.1") is not None
+
+
+def test_what_is_answered_at_follows_the_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "_LOOK_EVERY_S", 0.0)
+    table = [LO, DOCKER]
+    monkeypatch.setattr(interfaces, "read_table", lambda: table)
+    reach = Reach([], "127.0.0.1")
+    assert [reach(a) for a in ("127.0.0.1", "172.17.0.1", "192.168.1.20")] == [True, False, False]
+    table.append(WIFI)  # the network comes up
+    assert [reach(a) for a in ("127.0.0.1", "172.17.0.1", "192.168.1.20")] == [True, False, True]
+    table[:] = [LO]
+    assert not reach("192.168.1.21")
+    assert not reach("192.168.1.20")
+
+
+def test_an_interface_that_went_away_is_no_error() -> None:
+    reach = Reach(["gone0"], "127.0.0.1")
+    assert not reach("192.168.1.20")
+    assert reach("127.0.0.1")
 
 
 @pytest.mark.parametrize(

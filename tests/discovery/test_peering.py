@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from mesh.discovery.advertisement import encode
+from mesh.discovery.announcement import Announcement, instance_name
 from mesh.discovery.dialing import Target
 from mesh.discovery.events import PeerDown, PeerUp, Warned
 from mesh.discovery.greeting import PeerHello, to_hello
 from mesh.discovery.interfaces import InterfaceChoice
 from mesh.discovery.mdns import Mdns
+from mesh.discovery.multicast import Multicast
 from mesh.errors import ConnectFailed, PeerRefused, UntrustedPeer
 from mesh.identity.keys import node_id
 from mesh.types import ModelId
@@ -29,6 +31,7 @@ from tests.discovery.network import (
     Node,
     Silent,
     advertised,
+    loopback,
     new_key,
     running,
     signed,
@@ -107,6 +110,48 @@ async def test_named_peer_is_awaited_until_it_starts(hearth: str) -> None:
         async with running(hearth, multicast=False, port=port) as late:
             await waiting.until(lambda store: late.id in waiting.online())
     assert len(waiting.told("peer_seen")) == 1  # said once, not at every attempt
+
+
+async def test_forged_announcements_of_a_member_do_not_hide_it(hearth: str) -> None:
+    key = new_key()
+    async with running(hearth, key=key, multicast=False) as first:
+        port = first.peering.port
+
+    async def announce(port: int, *hosts: int) -> Multicast:
+        addresses = tuple(f"127.0.0.{host}" for host in hosts)
+        instance = instance_name(key.node_id, secrets.token_hex(3))
+        forged = Announcement(
+            instance, key.node_id, hearth, "attic", PROTOCOL_VERSION, port, addresses
+        )
+        return await Multicast.open(["127.0.0.1"], forged, lambda name, alive: None, ttl_s=60)
+
+    mdns = Mdns(loopback, settings=QUICK_MDNS)
+    async with running(hearth, mdns=mdns) as asker, AsyncExitStack() as stack:
+        for count, hosts in enumerate([[1], range(2, 10), range(10, 18), range(18, 26)], start=1):
+            multicast = await announce(port if count == 1 else 9, *hosts)
+            stack.push_async_callback(multicast.close)
+            while sum(a.hearth == hearth for a in mdns.announcements()) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        async with running(hearth, key=key, multicast=False, port=port):
+            await asker.until(lambda store: key.node_id in asker.online())
+
+
+async def test_each_peer_gets_the_address_it_can_reach_of_a_node_with_two(hearth: str) -> None:
+    subnet = IPv4Network("127.0.0.0/8")
+    both = [InterfaceChoice("lo", subnet[host], subnet, "") for host in (1, 2)]
+    announced = Mdns(lambda: both, settings=QUICK_MDNS)
+    mine = {"127.0.0.1", "127.0.0.2"}
+    async with running(hearth, mdns=announced, answers_at=mine.__contains__) as wide:
+        wide.serve(advertised(wide.id))
+        port = wide.peering.port
+        for address in sorted(mine):
+            async with running(hearth, f"{address}:{port}", multicast=False) as peer:
+                await peer.until(lambda store: bool(store.shards(TINY)))
+                (shard,) = peer.store.shards(TINY)
+                assert shard.descriptor.endpoint == f"wss://{address}:7701"
+        async with running(hearth, f"127.0.0.3:{port}", multicast=False) as peer:
+            await peer.event(lambda event: event.type == "peer_seen")
+            assert not peer.online() - {peer.id}
 
 
 async def test_broken_multicast_is_a_warning_that_names_the_way_out(hearth: str) -> None:

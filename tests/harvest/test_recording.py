@@ -21,9 +21,10 @@ from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.harvest import harvest
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.model import AskerModel
+from mesh.pipeline.opening import Patience
 from mesh.pipeline.order import HarvestOrder
 from mesh.pipeline.oversight import Oversight
-from mesh.pipeline.sessions import Sessions, SessionSettings
+from mesh.pipeline.sessions import Sessions
 from mesh.routing.cover import Candidate, CoverRules
 from mesh.routing.router import ShardRouter
 from mesh.shard.hosting import HostSpec, ShardHost
@@ -52,9 +53,7 @@ class Field:
         self.files = files
         router = ShardRouter(self, CoverRules())
         oversight = Oversight(SystemClock(), ceiling_s=30.0)
-        self.sessions = Sessions(
-            Lines(secure.dial), router, SystemClock(), SessionSettings(), oversight
-        )
+        self.sessions = Sessions(Lines(secure.dial), router, SystemClock(), Patience(), oversight)
 
     def candidates(self, _model_id: ModelId) -> list[Candidate]:
         return [Candidate(hosted.descriptor, 0, 1) for hosted in self.host.shards.values()]

@@ -16,6 +16,26 @@ from tests.mesh_e2e.conftest import starter
 HEALTH_TIMEOUT_S = "6"
 
 
+BAD_MEMORY = """
+import sys
+if "mesh.shard.host" in sys.orig_argv:
+    from mesh.wire import activations
+    honest = activations.to_wire
+    def to_wire(tensor, dtype):
+        tensor = tensor.clone()
+        tensor[..., 0] = float("nan")
+        return honest(tensor, dtype)
+    activations.to_wire = to_wire
+"""
+"""As ``sitecustomize`` of a daemon: its shard process answers with NaN."""
+
+
+def corruptions(node: LocalNode) -> float:
+    text = httpx.get(f"{node.url}/metrics", timeout=30, trust_env=False).text
+    name = "distributed_inference_shard_corruption_detected_total "
+    return float(next(line for line in text.splitlines() if line.startswith(name)).split()[1])
+
+
 def peer_row(node: LocalNode, name: str) -> dict[str, Any]:
     rows: list[dict[str, Any]] = node.get("/mesh/v1/status")["peers"]
     return next((row for row in rows if row["name"] == name), {})
@@ -62,5 +82,22 @@ def test_a_daemon_that_is_stopped_becomes_suspect_then_lost_then_healthy(tmp_pat
         finally:
             other.thaw()
         eventually(lambda: peer_row(watcher, "other").get("verdict") == "healthy", 30)
-        text = httpx.get(f"{watcher.url}/metrics", timeout=30, trust_env=False).text
-        assert "distributed_inference_shard_corruption_detected_total 0.0" in text
+        assert corruptions(watcher) == 0
+
+
+@pytest.mark.slow
+def test_a_daemon_that_answers_nonsense_is_counted_and_left(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BAD_MEMORY)
+    with starter(tmp_path) as start:
+        watcher = start("watcher")  # holds the layers too, and prefers others' to its own
+        other = start("other", environment={"PYTHONPATH": str(tmp_path)})
+        for node in (watcher, other):
+            node.wait_ready()
+        eventually(lambda: bool(peer_row(watcher, "other").get("shards")), 60)
+        assert corruptions(watcher) == 0
+        body = {"model": "builtin", "prompt": "The fox", "max_tokens": 8, "temperature": 0}
+        response = watcher.post("/v1/completions", body)
+        assert response.status_code == 200, response.text
+        assert [hop["node"] for hop in response.json()["hearthnet"]["route"]] == ["watcher"]
+        eventually(lambda: corruptions(watcher) == 1, 10)
+        assert peer_row(watcher, "other")["shards"][0]["standing"]["avoided_for_s"] > 0

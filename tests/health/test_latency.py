@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
+from mesh.clock import SystemClock
 from mesh.health.latency import FLOOR_S, SAMPLES, HopLatency
+from mesh.pipeline.oversight import MAX_PACES, Oversight
 
 
 def trained(step_s: float, *, rows: int = 1, steps: int = 50, spread: float = 0.1) -> HopLatency:
@@ -74,3 +76,12 @@ def test_percentiles_are_of_the_latest_steps() -> None:
         latency.answered(1, value / 1000)
     assert latency.percentile_ms(0.50) == 51.0
     assert latency.percentile_ms(0.95) == 96.0
+
+
+def test_the_paces_of_shards_that_come_and_go_are_bounded() -> None:
+    oversight = Oversight(SystemClock(), ceiling_s=30.0)
+    steady = oversight.latency(("steady", "toy:0-7"))
+    for number in range(2 * MAX_PACES):
+        oversight.latency((f"host-{number}", "toy:0-7"))
+        assert oversight.latency(("steady", "toy:0-7")) is steady, "one in use is not forgotten"
+    assert len(oversight._latencies) == MAX_PACES

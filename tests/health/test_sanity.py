@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from mesh.health.sanity import CAP, FACTOR, Envelope, rows_as_floats
+from mesh.pipeline.wire_dtype import WireVerdict, read_verdict, write_verdict
 from mesh.types import WireDtype
 from mesh.wire.activations import to_wire
 from mesh.wire.messages import WireTensor
@@ -55,6 +57,32 @@ def test_one_value_that_is_not_finite_is_seen(
     values[-1, 13] = value
     for envelope in (Envelope(), recorded(b4=7.0)):
         assert word in envelope.check(4, wire(values, dtype), "attic")
+
+
+def test_forgotten_bounds_are_forgotten_on_disk_too(tmp_path: Path) -> None:
+    envelope = recorded(b4=7e9)
+    envelope.write(tmp_path, "weights")
+    envelope.forget()
+    assert not envelope.is_known
+    assert envelope.is_dirty
+    envelope.write(tmp_path, "weights")
+    found = Envelope.read(tmp_path, "weights")
+    assert not found.is_known
+    with found.recording():
+        assert found.check(4, wire(rows(1, 7.0)), "attic") == ""
+    assert found.check(4, wire(rows(1, 7e9)), "attic"), "the cap went with the bounds"
+
+
+def test_several_nodes_may_write_the_same_bounds_at_once(tmp_path: Path) -> None:
+    def write(_: int) -> None:
+        for _ in range(100):
+            recorded(b4=7.0).write(tmp_path, "weights")
+            write_verdict(tmp_path, "weights", WireVerdict(WireDtype.FP16, "fine"))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(write, range(4))) == [None] * 4
+    assert Envelope.read(tmp_path, "weights").is_known
+    assert read_verdict(tmp_path, "weights") == WireVerdict(WireDtype.FP16, "fine")
 
 
 def test_values_whose_squares_overflow_are_seen() -> None:

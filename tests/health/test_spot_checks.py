@@ -10,9 +10,9 @@ import pytest
 
 from mesh.errors import NoRoute
 from mesh.health.standing import DOUBTED, LIED
-from mesh.pipeline.audit import NEWCOMER_SESSIONS
+from mesh.pipeline.audit import FIRST_REFUSAL_S, NEWCOMER_SESSIONS
 from mesh.pipeline.station import SessionTerms
-from mesh.types import Done, ShardFailover, StreamFrame, WireDtype
+from mesh.types import Done, LayerRange, RouteHop, ShardFailover, StreamFrame, WireDtype
 from mesh.wire.memory import MemoryLink
 from mesh.wire.messages import Result, Step, WireTensor
 from tests.health.watched import (
@@ -151,6 +151,21 @@ async def test_our_own_machine_needs_no_third_opinion() -> None:
         await mesh.engine.close()
 
 
+@pytest.mark.parametrize("lying", [True, False])
+async def test_bounds_that_a_liar_helped_to_set_are_forgotten(lying: bool) -> None:
+    network, (other, _) = halves("a", ASKER)
+    with watched(network, probability=1.0) as mesh:
+        envelope = mesh.engine.oversight.envelope
+        with envelope.recording():
+            await mesh.ask(3, prompt=[1, 2, 3], name="bounds")
+        other.answer = lie if lying else other.answer
+        await answers(mesh, 10)
+        await mesh.idle()
+        assert mesh.standing(other) == (LIED if lying else 0)
+        assert envelope.is_known == (not lying)
+        await mesh.engine.close()
+
+
 async def test_a_liar_that_is_asked_for_its_opinion_accuses_nobody() -> None:
     network, (honest, liar, third) = halves("a", "b-liar", "c")
     liar.answer = lie
@@ -177,6 +192,36 @@ async def test_without_a_third_machine_a_small_span_at_home_is_the_judge() -> No
         assert mesh.standing(liar) == LIED
         assert mesh.home.steps
         await mesh.engine.close()
+
+
+def test_layers_that_do_not_load_at_home_are_tried_again_and_more_rarely() -> None:
+    async def main() -> None:
+        network, (only,) = halves("a")
+        loop = asyncio.get_running_loop()
+        tried: list[float] = []
+        with watched(network, probability=1.0) as mesh:
+            judge = mesh._judge
+
+            async def counted(layers: LayerRange) -> RouteHop:
+                if layers == only.descriptor.layer_range:
+                    tried.append(loop.time())
+                return await judge(layers)
+
+            mesh.engine.auditor._judge = counted
+            for _ in range(200):
+                await mesh.ask(2)
+                await mesh.idle()
+                await asyncio.sleep(1.0)
+            assert set(mesh.checks(only)) == {"unchecked"}
+            assert [round(t) for t in tried] == [0, 15, 45, 105]
+            mesh.home = network.add("4-7", name=ASKER)  # there is memory again
+            await asyncio.sleep(FIRST_REFUSAL_S * 8)
+            await mesh.ask(2)
+            await mesh.idle()
+            assert mesh.checks(only)["agreed"] == 1
+            await mesh.engine.close()
+
+    run_virtually(main)
 
 
 async def test_what_nobody_else_holds_is_counted_as_unchecked() -> None:
@@ -308,6 +353,23 @@ async def test_a_cut_of_a_live_session_is_followed(meanwhile: bool) -> None:
         assert told(mesh) == []
         assert set(mesh.checks(shard)) == {"agreed"}
         mesh.engine.sessions.release(session, keep=False)
+        await mesh.engine.close()
+
+
+async def test_a_judge_that_answers_whole_numbers_has_not_judged_and_is_let_go() -> None:
+    network, (shard, judge) = halves("a", "b")
+
+    def whole_numbers(step: Step, computed: WireTensor) -> WireTensor:
+        return WireTensor("int8", computed.shape, bytes(len(computed.data) // 4))
+
+    judge.answer = whole_numbers
+    with watched(network, probability=1.0) as mesh:
+        assert tokens_of(await answers(mesh, 10)) == expected_tokens(PROMPT, 10)
+        await mesh.idle()
+        assert judge.steps
+        assert set(mesh.checks(shard)) == {"unchecked"}
+        await asyncio.sleep(0.01)
+        assert not judge.sessions
         await mesh.engine.close()
 
 

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mesh.health.latency import FLOOR_S
-from mesh.types import ShardStatus, StreamFrame
+from mesh.pipeline.opening import Patience
+from mesh.types import Done, ShardStatus, StreamFrame, TokenDelta
 from mesh.wire.memory import MemoryLink
 from mesh.wire.messages import Result
 from tests.health.watched import PROMPT, Watched, tokens_of, watched
@@ -58,17 +59,20 @@ def lags(number: int) -> float | None:
 
 
 class Watching:
-    """A mesh of two hops and perhaps a spare, with the stall watch running."""
+    """A mesh of two hops, perhaps a spare or a home, with the stall watch running."""
 
-    def __init__(self, *, spare: bool) -> None:
+    def __init__(self, *, spare: bool, home: bool = False) -> None:
         self.network = ToyNetwork()
+        self.home = self.network.home() if home else None
         self.shards = [self.network.add(span) for span in ("0-3", "4-7")]
         if spare:
             self.network.add("4-7", name="z-spare")
         self.frames: list[tuple[float, StreamFrame]] = []
 
     async def run(self, body: Callable[[Watched], Awaitable[None]]) -> None:
-        with watched(self.network, ceiling_s=CEILING_S) as mesh:
+        home = self.home is not None
+        with watched(self.network, ceiling_s=CEILING_S, fallback_to_local=home) as mesh:
+            mesh.home = self.home
             watch = asyncio.create_task(mesh.engine.watch_stalls(), name="watch stalls")
             try:
                 await body(mesh)
@@ -86,15 +90,25 @@ class Watching:
         """When hops were given up, and why."""
         return [(at, f.reason) for at, f in self.frames if isinstance(f, ShardStatus)]
 
+    def started_at(self) -> float:
+        """When the first token came."""
+        return next(at for at, frame in self.frames if isinstance(frame, TokenDelta))
+
+    def done(self) -> Done:
+        """The last frame."""
+        last = self.frames[-1][1]
+        assert isinstance(last, Done)
+        return last
+
     def tokens(self) -> list[int]:
         return tokens_of([frame for _, frame in self.frames])
 
 
-def ask_with(pace: Pace, *, spare: bool = True) -> Watching:
+def ask_with(pace: Pace, *, spare: bool = True, home: bool = False) -> Watching:
     """One request over two hops of which the second one keeps that pace."""
 
     async def main() -> Watching:
-        case = Watching(spare=spare)
+        case = Watching(spare=spare, home=home)
         for shard in case.network.shards.values():
             paced(shard, lambda number: STEP_S)
         paced(case.shards[1], pace)
@@ -120,13 +134,62 @@ def test_a_silent_hop_is_given_the_ceiling_before_it_ever_answered() -> None:
     assert case.tokens() == expected_tokens(PROMPT, COUNT)
 
 
-def test_weights_that_load_on_demand_are_waited_for() -> None:
+def ask_one_that_opens_late(seconds: float, *, loading: bool, spare: bool = True) -> Watching:
+    """One request, whose second hop takes so long to open a session."""
+
+    async def main() -> Watching:
+        case = Watching(spare=spare)
+        for shard in case.network.shards.values():
+            paced(shard, lambda number: STEP_S)
+        case.shards[1].opens_after_s, case.shards[1].is_loading = seconds, loading
+        await case.run(case.ask)
+        return case
+
+    return run_virtually(main)
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_weights_that_load_on_demand_are_waited_for(spare: bool) -> None:
+    case = ask_one_that_opens_late(120.0, loading=True, spare=spare)
+    assert case.started_at() >= 120.0
+    assert case.tokens() == expected_tokens(PROMPT, COUNT)
+
+
+def test_weights_that_never_come_are_waited_for_no_longer_than_the_load_limit() -> None:
+    case = ask_one_that_opens_late(1000.0, loading=True)
+    assert Patience().load_s <= case.started_at() < Patience().load_s + 1
+    assert case.tokens() == expected_tokens(PROMPT, COUNT)
+
+
+def test_a_hop_that_neither_opens_nor_says_why_is_given_up_soon() -> None:
+    case = ask_one_that_opens_late(120.0, loading=False)
+    assert Patience().answer_s <= case.started_at() < Patience().answer_s + 1
+    assert case.tokens() == expected_tokens(PROMPT, COUNT)
+
+
+def test_a_stand_in_that_has_to_load_its_weights_is_waited_for() -> None:
+    async def main() -> Watching:
+        case = Watching(spare=True)
+        *_, spare = case.network.shards.values()
+        for shard in case.network.shards.values():
+            paced(shard, lambda number: STEP_S)
+        paced(case.shards[1], stops)
+        spare.opens_after_s, spare.is_loading = 60.0, True
+        await case.run(case.ask)
+        return case
+
+    case = run_virtually(main)
+    assert len(case.noticed()) == 1
+    assert case.tokens() == expected_tokens(PROMPT, COUNT)
+
+
+def test_a_first_answer_may_take_as_long_as_the_ceiling() -> None:
     case = ask_with(lambda number: 25.0 if number == 1 else STEP_S)
     assert case.noticed() == []
     assert case.tokens() == expected_tokens(PROMPT, COUNT)
 
 
-def test_weights_that_were_evicted_meanwhile_are_waited_for() -> None:
+def test_a_first_answer_after_others_may_too() -> None:
     async def main() -> Watching:
         case = Watching(spare=True)
         for shard in case.network.shards.values():
@@ -145,6 +208,16 @@ def test_weights_that_were_evicted_meanwhile_are_waited_for() -> None:
     case = run_virtually(main)
     assert case.noticed() == []
     assert case.tokens() == expected_tokens([9], COUNT)
+
+
+@pytest.mark.parametrize("pace", [stops, crawls, lags])
+def test_a_hop_that_only_the_local_model_can_replace_is_left_as_soon(pace: Pace) -> None:
+    case = ask_with(pace, spare=False, home=True)
+    (noticed,) = case.noticed()
+    bad_at = STEP_S * 2 * BAD_FROM
+    assert noticed[0] - bad_at < 4 * FLOOR_S + 1
+    assert case.done().fallback
+    assert case.tokens() == expected_tokens(PROMPT, COUNT)
 
 
 @pytest.mark.parametrize("pace", [crawls, lags])

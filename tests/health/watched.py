@@ -7,10 +7,12 @@ import random
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 from mesh.discovery.advertisement import Advertisement, encode
-from mesh.errors import NoRoute, NotEnoughMemory
+from mesh.errors import NotEnoughMemory
 from mesh.pipeline.engine import Engine, EngineSettings
 from mesh.pipeline.model import AskerModel
 from mesh.types import (
@@ -40,24 +42,22 @@ PROMPT = [5, 11, 23, 42, 8, 61]
 ASKER = "asker"
 
 
-async def _no_home() -> Sequence[RouteHop]:
-    raise NoRoute("there is no home.", fix="None.")
-
-
 class Watched:
     """An engine, the toy network it asks, and what it reported."""
 
-    def __init__(self, network: ToyNetwork, *, ceiling_s: float, probability: float) -> None:
-        settings = EngineSettings(
-            16, False, ceiling_s, "fp32", "", False, 99, spot_check_probability=probability
-        )
+    def __init__(self, network: ToyNetwork, settings: EngineSettings) -> None:
         model = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, 4096, ToyEnds(), ToyText())
         self.network = network
         self.home: ToyShard | None = None
-        """Loaded only to check others by; not advertised."""
-        self.engine = Engine(model, NodeId(ASKER), settings, _no_home, self._judge, network.dial)
+        """Loaded to check others by, and to go home to; not advertised."""
+        self.engine = Engine(
+            model, NodeId(ASKER), settings, self._local_model, self._judge, network.dial
+        )
         self.engine.auditor._rng = random.Random(7)
         self.publish()
+
+    async def _local_model(self) -> Sequence[RouteHop]:
+        return [await self._judge(LayerRange(0, TOTAL_LAYERS))]
 
     async def _judge(self, layers: LayerRange) -> RouteHop:
         if self.home is None or not self.home.descriptor.layer_range.covers(layers):
@@ -79,6 +79,7 @@ class Watched:
                     "verdict": (verdicts or {}).get(shard.descriptor.host, "healthy"),
                 }
                 for shard in self.network.shards.values()
+                if shard.is_advertised
             ]
         )
 
@@ -106,10 +107,17 @@ class Watched:
 
 @contextmanager
 def watched(
-    network: ToyNetwork, *, ceiling_s: float = 30.0, probability: float = 0.0
+    network: ToyNetwork,
+    *,
+    ceiling_s: float = 30.0,
+    probability: float = 0.0,
+    **changes: Any,
 ) -> Iterator[Watched]:
-    """The engine with the toy network where its sockets would be."""
-    yield Watched(network, ceiling_s=ceiling_s, probability=probability)
+    """The engine with the toy network where its sockets would be; `changes` are of its settings."""
+    settings = EngineSettings(
+        16, False, ceiling_s, "fp32", "", False, 99, spot_check_probability=probability
+    )
+    yield Watched(network, replace(settings, **changes))
 
 
 def tokens_of(frames: Sequence[StreamFrame]) -> list[int]:

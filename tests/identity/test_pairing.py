@@ -65,6 +65,7 @@ async def open_window(
     refuse: MeshError | None = None,
     others: int = 0,
     ttl_s: float = 60,
+    host: str | Callable[[str], bool] = "127.0.0.1",
 ) -> AsyncIterator[Open]:
     home = Party(HOME_NAME)
     invitation = Invitation.create(TrustLevel.TRUSTED, ttl_s)
@@ -77,7 +78,7 @@ async def open_window(
         members = (card(home), *(card(Party(f"member {n}")) for n in range(others)))
         return Welcome(HEARTH, "Our home", members)
 
-    listener = await listen("127.0.0.1", 0, key=home.key, window=window, admit=admit, limits=limits)
+    listener = await listen(host, 0, key=home.key, window=window, admit=admit, limits=limits)
     opened = Open(home, invitation, window, listener)
     try:
         yield opened
@@ -111,6 +112,17 @@ async def test_both_sides_end_up_with_each_others_certificate(form: str, guest: 
     assert joined.inviter == opened.home.id
     assert joined.certificate == opened.home.certificate
     assert joined.welcome == Welcome(HEARTH, "Our home", (card(opened.home),))
+
+
+async def test_the_window_is_open_at_some_addresses_of_this_machine_only(guest: Party) -> None:
+    async with open_window(host={"127.0.0.1"}.__contains__) as opened:
+        reader, writer = await asyncio.open_connection("127.0.0.2", opened.listener.port)
+        async with asyncio.timeout(5):
+            # cut off before a word was said
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await reader.readexactly(1)
+        writer.close()
+        await opened.join(guest, opened.invitation.code)
 
 
 @pytest.mark.parametrize("spelling", ["upper", "spaces", "dots"])

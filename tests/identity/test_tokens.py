@@ -136,8 +136,9 @@ def test_clocks_may_differ_by_two_minutes(
     if good:
         verifier.take(text, holder=HOLDER.id, scope=SCOPE)
     else:
-        take = lambda: verifier.take(text, holder=HOLDER.id, scope=SCOPE)  # noqa: E731
-        assert failed_check(take) == "expiry"
+        with pytest.raises(TokenRejected, match="Set the clocks") as caught:
+            verifier.take(text, holder=HOLDER.id, scope=SCOPE)
+        assert caught.value.param == "expiry"
 
 
 def test_revoked_token_is_refused_and_running_sessions_notice(
@@ -232,7 +233,18 @@ def test_replay_table_is_bounded_and_refuses_rather_than_forgets(
     assert failed_check(lambda: verifier.take(last, holder=HOLDER.id, scope=SCOPE)) == "replay"
     clock.seconds += 300
     verifier.take(token(clock), holder=HOLDER.id, scope=SCOPE)
-    assert len(verifier._seen) == 1
+    assert len(verifier._seen[HOLDER.id]) == 1
+
+
+def test_a_holder_who_used_up_its_room_leaves_that_of_others(
+    clock: ManualClock, verifier: TokenVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "REPLAY_ENTRIES", 3)
+    for _ in range(3):
+        verifier.take(token(clock), holder=HOLDER.id, scope=SCOPE)
+    last = token(clock)
+    assert failed_check(lambda: verifier.take(last, holder=HOLDER.id, scope=SCOPE)) == "replay"
+    verifier.take(token(clock, holder=OTHER.id), holder=OTHER.id, scope=SCOPE)
 
 
 _JSON = st.recursive(

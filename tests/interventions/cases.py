@@ -902,4 +902,5 @@ def attribution_patching(p: Parts) -> Any:
         with loss.backward():
             for i in reversed(range(6)):
                 scores.append(((clean[i] - values[i]) * values[i].grad).sum())
-    return scores
+    # Together: sums that cancel out are compared with the largest of them.
+    return torch.stack(scores)

@@ -90,9 +90,11 @@ class Bench:
     trusted: bool = True
     jobs: int = 0
     spoke: asyncio.Event = field(default_factory=asyncio.Event)
+    newest: Sequence[dict[str, Any]] = ()
+    """Who serves the model when a job is run again; empty: whoever did at its start."""
 
-    def on_line(self, line: str) -> None:
-        self.lines.append(line)
+    def on_text(self, text: str) -> None:
+        self.lines += text.split("\n")
         self.spoke.set()
 
     async def said(self, line: str) -> None:
@@ -114,7 +116,12 @@ class Bench:
         await asyncio.to_thread(payload.write_bytes, request)
         fields = {"compress": True, "env": {}, "trusted": self.trusted, **more}
         spec = JobSpec(f"job-{self.jobs}", place.model_id, payload, result, **fields)
-        self.reports.append(await self.runner.run(spec, place, self.on_line))
+        newest = self.newest or place.shards
+
+        async def ask() -> Sequence[dict[str, Any]]:
+            return newest
+
+        self.reports.append(await self.runner.run(spec, place, self.on_text, ask))
         return await asyncio.to_thread(result.read_bytes)
 
 

@@ -124,7 +124,7 @@ RECORDED: list[bytes] = []
 def test_damaged_messages_of_a_real_job_never_break_the_shard() -> None:
     world = remote("llama", 3)
     channel = Recorder(world.channel.sessions)
-    for hop in world.model.interleaver.on_begin.__self__._hops:
+    for hop in world.model.interleaver.on_end.__self__._hops:
         hop._channel = channel
     for name in ("inside_layers", "edit_in_place", "generate_beams", "source_edit"):
         CASES[name](Parts(world.model))

@@ -9,8 +9,9 @@ import gc
 import io
 import pickletools
 import warnings
+import weakref
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import nnsight
@@ -18,13 +19,16 @@ import pytest
 import torch
 import transformers
 from nnsight.modeling.transformers import TransformersModel
+from torch.autograd.graph import get_gradient_edge
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mesh.errors import BadRequest, DeviceFailed
 from mesh.interventions.hooks import RemoteLayerError
+from mesh.shard.taps.joints import ShardJoints
+from mesh.shard.taps.ledger import ShardLedger
 from mesh.shard.taps.session import TapLimits
 from tests.interventions.cases import CASES, GRADIENTS, PROMPT, Parts
-from tests.interventions.worlds import checkpoint, equal, remote, whole
+from tests.interventions.worlds import CPU, checkpoint, equal, remote, whole
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +137,75 @@ def test_a_replaced_module_takes_effect() -> None:
     assert len(log) == 1
 
 
+@pytest.mark.parametrize("kind", ["weight", "module", "hook", "called"])
+def test_what_a_trace_changes_before_its_first_value_acts_on_all_of_it(kind: str) -> None:
+    def job(p: Parts) -> Any:
+        torch.manual_seed(0)
+        other = torch.nn.Linear(64, 64).requires_grad_(requires_grad=False)
+        with p.model.trace(PROMPT):
+            seen = nnsight.save([])
+            match kind:
+                case "weight":
+                    p.layers[3].mlp.down_proj.weight.mul_(0.5)
+                case "module":
+                    p.layers[3].mlp = other
+                case "hook":
+                    p.layers[3].mlp._module.register_forward_hook(lambda _m, _a, out: out * 2)
+                case "called":
+                    p.layers[3].mlp.down_proj.weight.mul_(0.5)
+                    seen.append(p.layers[3].mlp(torch.ones(1, 2, 64)))
+            seen.append(p.layers[2].output)
+            out = p.model.output.logits.save()
+        return seen, out
+
+    local, spread, log = both()
+    equal(job(spread), job(local), 1e-5)
+    assert len(log) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_weight_changed_while_generating_acts_from_there_on(family: str) -> None:
+    def job(p: Parts) -> Any:
+        with p.model.generate(PROMPT, max_new_tokens=5, do_sample=False) as tracer:
+            seen = nnsight.save([])
+            for step in tracer.iter[:5]:
+                if step == 2:
+                    p.layers[1].mlp.down_proj.weight.mul_(-3)
+                    p.attn(5).v_proj.weight.mul_(2)
+                seen.append(p.model.lm_head.output)
+        return seen
+
+    local, spread, log = both(family)
+    equal(job(spread), job(local), 1e-5)
+    assert len(log) == 2
+
+
+def test_a_weight_changed_between_two_machines_acts_in_the_same_forward() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.trace(PROMPT):
+            p.layers[0].output.save()
+            p.layers[3].mlp.down_proj.weight.mul_(0.5)
+            out = p.model.output.logits.save()
+        return out
+
+    local, spread, log = both()
+    equal(job(spread), job(local), 1e-5)
+    assert len(log) == 1
+
+
+def test_a_weight_changed_while_its_machine_computes_is_refused() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.trace(PROMPT):
+            p.layers[1].output.save()
+            p.layers[3].mlp.down_proj.weight.mul_(0.5)
+            out = p.model.output.logits.save()
+        return out
+
+    _, spread, _ = both()
+    with pytest.raises(BadRequest, match="Layer 3 was changed while"):
+        job(spread)
+
+
 def test_second_derivatives_need_the_layers_in_the_job() -> None:
     def job(p: Parts) -> Any:
         with p.model.trace(PROMPT):
@@ -171,6 +244,31 @@ def test_graphs_nobody_can_go_back_through_are_freed() -> None:
     assert max(sizes) <= 6
 
 
+def test_closing_a_session_frees_its_graphs() -> None:
+    world = remote("llama", 3)
+    spread = Parts(world.model)
+    with spread.model.trace(PROMPT):
+        spread.layers[0].output.requires_grad_(True)
+        loss = spread.model.output.logits.sum().save()
+    kept = [
+        session._joints.kept_bytes(session._tree.storages) for session in world.channel.sessions
+    ]
+    assert loss.requires_grad
+    assert all(kept[1:])  # the first one's layers are before the gradient
+    leaves = [
+        weakref.ref(edge)
+        for session in world.channel.sessions
+        for edge in session._joints._edges.values()
+        if isinstance(edge, torch.Tensor)
+    ]
+    assert leaves
+    for session in world.channel.sessions:
+        session.close()
+        assert session._joints.kept_bytes(session._tree.storages) == 0
+    gc.collect()
+    assert not any(leaf() is not None for leaf in leaves)
+
+
 # Refused
 
 
@@ -185,6 +283,27 @@ def test_a_gradient_that_would_miss_a_path_is_refused() -> None:
         loss = spread.model.output.logits.pow(2).sum()
         with loss.backward():
             nnsight.save([shared.grad, query.grad, start.grad])
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda loss, late: torch.autograd.backward(loss, None, None, False, None, [late]),
+        lambda loss, late: torch.autograd.backward(loss, inputs={"late": late}),
+        lambda loss, late: loss.backward(inputs=[late]),
+        lambda loss, late: torch.autograd.grad(loss, {"late": late}),
+        lambda loss, late: torch.autograd.grad(loss, iter([late])),
+        lambda loss, late: torch.autograd.grad(loss, [get_gradient_edge(late)]),
+        lambda _loss, late: late.retain_grad(),
+    ],
+)
+def test_no_way_to_ask_for_such_a_gradient_is_open(ask: Callable[[Any, Any], Any]) -> None:
+    _, spread, _ = both()
+    with pytest.raises(BadRequest, match="would miss"), spread.model.trace(PROMPT):
+        spread.layers[0].output.requires_grad_(True)
+        spread.attn(2).q_proj.output.save()
+        late = spread.attn(2).k_proj.input
+        ask(spread.model.output.logits.pow(2).sum(), late)
 
 
 def test_gradients_around_such_a_value_are_right() -> None:
@@ -256,6 +375,63 @@ def test_an_edit_through_a_view_shows_in_what_it_is_a_view_of() -> None:
 
     local, spread, _ = both("qwen3_moe")
     equal(job(spread), job(local), 0.0)
+
+
+def test_such_an_edit_shows_under_gradients_too() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.trace(PROMPT):
+            start = p.layers[0].output
+            start.requires_grad_(True)
+            block = p.layers[1].mlp.input
+            before = nnsight.save(block.sum())
+            p.layers[1].mlp.gate.input[:] *= 0.5
+            after = nnsight.save(block.sum())
+            last = p.layers[4].mlp.input
+            loss = p.model.output.logits.pow(2).sum() + after
+            with loss.backward():
+                grads = nnsight.save([last.grad, block.grad, start.grad])
+            out = p.model.output.logits.save()
+        return before.detach(), after.detach(), grads, out.detach()
+
+    local, spread, _ = both("qwen3_moe")
+    equal(job(spread), job(local), 1e-4)
+
+
+def test_gradients_of_a_value_and_of_views_of_it() -> None:
+    def job(p: Parts) -> Any:
+        with p.model.trace(PROMPT):
+            start = p.layers[0].output
+            start.requires_grad_(True)
+            block = p.layers[1].mlp.input
+            view = p.layers[1].mlp.gate.input
+            loss = p.model.output.logits.pow(2).sum() + view.pow(3).sum() + block.pow(2).sum()
+            with loss.backward():
+                grads = nnsight.save([view.grad, block.grad, start.grad])
+        return grads
+
+    local, spread, _ = both("qwen3_moe")
+    equal(job(spread), job(local), 1e-4)
+
+
+def test_the_gradient_of_a_view_that_was_edited_is_refused() -> None:
+    _, spread, _ = both("qwen3_moe")
+    with pytest.raises(BadRequest, match="would miss"), spread.model.trace(PROMPT):
+        spread.layers[0].output.requires_grad_(True)
+        spread.layers[1].mlp.input.save()
+        view = spread.layers[1].mlp.gate.input
+        view[:] *= 0.5
+        loss = spread.model.output.logits.pow(2).sum()
+        with loss.backward():
+            view.grad.save()
+
+
+def test_one_memory_is_not_shown_twice_under_gradients_unless_as_a_view() -> None:
+    ledger = ShardLedger(CPU, 1 << 20, ShardJoints())
+    base = torch.ones(4, 6, requires_grad=True) * 2
+    for apart in (base[:, :3], base[:, 3:]):
+        ledger.write(apart, [])
+    with pytest.raises(BadRequest, match="unless it is a view"):
+        ledger.write(base.view(24), [])
 
 
 def test_results_load_where_hearthnet_is_not_installed() -> None:
@@ -345,6 +521,52 @@ def test_more_positions_than_a_shard_takes_at_once_are_refused() -> None:
     with pytest.raises(RemoteLayerError, match="it takes 40"):
         spread.model.generate(short, max_new_tokens=20, do_sample=False)
     with spread.model.trace(short):
+        spread.layers[5].output.save()
+
+
+@pytest.mark.parametrize(
+    "name", ["batch_repeat_interleave", "reorder_cache", "batch_select_indices"]
+)
+def test_a_cache_cannot_be_made_larger_than_a_shard_takes(name: str) -> None:
+    world = remote("llama", 2, TapLimits(positions=100))
+    spread = Parts(world.model)
+    far = 10**9 if name == "batch_repeat_interleave" else torch.zeros(500, dtype=torch.long)
+    ids = torch.full((1, 6), 5)
+    with spread.model.trace(ids, use_cache=True):
+        cache = spread.model.output.past_key_values
+        getattr(cache, name)(2 if name == "batch_repeat_interleave" else torch.tensor([0, 0]))
+        held = nnsight.save([session._caches.positions() for session in world.channel.sessions])
+    assert held == [12, 12]
+    refused = pytest.raises(BadRequest, match="it takes 100")
+    with refused, spread.model.trace(ids, use_cache=True):
+        cache = spread.model.output.past_key_values
+        getattr(cache, name)(far)
+
+
+def test_scores_of_eager_attention_are_bounded() -> None:
+    def job(p: Parts, rows: int) -> Any:
+        with p.model.trace(torch.full((1, rows), 5)):
+            seen = p.layers[5].output.save()
+        return seen
+
+    local, spread, _ = both()
+    tight = Parts(remote("llama", 2, TapLimits(tensor_bytes=1 << 20)).model)
+    for parts in (local, spread, tight):
+        parts.model._module.set_attn_implementation("eager")
+    fits, too_long = 100, 200  # 4 heads of 12 bytes for each pair: 0.5 and 1.9 MB
+    equal(job(tight, fits), job(local, fits), 0.0)
+    with pytest.raises(RemoteLayerError, match=r"1048576 .*host.tap_memory_mb"):
+        job(tight, too_long)
+    equal(job(spread, too_long), job(local, too_long), 0.0)
+    tight.model._module.set_attn_implementation("sdpa")
+    job(tight, too_long)
+
+
+def test_a_value_made_longer_half_way_is_measured_again() -> None:
+    spread = Parts(remote("llama", 2, TapLimits(positions=40)).model)
+    refused = pytest.raises(RemoteLayerError, match="42 positions")
+    with refused, spread.model.trace(torch.tensor([[5]])):
+        spread.layers[0].output = torch.zeros(1, 41, 64)  # and one is cached
         spread.layers[5].output.save()
 
 

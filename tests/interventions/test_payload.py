@@ -72,7 +72,7 @@ def test_jobs_take_turns_on_one_shard_without_mixing() -> None:
 
         original = one.model.lm_head._module.forward
         assert original is not None
-        sessions = one.model.interleaver.on_begin.__self__._hops[1]._channel
+        sessions = one.model.interleaver.on_end.__self__._hops[1]._channel
         exchange = sessions.call
         pending = iter(["source_edit", "generate_steered", "cache_everything"])
 
@@ -83,7 +83,7 @@ def test_jobs_take_turns_on_one_shard_without_mixing() -> None:
                 meanwhile(name, CASES)
             return answer
 
-        for hop in one.model.interleaver.on_begin.__self__._hops:
+        for hop in one.model.interleaver.on_end.__self__._hops:
             hop._channel = type("Interrupted", (), {"call": staticmethod(call)})()
         outer = CASES["inside_layers"](one)
         gradients = GRADIENTS["inside"](one)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from mesh.errors import Busy, LinkLost, MeshError, NoRoute
+from mesh.errors import Busy, DeviceFailed, LinkLost, MeshError, NoRoute
 from mesh.interventions import relay as relay_module
-from mesh.interventions.channel import SocketChannel
+from mesh.interventions.channel import ANSWER, ERROR, HEAD, SocketChannel
 from mesh.interventions.relay import HopRefused, HopSessions, relay
 from mesh.interventions.skeleton import job_model, load_skeleton
 from mesh.models.load import load_span
@@ -133,6 +133,71 @@ async def test_messages_of_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     equal(found, expected, 1e-4)
 
 
+def watch_arrivals(arrived: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set `arrived` whenever the shard has taken a part of a message."""
+    submit = TapServer.submit
+
+    def submitted(server: TapServer, *args: Any) -> None:
+        submit(server, *args)
+        arrived.set()
+
+    monkeypatch.setattr(TapServer, "submit", submitted)
+
+
+async def test_a_message_goes_on_while_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than a part of what a job sends is ever held for it."""
+    monkeypatch.setattr(relay_module, "PART_BYTES", 1000)
+    arrived = asyncio.Event()
+    watch_arrivals(arrived, monkeypatch)
+    async with shard() as here:
+        sessions = await HopSessions.open(here.route, here.lines)
+        ours, theirs = socket.socketpair()
+        passing = asyncio.create_task(relay(ours, sessions), name="relay")
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        (place,) = here.taps._places
+        for part in range(1, 4):
+            if part == 1:
+                writer.write(HEAD.pack(0, ANSWER, 3500))
+            writer.write(bytes(1000))
+            async with asyncio.timeout(10):
+                await arrived.wait()
+            arrived.clear()
+            assert place.parts_bytes == 1000 * part
+        writer.write(bytes(500) + HEAD.pack(7, ANSWER, 2500) + bytes(2500))
+        writer.write(HEAD.pack(0, ANSWER, 4) + bytes(4))
+        for status, said in ((ANSWER, b"malformed"), (ERROR, b"no hop 7"), (ANSWER, b"malformed")):
+            async with asyncio.timeout(10):
+                _, found, length = HEAD.unpack(await reader.readexactly(HEAD.size))
+                assert (found, said in await reader.readexactly(length)) == (status, True)
+        writer.close()
+        async with asyncio.timeout(10):
+            await passing
+        sessions.close()
+
+
+async def test_an_answer_may_take_longer_than_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt on a slow machine is no lost hop."""
+    gate, arrived = threading.Event(), asyncio.Event()
+    watch_arrivals(arrived, monkeypatch)
+    async with shard() as here:
+        sessions = await HopSessions.open(here.route, here.lines, open_s=5.0)
+        for hop in sessions.hops:
+            hop._open_s = 0.01
+        here.queue.visit(lambda: gate.wait(10), lambda _: None)
+        running = asyncio.create_task(run_job(sessions, CASES["logits"]))
+        async with asyncio.timeout(20):
+            await arrived.wait()
+        done, _ = await asyncio.wait({running}, timeout=0.1)
+        gate.set()
+        async with asyncio.timeout(20):
+            found = await running
+        assert not done
+        assert sessions.lost is None
+        sessions.close()
+    expected = await asyncio.to_thread(lambda: CASES["logits"](Parts(whole("llama"))))
+    equal(found, expected, 0.0)
+
+
 async def test_weights_are_shared_with_chat_unless_they_are_repacked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -161,6 +226,33 @@ async def test_no_more_sessions_than_the_shard_takes() -> None:
         second = await HopSessions.open(here.route, here.lines)
         assert here.taps.sessions == 1
         second.close()
+
+
+async def test_a_shard_that_takes_no_sessions_does_not_say_that_waiting_helps() -> None:
+    async with shard(TapSettings(max_sessions=0)) as here:
+        with pytest.raises(HopRefused) as refused:
+            await HopSessions.open(here.route, here.lines)
+        assert isinstance(refused.value.error, NoRoute)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel"), OSError(5, "gone"), ImportError("x")])
+async def test_what_fails_while_loading_is_said_at_once(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_args: Any) -> Any:
+        raise error
+
+    async with shard() as here:
+        with monkeypatch.context() as patched:
+            patched.setattr(server_module, "_grow", broken)
+            async with asyncio.timeout(10):
+                with pytest.raises(HopRefused) as refused:
+                    await HopSessions.open(here.route, here.lines)
+        assert isinstance(refused.value.error, DeviceFailed)
+        assert "loading for interventions failed" in caplog.text
+        assert here.taps.sessions == 0
+        again = await HopSessions.open(here.route, here.lines)
+        again.close()
 
 
 async def test_other_weights_or_layers_are_refused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.interventions.cases import CASES, GRADIENTS, Parts
+from tests.interventions.cases import CASES, GRADIENTS, PROMPT, Parts
 from tests.interventions.worlds import Remote, equal, remote, whole
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma3", "qwen3_moe")
@@ -27,7 +27,7 @@ def spread(family: str, hops: int) -> tuple[Parts, Remote]:
     return Parts(world.model), world
 
 
-ONE_AND_TWO_HOPS = (
+OTHER_NUMBERS_OF_HOPS = (
     "every_layer", "edit_in_place", "skip_batched", "generate_iter", "generate_beams",
     "source_recursive", "cache_everything", "session", "attentions", "of_the_residual",
     "across_a_session", "batched",
@@ -35,13 +35,13 @@ ONE_AND_TWO_HOPS = (
 
 
 def matrix(cases: Iterable[str]) -> list[tuple[str, str, int]]:
-    """Every case and family over three hops; some also over one and two."""
-    few = [("llama", 1), ("gpt2", 2)]
+    """Every case and family over three hops; some also over one, two and four."""
+    few = [("llama", 1), ("gpt2", 2), ("qwen3", 4)]
     three = [(family, 3) for family in FAMILIES]
     return [
         (name, family, hops)
         for name in cases
-        for family, hops in three + (few if name in ONE_AND_TWO_HOPS else [])
+        for family, hops in three + (few if name in OTHER_NUMBERS_OF_HOPS else [])
     ]
 
 
@@ -64,3 +64,15 @@ def test_values_are_those_of_one_machine(name: str, family: str, hops: int) -> N
 @pytest.mark.parametrize(("name", "family", "hops"), matrix(GRADIENTS))
 def test_gradients_are_those_of_one_machine(name: str, family: str, hops: int) -> None:
     compare(GRADIENTS[name], family, hops, GRADIENT_TOLERANCE)
+
+
+@pytest.mark.parametrize("hops", [1, 4])
+def test_a_span_nobody_looks_into_takes_one_message_as_in_plain_chat(hops: int) -> None:
+    world = remote("llama", hops)
+    CASES["logits"](Parts(world.model))
+    assert world.channel.messages == hops
+    world.model.generate(PROMPT, max_new_tokens=4, do_sample=False)
+    assert world.channel.messages == hops + hops * 4
+    with world.model.trace(PROMPT):
+        Parts(world.model).layers[0].output.save()
+    assert world.channel.messages == hops + hops * 4 + hops + 1

@@ -13,14 +13,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mesh.clock import SystemClock
+from mesh.pipeline import wire_dtype
 from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.model import AskerModel
+from mesh.pipeline.opening import Patience
 from mesh.pipeline.orchestrator import PipelineOrchestrator
 from mesh.pipeline.oversight import Oversight
 from mesh.pipeline.passage import Passage
 from mesh.pipeline.recovery import Recovery, RecoverySettings
-from mesh.pipeline.sessions import Sessions, SessionSettings
+from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.station import SessionTerms
 from mesh.routing.cover import Candidate, CoverRules
 from mesh.routing.router import ShardRouter
@@ -57,7 +59,7 @@ class Spread:
             Lines(secure.dial),
             self._router,
             SystemClock(),
-            SessionSettings(),
+            Patience(),
             Oversight(SystemClock(), ceiling_s=30.0),
         )
 
@@ -86,6 +88,10 @@ class Spread:
                 done = frame
         assert done is not None
         return done
+
+    async def probe(self) -> wire_dtype.WireVerdict:
+        """What the probe says of the model on these hops."""
+        return await wire_dtype.probe(self.model, self._sessions, self._router)
 
     async def logits(self, prompt: list[int], forced: list[int]) -> torch.Tensor:
         """(len(forced), vocab) logits before each of `forced`, fed whatever the model would say."""

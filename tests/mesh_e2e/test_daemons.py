@@ -285,8 +285,9 @@ class TestLives:
             assert time.monotonic() < deadline, missing
             time.sleep(0.2)
         error = refused(
-            node, "/v1/completions", {"model": "half", "prompt": [5, 6], "max_tokens": 2}
-        )
+            node, "/v1/completions",
+            {"model": "half", "prompt": [5, 6], "max_tokens": 2, "fallback_to_local": False},
+        )  # fmt: skip
         assert (error["status"], error["code"]) == (503, "shard_unavailable")
         assert "4-7" in error["message"]
 
@@ -300,7 +301,9 @@ class TestLives:
         deadline = time.monotonic() + 60
         error: dict[str, Any] = {}
         while time.monotonic() < deadline and error.get("code") != "weights_mismatch":
-            body = {"model": "twins", "prompt": [5, 6], "max_tokens": 2}
+            body = {
+                "model": "twins", "prompt": [5, 6], "max_tokens": 2, "fallback_to_local": False,
+            }  # fmt: skip
             error = refused(left, "/v1/completions", body)
             time.sleep(0.2)
         assert (error["status"], error["code"]) == (409, "weights_mismatch")

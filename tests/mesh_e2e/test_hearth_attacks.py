@@ -99,7 +99,7 @@ async def house(state_dir: Path, name: str) -> AsyncIterator[House]:
     config = await asyncio.to_thread(
         lambda: Config(state_dir=state_dir, name=name, port=0, interface=(LOOPBACK,))
     )
-    settings = NetworkSettings.of(config, key.node_id, "test", LOOPBACK, 1)
+    settings = NetworkSettings.of(config, key.node_id, "test", LOOPBACK)
     clock = SystemClock()
     events = Events()
     hooks = NetworkHooks(lambda: None, events.note, lambda: None, lambda kind, fields: None)

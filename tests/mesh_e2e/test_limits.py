@@ -14,6 +14,11 @@ from tests.mesh_e2e.conftest import StartNode
 
 pytestmark = pytest.mark.slow
 SECTION = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__"
+STRICT = {
+    SECTION + "MAX_CONCURRENT_PIPELINES": "16",
+    # These askers could hold the model: what the shards refuse would be answered at home.
+    SECTION + "FALLBACK_TO_LOCAL": "false",
+}
 
 
 def at_once(asker: LocalNode, count: int, **body: Any) -> list[tuple[int, dict[str, Any]]]:
@@ -53,10 +58,7 @@ def test_a_shard_serves_as_many_streams_as_it_says_and_refuses_the_rest(
 ) -> None:
     limit = {SECTION + "HOST__MAX_CONCURRENT_STREAMS": "2"}
     start_node("narrow", environment=limit)
-    asker = start_node(
-        "eager", "--layers", "none",
-        environment={SECTION + "MAX_CONCURRENT_PIPELINES": "16"},
-    )  # fmt: skip
+    asker = start_node("eager", "--layers", "none", environment=STRICT)
     asker.wait_ready()
     assert asker.post("/v1/completions", {"model": "builtin", "prompt": "a"}).status_code == 200
     results = at_once(asker, 6)
@@ -73,10 +75,7 @@ def test_a_shard_serves_as_many_streams_as_it_says_and_refuses_the_rest(
 def test_a_full_shard_makes_the_asker_pick_another(start_node: StartNode) -> None:
     limit = {SECTION + "HOST__MAX_CONCURRENT_STREAMS": "2"}
     start_node("narrow2", environment=limit)
-    asker = start_node(
-        "eager2", "--layers", "none",
-        environment={SECTION + "MAX_CONCURRENT_PIPELINES": "16"},
-    )  # fmt: skip
+    asker = start_node("eager2", "--layers", "none", environment=STRICT)
     asker.wait_ready()
     wait_for_servers(asker, {"narrow", "narrow2"})
     results = at_once(asker, 4)

@@ -7,11 +7,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoTokenizer
 
 from mesh.cli.local_node import LocalNode
+from mesh.models.builtin import checkpoint_dir
 from tests.mesh_e2e.conftest import StartNode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -104,6 +109,48 @@ def missing(node: LocalNode) -> list[str]:
 
     found: list[str] = httpx.get(f"{node.url}/readyz", trust_env=False).json()["missing"]
     return found
+
+
+def test_neither_prompts_nor_activations_are_logged_or_written(own_node: StartNode) -> None:
+    attic = own_node("attic", "--log-level", "debug")  # holds every layer
+    sofa = own_node("sofa", "--layers", "none", "--log-level", "debug")
+    attic.wait_ready()
+    sofa.wait_ready()
+    word = "quibblezorp"
+    body = {
+        "model": "builtin", "messages": [{"role": "user", "content": f"Who is {word}?"}],
+        "temperature": 0, "fallback_to_local": False,
+    }  # fmt: skip
+    facts = sofa.post("/v1/chat/completions", {**body, "max_tokens": 8}).json()
+    assert [hop["node"] for hop in facts["hearthnet"]["route"]] == ["attic"]
+    streamed = sofa.post("/v1/chat/completions", {**body, "stream": True, "resumable": True})
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert sofa.post("/v1/chat/completions", {**body, "max_tokens": 10**6}).status_code == 400
+    for node in (sofa, attic):
+        node.stop()
+
+    ids = AutoTokenizer.from_pretrained(checkpoint_dir())(f" {word}", add_special_tokens=False)
+    spelt = ids["input_ids"][-4:]
+    assert len(spelt) == 4, "too few tokens to be told from chance"
+    forbidden = [word.encode()]
+    forbidden += [gap.join(map(str, spelt)).encode() for gap in (", ", ",", " ", "\n")]
+    forbidden += [row.tobytes() for row in embedded(spelt[0])]
+    held = {
+        path: path.read_bytes()
+        for node in (sofa, attic)
+        for path in node.state_dir.rglob("*")
+        if path.is_file()
+    }
+    assert sum(b"builtin" in data for data in held.values()) >= 2, "the search looks at something"
+    assert [path for path, data in held.items() if any(one in data for one in forbidden)] == []
+
+
+def embedded(token: int) -> list[Any]:
+    """What leaves the asker for a token, as it travels."""
+    (file,) = Path(checkpoint_dir()).glob("*.safetensors")
+    with safe_open(file, "pt") as tensors:
+        row = tensors.get_slice("model.embed_tokens.weight")[token]
+    return [row.to(dtype).numpy() for dtype in (torch.float16, torch.float32)]
 
 
 @pytest.mark.parametrize("switch", [OFF, SECTION_OFF], ids=["policy", "section"])

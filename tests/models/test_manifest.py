@@ -240,6 +240,7 @@ def _tensor(begin: int, end: int, shape: list[int], dtype: str = "F32") -> dict[
         (_header(b"not json"), "not JSON"),
         (_header(b"[]"), "not a JSON object"),
         (_header({"a": {"dtype": "F32"}}), "not understood"),
+        (_header({"a": _tensor(0, 4, [1]) | {"dtype": []}}), "not understood"),
         (_header({"a": 3}), "not understood"),
         (_header({"a": _tensor(0, 8, [2], "F33")}), "not understood"),
         (_header({"a": _tensor(0, 8, [-2])}), "not understood"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
 
-from mesh.errors import UnsupportedFamily
+from mesh.errors import NotEnoughMemory, UnsupportedFamily
 from mesh.models import proof
 from mesh.models.families import family_of_config
 from mesh.models.load import load_span
@@ -84,6 +85,18 @@ def test_verdict_is_reached_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(UnsupportedFamily, match="differs from the whole"):
         proof.require_proof(family, tmp_path)
     assert len(compared) == 1
+
+
+def test_what_broke_off_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = family_of_config(transformers.StableLmConfig(num_hidden_layers=3))
+    full = OSError(28, "No space left on device")
+    for error in (full, MemoryError(), NotEnoughMemory("too little.", fix="")):
+        with monkeypatch.context() as patch:
+            patch.setattr(proof, "_compare", Mock(side_effect=error))
+            with pytest.raises(UnsupportedFamily):
+                proof.require_proof(family, tmp_path)
+        assert not list(tmp_path.iterdir())
+    proof.require_proof(family, tmp_path)
 
 
 def test_another_layer_pattern_is_another_proof(tmp_path: Path) -> None:

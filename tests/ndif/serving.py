@@ -11,7 +11,7 @@ import io
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from mesh.types import ModelId
 from tests.fakes import ScriptedGenerations, ScriptedView
 
 MODEL = ModelId("builtin")
+REPORT = JobReport(0, 0.25, 0.125, 4096, ("attic", "kitchen"))
 _WORDS = re.compile(rb"script = '([\w ]+)'")
 
 
@@ -50,23 +51,28 @@ class ScriptedRunner:
         self.ended_by_cancel: list[str] = []
         self.obstacle: str | None = None
         self.refusals = 0
+        self.is_full: Callable[[], bool] = lambda: False
+        self.refused = 0
 
     def why_not(self, model_id: ModelId) -> str | None:
         return self.obstacle
 
-    async def run(self, spec: JobSpec, on_line: Callable[[str], None]) -> JobReport:
+    async def run(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
         payload = await asyncio.to_thread(spec.payload.read_bytes)
         words = said_in(payload, compress=spec.compress)
         if self.refusals:
             self.refusals -= 1
             raise (Busy if self.refusals % 2 else NoRoute)("Layers 3-5 are missing.", fix="Wait.")
+        if self.is_full():
+            self.refused += 1
+            raise Busy("No shard has room for a job.", fix="Wait.")
         self.specs.append(spec)
         self.words.append(words)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         self.began.put_nowait(spec.job_id)
         try:
-            value = await self._play(words, on_line)
+            value = await self._play(words, on_text)
         except asyncio.CancelledError:
             self.ended_by_cancel.append(spec.job_id)
             raise
@@ -74,18 +80,19 @@ class ScriptedRunner:
             self.running -= 1
         result = saved({"value": value, "words": words}, compress=spec.compress)
         await asyncio.to_thread(spec.result.write_bytes, result)
-        return JobReport(len(result), 0.25, 0.125, 4096, ("attic", "kitchen"))
+        return replace(REPORT, result_bytes=len(result))
 
-    async def _play(self, words: str, on_line: Callable[[str], None]) -> Any:
+    async def _play(self, words: str, on_text: Callable[[str], None]) -> Any:
         verb, _, rest = words.partition(" ")
         match verb:
             case "wait":
                 await self.proceed.wait()
             case "print":
                 for number in range(int(rest)):
-                    on_line(f"line {number}")
+                    on_text(f"line {number}")
             case "fail":
-                raise JobFailed("Traceback:\n  x = 1 / 0\nZeroDivisionError: no", fix="")
+                took = {**asdict(REPORT), "hops": list(REPORT.hops)}
+                raise JobFailed("Traceback:\n  x = 1 / 0\nZeroDivisionError: no", fix="", took=took)
             case "break":
                 raise ZeroDivisionError("a bug of ours")
             case "big":
@@ -126,6 +133,7 @@ class Node:
     disk_bytes: int = 1 << 30
     clock: Clock = field(default_factory=SystemClock)
     runner: ScriptedRunner = field(default_factory=ScriptedRunner)
+    view: ScriptedView = field(default_factory=OwnView)
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     queue: JobQueue = field(init=False)
     keys: ApiKeys = field(init=False)
@@ -151,7 +159,7 @@ class Node:
         self.urls = ResultUrls(key, self.clock)
         app = create_app(
             ScriptedGenerations(),
-            OwnView(),
+            self.view,
             self.api,
             api_keys=self.keys,
             jobs=JobsApi(self.queue, self.urls),

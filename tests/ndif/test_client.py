@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import httpx
 import nnsight
@@ -17,7 +18,7 @@ from websockets.asyncio.client import connect
 from mesh.interventions.jobs.queue.service import QueueSettings
 from tests.ndif import client
 from tests.ndif.client import in_thread
-from tests.ndif.serving import Node, serving
+from tests.ndif.serving import Node, OwnView, serving
 
 
 @pytest.fixture
@@ -73,6 +74,10 @@ async def test_a_failed_job_raises_with_its_own_words(node: Node) -> None:
     with pytest.raises(RemoteError, match="ZeroDivisionError: no") as caught:
         await in_thread(client.ask, node.url, "fail")
     assert "x = 1 / 0" in str(caught.value)
+    kind, fields = node.events[-1]
+    assert (kind, fields["status"]) == ("job_ended", "ERROR")
+    took = {"wall_s": 0.25, "cpu_s": 0.125, "peak_memory_bytes": 4096, "hops": ["attic", "kitchen"]}
+    assert took.items() <= fields.items()
 
 
 async def test_a_bug_of_ours_tells_no_details(node: Node) -> None:
@@ -123,6 +128,37 @@ async def test_the_helpers(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     async with httpx.AsyncClient(base_url=node.url, trust_env=False) as http:
         assert (await http.get("/ping")).json() == "pong"
         assert (await http.get("/connected")).json() is True
+
+
+class HalfView(OwnView):
+    """A node that does not run its model yet, for the reason in `lacks`."""
+
+    lacks: ClassVar[dict[str, Any]] = {}
+
+    def models(self) -> list[dict[str, Any]]:
+        return [{**row, **self.lacks} for row in super().models()]
+
+
+async def test_a_model_that_cannot_run_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, view=HalfView()) as node:
+        monkeypatch.setattr(nnsight.CONFIG.API, "HOST", node.url)
+
+        async def told() -> tuple[str, str]:
+            async with httpx.AsyncClient(base_url=node.url, trust_env=False) as http:
+                row = (await http.get("/status")).json()["deployments"]["builtin"]
+            seen = (await in_thread(nnsight.status)).deployments["builtin"]
+            assert seen["state"] == row["application_state"]
+            return row["application_state"], row.get("reason", "")
+
+        assert await told() == ("RUNNING", "")
+        monkeypatch.setattr(HalfView, "lacks", {"runnable": False})
+        assert await told() == ("DEPLOYING", "The model is loading.")
+        monkeypatch.setattr(HalfView, "lacks", {"runnable": False, "missing": ["2-3", "5-5"]})
+        assert await told() == ("NOT_STARTED", "No node serves layers 2-3, 5-5.")
+        node.runner.obstacle = "this node has no files of it"
+        assert await told() == ("UNHEALTHY", "this node has no files of it")
 
 
 async def test_who_waits_hears_his_place(narrow: Node) -> None:

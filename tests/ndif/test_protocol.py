@@ -84,6 +84,27 @@ async def test_socket_io_clients_are_led_to_the_answer_they_show(
     assert "0.5.0" in answer.json()["detail"]
 
 
+async def test_old_clients_without_a_key_are_led_there_too(tmp_path: Path) -> None:
+    """They send none when they connect, only with the job."""
+    async with serving(tmp_path, api=with_key(OWNER)) as node:
+        url = node.url.replace("http", "ws") + "/ws/socket.io/?transport=websocket&EIO=4"
+        async with connect(url, proxy=None) as socket:
+            assert str(await socket.recv()).startswith('0{"sid"')
+            await socket.send("40")
+            assert str(await socket.recv()).startswith('40{"sid"')
+        async with httpx.AsyncClient(base_url=node.url, trust_env=False) as http:
+            for slash in ("", "/"):
+                polling = await http.get(f"/ws/socket.io{slash}?transport=polling&EIO=4")
+                assert polling.status_code == 426
+                assert "nnsight>=0.8.1" in polling.json()["detail"]
+            foreign = await http.get("/ws/socket.io", headers={"Origin": "https://evil.example"})
+            assert foreign.status_code == 403
+            old = {"nnsight-model-key": "x", "nnsight-version": "0.5.0", "ndif-api-key": OWNER}
+            answer = await http.post("/request", headers=old, content=b"zlib")
+            assert answer.status_code == 426
+            assert (await http.get("/ws/socket.iox")).status_code == 404
+
+
 async def test_a_session_is_its_owners(tmp_path: Path) -> None:
     async with serving(tmp_path, api=with_key(OWNER)) as node:
         scopes = frozenset({Scope.INTERVENTIONS})

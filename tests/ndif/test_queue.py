@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,14 @@ def a_queue(root: Path, disk_bytes: int = 1 << 30, **settings: Any) -> JobQueue:
     return queue
 
 
+def faulty(root: Path, tell: Callable[[str, dict[str, Any]], None]) -> JobQueue:
+    """One that runs a job at a time and tells of it to `tell`."""
+    spool, settings = Spool(root / "jobs", 1 << 30), QueueSettings(concurrent=1)
+    queue = JobQueue(ScriptedRunner(), spool, settings, SystemClock(), tell)
+    _made.append(queue)
+    return queue
+
+
 def runner_of(queue: JobQueue) -> ScriptedRunner:
     assert isinstance(queue.runner, ScriptedRunner)
     return queue.runner
@@ -56,7 +64,9 @@ async def hand_in(
 
 
 async def all_done(queue: JobQueue) -> None:
+    left = list(queue._tickets.values())
     await until(lambda: not queue._tickets)
+    await until(lambda: all(ticket.ended.is_set() for ticket in left))
 
 
 async def test_keys_take_turns(tmp_path: Path) -> None:
@@ -334,4 +344,87 @@ async def test_a_result_that_was_never_written_is_an_error(tmp_path: Path) -> No
     job = await hand_in(queue, "next")
     await all_done(queue)
     assert (await queue.find(job.job_id, None)).status is Status.COMPLETED
+    await queue.stop(0)
+
+
+async def test_jobs_that_lose_patience_together_do_not_cost_the_workers(tmp_path: Path) -> None:
+    """Both workers end them at once, and each finds some that the other has ended."""
+    queue = a_queue(tmp_path, concurrent=2, patience_s=0.2)
+    await queue.start()
+    runner_of(queue).obstacle = "no node serves layers 3-5"
+    jobs = [await hand_in(queue, f"in vain {n}") for n in range(12)]
+    await all_done(queue)
+    for job in jobs:
+        assert (await queue.find(job.job_id, None)).status is Status.ERROR
+    assert not any(worker.done() for lane in queue._lanes.values() for worker in lane.workers)
+    runner_of(queue).obstacle = None
+    after = await hand_in(queue, "after that")
+    await all_done(queue)
+    assert (await queue.find(after.job_id, None)).status is Status.COMPLETED
+    await queue.stop(0)
+
+
+async def test_a_fault_of_ours_costs_no_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def tell(kind: str, _fields: dict[str, Any]) -> None:
+        if kind == "job_ended" and not caplog.records:
+            raise ZeroDivisionError
+
+    queue = faulty(tmp_path, tell)
+    await queue.start()
+    for words in ("first", "second"):
+        job = await hand_in(queue, words)
+        await all_done(queue)
+        assert (await queue.find(job.job_id, None)).status is Status.COMPLETED
+    assert [record.message for record in caplog.records] == ["a worker of model=m failed"]
+    await queue.stop(0)
+
+
+async def test_a_job_that_we_cannot_conclude_has_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = a_queue(tmp_path)
+    await queue.start()
+    with monkeypatch.context() as broken:
+        broken.setattr(queue.spool, "settle_result", lambda _: 1 // 0)
+        feed = Feed()
+        await hand_in(queue, "first", feed=feed)
+        await all_done(queue)
+    heard = [await feed.get() for _ in range(len(feed._waiting))]
+    assert heard[-1].status is Status.ERROR
+    assert "nobody foresaw" in heard[-1].description
+    job = await hand_in(queue, "second")
+    await all_done(queue)
+    assert (await queue.find(job.job_id, None)).status is Status.COMPLETED
+    await queue.stop(0)
+
+
+async def test_shards_that_stay_full_are_waited_for_as_long_as_missing_ones(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path, patience_s=0.3)
+    await queue.start()
+    runner_of(queue).is_full = lambda: True
+    feed = Feed()
+    job = await hand_in(queue, "in vain", feed=feed)
+    await all_done(queue)
+    assert "has room" in (await queue.find(job.job_id, None)).description
+    heard = [await feed.get() for _ in range(len(feed._waiting))]
+    assert Status.PROVISIONING in [each.status for each in heard]
+    assert heard[-1].status is Status.ERROR
+    await queue.stop(0)
+
+
+async def test_a_place_that_our_own_job_takes_is_waited_for_without_end(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path, concurrent=2, patience_s=0.0)
+    await queue.start()
+    runner = runner_of(queue)
+    runner.is_full = lambda: runner.running > 0
+    await hand_in(queue, "wait")
+    await runner.began.get()
+    second = await hand_in(queue, "second")
+    await until(lambda: runner.refused >= 3)
+    assert queue.counts()[0] >= 1
+    runner.proceed.set()
+    await all_done(queue)
+    assert (await queue.find(second.job_id, None)).status is Status.COMPLETED
     await queue.stop(0)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from mesh.errors import BadRequest, ContextTooLong, NoRoute
+from mesh.pipeline.frames import decode_frame, encode_frame
 from mesh.pipeline.orchestrator import PipelineOrchestrator
 from mesh.pipeline.station import STEPS_UNDER_WAY
 from mesh.types import (
@@ -19,6 +20,7 @@ from mesh.types import (
     TokenDelta,
 )
 from mesh.wire.messages import Step
+from tests.health.watched import watched
 from tests.pipeline.toy_mesh import (
     MODEL,
     ToyNetwork,
@@ -63,6 +65,27 @@ async def test_hops_in_a_row_equal_the_whole_model(layers: list[str]) -> None:
     assert done.route[0].layers.start == 0
     assert done.hops[0].steps == 12
     await sessions.close()
+
+
+async def test_the_first_token_says_how_long_the_prompt_is() -> None:
+    network, _ = network_of("0-7")
+    orchestrator, sessions = toy_orchestrator(network)
+    frames = await frames_of(orchestrator, toy_request(PROMPT, 3))
+    assert [f.prompt_tokens for f in frames if isinstance(f, TokenDelta)] == [6, 0, 0]
+    assert [decode_frame(encode_frame(frame)) for frame in frames] == frames
+    await sessions.close()
+
+
+async def test_who_sees_what_runs_learns_no_id_to_resume_it_by() -> None:
+    network, _ = network_of("0-7")
+    with watched(network) as mesh:
+        frames = mesh.engine.chat(toy_request(PROMPT, 3, "chatcmpl-1"))
+        await anext(frames)
+        (running,) = mesh.engine.generations()
+        assert running["id"]
+        assert "chatcmpl-1" not in str(running)
+        await frames.aclose()
+        await mesh.engine.close()
 
 
 async def test_a_long_prompt_goes_in_chunks_that_follow_each_other() -> None:

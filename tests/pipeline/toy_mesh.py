@@ -17,10 +17,11 @@ from mesh.clock import SystemClock
 from mesh.errors import BadRequest, Busy, ConnectFailed, MeshError, SessionGone
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.model import AskerModel
+from mesh.pipeline.opening import Patience
 from mesh.pipeline.orchestrator import PipelineOrchestrator
 from mesh.pipeline.oversight import Oversight
 from mesh.pipeline.recovery import RecoverySettings
-from mesh.pipeline.sessions import Sessions, SessionSettings
+from mesh.pipeline.sessions import Sessions
 from mesh.routing.cover import Candidate, CoverRules
 from mesh.routing.router import ShardRouter
 from mesh.types import (
@@ -29,6 +30,7 @@ from mesh.types import (
     LayerRange,
     ModelId,
     NodeId,
+    RouteHop,
     SamplingParams,
     ShardDescriptor,
     WireDtype,
@@ -38,8 +40,10 @@ from mesh.wire.link import Link, LinkHandler
 from mesh.wire.memory import MemoryLink, link_pair
 from mesh.wire.messages import (
     Close,
+    Drain,
     Failure,
     Hello,
+    Loading,
     Message,
     Open,
     Opened,
@@ -92,7 +96,8 @@ class ToySession:
 class ToyShard:
     """A shard host that answers at once. `before_step` may raise or return False to stay silent.
 
-    `answer` turns what was computed into what is sent, `reply` sends it, now or later.
+    `answer` turns what was computed into what is sent, `reply` sends it, now or later. A session is
+    open `opens_after_s` seconds after it was asked for; `is_loading` says meanwhile that it loads.
     """
 
     def __init__(self, network: ToyNetwork, descriptor: ShardDescriptor) -> None:
@@ -108,10 +113,19 @@ class ToyShard:
         self.most_under_way = 0
         self.answer: Callable[[Step, WireTensor], WireTensor] = lambda step, computed: computed
         self.reply: Callable[[MemoryLink, Result], None] = lambda link, result: link.send(result)
+        self.opens_after_s = 0.0
+        self.is_loading = False
+        self.is_advertised = True
         self.links: list[MemoryLink] = []
+        self.far_ends: list[MemoryLink] = []
 
     def open_streams(self) -> int:
         return sum(not session.parked for session in self.sessions.values())
+
+    def drain(self) -> None:
+        """Ask every asker to move its sessions elsewhere."""
+        for link in self.far_ends:
+            link.send(Drain("maintenance"))
 
     def kill(self) -> None:
         """Gone with everything it held, links cut under way."""
@@ -137,7 +151,7 @@ class ToyDoor:
                 self._fail(key[1], Busy("full.", fix="Elsewhere."))
                 return
             sessions[key] = ToySession(LayerRange(message.start, message.stop))
-            self._link.send(Opened(message.session, message.max_tokens))
+            self._open(message)
         elif isinstance(message, Resume):
             if key not in sessions:
                 self._fail(key[1], SessionGone("gone.", fix="Replay."))
@@ -154,6 +168,20 @@ class ToyDoor:
     def closed(self, error: Exception | None) -> None:
         for key in [key for key in self._shard.sessions if key[0] == self._number]:
             del self._shard.sessions[key]
+
+    def _open(self, request: Open) -> None:
+        opened = Opened(request.session, request.max_tokens)
+        if self._shard.is_loading:
+            self._link.send(Loading(request.session))
+        if self._shard.opens_after_s:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._shard.opens_after_s, self._say, opened)
+        else:
+            self._link.send(opened)
+
+    def _say(self, message: Message) -> None:
+        if not self._link.is_closed:
+            self._link.send(message)
 
     def _step(self, session: ToySession, step: Step) -> None:
         shard = self._shard
@@ -182,24 +210,33 @@ class ToyDoor:
 
 
 class ToyNetwork:
-    """Nodes by port; also the router's store. Only what `online` lists is advertised."""
+    """Nodes by port; also the router's store."""
 
     def __init__(self) -> None:
         self.shards: dict[int, ToyShard] = {}
         self._links = 0
 
-    def add(self, layers: str, *, streams: int = 8, name: str = "") -> ToyShard:
+    def add(
+        self, layers: str, *, streams: int = 8, name: str = "", weights: str = WEIGHTS
+    ) -> ToyShard:
         span, port = LayerRange.parse(layers), 1000 + len(self.shards)
         node = name or f"node-{port}"
         descriptor = ShardDescriptor(
-            shard_id(MODEL, span), MODEL, WEIGHTS, span, TOTAL_LAYERS, 1, streams, NodeId(node),
+            shard_id(MODEL, span), MODEL, weights, span, TOTAL_LAYERS, 1, streams, NodeId(node),
             node, Endpoint(f"wss://toy:{port}"), "fp32", "toy", datetime.now(UTC),
         )  # fmt: skip
         self.shards[port] = ToyShard(self, descriptor)
         return self.shards[port]
 
     def candidates(self, model_id: ModelId) -> list[Candidate]:
-        return [Candidate(shard.descriptor, 0, 1) for shard in self.shards.values()]
+        listed = [shard for shard in self.shards.values() if shard.is_advertised]
+        return [Candidate(shard.descriptor, 0, 1) for shard in listed]
+
+    def home(self) -> ToyShard:
+        """The whole model at the asker's; advertised to nobody."""
+        home = self.add(f"0-{TOTAL_LAYERS - 1}", name="home")
+        home.is_advertised = False
+        return home
 
     async def dial(self, host: str, port: int, handler: LinkHandler) -> Link:
         shard = self.shards[port]
@@ -212,6 +249,7 @@ class ToyNetwork:
         ours.attach(handler)
         theirs.attach(ToyDoor(shard, theirs, self._links))
         shard.links.append(ours)
+        shard.far_ends.append(theirs)
         return ours
 
 
@@ -254,15 +292,24 @@ class ToyText:
 
 
 def toy_orchestrator(
-    network: ToyNetwork, oversight: Oversight | None = None, *, noise: float = 0.0
+    network: ToyNetwork,
+    oversight: Oversight | None = None,
+    *,
+    noise: float = 0.0,
+    home: ToyShard | None = None,
 ) -> tuple[PipelineOrchestrator, Sessions]:
-    """An orchestrator over the network with fp32 on the wire."""
+    """An orchestrator over the network with fp32 on the wire, which may go `home`."""
+
+    async def go_home() -> Sequence[RouteHop]:
+        assert home is not None
+        return [RouteHop(home.descriptor, home.descriptor.layer_range)]
+
     router = ShardRouter(network, CoverRules())
     sessions = Sessions(
         Lines(network.dial),
         router,
         SystemClock(),
-        SessionSettings(open_timeout_s=2.0),
+        Patience(answer_s=2.0),
         oversight or Oversight(SystemClock(), ceiling_s=30.0),
     )
     model = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, 4096, ToyEnds(), ToyText())
@@ -272,6 +319,7 @@ def toy_orchestrator(
         router,
         wire_dtype=WireDtype.FP32,
         recovery=RecoverySettings(retry_delays_s=(0.01, 0.02)),
+        local_model=None if home is None else go_home,
         noise=noise,
     )
     return orchestrator, sessions

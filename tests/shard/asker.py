@@ -34,6 +34,7 @@ from mesh.wire.messages import (
     Close,
     Failure,
     Hello,
+    Loading,
     Message,
     Open,
     Opened,
@@ -121,6 +122,8 @@ class Asker:
         self._answers: asyncio.Queue[Message] = asyncio.Queue()
         self._link: Link | None = None
         self.permit: Callable[[Open], str] | None = None
+        self.told_to_wait: list[int] = []
+        """The sessions for which the host said that it is loading."""
 
     def use(self, link: Link) -> None:
         """Send over `link` from now on."""
@@ -134,7 +137,10 @@ class Asker:
 
     def message(self, message: Message) -> None:
         """See `LinkHandler.message`."""
-        self._answers.put_nowait(message)
+        if isinstance(message, Loading):
+            self.told_to_wait.append(message.session)
+        else:
+            self._answers.put_nowait(message)
 
     def closed(self, error: MeshError | None) -> None:
         """See `LinkHandler.closed`."""

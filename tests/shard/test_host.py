@@ -2,16 +2,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
 
+from mesh.errors import ConnectFailed
+from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.shard.runtime import SpanRuntime
 from mesh.supervise import Child
 from mesh.types import LayerRange
+from mesh.wire.connection import WebSocketLink
+from mesh.wire.websocket import connect
 from tests import secure
+from tests.identity.support import Party, Recorder
 from tests.shard.asker import Asker
 from tests.shard.spans import checkpoint, relative_error, rows, runtime, step
 
@@ -33,11 +41,16 @@ class Daemon:
             on_closed=self.closed.set,
         )
 
-    async def hears(self, op: str) -> dict[str, Any]:
+    async def hears(self, *ops: str) -> dict[str, Any]:
+        """The next map of one of these kinds; those before it are dropped."""
         async with asyncio.timeout(TIMEOUT_S):
-            while (message := await self._said.get())["op"] != op:
+            while (message := await self._said.get())["op"] not in ops:
                 pass
         return message
+
+    def says_last(self) -> list[str]:
+        """The kinds of all maps that nobody heard yet."""
+        return [self._said.get_nowait()["op"] for _ in range(self._said.qsize())]
 
 
 @pytest.fixture
@@ -109,6 +122,128 @@ async def test_the_process_ends_with_its_parent() -> None:
     child = await daemon.start()
     child.channel.close()  # what the child sees when the daemon is gone, however it went
     assert await child.wait(TIMEOUT_S) == 0
+
+
+async def test_a_shard_that_is_wanted_at_home_while_it_loads_is_served_all_the_same(
+    served: tuple[dict[str, Any], SpanRuntime],
+) -> None:
+    shard, _ = served
+    changed = asyncio.Event()
+    host = ShardHost(HostSpec(secure.start_command(None), (shard,)), changed.set)
+    host.start()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await host.wait_settled()
+            assert host._child is not None
+            os.kill(host._child.pid, signal.SIGKILL)  # during an answer, say
+            while host.shards:
+                changed.clear()
+                await changed.wait()
+            ours, too = await asyncio.gather(host.ensure(shard), host.ensure(shard))
+            assert ours is too
+            assert host.shards == {ours.descriptor.shard_id: ours}
+            assert not host.private
+            assert not host.failed
+    finally:
+        await host.stop()
+
+
+async def test_pausing_and_stopping_do_not_wait_for_a_shard_that_loads(
+    served: tuple[dict[str, Any], SpanRuntime],
+) -> None:
+    shard, _ = served
+    daemon = Daemon()
+    child = await daemon.start()
+    child.channel.send({"op": "start", **secure.start_command(None)})
+    await daemon.hears("listening")
+    child.channel.send({"op": "load", "shard": shard})
+    child.channel.send({"op": "pause", "paused": True})
+    assert await daemon.hears("loaded", "paused") == {"op": "paused", "paused": True}
+    await daemon.hears("loaded")
+    child.channel.send({"op": "load", "shard": {**shard, "layers": "0-3"}})
+    child.channel.send({"op": "stop", "grace_s": 0.0})
+    assert await child.wait(TIMEOUT_S) == 0
+    await daemon.closed.wait()
+    assert "loaded" not in daemon.says_last()
+    child.channel.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits another process with prlimit")
+async def test_a_revoked_member_loses_its_link_even_when_no_descriptor_is_left() -> None:
+    import resource
+
+    guest, late = Party("guest"), Party("late")
+    start = secure.start_command(None)
+    start["tls"]["members"] = [guest.certificate]
+    daemon = Daemon()
+    child = await daemon.start()
+    child.channel.send({"op": "start", **start})
+    port = (await daemon.hears("listening"))["port"]
+
+    async def dial(party: Party, handler: Recorder) -> WebSocketLink:
+        tls = (await party.trusting(Party("host", secure.KEY))).client(secure.KEY.node_id)
+        return await connect("127.0.0.1", port, hello=party.hello(), handler=handler, ssl=tls)
+
+    linked = Recorder()
+    await dial(guest, linked)
+    before = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    child.channel.send({"op": "tls", "members": [late.certificate]})
+    async with asyncio.timeout(TIMEOUT_S):
+        await linked.ended.wait()
+    daemon.says_last()
+    await daemon.hears("health")  # the process lives on
+    resource.prlimit(child.pid, resource.RLIMIT_NOFILE, before)
+    async with asyncio.timeout(TIMEOUT_S):
+        while not await _comes_in(dial(late, Recorder())):  # not before it has tried again
+            await daemon.hears("health")
+    assert not await _comes_in(dial(guest, Recorder()))
+    await child.stop(TIMEOUT_S)
+
+
+async def _comes_in(dialled: Awaitable[WebSocketLink]) -> bool:
+    try:
+        (await dialled).close()
+    except ConnectFailed:
+        return False
+    return True
+
+
+async def test_a_task_of_the_process_that_fails_ends_it() -> None:
+    daemon = Daemon()
+    child = await daemon.start()
+    child.channel.send({"op": "start", **secure.start_command(None)})
+    await daemon.hears("listening")
+    child.channel.send({"op": "tls", "members": [b"no certificate"]})
+    async with asyncio.timeout(TIMEOUT_S):
+        await daemon.closed.wait()
+    assert await child.wait(TIMEOUT_S) != 0
+
+
+async def test_shards_move_to_another_port_when_theirs_was_taken_meanwhile() -> None:
+    changed = asyncio.Event()
+    host = ShardHost(HostSpec(secure.start_command(None), ()), changed.set)
+
+    async def listens_elsewhere(port: int | None) -> int:
+        async with asyncio.timeout(TIMEOUT_S):
+            while host.port in (None, port):
+                changed.clear()
+                await changed.wait()
+        assert host.port is not None
+        return host.port
+
+    host.start()
+    try:
+        port = await listens_elsewhere(None)
+        child = host._child
+        assert child is not None
+        child.kill()
+        await child.wait(TIMEOUT_S)
+        with socket.create_server(("127.0.0.1", port)):
+            await listens_elsewhere(port)
+        assert not host.failed
+    finally:
+        await host.stop()
 
 
 def test_importing_the_package_loads_no_torch() -> None:

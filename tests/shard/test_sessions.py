@@ -18,10 +18,10 @@ from mesh.errors import (
     WeightsMismatch,
 )
 from mesh.shard.runtime import SpanRuntime
-from mesh.types import WireDtype
+from mesh.types import NodeId, WireDtype
 from mesh.wire.activations import to_wire
 from mesh.wire.limits import Limits
-from mesh.wire.messages import Advertise, Failure, Open, Step
+from mesh.wire.messages import Advertise, Failure, Open, OpenPart, Step
 from tests.shard.asker import Attic, CountedLoader, close_to, settled
 from tests.shard.spans import rows, step
 
@@ -194,7 +194,9 @@ async def test_idle_weights_are_freed_and_loaded_again_on_demand() -> None:
         loads = attic.loader.loads
         asker.close()
         await settled(lambda: not attic.server.load_now().loaded)
+        assert asker.told_to_wait == []
         await asker.open(2)
+        assert asker.told_to_wait == [2], "who asks must know why it takes long"
         assert torch.equal(await asker.step(0, 0, rows(3), 2), first)
         assert attic.loader.loads == loads + 1
 
@@ -254,3 +256,21 @@ async def test_a_peer_that_reads_less_than_it_asks_for_is_cut() -> None:
         asker.link.send(Step(1, 0, 0, half))  # its answer, in fp32, is over the link's limit
         await settled(lambda: asker.link.is_closed)
         await settled(lambda: attic.server.load_now().kv_tokens_used == 0)
+
+
+async def test_edits_before_their_open_are_bounded_per_peer_however_many_links() -> None:
+    async with Attic() as attic:
+
+        async def send_parts() -> str:
+            asker = attic.asker()
+            for _ in range(32):
+                asker.link.send(OpenPart(1, bytes(128 << 10)))
+            asker.send_step(0, 0, rows(1))  # refused in any case, behind all parts
+            answer = await asker.answer()
+            assert isinstance(answer, Failure)
+            return str(answer.error["code"])
+
+        codes = [await send_parts() for _ in range(6)]
+        assert codes == [SessionGone.code] * 4 + [Busy.code] * 2
+        assert attic.service.parts_bytes(NodeId("a" * 64)) == 16 << 20
+        assert attic.service.parts_bytes(NodeId("b" * 64)) == 0

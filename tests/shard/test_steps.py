@@ -82,6 +82,22 @@ async def test_a_repeated_step_is_answered_from_memory_and_computed_once(span: S
         assert close_to(await asker.step(8, 3, rows(1)), step(span, cache, 3, rows(1)))
 
 
+async def test_the_last_answer_is_repeated_while_the_next_step_is_under_way() -> None:
+    async with Attic(inline_ms=0.0) as attic:
+        session = attic.server.admit(REQUEST)
+        first, second = (Step(1, n, 40 * n, to_wire(rows(40), WireDtype.FP32)) for n in (0, 1))
+        answers: list[Result | Failure] = []
+        attic.server.submit(session, first, answers.append)
+        await settled(lambda: bool(answers))
+        attic.server.submit(session, second, answers.append)
+        assert session.waiting, "the second step must be under way"
+        attic.server.submit(session, first, answers.append)
+        await settled(lambda: len(answers) == 3)
+        assert answers[1] is answers[0]
+        assert isinstance(answers[2], Result)
+        assert answers[2].step == 1
+
+
 async def test_a_step_repeated_while_it_is_computed_is_answered_once() -> None:
     async with Attic() as attic:
         session = attic.server.admit(REQUEST)

@@ -326,8 +326,7 @@ class _Run:
 
     def _check_failure(self, error: MeshError, outcome: Outcome) -> None:
         name = outcome.ask.name
-        may_go_home = self._schedule.has_home and bool(outcome.lost)
-        if self._unharmed_cover() or may_go_home:
+        if self._unharmed_cover() or self._schedule.has_home:
             self._ledger.broke(f"{name} failed although others could have served it: {error}")
         if error.code not in ("shard_unavailable", "busy"):
             self._ledger.broke(f"{name} failed with {error.code}: {error}")

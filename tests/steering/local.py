@@ -49,7 +49,7 @@ def steered(model: Any, edits: Sequence[Edit]) -> Iterator[None]:
     handles = []
     for wanted in edits:
         layer = layers[wanted.site.layer]
-        module = getattr(layer, wanted.site.part) if wanted.site.part else layer
+        module = layer.get_submodule(wanted.site.part)
 
         def after(_m: Any, _a: Any, output: Any, wanted: Edit = wanted) -> Any:
             if isinstance(output, tuple):

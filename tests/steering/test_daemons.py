@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import httpx
 import openai
 import pytest
 import safetensors.torch
+from transformers import AutoTokenizer
 
 from mesh.cli.local_node import LocalNode
 from mesh.models.builtin import checkpoint_dir
@@ -84,7 +86,7 @@ def published(house: House, tmp_path_factory: pytest.TempPathFactory) -> House:
     folder = tmp_path_factory.mktemp("edits")
     for name, data, path in (
         ("calm", TENSORS, f"model.layers.{LAYER}"),
-        ("turn", LOW_RANK, "model.layers.2.mlp"),
+        ("turn", LOW_RANK, "model.layers.2.mlp.down_proj"),
     ):
         file = folder / f"{name}.safetensors"
         file.write_bytes(data)
@@ -95,7 +97,8 @@ def published(house: House, tmp_path_factory: pytest.TempPathFactory) -> House:
 
 
 WANTED = [{"name": "calm", "strength": 0.75}, {"name": "turn"}]
-EDITS = (Edit(Site(LAYER), 0.75, TENSORS), Edit(Site(2, "mlp"), 1.0, LOW_RANK))
+STRONGER = [{"name": "calm", "strength": 4.0}, {"name": "turn"}]
+EDITS = (Edit(Site(LAYER), 0.75, TENSORS), Edit(Site(2, "mlp.down_proj"), 1.0, LOW_RANK))
 
 
 def stream(house: House, at: int, act: Callable[[], None]) -> dict[str, Any]:
@@ -131,6 +134,35 @@ def test_the_file_is_fetched_and_the_answer_is_the_local_one(published: House, m
     plain = published.ask([]).json()
     assert plain["hearthnet"]["token_ids"] == greedy_ids(model, PROMPT, COUNT, ())
     assert plain["hearthnet"]["token_ids"] != answer["hearthnet"]["token_ids"]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_chat_is_steered_as_a_completion_is(published: House, model: Any, streamed: bool) -> None:
+    messages = [{"role": "user", "content": "Who lives in the attic?"}]
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_dir())
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    given = {
+        "model": "builtin", "messages": messages, "max_tokens": 40, "temperature": 0,
+        "extra_body": {"ignore_eos": True, "wire_dtype": "fp32", "hearthnet": {"steer": STRONGER}},
+    }  # fmt: skip
+    with openai.OpenAI(
+        base_url=f"{published.asker.url}/v1", api_key=published.asker.record.api_key or "",
+        http_client=httpx.Client(trust_env=False), max_retries=0,
+    ) as client:  # fmt: skip
+        if streamed:
+            parts = [
+                part.model_extra for part in client.chat.completions.create(**given, stream=True)
+            ]
+        else:
+            parts = [client.chat.completions.create(**given).model_extra]
+    (ids,) = [
+        said["hearthnet"]["token_ids"]
+        for said in parts
+        if said is not None and "token_ids" in said.get("hearthnet", {})
+    ]
+    edits = (replace(EDITS[0], strength=4.0), EDITS[1])
+    assert ids == greedy_ids(model, prompt, 40, edits)
+    assert ids != greedy_ids(model, prompt, 40, ())
 
 
 def test_the_openai_client_attaches_an_edit(published: House, model: Any) -> None:
@@ -173,7 +205,8 @@ def test_a_wrong_field_is_named(
     [
         ({"path": "model.layers.8"}, "path"),
         ({"path": "transformer.h.1"}, "path"),
-        ({"path": "model.layers.1.mlp.down_proj"}, "path"),
+        ({"path": "model.layers.1.mlp.nothing"}, "path"),
+        ({"path": "model.layers.1.mlp.down_proj.weight"}, "path"),
         ({"side": "middle"}, "side"),
         ({"name": "../x"}, "name"),
         ({"tensors": "AAAA"}, "tensors"),

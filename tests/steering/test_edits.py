@@ -96,6 +96,29 @@ def test_other_paths_are_refused(path: str) -> None:
     assert caught.value.param == "path"
 
 
+TENSORS = (
+    "model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight",
+    "model.layers.1.mlp.experts.3.up_proj.bias", "model.layers.10.norm.weight", "model.norm.weight",
+)  # fmt: skip
+
+
+def test_whatever_has_weights_is_a_place() -> None:
+    def parse(path: str) -> Site:
+        return parse_site(f"model.layers.{path}", "input", "model.layers.", 11, TENSORS)
+
+    for layer, part in (
+        (0, "mlp"), (0, "mlp.down_proj"), (1, "mlp.experts"), (1, "mlp.experts.3.up_proj"),
+        (10, "norm"), (7, ""),
+    ):  # fmt: skip
+        assert parse(f"{layer}.{part}".rstrip(".")) == Site(layer, part, "input")
+    for path in (
+        "0.mlp.down_proj.weight", "0.mlp.down", "0.mlp.down_proj.", "1.norm", "2.mlp.experts",
+        "0..mlp", "embed_tokens", "0.mlp.down_proj/x",
+    ):  # fmt: skip
+        with pytest.raises(BadSteering):
+            parse(path)
+
+
 EDITS = (
     Edit(Site(1), 0.5, b"abc"),
     Edit(Site(2, "mlp", "input"), -1.0, b"defgh"),
@@ -116,9 +139,9 @@ def test_bytes_that_do_not_fit_are_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"layer": "1"}, {"layer": True}, {"part": "norm"}, {"part": ["mlp"]}, {"side": "x"},
-     {"side": {}}, {"strength": 1}, {"strength": float("nan")}, {"strength": None}, {"size": -1},
-     {"size": 0}, {"size": None}],
+    [{"layer": "1"}, {"layer": True}, {"part": "mlp."}, {"part": "mlp/.."}, {"part": ["mlp"]},
+     {"side": "x"}, {"side": {}}, {"strength": 1}, {"strength": float("nan")}, {"strength": None},
+     {"size": -1}, {"size": 0}, {"size": None}],
     ids=str,
 )  # fmt: skip
 def test_garbled_descriptions_are_refused(change: dict[str, object]) -> None:

@@ -28,6 +28,9 @@ def prompt_ids(length: int, seed: int) -> list[int]:
 def everywhere(attention: str) -> dict[str, list[Edit]]:
     """One case for each kind of place, and one of all together."""
     rank = low_rank_file()
+    old = attention == "attn"
+    last, norm = ("c_proj", "ln_2") if old else ("down_proj", "post_attention_layernorm")
+    mixed = "c_proj" if old else "o_proj"
     single = {
         "residual": [edit(1, strength=2.0)],
         "last layer": [edit(3, strength=2.0)],
@@ -38,6 +41,14 @@ def everywhere(attention: str) -> dict[str, list[Edit]]:
             edit(1, side="input", strength=2.0),
             edit(2, "mlp", "input", data=rank, strength=2.0),
             edit(3, attention, "input"),
+        ],
+        "inside the mlp": [edit(1, f"mlp.{last}", strength=2.0)],
+        "inside the attention": [edit(2, f"{attention}.{mixed}", data=rank, strength=3.0)],
+        "a norm": [edit(2, norm, strength=2.0), edit(0, norm, "input")],
+        "of another width": [
+            edit(2, "mlp.act", data=vector_file(256), strength=2.0)
+            if old
+            else edit(2, "mlp.gate_proj", data=vector_file(128), strength=2.0)
         ],
     }
     return {**single, "all": [one for case in single.values() for one in case]}
@@ -51,7 +62,7 @@ async def test_every_place_equals_a_forward_hook(family: str, tmp_path: Path) ->
     plain = greedy_ids(model, prompt, COUNT, ())
     cases = everywhere("attn" if family == "gpt2" else "self_attn")
     expected = {name: greedy_ids(model, prompt, COUNT, edits) for name, edits in cases.items()}
-    assert sum(ids != plain for ids in expected.values()) >= 5, "the edits do not do anything"
+    assert sum(ids != plain for ids in expected.values()) >= 8, "the edits do not do anything"
     async with spread(directory, HALVES, tmp_path / "cache") as mesh:
         await mesh.use(HALVES)
         for name, edits in cases.items():
@@ -72,8 +83,9 @@ async def test_a_batch_steers_only_its_own_rows(tmp_path: Path) -> None:
         (edit(1, strength=-3.0), edit(3, "mlp", strength=2.0)),
         (edit(1, strength=3.0, data=vector_file(seed=5)),),
         (edit(2, data=low_rank_file(), strength=4.0),),
+        (edit(1, "mlp.down_proj", strength=4.0), edit(2, "self_attn.o_proj", "input")),
     ]
-    prompts = [prompt_ids(length, length) for length in (5, 40, 30, 12, 17, 64)]
+    prompts = [prompt_ids(length, length) for length in (5, 40, 30, 12, 17, 64, 9)]
     count = 40
     async with spread(directory, HALVES, tmp_path / "cache", max_concurrent_streams=8) as mesh:
         await mesh.use(HALVES)
@@ -108,6 +120,8 @@ async def test_what_cannot_be_applied_is_refused_and_named(tmp_path: Path) -> No
     wrong = {
         "attn": edit(1, "attn"),
         "width 32": edit(1, data=vector_file(32)),
+        "width 128, the edit is for 64": edit(1, "mlp.up_proj"),
+        "'mlp.nothing'": edit(1, "mlp.nothing"),
         "not safetensors": edit(1, data=b"nonsense"),
         "Lower the strength": edit(1, strength=1e38),
     }

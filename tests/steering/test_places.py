@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from mesh.errors import BadSteering
 from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.shadow import Shadow
 from mesh.pipeline.station import SessionTerms
+from mesh.shard.hooks import hooked
 from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.shard.runtime import SpanRuntime, StepInput
-from mesh.shard.steering import Steering
-from mesh.types import Edit, LayerRange, RouteHop, WireDtype
+from mesh.shard.steering import Steering, _Added
+from mesh.types import Edit, LayerRange, RouteHop, Site, WireDtype
 from mesh.wire.activations import to_torch, to_wire
 from tests import secure
 from tests.checkpoints import FAMILIES, make_checkpoint
@@ -58,6 +61,7 @@ def test_every_family_is_steered_like_by_a_hook(family: str) -> None:
         edit(1, attention, data=low_rank_file()),
         edit(2, "mlp", data=low_rank_file(seed=3)),
         edit(2, attention, "input"),
+        edit(1, f"{attention}.{'c_proj' if family == 'gpt2' else 'o_proj'}", "output"),
     ]
     model = load(checkpoint(family).directory)
     entered = hidden_states(model, rows(9), edits)
@@ -82,6 +86,36 @@ def test_a_forward_without_hooks_is_left_alone() -> None:
     for module in (layer, layer.mlp):
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
+
+
+class Mixed(nn.Module):
+    """Passes a part of it the rows of all sessions in another order, and another part twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned, self.twice = nn.Identity(), nn.Identity()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        turned: torch.Tensor = self.turned(hidden.transpose(0, 1)).transpose(0, 1)
+        again: torch.Tensor = self.twice(self.twice(turned))
+        return again
+
+
+@pytest.mark.parametrize(("part", "why"), [("turned", "does not pass"), ("twice", "than once")])
+def test_a_place_without_one_row_per_token_is_refused(part: str, why: str) -> None:
+    layer = Mixed()
+    hook = _Added(Site(1, part), torch.ones(HIDDEN))
+    with pytest.raises(BadSteering, match=why), hooked(lambda _: layer, [(0, hook)], (2, 3)):
+        layer(torch.zeros(2, 3, HIDDEN))
+    assert not layer.turned._forward_hooks
+
+
+def test_experts_are_no_place_and_say_so() -> None:
+    span = runtime("qwen3_moe", SPAN)
+    for part in ("mlp.experts", "mlp.gate"):
+        hooks = Steering.check([edit(1, part)], SPAN, HIDDEN).hooks(span)
+        with pytest.raises(BadSteering, match=r"does not pass|cannot be followed"):
+            span.forward([StepInput(span.new_cache(32), 0, rows(3), hooks)])
 
 
 @pytest.fixture

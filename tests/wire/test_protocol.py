@@ -30,6 +30,7 @@ from mesh.wire.messages import (
     FilePart,
     Gossip,
     Hello,
+    Loading,
     Message,
     Open,
     Opened,
@@ -110,6 +111,7 @@ def test_nothing_can_be_sent_before_the_hellos_and_after_the_end() -> None:
 CONTROL: list[Message] = [
     OpenPart(1, b"\0" * 64),
     Open(1, "model", "ab" * 32, 0, 4, 2048, WireDtype.BF16, [{"layer": 1, "strength": 0.5}]),
+    Loading(1),
     Opened(1, 2048),
     Park(2**32 - 1),
     Resume(3, 64),

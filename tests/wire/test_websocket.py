@@ -14,10 +14,12 @@ from mesh.errors import (
     Busy,
     ConnectFailed,
     LinkLost,
+    PeerRefused,
     PortInUse,
     VersionMismatch,
 )
 from mesh.wire.connection import WebSocketLink
+from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Advertise, Message, Park, Result, Step
 from mesh.wire.websocket import connect, serve
@@ -163,6 +165,24 @@ async def test_an_existing_socket_is_used() -> None:
     await server.close()
 
 
+async def test_only_some_addresses_of_this_machine_are_answered_at() -> None:
+    mine = {"127.0.0.1", "127.0.0.2"}
+    server = await serve(
+        mine.__contains__, 0, accept=lambda link: Recorder(), hello=hello("server")
+    )
+    links = [
+        await connect(host, server.port, hello=hello("client"), handler=Recorder())
+        for host in sorted(mine)
+    ]
+    assert [link.peer_host for link in links] == sorted(mine)
+    late = {"hello": hello("client"), "handler": Recorder(), "timeout_s": 5.0}
+    with pytest.raises(ConnectFailed):
+        await connect("127.0.0.3", server.port, **late)
+    mine.add("127.0.0.3")  # the machine got another address
+    (await connect("127.0.0.3", server.port, **late)).close()
+    await server.close()
+
+
 async def test_ipv6_works() -> None:
     async with listening(host="::1") as house:
         link = await connect("::1", house.server.port, hello=hello("client"), handler=Recorder())
@@ -221,6 +241,30 @@ async def test_a_flood_cuts_its_own_connections_and_not_the_one_of_somebody_else
         assert not others.at_eof()
         for each in (writer, *(w for _, w in flood)):
             each.close()
+
+
+@pytest.mark.parametrize("limits", [{"links_per_peer": 3}, {"links": 3}])
+async def test_open_links_are_capped_and_a_closed_one_makes_room(limits: dict[str, int]) -> None:
+    async with listening(replace(DEFAULT_LIMITS, **limits)) as house:
+        links = [await house.dial() for _ in range(3)]
+        with pytest.raises(PeerRefused, match="3 links are open here, 3 of them from you"):
+            await house.dial()
+        assert len(house.handlers) == 3
+        links.pop().close()
+        await until(lambda: len(house.server.links) == 2)
+        links.append(await house.dial())
+        for link in links:
+            link.close()
+
+
+async def test_the_links_of_one_peer_leave_room_for_another() -> None:
+    async with listening(replace(DEFAULT_LIMITS, links_per_peer=2)) as house:
+        links = [await house.dial() for _ in range(2)]
+        other = replace(hello("other"), node_id="another")
+        links.append(await connect("127.0.0.1", house.server.port, hello=other, handler=Recorder()))
+        assert len(house.server.links) == 3
+        for link in links:
+            link.close()
 
 
 async def test_another_path_is_not_found_and_plain_http_is_hung_up_on() -> None:

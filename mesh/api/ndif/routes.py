@@ -34,13 +34,13 @@ def routes(jobs: JobsApi, view: MeshView) -> Sequence[Route | WebSocketRoute]:
         *requests.routes(queue, sessions, here, urls),
         *deployments.routes(here),
         *operating.routes(queue),
-        *clients.routes(),
     ]
 
 
-def open_routes(jobs: JobsApi) -> list[Route]:
-    """What is open to all: result URLs carry their own proof."""
-    return results.routes(jobs.urls, jobs.queue.spool)
+def open_routes(jobs: JobsApi) -> Sequence[Route | WebSocketRoute]:
+    """What is open to all: result URLs carry their own proof, and older clients learn only there
+    that they are too old, before they send a key."""
+    return [*results.routes(jobs.urls, jobs.queue.spool), *clients.routes()]
 
 
 class OneSlash:

@@ -25,7 +25,8 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
     async def create(request: Request) -> Response:
         body = await read_body(request, ChatBody, settings)
         request_id = f"chatcmpl-{uuid.uuid4().hex}"
-        frames = charged(generations.generate(body.to_request(request_id)), caller_of(request))
+        caller = caller_of(request)
+        frames = charged(generations.generate(body.to_request(request_id)), caller)
         style = _ChatStyle(with_logprobs=bool(body.logprobs))
         if not body.stream:
             head = Head(request_id, "chat.completion", body.model)
@@ -37,7 +38,7 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
             head,
             settings,
             include_usage=body.include_usage,
-            kept=kept if body.resumable else None,
+            kept=(kept, caller) if body.resumable else None,
         )
 
     return [Route("/v1/chat/completions", create, methods=["POST"])]

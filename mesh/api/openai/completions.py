@@ -25,7 +25,8 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
     async def create(request: Request) -> Response:
         body = await read_body(request, CompletionBody, settings)
         request_id = f"cmpl-{uuid.uuid4().hex}"
-        frames = charged(generations.generate(body.to_request(request_id)), caller_of(request))
+        caller = caller_of(request)
+        frames = charged(generations.generate(body.to_request(request_id)), caller)
         style = _TextStyle(with_logprobs=body.logprobs is not None)
         head = Head(request_id, "text_completion", body.model)
         if not body.stream:
@@ -36,7 +37,7 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
             head,
             settings,
             include_usage=body.include_usage,
-            kept=kept if body.resumable else None,
+            kept=(kept, caller) if body.resumable else None,
         )
 
     return [Route("/v1/completions", create, methods=["POST"])]

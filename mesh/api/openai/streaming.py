@@ -44,13 +44,14 @@ class Style(Protocol):
 async def charged(
     frames: AsyncIterator[StreamFrame], caller: Caller
 ) -> AsyncGenerator[StreamFrame, None]:
-    """The same frames; their tokens count against the caller's quota as they come."""
+    """The same frames; their tokens count against the caller's quota as they come.
+
+    The prompt's do with the first token: whoever leaves after that has had it computed.
+    """
     try:
         async for frame in frames:
             if isinstance(frame, TokenDelta):
-                caller.charge(len(frame.token_ids))
-            elif isinstance(frame, Done):
-                caller.charge(frame.prompt_tokens)
+                caller.charge(frame.prompt_tokens + len(frame.token_ids))
             yield frame
     finally:
         if isinstance(frames, AsyncGenerator):
@@ -76,15 +77,17 @@ def streamed(
     settings: ApiSettings,
     *,
     include_usage: bool,
-    kept: KeptStreams | None = None,
+    kept: tuple[KeptStreams, Caller] | None = None,
 ) -> Response:
-    """The answer as server-sent events; with `kept`, one that can be resumed."""
+    """The answer as server-sent events; with `kept`, one that the caller can resume."""
     chunks = _chunks(paced(frames, settings.ping_s), style, head, include_usage)
     if kept is None:
         return EventStream(chunks)
-    kept.keep(head.id, chunks)
+    streams, caller = kept
+    streams.keep(caller.key_id, head.id, chunks)
     # The id is in every chunk, but a connection may break before the first.
-    return EventStream(kept.follow(head.id, -1), headers={"X-Request-Id": head.id})
+    events = streams.follow(caller.key_id, head.id, -1)
+    return EventStream(events, headers={"X-Request-Id": head.id})
 
 
 async def _chunks(

@@ -62,6 +62,7 @@ DENIED_IN_MODULES = {
     "nnsight": frozenset(("register", "login", "CONFIG", "NNsight", "LanguageModel",
                           "TransformersModel", "VisionLanguageModel", "DiffusionModel")),
     "operator": frozenset(("setitem", "delitem", "call")),
+    "string": frozenset(("Formatter",)),
     "copy": frozenset(("copyreg", "dispatch_table")),
 }
 DENIED_PREFIXES_IN_MODULES = {"pandas": ("read_",)}

@@ -35,6 +35,10 @@ ENTRY = "mesh.interventions.jail.canaries:attempt"
 _MEMORY_BYTES = 256 << 20
 _OPEN_FILES = 32
 _KILL_WALL_S = 0.3
+_LATE_S = 1.0
+_PATIENCE = (1, 4)
+"""Times these limits that a canary gets at each try: on a loaded machine, slow is not open."""
+
 _LIMITS = JobLimits(
     wall_s=5.0, cpu_s=5, memory_bytes=_MEMORY_BYTES, result_bytes=1 << 20, open_files=_OPEN_FILES
 )
@@ -146,8 +150,39 @@ class _Field:
             trap.close()
 
     async def judge(self, name: str, run_canary: RunCanary) -> str:
-        """Run one canary; what got through, or nothing."""
-        traps = Traps(
+        """Run one canary, with more time where it had too little; what got through, or nothing."""
+        found = ""
+        for patience in _PATIENCE:
+            found, was_slow = await self._try(name, run_canary, patience)
+            if not was_slow:
+                break
+        return found
+
+    async def _try(self, name: str, run_canary: RunCanary, patience: int) -> tuple[str, bool]:
+        """What got through, and whether that may only mean that the machine was slow."""
+        traps = self._traps(name)
+        payload = json.dumps(dataclasses.asdict(traps)).encode()
+        endless = name == "never_ends"
+        wall_s = patience * (_KILL_WALL_S if endless else _LIMITS.wall_s)
+        begun_s = time.monotonic()
+        outcome, sent = await run_canary(payload, dataclasses.replace(_LIMITS, wall_s=wall_s))
+        took_s = time.monotonic() - begun_s
+        ended = outcome.ending is Ending.WALL_LIMIT
+        if not sent.startswith(STARTED):
+            return f"the canary did not run ({outcome.ending}: {_last_line(outcome.text)})", ended
+        if endless:
+            late = took_s > wall_s + patience * _LATE_S
+            return "not ended on time" if late or not ended else "", late
+        if name == "control":
+            honest = outcome.result == traps.nonce[::-1].encode()
+            return "" if honest else f"an honest job fails: {_last_line(outcome.text)}", ended
+        found = await asyncio.to_thread(self._evidence, traps, outcome.result, sent)
+        if ended and not found:
+            return "the canary was too slow to tell", True
+        return found, False
+
+    def _traps(self, name: str) -> Traps:
+        return Traps(
             name=name,
             nonce=secrets.token_hex(16),
             secret_path=str(self._folder / "secret"),
@@ -159,20 +194,6 @@ class _Field:
             memory_bytes=_MEMORY_BYTES,
             open_files=_OPEN_FILES,
         )
-        payload = json.dumps(dataclasses.asdict(traps)).encode()
-        endless = name == "never_ends"
-        limits = dataclasses.replace(_LIMITS, wall_s=_KILL_WALL_S) if endless else _LIMITS
-        begun_s = time.monotonic()
-        outcome, sent = await run_canary(payload, limits)
-        if not sent.startswith(STARTED):
-            return f"the canary did not run ({outcome.ending}: {_last_line(outcome.text)})"
-        if endless:
-            late = time.monotonic() - begun_s > _KILL_WALL_S + 1.0
-            return "not ended on time" if late or outcome.ending is not Ending.WALL_LIMIT else ""
-        if name == "control":
-            honest = outcome.result == traps.nonce[::-1].encode()
-            return "" if honest else f"an honest job fails: {_last_line(outcome.text)}"
-        return await asyncio.to_thread(self._evidence, traps, outcome.result, sent)
 
     def _evidence(self, traps: Traps, result: bytes, sent: bytes) -> str:
         ended = self._victim_ended(patience_s=0.2 if traps.name == "signal" else 0.0)

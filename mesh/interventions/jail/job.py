@@ -90,12 +90,12 @@ class JailedJob:
         # A parent that does not report the end is no use any more; its end is every job's.
         self._timer = self._loop.call_later(_END_TIMEOUT_S, self._parent.end)
 
-    async def launch(self, entry: str, payload: bytes, on_line: Callable[[str], None]) -> None:
+    async def launch(self, entry: str, payload: bytes, on_text: Callable[[str], None]) -> None:
         """Hand the job to the warmed parent and wait until it runs. Called once, by `Jail`."""
         limits = self._limits
         self._result_fd, payload_fd = await _made_files(limits.result_bytes, payload)
         log_read, log_write = os.pipe()
-        self._log = LogPump(log_read, on_line, limits.log_bytes, limits.log_bytes_per_s)
+        self._log = LogPump(log_read, on_text, limits.log_bytes, limits.log_bytes_per_s)
         command = {"job": self._number, "entry": entry, "limits": dataclasses.asdict(limits)}
         fds = (payload_fd, self._result_fd, self._theirs.fileno(), log_write)
         started = self._loop.create_future()
@@ -232,11 +232,18 @@ class Jail:
         parent = await WarmParent.start(warm_up, argument, namespaces, timeout_s)
         jail = cls(parent, max_jobs)
         try:
-            jail.report = await examine(jail._run_canary, namespaces=parent.namespaces)
+            await jail.examine()
         except BaseException:
             await jail.stop()
             raise
         return jail
+
+    async def examine(self) -> None:
+        """Attack every wall and write the `report`; once more when it was bad for a bad moment.
+
+        Raises JailUnavailable when the parent is gone.
+        """
+        self.report = await examine(self._run_canary, namespaces=self._parent.namespaces)
 
     @property
     def alive(self) -> bool:
@@ -255,7 +262,7 @@ class Jail:
         *,
         trusted: bool,
         limits: JobLimits | None = None,
-        on_line: Callable[[str], None] = lambda _: None,
+        on_text: Callable[[str], None] = lambda _: None,
     ) -> JailedJob:
         """Fork a job that calls ``entry(payload, channel) -> bytes``, a ``module:function``.
 
@@ -264,7 +271,8 @@ class Jail:
             payload: handed over as it is.
             trusted: whether the submitter's key is; needed where the walls are weak.
             limits: bounds of this job.
-            on_line: gets each line it prints, control characters removed.
+            on_text: gets the lines it prints, joined by newlines where several came at once,
+                control characters removed.
         Raises Busy at `max_jobs`; JailUnavailable when the parent is gone or the walls too weak.
         """
         level = self.report.level if self.report is not None else Level.NONE
@@ -276,17 +284,17 @@ class Jail:
             )
         if self._running >= self._max_jobs:
             raise Busy(f"{self._running} jobs run already", fix="Try again when one has ended.")
-        return await self._fork(entry, payload, limits or JobLimits(), on_line)
+        return await self._fork(entry, payload, limits or JobLimits(), on_text)
 
     async def _fork(
-        self, entry: str, payload: bytes, limits: JobLimits, on_line: Callable[[str], None]
+        self, entry: str, payload: bytes, limits: JobLimits, on_text: Callable[[str], None]
     ) -> JailedJob:
         self._running += 1
         self._numbers += 1
         job = JailedJob(self._numbers, limits, self._parent)
         job.on_end(self._one_less)
         try:
-            await job.launch(entry, payload, on_line)
+            await job.launch(entry, payload, on_text)
         except TimeoutError:
             job.abandon()
             self._parent.end()

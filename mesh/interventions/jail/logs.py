@@ -1,7 +1,8 @@
 """What a job prints, as lines that are safe to show: bounded in rate and amount, no control codes.
 
 Reads the job's pipe on the event loop, slowly on purpose: a job that prints faster than the rate
-waits in its own `print`. What exceeds the total is read and dropped, slowly as well.
+waits in its own `print`, and however short its lines are, what it printed is handed on ten times a
+second at most. What exceeds the total is read and dropped, slowly as well.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 
 MAX_LINE_CHARACTERS = 4096
 _CHUNK_BYTES = 16 << 10
+_BETWEEN_READS_S = 0.1
 # C0 and C1 controls, line separators, and the marks that reorder text on a screen.
 _UNSAFE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _DROPPED = "(the output limit is reached; the rest is dropped)"
@@ -24,13 +26,13 @@ def safe_line(text: str) -> str:
 
 
 class LogPump:
-    """Hands a pipe's lines to `on_line` until it ends. Owns the descriptor."""
+    """Hands a pipe's lines to `on_text`, joined by newlines, until it ends. Owns the descriptor."""
 
     def __init__(
-        self, fd: int, on_line: Callable[[str], None], total_bytes: int, bytes_per_s: int
+        self, fd: int, on_text: Callable[[str], None], total_bytes: int, bytes_per_s: int
     ) -> None:
         self._fd = fd
-        self._on_line = on_line
+        self._on_text = on_text
         self._left = total_bytes
         self._bytes_per_s = bytes_per_s
         self._partial = b""
@@ -47,7 +49,7 @@ class LogPump:
         while self._left > 0 and self._read():
             pass
         if self._partial and self._left > 0:
-            self._emit(self._partial)
+            self._on_text("\n".join(_shown(self._partial)))
         os.close(self._fd)
         self._fd = -1
 
@@ -61,7 +63,7 @@ class LogPump:
         count = self._read()
         self._loop.remove_reader(self._fd)
         if count:
-            wait_s = count / self._bytes_per_s
+            wait_s = max(count / self._bytes_per_s, _BETWEEN_READS_S)
             self._timer = self._loop.call_later(wait_s, self._resume)
 
     def _resume(self) -> None:
@@ -83,17 +85,20 @@ class LogPump:
         kept = data[: self._left]
         self._left -= len(kept)
         *lines, self._partial = (self._partial + kept).split(b"\n")
-        for line in lines:
-            self._emit(line)
         while len(self._partial) > MAX_LINE_CHARACTERS:
-            self._emit(self._partial[:MAX_LINE_CHARACTERS])
+            lines.append(self._partial[:MAX_LINE_CHARACTERS])
             self._partial = self._partial[MAX_LINE_CHARACTERS:]
         if self._left <= 0:
-            self._emit(self._partial)
+            lines.append(self._partial)
             self._partial = b""
-            self._on_line(_DROPPED)
+        shown = [piece for line in lines for piece in _shown(line)]
+        if self._left <= 0:
+            shown.append(_DROPPED)
+        if shown:
+            self._on_text("\n".join(shown))
 
-    def _emit(self, line: bytes) -> None:
-        text = safe_line(line.decode("utf-8", "replace"))
-        for start in range(0, max(len(text), 1), MAX_LINE_CHARACTERS):
-            self._on_line(text[start : start + MAX_LINE_CHARACTERS])
+
+def _shown(line: bytes) -> list[str]:
+    text = safe_line(line.decode("utf-8", "replace"))
+    starts = range(0, max(len(text), 1), MAX_LINE_CHARACTERS)
+    return [text[start : start + MAX_LINE_CHARACTERS] for start in starts]

@@ -13,7 +13,7 @@ import io
 import types
 from collections.abc import Callable
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from cloudpickle.cloudpickle import _make_skeleton_class  # type: ignore[import-untyped]
@@ -36,6 +36,9 @@ _SHIPPED_BY_NNSIGHT: dict[str, Any] = {
     name: getattr(TransformersModel, name).__wrapped__ for name in ("generate", "pipe")
 }
 
+# Whatever sympy is given as text, also by a symbol's name, it evaluates as Python with these.
+_EVALUATING = ("sympy.parsing.sympy_parser", "sympy.utilities.lambdify")
+
 
 def raise_fence() -> None:
     """From here on, whatever nnsight compiles in this process is guarded.
@@ -47,9 +50,16 @@ def raise_fence() -> None:
     for module in (request, serialization, interleaver):
         # Found before the builtin of the same name.
         vars(module)["compile"] = _compile
+    for name in _EVALUATING:
+        # Found before the builtins of the same names.
+        vars(importlib.import_module(name)).update(eval=_refuse_text, exec=_refuse_text)
     serialization._load_function = _fenced_loader(serialization._load_function)
     Tracer.compile = _compile_block
     Scope.__init__ = _guarding(Scope.__init__)
+
+
+def _refuse_text(*_: Any) -> NoReturn:
+    raise refuse("evaluating text with sympy")
 
 
 def _compile(source: str | ast.Module, filename: str, mode: str) -> CodeType:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from mesh.interventions.jail.doctor import Level
 from mesh.interventions.jail.job import Jail
 from mesh.types import ModelId
 
@@ -20,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 # Not imported: that module loads torch, which this process does without.
 WARM_UP = "mesh.interventions.jobs.inside:warm"
+
+_LOOK_AGAIN_S = 30.0
+_LONGEST_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class WarmJails:
         self._max_jobs = max_jobs
         self._idle_s = idle_s
         self._jails: dict[WarmUp, Jail] = {}
+        self._next_looks: dict[WarmUp, tuple[float, float]] = {}
+        """When a jail with weak walls is examined again, and how long after the last time."""
         self._starting: defaultdict[WarmUp, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._idle: dict[WarmUp, asyncio.TimerHandle] = {}
         self._stopping: set[asyncio.Task[None]] = set()
@@ -62,8 +69,13 @@ class WarmJails:
             if jail is None:
                 jail = await Jail.start(WARM_UP, warm_up.argument(), max_jobs=self._max_jobs)
                 self._jails[warm_up] = jail
-                level = jail.report.level if jail.report is not None else "unknown"
-                logger.info("jail of %s in %s: level=%s", warm_up.model_id, warm_up.dtype, level)
+                self._examined(warm_up, jail, _LOOK_AGAIN_S)
+            elif jail.report is None or jail.report.level is not Level.OS:
+                due_s, wait_s = self._next_looks[warm_up]
+                if time.monotonic() >= due_s:
+                    # What found them weak may have been a bad moment of the machine.
+                    await jail.examine()
+                    self._examined(warm_up, jail, min(2 * wait_s, _LONGEST_S))
         self._use(warm_up)
         return jail
 
@@ -73,6 +85,11 @@ class WarmJails:
             timer.cancel()
         jails, self._jails = list(self._jails.values()), {}
         await asyncio.gather(*(jail.stop() for jail in jails), *self._stopping)
+
+    def _examined(self, warm_up: WarmUp, jail: Jail, wait_s: float) -> None:
+        self._next_looks[warm_up] = (time.monotonic() + wait_s, wait_s)
+        level = jail.report.level if jail.report is not None else "unknown"
+        logger.info("jail of %s in %s: level=%s", warm_up.model_id, warm_up.dtype, level)
 
     def _use(self, warm_up: WarmUp) -> None:
         timer = self._idle.pop(warm_up, None)

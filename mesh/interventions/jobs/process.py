@@ -48,7 +48,8 @@ class JobsOwner(Protocol):
 class _Waiting:
     """Somebody waits for a job's end."""
 
-    on_line: Callable[[str], None]
+    model_id: ModelId
+    on_text: Callable[[str], None]
     ended: asyncio.Future[JobReport]
 
 
@@ -75,18 +76,18 @@ class JobsProcess:
         known = ", ".join(sorted(self._directories)) or "none"
         return f"this node has no files of {model_id!r}; it can run jobs of: {known}."
 
-    async def run(self, spec: JobSpec, on_line: Callable[[str], None]) -> JobReport:
+    async def run(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
         """See `JobRunner.run`."""
         if (reason := self.why_not(spec.model_id)) is not None:
             raise ModelNotFound(reason, fix="Start the node with `--model PATH=ID`.")
         try:
-            return await self._run_once(spec, on_line)
+            return await self._run_once(spec, on_text)
         except LinkLost:
             logger.warning("job=%s: its process ended; running it again", spec.job_id)
-        on_line("(the process that runs jobs ended; the job is run again from its start)")
+        on_text("(the process that runs jobs ended; the job is run again from its start)")
         await asyncio.sleep(_AGAIN_AFTER_S)
         try:
-            return await self._run_once(spec, on_line)
+            return await self._run_once(spec, on_text)
         except LinkLost:
             raise JobFailed(
                 "The process that runs jobs ended twice while the job ran.",
@@ -109,13 +110,13 @@ class JobsProcess:
 
     # Private
 
-    async def _run_once(self, spec: JobSpec, on_line: Callable[[str], None]) -> JobReport:
+    async def _run_once(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
         child = await self._started()
         place = JobPlace(
             spec.model_id, self._directories[spec.model_id], self._owner.routable(spec.model_id)
         )
         ended: asyncio.Future[JobReport] = asyncio.get_running_loop().create_future()
-        waiting = self._waiting[spec.job_id] = _Waiting(on_line, ended)
+        waiting = self._waiting[spec.job_id] = _Waiting(spec.model_id, on_text, ended)
         try:
             child.channel.send(encode(spec, place))
             return await ended
@@ -179,19 +180,28 @@ class JobsProcess:
         if waiting is None or waiting.ended.done():
             return
         match op:
+            case "shards":
+                self._tell_shards(message["id"], waiting.model_id)
             case "line":
-                waiting.on_line(message["text"])
+                waiting.on_text(message["text"])
             case "done":
                 report = message["report"]
                 waiting.ended.set_result(JobReport(**{**report, "hops": tuple(report["hops"])}))
             case "error":
-                waiting.ended.set_exception(_as_raised(from_dict(message["error"])))
+                error = from_dict(message["error"])
+                waiting.ended.set_exception(_as_raised(error, message.get("took")))
+
+    def _tell_shards(self, job_id: str, model_id: ModelId) -> None:
+        if self._child is not None:
+            shards = self._owner.routable(model_id)
+            with contextlib.suppress(LinkLost):  # the job is run again in another process
+                self._child.channel.send({"op": "shards", "id": job_id, "shards": shards})
 
 
-def _as_raised(error: MeshError) -> MeshError:
+def _as_raised(error: MeshError, took: Mapping[str, Any] | None) -> MeshError:
     # A link that was lost inside must not be taken for the end of the process.
-    if isinstance(error, LinkLost):
-        return JobFailed(error.message, fix=error.fix)
+    if isinstance(error, LinkLost | JobFailed):
+        return JobFailed(error.message, fix=error.fix, took=took)
     return error
 
 

@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 ENTRY = "mesh.interventions.jobs.inside:run"
 ATTENTION = ("eager", "sdpa")
 
+# Asks who serves a model now, as `JobPlace.shards` has it.
+Newest = Callable[[], Awaitable[Sequence[dict[str, Any]]]]
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
@@ -47,7 +50,7 @@ class RunnerSettings:
 
 @dataclass(frozen=True, slots=True)
 class JobPlace:
-    """Where a job's model is: its checkpoint here, and who serves its layers now."""
+    """Where a job's model is: its checkpoint here, and who serves its layers as it begins."""
 
     model_id: ModelId
     directory: Path
@@ -64,9 +67,9 @@ class JailRunner:
         self._running = 0
 
     async def run(
-        self, spec: JobSpec, place: JobPlace, on_line: Callable[[str], None]
+        self, spec: JobSpec, place: JobPlace, on_text: Callable[[str], None], newest: Newest
     ) -> JobReport:
-        """See `mesh.interventions.jobs.types.JobRunner.run`."""
+        """See `mesh.interventions.jobs.types.JobRunner.run`; `newest` is asked for a second run."""
         if self._running >= self._settings.max_running:
             raise Busy(
                 f"{self._running} jobs run here already, the limit.",
@@ -74,7 +77,7 @@ class JailRunner:
             )
         self._running += 1
         try:
-            return await self._run(spec, place, on_line)
+            return await self._run(spec, place, on_text, newest)
         finally:
             self._running -= 1
 
@@ -86,7 +89,7 @@ class JailRunner:
     # Private
 
     async def _run(
-        self, spec: JobSpec, place: JobPlace, on_line: Callable[[str], None]
+        self, spec: JobSpec, place: JobPlace, on_text: Callable[[str], None], newest: Newest
     ) -> JobReport:
         attention = _attention(spec.env)
         request = await asyncio.to_thread(spec.payload.read_bytes)
@@ -98,19 +101,21 @@ class JailRunner:
                 layers = tuple(hop.layers for hop in route.hops)
                 order = JobOrder(layers, spec.compress, attention, spec.trusted)
                 attempt = _Attempt(jail, route, spec.trusted, self._settings.limits)
-                outcome = await attempt.run(order.pack(request), on_line)
+                outcome = await attempt.run(order.pack(request), on_text)
                 if outcome.ending is Ending.FINISHED:
                     await asyncio.to_thread(_write, spec.result, outcome.result)
                     return _report(outcome, route)
+                took = asdict(_report(outcome, route))
                 loss = attempt.loss()
             if loss is None:
-                raise _failure(outcome)
+                raise _failure(outcome, took)
             if loss.hop is not None and loss.error is not None:
                 self._routes.failed(loss.hop, loss.error)
-            lost.append(loss)
+            lost.append(replace(loss, took=took))
             if len(lost) > 1:
                 raise _given_up(lost)
-            on_line(f"({loss.what}; the job is run again from its start)")
+            on_text(f"({loss.what}; the job is run again from its start)")
+            place = replace(place, shards=await newest())
 
     @asynccontextmanager
     async def _route(
@@ -139,11 +144,12 @@ class JailRunner:
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """Why a job has to be run again."""
+    """Why a job has to be run again, and what it took until then."""
 
     what: str
     hop: Any = None
     error: MeshError | None = None
+    took: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Attempt:
@@ -155,10 +161,10 @@ class _Attempt:
         self._trusted = trusted
         self._limits = limits
 
-    async def run(self, payload: bytes, on_line: Callable[[str], None]) -> JobOutcome:
+    async def run(self, payload: bytes, on_text: Callable[[str], None]) -> JobOutcome:
         """Until the process has ended. Raises JobFailed when it broke the channel's rules."""
         job = await self._jail.start_job(
-            ENTRY, payload, trusted=self._trusted, limits=self._limits, on_line=on_line
+            ENTRY, payload, trusted=self._trusted, limits=self._limits, on_text=on_text
         )
         sessions = self._route.sessions
         async with job:
@@ -173,7 +179,8 @@ class _Attempt:
                 with contextlib.suppress(asyncio.CancelledError, MeshError):
                     await passing
         if not passing.cancelled() and isinstance(broken := passing.exception(), MeshError):
-            raise JobFailed(f"The job was ended: {broken.message}", fix=broken.fix)
+            took = asdict(_report(outcome, self._route))
+            raise JobFailed(f"The job was ended: {broken.message}", fix=broken.fix, took=took)
         return outcome
 
     def loss(self) -> _Loss | None:
@@ -217,14 +224,15 @@ def _keys(lost: Sequence[_Loss]) -> list[ShardKey]:
     return [key_of(loss.hop.shard) for loss in lost if loss.hop is not None]
 
 
-def _failure(outcome: JobOutcome) -> JobFailed:
+def _failure(outcome: JobOutcome, took: Mapping[str, Any]) -> JobFailed:
     if outcome.ending is Ending.FAILED:
-        return JobFailed(outcome.text, fix="")
+        return JobFailed(outcome.text, fix="", took=took)
     return JobFailed(
         f"The job was {outcome.text}.",
         fix="Do less in one job, or ask whoever runs this node to raise its limits."
         if outcome.ending in (Ending.WALL_LIMIT, Ending.CPU_LIMIT)
         else "",
+        took=took,
     )
 
 
@@ -234,6 +242,7 @@ def _given_up(lost: Sequence[_Loss], nobody: MeshError | None = None) -> JobFail
     return JobFailed(
         f"The job did not end because of this mesh, not because of its code: {what}.{then}",
         fix="Run it again when the machines are back.",
+        took=lost[-1].took,
     )
 
 

@@ -30,7 +30,7 @@ class JobSpec:
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """How a job that succeeded went. `hops` are the nodes' names in order."""
+    """How a job went. `hops` are the nodes' names in order."""
 
     result_bytes: int
     wall_s: float
@@ -42,12 +42,13 @@ class JobReport:
 class JobRunner(Protocol):
     """Runs jobs, each in a process of its own."""
 
-    async def run(self, spec: JobSpec, on_line: Callable[[str], None]) -> JobReport:
-        """Run `spec` to its end; `on_line` gets every line it prints.
+    async def run(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
+        """Run `spec` to its end; `on_text` gets the lines it prints, joined when many come.
 
         Cancelling ends the job's process within a second. Raises MeshError: JobFailed with what
-        the user should read (their own traceback, a limit), NoRoute when nobody serves the model,
-        Busy when no place is free; a job whose hop died was run again once before that.
+        the user should read (their own traceback, a limit) and what the job took, NoRoute when
+        nobody serves the model, Busy when no place is free; a job whose hop died was run again once
+        before that.
         """
 
     def why_not(self, model_id: ModelId) -> str | None:

@@ -3,7 +3,8 @@
 Started by `mesh.interventions.jobs.process` as ``python -m mesh.interventions.jobs.worker``; the
 warmed parents and with them every job die with it. It links to shards as an asker does and opens
 no port. Commands: ``start``, ``tls``, ``run``, ``cancel``. Answers: ``ready`` or ``failed``, then
-per job ``line`` and at last ``done`` or ``error``.
+per job ``line`` and at last ``done`` or ``error``; a job that is run again asks with ``shards`` who
+serves its model by then, and a ``shards`` command answers.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mesh.discovery.tasks import spawn
-from mesh.errors import InternalError, LinkLost, MeshError
+from mesh.errors import InternalError, JobFailed, LinkLost, MeshError
 from mesh.identity.certificates import certificate_node_id
 from mesh.identity.tls import TlsContexts, TlsMaterial
 from mesh.interventions.jail.limits import JobLimits
@@ -34,6 +35,8 @@ from mesh.wire.messages import Hello
 
 logger = logging.getLogger(__name__)
 
+_ANSWER_S = 5.0
+
 
 class JobsWorker:
     """Turns the daemon's commands into calls of a `JailRunner`."""
@@ -45,6 +48,7 @@ class JobsWorker:
         self._tls: TlsContexts | None = None
         self._members: tuple[bytes, ...] | None = None
         self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._asked: dict[str, asyncio.Future[Sequence[dict[str, Any]]]] = {}
         self._background: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -64,6 +68,10 @@ class JobsWorker:
                 task = self._spawn(self._run(job, message), f"job {job}")
                 self._jobs[job] = task
                 task.add_done_callback(lambda _: self._jobs.pop(job, None))
+            case "shards":
+                asked = self._asked.pop(message["id"], None)
+                if asked is not None and not asked.done():
+                    asked.set_result(message["shards"])
             case "cancel":
                 if message["id"] in self._jobs:
                     self._jobs[message["id"]].cancel()
@@ -106,11 +114,16 @@ class JobsWorker:
                 raise InternalError("the process of the jobs has not started.", fix="Try again.")  # noqa: TRY301 - as whatever else goes wrong
             spec, place = _decode(message)
             report = await self._runner.run(
-                spec, place, lambda text: self._send({"op": "line", "id": job, "text": text})
+                spec,
+                place,
+                lambda text: self._send({"op": "line", "id": job, "text": text}),
+                partial(self._newest, job, place),
             )
             answer = {"op": "done", "id": job, "report": asdict(report)}
         except MeshError as error:
             answer["error"] = error.to_dict()
+            if isinstance(error, JobFailed):
+                answer["took"] = dict(error.took)
         except Exception as raised:
             logger.exception("job=%s failed", job)
             why = f"{type(raised).__name__}: {raised}."
@@ -119,6 +132,19 @@ class JobsWorker:
         finally:
             if len(answer) > 2:  # a cancelled job has nobody who waits for it
                 self._send(answer)
+
+    async def _newest(self, job: str, place: JobPlace) -> Sequence[dict[str, Any]]:
+        """Who serves the model now; who did at the start, when the daemon does not say."""
+        asked: asyncio.Future[Sequence[dict[str, Any]]]
+        asked = self._asked[job] = asyncio.get_running_loop().create_future()
+        self._send({"op": "shards", "id": job})
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await asked
+        except TimeoutError:
+            return place.shards
+        finally:
+            self._asked.pop(job, None)
 
     def _send(self, message: ChannelMessage) -> None:
         if self._channel is not None:

@@ -61,6 +61,21 @@ class TapCaches:
         for index in self._indices:
             getattr(cache.layers[index], name)(*arguments)
 
+    def positions_after(self, number: int, name: str, arguments: tuple[Any, ...]) -> int:
+        """How many rows all of them would hold after such an `operate`."""
+        cache = self._caches.get(number)
+        batches = (
+            [layer.keys.shape[0] for layer in cache.layers if layer.is_initialized] if cache else []
+        )
+        if name == "crop" or not any(batches):
+            return self.positions()
+        if name == "batch_repeat_interleave":
+            batch = max(batches) * int(arguments[0])
+        else:
+            batch = torch.as_tensor(arguments[0]).numel()
+        rows = _rows(cache)
+        return self.positions() - rows + rows // int(max(batches)) * int(batch)
+
     def contents(self, number: int, layer: int) -> list[torch.Tensor]:
         """Keys and values that one of the session's layers has cached. Raises BadRequest."""
         cache, index = self._caches.get(number), layer - self._tree.layers.start
@@ -70,14 +85,11 @@ class TapCaches:
 
     def positions(self) -> int:
         """How many rows all of them hold together."""
-        return sum(
-            max(
-                (int(layer.get_seq_length()) * layer.keys.shape[0]
-                 for layer in cache.layers if layer.is_initialized),
-                default=0,
-            )
-            for cache in self._caches.values()
-        )  # fmt: skip
+        return sum(map(_rows, self._caches.values()))
+
+    def longest(self) -> int:
+        """How many positions the longest of them holds."""
+        return max((max(lengths) for lengths in self.lengths().values()), default=0)
 
     def lengths(self) -> Lengths:
         """How many positions each layer of each cache holds now."""
@@ -102,3 +114,14 @@ class TapCaches:
                 else:
                     grown.append(entry)
         return grown
+
+
+def _rows(cache: Any) -> int:
+    return max(
+        (
+            int(layer.get_seq_length()) * layer.keys.shape[0]
+            for layer in cache.layers
+            if layer.is_initialized
+        ),
+        default=0,
+    )

@@ -28,6 +28,9 @@ Ask = Callable[[int, torch.Tensor, list[int]], list[torch.Tensor | None]]
 """(joint, its gradient, earlier joints) -> what arrives at each of those, None for nothing."""
 
 
+_MAX_VIEWS = 32
+
+
 class _Join(torch.autograd.Function):
     """A tensor from the other end; its gradient goes to `pass_on`."""
 
@@ -82,6 +85,7 @@ class JobJoints:
         self._last_gift = 0
         self._joints: list[tuple[_Joint, torch.Tensor]] = []
         self._known: dict[int, tuple[int, bool, Any]] = {}
+        self._views: set[int] = set()
         self._unreachable: list[int] = []
         self.tracking = False
         """Whether the shard builds a graph in the call under way."""
@@ -90,6 +94,7 @@ class JobJoints:
         """A trace has ended: what crosses from now on does not depend on what crossed before."""
         self._joints = []
         self._known.clear()
+        self._views.clear()
 
     def take_unreachable(self) -> list[int]:
         """The joints no gradient can be asked of any more, each once."""
@@ -129,8 +134,22 @@ class JobJoints:
         with torch.enable_grad():
             tensor.copy_(self.arriving(joint, tensor.detach().clone()))
 
+    def viewing(self, joint: int, tag: int, view: torch.Tensor) -> None:
+        """See `JobOrigins`; here it is torch that takes its gradient on, to what it is a view of.
+
+        After an edit it stands for that part of the memory, whoever uses it, so its own gradient
+        cannot be told from the whole tensor's.
+        """
+        self._views.add(tag)
+        self._add(self._new_joint(abs(joint)), view)
+        if joint < 0:
+            self._on_incomplete(view)
+
     def settled(self, tag: int, tensor: torch.Tensor) -> None:
         """See `Origins`."""
+        known = self._known.get(tag)
+        if tag in self._views and known is not None and known[0] != tensor._version:
+            self._on_incomplete(tensor)
         self._known[tag] = (tensor._version, tensor.requires_grad, tensor.grad_fn)
 
     def _new_joint(self, number: int) -> _Joint:
@@ -208,6 +227,22 @@ class ShardJoints:
         if tensor.requires_grad:
             raise unsupported("Detaching a tensor in place stops at layers on other machines")
         self._edges[joint] = tensor.requires_grad_()
+
+    def is_shown(self, tag: int) -> bool:
+        """See `ShardOrigins`."""
+        return self._known.get(tag) is not None
+
+    def viewed(self, tensor: torch.Tensor, tags: Sequence[int]) -> int | None:
+        """See `ShardOrigins`: of several, the one it is a view of most directly."""
+        shown = {place: tag for tag in tags if (place := self._known.get(tag)) is not None}
+        place = _place(tensor)
+        for _ in range(_MAX_VIEWS):
+            if place is None or place in shown:
+                return None if place is None else shown[place]
+            sources = place[0].next_functions  # a view is computed from one tensor
+            source, number = sources[0] if len(sources) == 1 else (None, 0)
+            place = None if source is None else (source, number)
+        return None
 
     def settled(self, tag: int, tensor: torch.Tensor) -> None:
         """See `Origins`."""

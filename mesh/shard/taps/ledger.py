@@ -8,13 +8,13 @@ are `joints`' business, reached through `Origins`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from mesh.errors import BadRequest, DeviceFailed
-from mesh.shard.taps.codec import Buffers, Kind, read_tensor, write_tensor
+from mesh.shard.taps.codec import Buffers, Kind, Reader, read_tensor, write_tensor
 
 _FIX = "Run the same hearthnet version on both machines."
 
@@ -35,21 +35,35 @@ class Origins(Protocol):
         """The other end knows this tensor exactly as it is now."""
 
 
+class ShardOrigins(Origins, Protocol):
+    """What more is asked of the shard's end."""
+
+    def is_shown(self, tag: int) -> bool:
+        """Whether the job has this tensor with its history."""
+
+    def viewed(self, tensor: torch.Tensor, tags: Sequence[int]) -> int | None:
+        """The one of these that the job has and `tensor` is a view of, by its history."""
+
+
+class JobOrigins(Origins, Protocol):
+    """What more is asked of the job's end."""
+
+    def viewing(self, joint: int, tag: int, view: torch.Tensor) -> None:
+        """`view`, of a tensor that is known, is what the shard calls `joint`."""
+
+
 class Ledger:
     """One end's tensors by tag. The two ends number theirs even and odd."""
 
-    def __init__(
-        self, *, odd: bool, device: torch.device, max_bytes: int, origins: Origins
-    ) -> None:
-        self._next = 1 if odd else 2
+    def __init__(self, first: int, device: torch.device, max_bytes: int, origins: Origins) -> None:
+        self._next = first
         self._device = device
         self._max_bytes = max_bytes
         self._origins = origins
         self._tensors: dict[int, torch.Tensor] = {}
         self._tags: dict[int, int] = {}
         self._versions: dict[int, int] = {}
-        self._owners: dict[int, int] = {}
-        self._is_shard = odd
+        self._in_storage: dict[int, list[int]] = {}
         self.size_bytes = 0
 
     def clear(self) -> None:
@@ -57,20 +71,26 @@ class Ledger:
         self._tensors.clear()
         self._tags.clear()
         self._versions.clear()
-        self._owners.clear()
+        self._in_storage.clear()
         self.size_bytes = 0
 
     def write(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
         """The entry of a tensor on its way out."""
-        entry = self.write_detached(tensor, buffers)
-        entry[2] = self._origins.leaving(entry[1], tensor)
-        return entry
+        tag, description = self._describe(tensor, buffers, detached=False)
+        return [int(Kind.TENSOR), tag, self._origins.leaving(tag, tensor), description]
 
     def write_detached(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
         """The same without a history, for values that are only looked at."""
+        tag, description = self._describe(tensor, buffers, detached=True)
+        return [int(Kind.TENSOR), tag, 0, description]
+
+    def _describe(
+        self, tensor: torch.Tensor, buffers: Buffers, *, detached: bool
+    ) -> tuple[int, list[Any] | None]:
         tag = self._tags.get(id(tensor))
+        description: list[Any] | None
         if tag is None:
-            description: list[Any] | None = self._alias(tensor) or write_tensor(tensor, buffers)
+            description = self._alias(tensor, detached=detached) or write_tensor(tensor, buffers)
             tag, self._next = self._next, self._next + 2
             self._keep(tag, tensor)
         elif tensor._version != self._versions[tag]:
@@ -78,7 +98,7 @@ class Ledger:
             self._versions[tag] = tensor._version
         else:
             description = None
-        return [int(Kind.TENSOR), tag, 0, description]
+        return tag, description
 
     def write_changed(self, buffers: Buffers) -> list[list[Any]]:
         """The entries of all tensors changed in place since they last crossed."""
@@ -88,6 +108,14 @@ class Ledger:
             if tensor._version != self._versions[tag]
         ]
         return [self.write(tensor, buffers) for tensor in changed]
+
+    def read_changed(self, entries: list[Any], reader: Reader) -> None:
+        """The reverse of `write_changed`. Raises as `read`."""
+        tensors = [(reader.tensor(entry), entry[1]) for entry in entries]
+        for tensor, tag in tensors:
+            # Those after it may lie in the same memory, and have counted as its change.
+            self._versions[tag] = tensor._version
+            self._origins.settled(tag, tensor)
 
     def read(self, entry: list[Any], next_buffer: Callable[[], memoryview]) -> torch.Tensor:
         """The tensor of an entry that came in. Raises BadRequest, DeviceFailed beyond the limit."""
@@ -104,7 +132,7 @@ class Ledger:
                 self._origins.settled(tag, known)
             return known
         if len(description) == 4:
-            return self._read_alias(tag, description)
+            return self._read_alias(tag, joint, description)
         fresh = read_tensor(description, next_buffer(), self._device)
         if joint:
             fresh = self._origins.arriving(joint, fresh)
@@ -122,32 +150,12 @@ class Ledger:
         self._origins.settled(tag, known)
         return known
 
-    def _alias(self, tensor: torch.Tensor) -> list[Any] | None:
-        """Where `tensor` lies in one that the other end has, so that edits show in both there."""
-        if not self._is_shard or tensor.requires_grad or not tensor.numel():
-            return None
-        tag = self._owners.get(tensor.untyped_storage().data_ptr())
-        if tag is None:
-            return None
-        owner = self._tensors[tag]
-        start = tensor.storage_offset() - owner.storage_offset()
-        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-        inside = start >= 0 and start + last < owner.numel()
-        current = owner._version == self._versions[tag]
-        if not inside or not current or owner.dtype != tensor.dtype:
-            return None
-        return [tag, start, list(tensor.shape), list(tensor.stride())]
+    def _alias(self, tensor: torch.Tensor, *, detached: bool) -> list[Any] | None:
+        """Where `tensor` lies in one that the other end has."""
+        return None
 
-    def _read_alias(self, tag: int, description: list[Any]) -> torch.Tensor:
-        owner_tag, start, shape, stride = description
-        owner = self._tensors.get(owner_tag)
-        if self._is_shard or owner is None:
-            raise BadRequest("A tensor lies in one that is not known here.", fix=_FIX)
-        with torch.no_grad():
-            alias = owner.detach().as_strided(shape, stride, owner.storage_offset() + start)
-        self._keep(tag, alias)
-        self._origins.settled(tag, alias)
-        return alias
+    def _read_alias(self, tag: int, joint: int, description: list[Any]) -> torch.Tensor:
+        raise BadRequest("A tensor lies in one that is not known here.", fix=_FIX)
 
     def _keep(self, tag: int, tensor: torch.Tensor) -> None:
         self.size_bytes += tensor.nbytes
@@ -156,11 +164,92 @@ class Ledger:
                 f"The trace holds more than {self._max_bytes} bytes of activations at once.",
                 fix="Read fewer points in one trace, or fewer positions.",
             )
-        if self._is_shard and not tensor.requires_grad and tensor.is_contiguous():
-            self._owners.setdefault(tensor.untyped_storage().data_ptr(), tag)
+        self._in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tag)
         self._tensors[tag] = tensor
         self._tags[id(tensor)] = tag
         self._versions[tag] = tensor._version
+
+
+class ShardLedger(Ledger):
+    """The shard's end: what lies in the memory of a tensor that the job has is shown as such a part
+    of it, so that edits of the one are edits of the other there, too."""
+
+    _origins: ShardOrigins
+
+    def __init__(self, device: torch.device, max_bytes: int, origins: ShardOrigins) -> None:
+        super().__init__(1, device, max_bytes, origins)
+
+    def _alias(self, tensor: torch.Tensor, *, detached: bool) -> list[Any] | None:
+        tags = self._in_storage.get(tensor.untyped_storage().data_ptr(), [])
+        if not tags or not tensor.numel() or (detached and tensor.requires_grad):
+            return None
+        if tensor.requires_grad:
+            viewed = self._origins.viewed(tensor, tags)
+            owners = [] if viewed is None else [viewed]
+        else:
+            owners = tags
+        for tag in owners:
+            start = _start_within(tensor, self._tensors[tag])
+            if start is not None and self._tensors[tag]._version == self._versions[tag]:
+                return [tag, start, list(tensor.shape), list(tensor.stride())]
+        for tag in tags:
+            other = self._tensors[tag]
+            known = self._origins.is_shown(tag) if other.requires_grad else tensor.requires_grad
+            if known and _overlap(tensor, other):
+                raise BadRequest(
+                    "Under gradients, a value cannot be shown whose memory is that of another one"
+                    " shown before, unless it is a view of that one.",
+                    fix="Read only one of the two, or the one that is made first before the other.",
+                )
+        return None
+
+
+class JobLedger(Ledger):
+    """The job's end."""
+
+    _origins: JobOrigins
+
+    def __init__(self, device: torch.device, max_bytes: int, origins: JobOrigins) -> None:
+        super().__init__(2, device, max_bytes, origins)
+
+    def _read_alias(self, tag: int, joint: int, description: list[Any]) -> torch.Tensor:
+        owner_tag, start, shape, stride = description
+        owner = self._tensors.get(owner_tag)
+        if owner is None or not owner.is_contiguous():
+            raise BadRequest(
+                "A value lies in one that is not here as it is on the shard.",
+                fix="Give the model contiguous tensors: call contiguous() on what you assign.",
+            )
+        with torch.set_grad_enabled(bool(joint)):
+            whole = owner if joint else owner.detach()
+            alias = whole.as_strided(shape, stride, owner.storage_offset() + start)
+        self._keep(tag, alias)
+        if joint:
+            self._origins.viewing(joint, tag, alias)
+        self._origins.settled(tag, alias)
+        return alias
+
+
+def _start_within(tensor: torch.Tensor, owner: torch.Tensor) -> int | None:
+    """How many elements into `owner`, of the same storage, `tensor` begins; None if not inside."""
+    start = int(tensor.storage_offset() - owner.storage_offset())
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    inside = start >= 0 and start + last < owner.numel()
+    return start if inside and owner.is_contiguous() and owner.dtype == tensor.dtype else None
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    if one.dtype != other.dtype:
+        return True
+    places = torch.arange(one.untyped_storage().nbytes() // one.itemsize)
+    taken = torch.zeros(len(places), dtype=torch.bool)
+    taken[_of(one, places)] = True
+    return bool(taken[_of(other, places)].any())
+
+
+def _of(tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class Loose:

@@ -12,7 +12,7 @@ from nnsight.util import apply
 
 from mesh.shard.taps.codec import Buffers, Path, Writer, pack
 from mesh.shard.taps.joints import in_order_of_making
-from mesh.shard.taps.ledger import Ledger
+from mesh.shard.taps.ledger import ShardLedger
 from mesh.shard.taps.tree import SpanTree
 
 _PAUSE_S = 0.05
@@ -43,7 +43,7 @@ class Patterns:
 class Host(Protocol):
     """What a run needs of its session."""
 
-    ledger: Ledger
+    ledger: ShardLedger
     patterns: Patterns
     observed: frozenset[str]
     sourced: dict[str, Any]
@@ -71,7 +71,7 @@ class Run:
         """The objects of our own that the value shown last has, by where in it they are."""
         self.writer = host.new_writer(self)
         self._host = host
-        self._attention = str(header.get("attn", "sdpa"))
+        self.attention = str(header.get("attn", "sdpa"))
         self._visits: dict[str, int] = {}
         self._grad_now = self.grad
         self._since = 0.0
@@ -84,7 +84,7 @@ class Run:
 
     def go_on(self, tree: SpanTree, request: Request | None) -> bytes | None:
         """Let it run until it has something to say; None when it has only run for long enough."""
-        tree.use_attention(self._attention)
+        tree.use_attention(self.attention)
         self._since = time.perf_counter()
         self._greenlet.parent = getcurrent()
         before = torch.is_grad_enabled()

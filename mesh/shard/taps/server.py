@@ -100,6 +100,11 @@ class TapServer:
     def admit(self, request: OpenTaps) -> TapPlace:
         """Take a place for a new session. Raises NoRoute, WeightsMismatch, BadRequest or Busy."""
         layers = self._check(request)
+        if self._settings.max_sessions == 0:  # not Busy, which says that waiting helps
+            raise NoRoute(
+                "It takes no jobs (max_tap_sessions is 0).",
+                fix="Use a shard of another node.",
+            )
         if len(self._places) >= self._settings.max_sessions:
             raise Busy(
                 f"The shard serves {self._settings.max_sessions} intervention sessions and all are"
@@ -111,7 +116,7 @@ class TapServer:
         return place
 
     async def opened(self, place: TapPlace) -> None:
-        """Wait until the session can be used. What loading raises frees the place, too."""
+        """Wait until the session can be used. Raises MeshError, which frees the place, too."""
         try:
             tree = await self._acquire()
             if place.closed:
@@ -121,9 +126,13 @@ class TapServer:
             limits = TapLimits(self._settings.tensor_bytes, self._settings.positions)
             place.session = TapSession(tree, place.layers, limits)
             self._listen(place)
-        except BaseException:
+        except BaseException as error:
             self.close(place)
-            raise
+            if isinstance(error, MeshError) or not isinstance(error, Exception):
+                raise
+            shard = self._shard.descriptor.shard_id
+            logger.exception("loading for interventions failed shard=%s", shard)
+            raise _failed(error) from error
 
     def submit(self, place: TapPlace, step: Step, reply: Reply) -> None:
         """One part of a message. `reply` gets a Result for each; raises what refuses a part."""

@@ -24,7 +24,7 @@ from mesh.shard.taps import sources
 from mesh.shard.taps.caches import Lengths, TapCaches
 from mesh.shard.taps.codec import Buffers, Kind, Path, Reader, Writer, is_cache, pack, unpack
 from mesh.shard.taps.joints import ShardJoints
-from mesh.shard.taps.ledger import Ledger, Loose
+from mesh.shard.taps.ledger import Loose, ShardLedger
 from mesh.shard.taps.run import Header, Patterns, Request, Run
 from mesh.shard.taps.tree import SpanTree
 from mesh.types import LayerRange
@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 _FIX = "Run the same hearthnet version on both machines."
 _MAX_NESTED = 16
 _MAX_OBSERVED_BYTES = 16 << 20
+_SCORE_BYTES = 12
+"""What eager attention has of one score at once, in fp32: it, it masked, its softmax."""
+_KEPT_SCORE_BYTES = 8
+"""What of that autograd keeps of every layer."""
 _MALFORMED = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 """What reading a message that is not what it should be raises."""
 
@@ -62,9 +66,7 @@ class TapSession:
         self._layers = layers
         self._limits = limits
         self._joints = ShardJoints()
-        self.ledger = Ledger(
-            odd=True, device=tree.device, max_bytes=limits.tensor_bytes, origins=self._joints
-        )
+        self.ledger = ShardLedger(tree.device, limits.tensor_bytes, self._joints)
         self.patterns = Patterns()
         self.sourced: dict[str, Any] = {}
         self.observed: frozenset[str] = frozenset()
@@ -193,7 +195,9 @@ class TapSession:
         return weight.detach()
 
     def _cache_operation(self, header: Header, reader: Reader) -> None:
-        self._caches.operate(header["cache"], header["name"], reader.value(header["args"]))
+        operation = header["cache"], header["name"], reader.value(header["args"])
+        self._require_positions(self._caches.positions_after(*operation))
+        self._caches.operate(*operation)
 
     def _cache_contents(self, header: Header, _reader: Reader) -> list[torch.Tensor]:
         return self._caches.contents(header["cache"], header["layer"])
@@ -213,10 +217,9 @@ class TapSession:
 
     def _forward(self, run: Run, header: Header, buffers: Buffers) -> Any:
         reader = self._reader(run, buffers)
-        for entry in header["changed"]:
-            reader.tensor(entry)
+        self.ledger.read_changed(header["changed"], reader)
         value = reader.value(header["value"])
-        self._check_size(value)
+        self._check_size(run, value)
         if header["op"] == "call":
             args, kwargs = value
             return self._tree.module(header["path"], self._layers)(*args, **kwargs)
@@ -233,11 +236,23 @@ class TapSession:
             )
         return answer
 
-    def _check_size(self, value: Any) -> None:
-        """Raise BadRequest when a forward over `value` would occupy the device for too long."""
-        rows = [0]
-        apply(value, lambda t: rows.append(t.numel() // max(1, t.shape[-1])), torch.Tensor)
-        wanted = max(rows) + self._caches.positions()
+    def _check_size(self, run: Run, value: Any) -> None:
+        """Raise BadRequest when a forward over `value` would occupy the device too much."""
+        rows, pairs, with_history = _extent(value)
+        self._require_positions(rows + self._caches.positions())
+        if run.attention != "eager":
+            return
+        kept = _KEPT_SCORE_BYTES * (len(self._layers) - 1) if run.grad and with_history else 0
+        scores = (pairs + rows * self._caches.longest()) * self._tree.heads
+        wanted = scores * (_SCORE_BYTES + kept)
+        if wanted > self._limits.tensor_bytes:
+            raise BadRequest(
+                f"The scores of eager attention would take {wanted} bytes on a shard, more than the"
+                f" {self._limits.tensor_bytes} that one job may (host.tap_memory_mb there).",
+                fix='Use attn_implementation="sdpa", or fewer or shorter prompts in one trace.',
+            )
+
+    def _require_positions(self, wanted: int) -> None:
         if wanted > self._limits.positions:
             raise BadRequest(
                 f"The trace asks a shard for {wanted} positions at once, cached ones included;"
@@ -271,8 +286,12 @@ class TapSession:
             info = sources.drill(self._tree.reporter, self.sourced, provider[:-3], value)
             self._converse(run, run.message("drill", provider=provider, info=info))
             return value
+        before = _extent(value)
         header, reader = self._converse(run, run.message("hit", value, provider=provider))
-        return reader.value(header["value"])
+        answer = reader.value(header["value"])
+        if any(now > then for now, then in zip(_extent(answer), before, strict=True)):
+            self._check_size(run, answer)
+        return answer
 
     def observe(self, run: Run, provider: str, value: Any) -> None:
         """See `Host`; handed over with the next message, or now when there is much of it."""
@@ -289,8 +308,7 @@ class TapSession:
             raise _Aborted
         self._want(run, header)
         reader = self._reader(run, buffers)
-        for entry in header["changed"]:
-            reader.tensor(entry)
+        self.ledger.read_changed(header["changed"], reader)
         return header, reader
 
     # Values
@@ -324,6 +342,21 @@ class TapSession:
             return value
 
         return Reader(buffers, self.ledger.read, other, self._tree.device)
+
+
+def _extent(value: Any) -> tuple[int, int, bool]:
+    """How many rows the largest tensor in `value` has, how many pairs of positions, and whether
+    any has a gradient."""
+    rows, pairs, with_history = [0], [0], [False]
+
+    def measure(tensor: torch.Tensor) -> None:
+        rows.append(tensor.numel() // max(1, tensor.shape[-1]) if tensor.dim() else 1)
+        if tensor.dim() > 2:
+            pairs.append(rows[-1] * tensor.shape[-2])
+        with_history.append(tensor.requires_grad)
+
+    apply(value, measure, torch.Tensor)
+    return max(rows), max(pairs), any(with_history)
 
 
 def _nothing_else(value: Any, _path: Path) -> Any:

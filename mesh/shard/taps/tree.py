@@ -76,6 +76,7 @@ class SpanTree:
         self.reporter = _Reporter()
         self._model: Any = loaded.module
         self._config = loaded.config
+        self.heads: int = loaded.config.get_text_config().num_attention_heads
         modules = self._model.get_submodule(layer_list_name(self._model))
         self._layers: dict[int, nn.Module] = dict(
             zip(range(loaded.layers.start, loaded.layers.stop), modules, strict=True)

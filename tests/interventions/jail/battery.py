@@ -53,7 +53,7 @@ async def escape(cell: Jail, field: TrapField, name: str) -> str:
     limits = WASTE_LIMITS if name in WASTE else DEED_LIMITS
     begun_s = time.monotonic()
     job = await cell.start_job(
-        RUN, field.payload(BODIES[name]), trusted=True, limits=limits, on_line=lines.append
+        RUN, field.payload(BODIES[name]), trusted=True, limits=limits, on_text=lines.append
     )
     async with job:
         reading = asyncio.create_task(read_all(job), name="read-channel")

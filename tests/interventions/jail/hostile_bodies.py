@@ -356,6 +356,10 @@ ctypes.memmove(p, struct.pack("QQ", 32, 64), 16)
 if p == 0x7_0000_0000 and syscall(302, 0, 7, p, 0) == 0: proof()
 # process_control
 if ctypes.CDLL(None).prctl(4, 1, 0, 0, 0) == 0: proof()
+# core_dumps
+if ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 1: proof()
+# new_privileges
+if ctypes.CDLL(None).prctl(39, 0, 0, 0, 0) == 0: proof()
 # timers
 if syscall(222, 1, 0, ctypes.create_string_buffer(8)) == 0: proof()
 # event_descriptor
@@ -464,7 +468,7 @@ loot = b"x" * (4 << 20) + T.nonce.encode()
 """
 
 
-def _parse(text: str) -> dict[str, str]:
+def parse(text: str) -> dict[str, str]:
     bodies: dict[str, str] = {}
     group = name = ""
     for line in text.splitlines():
@@ -478,8 +482,8 @@ def _parse(text: str) -> dict[str, str]:
     return bodies
 
 
-DEEDS = _parse(_TEXT)
-WASTE = _parse(_WASTE)
+DEEDS = parse(_TEXT)
+WASTE = parse(_WASTE)
 
 # Not every kernel has what they attack: that these do nothing without walls proves nothing.
 NOT_EVERYWHERE = {"execution/foreign_syscall_table", "network/vsock"}

@@ -62,6 +62,11 @@ def _set(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
+def _forget(option: int) -> None:
+    asked = kernel.prctl
+    _set(kernel, "prctl", lambda number, value: None if number == option else asked(number, value))
+
+
 _REFUSE = seccomp._refuse_bits
 _TAKE_DOWN = {
     "all": lambda: _set(lockdown, "lock_down", _no_walls),
@@ -77,6 +82,9 @@ _TAKE_DOWN = {
         "_zero",
         lambda i: [seccomp._argument(i), seccomp._op(seccomp._EQUAL, 0, 1, 0), *seccomp._fail(1)],
     ),
+    "capabilities": lambda: _set(kernel, "drop_capabilities", lambda _: None),
+    "no_new_privileges": lambda: _forget(kernel.PR_SET_NO_NEW_PRIVS),
+    "undumpable": lambda: _forget(kernel.PR_SET_DUMPABLE),
     "own_signals": lambda: _set(seccomp, "_only", lambda *_: seccomp._allow()),
 }
 

@@ -48,6 +48,20 @@ def flood(payload: bytes, channel: socket.socket) -> bytes:
         print("x" * 100)
 
 
+def breaking_lines(payload: bytes, channel: socket.socket) -> bytes:
+    """Print empty lines, a million at once."""
+    print("\n" * 1_000_000)
+    return b""
+
+
+def dripping(payload: bytes, channel: socket.socket) -> bytes:
+    """Print so many lines, one after the other."""
+    for number in range(int(payload)):
+        print(number)
+        time.sleep(0.001)
+    return b""
+
+
 def raising(payload: bytes, channel: socket.socket) -> bytes:
     """An ordinary error."""
     raise LookupError(f"no such \x1b[31mlayer\x1b[0m {payload.decode()}")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 
 import pytest
 
+from mesh.interventions.jail import result
 from mesh.interventions.jail.doctor import Level
 from mesh.interventions.jail.job import Jail
 from mesh.interventions.jail.limits import Ending, JobLimits
-from tests.interventions.jail.battery import BODIES, RUN, escapes, jail, read_all
+from tests.interventions.jail.battery import BODIES, DEED_LIMITS, RUN, escapes, jail, read_all
 from tests.interventions.jail.hostile_bodies import DEEDS, NOT_EVERYWHERE, WASTE
 from tests.interventions.jail.trapped import TrapField
 
@@ -34,7 +36,16 @@ MISSED_WITHOUT = {
     "descriptors": ["other_tenants/inherited_descriptors"],
     "executable": ["execution/code_in_memory", "execution/load_library"],
     "pointer": ["kernel/raise_limits_through_aligned_pointer"],
+    "own_signals": ["signals/io_owner"],
 }  # fmt: skip
+# Walls behind others: (those in front of it, what gets through when they and it are gone).
+BEHIND = {
+    "capabilities": ("calls", ["kernel/chroot"]),
+    "no_new_privileges": ("calls,files", ["kernel/new_privileges"]),
+    "undumpable": ("calls", ["kernel/core_dumps"]),
+}
+# Attacks too odd for a canary; the battery has them.
+NO_CANARY = ("pointer", "own_signals")
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -80,9 +91,67 @@ async def test_a_missing_wall_is_noticed(wall: str) -> None:
     async with jail(wall, namespaces=False) as cell:
         wanted = MISSED_WITHOUT[wall]
         assert set(await escapes(cell, wanted)) == set(wanted)
-        if wall != "pointer":  # an attack too odd for a canary; the battery has it
+        if wall not in NO_CANARY:
             assert cell.report is not None
             assert cell.report.level is Level.WEAK
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("wall", BEHIND)
+async def test_a_wall_behind_others_stands_when_they_are_gone(wall: str) -> None:
+    front, wanted = BEHIND[wall]
+    if wall == "capabilities" and os.geteuid() != 0:
+        pytest.skip("there are none to give up")
+    async with jail(front, namespaces=False) as cell:
+        assert await escapes(cell, wanted) == {}
+    async with jail(f"{front},{wall}", namespaces=False) as cell:
+        assert set(await escapes(cell, wanted)) == set(wanted)
+
+
+async def test_without_new_privileges_given_up_no_other_wall_goes_up() -> None:
+    """The kernel takes neither Landlock's rules nor a filter from such a process."""
+    async with jail("no_new_privileges", namespaces=False) as cell:
+        assert cell.report is not None
+        assert cell.report.level is Level.NONE
+
+
+OPEN_FILES = "descriptors,limits,calls"
+GROWN = """
+for fd in range(3, 64):
+    try: os.ftruncate(fd, 8 << 20)
+    except OSError: continue
+    loot = b"grown"
+"""
+REWRITTEN = """
+for fd in range(3, 64):
+    try: os.pwrite(fd, b"{", 0)
+    except OSError: continue
+    if os.pread(fd, 12, 0).startswith(b'{"traps'): loot = b"rewritten"
+"""
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("deed", [GROWN, REWRITTEN])
+async def test_seals_hold_where_a_job_has_its_files_at_hand(
+    deed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field = await asyncio.to_thread(TrapField)
+    try:
+        async with jail(OPEN_FILES, namespaces=False) as cell:
+            for sealed in (True, False):
+                if not sealed:
+                    monkeypatch.setattr(result, "_seal", lambda *_: None)
+                job = await cell.start_job(
+                    RUN, field.payload(deed), trusted=True, limits=DEED_LIMITS
+                )
+                async with job:
+                    reading = asyncio.create_task(read_all(job), name="read-channel")
+                    outcome = await job.outcome()
+                    await reading
+                assert outcome.ending is Ending.FINISHED, outcome.text
+                assert (outcome.result == b"") is sealed
+    finally:
+        await asyncio.to_thread(field.close)
 
 
 @pytest.mark.chaos

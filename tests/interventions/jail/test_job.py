@@ -15,11 +15,15 @@ import pytest
 
 from mesh.errors import Busy, JailUnavailable
 from mesh.interventions.jail import doctor
+from mesh.interventions.jail.canaries import STARTED
 from mesh.interventions.jail.doctor import Level, examine
 from mesh.interventions.jail.job import Jail, JailedJob, examine_machine
 from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
+from mesh.interventions.jobs import jails
+from mesh.types import ModelId
 
 STORIES = "tests.interventions.jail.stories:"
+WARM = jails.WarmUp(ModelId("m"), Path("/nowhere"), Path("/nowhere"), "fp32")
 
 
 @pytest.fixture
@@ -41,10 +45,10 @@ async def run(
     story: str,
     payload: bytes = b"",
     limits: JobLimits | None = None,
-    on_line: Callable[[str], None] = lambda _: None,
+    on_text: Callable[[str], None] = lambda _: None,
 ) -> JobOutcome:
     async with await jail.start_job(
-        STORIES + story, payload, trusted=False, limits=limits, on_line=on_line
+        STORIES + story, payload, trusted=False, limits=limits, on_text=on_text
     ) as job:
         return await job.outcome()
 
@@ -74,21 +78,43 @@ async def test_bytes_go_in_and_come_out(jail: Jail) -> None:
 async def test_output_arrives_as_clean_lines(jail: Jail) -> None:
     lines: list[str] = []
     text = "one\n\x1b[2Jtwo\x07\rforged\nthr\u202eee\x9b31m\n\npartial"
-    await run(jail, "printing", text.encode(), on_line=lines.append)
-    assert lines == ["one", "[2Jtwoforged", "three31m", "", "partialfrom the library"]
+    await run(jail, "printing", text.encode(), on_text=lines.append)
+    assert "\n".join(lines).split("\n") == [
+        "one",
+        "[2Jtwoforged",
+        "three31m",
+        "",
+        "partialfrom the library",
+    ]
 
 
 async def test_output_is_bounded_in_rate_and_amount(jail: Jail) -> None:
     lines: list[str] = []
     limits = JobLimits(wall_s=1.5, log_bytes=64 << 10, log_bytes_per_s=256 << 10)
-    outcome = await run(jail, "flood", limits=limits, on_line=lines.append)
+    outcome = await run(jail, "flood", limits=limits, on_text=lines.append)
     assert outcome.ending is Ending.WALL_LIMIT
     assert sum(map(len, lines)) <= (64 << 10) + 100
-    assert lines[-1] == "(the output limit is reached; the rest is dropped)"
+    assert lines[-1].split("\n")[-1] == "(the output limit is reached; the rest is dropped)"
     few: list[str] = []
     slow = JobLimits(wall_s=1.0, log_bytes_per_s=32 << 10)
-    await run(jail, "flood", limits=slow, on_line=few.append)
+    await run(jail, "flood", limits=slow, on_text=few.append)
     assert 0 < sum(map(len, few)) < 160 << 10  # a second's worth, and what the pipe held
+
+
+async def test_short_lines_come_many_at_a_time(jail: Jail) -> None:
+    texts: list[str] = []
+    limits = JobLimits(wall_s=1.5, log_bytes=64 << 10, log_bytes_per_s=256 << 10)
+    await run(jail, "breaking_lines", limits=limits, on_text=texts.append)
+    assert sum(text.count("\n") + 1 for text in texts) >= 64 << 10
+    assert len(texts) <= 30  # one per read: ten a second, and what the pipe held
+
+
+async def test_single_lines_do_not_come_one_by_one(jail: Jail) -> None:
+    texts: list[str] = []
+    begun_s = time.monotonic()
+    await run(jail, "dripping", b"400", on_text=texts.append)
+    assert "\n".join(texts).split("\n") == [str(number) for number in range(400)]
+    assert len(texts) <= 10 * (time.monotonic() - begun_s) + 10
 
 
 async def test_an_error_comes_with_its_line_and_without_control_codes(jail: Jail) -> None:
@@ -286,7 +312,7 @@ async def test_killing_twice_does_not_cost_the_parent(
 async def test_a_line_arrives_while_the_job_runs(jail: Jail) -> None:
     arrived = asyncio.Event()
     async with await jail.start_job(
-        STORIES + "waiting", b"", trusted=False, on_line=lambda _: arrived.set()
+        STORIES + "waiting", b"", trusted=False, on_text=lambda _: arrived.set()
     ):
         async with asyncio.timeout(5):
             await arrived.wait()
@@ -313,6 +339,93 @@ async def test_weak_walls_are_for_trusted_keys_and_none_for_nobody(jail: Jail) -
         else:
             with pytest.raises(JailUnavailable, match="cannot wall in"):
                 await jail.start_job(STORIES + "touching", b"", trusted=trusted)
+
+
+def slowed(name: str, times: int, jail: Jail) -> tuple[doctor.RunCanary, list[float]]:
+    """Runs canaries; the one called `name` finds no time to begin the first so many times."""
+    walls: list[float] = []
+
+    async def fly(payload: bytes, limits: JobLimits) -> tuple[JobOutcome, bytes]:
+        if f'"name": "{name}"'.encode() in payload:
+            walls.append(limits.wall_s)
+            if len(walls) <= times:
+                return JobOutcome(Ending.WALL_LIMIT, b"", "ended", limits.wall_s, 0.0, 0), b""
+        return await jail._run_canary(payload, limits)
+
+    return fly, walls
+
+
+@pytest.mark.parametrize("name", ["control", "never_ends", "read_file", "signal"])
+async def test_a_canary_that_was_too_slow_gets_more_time(jail: Jail, name: str) -> None:
+    fly, walls = slowed(name, 1, jail)
+    report = await examine(fly, namespaces=False)
+    assert report.level is Level.OS, report.to_text()
+    assert walls[1] == 4 * walls[0]
+
+
+async def test_a_canary_that_stays_too_slow_is_a_wall_that_does_not_stand(jail: Jail) -> None:
+    fly, walls = slowed("read_file", 9, jail)
+    report = await examine(fly, namespaces=False)
+    assert report.level is Level.WEAK
+    assert len(walls) == 2
+
+
+async def test_a_canary_that_was_stopped_before_its_attack_proves_nothing(jail: Jail) -> None:
+    async def halfway(payload: bytes, limits: JobLimits) -> tuple[JobOutcome, bytes]:
+        if b'"name": "read_file"' in payload:
+            return JobOutcome(Ending.WALL_LIMIT, b"", "ended", 5.0, 0.0, 0), STARTED
+        return await jail._run_canary(payload, limits)
+
+    report = await examine(halfway, namespaces=False)
+    assert report.broken == {"read_file": "the canary was too slow to tell"}
+
+
+async def test_weak_walls_are_looked_at_again_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [Level.NONE, Level.WEAK, Level.OS]
+    looks: list[Level] = []
+
+    async def look(*_: object, namespaces: bool) -> doctor.JailReport:
+        looks.append(found[len(looks)])
+        return doctor.JailReport(looks[-1], (), {}, namespaces, 0, True)
+
+    monkeypatch.setattr("mesh.interventions.jail.job.examine", look)
+    monkeypatch.setattr(jails, "WARM_UP", STORIES + "warm")
+    monkeypatch.setattr(jails, "_LOOK_AGAIN_S", 0.0)
+    warm = jails.WarmJails(max_jobs=1, idle_s=60)
+    try:
+        for level in [*found, Level.OS]:
+            jail = await warm.get(WARM)
+            assert jail.report is not None
+            assert jail.report.level is level
+        assert len(looks) == 3  # strong walls are not looked at again
+    finally:
+        await warm.close()
+
+
+async def test_weak_walls_are_not_looked_at_before_every_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[bool] = []
+
+    async def look(*_: object, namespaces: bool) -> doctor.JailReport:
+        looks.append(namespaces)
+        return doctor.JailReport(Level.WEAK, (), {}, namespaces, 0, True)
+
+    monkeypatch.setattr("mesh.interventions.jail.job.examine", look)
+    monkeypatch.setattr(jails, "WARM_UP", STORIES + "warm")
+    warm = jails.WarmJails(max_jobs=1, idle_s=60)
+    try:
+        for _ in range(3):
+            await warm.get(WARM)
+        assert len(looks) == 1
+        monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 31)
+        await warm.get(WARM)
+        await warm.get(WARM)
+        assert len(looks) == 2
+    finally:
+        await warm.close()
 
 
 async def test_an_examination_without_canaries_finds_no_walls() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import pickle
 from collections.abc import Iterator
@@ -62,8 +63,9 @@ def here(name: str) -> dict[str, Any]:
         return trace_bodies.BENIGN[name](toy_model.model(), trace_bodies.example(), None)
 
 
-async def behind_the_fence(jail: Jail, payload: bytes) -> JobOutcome:
-    async with await jail.start_job(RUN, b"u" + payload, trusted=False) as job:
+async def behind_the_fence(jail: Jail, payload: bytes, *, fence: bool = True) -> JobOutcome:
+    first = b"u" if fence else b"t"
+    async with await jail.start_job(RUN, first + payload, trusted=False) as job:
         return await job.outcome()
 
 
@@ -88,13 +90,15 @@ async def test_ordinary_bodies_pass_and_give_the_same_values() -> None:
         await jail.stop()
 
 
+class Exploit:
+    """Calls something as the payload is read."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (__import__("os").getpid, ())
+
+
 async def _refusals(jail: Jail) -> None:
     """Payloads that are refused, with the reason and the user's line."""
-
-    class Exploit:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (__import__("os").getpid, ())
-
     outcome = await behind_the_fence(jail, pickle.dumps(Exploit()))
     assert outcome.ending is Ending.FAILED
     assert "`posix.getpid` in a payload is not available" in outcome.text
@@ -109,6 +113,44 @@ async def _refusals(jail: Jail) -> None:
         hidden = model.layers[0].output.__dict__
     outcome = await behind_the_fence(jail, shipping.payload)
     assert '"__dict__" is an invalid attribute name' in outcome.text
+
+
+async def test_without_the_fence_what_it_refuses_is_done() -> None:
+    model, shipping = toy_model.model(), Shipping()
+    with model.session(backend=shipping):
+        import string
+
+        import sympy
+
+        seen = string.Formatter().format("{0.__class__}", model)
+        evaluated = str(sympy.sin("__import__('sympy').Integer(4)"))
+        hidden = torch.ones(1).__dict__
+        nnsight.save([seen, evaluated, hidden])
+    jail = await Jail.start(WARM, namespaces=False)
+    try:
+        fenced = await behind_the_fence(jail, shipping.payload)
+        assert fenced.ending is Ending.FAILED
+        assert "is an invalid attribute name" in fenced.text
+        open_ = await behind_the_fence(jail, shipping.payload, fence=False)
+        assert open_.ending is Ending.FINISHED, open_.text
+        exploit = await behind_the_fence(jail, pickle.dumps(Exploit()), fence=False)
+        assert "not available" not in exploit.text
+    finally:
+        await jail.stop()
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["import string\nstring.Formatter()", "from string import Formatter",
+     "import sympy\nsympy.sin('print(1)')", "import sympy\nsympy.Poly('print(1)')",
+     "import sympy\nx = sympy.Symbol('x')\nsympy.nsolve([x + sympy.Symbol('print(1)')], [x], [1])"],
+)  # fmt: skip
+def test_text_is_not_a_way_around_the_fence(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in policy._EVALUATING:
+        for builtin in ("eval", "exec"):
+            monkeypatch.setitem(vars(importlib.import_module(name)), builtin, policy._refuse_text)
+    with pytest.raises(PolicyViolation):
+        guarded(body)
 
 
 def assert_same(ours: Any, theirs: Any, where: str) -> None:

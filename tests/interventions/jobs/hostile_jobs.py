@@ -3,7 +3,7 @@
 `deed` is shipped to the job by its source, as a helper of any trace is.
 """
 
-# ruff: noqa: S102, F841 - bodies are executed in the job; a trace's names come back from it
+# ruff: noqa: S102, RET504 - bodies are executed in the job; a trace's names come back from it
 
 from __future__ import annotations
 
@@ -71,10 +71,12 @@ def deed(body: str, told: dict[str, Any]) -> bytes:
     return names["loot"] if isinstance(names["loot"], bytes) else str(names["loot"]).encode()
 
 
-def trace(model: TransformersModel, body: str, told: dict[str, Any]) -> None:
-    """A job that does `body`."""
+def trace(model: TransformersModel, body: str, told: dict[str, Any]) -> Any:
+    """A job that does `body`; what came back of it, None where nothing did."""
+    loot = None
     with model.session():
         loot = nnsight.save(deed(body, told))
+    return loot
 
 
 def _calling(function: str, *arguments: Any) -> bytes:

@@ -53,8 +53,8 @@ class Here:
     def routable(self, model_id: ModelId) -> list[dict[str, Any]]:
         return served(self._host, family=model_id, spans=ROUTES[2])
 
-    def _on_line(self, line: str) -> None:
-        self.lines.append(line)
+    def _on_text(self, text: str) -> None:
+        self.lines += text.split("\n")
         self.spoke.set()
 
     async def said(self, line: str) -> None:
@@ -67,7 +67,7 @@ class Here:
         payload = self._directory / f"payload-{name}"
         await asyncio.to_thread(payload.write_bytes, request)
         spec = JobSpec(name, ModelId(model_id), payload, self.result(name), True, {}, trusted=False)
-        return await self.jobs.run(spec, self._on_line)
+        return await self.jobs.run(spec, self._on_text)
 
     def result(self, name: str) -> Path:
         return self._directory / f"result-{name}"
@@ -109,8 +109,10 @@ async def test_a_job_from_payload_to_result(here: Here) -> None:
 
 
 async def test_errors_come_back_as_they_were_raised(here: Here) -> None:
-    with pytest.raises(JobFailed):
+    with pytest.raises(JobFailed) as failed:
         await here.run("broken", b"no request")
+    assert failed.value.took["hops"] == ["node", "node"]
+    assert failed.value.took["peak_memory_bytes"] > 1 << 20
     with pytest.raises(ModelNotFound, match="no files of 'other'"):
         await here.run("other", b"", model_id="other")
     assert here.jobs.why_not(LLAMA) is None
@@ -153,6 +155,24 @@ async def test_a_job_survives_the_death_of_the_jobs_process(here: Here) -> None:
     assert here.jobs._child.pid != first
     _, left = await asyncio.to_thread(psutil.wait_procs, family, 5)
     assert not left  # neither the warmed parent nor the job outlived it
+
+
+async def test_a_job_that_is_run_again_asks_who_serves_its_model_by_then(
+    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = await asyncio.to_thread(request_of, lingering)
+    everybody = here.routable(LLAMA)
+    whole = LayerRange(0, 6)
+    async with shards(["llama"], tmp_path, [whole]) as doomed:
+        alone = served(doomed, family="llama", spans=[whole])
+        monkeypatch.setattr(here, "routable", lambda _: alone)
+        job = asyncio.create_task(here.run("moved", request))
+        await here.said("half way")
+        monkeypatch.setattr(here, "routable", lambda _: [*alone, *everybody])
+        assert doomed._child is not None
+        os.kill(doomed._child.pid, signal.SIGKILL)
+        report = await job
+    assert report.hops == ("node", "node")
 
 
 async def test_nobody_serves_the_model(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ async def warm(host: ShardHost) -> AsyncIterator[Bench]:
 def here(warm: Bench) -> Bench:
     warm.lines.clear()
     warm.reports.clear()
+    warm.newest = ()
     warm.trusted = True
     return warm
 
@@ -270,8 +271,12 @@ async def test_limits_end_a_job_with_a_sentence(
         here.runner._settings, limits=dataclasses.replace(LIMITS, **limits)
     )
     monkeypatch.setattr(here.runner, "_settings", settings)
-    with pytest.raises(JobFailed, match=said):
+    with pytest.raises(JobFailed, match=said) as failed:
         await run(here, trace)
+    took = failed.value.took
+    assert took["hops"] == ("node",)
+    assert took["cpu_s"] > 0
+    assert took["peak_memory_bytes"] > 1 << 20
     assert not list(here.directory.glob("*.part"))
 
 
@@ -358,6 +363,23 @@ def _values(model: TransformersModel) -> dict[str, Any]:
     return {"early": early, "late": late, "logits": logits}
 
 
+async def test_a_shard_that_came_while_the_job_ran_takes_over(
+    here: Bench, host: ShardHost, tmp_path: Path
+) -> None:
+    """When it began, only the one that is lost served the model."""
+    request = await asyncio.to_thread(request_of, lingering)
+    async with shards(["llama"], tmp_path, [WHOLE]) as doomed:
+        alone = served(doomed, family="llama", spans=[WHOLE])
+        place = here.place("llama", 3)
+        here.newest = [*alone, *place.shards]
+        job = asyncio.create_task(here.run(request, dataclasses.replace(place, shards=alone)))
+        await here.said("half way")
+        await kill(doomed)
+        saved = loaded(await job)
+    assert here.reports[0].hops == ("node", "node", "node")
+    equal(saved, await as_client(here, "llama", 1, _values), 0.0)
+
+
 async def test_a_job_that_loses_its_hops_twice_says_so(here: Bench, tmp_path: Path) -> None:
     """A hop that took the job and then never answers counts as lost, like one that died."""
     request = await asyncio.to_thread(request_of, lingering)
@@ -367,8 +389,11 @@ async def test_a_job_that_loses_its_hops_twice_says_so(here: Bench, tmp_path: Pa
         job = asyncio.create_task(here.run(request, place))
         await here.said("half way")
         await kill(doomed)
-        with pytest.raises(JobFailed, match=r"because of this mesh.*node, which ran layers 0-5"):
+        with pytest.raises(
+            JobFailed, match=r"because of this mesh.*node, which ran layers 0-5"
+        ) as f:
             await job
+        assert f.value.took["hops"] == ("node",)
 
 
 async def test_the_death_of_the_warmed_parent_is_survived(here: Bench) -> None:

@@ -1,10 +1,12 @@
 """Many jobs at once: nobody gets anybody else's values, and nothing piles up."""
 
-# ruff: noqa: F841 - names of a trace are what comes back from its job
-
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,12 @@ import pytest
 import torch
 from nnsight.modeling.transformers import TransformersModel
 
-from tests.interventions.jobworld import Bench, bench, loaded, request_of, shards
-from tests.interventions.worlds import equal, whole
+from mesh.cli.local_node import LocalNode
+from tests.interventions.households import HOUSES, move_in, remotely
+from tests.interventions.jobs.storm_client import work
+from tests.interventions.jobworld import Bench, bench, client, loaded, request_of, shards
+from tests.interventions.worlds import checkpoint, equal, whole
+from tests.mesh_e2e.conftest import starter
 
 CLIENTS, JOBS_EACH = 8, 25
 _GROWTH_BYTES = 64 << 20
@@ -23,25 +29,15 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def request_for(number: int) -> bytes:
-    """A job whose values are its own."""
-    factor = 1.0 + number / 100
-
     def trace(model: TransformersModel) -> None:
-        with model.trace(torch.tensor([[5 + number, 7, 9]])):
-            model.model.layers[2].output[:] *= factor
-            mine = model.model.layers[4].output.save()
-            who = (factor * torch.ones(1)).save()
+        with suppress(UnboundLocalError):  # of what it would have saved
+            work(model, number)
 
     return request_of(trace)
 
 
 def expected(number: int) -> dict[str, Any]:
-    factor = 1.0 + number / 100
-    model = whole("llama")
-    with model.trace(torch.tensor([[5 + number, 7, 9]])):
-        model.model.layers[2].output[:] *= factor
-        mine = model.model.layers[4].output.save()
-    return {"mine": mine, "who": factor * torch.ones(1)}
+    return work(whole("llama"), number)
 
 
 Prepared = list[tuple[bytes, dict[str, Any]]]
@@ -73,3 +69,48 @@ async def test_two_hundred_jobs_of_eight_clients_do_not_mix(tmp_path: Path) -> N
         (jail,) = here.runner._jails._jails.values()
         assert jail.running == 0
         assert here.jobs == 2 + CLIENTS * JOBS_EACH
+
+
+def _memory(node: LocalNode) -> dict[int, int]:
+    """Resident bytes of a daemon and of all that descends from it, by process."""
+    assert node.process is not None
+    daemon = psutil.Process(node.process.pid)
+    return {p.pid: p.memory_info().rss for p in [daemon, *daemon.children(recursive=True)]}
+
+
+def _start_client(node: LocalNode, first: int, count: int, file: Path) -> subprocess.Popen[bytes]:
+    directory = str(checkpoint("llama").directory)
+    module = "tests.interventions.jobs.storm_client"
+    local = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
+    return subprocess.Popen(
+        [sys.executable, "-m", module, directory, str(first), str(count), str(file)],
+        env={**os.environ, **local, "OMP_NUM_THREADS": "1", "NDIF_HOST": node.url,
+             "NDIF_API_KEY": node.record.api_key or ""},
+    )  # fmt: skip
+
+
+@pytest.mark.chaos
+def test_two_hundred_jobs_of_eight_clients_of_a_daemon_do_not_mix(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    environment = {"HEARTHNET_JOBS__MAX_RUNNING": "4"}
+    with starter(tmp_path) as start, ExitStack() as clients:
+        node = move_in(start, HOUSES[2], ["llama"], environment=environment)
+        with remotely(node):  # what the first jobs start is there before it is weighed
+            for number in range(2):
+                equal(work(client("llama"), number), expected(number), 0.0)
+        before = _memory(node)
+        files = [tmp_path / f"client-{n}" for n in range(CLIENTS)]
+        running = [
+            clients.enter_context(_start_client(node, n * JOBS_EACH, JOBS_EACH, file))
+            for n, file in enumerate(files)
+        ]
+        assert [process.wait(600) for process in running] == [0] * CLIENTS
+        found = {n: one for file in files for n, one in torch.load(file).items()}
+        assert sorted(found) == list(range(CLIENTS * JOBS_EACH))
+        for number, values in found.items():
+            equal(values, expected(number), 0.0)
+        after = _memory(node)
+        assert after.keys() == before.keys()
+        grown = {pid: after[pid] - before[pid] for pid in before}
+        assert max(grown.values()) < _GROWTH_BYTES, grown
+        assert node.get("/mesh/v1/jobs")["jobs"] == []

@@ -27,7 +27,7 @@ class Feed:
     def put(self, update: Update) -> None:
         """Add one update."""
         if update.status is Status.LOG and len(self._waiting) >= MAX_WAITING:
-            self._dropped += 1
+            self._dropped += update.description.count("\n") + 1
             return
         if self._dropped:
             said = f"({self._dropped} lines were dropped: the client reads too slowly)"

@@ -48,7 +48,7 @@ class QueueSettings:
 
     Each model has `max_queued` places, a key may hold half of them; `concurrent` jobs of all models
     run at once. `time_limit_s` ends a job, `patience_s` is how long jobs wait for a model that
-    nobody serves.
+    nobody serves or has room for.
     """
 
     max_queued: int = 512

@@ -64,7 +64,7 @@ class Spool:
             raise StorageFull(
                 f"The jobs of this node may take {self.budget_bytes >> 20} MB of disk, and do.",
                 fix="Try again later: results are deleted two hours after their job; or raise"
-                " jobs.disk_mb.",
+                " jobs.queue.disk_mb.",
             )
         self.used_bytes += size_bytes
 
@@ -127,7 +127,7 @@ class Incoming:
         if self.size_bytes + size_bytes > limit_bytes:
             raise BodyTooLarge(
                 f"The payload is larger than {limit_bytes} bytes.",
-                fix="Send less data with the trace, or raise jobs.max_payload_mb.",
+                fix="Send less data with the trace, or raise jobs.queue.payload_mb.",
             )
         self._spool.reserve(size_bytes)
         self.size_bytes += size_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,7 +24,11 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
+_LONGEST_BUSY_PAUSE_S = 15.0
+"""Asking full shards costs them and us more than looking whether somebody serves the model."""
+
 _CANCEL_TIMEOUT_S = 5.0
+_UNFORESEEN = "The node failed in a way nobody foresaw; its log has the details."
 
 
 class WorkSettings(Protocol):
@@ -40,7 +44,7 @@ class WorkSettings(Protocol):
 
     @property
     def patience_s(self) -> float:
-        """How long jobs wait for a model that nobody serves."""
+        """How long jobs wait for a model that nobody serves or has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +80,27 @@ class Worker:
         self._clock = clock
 
     async def work_for_ever(self) -> None:
-        """Take and run; pause, longer each time, while that cannot be."""
+        """Take and run; pause, longer each time, while that cannot be, or when we are at fault."""
         pause_s = _FIRST_PAUSE_S
         while True:
             await self._lane.wait()
-            async with self._work.slots:
-                obstacle = await self._run_next()
+            obstacle: Exception | None
+            try:
+                async with self._work.slots:
+                    obstacle = await self._run_next()
+                if obstacle is not None:
+                    await self._hold(obstacle)
+            except Exception as error:
+                logger.exception("a worker of model=%s failed", self._lane.model_id)
+                if _is_being_ended():
+                    raise
+                obstacle = error  # the model's other jobs need this worker
             if obstacle is None:
                 pause_s = _FIRST_PAUSE_S
                 continue
-            if not isinstance(obstacle, Busy):
-                await self._hold(obstacle)
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            is_busy = isinstance(obstacle, Busy)
+            pause_s = min(2 * pause_s, _LONGEST_BUSY_PAUSE_S if is_busy else _LONGEST_PAUSE_S)
 
     async def _run_next(self) -> MeshError | None:
         """Run the next job to its end; what kept it from being begun, if anything did."""
@@ -102,9 +114,17 @@ class Worker:
             return error
         job_id = lane.line.take()
         try:
-            return None if job_id is None else await self._run(self._tickets[job_id])
+            return None if job_id is None else await self._run_to_its_end(self._tickets[job_id])
         finally:
             work.spool.release(self._settings.max_result_bytes)
+
+    async def _run_to_its_end(self, ticket: Ticket) -> MeshError | None:
+        try:
+            return await self._run(ticket)
+        except Exception:
+            if not (ticket.ended.is_set() or _is_being_ended()):  # or its client waits for ever
+                await self._work.finish(ticket, Status.ERROR, _UNFORESEEN)
+            raise
 
     async def _run(self, ticket: Ticket) -> MeshError | None:
         lane = self._lane
@@ -155,12 +175,14 @@ class Worker:
                 raise
             raise JobFailed(
                 f"The job was ended after {limit_s:g} s, its time limit.",
-                fix="Ask for less in one job, or raise jobs.time_limit_s.",
+                fix="Ask for less in one job, or raise jobs.wall_seconds.",
             ) from None
 
     async def _conclude(self, ticket: Ticket, run: asyncio.Task[JobReport]) -> MeshError | None:
         """What follows from how a run ended; the obstacle when it is to be tried again."""
-        took = {"wall_s": round(self._clock.monotonic() - (ticket.begun_s or 0.0), 3)}
+        took: dict[str, Any] = {
+            "wall_s": round(self._clock.monotonic() - (ticket.begun_s or 0.0), 3)
+        }
         finish = self._work.finish
         if run.cancelled():
             await finish(ticket, Status.ERROR, ticket.ending or "The job was ended.", took)
@@ -175,11 +197,12 @@ class Worker:
             return error
         elif isinstance(error, MeshError):
             self._lane.held_since_s = None
+            if isinstance(error, JobFailed) and error.took:
+                took = _used(error.took)
             await finish(ticket, Status.ERROR, _words(error), took)
         else:
             logger.error("job=%s broke its runner", ticket.job_id, exc_info=error)
-            said = "The node failed in a way nobody foresaw; its log has the details."
-            await finish(ticket, Status.ERROR, said, took)
+            await finish(ticket, Status.ERROR, _UNFORESEEN, took)
         return None
 
     async def _complete(self, ticket: Ticket, report: JobReport) -> None:
@@ -195,32 +218,49 @@ class Worker:
             return
         self._lane.is_warm = True
         self._work.spool.used_bytes += size_bytes
-        meta = {
-            "wall_s": round(report.wall_s, 3),
-            "cpu_s": round(report.cpu_s, 3),
-            "peak_memory_bytes": report.peak_memory_bytes,
-            "hops": list(report.hops),
-            "result_bytes": size_bytes,
-        }
+        meta = {**_used(asdict(report)), "result_bytes": size_bytes}
         await self._work.finish(ticket, Status.COMPLETED, "The job is done.", meta, size_bytes)
 
     async def _hold(self, obstacle: MeshError) -> None:
         """Tell everybody in the line why nothing happens; end those who waited long enough."""
         lane, now_s = self._lane, self._clock.monotonic()
+        if isinstance(obstacle, Busy) and lane.running:
+            return  # room comes when one of our own ends, which has a limit
         if lane.held_since_s is None:
             lane.held_since_s = now_s
+        spent: list[tuple[Ticket, float]] = []
         for job_id in lane.line.order():
             ticket = self._tickets[job_id]
             waited_s = now_s - max(lane.held_since_s, ticket.admitted_s)
             if waited_s < self._settings.patience_s:
                 ticket.tell(Update(job_id, Status.PROVISIONING, obstacle.message))
-            elif lane.line.remove(job_id):
+            else:
+                spent.append((ticket, waited_s))
+        for ticket, waited_s in spent:
+            # While one is ended, a kill or another worker may take the next from the line.
+            if lane.line.remove(ticket.job_id):
                 said = f"After {waited_s:.0f} s of waiting: {_words(obstacle)}"
                 await self._work.finish(ticket, Status.ERROR, said)
 
 
+def _is_being_ended() -> bool:
+    """Whether the task that calls was cancelled, whatever it raised at that."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def _say(ticket: Ticket, line: str) -> None:
     ticket.tell(Update(ticket.job_id, Status.LOG, line))
+
+
+def _used(took: Mapping[str, Any]) -> dict[str, Any]:
+    """What is told of a `JobReport`."""
+    return {
+        "wall_s": round(took["wall_s"], 3),
+        "cpu_s": round(took["cpu_s"], 3),
+        "peak_memory_bytes": took["peak_memory_bytes"],
+        "hops": list(took["hops"]),
+    }
 
 
 def _words(error: MeshError) -> str:

@@ -1,0 +1,84 @@
+"""The daemon's side of an asker process; the process is real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh.config import Config
+from mesh.errors import InternalError
+from mesh.identity.tls import TlsMaterial
+from mesh.models.builtin import checkpoint_dir
+from mesh.models.local import LocalModel
+from mesh.pipeline import asker as asker_module
+from mesh.pipeline.asker import AskerProcess
+from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, SamplingParams
+from mesh.wiring import asker_spec
+from tests import secure
+
+MODEL = ModelId("builtin")
+TIMEOUT_S = 60.0
+
+
+class Owner:
+    """A daemon that knows no shards."""
+
+    def routable(self, model_id: ModelId) -> list[dict[str, Any]]:
+        return []
+
+    def asker_changed(self) -> None:
+        pass
+
+    def latencies(self, shards: dict[str, list[float]]) -> None:
+        pass
+
+    def asker_event(self, event: dict[str, Any]) -> None:
+        pass
+
+    async def load_locally(self, model_id: ModelId) -> list[RouteHop]:
+        raise NotImplementedError
+
+    async def load_judge(self, model_id: ModelId, layers: LayerRange) -> RouteHop:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def asker(tmp_path: Path) -> AskerProcess:
+    model = LocalModel(MODEL, str(checkpoint_dir()), "", 8, None, None)
+    config = Config(state_dir=tmp_path, threads=1)
+    spec = asker_spec(config, secure.KEY, model, TlsMaterial.of(secure.KEY, []).to_fields())
+    options = {**spec.options, "cache_dir": str(tmp_path)}
+    settings = {**spec.settings, "cache_dir": str(tmp_path)}
+    return AskerProcess(replace(spec, options=options, settings=settings), Owner())
+
+
+async def test_a_process_that_stands_still_is_replaced_and_an_idle_one_is_not(
+    asker: AskerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asker_module, "SILENCE_LIMIT_S", 4.0)
+    request = GenerationRequest(
+        "r", MODEL, prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=4)
+    )
+    asker.start()
+    try:
+        await asker.wait_ready()
+        assert asker._child is not None
+        stuck = asker._child.pid
+        await asyncio.sleep(5.0)  # there is no event for what does not happen
+        assert asker._child is not None
+        assert asker._child.pid == stuck
+        os.kill(stuck, signal.SIGSTOP)
+        async with asyncio.timeout(TIMEOUT_S):
+            with pytest.raises(InternalError, match="stopped answering"):
+                await anext(asker.generate(request))
+            await asker.wait_ready()
+        assert asker._child is not None
+        assert asker._child.pid != stuck
+    finally:
+        await asker.stop()

@@ -1,0 +1,59 @@
+"""Child processes: what cannot be started now is started later, what reads nothing is cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+
+import pytest
+
+from mesh import supervise
+from mesh.errors import LinkLost
+from mesh.supervise import Channel, Child, run_again
+
+
+async def test_a_start_that_fails_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervise, "RESTART_DELAYS_S", (0.01,))
+    runs: list[int] = []
+
+    async def run() -> None:
+        runs.append(len(runs))
+        if len(runs) < 3:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    async with asyncio.timeout(10):
+        await run_again(run, "thing", lambda: len(runs) == 3)
+    assert caplog.text.count("thing failed") == 2
+    assert "Cannot allocate memory" in caplog.text
+
+
+async def test_a_start_that_fails_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = socket.socketpair()
+    monkeypatch.setattr(socket, "socketpair", lambda: ends)
+    monkeypatch.setattr("sys.executable", "/nonexistent")
+    with pytest.raises(OSError, match="nonexistent"):
+        await Child.start("m", name="m", on_message=print, on_closed=print)
+    assert [end.fileno() for end in ends] == [-1, -1]
+
+
+async def test_whoever_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "MAX_UNREAD_BYTES", 8 << 20)
+    ours, theirs = socket.socketpair()
+    closed = asyncio.Event()
+    channel = await Channel.open(ours, print, closed.set)
+
+    def send(count: int) -> None:
+        for _ in range(count):
+            channel.send({"blob": bytes(1 << 20)})
+
+    with theirs:
+        send(8)
+        with pytest.raises(LinkLost, match="reads nothing"):
+            send(4)
+        async with asyncio.timeout(10):
+            await closed.wait()
+        with pytest.raises(LinkLost, match="gone"):
+            channel.send({})
