@@ -1,7 +1,7 @@
 """Two shards on loopback, one core each, beside Hugging Face generate on one core, alternating.
 
-Every sample waits for an idle machine and records what share of a core others used meanwhile.
-Ratios are taken within a round; medians over rounds are reported.
+Every sample waits for an idle machine and records what share of a core others used meanwhile;
+whose turn is first alternates. Ratios are taken within a round; medians over rounds are reported.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,34 +120,53 @@ def _pids(nodes: list[LocalNode], reference: Reference) -> list[int]:
 
 def _rounds(asker: LocalNode, reference: Reference, pids: list[int]) -> dict[str, Any]:
     rng = random.Random(0)
-    kinds = ("decode", "decode_hf", "prefill", "prefill_hf", "foreign", "overhead_ms", "compute_ms")
-    rows: dict[str, list[float]] = {kind: [] for kind in kinds}
+    rows: dict[str, list[float]] = defaultdict(list)
     mesh_run(asker, [rng.randrange(3, 30000) for _ in range(8)], 4)  # wire dtype, warm-up
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         prompt = [rng.randrange(3, 30000) for _ in range(DECODE_PROMPT)]
         long = [rng.randrange(3, 30000) for _ in range(PREFILL_PROMPT)]
-        wait_for_idle()
-        meter = Meter(pids)
-        ours = mesh_run(asker, prompt, DECODE_TOKENS)
-        theirs = reference.run(prompt, DECODE_TOKENS)
-        ours_long = mesh_run(asker, long, 1)
-        theirs_long = reference.run(long, 2)
-        rows["foreign"].append(meter.foreign())
-        rows["decode"].append(ours["tokens_per_second"])
-        rows["decode_hf"].append(theirs["tok_s"])
-        rows["prefill"].append(PREFILL_PROMPT / ours_long["first_token_ms"] * 1e3)
-        rows["prefill_hf"].append(PREFILL_PROMPT / theirs_long["first_token_ms"] * 1e3)
-        hops = ours["hops"]
-        # To the asker and back: two messages for each shard, each of them a hop.
-        computing = sum(hop["compute_p50_ms"] for hop in hops)
-        rows["compute_ms"].append(computing / len(hops))
-        rows["overhead_ms"].append((sum(hop["p50_ms"] for hop in hops) - computing) / 2 / len(hops))
-    ratio = {
-        kind: statistics.median(a / b for a, b in zip(rows[kind], rows[f"{kind}_hf"], strict=True))
+        samples: list[Callable[[], dict[str, float]]] = [
+            partial(_ours, asker, prompt, long),
+            partial(_theirs, reference, prompt, long),
+        ]
+        for sample in samples if number % 2 == 0 else reversed(samples):
+            rows["busy"].append(not wait_for_idle())
+            meter = Meter(pids)
+            for key, value in sample().items():
+                rows[key].append(value)
+            rows["foreign"].append(meter.foreign())
+    ratios = {
+        f"{kind}_ratio": statistics.median(
+            ours / theirs for ours, theirs in zip(rows[kind], rows[f"{kind}_hf"], strict=True)
+        )
         for kind in ("decode", "prefill")
     }
+    busy = sum(rows.pop("busy"))
     medians = {key: round(statistics.median(values), 3) for key, values in rows.items()}
-    return {**medians, "decode_ratio": ratio["decode"], "prefill_ratio": ratio["prefill"]}
+    return {**medians, **ratios, "samples_on_a_busy_machine": busy}
+
+
+def _ours(asker: LocalNode, prompt: list[int], long: list[int]) -> dict[str, float]:
+    facts = mesh_run(asker, prompt, DECODE_TOKENS)
+    hops = facts["hops"]
+    # To the asker and back: two messages for each shard, each of them a hop.
+    computing = sum(hop["compute_p50_ms"] for hop in hops)
+    first_token_ms = mesh_run(asker, long, 1)["first_token_ms"]
+    return {
+        "decode": facts["tokens_per_second"],
+        "prefill": PREFILL_PROMPT / first_token_ms * 1e3,
+        "compute_ms": computing / len(hops),
+        "overhead_ms": (sum(hop["p50_ms"] for hop in hops) - computing) / 2 / len(hops),
+    }
+
+
+def _theirs(reference: Reference, prompt: list[int], long: list[int]) -> dict[str, float]:
+    decode = reference.run(prompt, DECODE_TOKENS)
+    prefill = reference.run(long, 2)
+    return {
+        "decode_hf": decode["tok_s"],
+        "prefill_hf": PREFILL_PROMPT / prefill["first_token_ms"] * 1e3,
+    }
 
 
 def _shard_facts(node: LocalNode) -> dict[str, Any]:

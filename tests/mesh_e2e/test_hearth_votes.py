@@ -94,7 +94,7 @@ def test_answers_leave_a_node_that_is_put_out_and_anchors_vote(tmp_path: Path) -
                 post(attic, "revoke_token", token_id=session["token_id"])
             holders.append(node)
 
-        _, events, ids = stream(attic, 20, revoke_tokens)
+        _, events, ids, _ = stream(attic, 20, revoke_tokens)
         assert ids == expected
         assert "shard_failover" in [event["type"] for event in events]
         assert members(attic)[holders[0].name] == "trusted"
@@ -110,7 +110,7 @@ def test_answers_leave_a_node_that_is_put_out_and_anchors_vote(tmp_path: Path) -
             times.append(time.monotonic() - begin)
             holders.append(gone)
 
-        _, events, ids = stream(attic, 20, revoke_the_serving_one)
+        _, events, ids, _ = stream(attic, 20, revoke_the_serving_one)
         assert ids == expected
         assert "shard_failover" in [event["type"] for event in events]
         gone = holders[-1]
