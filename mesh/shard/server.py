@@ -205,6 +205,7 @@ class ShardServer:
             session.park_when_idle = True
             return
         session.park_when_idle = False
+        session.last_result = None  # activations are kept no longer than they are of use
         self._sessions.park(session)
         self._queue.sessions -= 1
         loop = asyncio.get_running_loop()
@@ -283,6 +284,7 @@ class ShardServer:
             self._recent_ms.append(outcome.compute_us / 1000)
             step, reply = session.waiting.popleft()
             self._queue_depth -= 1
+            session.last_answered = step.step
             session.last_result = Result(
                 step.session, step.step, outcome.tensor, outcome.compute_us, outcome.queue_us
             )

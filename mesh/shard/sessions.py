@@ -60,6 +60,8 @@ class Session:
         self.end = 0
         """Positions the cache holds after every accepted step."""
         self.last_result: Result | None = None
+        """For when the last answered step is repeated; not kept while nobody can repeat it."""
+        self.last_answered: int | None = None
         self.last_step: int | None = None
         self.parked = False
         self.park_when_idle = False
@@ -102,7 +104,7 @@ class Session:
         dropped = [*self.waiting]
         self.waiting.clear()
         self.pending = None
-        self.last_step = None if self.last_result is None else self.last_result.step
+        self.last_step = self.last_answered
         self.end = 0 if self.place is None else self.place.cache.length
         return dropped
 

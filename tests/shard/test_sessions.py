@@ -105,6 +105,7 @@ async def test_a_parked_session_keeps_its_cache_but_no_stream(span: SpanRuntime)
         await asker.step(0, 0, rows(9), 1)
         asker.park(1)
         await asker.open(2)
+        assert [each.last_result for each in attic.server._sessions if each.parked] == [None]
         with pytest.raises(Busy):
             await asker.resume(1)
         with pytest.raises(BadRequest):
