@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 MAX_EDITS = 16
 MAX_EDIT_BYTES = 2 << 20
 MAX_TOTAL_BYTES = 4 << 20
-PARTS = ("mlp", "self_attn", "attn")
+PARTS = ("", "mlp", "self_attn", "attn")
+"""The layer itself and what every layer has: places whose values have the hidden width."""
 SIDES = ("output", "input")
 
 _PATH = re.compile(r"((?:[^\W\d]\w*\.)+)(\d{1,5})(?:\.(\w+(?:\.\w+)*))?")
@@ -83,14 +84,14 @@ def parse_site(
 ) -> Site:
     """The place that a module path like ``model.layers.5.mlp`` names. Raises BadSteering.
 
-    Beside the layer and its `PARTS`, whatever some of `tensors`, the checkpoint's names, belong to.
+    Beside `PARTS`, whatever some of `tensors`, the checkpoint's names, belong to.
     A shard may compute with other modules than the checkpoint has; it then refuses the place.
     """
     match = _PATH.fullmatch(path)
     known = (
         match is not None
         and match[1] == layer_prefix
-        and ((match[3] or "") in ("", *PARTS) or any(n.startswith(f"{path}.") for n in tensors))
+        and ((match[3] or "") in PARTS or any(n.startswith(f"{path}.") for n in tensors))
     )
     if match is None or not known:
         raise BadSteering(

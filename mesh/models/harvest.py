@@ -59,7 +59,7 @@ class HarvestBatch:
         """The places in these layers that the pattern covers, by module path."""
         found: dict[str, Site] = {}
         for layer in range(layers.start, layers.stop):
-            for part in ("", *PARTS):
+            for part in PARTS:
                 path = f"{self.layer_prefix}{layer}" + (f".{part}" if part else "")
                 if matches(path, self.pattern):
                     found[path] = Site(layer, part)

@@ -78,7 +78,7 @@ class Steering:
                     fix="Run the same hearthnet version on both machines.",
                     param="path",
                 )
-            if edit.site.part in ("", *PARTS) and tensors.hidden_size != hidden_size:
+            if edit.site.part in PARTS and tensors.hidden_size != hidden_size:
                 raise BadSteering(
                     f"An edit is for hidden states of width {tensors.hidden_size}; this model's"
                     f" have {hidden_size}.",

@@ -68,7 +68,7 @@ class Steering:
         site = _site(path, side, manifest)
         read = await asyncio.to_thread(read_edit, tensors)
         # Inside a layer other widths pass as well; the shard knows which.
-        if site.part in ("", *PARTS) and read.hidden_size != manifest.hidden_size:
+        if site.part in PARTS and read.hidden_size != manifest.hidden_size:
             raise BadSteering(
                 f"The edit is for hidden states of width {read.hidden_size}; those of {model} have"
                 f" {manifest.hidden_size}.",

@@ -180,30 +180,30 @@ def test_a_weight_changed_while_generating_acts_from_there_on(family: str) -> No
     assert len(log) == 2
 
 
-def test_a_weight_changed_between_two_machines_acts_in_the_same_forward() -> None:
+def changed_after(read: int) -> Callable[[Parts], Any]:
+    """Layer 3 is changed once the output of layer `read` is here."""
+
     def job(p: Parts) -> Any:
         with p.model.trace(PROMPT):
-            p.layers[0].output.save()
+            p.layers[read].output.save()
             p.layers[3].mlp.down_proj.weight.mul_(0.5)
             out = p.model.output.logits.save()
         return out
 
+    return job
+
+
+def test_a_weight_changed_between_two_machines_acts_in_the_same_forward() -> None:
+    job = changed_after(0)
     local, spread, log = both()
     equal(job(spread), job(local), 1e-5)
     assert len(log) == 1
 
 
 def test_a_weight_changed_while_its_machine_computes_is_refused() -> None:
-    def job(p: Parts) -> Any:
-        with p.model.trace(PROMPT):
-            p.layers[1].output.save()
-            p.layers[3].mlp.down_proj.weight.mul_(0.5)
-            out = p.model.output.logits.save()
-        return out
-
     _, spread, _ = both()
     with pytest.raises(BadRequest, match="Layer 3 was changed while"):
-        job(spread)
+        changed_after(1)(spread)
 
 
 def test_second_derivatives_need_the_layers_in_the_job() -> None:

@@ -20,7 +20,7 @@ from mesh.types import (
     TokenDelta,
 )
 from mesh.wire.messages import Step
-from tests.health.watched import watched
+from tests.health.watched import tokens_of, watched
 from tests.pipeline.toy_mesh import (
     MODEL,
     ToyNetwork,
@@ -37,10 +37,6 @@ async def frames_of(
     orchestrator: PipelineOrchestrator, request: GenerationRequest
 ) -> list[StreamFrame]:
     return [frame async for frame in orchestrator.chat(request)]
-
-
-def tokens_of(frames: list[StreamFrame]) -> list[int]:
-    return [token for frame in frames if isinstance(frame, TokenDelta) for token in frame.token_ids]
 
 
 def kinds_of(frames: list[StreamFrame]) -> list[str]:

@@ -11,9 +11,9 @@ import pytest
 from mesh.errors import MeshError, NoRoute, WeightsMismatch
 from mesh.pipeline.orchestrator import PipelineOrchestrator
 from mesh.pipeline.sessions import Sessions
-from mesh.types import Done, GenerationRequest, PipelineAborted, StreamFrame, TokenDelta
+from mesh.types import Done, GenerationRequest, PipelineAborted, TokenDelta
 from mesh.wire.messages import Step
-from tests.health.watched import watched
+from tests.health.watched import tokens_of, watched
 from tests.pipeline.toy_mesh import (
     ToyNetwork,
     ToyShard,
@@ -48,10 +48,6 @@ async def ask(
     kinds = [frame.type for frame in frames if not isinstance(frame, TokenDelta)]
     assert isinstance(frames[-1], Done)
     return kinds, tokens_of(frames), frames[-1]
-
-
-def tokens_of(frames: list[StreamFrame]) -> list[int]:
-    return [token for frame in frames if isinstance(frame, TokenDelta) for token in frame.token_ids]
 
 
 def at_step(shard: ToyShard, number: int, act: Callable[[], None]) -> None:
