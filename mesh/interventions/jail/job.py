@@ -98,18 +98,24 @@ class JailedJob:
         self._log = LogPump(log_read, on_text, limits.log_bytes, limits.log_bytes_per_s)
         command = {"job": self._number, "entry": entry, "limits": dataclasses.asdict(limits)}
         fds = (payload_fd, self._result_fd, self._theirs.fileno(), log_write)
-        started = self._loop.create_future()
+        started: asyncio.Future[int] = self._loop.create_future()
+        # Not from the await below: a cancellation in the turn of the answer would lose it.
+        started.add_done_callback(self._keep_process)
         try:
             self._parent.watch(self._number, started, self._ended)
             self._parent.send(command, fds)
             async with asyncio.timeout(_START_TIMEOUT_S):
-                self._process_fd = await started
+                await started
         finally:
             self._theirs.close()
             for fd in (payload_fd, log_write):
                 os.close(fd)
         self._begun_s = time.monotonic()
         self._timer = self._loop.call_later(limits.wall_s, self.kill, Ending.WALL_LIMIT)
+
+    def _keep_process(self, started: asyncio.Future[int]) -> None:
+        if not started.cancelled() and started.exception() is None:
+            self._process_fd = started.result()
 
     def on_end(self, notify: Callable[[], None]) -> None:
         """Call `notify` once, when the process has ended or was never born."""

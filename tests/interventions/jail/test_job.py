@@ -206,6 +206,24 @@ async def test_a_cancelled_start_leaves_no_job_behind(jail: Jail, turns: int) ->
     assert children(jail) == []
 
 
+async def test_a_start_cancelled_in_the_turn_of_its_answer_leaves_nothing_open(
+    jail: Jail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = jail._parent._resolve_start
+
+    def answer_and_cancel(number: int, fds: list[int]) -> None:
+        answer(number, fds)
+        starting.cancel()
+
+    monkeypatch.setattr(jail._parent, "_resolve_start", answer_and_cancel)
+    starting = asyncio.create_task(jail.start_job(STORIES + "waiting", b"", trusted=False))
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    monkeypatch.undo()
+    assert (await run(jail, "touching")).result == b"1"
+    assert children(jail) == []
+
+
 async def test_the_number_of_jobs_is_bounded(jail: Jail) -> None:
     first = await jail.start_job(STORIES + "waiting", b"", trusted=False)
     second = await jail.start_job(STORIES + "waiting", b"", trusted=False)
