@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 
@@ -28,6 +28,18 @@ class SystemClock:
     def now(self) -> datetime:
         """See `Clock.now`."""
         return datetime.now(UTC)
+
+
+class SteadyClock(SystemClock):
+    """Shows `start` when it is made and runs on evenly, whatever is done to the wall clock."""
+
+    def __init__(self, start: datetime) -> None:
+        self._start = start
+        self._began = self.monotonic()
+
+    def now(self) -> datetime:
+        """See `Clock.now`."""
+        return self._start + timedelta(seconds=self.monotonic() - self._began)
 
 
 class LoopClock(SystemClock):

@@ -200,6 +200,6 @@ class Intake:
             Report(
                 "clock_skew", event.author,
                 f"The clock of {event.author} is {ahead_s / 60:.0f} minutes ahead of this one.",
-                "Its sessions are refused until the clocks agree: set those of both machines.",
+                "Nothing depends on it but the times that are shown. Set the clock that is wrong.",
             )
         )  # fmt: skip

@@ -16,7 +16,7 @@ from mesh.models.local import LocalModel, local_manifest
 from mesh.paths import cache_dir
 from mesh.pipeline.asker import AskerProcess
 from mesh.pipeline.order import HarvestOrder
-from mesh.types import LayerRange, ModelId
+from mesh.types import ModelId
 
 MAX_RUNNING = 8
 
@@ -41,9 +41,9 @@ class Harvests:
         manifest = await asyncio.to_thread(local_manifest, self._models, model_id, cache_dir())
         asked = HarvestOrder.from_fields({**order, "layer_prefix": manifest.layer_prefix})
         batch = HarvestBatch.from_fields({**asked.to_fields(), "rows": 1})
-        if not batch.sites(LayerRange(0, manifest.total_layers)):
+        if not batch.fits_any(manifest.tensors):
             raise BadRequest(
-                f"module: {asked.pattern!r} fits no module of {model}.",
+                f"module: {asked.pattern!r} fits no module of a layer of {model}.",
                 fix=f"Use a pattern like {manifest.layer_prefix}* or {manifest.layer_prefix}*.mlp.",
                 param="module",
             )

@@ -26,7 +26,7 @@ from mesh.types import NodeId
 
 MAX_TTL_S = 600
 SKEW_S = 120
-"""How far the clocks of issuer and verifier may be apart."""
+"""How far the verifier's clock may be from the one that the token was dated by."""
 
 MAX_TOKEN_BYTES = 2048
 REPLAY_ENTRIES = 16_384
@@ -34,12 +34,11 @@ REPLAY_ENTRIES = 16_384
 
 _MAX_TEXT = 256
 _FIX = "Ask the issuer for a new token."
-_SET_CLOCKS = "Set the clocks of both machines, then ask again."
 
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a token says. Times are Unix seconds by the issuer's clock.
+    """What a token says. Times are Unix seconds by the clock that `issue` was given.
 
     `audience` is the node that is to honour it, `holder` the node that may use it, `subject` what
     it is about (a session, a job), `scope` the purposes it is good for.
@@ -133,8 +132,7 @@ class TokenVerifier:
         """
         now = self._clock.now().timestamp()
         if not claims.issued_at - SKEW_S <= now <= claims.expires_at + SKEW_S:
-            why = "has expired, or the clocks differ by more than two minutes"
-            _reject("expiry", why, fix=_SET_CLOCKS)
+            _reject("expiry", "has expired, or is dated by another clock than this node's")
         if claims.token_id in self._revoked:
             _reject("revoked", "was revoked")
         if self._public_key(claims.issuer) is None:
@@ -215,8 +213,8 @@ def _time(value: Any) -> int:
     return value
 
 
-def _reject(check: str, why: str, fix: str = _FIX) -> NoReturn:
-    raise TokenRejected(f"The token {why}.", fix=fix, param=check)
+def _reject(check: str, why: str) -> NoReturn:
+    raise TokenRejected(f"The token {why}.", fix=_FIX, param=check)
 
 
 def _encode(data: bytes) -> str:

@@ -6,14 +6,12 @@ Plain data and names. Knows no torch, no disk and no links.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Self
 
 from mesh.errors import BadRequest
-from mesh.models.edits import PARTS
-from mesh.types import LayerRange, Site
 
 MAX_MODULES = 256
 """Files that one session writes at the same time."""
@@ -55,15 +53,21 @@ class HarvestBatch:
             raise _bad("has no rows, or too many")
         return cls(run, batch, rows, prefix, pattern)
 
-    def sites(self, layers: LayerRange) -> dict[str, Site]:
-        """The places in these layers that the pattern covers, by module path."""
-        found: dict[str, Site] = {}
-        for layer in range(layers.start, layers.stop):
-            for part in PARTS:
-                path = f"{self.layer_prefix}{layer}" + (f".{part}" if part else "")
-                if matches(path, self.pattern):
-                    found[path] = Site(layer, part)
-        return found
+    def module(self, layer: int, part: str) -> str | None:
+        """The path of a module of a layer ('': the layer itself) if the pattern covers it."""
+        path = f"{self.layer_prefix}{layer}" + (f".{part}" if part else "")
+        return path if matches(path, self.pattern) else None
+
+    def fits_any(self, tensors: Iterable[str]) -> bool:
+        """Whether the pattern covers a module of a checkpoint with tensors of these names."""
+        for name in tensors:
+            layer, _, rest = name.removeprefix(self.layer_prefix).partition(".")
+            if name.startswith(self.layer_prefix) and layer.isdigit():
+                names = rest.split(".")[:-1]
+                parts = (".".join(names[:count]) for count in range(len(names) + 1))
+                if any(self.module(int(layer), part) for part in parts):
+                    return True
+        return False
 
     def stem(self, module: str) -> str:
         """How the name of a module's file begins."""

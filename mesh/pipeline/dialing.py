@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from mesh.clock import SystemClock
 from mesh.identity.tls import TlsContexts, require_node
 from mesh.pipeline.lines import Dial, Line
-from mesh.shard.permits import permit
+from mesh.shard.permits import clock_of, permit
 from mesh.wire.link import Link
 from mesh.wire.messages import Hello
 from mesh.wire.websocket import connect
@@ -23,7 +22,6 @@ def secured(hello: Hello, tls: TlsContexts) -> Dial:
 
     What asks for a session over its lines carries a token for that host.
     """
-    key, clock = tls.key, SystemClock()
 
     async def dial(host: str, port: int, line: Line) -> Link:
         link = await connect(
@@ -35,7 +33,7 @@ def secured(hello: Hello, tls: TlsContexts) -> Dial:
         except BaseException:
             link.close("not the node that was dialled")
             raise
-        line.permit = partial(permit, key, clock, line.host)
+        line.permit = partial(permit, tls.key, clock_of(link.peer), line.host)
         return link
 
     return dial

@@ -22,14 +22,14 @@ from typing import Any
 
 import psutil
 
-from mesh.clock import SystemClock
+from mesh.clock import SteadyClock, SystemClock
 from mesh.discovery.interfaces import Reach
 from mesh.errors import BadRequest, LinkLost, MeshError, UntrustedPeer
 from mesh.identity.tls import TlsContexts, TlsMaterial, require_node
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.device import choose_device, choose_threads
 from mesh.shard.loading import HostedOn, LoadedShard, ShardRequest, load_shard
-from mesh.shard.permits import Permits
+from mesh.shard.permits import Permits, dated
 from mesh.shard.recording import HarvestShelf
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
@@ -156,13 +156,14 @@ class ShardProcess:
         host, port = str(command["listen_host"]), int(command["listen_port"])
         material = TlsMaterial.from_fields(command["tls"])
         self._tls = await asyncio.to_thread(TlsContexts, material)
-        self._service.permits = Permits(self._tls, SystemClock())
+        clock = SteadyClock(SystemClock().now())
+        self._service.permits = Permits(self._tls, clock)
         self._service.revoke(self._revoked)
         self._listener = await serve(
             Reach.of(command.get("interfaces", [host]), host) or host,
             port,
             accept=self._accept,
-            hello=hello,
+            hello=lambda: dated(hello, clock),
             ssl=self._tls.server,
         )
         self._members_changed.set()

@@ -5,26 +5,50 @@ session, now: its signature covers the host, the purpose, the layers, the checkp
 It is good once, only over its holder's own link, and can be revoked. It is looked at when a session
 is opened, never per step: a session lives on after its token has expired, until it is closed, its
 token revoked or its node put out. Both sides of the form are here; links are not.
+
+A token is dated by the host's clock, which the host tells in the hello of each link: nobody's clock
+has to be right. A host that lies about it gets tokens that only it would take.
 """
 
 from __future__ import annotations
 
-from mesh.clock import Clock
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from mesh.clock import Clock, SteadyClock, SystemClock
 from mesh.errors import TokenRejected
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsContexts
 from mesh.identity.tokens import TokenVerifier, issue
 from mesh.types import NodeId
-from mesh.wire.messages import Open, OpenTaps
+from mesh.wire.messages import Hello, Open, OpenTaps
 
 PERMIT_TTL_S = 60
+
+_CLOCK = "clock_s"
+"""The field of a host's hello: Unix seconds, by the clock that it judges tokens by."""
+
+_LATEST_S = 2.0**36  # the year 4147, well within what a datetime holds
 
 _TENSORS = "tensors"
 _TAPS = "taps"
 
 
+def dated(hello: Hello, clock: Clock) -> Hello:
+    """A host's hello that tells what time it is by `clock`, by which it judges tokens."""
+    return replace(hello, fields={**hello.fields, _CLOCK: clock.now().timestamp()})
+
+
+def clock_of(host: Hello) -> Clock:
+    """The clock of the host whose hello has just come; ours, when it tells none that can be."""
+    told = host.fields.get(_CLOCK)
+    if type(told) is not float or not 0 <= told < _LATEST_S:
+        return SteadyClock(SystemClock().now())
+    return SteadyClock(datetime.fromtimestamp(told, UTC))
+
+
 def permit(key: NodeKey, clock: Clock, host: NodeId, request: Open | OpenTaps) -> str:
-    """A token with which `key`'s node may ask `host` for exactly this session."""
+    """A token with which `key`'s node may ask `host`, whose clock is given, for this session."""
     return issue(
         key,
         clock,

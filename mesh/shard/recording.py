@@ -13,7 +13,7 @@ import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 
-from mesh.errors import BadRequest, BadSteering, DiskFull, MeshError
+from mesh.errors import BadRequest, DiskFull, MeshError
 from mesh.models.harvest import MAX_MODULES, HarvestBatch
-from mesh.shard.hooks import Hook, module_at
+from mesh.shard.hooks import Hook
+from mesh.shard.linear import PackedLinear
 from mesh.types import LayerRange, NodeId, Site
 
 if TYPE_CHECKING:
@@ -71,13 +72,13 @@ class HarvestShelf:
     # In the writing thread.
 
     def reserve(self, size: int, *, is_own: bool) -> None:
-        """Set `size` bytes aside. Raises DiskFull."""
+        """Set `size` bytes aside, or give them back if negative. Raises DiskFull."""
         if not self._is_swept:  # what an earlier process left half-written
             for draft in self.directory.glob(f"*/*{_DRAFT}"):
                 draft.unlink(missing_ok=True)
             self._is_swept = True
         used = sum(file.stat().st_size for file in self.directory.glob("*/*.safetensors"))
-        if not is_own and used + self._reserved + size > self._limit_bytes:
+        if size > 0 and not is_own and used + self._reserved + size > self._limit_bytes:
             raise DiskFull(
                 f"Harvests take {used >> 20} MiB here, {size >> 20} MiB more were asked for; the"
                 f" limit is {self._limit_bytes >> 20} MiB.",
@@ -92,35 +93,50 @@ class HarvestShelf:
 
 @dataclass(slots=True)
 class _ModuleFile:
-    """A safetensors file that grows row by row; its header, which comes first, knows how many."""
+    """A safetensors file that grows row by row; its header, which comes first, knows how many.
+
+    `width` and `dtype` are taken from the first rows.
+    """
 
     module: str
     path: Path
-    shape: tuple[int, int]
-    dtype: torch.dtype
+    expected_rows: int
     stream: BinaryIO = field(init=False)
     digest: Any = field(default_factory=hashlib.sha256)
     rows: int = 0
+    width: int = 0
+    dtype: torch.dtype = torch.float32
 
-    def begin(self) -> None:
-        size = self.shape[0] * self.shape[1] * self.dtype.itemsize
-        layout = {"dtype": _DTYPES[self.dtype], "shape": self.shape, "data_offsets": [0, size]}
+    def open(self) -> None:
+        self.stream = self.path.open("wb")
+
+    def size_with(self, tensor: torch.Tensor) -> int:
+        """Bytes of values, when all rows are like the tensor's."""
+        return self.expected_rows * tensor.shape[2] * tensor.dtype.itemsize
+
+    def begin(self, like: torch.Tensor) -> None:
+        """Write the header."""
+        self.width, self.dtype = like.shape[2], like.dtype
+        layout = {
+            "dtype": _DTYPES[self.dtype],
+            "shape": (self.expected_rows, self.width),
+            "data_offsets": [0, self.size_with(like)],
+        }
         header = json.dumps({self.module: layout}).encode()
         header += b" " * (-len(header) % 8)
-        self.stream = self.path.open("wb")
         self._write(len(header).to_bytes(8, "little") + header)
 
     def append(self, tensor: torch.Tensor) -> None:
-        """Rows (1, rows, hidden) on the host."""
+        """Rows (1, rows, width) on the host."""
         raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         self._write(raw.data)
         self.rows += tensor.shape[1]
 
     def finish(self, stem: str) -> dict[str, Any]:
         """Give the file its name; what an index says of it."""
-        if self.rows != self.shape[0]:
+        if self.rows != self.expected_rows:
             raise BadRequest(
-                f"{self.rows} rows of {self.module} came where {self.shape[0]} were announced.",
+                f"{self.rows} rows of {self.module} came, {self.expected_rows} were announced.",
                 fix="Run the batch again.",
             )
         self.stream.flush()
@@ -137,7 +153,7 @@ class _ModuleFile:
             "module": self.module,
             "file": f"{final.parent.name}/{final.name}",
             "rows": self.rows,
-            "width": self.shape[1],
+            "width": self.width,
             "dtype": _DTYPES[self.dtype],
             "bytes": size,
             "sha256": sha256,
@@ -174,6 +190,7 @@ class Recording:
         self._is_own = is_own
         self._files: dict[str, _ModuleFile] = {}
         self._reserved = 0
+        self._file_bytes = 0
         self._passed: dict[str, list[torch.Tensor]] = defaultdict(list)
         self._under_way = 0
         self._waiting: Callable[[], None] | None = None
@@ -186,7 +203,10 @@ class Recording:
         Raises DiskFull, and BadRequest for more modules than one session may write.
         """
         sites = {
-            path: site for path, site in self._batch.sites(layers).items() if _exists(runtime, site)
+            path: Site(layer, part)
+            for layer in range(layers.start, layers.stop)
+            for part, module in runtime.layer(layer).named_modules()
+            if (path := self._batch.module(layer, part)) and _has_weights(module)
         }
         if len(sites) > MAX_MODULES:
             raise BadRequest(
@@ -194,9 +214,9 @@ class Recording:
                 fix="Narrow it, and harvest in several runs.",
                 param="module",
             )
-        shape = (self._batch.rows, runtime.hidden_size)
+        row_bytes = runtime.hidden_size * runtime.dtype.itemsize
         await asyncio.wrap_future(
-            self._shelf.submit(lambda: self._guarded(lambda: self._open(sites, shape, runtime)))
+            self._shelf.submit(lambda: self._guarded(lambda: self._open(sites, row_bytes)))
         )
         return tuple(_Tap(site, path, self._passed) for path, site in sites.items())
 
@@ -260,24 +280,36 @@ class Recording:
                 fix="Free some space in the state directory of that node.",
             )
             raise self._error from error
+        except MeshError as error:
+            self._discard()
+            self._error = error
+            raise
 
-    def _open(self, sites: dict[str, Site], shape: tuple[int, int], runtime: SpanRuntime) -> None:
-        size = len(sites) * shape[0] * shape[1] * runtime.dtype.itemsize
-        self._shelf.reserve(size, is_own=self._is_own)
-        self._reserved = size
+    def _open(self, sites: Iterable[str], row_bytes: int) -> None:
+        """Files for modules whose rows have `row_bytes` until `_begin` knows better."""
+        self._file_bytes = self._batch.rows * row_bytes
+        self._reserve(len([*sites]) * self._file_bytes)
         folder = self._shelf.directory / self._batch.run
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for module in sites:
             draft = folder / f"{self._batch.stem(module)}{id(self):x}{_DRAFT}"
-            file = _ModuleFile(module, draft, shape, runtime.dtype)
-            file.begin()
+            file = _ModuleFile(module, draft, self._batch.rows)
+            file.open()
             self._files[module] = file
 
     def _append(self, passed: list[tuple[str, list[torch.Tensor]]]) -> None:
         for module, tensors in passed:
             for tensor in tensors:
                 if module in self._files:  # a failure before has deleted them
-                    self._files[module].append(tensor)
+                    file = self._files[module]
+                    if not file.rows:
+                        self._reserve(file.size_with(tensor) - self._file_bytes)
+                        file.begin(tensor)
+                    file.append(tensor)
+
+    def _reserve(self, size: int) -> None:
+        self._shelf.reserve(size, is_own=self._is_own)
+        self._reserved += size
 
     def _finish(self) -> list[dict[str, Any]]:
         if self._error is not None:
@@ -295,9 +327,7 @@ class Recording:
         self._reserved = 0
 
 
-def _exists(runtime: SpanRuntime, site: Site) -> bool:
-    try:
-        module_at(runtime.layer(site.layer), site)
-    except BadSteering:
-        return False
-    return True
+def _has_weights(module: torch.nn.Module) -> bool:
+    if next(module.parameters(), None) is not None:
+        return True
+    return any(isinstance(each, PackedLinear) for each in module.modules())

@@ -20,6 +20,7 @@ from websockets.uri import WebSocketURI
 
 from mesh.errors import ConnectFailed, LinkLost, PeerRefused, PortInUse
 from mesh.wire.connection import PATH, WebSocketLink
+from mesh.wire.encryption import Encryption
 from mesh.wire.limits import DEFAULT_LIMITS, Limits
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Hello
@@ -49,20 +50,20 @@ async def connect(
     with. `handler.closed` is not called for a link that never opened.
     """
     uri = WebSocketURI(ssl is not None, host.partition("%")[0], port, PATH, "")
-
-    def new_link() -> WebSocketLink:
-        websocket = ClientProtocol(uri, max_size=limits.message_bytes)
-        return WebSocketLink(
-            websocket, TensorSession(hello, limits), lambda _: handler, lambda _: None
+    websocket = ClientProtocol(uri, max_size=limits.message_bytes)
+    link = WebSocketLink(websocket, TensorSession(hello, limits), lambda _: handler, lambda _: None)
+    protocol: asyncio.Protocol = link
+    if ssl is not None:
+        protocol = Encryption(
+            link, ssl, handshake_s=timeout_s, server_side=False, server_hostname=uri.host
         )
-
-    link: WebSocketLink | None = None
+    transport: asyncio.Transport | None = None
     is_handed_over = False
     loop = asyncio.get_running_loop()
     where = f"{host}:{port}"
     try:
         async with asyncio.timeout(timeout_s):
-            _, link = await loop.create_connection(new_link, host, port, ssl=ssl)
+            transport, _ = await loop.create_connection(lambda: protocol, host, port)
             await link.opened
         is_handed_over = True
     except TimeoutError as exc:
@@ -75,8 +76,9 @@ async def connect(
         ) from exc
     finally:
         # Also when the caller is cancelled just as the link opens: it would belong to nobody.
-        if link is not None and not is_handed_over and not link.is_gone:
+        if transport is not None and not is_handed_over:
             link.abort(ConnectFailed(f"Gave up on {where}.", fix="Connect again."))
+            transport.abort()
     return link
 
 
@@ -135,7 +137,6 @@ class LinkServer:
         self._half_open: dict[str, dict[asyncio.Transport, None]] = {}  # by host, oldest first
         self._knocking: dict[WebSocketLink, _Place] = {}  # links that are not open yet
         self._open: set[WebSocketLink] = set()
-        self._doors: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self.limits = limits
         self.answers_at: Callable[[str], bool] = lambda address: True
@@ -157,14 +158,14 @@ class LinkServer:
         """Stop listening, say bye on every link, wait until all are gone; cut what remains."""
         if self._listener is not None:
             self._listener.close()
-        for task in self._doors:
-            task.cancel()
         remaining = [*self._open, *self._knocking]
         for link in remaining:
             link.close("The server stops.")
+        for _, transport in list(self._knocking.values()):
+            transport.abort()
         try:
             async with asyncio.timeout(timeout_s):
-                while self._open or self._knocking or self._doors:
+                while self._open or self._knocking:
                     self._idle.clear()
                     await self._idle.wait()
         except TimeoutError:
@@ -182,7 +183,7 @@ class LinkServer:
         """The protocol of a new TCP connection."""
         return _Door(self)
 
-    def enter(self, door: _Door, transport: asyncio.Transport) -> None:
+    def enter(self, transport: asyncio.Transport) -> None:
         """Count a TCP connection as half-open and go on with it."""
         if not self.answers_at(transport.get_extra_info("sockname")[0]):
             transport.abort()
@@ -191,13 +192,9 @@ class LinkServer:
         place = (str(peer[0]) if peer else "", transport)
         self._make_room(place[0])
         self._half_open.setdefault(place[0], {})[transport] = None
-        if self._ssl is None:
-            self._make_link(place, transport, door)
-            return
-        transport.pause_reading()
-        task = asyncio.create_task(self._encrypt(place, door, self._ssl), name="link-tls-handshake")
-        self._doors.add(task)
-        task.add_done_callback(self._door_closed)
+        protocol = self._new_link(place)
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
 
     def _make_room(self, host: str) -> None:
         """Cut the oldest half-open connection of whoever has the most, when there are too many.
@@ -214,33 +211,15 @@ class LinkServer:
         self._leave((crowd, oldest))
         oldest.abort()
 
-    async def _encrypt(self, place: _Place, door: _Door, ssl: tls.SSLContext) -> None:
-        loop = asyncio.get_running_loop()
-        transport = place[1]
-        secured: asyncio.Transport | None = None
-        try:
-            secured = await loop.start_tls(
-                transport, door, ssl,
-                server_side=True, ssl_handshake_timeout=self.limits.handshake_s,
-            )  # fmt: skip
-        except OSError:
-            pass  # a stranger or a broken connection; the TLS layer has closed it
-        finally:
-            if secured is None:
-                self._leave(place)
-                transport.abort()
-        if secured is not None:
-            self._make_link(place, secured, door)
-
-    def _make_link(self, place: _Place, transport: asyncio.Transport, door: _Door) -> None:
+    def _new_link(self, place: _Place) -> asyncio.Protocol:
         websocket = ServerProtocol(max_size=self.limits.message_bytes)
         session = TensorSession(self._hello(), self.limits)
         link = WebSocketLink(websocket, session, self._greet, self._settled)
         self._knocking[link] = place
-        transport.set_protocol(link)
-        link.connection_made(transport)
-        if door.early:
-            link.data_received(bytes(door.early))
+        if self._ssl is None:
+            return link
+        handshake_s = self.limits.handshake_s
+        return Encryption(link, self._ssl, handshake_s=handshake_s, server_side=True)
 
     def _greet(self, link: WebSocketLink) -> LinkHandler:
         """Each open link costs a descriptor: no peer may take them all, nor all peers together."""
@@ -270,22 +249,12 @@ class LinkServer:
         if not half_open:
             self._half_open.pop(host, None)
 
-    def _door_closed(self, task: asyncio.Task[None]) -> None:
-        self._doors.discard(task)
-        self._idle.set()
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error  # a bug: let the loop's exception handler have it
-
 
 class _Door(asyncio.Protocol):
-    """A TCP connection until its link exists; keeps what comes with the end of the handshake."""
+    """Who has just connected, until the server has made up its mind."""
 
     def __init__(self, server: LinkServer) -> None:
         self._server = server
-        self.early = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._server.enter(self, cast("asyncio.Transport", transport))
-
-    def data_received(self, data: bytes) -> None:
-        self.early += data
+        self._server.enter(cast("asyncio.Transport", transport))

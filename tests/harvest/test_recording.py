@@ -128,16 +128,21 @@ async def test_every_module_is_written_with_the_values_of_one_machine(
         result = await mesh.reap("model.layers.*.mlp")
         again = await mesh.reap("model.layers.[12]", batch=1)
         attention = await mesh.reap("model.layers.0.*", batch=2)
+        inner = await mesh.reap("model.layers.3.mlp.*", batch=3)
     modules = [entry["module"] for entry in result["files"]]
     assert modules == [f"model.layers.{i}.mlp" for i in range(LAYERS)]
     assert [e["module"] for e in again["files"]] == ["model.layers.1", "model.layers.2"]
     assert {e["module"] for e in attention["files"]} == {
-        "model.layers.0.mlp", "model.layers.0.self_attn",
+        "model.layers.0.input_layernorm", "model.layers.0.self_attn",
+        "model.layers.0.post_attention_layernorm", "model.layers.0.mlp",
     }  # fmt: skip
+    widths = {entry["module"].rpartition(".")[2]: entry["width"] for entry in inner["files"]}
+    assert widths.keys() == {"gate_proj", "up_proj", "down_proj"}
+    assert widths["gate_proj"] == widths["up_proj"] != widths["down_proj"]
     assert max(map(len, result["prompts"])) > 128, "no prompt takes several steps"
     worst = [
         await asyncio.to_thread(check, mesh.files, directory, one)
-        for one in (result, again, attention)
+        for one in (result, again, attention, inner)
     ]
     assert max(worst) < 1e-5
 

@@ -93,6 +93,23 @@ async def test_the_budget_holds_for_all_runs_together(attic: Attic, files: Path)
     assert len(await asyncio.to_thread(listed, files)) == 2
 
 
+async def test_a_module_wider_than_the_model_counts_with_its_own_width(
+    attic: Attic, files: Path
+) -> None:
+    shelf = shelve(attic, files, 100 * HIDDEN * 4)
+    asker = attic.asker()
+    await asker.open(harvest=batch(100, "model.layers.1.mlp.gate_proj"))
+    await asker.step(1, 0, rows(100))
+    asker.link.send(Seal(1))
+    with pytest.raises(DiskFull, match="limit"):
+        await asker._unwrapped()
+    await asyncio.wrap_future(shelf.submit(lambda: None))
+    assert await asyncio.to_thread(listed, files) == []
+    # What was set aside for it is free again.
+    asker.close(1)
+    await asker.open(2, harvest=batch(100, number=1))
+
+
 async def test_other_rows_than_announced_are_not_sealed(attic: Attic, files: Path) -> None:
     shelf = shelve(attic, files, 1 << 30)
     asker = attic.asker()

@@ -6,22 +6,23 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 import torch
 
-from mesh.clock import SystemClock
+from mesh.clock import SteadyClock, SystemClock
 from mesh.errors import MeshError, SessionGone, TokenRejected
 from mesh.identity.tls import TlsContexts, require_node
 from mesh.identity.tokens import issue
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.lines import Lines
-from mesh.shard.permits import PERMIT_TTL_S, Permits, permit
+from mesh.shard.permits import PERMIT_TTL_S, Permits, clock_of, dated, permit
 from mesh.types import Endpoint, NodeId, WireDtype
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.link import LinkHandler
-from mesh.wire.messages import Failure, Message, Open, Opened, OpenTaps, Step
+from mesh.wire.messages import Failure, Hello, Message, Open, Opened, OpenTaps, Step
 from mesh.wire.websocket import connect, serve
 from tests.identity.support import ManualClock, Party
 from tests.shard.asker import MODEL, SHA, Asker, Attic
@@ -31,6 +32,7 @@ torch.set_num_threads(1)
 
 HOST, HOLDER, THIEF, STRANGER = (Party(n) for n in ("host", "holder", "thief", "stranger"))
 OPEN = Open(1, MODEL, SHA, 0, 4, 128, WireDtype.FP32)
+MINUTE = timedelta(minutes=1)
 TAPS = OpenTaps(1, MODEL, SHA, 0, 4)
 
 
@@ -72,14 +74,16 @@ async def house(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
 
 
 @asynccontextmanager
-async def listening(attic: Attic) -> AsyncIterator[tuple[TlsContexts, int]]:
+async def listening(
+    attic: Attic, hello: Callable[[], Hello] = HOST.hello
+) -> AsyncIterator[tuple[TlsContexts, int]]:
     tls = await HOST.trusting(HOLDER, THIEF)
 
     def accept(link: WebSocketLink) -> LinkHandler:
         require_node(link.peer_certificate, link.peer.node_id)
         return attic.service.handler(link)
 
-    server = await serve("127.0.0.1", 0, accept=accept, hello=HOST.hello(), ssl=tls.server)
+    server = await serve("127.0.0.1", 0, accept=accept, hello=hello, ssl=tls.server)
     try:
         yield tls, server.port
     finally:
@@ -213,14 +217,46 @@ class Waiting:
         self.answer.set_exception(error)
 
 
+async def opened(lines: Lines, port: int) -> Message:
+    """What the host behind `port` answers an asker that opens a session as askers do."""
+    line = await lines.line(NodeId(HOST.id), Endpoint(f"wss://127.0.0.1:{port}"))
+    waiting = Waiting()
+    number = line.register(waiting)
+    line.ask([replace(OPEN, session=number)])
+    async with asyncio.timeout(10):
+        return await waiting.answer
+
+
 async def test_the_askers_own_lines_bring_a_fresh_token_each_time(house: House) -> None:
     house.attic.service.permits = Permits(await HOST.trusting(HOLDER), SystemClock())
     lines = Lines(secured(HOLDER.hello(), await HOLDER.trusting(HOST)))
-    line = await lines.line(NodeId(HOST.id), Endpoint(f"wss://127.0.0.1:{house.port}"))
     for _ in range(2):
-        waiting = Waiting()
-        number = line.register(waiting)
-        line.ask([replace(OPEN, session=number)])
-        async with asyncio.timeout(10):
-            assert isinstance(await waiting.answer, Opened)
+        assert isinstance(await opened(lines, house.port), Opened)
     await lines.close()
+
+
+@pytest.mark.parametrize("told", ["nonsense", float("nan"), -1.0, 1e18, True, None])
+def test_a_clock_that_cannot_be_is_not_believed(told: object) -> None:
+    ours = datetime.now(UTC)
+    assert abs(clock_of(replace(HOST.hello(), fields={"clock_s": told})).now() - ours) < MINUTE
+
+
+@pytest.mark.parametrize("days", [-1, 1, 4000])
+async def test_the_clocks_of_asker_and_host_may_differ_by_days(days: int) -> None:
+    clock = SteadyClock(datetime.now(UTC) + timedelta(days=days))
+    async with (
+        Attic() as attic,
+        listening(attic, lambda: dated(HOST.hello(), clock)) as (tls, port),
+    ):
+        attic.service.permits = Permits(tls, clock)
+        lines = Lines(secured(HOLDER.hello(), await HOLDER.trusting(HOST)))
+        assert isinstance(await opened(lines, port), Opened)
+        await lines.close()
+    # It is the host's hello that makes the difference: without it the token is not of its time.
+    async with Attic() as attic, listening(attic) as (tls, port):
+        attic.service.permits = Permits(tls, clock)
+        lines = Lines(secured(HOLDER.hello(), await HOLDER.trusting(HOST)))
+        refusal = await opened(lines, port)
+        assert isinstance(refusal, Failure)
+        assert refusal.error["param"] == "expiry"
+        await lines.close()
