@@ -111,6 +111,8 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    if sys.platform == "win32":
+        sys.exit("hearthnet runs on Linux and macOS; on Windows, run it inside WSL 2.")
     flags = _Flags()
     try:
         app(obj=flags)
