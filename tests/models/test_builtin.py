@@ -269,6 +269,7 @@ def test_sums_in_the_corpus_are_true() -> None:
 def test_trainer_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from mesh.models.builtin.export import read_runs
     from mesh.models.builtin.train import Recipe, Shape, begin, train
 
     shape = Shape(
@@ -288,9 +289,12 @@ def test_trainer_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
     )
     loss = train(tmp_path, *begin(shape, recipe, None), recipe, "the command")
     assert 0 < loss < 8
-    further = train(tmp_path, *begin(shape, recipe, tmp_path), recipe, "the command")
+    first = read_runs(tmp_path)
+    again = begin(shape, recipe, tmp_path)
+    further = train(tmp_path, *again, recipe, "the second command", first)
     assert further < loss
-    assert "the command" in (tmp_path / "README.md").read_text()
+    assert "the command\nthe second command\n" in (tmp_path / "README.md").read_text()
+    assert [run.steps for run in read_runs(tmp_path)] == [5, 5]
     assert not list(tmp_path.glob(".*"))
     reread = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = AutoTokenizer.from_pretrained(tmp_path)("Hello!", return_tensors="pt")["input_ids"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +22,34 @@ from mesh.models.builtin.vocabulary import tokenizer_config
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_RUNS = "training_runs.json"
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the model card says about a training run."""
+    """One training run: the command, and how far it went."""
 
     command: str
     steps: int
     tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the model card says about how the weights came about, and how good they are."""
+
+    runs: tuple[Run, ...]
     held_out_texts: int
     held_out_loss: float
 
 
-def write_checkpoint(folder: Path, model: Any, tokenizer: Tokenizer, run: Run) -> None:
-    """Write weights (fp16), config, tokenizer, generation config and card into `folder`."""
+def read_runs(folder: Path) -> tuple[Run, ...]:
+    """The runs that made a checkpoint of `write_checkpoint`. Raises OSError, ValueError."""
+    return tuple(Run(**run) for run in json.loads((folder / _RUNS).read_text()))
+
+
+def write_checkpoint(folder: Path, model: Any, tokenizer: Tokenizer, result: Result) -> None:
+    """Write weights (fp16), config, tokenizer, generation config, runs and card into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     architecture = {"architectures": ["LlamaForCausalLM"], "dtype": "float16"}
     settings = model.config.to_diff_dict() | architecture
@@ -50,6 +64,7 @@ def write_checkpoint(folder: Path, model: Any, tokenizer: Tokenizer, run: Run) -
         "generation_config.json": _json(generation),
         "tokenizer.json": tokenizer.to_str(pretty=False) + "\n",
         "tokenizer_config.json": tokenizer_config(model.config.max_position_embeddings),
+        _RUNS: _json([asdict(run) for run in result.runs]),
     }
     for name, text in texts.items():
         _replace(folder / name, _writer(text))
@@ -62,10 +77,10 @@ def write_checkpoint(folder: Path, model: Any, tokenizer: Tokenizer, run: Run) -
         folder / "model.safetensors",
         lambda path: save_file(weights, path, metadata={"format": "pt"}),
     )
-    _replace(folder / "README.md", _writer(model_card(model, run)))
+    _replace(folder / "README.md", _writer(model_card(model, result)))
 
 
-def model_card(model: Any, run: Run) -> str:
+def model_card(model: Any, result: Result) -> str:
     """The text of README.md."""
     config = model.config
     return _CARD.format(
@@ -77,12 +92,12 @@ def model_card(model: Any, run: Run) -> str:
         feed_forward=config.intermediate_size,
         positions=config.max_position_embeddings,
         vocabulary=config.vocab_size,
-        steps=run.steps,
-        tokens=run.tokens / 1e6,
-        command=run.command,
-        texts=run.held_out_texts,
-        loss=run.held_out_loss,
-        perplexity=math.exp(run.held_out_loss),
+        steps=sum(run.steps for run in result.runs),
+        tokens=sum(run.tokens for run in result.runs) / 1e6,
+        commands="\n".join(run.command for run in result.runs),
+        texts=result.held_out_texts,
+        loss=result.held_out_loss,
+        perplexity=math.exp(result.held_out_loss),
     )
 
 
@@ -118,11 +133,11 @@ out and never trained on.
 
 ## Training
 
-Trained from random weights for {steps} steps ({tokens:.1f} M tokens) on a CPU. The
-command that trains it again:
+Trained from random weights for {steps} steps ({tokens:.1f} M tokens) on a CPU. What
+trains it again:
 
 ```
-{command}
+{commands}
 ```
 
 The generators and the order of the texts repeat exactly for a seed; the last bits of the weights

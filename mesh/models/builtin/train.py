@@ -31,7 +31,7 @@ from mesh.models.builtin.corpus import (
     training_documents,
 )
 from mesh.models.builtin.evaluate import held_out_loss
-from mesh.models.builtin.export import Run, write_checkpoint
+from mesh.models.builtin.export import Result, Run, read_runs, write_checkpoint
 from mesh.models.builtin.packing import Packer, token_ids
 from mesh.models.builtin.vocabulary import train_tokenizer
 
@@ -122,8 +122,14 @@ def begin(shape: Shape, recipe: Recipe, start_from: Path | None) -> tuple[Any, T
     return build_model(shape, tokenizer), tokenizer
 
 
-def train(out: Path, model: Any, tokenizer: Tokenizer, recipe: Recipe, command: str) -> float:
-    """Train, write the checkpoint to `out`, and return the held-out loss."""
+def train(
+    out: Path, model: Any, tokenizer: Tokenizer, recipe: Recipe, command: str,
+    earlier: tuple[Run, ...] = (),
+) -> float:  # fmt: skip
+    """Train, write the checkpoint to `out`, and return the held-out loss.
+
+    `earlier` are the runs that made the weights that it starts from.
+    """
     optimizers = _optimizers(model, recipe)
     packer = Packer(token_ids(tokenizer, training_documents(recipe.seed + 1)))
     held_out = held_out_documents(recipe.held_out_texts)
@@ -143,9 +149,8 @@ def train(out: Path, model: Any, tokenizer: Tokenizer, recipe: Recipe, command: 
             print(f"step {step + 1} loss {loss:.3f} mean {mean:.3f} {speed:.0f} tok/s", flush=True)
         if step % recipe.save_every == recipe.save_every - 1 and step + 1 < recipe.stop:
             early = held_out[: recipe.held_out_texts // 4]
-            _export(out, model, tokenizer, early, Run(command, step + 1, tokens, 0, 0.0))
-    run = Run(command, recipe.stop, tokens, 0, 0.0)
-    return _export(out, model, tokenizer, held_out, run)
+            _export(out, model, tokenizer, early, (*earlier, Run(command, step + 1, tokens)))
+    return _export(out, model, tokenizer, held_out, (*earlier, Run(command, recipe.stop, tokens)))
 
 
 def _optimizers(model: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
@@ -179,14 +184,13 @@ def _step(model: Any, optimizers: list[torch.optim.Optimizer], batch: torch.Tens
 
 
 def _export(
-    out: Path, model: Any, tokenizer: Tokenizer, held_out: list[Document], run: Run
+    out: Path, model: Any, tokenizer: Tokenizer, held_out: list[Document], runs: tuple[Run, ...]
 ) -> float:
     """Score the weights as they will be stored, in fp16, and write them."""
     scored = _as_stored(model)
     loss = held_out_loss(scored, tokenizer, held_out)
-    print(f"held-out loss {loss:.4f} after {run.steps} steps", flush=True)
-    final = Run(run.command, run.steps, run.tokens, len(held_out), loss)
-    write_checkpoint(out, model, tokenizer, final)
+    print(f"held-out loss {loss:.4f} after {runs[-1].steps} steps", flush=True)
+    write_checkpoint(out, model, tokenizer, Result(runs, len(held_out), loss))
     return loss
 
 
@@ -215,13 +219,15 @@ def main() -> None:
     stop = options.stop_after or (DEFAULT_STOP if steps == DEFAULT_STEPS else steps)
     command = (
         f"python -m mesh.models.builtin.train --steps {steps} --stop-after {stop} "
-        f"--seed {seed} --threads {options.threads}"
+        f"--seed {seed} --threads {options.threads} --out {options.out}"
     )
+    earlier: tuple[Run, ...] = ()
     if options.start_from is not None:
         command += f" --start-from {options.start_from}"
+        earlier = read_runs(options.start_from)
     recipe = Recipe(steps=steps, stop=stop, seed=seed)
     model, tokenizer = begin(Shape(), recipe, options.start_from)
-    train(options.out, model, tokenizer, recipe, command)
+    train(options.out, model, tokenizer, recipe, command, earlier)
 
 
 if __name__ == "__main__":
