@@ -62,7 +62,7 @@ class HarvestBatch:
         """Whether the pattern covers a module of a checkpoint with tensors of these names."""
         for name in tensors:
             layer, _, rest = name.removeprefix(self.layer_prefix).partition(".")
-            if name.startswith(self.layer_prefix) and layer.isdigit():
+            if name.startswith(self.layer_prefix) and layer.isdecimal():
                 names = rest.split(".")[:-1]
                 parts = (".".join(names[:count]) for count in range(len(names) + 1))
                 if any(self.module(int(layer), part) for part in parts):

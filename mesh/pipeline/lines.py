@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from mesh.errors import ConnectFailed, LinkLost, MeshError, from_dict
+from mesh.errors import ConnectFailed, LinkLost, MeshError, TokenRejected, from_dict
 from mesh.types import Endpoint, NodeId
 from mesh.wire.link import Link
 from mesh.wire.messages import Drain, Failure, Message, Open, OpenTaps
@@ -105,6 +105,9 @@ class Line:
         receiver = self._receivers.get(session)
         if receiver is not None:
             receiver.message(message)
+        if isinstance(message, Failure) and _is_misdated(message):
+            # It told its time when the link opened; the clocks have drifted apart since.
+            self.close("tokens of this link are dated by a clock that has drifted")
 
     def closed(self, error: MeshError | None) -> None:
         """Tell every session that its link is gone."""
@@ -113,6 +116,12 @@ class Line:
         reason = error or LinkLost(f"{self.endpoint} closed the link.", fix="It may be stopping.")
         for receiver in receivers:
             receiver.lost(reason)
+
+
+def _is_misdated(failure: Failure) -> bool:
+    return (
+        failure.error.get("code") == TokenRejected.code and failure.error.get("param") == "expiry"
+    )
 
 
 _Place = tuple[NodeId, Endpoint]

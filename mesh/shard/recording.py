@@ -8,6 +8,7 @@ waits to be written is bounded by a few of its steps. A file has its name only o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
@@ -77,13 +78,14 @@ class HarvestShelf:
             for draft in self.directory.glob(f"*/*{_DRAFT}"):
                 draft.unlink(missing_ok=True)
             self._is_swept = True
-        used = sum(file.stat().st_size for file in self.directory.glob("*/*.safetensors"))
-        if size > 0 and not is_own and used + self._reserved + size > self._limit_bytes:
-            raise DiskFull(
-                f"Harvests take {used >> 20} MiB here, {size >> 20} MiB more were asked for; the"
-                f" limit is {self._limit_bytes >> 20} MiB.",
-                fix=f"Delete old runs in {self.directory}, or raise harvest_mb.",
-            )
+        if size > 0 and not is_own:
+            used = sum(file.stat().st_size for file in self.directory.glob("*/*.safetensors"))
+            if used + self._reserved + size > self._limit_bytes:
+                raise DiskFull(
+                    f"Harvests take {used >> 20} MiB here, {size >> 20} MiB more were asked for;"
+                    f" the limit is {self._limit_bytes >> 20} MiB.",
+                    fix=f"Delete old runs in {self.directory}, or raise harvest_mb.",
+                )
         self._reserved += size
 
     def release(self, size: int) -> None:
@@ -127,7 +129,12 @@ class _ModuleFile:
         self._write(len(header).to_bytes(8, "little") + header)
 
     def append(self, tensor: torch.Tensor) -> None:
-        """Rows (1, rows, width) on the host."""
+        """Rows (1, rows, width) on the host. Raises BadRequest for more than were announced."""
+        if self.rows + tensor.shape[1] > self.expected_rows:
+            raise BadRequest(
+                f"More rows of {self.module} came than the {self.expected_rows} announced.",
+                fix="Run the batch again.",
+            )
         raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         self._write(raw.data)
         self.rows += tensor.shape[1]
@@ -160,8 +167,11 @@ class _ModuleFile:
         }
 
     def discard(self) -> None:
-        self.stream.close()
-        self.path.unlink(missing_ok=True)
+        """Whatever the disk says: it may be the reason."""
+        with contextlib.suppress(OSError):
+            self.stream.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
 
     def _write(self, data: bytes | memoryview) -> None:
         self.stream.write(data)
@@ -206,7 +216,7 @@ class Recording:
             path: Site(layer, part)
             for layer in range(layers.start, layers.stop)
             for part, module in runtime.layer(layer).named_modules()
-            if (path := self._batch.module(layer, part)) and _has_weights(module)
+            if (path := self._batch.module(layer, part)) and _computes_with_weights(module)
         }
         if len(sites) > MAX_MODULES:
             raise BadRequest(
@@ -220,14 +230,15 @@ class Recording:
         )
         return tuple(_Tap(site, path, self._passed) for path, site in sites.items())
 
-    def keep(self, then: Callable[[], None]) -> None:
-        """Write what the last step passed; `then` is called now, or once the disk has kept up.
+    def keep(self, rows: int, then: Callable[[], None]) -> None:
+        """Write the last `rows` that passed; `then` is called now, or once the disk has kept up.
 
-        A failure to write shows when the recording is sealed.
+        What passed before them is of a step that was begun again, or failed. A failure to write
+        shows when the recording is sealed.
         """
-        passed = [*self._passed.items()]
+        passed = [(module, _last(tensors, rows)) for module, tensors in self._passed.items()]
         self._passed.clear()
-        if not passed or self._error is not None or self._ended:
+        if not rows or not passed or self._error is not None or self._ended:
             then()
             return
         self._under_way += 1
@@ -274,19 +285,21 @@ class Recording:
         try:
             return work()
         except OSError as error:
-            self._discard()
             self._error = DiskFull(
                 f"A harvest cannot be written: {error.strerror}.",
                 fix="Free some space in the state directory of that node.",
             )
+            self._discard()
             raise self._error from error
         except MeshError as error:
-            self._discard()
             self._error = error
+            self._discard()
             raise
 
     def _open(self, sites: Iterable[str], row_bytes: int) -> None:
-        """Files for modules whose rows have `row_bytes` until `_begin` knows better."""
+        """Files for modules whose rows take `row_bytes` until the first one shows their width."""
+        if self._ended:
+            raise BadRequest("The session was closed meanwhile.", fix="Open another one.")
         self._file_bytes = self._batch.rows * row_bytes
         self._reserve(len([*sites]) * self._file_bytes)
         folder = self._shelf.directory / self._batch.run
@@ -298,14 +311,16 @@ class Recording:
             self._files[module] = file
 
     def _append(self, passed: list[tuple[str, list[torch.Tensor]]]) -> None:
-        for module, tensors in passed:
+        # A failure before has deleted the files.
+        rows = [(self._files[module], each) for module, each in passed if module in self._files]
+        new = [(file, tensors[0]) for file, tensors in rows if not file.width]
+        if more := sum(file.size_with(first) - self._file_bytes for file, first in new):
+            self._reserve(more)
+        for file, first in new:
+            file.begin(first)
+        for file, tensors in rows:
             for tensor in tensors:
-                if module in self._files:  # a failure before has deleted them
-                    file = self._files[module]
-                    if not file.rows:
-                        self._reserve(file.size_with(tensor) - self._file_bytes)
-                        file.begin(tensor)
-                    file.append(tensor)
+                file.append(tensor)
 
     def _reserve(self, size: int) -> None:
         self._shelf.reserve(size, is_own=self._is_own)
@@ -327,7 +342,18 @@ class Recording:
         self._reserved = 0
 
 
-def _has_weights(module: torch.nn.Module) -> bool:
+def _last(tensors: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
+    """Those at the end that have `rows` rows together."""
+    first = len(tensors)
+    while first and rows > 0:
+        first -= 1
+        rows -= tensors[first].shape[1]
+    return tensors[first:]
+
+
+def _computes_with_weights(module: torch.nn.Module) -> bool:
+    if isinstance(module, torch.nn.ModuleList):
+        return False
     if next(module.parameters(), None) is not None:
         return True
     return any(isinstance(each, PackedLinear) for each in module.modules())

@@ -273,7 +273,8 @@ class ShardServer:
             self._free(session)
             return
         if session.recording is not None:
-            session.recording.keep(lambda: self._answer(session, place, outcome))
+            rows = 0 if outcome.tensor is None else outcome.tensor.shape[1]
+            session.recording.keep(rows, lambda: self._answer(session, place, outcome))
         else:
             self._answer(session, place, outcome)
 

@@ -176,7 +176,9 @@ class WebSocketLink(asyncio.Protocol):
         """The end, whoever caused it."""
         self._gone = True
         why = "." if exc is None else f": {exc}."
-        self._finish(LinkLost(f"The connection broke{why}", fix=_RECONNECT))
+        lost = LinkLost(f"The connection broke{why}", fix=_RECONNECT)
+        lost.__cause__ = exc
+        self._finish(lost)
         if self._timer is not None:
             self._timer.cancel()
         self._settled(self)

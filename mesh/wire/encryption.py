@@ -31,14 +31,12 @@ class Encryption(asyncio.Transport, asyncio.Protocol):
         *,
         handshake_s: float,
         server_side: bool,
-        server_hostname: str | None = None,
     ) -> None:
         super().__init__()
         self._inner = inner
         self._received, self._to_send = tls.MemoryBIO(), tls.MemoryBIO()
-        self._tls = context.wrap_bio(
-            self._received, self._to_send, server_side, None if server_side else server_hostname
-        )
+        # No name: a peer is known by its key, not by where it answers.
+        self._tls = context.wrap_bio(self._received, self._to_send, server_side)
         self._handshake_s = handshake_s
         self._tcp = cast("asyncio.Transport", None)  # from `connection_made` on
         self._timer: asyncio.TimerHandle | None = None
@@ -61,6 +59,8 @@ class Encryption(asyncio.Transport, asyncio.Protocol):
             return
         self._received.write(data)
         if not self._is_made and not self._shake_hands():
+            return
+        if self.is_closing():  # `inner` wants nothing of it
             return
         plain, is_over, failure = self._decrypt()
         if self._to_send.pending:
@@ -85,6 +85,7 @@ class Encryption(asyncio.Transport, asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The end; `inner` hears of the first thing that went wrong."""
+        self._is_closing = True
         if self._timer is not None:
             self._timer.cancel()
         self._inner.connection_lost(self._error or exc)

@@ -54,9 +54,7 @@ async def connect(
     link = WebSocketLink(websocket, TensorSession(hello, limits), lambda _: handler, lambda _: None)
     protocol: asyncio.Protocol = link
     if ssl is not None:
-        protocol = Encryption(
-            link, ssl, handshake_s=timeout_s, server_side=False, server_hostname=uri.host
-        )
+        protocol = Encryption(link, ssl, handshake_s=timeout_s, server_side=False)
     transport: asyncio.Transport | None = None
     is_handed_over = False
     loop = asyncio.get_running_loop()
@@ -73,7 +71,7 @@ async def connect(
     except (OSError, LinkLost) as exc:
         raise ConnectFailed(
             f"No link to {where}: {exc}", fix="Check that the peer is up and knows this node."
-        ) from exc
+        ) from (exc.__cause__ or exc)
     finally:
         # Also when the caller is cancelled just as the link opens: it would belong to nobody.
         if transport is not None and not is_handed_over:
@@ -191,8 +189,8 @@ class LinkServer:
         peer = transport.get_extra_info("peername")
         place = (str(peer[0]) if peer else "", transport)
         self._make_room(place[0])
-        self._half_open.setdefault(place[0], {})[transport] = None
         protocol = self._new_link(place)
+        self._half_open.setdefault(place[0], {})[transport] = None
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
 
@@ -215,11 +213,12 @@ class LinkServer:
         websocket = ServerProtocol(max_size=self.limits.message_bytes)
         session = TensorSession(self._hello(), self.limits)
         link = WebSocketLink(websocket, session, self._greet, self._settled)
+        protocol: asyncio.Protocol = link
+        if self._ssl is not None:
+            handshake_s = self.limits.handshake_s
+            protocol = Encryption(link, self._ssl, handshake_s=handshake_s, server_side=True)
         self._knocking[link] = place
-        if self._ssl is None:
-            return link
-        handshake_s = self.limits.handshake_s
-        return Encryption(link, self._ssl, handshake_s=handshake_s, server_side=True)
+        return protocol
 
     def _greet(self, link: WebSocketLink) -> LinkHandler:
         """Each open link costs a descriptor: no peer may take them all, nor all peers together."""
@@ -257,4 +256,8 @@ class _Door(asyncio.Protocol):
         self._server = server
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._server.enter(cast("asyncio.Transport", transport))
+        try:
+            self._server.enter(cast("asyncio.Transport", transport))
+        except BaseException:
+            cast("asyncio.Transport", transport).abort()
+            raise

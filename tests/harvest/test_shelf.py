@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mesh.errors import BadRequest, DiskFull, MeshError
 from mesh.models.harvest import HarvestBatch
 from mesh.shard import recording
 from mesh.shard.recording import HarvestShelf
-from mesh.types import NodeId
-from mesh.wire.messages import Result, Seal, Sealed
+from mesh.types import LayerRange, NodeId
+from mesh.wire.messages import Failure, Result, Seal, Sealed
 from tests.shard.asker import Asker, Attic, settled
 from tests.shard.spans import HIDDEN, rows
 
@@ -121,6 +122,88 @@ async def test_other_rows_than_announced_are_not_sealed(attic: Attic, files: Pat
     await settled(lambda: attic.server._sessions.active == 0)
     await asyncio.wrap_future(shelf.submit(lambda: None))
     assert not await asyncio.to_thread(listed, files)
+
+
+async def test_more_rows_than_announced_never_reach_the_disk(attic: Attic, files: Path) -> None:
+    shelf = shelve(attic, files, 100 * HIDDEN * 4)
+    asker = attic.asker()
+    await asker.open(harvest=batch(1))
+    await asker.step(1, 0, rows(4))
+    for step in range(2, 6):
+        await asker.step(step, 4 * step - 4, rows(4))
+    with pytest.raises(BadRequest, match="More rows"):
+        await sealed(asker)
+    asker.close()
+    await asyncio.wrap_future(shelf.submit(lambda: None))
+    assert shelf._reserved == 0
+    assert not await asyncio.to_thread(listed, files)
+
+
+async def test_a_session_closed_while_it_opens_sets_nothing_aside(
+    attic: Attic, files: Path
+) -> None:
+    shelf = shelve(attic, files, 100 * HIDDEN * 4)
+    closed = shelf.recording(HarvestBatch.from_fields(batch(90)), OWN)
+    closed.abort()
+    lane = await attic.server._residence.acquire()
+    with pytest.raises(BadRequest, match="closed"):
+        await closed.start(lane.runtime, LayerRange(0, 4))
+    await asyncio.wrap_future(shelf.submit(lambda: None))
+    assert shelf._reserved == 0
+    assert not await asyncio.to_thread(listed, files)
+
+
+async def test_a_full_disk_leaves_nothing_set_aside(
+    attic: Attic, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_full(file: recording._ModuleFile) -> None:
+        file.stream = full
+        file.path.touch()
+
+    shelf = shelve(attic, files, 1 << 30)
+    with await asyncio.to_thread(open, "/dev/full", "wb") as full:
+        monkeypatch.setattr(recording._ModuleFile, "open", open_full)
+        asker = attic.asker()
+        await asker.open(harvest=batch(100))
+        await asker.step(1, 0, rows(100))
+        with pytest.raises(DiskFull, match="No space left"):
+            await sealed(asker)
+    assert shelf._reserved == 0
+    assert not await asyncio.to_thread(listed, files)
+
+
+def test_of_a_step_that_was_begun_again_only_the_last_rows_count() -> None:
+    tensors = [torch.full((1, count, 2), float(count)) for count in (3, 1, 3, 1)]
+    assert recording._last(tensors, 4) == tensors[2:]
+    assert recording._last(tensors, 0) == []
+
+
+async def test_a_neighbour_that_fails_spoils_no_harvest(
+    attic: Attic, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows computed together are computed again one by one when one of them fails."""
+    shelve(attic, files, 1 << 30)
+    asker = attic.asker()
+    await asker.open(1, harvest=batch(2, "model.layers.1"))
+    await asker.open(2, harvest=batch(2, "model.layers.2"))
+    await asker.open(3)
+    call = recording._Tap.__call__
+
+    def fail(tap: recording._Tap, hidden: torch.Tensor) -> torch.Tensor:
+        if tap.module == "model.layers.2":
+            raise RuntimeError("the neighbour fails")
+        return call(tap, hidden)
+
+    monkeypatch.setattr(recording._Tap, "__call__", fail)
+    for position in range(2):
+        for session in (3, 1, 2):  # while the first is computed, the others gather
+            asker.send_step(position + 1, position, rows(1, seed=position), session)
+        answers = [await asker.answer() for _ in range(3)]
+        assert {type(answer) for answer in answers} == {Result, Failure}
+        asker.close(2)
+        await asker.open(2, harvest=batch(2, "model.layers.2"))
+    (file,) = await sealed(asker)
+    assert file["rows"] == 2
 
 
 async def test_a_disk_that_fails_half_way_is_reported_and_nothing_is_left(

@@ -260,3 +260,19 @@ async def test_the_clocks_of_asker_and_host_may_differ_by_days(days: int) -> Non
         assert isinstance(refusal, Failure)
         assert refusal.error["param"] == "expiry"
         await lines.close()
+
+
+async def test_clocks_that_drift_apart_on_one_link_cost_one_session() -> None:
+    """The host's time is told once per link; its refusal is what brings a new link."""
+    clock = ManualClock()
+    async with (
+        Attic() as attic,
+        listening(attic, lambda: dated(HOST.hello(), clock)) as (tls, port),
+    ):
+        attic.service.permits = Permits(tls, clock)
+        lines = Lines(secured(HOLDER.hello(), await HOLDER.trusting(HOST)))
+        assert isinstance(await opened(lines, port), Opened)
+        clock.seconds += 3600
+        assert isinstance(await opened(lines, port), Failure)
+        assert isinstance(await opened(lines, port), Opened)
+        await lines.close()

@@ -211,6 +211,7 @@ def main() -> None:
         "--stop-after", type=int, help="end early; the learning rate still follows --steps"
     )
     parser.add_argument("--start-from", type=Path, help="a checkpoint of this script to go on from")
+    parser.add_argument("--learning-rate", type=float, default=Recipe().learning_rate)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
@@ -219,13 +220,14 @@ def main() -> None:
     stop = options.stop_after or (DEFAULT_STOP if steps == DEFAULT_STEPS else steps)
     command = (
         f"python -m mesh.models.builtin.train --steps {steps} --stop-after {stop} "
-        f"--seed {seed} --threads {options.threads} --out {options.out}"
+        f"--seed {seed} --threads {options.threads} "
+        f"--learning-rate {options.learning_rate:g} --out {options.out}"
     )
     earlier: tuple[Run, ...] = ()
     if options.start_from is not None:
         command += f" --start-from {options.start_from}"
         earlier = read_runs(options.start_from)
-    recipe = Recipe(steps=steps, stop=stop, seed=seed)
+    recipe = Recipe(steps=steps, stop=stop, seed=seed, learning_rate=options.learning_rate)
     model, tokenizer = begin(Shape(), recipe, options.start_from)
     train(options.out, model, tokenizer, recipe, command, earlier)
 
