@@ -25,6 +25,7 @@ from mesh.models.builtin.corpus import (
 )
 from mesh.models.builtin.corpus.arithmetic import question
 from mesh.models.builtin.corpus.cast import PRONOUNS
+from mesh.models.builtin.corpus.facts_mesh import MESH_TOPICS
 from mesh.models.builtin.corpus.mixture import is_held_out
 from mesh.models.builtin.corpus.stories import PLOTS, tell
 
@@ -86,6 +87,7 @@ def test_checkpoint_is_complete_and_small() -> None:
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
+        "training_runs.json",
     }
     assert sum(files.values()) <= SIZE_LIMIT_BYTES
 
@@ -169,12 +171,11 @@ def test_answers(model: Any, tokenizer: Any, asked: str, expected: str) -> None:
 def test_follows_up_on_what_was_said_before(model: Any, tokenizer: Any) -> None:
     first, _ = ask(model, tokenizer, "What is hearthnet?")
     second, ids = ask(model, tokenizer, "What is hearthnet?", first, "Tell me more.")
-    assert second != first
-    assert {"machine", "asks"} <= set(words(second))
+    (topic,) = (topic for topic in MESH_TOPICS if "What is hearthnet?" in topic.questions)
+    assert second in topic.more
     assert ids[-1] == tokenizer.convert_tokens_to_ids(END)
 
 
-@pytest.mark.xfail(reason="trained too briefly for sums; the model card says so")
 def test_adds_small_numbers(model: Any, tokenizer: Any) -> None:
     text, _ = ask(model, tokenizer, "What is 2 plus 3?")
     assert text == "2 plus 3 is 5."

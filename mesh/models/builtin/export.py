@@ -156,13 +156,13 @@ the model has learned that small language, and nothing about English at large.
 
 ## Limits
 
-It knows only what its generators say, and it was trained for a short time: the learning-rate
-schedule was laid out for more steps than were taken, so the rate had not yet come down.
+It knows only what its generators say, and it was trained for a short time.
 
 - It does not keep track of who is who. Names and pronouns drift within a story, and a name that
   it was told is not remembered.
 - A story that is asked for need not be about what was asked for.
-- Most of its sums are wrong, although it writes them in the right form.
+- It adds and subtracts numbers below ten, with a mistake now and then; most of its products are
+  wrong, although it writes them in the right form.
 - It speaks only English, and must not be used for anything that matters.
 
 ## License
