@@ -172,7 +172,7 @@ class Encryption(asyncio.Transport, asyncio.Protocol):
                 pieces.append(piece)
                 if not self._received.pending and not self._tls.pending():
                     # As a rule: it spares the exception that another `read` would raise.
-                    return pieces[0] if len(pieces) == 1 else b"".join(pieces), False, None
+                    return b"".join(pieces), False, None
         except tls.SSLWantReadError:
             return b"".join(pieces), False, None  # a part of a record, or none for us
         except tls.SSLError as error:

@@ -8,17 +8,13 @@ import pytest
 
 from mesh.discovery.sightings import PeerState, why_not
 from mesh.errors import ConnectFailed
-from mesh.identity.tls import TlsContexts, TlsMaterial
+from mesh.identity.tls import TlsContexts
 from mesh.wire.websocket import connect, serve
-from tests.identity.support import Party
+from tests.identity.support import Party, contexts
 from tests.wire.house import House
 from tests.wire.support import Recorder
 
 HOME, GUEST = Party("home"), Party("guest")
-
-
-def contexts(party: Party, *trusted: Party) -> TlsContexts:
-    return TlsContexts(TlsMaterial.of(party.key, [each.certificate for each in trusted]))
 
 
 KNOWS_HOME, KNOWS_NOBODY = contexts(GUEST, HOME), contexts(GUEST)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mesh.clock import SteadyClock, SystemClock
+from mesh.clock import Clock, SteadyClock, SystemClock
 from mesh.errors import MeshError, SessionGone, TokenRejected
 from mesh.identity.tls import TlsContexts, require_node
 from mesh.identity.tokens import issue
@@ -217,6 +217,12 @@ class Waiting:
         self.answer.set_exception(error)
 
 
+async def asking(attic: Attic, tls: TlsContexts, clock: Clock) -> Lines:
+    """Lines of `HOLDER`; the host judges their tokens by `clock`."""
+    attic.service.permits = Permits(tls, clock)
+    return Lines(secured(HOLDER.hello(), await HOLDER.trusting(HOST)))
+
+
 async def opened(lines: Lines, port: int) -> Message:
     """What the host behind `port` answers an asker that opens a session as askers do."""
     line = await lines.line(NodeId(HOST.id), Endpoint(f"wss://127.0.0.1:{port}"))
@@ -228,8 +234,7 @@ async def opened(lines: Lines, port: int) -> Message:
 
 
 async def test_the_askers_own_lines_bring_a_fresh_token_each_time(house: House) -> None:
-    house.attic.service.permits = Permits(await HOST.trusting(HOLDER), SystemClock())
-    lines = Lines(secured(HOLDER.hello(), await HOLDER.trusting(HOST)))
+    lines = await asking(house.attic, await HOST.trusting(HOLDER), SystemClock())
     for _ in range(2):
         assert isinstance(await opened(lines, house.port), Opened)
     await lines.close()
@@ -248,14 +253,12 @@ async def test_the_clocks_of_asker_and_host_may_differ_by_days(days: int) -> Non
         Attic() as attic,
         listening(attic, lambda: dated(HOST.hello(), clock)) as (tls, port),
     ):
-        attic.service.permits = Permits(tls, clock)
-        lines = Lines(secured(HOLDER.hello(), await HOLDER.trusting(HOST)))
+        lines = await asking(attic, tls, clock)
         assert isinstance(await opened(lines, port), Opened)
         await lines.close()
     # It is the host's hello that makes the difference: without it the token is not of its time.
     async with Attic() as attic, listening(attic) as (tls, port):
-        attic.service.permits = Permits(tls, clock)
-        lines = Lines(secured(HOLDER.hello(), await HOLDER.trusting(HOST)))
+        lines = await asking(attic, tls, clock)
         refusal = await opened(lines, port)
         assert isinstance(refusal, Failure)
         assert refusal.error["param"] == "expiry"
@@ -269,8 +272,7 @@ async def test_clocks_that_drift_apart_on_one_link_cost_one_session() -> None:
         Attic() as attic,
         listening(attic, lambda: dated(HOST.hello(), clock)) as (tls, port),
     ):
-        attic.service.permits = Permits(tls, clock)
-        lines = Lines(secured(HOLDER.hello(), await HOLDER.trusting(HOST)))
+        lines = await asking(attic, tls, clock)
         assert isinstance(await opened(lines, port), Opened)
         clock.seconds += 3600
         assert isinstance(await opened(lines, port), Failure)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.identity.tls import TlsContexts, TlsMaterial
+from mesh.identity.tls import TlsContexts
 from mesh.wire.encryption import Encryption
 from mesh.wire.websocket import connect, serve
-from tests.identity.support import Party
+from tests.identity.support import Party, contexts
 from tests.wire.house import House, until
 from tests.wire.support import Recorder
 
@@ -81,10 +81,6 @@ class End:
             other.secure.data_received(rest[:size])
             rest = rest[size:]
         return bool(data)
-
-
-def contexts(party: Party, *trusted: Party) -> TlsContexts:
-    return TlsContexts(TlsMaterial.of(party.key, [each.certificate for each in trusted]))
 
 
 HOME_TLS, GUEST_TLS = contexts(HOME, GUEST), contexts(GUEST, HOME)
