@@ -84,10 +84,7 @@ class Lab:
     @property
     def port(self) -> int:
         """Where the honest shard process listens."""
-        endpoint = next(iter(self.host.shards.values())).descriptor.endpoint
-        port = urlsplit(endpoint).port
-        assert port is not None
-        return port
+        return port_of(self.host)
 
     def advertise(self, name: str, layers: str, port: int, **changes: Any) -> dict[str, Any]:
         """What the asker is told of a node that reaches `layers` at `port`."""
@@ -143,6 +140,14 @@ class Lab:
         """Sessions open on the shard process; it reports them on every change."""
         await asyncio.sleep(0.15)
         return sum(shard.health.active_streams for shard in self.host.shards.values())
+
+
+def port_of(host: ShardHost) -> int:
+    """Where a shard process listens."""
+    endpoint = next(iter(host.shards.values())).descriptor.endpoint
+    port = urlsplit(endpoint).port
+    assert port is not None
+    return port
 
 
 async def ask(
