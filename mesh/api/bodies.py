@@ -7,7 +7,7 @@ import difflib
 import json
 from typing import Any, NoReturn, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from starlette.requests import Request
 
 from mesh.api.services import ApiSettings
@@ -15,6 +15,22 @@ from mesh.errors import BadRequest, BodyTooLarge
 
 _Body = TypeVar("_Body", bound=BaseModel)
 _SHOWN_CHARS = 100
+
+
+class Strict(BaseModel):
+    """What clients send: known fields only, of their own types, and no number that is none."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_stranger(cls, fields: Any) -> Any:
+        """Without the unknown fields after the first: each would become an error of its own."""
+        if not isinstance(fields, dict) or len(fields) <= len(cls.model_fields):
+            return fields
+        first = next(name for name in fields if name not in cls.model_fields)
+        known = {name: fields[name] for name in cls.model_fields if name in fields}
+        return {**known, first: fields[first]}
 
 
 async def read_body(request: Request, model: type[_Body], settings: ApiSettings) -> _Body:
@@ -73,7 +89,7 @@ def _bad_request(error: ValidationError, fields: dict[str, Any], known: list[str
     problem = problems[paths.index(path)]
     param = ".".join(map(str, path))[:_SHOWN_CHARS] or None
     if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(path[-1]), known, n=1)
+        near = difflib.get_close_matches(str(path[-1])[:_SHOWN_CHARS], known, n=1)
         hint = f"Did you mean {near[0]}?" if near and len(path) == 1 else "Leave it out."
         return BadRequest(f"Unknown field: {param}.", fix=hint, param=param)
     if problem["type"] == "missing":

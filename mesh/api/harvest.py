@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mesh.api.bodies import read_body
+from mesh.api.bodies import Strict, read_body
 from mesh.api.services import ApiSettings, HarvestControl
 
 
-class Batch(BaseModel):
+class Batch(Strict):
     """The body of `POST /mesh/v1/harvest`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str = Field(min_length=1, max_length=256)
     run: str = Field(pattern=r"^[0-9a-f]{16}$")
     batch: int = Field(ge=0, lt=10**6)
     module: str = Field(min_length=1, max_length=256)
     texts: list[str] = Field(min_length=1, max_length=1024)
-    max_tokens: int = Field(ge=1)
+    max_tokens: int = Field(ge=1, lt=2**31)
 
 
 def routes(harvests: HarvestControl, settings: ApiSettings) -> list[Route]:

@@ -2,48 +2,44 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mesh.api.bodies import read_body
+from mesh.api.bodies import Strict, read_body
 from mesh.api.services import ApiSettings, HearthControl
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Invite(_Strict):
+class Invite(Strict):
     """The body of `POST /mesh/v1/hearth/invite`."""
 
     level: str | None = Field(default=None, max_length=16)
     ttl_s: float | None = Field(default=None, gt=0)
 
 
-class Join(_Strict):
+class Join(Strict):
     """The body of `POST /mesh/v1/hearth/join`."""
 
     code: str = Field(min_length=1, max_length=1024)
     peer: str | None = Field(default=None, max_length=300)
 
 
-class Change(_Strict):
+class Change(Strict):
     """The body of `POST /mesh/v1/hearth/promote` and ``demote``."""
 
     member: str = Field(min_length=1, max_length=128)
     level: str | None = Field(default=None, max_length=16)
 
 
-class Revoke(_Strict):
+class Revoke(Strict):
     """The body of `POST /mesh/v1/hearth/revoke`."""
 
     member: str = Field(min_length=1, max_length=128)
     reason: str = Field(default="", max_length=200)
 
 
-class RevokeToken(_Strict):
+class RevokeToken(Strict):
     """The body of `POST /mesh/v1/hearth/revoke_token`."""
 
     token_id: str = Field(min_length=1, max_length=256)

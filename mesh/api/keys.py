@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mesh.api.auth import Access
-from mesh.api.bodies import read_body
+from mesh.api.bodies import Strict, read_body
 from mesh.api.services import ApiSettings
 from mesh.clock import SystemClock
 from mesh.identity.api_keys import ApiKeys, Quota, Scope, shown
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Create(_Strict):
+class Create(Strict):
     """The body of `POST /mesh/v1/keys`."""
 
     name: str = Field(min_length=1, max_length=64)
@@ -31,7 +27,7 @@ class Create(_Strict):
     tokens_per_day: int | None = Field(default=None, ge=1)
 
 
-class Revoke(_Strict):
+class Revoke(Strict):
     """The body of `POST /mesh/v1/keys/revoke`."""
 
     key_id: str = Field(min_length=1, max_length=64)

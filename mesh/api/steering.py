@@ -5,21 +5,17 @@ from __future__ import annotations
 import base64
 import binascii
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mesh.api.bodies import read_body
+from mesh.api.bodies import Strict, read_body
 from mesh.api.services import ApiSettings, SteeringControl
 from mesh.errors import BadSteering
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class Publish(_Strict):
+class Publish(Strict):
     """The body of `POST /mesh/v1/steering/publish`; `tensors` is a safetensors file in base64."""
 
     name: str = Field(min_length=1, max_length=64)
@@ -29,7 +25,7 @@ class Publish(_Strict):
     tensors: str = Field(min_length=1)
 
 
-class Remove(_Strict):
+class Remove(Strict):
     """The body of `POST /mesh/v1/steering/remove`."""
 
     name: str = Field(min_length=1, max_length=64)

@@ -101,7 +101,7 @@ class SessionGone(ShardError):
 
 
 class DeviceFailed(ShardError):
-    """The device ran out of memory or failed; the shard restarts."""
+    """The device ran out of memory, or failed in a way nobody foresaw."""
 
     code = "device_failed"
     http_status = 503

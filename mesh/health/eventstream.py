@@ -41,8 +41,13 @@ class EventStream:
         return list(self._events)[-count:]
 
     async def follow(self, after: int | None) -> AsyncGenerator[dict[str, Any], None]:
-        """Events with an id above `after` (None: only new ones), then new ones for ever."""
+        """Events with an id above `after` (None: only new ones), then new ones for ever.
+
+        An `after` that no event has yet is from before a restart, and counts as 0.
+        """
         position = self._last_id if after is None else after
+        if position > self._last_id:
+            position = 0  # ids begin again with the process; readers come back by themselves
         news = asyncio.Event()
         self._readers.add(news)
         try:

@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from mesh.errors import UnsupportedFamily
+from mesh.errors import BadCheckpoint, UnsupportedFamily
 from mesh.models.manifest import Manifest
 from mesh.types import LayerRange
 
@@ -134,7 +134,11 @@ class Family:
 
 
 def family_of(manifest: Manifest) -> Family:
-    """How this checkpoint is cut. Raises UnsupportedFamily, with the reason, when it cannot be."""
+    """How this checkpoint is cut.
+
+    Raises UnsupportedFamily, with the reason, when it cannot be, and BadCheckpoint for a config
+    that contradicts itself.
+    """
     try:
         whole = AutoConfig.from_pretrained(
             manifest.directory, local_files_only=True, trust_remote_code=False
@@ -142,6 +146,12 @@ def family_of(manifest: Manifest) -> Family:
     except (ValueError, KeyError, TypeError) as error:
         raise _unsupported(
             manifest.model_type, f"transformers does not know it ({_first_line(error)})"
+        ) from error
+    except Exception as error:  # a class of its own for each kind of check, and no common root
+        found = " ".join(str(error).split())[:200].rstrip(".")
+        raise BadCheckpoint(
+            f"{manifest.directory / 'config.json'} describes no model: {found}.",
+            fix="Download the file again, from the same revision as the weights.",
         ) from error
     text = whole.get_text_config(decoder=True)
     reason = _refusal(whole, text)

@@ -132,7 +132,8 @@ class Auditor:
             return
         record = self._records.get(station)
         if record is None:
-            record = self._records[station] = Record(station, position)
+            record = Record(station.hop, station.terms, station.history, position)
+            self._records[station] = record
         if position > record.end:
             return  # the answer to a step of before a cut
         if position < record.end:
@@ -151,9 +152,7 @@ class Auditor:
         """The session ended or rests; a check under way is finished."""
         record = self._records.pop(station, None)
         if record is not None:
-            record.ended = True
-            if not record.running:
-                record.close()
+            record.end_session()
 
     async def yield_to(self, host: str) -> bool:
         """A generation found `host` full: end every check. Whether one may have held its stream."""
@@ -180,23 +179,23 @@ class Auditor:
 
     def _is_due(self, record: Record) -> bool:
         drawn = self._rng.random() < self._settings.probability
-        host = record.station.hop.shard.host
+        host = record.hop.shard.host
         if not drawn and (record.greeted or self._met[host] >= NEWCOMER_SESSIONS):
             return False
-        return len(self._tasks) < MAX_RUNNING and id(record.station.terms) not in self._busy
+        return len(self._tasks) < MAX_RUNNING and id(record.terms) not in self._busy
 
     def _start(self, record: Record) -> None:
-        generation = record.station.terms  # one object for all hops of a generation
+        generation = record.terms  # one object for all hops of a generation
         record.running = record.greeted = True
         record.rewound = False
         self._busy.add(id(generation))
-        name = f"check {record.station.hop.shard.shard_id}"
+        name = f"check {record.hop.shard.shard_id}"
         task = spawn(self._run(record, id(generation)), name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, record: Record, generation: int) -> None:
-        shard = record.station.hop.shard
+        shard = record.hop.shard
         outcome = "unchecked"
         try:
             outcome = await self._check(record)
@@ -222,9 +221,9 @@ class Auditor:
             except MeshError:
                 record.close()  # its host needed the room; it may still have some for a new one
         if record.shadow is None:
-            record.shadow = await self._shadow(record.station, {record.station.hop.shard.host})
-        if record.shadow is None:
-            return "unchecked"
+            record.shadow = await self._shadow(record, {record.hop.shard.host})
+        if record.shadow is None or record.end <= max(record.start, record.shadow.length):
+            return "unchecked"  # nobody to ask, or meanwhile the session went back behind it all
         mismatch = await self._compare(record, record.shadow)
         if mismatch is not None:
             return await self._accuse(record, record.shadow, mismatch)
@@ -233,12 +232,11 @@ class Auditor:
 
     async def _compare(self, record: Record, shadow: Shadow) -> Mismatch | None:
         """Bring the shadow up to the hop's last answer; the first rows where it differs."""
-        station = record.station
-        allowed = self._tolerance(station, station.hop.shard, shadow.hop.shard)
-        # Both before the first await: the generation goes on, and may even go back.
+        allowed = self._tolerance(record, record.hop.shard, shadow.hop.shard)
+        # All before the first await: the generation goes on, and may even go back.
         start = max(shadow.length, record.start)
-        said = record.rows(start, record.end)
-        for position, tensor in pieces(station, shadow.length, record.end):
+        said, inputs = record.rows(start, record.end), record.inputs.copy()
+        for position, tensor in pieces(inputs, shadow.length, record.end):
             answer = rows_as_floats(await shadow.step(position, tensor))
             first, last = max(position, start), position + rows_of(tensor)
             if first >= last:
@@ -246,12 +244,12 @@ class Auditor:
             ours, other = said[first - start : last - start], answer[first - position :]
             excess = disagreement(ours, other, allowed)
             if excess > 1.0:
-                return Mismatch(first, last, ours, other, excess)
+                return Mismatch(inputs, first, last, ours, other, excess)
         return None
 
     async def _accuse(self, record: Record, shadow: Shadow, found: Mismatch) -> str:
         """Find out who is wrong, and say so."""
-        checked, reference = record.station.hop.shard, shadow.hop.shard
+        checked, reference = record.hop.shard, shadow.hop.shard
         liar: ShardDescriptor | None = None
         if self._is_own(reference):
             liar = checked
@@ -272,15 +270,14 @@ class Auditor:
 
         Raises nothing: without a third word the question stays open.
         """
-        station = record.station
-        checked, reference = station.hop.shard, shadow.hop.shard
+        checked, reference = record.hop.shard, shadow.hop.shard
         third: Shadow | None = None
         try:
-            third = await self._shadow(station, {checked.host, reference.host})
-            if third is None or record.rewound:
+            third = await self._shadow(record, {checked.host, reference.host})
+            if third is None:
                 return None
             answers = []
-            for position, tensor in pieces(station, 0, found.stop):
+            for position, tensor in pieces(found.inputs, 0, found.stop):
                 answers.append(rows_as_floats(await third.step(position, tensor)))
             rows = np.concatenate(answers)[found.start : found.stop]
         except MeshError as error:
@@ -290,15 +287,15 @@ class Auditor:
             if third is not None:
                 third.close()
         judge = third.hop.shard
-        accused = disagreement(found.said, rows, self._tolerance(station, checked, judge)) > 1.0
-        doubter = disagreement(found.other, rows, self._tolerance(station, reference, judge)) > 1.0
+        accused = disagreement(found.said, rows, self._tolerance(record, checked, judge)) > 1.0
+        doubter = disagreement(found.other, rows, self._tolerance(record, reference, judge)) > 1.0
         if accused == doubter:
             return None
         return checked if accused else reference
 
-    async def _shadow(self, station: Station, without: set[str]) -> Shadow | None:
+    async def _shadow(self, record: Record, without: set[str]) -> Shadow | None:
         """A fresh session on the best other host; None when there is none to ask."""
-        hop, terms = station.hop, station.terms
+        hop, terms = record.hop, record.terms
         usable = [
             candidate
             for candidate in self._replicas.candidates(terms.model_id)
@@ -356,10 +353,8 @@ class Auditor:
         other_class = shard.determinism_class != checked.determinism_class
         return (not candidate.is_self, other_class, candidate.queue_depth, self._rng.random())
 
-    def _tolerance(
-        self, station: Station, one: ShardDescriptor, other: ShardDescriptor
-    ) -> Tolerance:
-        wire, routed = station.terms.wire_dtype, self._settings.routed
+    def _tolerance(self, record: Record, one: ShardDescriptor, other: ShardDescriptor) -> Tolerance:
+        wire, routed = record.terms.wire_dtype, self._settings.routed
         return tolerance(wire, one, other, routed=routed)
 
     def _is_own(self, shard: ShardDescriptor) -> bool:

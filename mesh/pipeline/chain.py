@@ -13,10 +13,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from mesh.errors import MeshError, PipelineStalled
+from mesh.health.sanity import corrupt
 from mesh.pipeline.history import slice_rows
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.opening import Patience
 from mesh.pipeline.station import Overseer, SessionTerms, Station
+from mesh.routing.cover import ShardKey, key_of
 from mesh.types import RouteHop
 from mesh.wire.messages import WireTensor
 
@@ -51,10 +53,28 @@ class Chain:
         self._last_row: WireTensor | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._target = 0
+        self._served: dict[ShardKey, RouteHop] = {}
+        self._liars: dict[ShardKey, MeshError] = {}
+
+    @property
+    def is_misled(self) -> bool:
+        """Whether a hop's cache was computed from what a liar before it said."""
+        return self._misled_by() is not None
+
+    def distrust(self, liar: ShardKey, error: MeshError) -> None:
+        """A shard lied: use none of its answers any more, nor what was computed from them."""
+        if liar not in self._served:
+            return
+        self._liars[liar] = error
+        for station in self.stations:
+            if key_of(station.hop.shard) == liar:
+                station.fail(error)
+        self._wake()
 
     async def open(self, hops: Sequence[RouteHop]) -> None:
         """Open a session on every hop at once. Raises HopLost for the first that refuses."""
         self.stations = await self._stations(hops)
+        self._note_served(hops)
 
     async def replace(
         self, index: int, hops: Sequence[RouteHop], max_rows: int, *, count: int = 1
@@ -71,7 +91,10 @@ class Chain:
         old = self.stations[index : index + count]
         for station in old:
             station.close()
+        if count == len(self.stations):
+            self._served.clear()  # every cache is rebuilt from the asker's own inputs
         self.stations[index : index + count] = fresh
+        self._note_served(hops)
         # The first takes the inputs; only the last knows what the next hop has already seen. What
         # lies between is rebuilt from what the first returns.
         fresh[0].history = old[0].history
@@ -101,6 +124,10 @@ class Chain:
         if row is None:
             raise PipelineStalled("nothing was fed into the pipeline.", fix="Report this as a bug.")
         return slice_rows(row, row.shape[1] - 1, row.shape[1])
+
+    def require_trust(self) -> None:
+        """Raise HopLost when a liar had a part in what the caches hold."""
+        self._refuse_liars(list(self._served.values()))
 
     def cut(self, position: int) -> None:
         """Forget everything from `position` on, in every hop."""
@@ -148,6 +175,7 @@ class Chain:
         ]
         try:
             await self._all([s.open(self._patience) for s in stations], hops)
+            self._refuse_liars(hops)
         except BaseException:
             for station in stations:
                 station.close()
@@ -192,7 +220,28 @@ class Chain:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _refuse_liars(self, hops: Sequence[RouteHop]) -> None:
+        for index, hop in enumerate(hops):
+            if not self._overseer.trusts(key_of(hop.shard)):
+                what = "a wrong answer to somebody else meanwhile"
+                raise HopLost(index, hop, corrupt(hop.shard.node_name, what))
+
+    def _note_served(self, hops: Sequence[RouteHop]) -> None:
+        for hop in hops:
+            known = self._served.get(key_of(hop.shard))
+            if known is None or hop.layers.stop < known.layers.stop:
+                self._served[key_of(hop.shard)] = hop
+
+    def _misled_by(self) -> RouteHop | None:
+        # Behind the last hop there is no cache, only tokens that were said already.
+        end = self.stations[-1].hop.layers.stop
+        lies = (self._served[key] for key in self._liars if key in self._served)
+        return next((hop for hop in lies if hop.layers.stop < end), None)
+
     def _raise_lost(self) -> None:
+        liar = self._misled_by() if self._liars else None
+        if liar is not None:
+            raise HopLost(0, liar, self._liars[key_of(liar.shard)])
         for index, station in enumerate(self.stations):
             if station.error is not None:
                 raise HopLost(index, station.hop, station.error)

@@ -31,9 +31,9 @@ from mesh.pipeline.pushed import PushedShards
 from mesh.pipeline.recovery import LocalModel, RecoverySettings
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.stalls import StallWatch
-from mesh.routing.cover import CoverRules, ShardKey, home_layers, key_of
+from mesh.routing.cover import CoverRules, home_layers, key_of
 from mesh.routing.router import UNSERVED, ShardRouter
-from mesh.types import GenerationRequest, NodeId, StreamFrame, WireDtype
+from mesh.types import GenerationRequest, NodeId, ShardDescriptor, StreamFrame, WireDtype
 
 logger = logging.getLogger(__name__)
 
@@ -166,14 +166,12 @@ class Engine:
     def _cached(self) -> tuple[Path, str]:
         return Path(self._settings.cache_dir), self._model.weights_sha256
 
-    def _expel(self, liar: ShardKey) -> None:
-        """Have every session leave a shard that was caught in a wrong answer."""
+    def _expel(self, liar: ShardDescriptor) -> None:
+        """Have every generation leave a shard that was caught in a wrong answer."""
         self.oversight.envelope.forget()
-        for session in self.sessions.known():
-            for station in session.chain.stations:
-                if key_of(station.hop.shard) == liar:
-                    what = "values that other hosts contradict"
-                    station.fail(corrupt(station.hop.shard.node_name, what))
+        error = corrupt(liar.node_name, "values that other hosts contradict")
+        for session in self.sessions.live.values():
+            session.chain.distrust(key_of(liar), error)
 
     async def _ready_orchestrator(self) -> PipelineOrchestrator:
         async with self._probing:

@@ -126,20 +126,28 @@ class EngineProcess:
             reader.task.cancel()
 
     async def _start(self, message: ChannelMessage) -> None:
+        answer: ChannelMessage
         try:
-            settings = EngineSettings(**message["settings"])
-            wanted = message["model"]
-            model, reasons = await asyncio.to_thread(
-                load_asker,
-                Path(wanted["directory"]),
-                ModelId(wanted["model_id"]),
-                _options(message["options"]),
-            )
-            material = TlsMaterial.from_fields(message["tls"])
-            tls = self._tls = await asyncio.to_thread(TlsContexts, material)
+            answer = {"op": "ready", "reasons": await self._load_engine(message)}
         except MeshError as error:
-            self._send({"op": "failed", "error": error.to_dict()})
-            return
+            answer = {"op": "failed", "error": error.to_dict()}
+        except Exception as error:
+            logger.exception("the ends did not load")
+            answer = {"op": "failed", "error": _unforeseen(error).to_dict()}
+        self._send(answer)
+
+    async def _load_engine(self, message: ChannelMessage) -> list[str]:
+        """Load the ends and begin to follow the mesh; the reasons of what was chosen."""
+        settings = EngineSettings(**message["settings"])
+        wanted = message["model"]
+        model, reasons = await asyncio.to_thread(
+            load_asker,
+            Path(wanted["directory"]),
+            ModelId(wanted["model_id"]),
+            _options(message["options"]),
+        )
+        material = TlsMaterial.from_fields(message["tls"])
+        tls = self._tls = await asyncio.to_thread(TlsContexts, material)
         hello = Hello(**message["hello"])
         dial = secured(hello, tls)
         self._engine = Engine(
@@ -150,7 +158,7 @@ class EngineProcess:
         self._engine.shards.replace(self._shards or message["shards"])
         self._spawn(self._engine.watch_stalls(), "watch stalls")
         self._spawn(expire_regularly(self._engine.sessions, EXPIRY_TICK_S), "expire parked")
-        self._send({"op": "ready", "reasons": reasons})
+        return reasons
 
     async def _follow_members(self, tls: TlsContexts) -> None:
         """Trust those whom the daemon last named, and cut the links to the others."""
@@ -180,21 +188,28 @@ class EngineProcess:
     async def _run_harvest(self, order_id: str, order: HarvestOrder) -> None:
         answer: ChannelMessage
         try:
-            if self._engine is None:
-                raise InternalError("the asker is not started.", fix="Report this as a bug.")
-            answer = {"op": "harvested", "result": await self._engine.harvest(order)}
+            answer = {"op": "harvested", "result": await self._started().harvest(order)}
         except MeshError as error:
             answer = {"op": "error", "error": error.to_dict()}
+        except Exception as error:
+            logger.exception("harvest=%s failed", order_id)
+            answer = {"op": "error", "error": _unforeseen(error).to_dict()}
         self._send({**answer, "id": order_id})
 
     def _generate(self, request_id: str, fields: dict[str, Any]) -> None:
-        if self._engine is None:
-            error = InternalError("the asker is not started.", fix="Report this as a bug.")
+        try:
+            engine = self._started()
+        except MeshError as error:
             self._send({"op": "error", "id": request_id, "error": error.to_dict()})
             return
         reader = _Reader()
-        frames = self._engine.chat(decode_request(fields))
+        frames = engine.chat(decode_request(fields))
         self._begin(request_id, reader, self._run(request_id, frames, reader), "generate")
+
+    def _started(self) -> Engine:
+        if self._engine is None:
+            raise InternalError("the asker is not started.", fix="Report this as a bug.")
+        return self._engine
 
     async def _run(
         self, request_id: str, frames: AsyncGenerator[StreamFrame, None], reader: _Reader
@@ -212,7 +227,7 @@ class EngineProcess:
             error = raised
         except Exception as raised:
             logger.exception("request=%s failed", request_id)
-            error = InternalError(f"{type(raised).__name__}: {raised}.", fix="See the log.")
+            error = _unforeseen(raised)
             raise
         finally:
             ending: ChannelMessage = {"op": "end", "id": request_id}
@@ -290,6 +305,10 @@ class EngineProcess:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
+
+
+def _unforeseen(error: Exception) -> InternalError:
+    return InternalError(f"{type(error).__name__}: {error}.", fix="See the log.")
 
 
 def _options(fields: dict[str, Any]) -> AskerOptions:

@@ -1,8 +1,12 @@
-"""What a hop answered, kept until it has been compared with what another host says."""
+"""What a hop was asked and answered, kept until another host's answers are compared with it.
+
+A check waits for its judge, and meanwhile the session may go back, end, or be taken over by the
+next request. So nothing here asks a station what is so now.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,15 +15,21 @@ from mesh.health.sanity import Floats, rows_as_floats
 from mesh.pipeline.history import History
 from mesh.pipeline.recovery import chunk_rows
 from mesh.pipeline.shadow import Shadow
-from mesh.pipeline.station import Station
+from mesh.pipeline.station import SessionTerms
+from mesh.types import RouteHop
 from mesh.wire.messages import WireTensor
 
 
 @dataclass(slots=True)
 class Record:
-    """What one station answered: `outputs` holds the rows from position `start` on."""
+    """What one station answered: `outputs` holds the rows from position `start` on.
 
-    station: Station
+    `inputs` are the station's own as long as its session goes on, so they follow its cuts.
+    """
+
+    hop: RouteHop
+    terms: SessionTerms
+    inputs: History
     start: int
     outputs: History = field(default_factory=History)
     shadow: Shadow | None = None
@@ -38,8 +48,16 @@ class Record:
         self.outputs.cut(max(0, position - self.start))
         self.start = min(self.start, position)
         self.rewound = True
-        if self.shadow is not None and not self.running:
+        if self.shadow is not None:
             self.shadow.length = min(self.shadow.length, position)
+
+    def end_session(self) -> None:
+        """The session ended or rests: who takes it over may cut it without this being told."""
+        self.ended = True
+        if self.running:
+            self.inputs = self.inputs.copy()
+        else:
+            self.close()
 
     def rows(self, start: int, stop: int) -> Floats:
         """(rows, hidden) answered at positions start..stop-1."""
@@ -54,8 +72,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Positions, what the hop said of them, what the shadow says, and how far they are apart."""
+    """Positions, what the hop said of them, what the shadow says, and how far they are apart.
 
+    `inputs`: what both were asked, from position 0 on.
+    """
+
+    inputs: History
     start: int
     stop: int
     said: Floats
@@ -63,10 +85,9 @@ class Mismatch:
     excess: float
 
 
-def pieces(station: Station, start: int, stop: int) -> list[tuple[int, WireTensor]]:
-    """The station's inputs at positions start..stop-1 as they are now."""
-    rows = chunk_rows(station.history.width)
-    return list(station.history.chunks(rows, start, stop))
+def pieces(inputs: History, start: int, stop: int) -> Iterator[tuple[int, WireTensor]]:
+    """The inputs at positions start..stop-1, each with its position, in pieces to ask for."""
+    return inputs.chunks(chunk_rows(inputs.width), start, stop)
 
 
 def _floats(tensors: Sequence[WireTensor]) -> Floats:

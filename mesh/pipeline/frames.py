@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Any
 
@@ -32,7 +32,9 @@ from mesh.types import (
 
 def encode_request(request: GenerationRequest) -> dict[str, Any]:
     """For `decode_request`."""
-    return asdict(request)
+    # `asdict` copies a prompt's ids one by one: a second of the daemon's loop for a million.
+    fields = asdict(replace(request, prompt_ids=None))
+    return {**fields, "prompt_ids": request.prompt_ids}
 
 
 def decode_request(fields: dict[str, Any]) -> GenerationRequest:

@@ -51,6 +51,13 @@ class History:
             if self.length < position:
                 self.append(slice_rows(last, 0, position - self.length))
 
+    def copy(self) -> History:
+        """These rows, whatever is added or cut here later; their bytes are shared."""
+        same = History()
+        same._entries = list(self._entries)
+        same.length, same.size_bytes = self.length, self.size_bytes
+        return same
+
     @property
     def width(self) -> int:
         """Values per row; 1 while there is none."""

@@ -43,14 +43,14 @@ class Oversight:
     """Implements `mesh.pipeline.station.Overseer`; one for all generations of an asker.
 
     The owner sets `auditor` when there are to be spot checks, and `expel`, which is called with a
-    shard that lied and has to fail every station on it.
+    shard that lied and has to keep it, and what it said, out of every generation.
     """
 
     def __init__(self, clock: Clock, *, ceiling_s: float) -> None:
         self.standings = Standings(clock)
         self.envelope = Envelope()
         self.auditor: Auditor | None = None
-        self.expel: Callable[[ShardKey], None] = lambda key: None
+        self.expel: Callable[[ShardDescriptor], None] = lambda liar: None
         self._ceiling_s = ceiling_s
         self._latencies: dict[ShardKey, HopLatency] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
@@ -90,6 +90,10 @@ class Oversight:
         if isinstance(error, PipelineStalled):
             self.latency(key).given_up()
         self.standings.failed(key, error.message)
+
+    def trusts(self, key: ShardKey) -> bool:
+        """See `Overseer.trusts`."""
+        return not self.standings.is_liar(key)
 
     async def make_room(self, hop: RouteHop) -> bool:
         """See `Overseer.make_room`."""
@@ -155,7 +159,7 @@ class Oversight:
         self.standings.lied(key_of(finding.liar), "it was caught in a wrong answer")
         honest = shards[1] if finding.liar is shards[0] else shards[0]
         self._event("shard_lied", finding.liar, other=honest.node_name, **facts)
-        self.expel(key_of(finding.liar))
+        self.expel(finding.liar)
 
     def _event(self, kind: str, shard: ShardDescriptor, **fields: Any) -> None:
         self._events.append(

@@ -92,13 +92,10 @@ class Recovery:
             hops = await self._elsewhere(lost, self._settings.retry_delays_s)
         if not hops:
             hops = await self._afresh(lost)
-            if hops:
-                yield self._failover(lost.hop, hops)
-                return
+        if not hops:
             error = _gone(lost)
             yield PipelineAborted(error.message)
             raise error
-        self._note(lost.index, hops)
         yield self._failover(lost.hop, hops)
 
     async def leave_draining_hops(self) -> AsyncGenerator[StreamFrame, None]:
@@ -106,12 +103,14 @@ class Recovery:
 
         A hop that nobody can replace is used on: its host waits for us.
         """
+        left: set[ShardKey] = set()
         while (index := self._movable()) is not None:
             hop = self._session.chain.stations[index].hop
             key = key_of(hop.shard)
+            left.add(key)
             try:
                 picked = self._router.repick(
-                    self._session.pipeline, index, self._excluded | self._stays | {key}
+                    self._session.pipeline, index, self._excluded | self._stays | left
                 )
                 await self._session.chain.replace(index, picked, self._rows)
             except (*UNSERVED, HopLost):
@@ -125,11 +124,13 @@ class Recovery:
 
     async def _elsewhere(self, lost: HopLost, delays: Sequence[float]) -> tuple[RouteHop, ...]:
         """Hops that now replace the lost one; empty when nobody could after all `delays`."""
-        waits = iter(delays)
-        while self._session.failovers <= self._settings.max_failovers:
+        session, waits = self._session, iter(delays)
+        while session.failovers <= self._settings.max_failovers:
+            if session.chain.is_misled:
+                return await self._afresh(lost)
             try:
-                hops = self._router.repick(self._session.pipeline, lost.index, self._excluded)
-                await self._session.chain.replace(lost.index, hops, self._rows)
+                hops = self._router.repick(session.pipeline, lost.index, self._excluded)
+                await session.chain.replace(lost.index, hops, self._rows)
             except HopLost as again:
                 self._excluded.add(key_of(again.hop.shard))
             except UNSERVED:
@@ -140,13 +141,15 @@ class Recovery:
                 # Nobody else is left, so those who failed are as good as any: one may be back.
                 self._excluded.clear()
             else:
+                self._note(lost.index, hops)
                 return hops
         return ()
 
     async def _afresh(self, lost: HopLost) -> tuple[RouteHop, ...]:
         """A whole new route, after the sessions on all other hops were given back as well.
 
-        What replaces the lost hop may lack just the stream that the next hop holds for us.
+        What replaces the lost hop may lack just the stream that the next hop holds for us; and
+        where a hop lied, the caches behind it hold what it said.
         """
         session, pipeline = self._session, self._session.pipeline
         chain, whole = session.chain, LayerRange(0, pipeline.total_layers)

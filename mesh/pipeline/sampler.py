@@ -20,6 +20,10 @@ from transformers import (
 
 from mesh.types import SamplingParams, TokenLogprob
 
+_MIN_TEMPERATURE = 1e-5
+"""Below, decoding is greedy, as in vLLM: only the most likely token has a chance left, and logits
+divided by far less are infinite, whose softmax is no distribution."""
+
 
 class Sampler:
     """The sampling state of one generation: its rules, its random numbers, its tokens so far."""
@@ -27,7 +31,7 @@ class Sampler:
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
         self._params = params
         self._generator: torch.Generator | None = None
-        if params.temperature > 0:
+        if not _is_greedy(params):
             self._generator = torch.Generator(device="cpu")
             if params.seed is None:
                 self._generator.seed()
@@ -67,12 +71,16 @@ def logprob_of(
     return TokenLogprob(token, text_of(token), float(logprobs[token]), top)
 
 
+def _is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < _MIN_TEMPERATURE
+
+
 def _rules(params: SamplingParams) -> LogitsProcessorList:
     rules = LogitsProcessorList()
     if params.repetition_penalty != 1.0:
         rules.append(RepetitionPenaltyLogitsProcessor(penalty=params.repetition_penalty))
-    if params.temperature <= 0:
-        return rules  # greedy: what follows cannot change which token is the most likely
+    if _is_greedy(params):
+        return rules  # what follows cannot change which token is the most likely
     if params.temperature != 1.0:
         rules.append(TemperatureLogitsWarper(params.temperature))
     if params.top_k > 0:

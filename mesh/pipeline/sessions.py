@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mesh.clock import Clock
-from mesh.errors import BadSteering, LinkLost, MeshError, NoRoute
+from mesh.errors import BadSteering, ContextTooLong, LinkLost, MeshError, NoRoute
 from mesh.pipeline.chain import Chain, HopLost
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.opening import Patience
@@ -90,6 +90,7 @@ class Sessions:
             session, common = kept
             try:
                 await session.chain.resume(terms.max_tokens)
+                session.chain.require_trust()
             except (HopLost, LinkLost) as gone:
                 logger.info("parked session not resumed: %s", gone)
                 session.chain.close()
@@ -170,7 +171,7 @@ class Sessions:
                     exclude=refused,
                 )
             except NoRoute as nobody:
-                raise _with_refusals(nobody, refused.values()) from None
+                raise _with_refusals(nobody, list(refused.values())) from None
             chain = self._chain(terms)
             try:
                 await chain.open(pipeline.hops)
@@ -243,8 +244,10 @@ def _new_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def _with_refusals(nobody: NoRoute, refused: Iterable[HopLost]) -> NoRoute:
-    """The router's error with what each shard that was asked said."""
+def _with_refusals(nobody: NoRoute, refused: Sequence[HopLost]) -> MeshError:
+    """The router's error with what each shard that was asked said; or what they all said."""
+    if refused and all(isinstance(lost.error, ContextTooLong) for lost in refused):
+        return refused[-1].error
     said = "".join(f" {lost.hop.shard.node_name}: {lost.error.message}" for lost in refused)
     return NoRoute(nobody.message + said, fix=nobody.fix) if said else nobody
 

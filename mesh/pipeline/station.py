@@ -22,6 +22,7 @@ from mesh.errors import (
     LinkLost,
     MeshError,
     PipelineStalled,
+    SessionGone,
     from_dict,
 )
 from mesh.models.edits import describe
@@ -29,6 +30,7 @@ from mesh.models.harvest import HarvestBatch
 from mesh.pipeline.history import History, slice_rows
 from mesh.pipeline.lines import Line
 from mesh.pipeline.opening import Opening, Patience
+from mesh.routing.cover import ShardKey
 from mesh.types import Edit, HopTiming, LayerRange, ModelId, RouteHop, WireDtype
 from mesh.wire.messages import (
     Close,
@@ -120,6 +122,9 @@ class Overseer(Protocol):
     def failed(self, hop: RouteHop, error: MeshError) -> None:
         """A hop could not be opened, or was lost."""
 
+    def trusts(self, key: ShardKey) -> bool:
+        """Whether a shard was not caught in a lie."""
+
     async def make_room(self, hop: RouteHop) -> bool:
         """A hop is full: free what is held there beside generations; whether anything was."""
 
@@ -177,7 +182,15 @@ class Station:
         self._line.send(Park(self._session))
 
     async def resume(self, max_tokens: int, patience: Patience) -> None:
-        """Take a stream again, with room for `max_tokens` positions in all."""
+        """Take a stream again, with room for `max_tokens` positions in all.
+
+        Raises what `open` does, and SessionGone when the hop was lost meanwhile.
+        """
+        if self.error is not None:  # told to the overseer when it happened
+            raise SessionGone(
+                f"{self.hop.shard.node_name} lost the session while it rested: {self.error}",
+                fix="Open a new one and replay the inputs.",
+            ) from self.error
         await self._ask([Resume(self._session, max_tokens)], patience)
 
     async def seal(self, timeout_s: float) -> list[dict[str, Any]]:

@@ -68,8 +68,9 @@ def greedy_cover(
     span: LayerRange,
     rules: CoverRules,
     exclude: Collection[ShardKey] = (),
+    like: ShardDescriptor | None = None,
 ) -> tuple[RouteHop, ...]:
-    """Cover `span` with hops in layer order.
+    """Cover `span` with hops in layer order, by shards that compute as `like` does where they can.
 
     Raises:
         NoRoute: some layer has no usable shard (the message names the layers and why), or the
@@ -87,7 +88,7 @@ def greedy_cover(
             if not choices:
                 raise _not_at_home(cursor, rules)
         first = cursor == span.start == 0
-        best = min(choices, key=lambda c: _rank(c, first=first, rules=rules))
+        best = min(choices, key=lambda c: _rank(c, first=first, rules=rules, like=like))
         stop = _stop(cursor, min(best.descriptor.layer_range.stop, span.stop), rules)
         _extend(hops, RouteHop(best.descriptor, LayerRange(cursor, stop)))
         cursor = stop
@@ -132,19 +133,27 @@ def _extend(hops: list[RouteHop], hop: RouteHop) -> None:
 
 
 def _rank(
-    candidate: Candidate, *, first: bool, rules: CoverRules
-) -> tuple[int, bool, int, float, int, str]:
+    candidate: Candidate, *, first: bool, rules: CoverRules, like: ShardDescriptor | None
+) -> tuple[int, bool, int, int, float, int, str]:
     # Embedding and sampling stay with the asker, so its own shard as the first hop would compete
     # with them for the same cores: it comes last, but it is taken when nobody else holds the layer.
     avoided = first and candidate.is_self and not rules.allow_self_as_first
     return (
         candidate.penalty,
         avoided,
+        _unlikeness(candidate.descriptor, like),
         candidate.queue_depth,
         candidate.hop_weight,
         -candidate.descriptor.layer_range.stop,
         candidate.descriptor.host,
     )
+
+
+def _unlikeness(one: ShardDescriptor, other: ShardDescriptor | None) -> int:
+    """0 for the same results to the last bit; another number format counts most."""
+    if other is None:
+        return 0
+    return 2 * (one.dtype != other.dtype) + (one.determinism_class != other.determinism_class)
 
 
 def _not_at_home(layer: int, rules: CoverRules) -> NoRoute:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from mesh.errors import NoRoute, WeightsMismatch
 from mesh.routing.cover import Candidate, CoverRules, ShardKey, greedy_cover, missing_layers
-from mesh.types import LayerRange, ModelId, Pipeline, RouteHop
+from mesh.types import LayerRange, ModelId, Pipeline, RouteHop, ShardDescriptor
 
 UNSERVED = (NoRoute, WeightsMismatch)
 """What the router raises when nobody serves the layers: none at all, or none of these weights."""
@@ -52,11 +52,16 @@ class ShardRouter:
     ) -> tuple[RouteHop, ...]:
         """What replaces hop number `lost`: one or more hops over the same layers.
 
+        Shards of its number format and kernels come before idle ones: with others, later tokens
+        may differ from what it would have said.
+
         Raises:
             NoRoute: nobody but the excluded serves those layers.
         """
-        span = pipeline.hops[lost].layers
-        return self.cover(pipeline.model_id, pipeline.weights_sha256, span, exclude)
+        hop = pipeline.hops[lost]
+        return self.cover(
+            pipeline.model_id, pipeline.weights_sha256, hop.layers, exclude, like=hop.shard
+        )
 
     def cover(
         self,
@@ -64,12 +69,17 @@ class ShardRouter:
         weights_sha256: str,
         span: LayerRange,
         exclude: Collection[ShardKey] = (),
+        *,
+        like: ShardDescriptor | None = None,
     ) -> tuple[RouteHop, ...]:
-        """Hops over `span` with exactly these weights; raises as `pick` does."""
+        """Hops over `span` with exactly these weights; `like` as in `greedy_cover`.
+
+        Raises as `pick` does.
+        """
         everyone = self._store.candidates(model_id)
         same = [c for c in everyone if c.descriptor.weights_sha256 == weights_sha256]
         try:
-            return greedy_cover(same, span, self._rules, exclude)
+            return greedy_cover(same, span, self._rules, exclude, like)
         except NoRoute:
             other = [c for c in everyone if c.descriptor.weights_sha256 != weights_sha256]
             if other and missing_layers(same, span) and not missing_layers(everyone, span):

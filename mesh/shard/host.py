@@ -29,10 +29,11 @@ from mesh.identity.tls import TlsContexts, TlsMaterial, require_node
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.device import choose_device, choose_threads
 from mesh.shard.loading import HostedOn, LoadedShard, ShardRequest, load_shard
+from mesh.shard.memory import release_memory
 from mesh.shard.permits import Permits, dated
 from mesh.shard.recording import HarvestShelf
 from mesh.shard.server import ShardServer
-from mesh.shard.service import ShardService
+from mesh.shard.service import ShardService, foreseen
 from mesh.shard.settings import ShardSettings
 from mesh.shard.taps.server import TapServer, TapSettings
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
@@ -141,6 +142,9 @@ class ShardProcess:
             logger.exception("command failed op=%s", command.get("op"))
             raise
         self._say(answer)
+        if answer["op"] == "failed" and self._queue is not None:
+            # Gigabytes may have been read before a load failed, and the process lives on.
+            await self._queue.load(release_memory)
 
     async def _start(self, command: ChannelMessage) -> ChannelMessage:
         if self._place is not None:
@@ -210,7 +214,8 @@ class ShardProcess:
             place = HostedOn(place.node_id, place.node_name, endpoint, place.device, place.threads)
         request = _shard_request(asked, self._cache_dir)
         self._service.require_absent(shard_id(request.model_id, request.layers))
-        loaded = await queue.load(lambda: load_shard(request, place))
+        # A model that cannot be loaded must not take those that can down with the process.
+        loaded = await foreseen(queue.load(lambda: load_shard(request, place)))
         server = ShardServer(
             loaded.descriptor,
             loaded.load,

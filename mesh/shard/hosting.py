@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from mesh.errors import InternalError, LinkLost, MeshError, PortInUse, from_dict
+from mesh.errors import Busy, InternalError, LinkLost, MeshError, PortInUse, from_dict
 from mesh.supervise import ChannelMessage, Child, run_again
 from mesh.types import (
     Endpoint,
@@ -103,12 +103,14 @@ class ShardHost:
         """A shard that this node may use: loaded now, for it alone, unless it is here already.
 
         One of those it is to serve is waited for, and served as well. Raises what loading raises,
-        or InternalError when it takes too long.
+        InternalError when it takes too long, or Busy when the process is being stopped.
         """
         name = _id_of(shard)
         here = self.shards.get(name) or self.private.get(name)
         if here is not None:
             return here
+        if self._is_stopping:  # a second process would take the port of the one that drains
+            raise Busy("this node is stopping.", fix="Ask another node, or start this one again.")
         self.start()
         try:
             async with asyncio.timeout(START_TIMEOUT_S + LOAD_TIMEOUT_S):

@@ -119,7 +119,7 @@ class ShardServer:
         writes down what it computes.
 
         It can be used after `opened`. Raises WeightsMismatch, NoRoute (layers or model not here),
-        BadRequest, BadSteering, Busy or CacheFull, and has then changed nothing.
+        BadRequest, BadSteering, Busy, CacheFull or ContextTooLong, and has then changed nothing.
         """
         steering = Steering.check(edits, self._check_open(request), self._hidden_size)
         session = Session(request, steering, recording)

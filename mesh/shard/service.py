@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Coroutine, Sequence
+from typing import Any, TypeVar
 
-from mesh.errors import BadRequest, BadSteering, Busy, DiskFull, MeshError, NoRoute
+from mesh.errors import (
+    BadRequest,
+    BadSteering,
+    Busy,
+    DeviceFailed,
+    DiskFull,
+    MeshError,
+    NoRoute,
+)
 from mesh.models.edits import MAX_TOTAL_BYTES, assemble
 from mesh.models.harvest import HarvestBatch
 from mesh.shard.permits import Permits
@@ -39,6 +47,8 @@ from mesh.wire.messages import (
     Step,
 )
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 _MAX_SESSIONS_PER_LINK = 1024
@@ -47,6 +57,20 @@ _MAX_PARTS_BYTES = 4 * MAX_TOTAL_BYTES
 """Parts come before the token that they belong to: this much of them, however many links."""
 
 _Opened = tuple[ShardServer, Session]
+
+
+async def foreseen(work: Awaitable[T]) -> T:
+    """What `work` gives. Raises MeshError only: DeviceFailed stands for what nobody foresaw."""
+    try:
+        return await work
+    except MeshError:
+        raise
+    except Exception as error:
+        logger.exception("a shard failed")
+        raise DeviceFailed(
+            f"The shard failed with {type(error).__name__}: {str(error)[:200].rstrip('.')}.",
+            fix="Use another shard meanwhile; the details are in that node's log.",
+        ) from error
 
 
 class ShardService:
@@ -320,7 +344,7 @@ class LinkSessions:
 
     async def _seal(self, server: ShardServer, session: Session) -> None:
         try:
-            files = await server.seal(session)
+            files = await foreseen(server.seal(session))
         except MeshError as error:
             self._send(Failure(error.to_dict(), session.number))
             return
@@ -328,7 +352,7 @@ class LinkSessions:
 
     async def _finish_open(self, server: ShardServer, session: Session) -> None:
         try:
-            await server.opened(session)
+            await foreseen(server.opened(session))
         except MeshError as error:
             if self._sessions.get(session.number) == (server, session):
                 del self._sessions[session.number]

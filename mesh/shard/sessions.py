@@ -163,7 +163,8 @@ class SessionTable:
     def admit(self, session: Session) -> list[Session]:
         """Let `session` in; returns the parked sessions that have to go for it, oldest first.
 
-        Raises Busy when no stream is free, CacheFull when it does not fit beside the active ones.
+        Raises Busy when no stream is free, CacheFull when it does not fit beside the active ones,
+        ContextTooLong when it would not fit alone.
         """
         evicted = self._make_room(session, session.max_tokens)
         self._active.add(session)
@@ -191,6 +192,12 @@ class SessionTable:
 
     def _make_room(self, session: Session, max_tokens: int) -> list[Session]:
         limit, budget = self._settings.max_concurrent_streams, self._settings.kv_tokens
+        if max_tokens > budget:
+            raise ContextTooLong(
+                f"The request needs {max_tokens} cached positions; the shard has {budget} in all.",
+                fix="Shorten the prompt, lower max_tokens, or raise kv_tokens where it runs.",
+                param="max_tokens",
+            )
         if len(self._active) >= limit:
             raise Busy(
                 f"The shard serves {limit} streams at a time and all are taken.",

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.api.conftest import SHARED_LOOP, Served, Shared
+from tests.api.conftest import SETTINGS, SHARED_LOOP, Served, Shared, serving
 
 CHAT: dict[str, Any] = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
+
+MANY = 100_000
+STRANGERS = {f"x{number}": 0 for number in range(MANY)}
 
 
 def _message(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hi"}, fields]}
 
 
+TEXT = {"type": "text", "text": ""}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 
 
@@ -42,6 +48,11 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"temperature": "1"}, "temperature", "valid number"),
         ({"top_p": 0}, "top_p", "greater than 0"),
         ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 10**30}, "max_tokens", "less than 2147483648"),
+        ({"max_completion_tokens": 2**31}, "max_completion_tokens", "less than 2147483648"),
+        ({"top_k": 10**30}, "top_k", "less than 2147483648"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty", "greater than or equal to 0.01"),
+        ({"n": 10**30}, "n", "other than 1"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, None, "differ"),
         ({"top_logprobs": 2}, None, "needs logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
@@ -78,6 +89,73 @@ async def test_fields_are_refused_by_name(
 async def test_misspelt_field_gets_the_nearest(http: httpx.AsyncClient) -> None:
     response = await http.post("/v1/chat/completions", json={**CHAT, "temprature": 1})
     assert response.json()["error"]["fix"] == "Did you mean temperature?"
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
+@pytest.mark.parametrize("number", ["1e400", "-1e400"])
+@SHARED_LOOP
+async def test_infinite_numbers_are_refused_by_name(shared: Shared, name: str, number: str) -> None:
+    raw = json.dumps({**CHAT, name: 7}).replace("7", number)
+    response = await shared[1].post("/v1/chat/completions", content=raw)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == f"{name}: Input should be a finite number."
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        ("completions", {"prompt": [0] * MANY + [-1]}, f"prompt.{MANY}", "greater than or equal"),
+        ("completions", {"prompt": [[0] * MANY + [-1]]}, f"prompt.0.{MANY}", "greater than or"),
+        ("completions", {"prompt": [None] * MANY}, "prompt.0", "valid integer"),
+        ("completions", {"prompt": [[]] * MANY}, "prompt", f"{MANY} prompts"),
+        ("completions", {"prompt": "a", "stop": [0] * MANY}, "stop.0", "valid string"),
+        ("chat/completions", {"messages": [0] * MANY}, "messages.0", "valid dictionary"),
+        ("chat/completions", _message(role="user", content=[{}] * MANY),
+         "messages.1.content.0.type", "missing"),
+        ("chat/completions", _message(role="user", content=[TEXT] * 5000),
+         "messages.1.content", "at most 4096"),
+        ("chat/completions", {"messages": [{}] * 4096}, "messages.0.role", "missing"),
+        ("chat/completions", {**CHAT, **STRANGERS}, "x0", "Unknown field"),
+        ("chat/completions", _message(**STRANGERS), "messages.1.x0", "Unknown field"),
+        ("chat/completions", {**CHAT, "x" * 2_000_000: 0}, "x" * 100, "Unknown field"),
+    ],
+    ids=range(12),
+)  # fmt: skip
+async def test_one_problem_of_many_costs_little(
+    path: str, body: dict[str, Any], param: str, said: str
+) -> None:
+    raw = json.dumps({"model": "echo", **body}).encode()
+    async with (
+        serving(replace(SETTINGS, max_body_bytes=4 << 20)) as api,
+        httpx.AsyncClient(trust_env=False, timeout=60) as http,
+    ):
+        await http.get(f"{api.url}/healthz")
+        tracemalloc.start()
+        try:
+            response = await http.post(f"{api.url}/v1/{path}", content=raw)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert said in error["message"]
+    assert peak < 32 << 20
+
+
+async def test_prompt_longer_than_any_context_is_refused_with_both_numbers() -> None:
+    async with (
+        serving(replace(SETTINGS, max_body_bytes=4 << 20)) as api,
+        httpx.AsyncClient(trust_env=False, timeout=60) as http,
+    ):
+        body = {"model": "echo", "prompt": [0] * (2**20 + 1)}
+        raw = json.dumps(body, separators=(",", ":"))
+        response = await http.post(f"{api.url}/v1/completions", content=raw)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "prompt"
+    assert "1048576" in error["message"]
+    assert "1048577" in error["message"]
 
 
 @pytest.mark.parametrize(

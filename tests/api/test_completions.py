@@ -44,6 +44,28 @@ async def test_other_prompts_are_refused_by_name(shared: Shared, prompt: Any) ->
     assert error["code"] == "bad_request"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "param", "message"),
+    [
+        ([1, "a"], "prompt.1", "prompt.1: Input should be a valid integer."),
+        ([[1, -1]], "prompt.0.1", "prompt.0.1: Input should be greater than or equal to 0."),
+        ({"text": "a"}, "prompt", "prompt: Input should be a text or a list of token ids."),
+        (
+            ["a", "b"],
+            "prompt",
+            "prompt: 2 prompts in one request are not supported; send one in each.",
+        ),
+    ],
+)
+@SHARED_LOOP
+async def test_refusals_speak_of_the_form_that_the_prompt_has(
+    shared: Shared, prompt: Any, param: str, message: str
+) -> None:
+    response = await shared[1].post("/v1/completions", json={"model": "echo", "prompt": prompt})
+    error = response.json()["error"]
+    assert (error["param"], error["message"]) == (param, message)
+
+
 async def test_logprobs_streamed_equal_the_whole(http: httpx.AsyncClient) -> None:
     payload = {"model": "echo", "prompt": "ab cd", "logprobs": 2}
     whole = (await http.post("/v1/completions", json=payload)).json()["choices"][0]["logprobs"]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 import pytest
 
 from mesh.api import resumable
+from mesh.api.resumable import KeptStreams
 from mesh.clock import SystemClock
+from mesh.errors import NotFound
 from mesh.identity.api_keys import Quota, Scope
 from tests.api.conftest import Served
+from tests.simulation.virtual_loop import run_virtually
 
 
 def body(model: str, **fields: Any) -> dict[str, Any]:
@@ -120,3 +124,26 @@ async def test_only_so_many_are_under_way_and_ended_ones_make_room(
     assert refused.status_code == 429
     api.generations.proceed.set()
     await asyncio.gather(*waiting)
+
+
+def test_a_stream_is_forgotten_so_long_after_its_end() -> None:
+    async def slowly() -> AsyncGenerator[bytes, None]:
+        yield b"data: one\n\n"
+        await asyncio.sleep(3 * resumable.KEEP_S)
+        yield b"data: two\n\n"
+
+    async def main() -> None:
+        streams = KeptStreams()
+        streams.keep("owner", "s", slowly())
+        seen = [event async for event in streams.follow("owner", "s", -1)]
+        whole = [b"id: 0\ndata: one\n\n", b"id: 1\ndata: two\n\n"]
+        assert [event for event in seen if event != resumable.PING] == whole
+        await asyncio.sleep(resumable.KEEP_S - 1)
+        assert [event async for event in streams.follow("owner", "s", -1)] == whole
+        await asyncio.sleep(2)
+        with pytest.raises(NotFound):
+            await anext(streams.follow("owner", "s", -1))
+        assert not streams._kept
+        await streams.close()
+
+    run_virtually(main)

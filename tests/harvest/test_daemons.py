@@ -137,6 +137,8 @@ def test_who_gives_no_disk_is_named(own_node: StartNode, dataset: Path, tmp_path
     answer = nodes[-1].post("/mesh/v1/harvest", body)
     assert answer.status_code == 503
     assert "stingy: This node gives no disk to harvests." in answer.json()["error"]["message"]
+    huge = nodes[0].post("/mesh/v1/harvest", body | {"max_tokens": 10**30})
+    assert (huge.status_code, huge.json()["error"]["param"]) == (400, "max_tokens")
     own = nodes[0].post("/mesh/v1/harvest", body)  # what a node asks of itself
     assert own.status_code == 200
     result = own.json()

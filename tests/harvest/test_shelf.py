@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mesh.errors import BadRequest, DiskFull, MeshError
+from mesh.errors import BadRequest, DeviceFailed, DiskFull, MeshError
 from mesh.models.harvest import HarvestBatch
 from mesh.shard import recording
 from mesh.shard.recording import HarvestShelf
@@ -222,6 +222,22 @@ async def test_a_disk_that_fails_half_way_is_reported_and_nothing_is_left(
     with pytest.raises(DiskFull, match="No space left"):
         await sealed(asker)
     assert not await asyncio.to_thread(listed, files)
+
+
+async def test_a_seal_that_fails_in_a_way_nobody_foresaw_is_answered(
+    attic: Attic, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelve(attic, files, 1 << 30)
+    asker = attic.asker()
+    await asker.open(harvest=batch(4))
+    await asker.step(1, 0, rows(4))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such day")
+
+    monkeypatch.setattr(recording._ModuleFile, "finish", fail)
+    with pytest.raises(DeviceFailed, match="no such day"):
+        await sealed(asker)
 
 
 async def test_a_directory_that_cannot_be_made_is_reported(attic: Attic, files: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from mesh.errors import UnsupportedFamily
+from mesh.errors import BadCheckpoint, UnsupportedFamily
 from mesh.models.families import family_of, family_of_config
 from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import read_manifest
@@ -107,6 +107,15 @@ def test_gpt2_with_attention_scaled_by_layer_index_is_refused(
         checkpoint("gpt2", layers=3), tmp_path / "scaled", scale_attn_by_inverse_layer_idx=True
     )
     with pytest.raises(UnsupportedFamily, match="absolute index"):
+        family_of(read_manifest(directory))
+
+
+@pytest.mark.parametrize("changes", [{"num_attention_heads": 5}, {"hidden_size": None}])
+def test_config_that_its_own_class_refuses_is_a_bad_checkpoint(
+    changes: dict[str, Any], checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = _with_config(checkpoint("llama", layers=3), tmp_path / "odd", **changes)
+    with pytest.raises(BadCheckpoint, match="hidden"):
         family_of(read_manifest(directory))
 
 

@@ -182,3 +182,15 @@ def test_directory_without_a_tokenizer(checkpoint: Checkpoint, tmp_path: Path) -
     assert not manifest.has_tokenizer
     with pytest.raises(BadCheckpoint, match="No tokenizer"):
         Tokenizer.load(manifest)
+
+
+@pytest.mark.parametrize("part", ["model", "pre_tokenizer"])
+def test_tokenizer_with_a_part_of_an_unknown_kind(
+    part: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(checkpoint("llama", layers=3), tmp_path / "strange")
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content[part] = {"type": "Strange"}
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(BadCheckpoint, match="No tokenizer"):
+        Tokenizer.load(read_manifest(directory))

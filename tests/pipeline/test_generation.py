@@ -6,10 +6,13 @@ import asyncio
 
 import pytest
 
-from mesh.errors import BadRequest, ContextTooLong, NoRoute
+from mesh.clock import SystemClock
+from mesh.errors import BadRequest, ContextTooLong, NoRoute, SessionGone
 from mesh.pipeline.frames import decode_frame, encode_frame
 from mesh.pipeline.orchestrator import PipelineOrchestrator
+from mesh.pipeline.oversight import Oversight
 from mesh.pipeline.station import STEPS_UNDER_WAY
+from mesh.routing.cover import key_of
 from mesh.types import (
     Done,
     GenerationRequest,
@@ -19,7 +22,7 @@ from mesh.types import (
     StreamFrame,
     TokenDelta,
 )
-from mesh.wire.messages import Step
+from mesh.wire.messages import Failure, Step
 from tests.health.watched import tokens_of, watched
 from tests.pipeline.toy_mesh import (
     MODEL,
@@ -153,6 +156,24 @@ async def test_a_kept_session_that_a_hop_forgot_is_prefilled_afresh() -> None:
     assert not first.sessions
 
 
+async def test_a_hop_that_says_it_forgot_a_kept_session_is_not_waited_for_nor_blamed() -> None:
+    network, (first, _) = network_of("0-3", "4-7")
+    oversight = Oversight(SystemClock(), ceiling_s=30.0)
+    orchestrator, sessions = toy_orchestrator(network, oversight)
+    answer = tokens_of(await frames_of(orchestrator, toy_request(PROMPT, 5)))
+    await asyncio.sleep(0.01)
+    ((_, number),) = first.sessions
+    first.sessions.clear()
+    gone = SessionGone("gone.", fix="Replay.")
+    first.far_ends[-1].send(Failure(gone.to_dict(), number))
+    await asyncio.sleep(0.01)
+    follow_up = [*PROMPT, *answer, 33]
+    frames = await frames_of(orchestrator, toy_request(follow_up, 5, "r2"))
+    assert tokens_of(frames) == expected_tokens(follow_up, 5)
+    assert oversight.standings.penalty(key_of(first.descriptor)) == 0
+    await sessions.close()
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("at_step", [1, 2, 5, 12])
 async def test_a_lost_hop_is_replaced_and_the_tokens_stay_the_same(
@@ -247,6 +268,24 @@ async def test_a_hop_that_failed_is_left_alone_for_the_request_unless_nobody_els
     assert order == sorted(order), "each was used once, and the first again when all had failed"
     assert isinstance(frames[-1], Done)
     assert frames[-1].failovers == 3
+    await sessions.close()
+
+
+async def test_hosts_that_stop_together_do_not_hand_a_generation_back_and_forth() -> None:
+    network, (_, second) = network_of("0-3", "4-7")
+    other = network.add("4-7", name="z")
+    orchestrator, sessions = toy_orchestrator(network)
+    await sessions._lines.line(other.descriptor.host, other.descriptor.endpoint)
+    frames: list[StreamFrame] = []
+    async for frame in orchestrator.chat(toy_request(PROMPT, 12)):
+        frames.append(frame)
+        assert kinds_of(frames).count("shard_failover") <= 1
+        if len(frames) == 3:
+            second.drain()
+            other.drain()
+            await asyncio.sleep(0.01)
+    assert tokens_of(frames) == expected_tokens(PROMPT, 12)
+    assert kinds_of(frames) == ["shard_status", "shard_failover", "done"]
     await sessions.close()
 
 
@@ -362,6 +401,19 @@ async def test_what_cannot_fit_is_refused_with_both_numbers(
     if error is ContextTooLong:
         assert str(len(prompt)) in str(raised.value)
         assert "4096" in str(raised.value)
+    await sessions.close()
+
+
+async def test_what_no_cache_holds_is_the_request_s_fault_and_what_one_holds_goes_there() -> None:
+    network, (small,) = network_of("0-7")
+    small.kv_tokens = 20
+    orchestrator, sessions = toy_orchestrator(network)
+    with pytest.raises(ContextTooLong, match="26 of 20"):
+        await frames_of(orchestrator, toy_request([1] * 20, 6))
+    network.add("0-7", name="z-large")
+    frames = await frames_of(orchestrator, toy_request([1] * 20, 6))
+    assert tokens_of(frames) == expected_tokens([1] * 20, 6)
+    assert not small.steps
     await sessions.close()
 
 

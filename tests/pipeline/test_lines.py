@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from mesh.pipeline.lines import Lines
+from mesh.wire.link import Link, LinkHandler
 from tests.pipeline.toy_mesh import ToyNetwork
 
 
@@ -17,4 +20,25 @@ async def test_a_host_that_starts_again_and_again_leaves_no_closed_lines_behind(
     last = network.add("0-7", name="restless")
     kept = await lines.line(last.descriptor.host, last.descriptor.endpoint)
     assert list(lines._lines.values()) == [kept]
+    await lines.close()
+
+
+async def test_who_gives_up_waiting_for_a_dial_does_not_end_it_for_the_others() -> None:
+    network = ToyNetwork()
+    place = network.add("0-7").descriptor
+    answering = asyncio.Event()
+
+    async def dial(host: str, port: int, handler: LinkHandler) -> Link:
+        await answering.wait()
+        return await network.dial(host, port, handler)
+
+    lines = Lines(dial)
+    first, second = (asyncio.create_task(lines.line(place.host, place.endpoint)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    answering.set()
+    await asyncio.wait([second])
+    assert not second.cancelled()
+    assert not second.result().is_closed
     await lines.close()

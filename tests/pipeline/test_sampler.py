@@ -55,6 +55,19 @@ def test_greedy_with_repetition_penalty_equals_generate(model: LlamaForCausalLM)
     assert mine != plain
 
 
+@pytest.mark.parametrize("temperature", [9e-6, 1e-38, 1e-45, 5e-324])
+def test_next_to_no_temperature_is_greedy(model: LlamaForCausalLM, temperature: float) -> None:
+    drawn = ours(model, SamplingParams(temperature=temperature), 24)
+    assert drawn == ours(model, SamplingParams(), 24)
+
+
+@pytest.mark.parametrize("penalty", [0.01, 10.0])
+def test_the_least_temperature_draws_with_every_allowed_penalty(penalty: float) -> None:
+    params = SamplingParams(temperature=1e-5, repetition_penalty=penalty)
+    logits = torch.linspace(-1000, 1000, 128)
+    assert Sampler(params, list(range(128))).choose(logits) == 127
+
+
 @pytest.mark.parametrize(
     "settings",
     [

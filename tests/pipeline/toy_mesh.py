@@ -14,7 +14,14 @@ from datetime import UTC, datetime
 import torch
 
 from mesh.clock import SystemClock
-from mesh.errors import BadRequest, Busy, ConnectFailed, MeshError, SessionGone
+from mesh.errors import (
+    BadRequest,
+    Busy,
+    ConnectFailed,
+    ContextTooLong,
+    MeshError,
+    SessionGone,
+)
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.opening import Patience
@@ -97,7 +104,8 @@ class ToyShard:
     """A shard host that answers at once. `before_step` may raise or return False to stay silent.
 
     `answer` turns what was computed into what is sent, `reply` sends it, now or later. A session is
-    open `opens_after_s` seconds after it was asked for; `is_loading` says meanwhile that it loads.
+    open `opens_after_s` seconds after it was asked for; `is_loading` says meanwhile that it loads;
+    one of more than `kv_tokens` is refused.
     """
 
     def __init__(self, network: ToyNetwork, descriptor: ShardDescriptor) -> None:
@@ -115,6 +123,7 @@ class ToyShard:
         self.reply: Callable[[MemoryLink, Result], None] = lambda link, result: link.send(result)
         self.opens_after_s = 0.0
         self.is_loading = False
+        self.kv_tokens = 1 << 20
         self.is_advertised = True
         self.links: list[MemoryLink] = []
         self.far_ends: list[MemoryLink] = []
@@ -150,6 +159,10 @@ class ToyDoor:
             if self._shard.open_streams() >= self._shard.descriptor.max_concurrent_streams:
                 self._fail(key[1], Busy("full.", fix="Elsewhere."))
                 return
+            if message.max_tokens > self._shard.kv_tokens:
+                here = f"{message.max_tokens} of {self._shard.kv_tokens}."
+                self._fail(key[1], ContextTooLong(here, fix="Ask for less."))
+                return
             sessions[key] = ToySession(LayerRange(message.start, message.stop))
             self._open(message)
         elif isinstance(message, Resume):
@@ -157,7 +170,7 @@ class ToyDoor:
                 self._fail(key[1], SessionGone("gone.", fix="Replay."))
                 return
             sessions[key].parked = False
-            self._link.send(Opened(message.session, message.max_tokens))
+            self._open(message)
         elif isinstance(message, Park):
             sessions[key].parked = True
         elif isinstance(message, Close):
@@ -169,7 +182,7 @@ class ToyDoor:
         for key in [key for key in self._shard.sessions if key[0] == self._number]:
             del self._shard.sessions[key]
 
-    def _open(self, request: Open) -> None:
+    def _open(self, request: Open | Resume) -> None:
         opened = Opened(request.session, request.max_tokens)
         if self._shard.is_loading:
             self._link.send(Loading(request.session))

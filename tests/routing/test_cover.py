@@ -24,6 +24,8 @@ from mesh.types import (
     LayerRange,
     ModelId,
     NodeId,
+    Pipeline,
+    RouteHop,
     ShardDescriptor,
     shard_id,
 )
@@ -41,12 +43,14 @@ def shard(
     weights: str = "a" * 64,
     is_self: bool = False,
     hop_weight: float = 1.0,
+    dtype: str = "fp32",
+    kernels: str = "cpu",
 ) -> Candidate:
     span = LayerRange.parse(layers)
     name = node or f"node-{layers}"
     descriptor = ShardDescriptor(
         shard_id(MODEL, span), MODEL, weights, span, 16, 100, 4, NodeId(name), name,
-        Endpoint("wss://127.0.0.1:1"), "fp32", "cpu", datetime.now(UTC),
+        Endpoint("wss://127.0.0.1:1"), dtype, f"{kernels}/{dtype}", datetime.now(UTC),
     )  # fmt: skip
     return Candidate(descriptor, queue, streams, hop_weight, is_self)
 
@@ -120,7 +124,7 @@ class Known:
         return [s for s in self._shards if s.descriptor.model_id == model_id]
 
 
-def pick(router: ShardRouter, weights: str = "a" * 64) -> tuple[object, ...]:
+def pick(router: ShardRouter, weights: str = "a" * 64) -> tuple[RouteHop, ...]:
     return router.pick(MODEL, weights, 16, pipeline_id="p", now=datetime.now(UTC)).hops
 
 
@@ -152,6 +156,27 @@ def test_a_lost_hop_may_be_replaced_by_two() -> None:
     pipeline = router.pick(MODEL, "a" * 64, 16, pipeline_id="p", now=datetime.now(UTC))
     hops = router.repick(pipeline, 1, {key_of(shards[1].descriptor)})
     assert layers_of(hops) == ["8-11", "12-15"]
+
+
+def test_a_lost_hop_is_replaced_by_one_that_computes_as_it_did_if_it_is_in_good_standing() -> None:
+    first, lost = shard("0-7"), shard("8-15", "lost", kernels="gpu")
+    spares = [
+        shard("8-15", "other-format", dtype="bf16", kernels="gpu"),
+        shard("8-15", "other-kernels", queue=2),
+        shard("8-15", "same", queue=4, kernels="gpu"),
+        replace(shard("8-15", "failed", kernels="gpu"), penalty=1),
+    ]
+    router = ShardRouter(Known(first, lost, *spares), RULES)
+    pipeline = Pipeline(
+        "p", MODEL, "a" * 64, 16, pick(ShardRouter(Known(first, lost), RULES)), datetime.now(UTC)
+    )
+    exclude, order = {key_of(lost.descriptor)}, []
+    for _ in spares:
+        (hop,) = router.repick(pipeline, 1, exclude)
+        exclude.add(key_of(hop.shard))
+        order.append(hop.shard.node_name)
+    assert order == ["same", "other-kernels", "other-format", "failed"]
+    assert nodes_of(pick(router)) == ["node-0-7", "lost"], "the first pick takes the shortest queue"
 
 
 @st.composite

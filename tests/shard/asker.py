@@ -64,7 +64,7 @@ def descriptor(layers: LayerRange = WHOLE, sha: str = SHA) -> ShardDescriptor:
 class CountedLoader:
     """Loads the toy runtime and counts how often."""
 
-    def __init__(self, error: MeshError | None = None) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.loads = 0
         self.error = error
 

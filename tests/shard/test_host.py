@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mesh.errors import ConnectFailed
+from mesh.errors import BadCheckpoint, ConnectFailed, DeviceFailed, MeshError
 from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.shard.runtime import SpanRuntime
 from mesh.supervise import Child
@@ -144,6 +147,35 @@ async def test_a_shard_that_is_wanted_at_home_while_it_loads_is_served_all_the_s
             assert host.shards == {ours.descriptor.shard_id: ours}
             assert not host.private
             assert not host.failed
+    finally:
+        await host.stop()
+
+
+BROKEN: dict[str, tuple[dict[str, Any], type[MeshError]]] = {
+    "refused by its own class": ({"num_attention_heads": 5}, BadCheckpoint),
+    "divides by nothing": ({"num_key_value_heads": 0}, DeviceFailed),
+    "has an activation nobody knows": ({"hidden_act": "zzz"}, DeviceFailed),
+}
+
+
+@pytest.mark.parametrize("why", BROKEN)
+async def test_a_model_that_cannot_be_loaded_leaves_the_others_served(
+    served: tuple[dict[str, Any], SpanRuntime], why: str, tmp_path: Path
+) -> None:
+    changes, kind = BROKEN[why]
+    shard, _ = served
+    broken = await asyncio.to_thread(shutil.copytree, shard["directory"], tmp_path / "broken")
+    config = json.loads((broken / "config.json").read_text()) | changes
+    (broken / "config.json").write_text(json.dumps(config))
+    shards = ({**shard, "directory": str(broken), "model_id": "broken"}, shard)
+    host = ShardHost(HostSpec(secure.start_command(None), shards), lambda: None)
+    host.start()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            with pytest.raises(kind):
+                await host.wait_settled()
+        assert list(host.shards) == ["toy:1-3"]
+        assert list(host.failed) == ["broken:1-3"]
     finally:
         await host.stop()
 

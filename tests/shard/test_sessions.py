@@ -12,6 +12,7 @@ from mesh.errors import (
     Busy,
     CacheFull,
     ContextTooLong,
+    DeviceFailed,
     MeshError,
     NoRoute,
     SessionGone,
@@ -57,7 +58,7 @@ async def test_streams_are_limited_while_the_weights_are_loading() -> None:
         ({"stop": 5}, NoRoute),
         ({"start": 3, "stop": 3}, BadRequest),
         ({"max_tokens": 0}, BadRequest),
-        ({"max_tokens": 10**6}, CacheFull),
+        ({"max_tokens": 10**6}, ContextTooLong),
     ],
 )
 async def test_a_session_that_cannot_be_is_refused(
@@ -235,6 +236,21 @@ async def test_a_failed_load_is_the_opener_s_error_and_takes_no_stream() -> None
     await attic.asker().open()
     await attic.server.evict()
     attic.queue.close()
+
+
+async def test_a_reload_that_fails_in_a_way_nobody_foresaw_is_answered() -> None:
+    async with Attic(eviction_idle_s=0.01) as attic:
+        asker = attic.asker()
+        await asker.open()
+        asker.close()
+        await settled(lambda: not attic.server.load_now().loaded)
+        attic.loader.error = RuntimeError("the bus fell off")
+        with pytest.raises(DeviceFailed, match="RuntimeError: the bus fell off"):
+            await asker.open(2)
+        assert asker.told_to_wait == [2]
+        assert (await attic.server.health()).active_streams == 0
+        attic.loader.error = None
+        await asker.open(2)
 
 
 async def test_a_link_that_closes_while_loading_leaves_nothing_behind() -> None:

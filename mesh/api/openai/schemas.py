@@ -9,8 +9,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
+from mesh.api.bodies import Strict
 from mesh.errors import BadRequest
 from mesh.types import GenerationRequest, ModelId, SamplingParams, Steer, WireDtype
 
@@ -19,10 +27,11 @@ MAX_EDITS = 16
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default length of `/v1/completions`."""
 _MAX_STOPS = 16
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+_MAX_MESSAGES = 4096
+_MAX_PARTS = 4096
+_MAX_PROMPT_IDS = 2**20
+"""Above the context of every model that could run here; a model's own limit is checked later."""
+_INT32 = 2**31
 
 
 def _only(*accepted: object) -> BeforeValidator:
@@ -44,27 +53,27 @@ Refused = Annotated[None, _only()]
 Hint = Any
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """What a stream carries besides the text."""
 
     include_usage: bool | None = None
     include_obfuscation: Annotated[None, _only(False)] = None
 
 
-class SteerChoice(_Strict):
+class SteerChoice(Strict):
     """A published steering edit, and how much of it."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     strength: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
 
 
-class Extension(_Strict):
+class Extension(Strict):
     """What is hearthnet's own, in one object that other servers are not sent by accident."""
 
-    steer: Annotated[list[SteerChoice], Field(max_length=MAX_EDITS)] = []
+    steer: list[SteerChoice] = Field(default=[], max_length=MAX_EDITS)
 
 
-class _SamplingBody(_Strict):
+class _SamplingBody(Strict):
     """What both endpoints share. The defaults are OpenAI's: `temperature` is 1 when absent."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
@@ -72,13 +81,14 @@ class _SamplingBody(_Strict):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: str | list[str] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=_INT32)] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     # hearthnet's own
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=_INT32)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    # A logit divided by far less than the least allowed is infinite, and no chance is left to draw.
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     ignore_eos: bool | None = None
     resumable: bool | None = None
     wire_dtype: Literal["fp16", "bf16", "fp32"] | None = None
@@ -132,18 +142,20 @@ class _SamplingBody(_Strict):
         return None if self.wire_dtype is None else WireDtype(self.wire_dtype)
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     """A piece of a message's content; only text has a meaning here."""
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     """One turn. What OpenAI's own answers carry besides the text is taken while it is empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] | None = None
+    content: (
+        str | Annotated[list[TextPart], Field(max_length=_MAX_PARTS, fail_fast=True)] | None
+    ) = None
     name: Hint = None
     refusal: Refused = None
     audio: Refused = None
@@ -167,8 +179,10 @@ class ChatMessage(_Strict):
 class ChatBody(_SamplingBody):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)
+    ]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=_INT32)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # OpenAI's, not here
@@ -211,13 +225,44 @@ class ChatBody(_SamplingBody):
         )
 
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=_INT32)]], Field(max_length=_MAX_PROMPT_IDS, fail_fast=True)
+]
+
+
+def _one_prompt(value: Any) -> Any:
+    if _form(value) in ("texts", "lists") and len(value) > 1:
+        raise ValueError(f"{len(value)} prompts in one request are not supported; send one in each")
+    return value
+
+
+def _form(value: Any) -> str | None:
+    """Which form of a prompt its first element makes it."""
+    if not isinstance(value, list):
+        return "text" if isinstance(value, str) else None
+    first = value[0] if value else None
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+
+
+# Not a plain union: that validates a long list, and reports on it, once for every form.
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[str], Tag("texts")]
+    | Annotated[list[TokenIds], Tag("lists")],
+    Discriminator(
+        _form,
+        custom_error_type="prompt_form",
+        custom_error_message="Input should be a text or a list of token ids",
+    ),
+    BeforeValidator(_one_prompt),
+]
 
 
 class CompletionBody(_SamplingBody):
     """The body of `POST /v1/completions`: `prompt` is one text or one list of token ids."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # OpenAI's, not here
     best_of: Annotated[None, _only(1)] = None
@@ -225,16 +270,10 @@ class CompletionBody(_SamplingBody):
     suffix: Refused = None
 
     def to_request(self, request_id: str) -> GenerationRequest:
-        """The generation this body asks for. Raises BadRequest unless it has exactly one prompt."""
+        """The generation this body asks for. Raises BadRequest when its prompt is empty."""
         prompt: Any = self.prompt
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            if len(prompt) > 1:
-                raise BadRequest(
-                    f"prompt: {len(prompt)} prompts in one request are not supported.",
-                    fix="Send one request for each prompt.",
-                    param="prompt",
-                )
-            prompt = prompt[0]
+        if _form(prompt) in ("texts", "lists"):
+            (prompt,) = prompt
         if not prompt:
             raise BadRequest("prompt: it is empty.", fix="Send some text.", param="prompt")
         is_text = isinstance(prompt, str)

@@ -1,0 +1,113 @@
+"""A check waits for its judge; meanwhile the session it is about goes back, ends, or goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from mesh.health.standing import LIED
+from mesh.pipeline.chain import Chain
+from mesh.pipeline.station import SessionTerms
+from mesh.types import WireDtype
+from tests.health.test_spot_checks import halves, lie, told
+from tests.health.watched import ASKER, PROMPT, Watched, tokens_of, watched
+from tests.pipeline.toy_mesh import MODEL, TOTAL_LAYERS, WEIGHTS, ToyShard, encode, expected_tokens
+from tests.simulation.virtual_loop import run_virtually
+
+LOAD_S = 5.0
+
+
+def judged_by(*judges: str, body: Callable[[Watched, list[ToyShard]], Awaitable[None]]) -> None:
+    """Virtual time, every step of `a` checked by hosts that take a while to open a session."""
+
+    async def main() -> None:
+        network, shards = halves("a", *judges)
+        for judge in shards[1:]:
+            judge.opens_after_s, judge.is_loading = LOAD_S, True
+        with watched(network, probability=1.0, allow_self_as_first=True) as mesh:
+            await body(mesh, shards)
+            await mesh.engine.close()
+
+    run_virtually(main)
+
+
+@asynccontextmanager
+async def live(mesh: Watched) -> AsyncIterator[Chain]:
+    """A session that ends with the block."""
+    terms = SessionTerms(MODEL, WEIGHTS, 64, WireDtype.FP32)
+    session = await mesh.engine.sessions.open_fresh(terms, TOTAL_LAYERS)
+    yield session.chain
+    mesh.engine.sessions.release(session, keep=False)
+
+
+async def pass_through(chain: Chain, first: int, count: int, value: int) -> None:
+    chain.feed(encode([[value + row, 2, 3, 4] for row in range(count)]))
+    await chain.output(first + count)
+
+
+@pytest.mark.parametrize("judges", [(ASKER,), ("b", "c")], ids=["home", "others"])
+def test_a_follow_up_that_takes_the_session_back_accuses_nobody(judges: tuple[str, ...]) -> None:
+    async def body(mesh: Watched, shards: list[ToyShard]) -> None:
+        answer = tokens_of(await mesh.ask(6))
+        assert mesh.engine.auditor._tasks, "the check waits for its judge"
+        edited = [*PROMPT, *answer[:3], 90, 91]
+        frames = await mesh.ask(6, prompt=edited, name="r2")
+        assert tokens_of(frames) == expected_tokens(edited, 6)
+        await mesh.idle()
+        assert told(mesh) == []
+        assert [mesh.standing(shard) for shard in shards] == [0] * len(shards)
+        assert set(mesh.checks(shards[0])) == {"agreed"}
+
+    judged_by(*judges, body=body)
+
+
+def test_a_cut_while_the_judges_session_is_resumed_makes_it_go_back_too() -> None:
+    async def body(mesh: Watched, shards: list[ToyShard]) -> None:
+        async with live(mesh) as chain:
+            await pass_through(chain, 0, 6, value=10)
+            await mesh.idle()
+            await pass_through(chain, 6, 1, value=20)
+            assert mesh.engine.auditor._tasks
+            chain.cut(2)
+            await pass_through(chain, 2, 8, value=40)
+            await mesh.idle()
+            assert told(mesh) == []
+            assert mesh.checks(shards[0]) == {"agreed": 2}
+
+    judged_by("b", body=body)
+
+
+def test_a_check_of_what_was_taken_back_altogether_ends() -> None:
+    async def body(mesh: Watched, shards: list[ToyShard]) -> None:
+        async with live(mesh) as chain:
+            await pass_through(chain, 0, 6, value=10)
+            chain.cut(0)
+            await mesh.idle()
+            assert mesh.checks(shards[0]) == {"unchecked": 1}
+            assert not shards[1].sessions
+            await pass_through(chain, 0, 6, value=20)
+            await mesh.idle()
+            assert mesh.checks(shards[0])["agreed"] == 1
+
+    judged_by("b", body=body)
+
+
+def test_a_third_one_judges_by_what_was_asked_before_a_cut() -> None:
+    async def body(mesh: Watched, shards: list[ToyShard]) -> None:
+        liar, *judges = shards
+        liar.answer = lie
+        async with live(mesh) as chain:
+            await pass_through(chain, 0, 6, value=10)
+            await asyncio.sleep(1.5 * LOAD_S)
+            assert sorted(bool(judge.steps) for judge in judges) == [False, True]
+            chain.cut(2)
+            liar.answer = lambda step, computed: computed
+            await pass_through(chain, 2, 8, value=40)
+            await mesh.idle()
+            assert [event["type"] for event in told(mesh)] == ["shard_lied"]
+            assert mesh.standing(liar) == LIED
+
+    judged_by("b", "c", body=body)

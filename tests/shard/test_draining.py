@@ -1,0 +1,39 @@
+"""A shard process that drains is the only one of its node until it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from mesh.errors import Busy
+from mesh.models.builtin import checkpoint_dir
+from mesh.shard.hosting import HostSpec, ShardHost
+from tests import secure
+
+
+async def test_going_home_while_the_node_drains_starts_no_second_process() -> None:
+    host = ShardHost(HostSpec(secure.start_command(None), ()), lambda: None)
+    host.start()
+    async with asyncio.timeout(60):
+        await host._listening.wait()
+    first = host._child
+    assert first is not None
+    os.kill(first.pid, signal.SIGSTOP)  # as one whose sessions have not ended yet
+    draining = asyncio.create_task(host.drain(30.0))
+    await asyncio.sleep(0)
+    try:
+        home = {"directory": str(checkpoint_dir()), "model_id": "builtin", "layers": "0-3"}
+        with pytest.raises(Busy, match="stopping"):
+            async with asyncio.timeout(10):
+                await host.ensure(home)
+        assert host._child is first
+        assert not draining.done()
+        os.kill(first.pid, signal.SIGCONT)
+        async with asyncio.timeout(20):
+            await draining
+    finally:
+        first.kill()
+        await host.stop()
