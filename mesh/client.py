@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
@@ -18,7 +19,15 @@ from urllib.parse import quote
 import httpx
 
 from mesh.config import is_loopback
-from mesh.errors import InternalError, LinkLost, MeshError, NotRunning, from_dict
+from mesh.errors import (
+    BadRequest,
+    BadValue,
+    InternalError,
+    LinkLost,
+    MeshError,
+    NotRunning,
+    from_dict,
+)
 from mesh.paths import StatePaths
 from mesh.runtime import read_daemon
 
@@ -27,6 +36,7 @@ _READ_S = 60.0
 """Longer than the server's pause between keep-alive comments."""
 _HARVEST_S = 1000.0
 """Longer than the daemon waits for a batch."""
+_JSON = {"Content-Type": "application/json"}
 
 
 class Client:
@@ -37,14 +47,16 @@ class Client:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        """Raises BadValue for what is no URL."""
         self.url = url.rstrip("/")
+        host = _parsed(self.url).host
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # Proxies of the environment must not see what stays on this machine.
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=headers,
             timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
-            trust_env=not is_loopback(httpx.URL(self.url).host),
+            trust_env=not is_loopback(host),
         )
 
     async def __aenter__(self) -> Self:
@@ -82,7 +94,8 @@ class Client:
 
     async def kill_job(self, job_id: str) -> dict[str, Any]:
         """`POST /mesh/v1/jobs/ID/kill`: end a job now."""
-        return await self._post(f"/mesh/v1/jobs/{quote(job_id, safe='')}/kill", {})
+        quoted = quote(job_id, safe="", errors="surrogateescape")
+        return await self._post(f"/mesh/v1/jobs/{quoted}/kill", {})
 
     async def privacy(self) -> dict[str, Any]:
         """`GET /mesh/v1/privacy`: who can see what of prompts and answers."""
@@ -154,7 +167,7 @@ class Client:
             raise self._lost(error) from error
         if response.status_code not in {200, 503}:
             raise _reported(response.content)
-        missing: list[str] = response.json()["missing"]
+        missing: list[str] = _object(response.content)["missing"]
         return missing
 
     def chat(
@@ -184,11 +197,13 @@ class Client:
         self, path: str, body: dict[str, Any]
     ) -> AsyncGenerator[dict[str, Any], None]:
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        async with aclosing(self._stream("POST", path, json={**body, **options})) as stream:
+        content = _encoded({**body, **options})
+        stream = self._stream("POST", path, content=content, headers=_JSON)
+        async with aclosing(stream):
             async for data in stream:
                 if data == "[DONE]":
                     return
-                chunk = json.loads(data)
+                chunk = _object(data)
                 if "error" in chunk:
                     raise from_dict(chunk["error"])
                 yield chunk
@@ -201,21 +216,20 @@ class Client:
             raise self._lost(error) from error
         if response.is_error:
             raise _reported(response.content)
-        found: dict[str, Any] = response.json()
-        return found
+        return _object(response.content)
 
     async def _post(
         self, path: str, body: dict[str, Any], *, timeout_s: float = _READ_S
     ) -> dict[str, Any]:
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
+        content = _encoded(body)
         try:
-            response = await self._http.post(path, json=body, timeout=timeout)
+            response = await self._http.post(path, content=content, headers=_JSON, timeout=timeout)
         except httpx.TransportError as error:
             raise self._lost(error) from error
         if response.is_error:
             raise _reported(response.content)
-        found: dict[str, Any] = response.json()
-        return found
+        return _object(response.content)
 
     async def _stream(self, method: str, path: str, **options: Any) -> AsyncGenerator[str, None]:
         """The data of each server-sent event."""
@@ -262,11 +276,49 @@ def not_running(message: str) -> NotRunning:
     )
 
 
+def _parsed(url: str) -> httpx.URL:
+    try:
+        parsed = httpx.URL(url)
+        why = "there is no such port" if (parsed.port or 0) >= 1 << 16 else ""
+    except (httpx.InvalidURL, UnicodeError) as error:
+        why = str(error)
+    if why:
+        raise BadValue(
+            f"{url} is no URL: {why}.", fix="Name the daemon as http://HOST:PORT.", param="host"
+        )
+    return parsed
+
+
+def _encoded(body: dict[str, Any]) -> bytes:
+    """A request's body. Raises BadRequest for what JSON in UTF-8 cannot say."""
+    for name, value in body.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadRequest(f"{name} is {value}.", fix="Give a finite number.", param=name)
+    try:
+        return json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise BadRequest(
+            "The request holds bytes that are not UTF-8 text.",
+            fix="Convert them first, for instance with `iconv -f LATIN1 -t UTF-8`.",
+        ) from None
+
+
+def _object(answer: bytes | str) -> dict[str, Any]:
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise _not_a_daemon()
+    return found
+
+
 def _reported(body: bytes) -> MeshError:
     try:
-        fields = json.loads(body)["error"]
-        return from_dict(fields)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return InternalError(
-            "What answers there is not a hearthnet daemon.", fix="Check the address."
-        )
+        return from_dict(_object(body)["error"])
+    except (KeyError, AttributeError):
+        return _not_a_daemon()
+
+
+def _not_a_daemon() -> InternalError:
+    return InternalError("What answers there is not a hearthnet daemon.", fix="Check the address.")

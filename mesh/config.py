@@ -43,9 +43,10 @@ from mesh.sections import (
 from mesh.types import LayerRange
 
 ENV_PREFIX = "HEARTHNET_"
+CONFIG_VARIABLE = "HEARTHNET_CONFIG"
 _NESTED = "__"
 # Not settings of a node: which file to read, and which daemon the client verbs ask.
-_CLIENT_VARIABLES = frozenset({"HEARTHNET_CONFIG", "HEARTHNET_HOST"})
+_CLIENT_VARIABLES = frozenset({CONFIG_VARIABLE, "HEARTHNET_HOST"})
 
 
 def _host_name() -> str:
@@ -261,7 +262,7 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def _config_file(file: Path | None) -> Path | None:
-    named = file or os.environ.get("HEARTHNET_CONFIG")
+    named = file or os.environ.get(CONFIG_VARIABLE)
     if named:
         named = Path(named).expanduser()
         if not named.is_file():

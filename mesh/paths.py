@@ -12,6 +12,8 @@ from pathlib import Path
 
 import platformdirs
 
+from mesh.errors import BadValue
+
 _APP = "hearthnet"
 
 
@@ -97,8 +99,15 @@ class StatePaths:
         return self.logs_dir / "daemon.log"
 
     def create(self) -> StatePaths:
-        """Make the directories, readable by their owner only; returns self. Raises OSError."""
+        """Make the directories, readable by their owner only; returns self. Raises BadValue."""
         for directory in (self.root, self.logs_dir, self.events_dir):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            directory.chmod(0o700)
+            try:
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                directory.chmod(0o700)
+            except OSError as error:
+                raise BadValue(
+                    f"{directory} cannot be made a directory of this node: {error.strerror}.",
+                    fix="Name a --state-dir that you may write to.",
+                    param="state_dir",
+                ) from error
         return self

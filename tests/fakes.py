@@ -275,9 +275,10 @@ class ScriptedView:
 
     def models(self) -> list[dict[str, Any]]:
         whole = {"total_layers": 12, "context": 2048, "nodes": ["attic", "here"], "local": False}
+        half = "missing layers 8-11"
         return [
-            {"id": "echo", "runnable": True, "missing": [], **whole},
-            {"id": "org/half", "runnable": False, "missing": ["8-11"], **whole},
+            {"id": "echo", "runnable": True, "missing": [], "reason": None, **whole},
+            {"id": "org/half", "runnable": False, "missing": ["8-11"], "reason": half, **whole},
         ]
 
     def privacy(self) -> dict[str, Any]:

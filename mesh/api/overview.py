@@ -19,7 +19,7 @@ from mesh.models.local import LocalModel
 from mesh.pipeline.asker import AskerProcess
 from mesh.routing.cover import Candidate, missing_layers
 from mesh.shard.hosting import ShardHost
-from mesh.types import LayerRange, ModelId, NodeId
+from mesh.types import LayerRange, ModelId, NodeId, shard_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ class Overview:
                     # Without its embedding and head this node cannot ask for it.
                     "runnable": False,
                     "missing": missing,
+                    "reason": _lacks(missing) or "not held here (--model)",
                     "context": None,
                     "nodes": _nodes(view.shards),
                     "local": False,
@@ -113,17 +114,15 @@ class Overview:
     def readiness(self) -> list[str]:
         """See `mesh.api.services.MeshView`."""
         parts = self._parts
-        lacking = []
-        for model_id, asker in parts.askers.items():
-            if asker.error is not None:
-                lacking.append(f"the ends of {model_id} did not load: {asker.error}")
-            elif not asker.is_ready:
-                lacking.append(f"the ends of {model_id} are loading")
-        lacking += [f"{name} did not load: {why}" for name, why in parts.host.failed.items()]
+        lacking = self._not_loaded()
+        lacking += [
+            f"the ends of {model_id} are loading"
+            for model_id, asker in parts.askers.items()
+            if asker.error is None and not asker.is_ready
+        ]
         lacking += [
             f"{name} is loading" for name in parts.host.wanted() if not parts.host.knows(name)
         ]
-        lacking += parts.lacking()
         for row in self.models():
             if row["local"] and row["missing"]:
                 lacking.append(f"no node serves layers {', '.join(row['missing'])} of {row['id']}")
@@ -158,13 +157,14 @@ class Overview:
     def _local_model(self, model: LocalModel) -> dict[str, Any]:
         shards = self._parts.store.shards(model.model_id, model.weights_sha256)
         missing = _missing(shards, model.total_layers)
-        asker = self._parts.askers.get(model.model_id)
+        reason = self._why_not(model, missing)
         conflicts = self._parts.store.conflicts(model.model_id)
         return {
             "id": model.model_id,
             "total_layers": model.total_layers,
-            "runnable": not missing and asker is not None and asker.is_ready,
+            "runnable": reason is None,
             "missing": missing,
+            "reason": reason,
             "context": model.context,
             "nodes": _nodes(shards),
             "local": True,
@@ -172,6 +172,28 @@ class Overview:
             "other_weights": sorted(set(conflicts) - {model.weights_sha256}),
             "directory": model.directory,
         }
+
+    def _why_not(self, model: LocalModel, missing: Sequence[str]) -> str | None:
+        """Why a model whose files are here cannot be asked now; None when it can."""
+        host = self._parts.host
+        asker = self._parts.askers.get(model.model_id)
+        if asker is not None and asker.error is not None:
+            return f"failed: {asker.error.message}"
+        own = shard_id(model.model_id, model.layers) if model.layers is not None else None
+        if missing and own in host.failed:
+            return f"{_lacks(missing)}; failed: {host.failed[own].message}"
+        is_coming = own in host.wanted() and not host.knows(own)
+        if asker is None or not asker.is_ready or (missing and is_coming):
+            return "loading"
+        return _lacks(missing)
+
+    def _not_loaded(self) -> list[str]:
+        """What this machine is to hold and does not, with the reason where one is known."""
+        parts = self._parts
+        ends = [(f"the ends of {name}", asker.error) for name, asker in parts.askers.items()]
+        tried = [*ends, *parts.host.failed.items()]
+        said = [f"{what} did not load: {why}" for what, why in tried if why is not None]
+        return said + parts.lacking()
 
     def _local_shards(self) -> list[dict[str, Any]]:
         return [
@@ -189,7 +211,7 @@ class Overview:
             reasons += [f"{hosted.descriptor.shard_id}: {r}" for r in hosted.facts["reasons"]]
         for model_id, asker in parts.askers.items():
             reasons += [f"ends of {model_id}: {reason}" for reason in asker.reasons]
-        return reasons
+        return reasons + self._not_loaded()
 
 
 def _shard(shard: Advertisement) -> dict[str, Any]:
@@ -211,6 +233,10 @@ def _shard(shard: Advertisement) -> dict[str, Any]:
 def _missing(shards: Sequence[Advertisement], total_layers: int) -> list[str]:
     candidates = [Candidate(shard.descriptor, 0, 1) for shard in shards]
     return [str(part) for part in missing_layers(candidates, LayerRange(0, total_layers))]
+
+
+def _lacks(missing: Sequence[str]) -> str | None:
+    return f"missing layers {', '.join(missing)}" if missing else None
 
 
 def _nodes(shards: Sequence[Advertisement]) -> list[str]:

@@ -33,7 +33,8 @@ class MeshView(Protocol):
         "enabled"}, "peers": [...], "models": [...], "shards": [local shards], "sessions": [{
         "node_id", "node", "purpose", "token_id"} of whoever uses them], "generations":
         [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms"}],
-        "failovers"}], "reasons": [why a value was detected], "warnings": [...]}``
+        "failovers"}], "reasons": [why a value was detected, what did not load and why],
+        "warnings": [...]}``
 
         A generation's id is not its answer's, by which the stream could be resumed.
         """
@@ -43,8 +44,9 @@ class MeshView(Protocol):
         "model_id", "layers", ...}]}`` for each peer."""
 
     def models(self) -> list[dict[str, Any]]:
-        """``{"id", "total_layers", "runnable": bool, "missing": ["8-11"], "context": int | None,
-        "nodes": [...], "local": bool}`` for each model that anybody holds."""
+        """``{"id", "total_layers", "runnable": bool, "missing": ["8-11"], "reason": why it is not
+        runnable | None, "context": int | None, "nodes": [...], "local": bool}`` for each model
+        that anybody holds."""
 
     def privacy(self) -> dict[str, Any]:
         """Who can see what of prompts and answers; see `mesh.api.privacy.report`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import math
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -123,12 +124,18 @@ def _flag(text: str) -> bool:
     return text in {"true", "on"}
 
 
+def _number(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(text)
+    return number
+
+
 _SETTINGS: dict[str, Any] = {
-    "temperature": float,
-    "top_p": float,
+    "temperature": _number,
+    "top_p": _number,
     "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
+    "min_p": _number,
+    "repetition_penalty": _number,
     "seed": int,
     "max_tokens": int,
     "stop": str,
@@ -142,12 +149,12 @@ async def _choose(client: Client, wanted: str | None) -> str:
     for model in models:
         if model["id"] == wanted or (wanted is None and model["runnable"]):
             if not model["runnable"]:
-                note(f"warning: {wanted} misses layers {', '.join(model['missing'])} now.")
+                note(f"warning: {wanted} cannot answer now: {model['reason']}")
             return str(model["id"])
     names = ", ".join(one_line(model["id"]) for model in models) or "none"
     what = f"There is no model {wanted!r}" if wanted else "No model can answer now"
     raise ModelNotFound(
-        f"{what}; known: {names}.", fix="See `hearthnet models` for what each misses."
+        f"{what}; known: {names}.", fix="See `hearthnet models` for what keeps each."
     )
 
 

@@ -74,7 +74,7 @@ def _node(directory: Path, name: str, layers: str) -> LocalNode:
     return LocalNode(
         name,
         directory / name,
-        ("--layers", layers, "--threads", "1"),
+        ("--model", MODEL, "--layers", layers, "--threads", "1"),
         {"OMP_NUM_THREADS": "1"},
     )
 

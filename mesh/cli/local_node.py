@@ -22,7 +22,7 @@ from typing import Any, Self
 import httpx
 
 from mesh.cli.join import join_alone
-from mesh.config import Config
+from mesh.config import CONFIG_VARIABLE, ENV_PREFIX, Config
 from mesh.errors import InternalError, NotRunning
 from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord, read_daemon
@@ -42,7 +42,10 @@ class Pairing:
 
 @dataclass
 class LocalNode:
-    """One daemon process. `flags` go to ``hearthnet up`` as they are."""
+    """One daemon process. `flags` go to ``hearthnet up`` as they are.
+
+    Settings come from these and from `environment` alone, not from whoever starts it.
+    """
 
     name: str
     state_dir: Path
@@ -71,12 +74,14 @@ class LocalNode:
             "--name", self.name, "--state-dir", str(self.state_dir), "--port", "0",
             "--api-port", "0", "--interface", "127.0.0.1", *self.flags,
         ]  # fmt: skip
+        (own_config := paths.root / "config.toml").touch()
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
         its_end, self._tether = os.pipe()
         try:
             with paths.daemon_log.open("ab") as log:
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", "mesh.cli.tethered", "up", *arguments],
-                    env={**os.environ, **self.environment},
+                    env={**inherited, CONFIG_VARIABLE: str(own_config), **self.environment},
                     stdin=its_end,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -108,9 +108,13 @@ def hearthnet(
 
 def main() -> NoReturn:
     """The command's entry point."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream, errors in (
+        (sys.stdout, "replace"),
+        (sys.stderr, "replace"),
+        (sys.stdin, "surrogateescape"),  # as in arguments; `mesh.client` refuses what is no text
+    ):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=errors)
     if sys.platform == "win32":
         sys.exit("hearthnet runs on Linux and macOS; on Windows, run it inside WSL 2.")
     flags = _Flags()

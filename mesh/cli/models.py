@@ -13,7 +13,7 @@ def models(
     api_port: ApiPort = None,
     as_json: Json = False,
 ) -> None:
-    """List the models of the mesh and what each misses."""
+    """List the models of the mesh and what keeps each from answering."""
     found = ask(locate_daemon(state_dir, host, api_port), lambda client: client.models())
     if as_json:
         print_json({"models": found})

@@ -44,14 +44,14 @@ def show(picture: dict[str, Any]) -> None:
 
 
 def print_models(models: list[dict[str, Any]]) -> None:
-    """A table of models; what is missing is said in words."""
+    """A table of models; why one cannot be asked is said in words."""
     print_table(
         ("MODEL", "LAYERS", "STATE", "CONTEXT", "NODES"),
         [
             (
                 model["id"],
                 model["total_layers"],
-                "ready" if model["runnable"] else f"missing layers {', '.join(model['missing'])}",
+                model["reason"] or "ready",
                 model["context"],
                 ", ".join(model["nodes"]),
             )

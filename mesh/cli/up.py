@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import subprocess
 import sys
 import time
@@ -13,7 +14,6 @@ import typer
 
 from mesh.cli.options import ConfigFile, StateDir
 from mesh.cli.output import note, say
-from mesh.errors import NotRunning
 
 if TYPE_CHECKING:
     from mesh.config import Config
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mesh.runtime import DaemonRecord
 
 _MAX_LOG_BYTES = 16 << 20
-_START_LIMIT_S = 180.0
+_PATIENCE_S = 10.0
 _POLL_S = 0.1
 _QUIET = ("uvicorn", "websockets", "zeroconf", "asyncio")
 
@@ -139,20 +139,20 @@ def _detached(arguments: list[str], paths: StatePaths) -> DaemonRecord:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    deadline = time.monotonic() + _START_LIMIT_S
-    while time.monotonic() < deadline:
+    patience = time.monotonic() + _PATIENCE_S
+    while True:
         record = read_daemon(paths.runtime_file)
         if record is not None and record.pid == process.pid:
             return record
         try:
             code = process.wait(_POLL_S)
         except subprocess.TimeoutExpired:
+            # However long it takes: a large checkpoint on a slow disk is hashed for many minutes.
+            if time.monotonic() > patience:
+                patience = math.inf
+                note(f"it is still starting (process {process.pid}); what it does is in {log}")
             continue
         with log.open("rb") as output:
             output.seek(begin)
             note(output.read().decode(errors="replace"), end="")
         raise typer.Exit(code or 1)
-    process.terminate()
-    raise NotRunning(
-        f"The daemon did not answer within {_START_LIMIT_S:.0f} s.", fix=f"Read {log}."
-    )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -26,7 +27,11 @@ from mesh.errors import BadCheckpoint
 from mesh.models.header import TensorEntry
 
 _BUFFER_BYTES = 1024 * 1024
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
+_LONG_BYTES = 1 << 30
+"""So many take seconds, or minutes on a slow disk: it is said."""
+
+logger = logging.getLogger(__name__)
 
 
 def weights_sha256(entries: Iterable[TensorEntry]) -> str:
@@ -43,34 +48,52 @@ def hash_tensors(
 ) -> tuple[dict[str, TensorEntry], int]:
     """The same entries with their `sha256` filled in, and how many bytes were hashed for it.
 
-    With a `cache_dir`, the digests are kept there, and are used again while path, size,
-    modification time and inode of every file stay as they were. Raises BadCheckpoint if a file
-    shrinks meanwhile.
+    With a `cache_dir`, the digests of each file are kept there as soon as it is done, and are used
+    again while its path, size, modification time and inode stay as they were. Raises BadCheckpoint
+    if a file shrinks meanwhile.
     """
-    files = _fingerprint({entry.file for entry in tensors.values()})
-    known = _recall(cache_dir, files) if cache_dir else None
-    if known is not None and known.keys() == tensors.keys():
-        return {name: replace(entry, sha256=known[name]) for name, entry in tensors.items()}, 0
+    files = {file: _fingerprint(file) for file in sorted({e.file for e in tensors.values()})}
+    digests: dict[str, str] = {}
+    left: dict[Path, list[str]] = {}
+    for file, fingerprint in files.items():
+        names = [name for name, entry in tensors.items() if entry.file == file]
+        known = _recall(cache_dir, fingerprint) if cache_dir else None
+        if known is not None and known.keys() == set(names):
+            digests |= known
+        else:
+            left[file] = names
+    hashed = sum(tensors[name].nbytes for names in left.values() for name in names)
+    if hashed >= _LONG_BYTES:
+        where = next(iter(left)).parent
+        logger.info("hashing %.1f GB of %s, once; this takes a while", hashed / 1e9, where)
     # sha256 releases the GIL: a few threads hash on as many cores.
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="hash") as pool:
-        digests = dict(zip(tensors, pool.map(_digest, tensors.values()), strict=True))
-    if cache_dir:
-        _remember(cache_dir, files, digests)
-    hashed = {name: replace(entry, sha256=digests[name]) for name, entry in tensors.items()}
-    return hashed, sum(entry.nbytes for entry in tensors.values())
+        for file, names in left.items():
+            found = pool.map(_digest, [tensors[name] for name in names])
+            fresh = dict(zip(names, found, strict=True))
+            if cache_dir:
+                _remember(cache_dir, files[file], fresh)
+            digests |= fresh
+    return {name: replace(entry, sha256=digests[name]) for name, entry in tensors.items()}, hashed
 
 
 def write_json_atomically(target: Path, content: Any) -> None:
-    """Replace `target` by `content` as JSON; readers see the old or the new file, never a part."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-    temporary = Path(name)
+    """Replace `target` by `content` as JSON; readers see the old or the new file, never a part.
+
+    For caches: one that cannot be written is logged, and costs the next start its time.
+    """
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(content, stream)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
+        temporary = Path(name)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                json.dump(content, stream)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s cannot be kept, and is computed again next time: %s", target, error)
 
 
 def read_json(source: Path) -> dict[str, Any] | None:
@@ -100,29 +123,25 @@ def _digest(entry: TensorEntry) -> str:
     return digest.hexdigest()
 
 
-def _fingerprint(files: set[Path]) -> list[list[Any]]:
-    fingerprint = []
-    for file in sorted(files):
-        status = file.stat()
-        fingerprint.append(
-            [os.path.realpath(file), status.st_size, status.st_mtime_ns, status.st_ino]
-        )
-    return fingerprint
+def _fingerprint(file: Path) -> list[Any]:
+    status = file.stat()
+    return [os.path.realpath(file), status.st_size, status.st_mtime_ns, status.st_ino]
 
 
-def _cache_file(cache_dir: Path, files: list[list[Any]]) -> Path:
-    paths = "\n".join(path for path, *_ in files)
-    return cache_dir / f"weights-{hashlib.sha256(paths.encode()).hexdigest()[:32]}.json"
+def _cache_file(cache_dir: Path, fingerprint: list[Any]) -> Path:
+    path = os.fsencode(fingerprint[0])
+    return cache_dir / f"weights-{hashlib.sha256(path).hexdigest()[:32]}.json"
 
 
-def _recall(cache_dir: Path, files: list[list[Any]]) -> dict[str, str] | None:
-    content = read_json(_cache_file(cache_dir, files))
-    if content is None or (content.get("version"), content.get("files")) != (_CACHE_VERSION, files):
+def _recall(cache_dir: Path, fingerprint: list[Any]) -> dict[str, str] | None:
+    content = read_json(_cache_file(cache_dir, fingerprint))
+    kept = (_CACHE_VERSION, fingerprint)
+    if content is None or (content.get("version"), content.get("file")) != kept:
         return None
     digests: dict[str, str] | None = content.get("tensors")
     return digests
 
 
-def _remember(cache_dir: Path, files: list[list[Any]], digests: dict[str, str]) -> None:
-    content = {"version": _CACHE_VERSION, "files": files, "tensors": digests}
-    write_json_atomically(_cache_file(cache_dir, files), content)
+def _remember(cache_dir: Path, fingerprint: list[Any], digests: dict[str, str]) -> None:
+    content = {"version": _CACHE_VERSION, "file": fingerprint, "tensors": digests}
+    write_json_atomically(_cache_file(cache_dir, fingerprint), content)

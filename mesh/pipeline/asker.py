@@ -111,7 +111,7 @@ class AskerProcess:
         except TimeoutError:
             raise InternalError(
                 f"the asker of {self.spec.model_id} did not start in {START_TIMEOUT_S:g} s.",
-                fix="See `hearthnet logs`.",
+                fix="Read logs/daemon.log in the state directory, or what `hearthnet up` prints.",
             ) from None
         if self.error is not None:
             raise self.error

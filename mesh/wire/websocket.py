@@ -18,7 +18,7 @@ from websockets.client import ClientProtocol
 from websockets.server import ServerProtocol
 from websockets.uri import WebSocketURI
 
-from mesh.errors import ConnectFailed, LinkLost, PeerRefused, PortInUse
+from mesh.errors import BadValue, ConnectFailed, LinkLost, PeerRefused, PortInUse
 from mesh.wire.connection import PATH, WebSocketLink
 from mesh.wire.encryption import Encryption
 from mesh.wire.limits import DEFAULT_LIMITS, Limits
@@ -97,7 +97,7 @@ async def serve(
     `accept` is called with each link whose client said hello; it returns the link's handler, or
     raises MeshError to refuse the client with that error. What it sends follows our hello. Clients
     beyond `Limits.links` and `Limits.links_per_peer` are refused with PeerRefused. Raises
-    PortInUse.
+    PortInUse, and BadValue for an address or a port that this process may not use.
     """
     server = LinkServer(accept, hello if callable(hello) else lambda: hello, limits, ssl)
     if callable(host):
@@ -109,10 +109,14 @@ async def serve(
         else:
             listener = await loop.create_server(server.door, sock=sock, backlog=_BACKLOG)
     except OSError as exc:
-        if exc.errno != errno.EADDRINUSE:
-            raise
-        raise PortInUse(
-            f"Something else listens on {host}:{port}.", fix="Stop it, or choose another port."
+        if exc.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"Something else listens on {host}:{port}.", fix="Stop it, or choose another port."
+            ) from exc
+        raise BadValue(
+            f"Other nodes cannot be listened for on {host}:{port}: {exc.strerror}.",
+            fix="Name an address of this machine and a port you may use.",
+            param="port",
         ) from exc
     server.listen_on(listener)
     return server

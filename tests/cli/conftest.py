@@ -50,7 +50,9 @@ def hearthnet(environment: dict[str, str]) -> Run:
             stderr=asyncio.subprocess.PIPE,
             env=environment | more,
         )
-        out, err = await asyncio.wait_for(process.communicate(stdin.encode()), 30)
+        out, err = await asyncio.wait_for(
+            process.communicate(stdin.encode(errors="surrogateescape")), 30
+        )
         return Finished(process.returncode or 0, out.decode(), err.decode())
 
     return run

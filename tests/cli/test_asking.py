@@ -80,6 +80,36 @@ async def test_errors_have_codes_and_fixes(
     assert finished.out in {"", "one\n"}
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+async def test_what_is_no_text_is_refused_and_not_altered(
+    hearthnet: Run, daemon: Served, errors: str
+) -> None:
+    codec = {"PYTHONIOENCODING": f"utf-8:{errors}"}
+    for finished in (
+        await hearthnet("run", "echo", stdin="caf\udce9", **codec),
+        await hearthnet("run", "echo", "caf\udce9", **codec),
+        await hearthnet("chat", "echo", stdin="caf\udce9\n", **codec),
+        await hearthnet("run", "ech\udce9", "x", **codec),
+    ):
+        assert (finished.code, finished.out) == (2, "")
+        assert "not UTF-8" in finished.err
+        assert "iconv" in finished.err
+    assert daemon.generations.requests == []
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+async def test_numbers_that_are_none_are_refused_by_name(
+    hearthnet: Run, daemon: Served, number: str
+) -> None:
+    finished = await hearthnet("run", "echo", "x", "--temperature", "1", f"--top-p={number}")
+    assert finished.code == 2
+    assert f"top_p is {number}" in finished.err
+    lines = f"/set temperature {number}\nhi\n"
+    finished = await hearthnet("chat", "echo", stdin=lines)
+    assert (finished.code, finished.out) == (0, "hi\n")
+    assert f"{number!r} is no value for temperature" in finished.err
+
+
 async def test_debug_shows_the_traceback(hearthnet: Run, daemon: Served) -> None:
     finished = await hearthnet("--debug", "run", "nobody", "x")
     assert finished.code == 4
@@ -118,7 +148,7 @@ async def test_chat_with_an_unknown_model_names_the_known(hearthnet: Run, daemon
 async def test_piped_chat_stops_at_an_error(hearthnet: Run, daemon: Served) -> None:
     finished = await hearthnet("chat", "org/half", stdin="hi\nhi\n")
     assert finished.code == 4
-    assert "org/half misses layers 8-11 now" in finished.err
+    assert "org/half cannot answer now: missing layers 8-11" in finished.err
     assert len(daemon.generations.requests) == 1
 
 

@@ -18,6 +18,11 @@ import pytest
 pytestmark = pytest.mark.slow
 
 MARK = "TESTED_DEMO"
+OTHERS = {
+    "HEARTHNET_MODEL": "/nowhere",
+    "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__ENABLED": "false",
+}
+"""Settings for the user's own node, which are nothing to the demo."""
 
 
 @contextmanager
@@ -26,7 +31,7 @@ def demo(directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     mark = secrets.token_hex(8)
     process = subprocess.Popen(
         [sys.executable, "-m", "mesh.cli.main", "demo"],
-        env={**os.environ, MARK: mark, "TMPDIR": str(directory)},
+        env={**os.environ, **OTHERS, MARK: mark, "TMPDIR": str(directory)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

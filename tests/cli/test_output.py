@@ -14,6 +14,7 @@ import pytest
 
 from mesh import errors
 from mesh.cli.output import one_line, print_table, printable, report
+from mesh.cli.status import print_models
 from mesh.cli.up import make_first_key
 from mesh.config import Config
 from mesh.identity.api_keys import ApiKeys, Scope
@@ -63,6 +64,20 @@ def test_control_characters_are_stripped() -> None:
 def test_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     print_table(("A", "LONG"), [("wide", 1), (None, "")])
     assert capsys.readouterr().out == "A     LONG\nwide  1\n-     -\n"
+
+
+def test_a_model_that_cannot_be_asked_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"total_layers": 8, "missing": [], "context": None, "nodes": []}
+    why = {"tiny": None, "slow": "loading", "far": "not held here (--model)"}
+    print_models(
+        [{**row, "id": name, "runnable": not said, "reason": said} for name, said in why.items()]
+    )
+    assert capsys.readouterr().out == (
+        "MODEL  LAYERS  STATE                    CONTEXT  NODES\n"
+        "tiny   8       ready                    -        -\n"
+        "slow   8       loading                  -        -\n"
+        "far    8       not held here (--model)  -        -\n"
+    )
 
 
 def test_open_api_gets_one_key_that_is_kept(
@@ -156,6 +171,24 @@ def test_a_state_directory_in_use_is_left_alone(
     assert not paths.identity_key.exists()
 
 
+@pytest.mark.parametrize(
+    "command", [["up"], ["up", "--detach"], ["join", "amber-river-42", "--peer", "127.0.0.1:1"]]
+)
+def test_a_state_directory_that_cannot_be_one_is_refused(
+    tmp_path: Path, environment: dict[str, str], command: list[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    for place, why in (("file", "File exists"), ("file/below", "Not a directory")):
+        finished = subprocess.run(
+            [*COMMAND, *command, "--state-dir", str(tmp_path / place)],
+            env=environment, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert finished.returncode == 2
+        assert why in finished.stderr
+        assert "[bad_value]" in finished.stderr
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_the_lock_ends_with_its_block_and_with_its_process(tmp_path: Path) -> None:
     paths = StatePaths(tmp_path / "state").create()
     code = (
@@ -176,6 +209,26 @@ def test_the_lock_ends_with_its_block_and_with_its_process(tmp_path: Path) -> No
             pass
         with sole_use(paths), pytest.raises(errors.AlreadyRunning), sole_use(paths):
             pass
+
+
+@pytest.mark.slow
+def test_a_detached_daemon_that_takes_its_time_is_waited_for(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    impatient = "from mesh.cli import main, up; up._PATIENCE_S = 0.0; main.main()"
+    state = ["--state-dir", str(tmp_path / "state")]
+    free = ["--port", "0", "--api-port", "0", "--interface", "127.0.0.1", "--layers", "none"]
+    try:
+        finished = subprocess.run(
+            [sys.executable, "-c", impatient, "up", "--detach", *free, *state],
+            env=environment, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert finished.returncode == 0
+        assert finished.stdout.startswith("hearthnet is up")
+        assert finished.stderr.count("still starting") == 1
+    finally:
+        down = [*COMMAND, "down", *state]
+        assert subprocess.run(down, env=environment, timeout=60, check=False).returncode == 0
 
 
 def test_detached_daemon_that_fails_says_why(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -105,6 +105,32 @@ async def test_daemon_is_found_by_port_host_and_environment(hearthnet: Run, daem
     assert (gone.code, "Nothing answers at" in gone.err) == (3, True)
 
 
+@pytest.mark.parametrize(
+    "host",
+    ["http://localhost:abc", "http://localhost:99999", "http://[::1", "\udcff", "http://x/\udcff"],
+)
+async def test_a_host_that_is_no_url_is_refused(hearthnet: Run, host: str) -> None:
+    finished = await hearthnet("peers", "--host", host)
+    assert (finished.code, finished.out) == (2, "")
+    assert "is no URL: " in finished.err
+    assert "[bad_value]" in finished.err
+
+
+@pytest.mark.parametrize("answer", [b"<html>It works!</html>", b"[]", b"\xff", b""])
+async def test_what_is_no_daemon_is_said_to_be_none(hearthnet: Run, answer: bytes) -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finished = await hearthnet("peers", "--host", host)
+    assert (finished.code, finished.out) == (1, "")
+    assert "is not a hearthnet daemon" in finished.err
+
+
 async def test_wrong_key_is_exit_code_6(hearthnet: Run) -> None:
     key = "k" * 20
     async with serving(with_key(key)) as api:

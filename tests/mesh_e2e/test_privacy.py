@@ -97,6 +97,7 @@ def test_what_cannot_be_held_at_home_is_said_and_goes_nowhere_else(start_node: S
     shed = start_node("shed", "--layers", "none", environment=limits)
     shed.wait_up()
     until(lambda: "MB may be used" in str(missing(shed)), "the reason")
+    assert "MB may be used" in str(shed.get("/mesh/v1/status")["reasons"])
     until(lambda: shed.get("/mesh/v1/peers")["peers"], "attic is there")
     response = ask(shed)
     assert response.status_code == 503, response.text

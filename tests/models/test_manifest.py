@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mesh.errors import BadCheckpoint, ModelNotFound
-from mesh.models import header
+from mesh.models import hashing, header
+from mesh.models.hashing import hash_tensors
 from mesh.models.manifest import read_manifest
 from mesh.types import LayerRange, ModelId
 from tests.models.conftest import Checkpoint
@@ -111,6 +113,49 @@ def test_changed_file_is_hashed_again(copied: Path, tmp_path: Path) -> None:
     second = read_manifest(copied, cache_dir=cache)
     assert second.bytes_hashed > 0
     assert second.weights_sha256 != first.weights_sha256
+
+
+def test_an_interrupted_start_goes_on_with_the_file_it_was_at(
+    sharded: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    whole = read_manifest(sharded)
+    last = max(entry.file for entry in whole.tensors.values())
+    assert last != min(entry.file for entry in whole.tensors.values())
+    cut = {
+        name: replace(entry, offset=entry.offset + (1 << 30)) if entry.file == last else entry
+        for name, entry in whole.tensors.items()
+    }
+    with pytest.raises(BadCheckpoint, match="ended"):
+        hash_tensors(cut, cache_dir=cache)
+    again = read_manifest(sharded, cache_dir=cache)
+    left = sum(entry.nbytes for entry in whole.tensors.values() if entry.file == last)
+    assert again.bytes_hashed == left
+    assert again.weights_sha256 == whole.weights_sha256
+    assert read_manifest(sharded, cache_dir=cache).bytes_hashed == 0
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    copied: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").touch()
+    manifest = read_manifest(copied, cache_dir=tmp_path / "cache")
+    assert manifest.weights_sha256 == read_manifest(copied).weights_sha256
+    assert "cannot be kept" in caplog.text
+
+
+def test_what_takes_long_is_said_and_only_then(
+    copied: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    read_manifest(copied, cache_dir=tmp_path / "one")
+    assert caplog.messages == []
+    monkeypatch.setattr(hashing, "_LONG_BYTES", 1)
+    read_manifest(copied, cache_dir=tmp_path / "cache")
+    read_manifest(copied, cache_dir=tmp_path / "cache")
+    (said,) = caplog.messages
+    assert said.startswith("hashing ")
+    assert str(copied) in said
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b'{"version": 1}', b'{"version": 99}'])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -80,5 +82,22 @@ async def test_a_process_that_stands_still_is_replaced_and_an_idle_one_is_not(
             await asker.wait_ready()
         assert asker._child is not None
         assert asker._child.pid != stuck
+    finally:
+        await asker.stop()
+
+
+async def test_ends_that_fail_in_a_way_nobody_foresaw_are_reported(
+    asker: AskerProcess, tmp_path: Path
+) -> None:
+    directory = await asyncio.to_thread(shutil.copytree, checkpoint_dir(), tmp_path / "odd")
+    config = json.loads((directory / "config.json").read_text()) | {"pad_token_id": 1 << 20}
+    (directory / "config.json").write_text(json.dumps(config))
+    asker.spec = replace(asker.spec, model={**asker.spec.model, "directory": str(directory)})
+    asker.start()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            with pytest.raises(InternalError, match="AssertionError"):
+                await asker.wait_ready()
+        assert not asker.is_ready
     finally:
         await asker.stop()

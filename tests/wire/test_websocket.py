@@ -11,6 +11,7 @@ import websockets.asyncio.client as high_client
 from websockets.exceptions import InvalidStatus
 
 from mesh.errors import (
+    BadValue,
     Busy,
     ConnectFailed,
     LinkLost,
@@ -156,6 +157,11 @@ async def test_a_port_in_use_is_named() -> None:
     async with listening() as house:
         with pytest.raises(PortInUse, match=str(house.server.port)):
             await serve("127.0.0.1", house.server.port, accept=house.accept, hello=hello())
+
+
+async def test_an_address_that_may_not_be_used_is_named() -> None:
+    with pytest.raises(BadValue, match=r"192\.0\.2\.1:0"):  # of nobody: RFC 5737
+        await serve("192.0.2.1", 0, accept=Echo, hello=hello())
 
 
 async def test_an_existing_socket_is_used() -> None:

@@ -91,7 +91,7 @@ class JobsProcess:
         except LinkLost:
             raise JobFailed(
                 "The process that runs jobs ended twice while the job ran.",
-                fix="See `hearthnet logs`.",
+                fix="Read logs/daemon.log in the state directory, or what `hearthnet up` prints.",
             ) from None
 
     def trust(self, members: Sequence[bytes]) -> None:

@@ -1,0 +1,138 @@
+"""What a node says of its models and why one cannot be asked: real askers, a real directory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mesh.api.overview import NodeParts, Overview
+from mesh.clock import SystemClock
+from mesh.config import Config
+from mesh.discovery.directory import NodeInfo, ShardStore
+from mesh.errors import NotEnoughMemory
+from mesh.health.detector import Verdict
+from mesh.health.eventstream import EventStream
+from mesh.health.metrics import Metrics
+from mesh.identity.tls import TlsMaterial
+from mesh.models.builtin import checkpoint_dir
+from mesh.models.local import LocalModel
+from mesh.pipeline.asker import AskerProcess
+from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.types import LayerRange, ModelId
+from mesh.wiring import asker_spec
+from tests import secure
+from tests.discovery.network import advertised, new_id
+from tests.pipeline.test_asker import Owner
+
+LAYERS = 8
+PEER = new_id()
+WEIGHTS = "a" * 64
+TLS = TlsMaterial.of(secure.KEY, []).to_fields()
+Rows = dict[str, dict[str, Any]]
+
+
+@dataclass
+class Household:
+    """The parts of an overview, and askers that end with the test."""
+
+    directory: Path
+    models: list[LocalModel] = field(default_factory=list)
+    askers: dict[ModelId, AskerProcess] = field(default_factory=dict)
+    store: ShardStore = field(default_factory=lambda: ShardStore(SystemClock(), expiry_s=600))
+    host: ShardHost = field(default_factory=lambda: ShardHost(HostSpec({}, ()), lambda: None))
+    lacking: list[str] = field(default_factory=list)
+
+    def hold(self, name: str, directory: Path, layers: LayerRange | None = None) -> AskerProcess:
+        """A model of which this node has the files; its asker is not started."""
+        model = LocalModel(ModelId(name), str(directory), WEIGHTS, LAYERS, None, layers)
+        config = Config(state_dir=self.directory, threads=1)
+        spec = asker_spec(config, secure.KEY, model, TLS)
+        cache = str(self.directory)
+        spec = replace(
+            spec,
+            options={**spec.options, "cache_dir": cache},
+            settings={**spec.settings, "cache_dir": cache},
+        )
+        self.models.append(model)
+        asker = self.askers[model.model_id] = AskerProcess(spec, Owner())
+        return asker
+
+    def heard(self, **layers: str) -> None:
+        """A peer serves these layers of these models, and nothing else."""
+        shards = [advertised(PEER, span, name, WEIGHTS) for name, span in layers.items()]
+        own = [replace(s, descriptor=replace(s.descriptor, total_layers=LAYERS)) for s in shards]
+        self.store.update(NodeInfo(PEER, "kitchen", "192.168.1.2:7700", "0.1"), own)
+
+    @property
+    def overview(self) -> Overview:
+        return Overview(
+            NodeParts(
+                node=dict, models=self.models, store=self.store, peers=list, askers=self.askers,
+                host=self.host, events=EventStream(SystemClock()), metrics=Metrics(),
+                verdict=lambda _: Verdict.ALIVE, privacy=dict, lacking=lambda: self.lacking,
+            )
+        )  # fmt: skip
+
+    def why(self, name: str) -> Any:
+        """The reason of the model's row, which is None for what can be asked alone."""
+        (row,) = (row for row in self.overview.models() if row["id"] == name)
+        assert row["runnable"] is (row["reason"] is None)
+        return row["reason"]
+
+
+@pytest.fixture
+async def home(tmp_path: Path) -> AsyncIterator[Household]:
+    household = await asyncio.to_thread(Household, tmp_path)
+    yield household
+    await asyncio.gather(*(asker.stop() for asker in household.askers.values()))
+
+
+async def started(askers: Sequence[AskerProcess]) -> None:
+    for asker in askers:
+        asker.start()
+    await asyncio.gather(*(asker.wait_ready() for asker in askers), return_exceptions=True)
+
+
+@pytest.mark.slow
+async def test_a_model_is_ready_or_its_row_says_why_not(home: Household, tmp_path: Path) -> None:
+    good = await asyncio.to_thread(home.hold, "good", checkpoint_dir())
+    bad = await asyncio.to_thread(home.hold, "bad", tmp_path / "gone")
+    home.heard(good="0-7", bad="0-7")
+    assert [home.why("good"), home.why("bad")] == ["loading", "loading"]
+    await started([good, bad])
+    assert home.why("good") is None
+    assert bad.error is not None
+    assert home.why("bad") == f"failed: {bad.error.message}"
+    said = home.overview.status()["reasons"]
+    assert said[-1] == f"the ends of bad did not load: {bad.error}"
+    home.heard(good="0-3")
+    assert home.why("good") == "missing layers 4-7"
+
+
+async def test_a_model_of_others_is_not_held_here(home: Household) -> None:
+    home.heard(whole="0-7", half="0-3")
+    assert home.why("whole") == "not held here (--model)"
+    assert home.why("half") == "missing layers 4-7"
+
+
+@pytest.mark.slow
+async def test_layers_that_are_to_be_held_here_are_loading_or_have_failed(home: Household) -> None:
+    asker = await asyncio.to_thread(home.hold, "good", checkpoint_dir(), LayerRange(4, 8))
+    shard = {"model_id": "good", "layers": "4-7"}
+    home.host = ShardHost(HostSpec({}, (shard,)), lambda: None)
+    home.heard(good="0-3")
+    await started([asker])
+    assert home.why("good") == "loading"
+    (name,) = home.host.wanted()
+    error = home.host.failed[name] = NotEnoughMemory("no room.", fix="Free some.")
+    home.lacking = ["good:0-1 has to run on this machine and is loading"]
+    assert home.why("good") == "missing layers 4-7; failed: no room."
+    said = home.overview.status()["reasons"]
+    assert said[-2:] == [f"{name} did not load: {error}", *home.lacking]
+    home.heard(good="0-7")
+    assert home.why("good") is None
