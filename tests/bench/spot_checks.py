@@ -133,12 +133,12 @@ def _busy_core(core: int) -> Iterator[int]:
 
 def _place(lab: Lab, replicas: ShardHost) -> list[int]:
     """Asker and hops on one core, so that all their work counts, who checks on the other; ids."""
+    pin(os.getpid(), 0)  # first, for it takes its children with it
     pids = []
     for host, core in ((lab.host, 0), (replicas, 1)):
         assert host._child is not None
         pin(host._child.pid, core)
         pids.append(host._child.pid)
-    pin(os.getpid(), 0)
     return pids
 
 
