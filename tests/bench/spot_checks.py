@@ -1,10 +1,12 @@
-"""What spot checks cost a generation: tokens per second with them at their default beside without.
+"""What spot checks cost a generation, in percent of its time.
 
-Two askers of one process take turns, one with checks and one without, over the same two hops; two
-processes of the same code would differ by up to 5 %. The hosts that check are machines of their
-own, so they have a core of their own here. The cores of one machine share caches and power, though:
-what one does slows the other, which no other machine would. So that core never rests, in either
-turn: when nothing is to be checked, a process of the lowest priority computes on it.
+Two measures. Within the answers of one asker: how much longer than others those tokens take during
+which a check is under way; precise, because both kinds alternate within a second. And tokens per
+second with checks at their default as a share of that without, two askers of one process taking
+turns; this sees what every token costs as well, and a noise of some percent. The hosts that check
+are machines of their own, so they have a core of their own here, on which a process of the lowest
+priority computes when there is nothing to check: the cores of one machine share caches and power,
+and another machine that begins to compute would slow nobody.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +30,13 @@ from mesh.pipeline.audit import NEWCOMER_SESSIONS
 from mesh.pipeline.engine import Engine
 from mesh.sections import DistributedInferenceSection
 from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.types import Done, GenerationRequest, SamplingParams, TokenDelta
 from tests import secure
 from tests.bench.mesh_speed import pin
-from tests.bench.noise import Meter
-from tests.chaos.lab import MODEL, Lab, ask, open_lab, port_of
+from tests.chaos.lab import MODEL, Lab, open_lab, port_of
 
 ROUNDS, TOKENS = 80, 200
-QUIET, PAUSE_S, IMPORT_S = 0.15, 0.2, 5.0
+PAUSE_S, IMPORT_S = 0.2, 5.0
 HALVES = ("0-3", "4-7")
 _IDLE_WORK = """
 import os, torch
@@ -65,31 +68,61 @@ def _agreed(engine: Engine) -> int:
     return sum(row["checks"]["agreed"] for row in engine.oversight.rows())
 
 
-async def _speed(engine: Engine, number: int, own: list[int]) -> tuple[float, float]:
-    """Tokens per second of one answer, and what share of a core others used meanwhile."""
-    await asyncio.sleep(PAUSE_S)  # the last answer's checks end
-    meter = Meter(own)
-    told = await ask(engine, [40 + number + i for i in range(16)], TOKENS)
-    assert told.done is not None, told.error
-    assert told.route() == ["serving-0", "serving-1"], "the answer came over other hosts"
-    return told.done.tokens_per_second, meter.foreign()
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Tokens per second, and each token's milliseconds, apart for those under a check."""
+
+    speed: float
+    alone_ms: list[float]
+    checked_ms: list[float]
+
+    @property
+    def cost(self) -> float:
+        """The share of the time that was lost to checks."""
+        usual = statistics.median(self.alone_ms)
+        return sum(ms - usual for ms in self.checked_ms) / sum(self.alone_ms + self.checked_ms)
 
 
-async def _rounds(checking: Engine, trusting: Engine, own: list[int]) -> list[float]:
-    """Speed with checks as a share of that without, of each quiet round."""
-    kept = []
+async def _answer(engine: Engine, number: int) -> _Answer:
+    """One answer, after the checks of the last have ended."""
+    await asyncio.sleep(PAUSE_S)
+    request = GenerationRequest(
+        f"bench-{number}",
+        MODEL,
+        prompt_ids=tuple(40 + number + i for i in range(16)),
+        sampling=SamplingParams(max_tokens=TOKENS, ignore_eos=True),
+    )
+    times: dict[bool, list[float]] = {False: [], True: []}
+    before: tuple[float, bool, int] | None = None
+    async for frame in engine.chat(request):
+        if isinstance(frame, TokenDelta):
+            now = (time.perf_counter(), bool(engine.auditor._tasks), _agreed(engine))
+            if before is not None:
+                checked = before[1] or now[1] or before[2] != now[2]
+                times[checked].append((now[0] - before[0]) * 1e3)
+            before = now
+        elif isinstance(frame, Done):
+            nodes = [hop.shard.node_name for hop in frame.route]
+            assert nodes == ["serving-0", "serving-1"], "the answer came over other hosts"
+            speed = frame.tokens_per_second
+    return _Answer(speed, times[False], times[True])
+
+
+async def _rounds(checking: Engine, trusting: Engine) -> tuple[list[float], list[float]]:
+    """Of each round: speed with checks as a share of that without, and what checks cost."""
+    kept, costs = [], []
     for number in range(ROUNDS):
         turns = (checking, trusting) if number % 2 else (trusting, checking)
-        told = {engine: await _speed(engine, number, own) for engine in turns}
-        if max(foreign for _, foreign in told.values()) < QUIET:
-            kept.append(told[checking][0] / told[trusting][0])
-    return kept
+        told = {engine: await _answer(engine, number) for engine in turns}
+        kept.append(told[checking].speed / told[trusting].speed)
+        costs.append(told[checking].cost)
+    return kept, costs
 
 
 async def _measure(directory: Path) -> dict[str, Any]:
     probability = DistributedInferenceSection().spot_check_probability
     async with open_lab(directory) as lab, _replicas(directory) as replicas:
-        own = _place(lab, replicas)
+        _place(lab, replicas)
         shards = [
             lab.advertise(f"{name}-{number}", half, port)
             for name, port in (("serving", lab.port), ("spare", port_of(replicas)))
@@ -99,51 +132,46 @@ async def _measure(directory: Path) -> dict[str, Any]:
             lab.asker(shards, spot_checks=probability, stall_limit_s=30.0) as checking,
             lab.asker(shards, stall_limit_s=30.0) as trusting,
         ):
-            with _busy_core(1) as pid:
-                own.append(pid)
+            with _busy_core(1):
                 for number in range(2 * NEWCOMER_SESSIONS):  # every host is new at first
-                    await _speed(checking, number, own)
-                    await _speed(trusting, number, own)
+                    await _answer(checking, number)
+                    await _answer(trusting, number)
                 before = _agreed(checking)
-                kept = await _rounds(checking, trusting, own)
+                kept, costs = await _rounds(checking, trusting)
             checks = _agreed(checking) - before
     assert checks > 0, "no check ran: there is nothing to measure"
-    low, _, high = statistics.quantiles(kept, n=4)
     return {
         "probability": probability,
-        "speed_ratio": round(statistics.median(kept), 3),
-        "quartiles": [round(low, 3), round(high, 3)],
-        "quiet_rounds": len(kept),
-        "checks_that_agreed": checks,
+        "checks_per_answer": round(checks / ROUNDS, 1),
+        "cost_percent": round(100 * statistics.mean(costs), 2),
+        "speed_ratio_quartiles": [round(value, 3) for value in statistics.quantiles(kept, n=4)],
+        "rounds": ROUNDS,
     }
 
 
 @contextmanager
-def _busy_core(core: int) -> Iterator[int]:
-    """A process that computes on `core` whenever nobody else wants to; gives its id."""
+def _busy_core(core: int) -> Iterator[None]:
+    """A process that computes on `core` whenever nobody else wants to."""
     process = subprocess.Popen([sys.executable, "-c", _IDLE_WORK])
     try:
         time.sleep(IMPORT_S)
         pin(process.pid, core)
-        yield process.pid
+        yield
     finally:
         process.kill()
         process.wait(10)
 
 
-def _place(lab: Lab, replicas: ShardHost) -> list[int]:
-    """Asker and hops on one core, so that all their work counts, who checks on the other; ids."""
+def _place(lab: Lab, replicas: ShardHost) -> None:
+    """Asker and hops on one core, so that all their work counts; who checks on the other."""
     pin(os.getpid(), 0)  # first, for it takes its children with it
-    pids = []
     for host, core in ((lab.host, 0), (replicas, 1)):
         assert host._child is not None
         pin(host._child.pid, core)
-        pids.append(host._child.pid)
-    return pids
 
 
 def measure() -> dict[str, Any]:
-    """Ratios within each round; the median and quartiles over rounds."""
+    """What checks cost, the mean over answers; the speed beside that without, over rounds."""
     with tempfile.TemporaryDirectory(prefix="hearthnet-bench-") as name:
         return asyncio.run(_measure(Path(name)))
 
