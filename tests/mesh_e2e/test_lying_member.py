@@ -189,3 +189,4 @@ async def test_ten_thousand_bad_events_change_nothing(own_node: StartNode, tmp_p
     said = await asyncio.to_thread(lambda: attic.log)
     assert len(said) < 100_000, "lies do not fill the disk with log lines"
     link.close()
+    await asyncio.to_thread(until, lambda: link.is_gone, "the connection is closed")
