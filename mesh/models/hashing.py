@@ -52,11 +52,14 @@ def hash_tensors(
     again while its path, size, modification time and inode stay as they were. Raises BadCheckpoint
     if a file shrinks meanwhile.
     """
-    files = {file: _fingerprint(file) for file in sorted({e.file for e in tensors.values()})}
+    names_by_file: dict[Path, list[str]] = {}
+    for name, entry in tensors.items():
+        names_by_file.setdefault(entry.file, []).append(name)
+    fingerprints = {file: _fingerprint(file) for file in sorted(names_by_file)}
     digests: dict[str, str] = {}
     left: dict[Path, list[str]] = {}
-    for file, fingerprint in files.items():
-        names = [name for name, entry in tensors.items() if entry.file == file]
+    for file, fingerprint in fingerprints.items():
+        names = names_by_file[file]
         known = _recall(cache_dir, fingerprint) if cache_dir else None
         if known is not None and known.keys() == set(names):
             digests |= known
@@ -72,7 +75,7 @@ def hash_tensors(
             found = pool.map(_digest, [tensors[name] for name in names])
             fresh = dict(zip(names, found, strict=True))
             if cache_dir:
-                _remember(cache_dir, files[file], fresh)
+                _remember(cache_dir, fingerprints[file], fresh)
             digests |= fresh
     return {name: replace(entry, sha256=digests[name]) for name, entry in tensors.items()}, hashed
 

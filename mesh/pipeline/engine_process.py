@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +33,8 @@ from mesh.pipeline.sessions import expire_regularly
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
 from mesh.types import LayerRange, ModelId, NodeId, RouteHop, ShardFailover, StreamFrame
 from mesh.wire.messages import Hello
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -128,12 +130,10 @@ class EngineProcess:
     async def _start(self, message: ChannelMessage) -> None:
         answer: ChannelMessage
         try:
-            answer = {"op": "ready", "reasons": await self._load_engine(message)}
+            reasons = await _foreseen(self._load_engine(message), "loading the ends")
+            answer = {"op": "ready", "reasons": reasons}
         except MeshError as error:
             answer = {"op": "failed", "error": error.to_dict()}
-        except Exception as error:
-            logger.exception("the ends did not load")
-            answer = {"op": "failed", "error": _unforeseen(error).to_dict()}
         self._send(answer)
 
     async def _load_engine(self, message: ChannelMessage) -> list[str]:
@@ -188,12 +188,13 @@ class EngineProcess:
     async def _run_harvest(self, order_id: str, order: HarvestOrder) -> None:
         answer: ChannelMessage
         try:
-            answer = {"op": "harvested", "result": await self._started().harvest(order)}
+            harvested = self._started().harvest(order)
+            answer = {
+                "op": "harvested",
+                "result": await _foreseen(harvested, f"harvest={order_id}"),
+            }
         except MeshError as error:
             answer = {"op": "error", "error": error.to_dict()}
-        except Exception as error:
-            logger.exception("harvest=%s failed", order_id)
-            answer = {"op": "error", "error": _unforeseen(error).to_dict()}
         self._send({**answer, "id": order_id})
 
     def _generate(self, request_id: str, fields: dict[str, Any]) -> None:
@@ -214,27 +215,25 @@ class EngineProcess:
     async def _run(
         self, request_id: str, frames: AsyncGenerator[StreamFrame, None], reader: _Reader
     ) -> None:
-        error: MeshError | None = None
+        ending: ChannelMessage = {"op": "end"}
         try:
-            async with contextlib.aclosing(frames):
-                first = True
-                async for frame in frames:
-                    if first or isinstance(frame, ShardFailover):
-                        self._send_generations()
-                        first = False
-                    await self._pass_on(request_id, frame, reader)
-        except MeshError as raised:
-            error = raised
-        except Exception as raised:
-            logger.exception("request=%s failed", request_id)
-            error = _unforeseen(raised)
-            raise
+            await _foreseen(self._stream(request_id, frames, reader), f"request={request_id}")
+        except MeshError as error:
+            ending = {"op": "error", "error": error.to_dict()}
         finally:
-            ending: ChannelMessage = {"op": "end", "id": request_id}
-            if error is not None:
-                ending = {"op": "error", "id": request_id, "error": error.to_dict()}
-            self._send(ending)
+            self._send({**ending, "id": request_id})
             self._send_generations()
+
+    async def _stream(
+        self, request_id: str, frames: AsyncGenerator[StreamFrame, None], reader: _Reader
+    ) -> None:
+        async with contextlib.aclosing(frames):
+            first = True
+            async for frame in frames:
+                if first or isinstance(frame, ShardFailover):
+                    self._send_generations()
+                    first = False
+                await self._pass_on(request_id, frame, reader)
 
     async def _pass_on(self, request_id: str, frame: StreamFrame, reader: _Reader) -> None:
         await reader.take()
@@ -307,8 +306,15 @@ class EngineProcess:
         return task
 
 
-def _unforeseen(error: Exception) -> InternalError:
-    return InternalError(f"{type(error).__name__}: {error}.", fix="See the log.")
+async def _foreseen(work: Awaitable[T], doing: str) -> T:
+    """What `work` gives. Raises MeshError only; `doing` names it in the log."""
+    try:
+        return await work
+    except MeshError:
+        raise
+    except Exception as error:
+        logger.exception("%s failed", doing)
+        raise InternalError(f"{type(error).__name__}: {error}.", fix="See the log.") from error
 
 
 def _options(fields: dict[str, Any]) -> AskerOptions:

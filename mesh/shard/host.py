@@ -28,12 +28,13 @@ from mesh.errors import BadRequest, LinkLost, MeshError, UntrustedPeer
 from mesh.identity.tls import TlsContexts, TlsMaterial, require_node
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.device import choose_device, choose_threads
+from mesh.shard.failures import foreseen
 from mesh.shard.loading import HostedOn, LoadedShard, ShardRequest, load_shard
 from mesh.shard.memory import release_memory
 from mesh.shard.permits import Permits, dated
 from mesh.shard.recording import HarvestShelf
 from mesh.shard.server import ShardServer
-from mesh.shard.service import ShardService, foreseen
+from mesh.shard.service import ShardService
 from mesh.shard.settings import ShardSettings
 from mesh.shard.taps.server import TapServer, TapSettings
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
@@ -215,7 +216,7 @@ class ShardProcess:
         request = _shard_request(asked, self._cache_dir)
         self._service.require_absent(shard_id(request.model_id, request.layers))
         # A model that cannot be loaded must not take those that can down with the process.
-        loaded = await foreseen(queue.load(lambda: load_shard(request, place)))
+        loaded = await foreseen(queue.load(lambda: load_shard(request, place)), "loading a shard")
         server = ShardServer(
             loaded.descriptor,
             loaded.load,

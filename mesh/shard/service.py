@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from mesh.errors import (
     BadRequest,
     BadSteering,
     Busy,
-    DeviceFailed,
     DiskFull,
     MeshError,
     NoRoute,
 )
 from mesh.models.edits import MAX_TOTAL_BYTES, assemble
 from mesh.models.harvest import HarvestBatch
+from mesh.shard.failures import foreseen
 from mesh.shard.permits import Permits
 from mesh.shard.recording import HarvestShelf, Recording
 from mesh.shard.server import ShardServer
@@ -47,8 +47,6 @@ from mesh.wire.messages import (
     Step,
 )
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
 _MAX_SESSIONS_PER_LINK = 1024
@@ -57,20 +55,6 @@ _MAX_PARTS_BYTES = 4 * MAX_TOTAL_BYTES
 """Parts come before the token that they belong to: this much of them, however many links."""
 
 _Opened = tuple[ShardServer, Session]
-
-
-async def foreseen(work: Awaitable[T]) -> T:
-    """What `work` gives. Raises MeshError only: DeviceFailed stands for what nobody foresaw."""
-    try:
-        return await work
-    except MeshError:
-        raise
-    except Exception as error:
-        logger.exception("a shard failed")
-        raise DeviceFailed(
-            f"The shard failed with {type(error).__name__}: {str(error)[:200].rstrip('.')}.",
-            fix="Use another shard meanwhile; the details are in that node's log.",
-        ) from error
 
 
 class ShardService:
@@ -344,7 +328,7 @@ class LinkSessions:
 
     async def _seal(self, server: ShardServer, session: Session) -> None:
         try:
-            files = await foreseen(server.seal(session))
+            files = await foreseen(server.seal(session), "sealing a harvest")
         except MeshError as error:
             self._send(Failure(error.to_dict(), session.number))
             return
@@ -352,7 +336,7 @@ class LinkSessions:
 
     async def _finish_open(self, server: ShardServer, session: Session) -> None:
         try:
-            await foreseen(server.opened(session))
+            await foreseen(server.opened(session), "opening a session")
         except MeshError as error:
             if self._sessions.get(session.number) == (server, session):
                 del self._sessions[session.number]

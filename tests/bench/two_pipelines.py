@@ -6,7 +6,6 @@ import contextlib
 import json
 import statistics
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,14 +36,6 @@ def latency_ms(asker: LocalNode, seed: int) -> float:
     return float(timings["first_token_ms"] + (TOKENS - 1) / timings["tokens_per_second"] * 1e3)
 
 
-def _wait_for_all(asker: LocalNode) -> None:
-    asker.wait_ready()
-    deadline = time.monotonic() + 60
-    while sum(bool(peer["shards"]) for peer in asker.get("/mesh/v1/peers")["peers"]) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def measure() -> dict[str, Any]:
     """Latency of two at once as a multiple of one alone; the median over rounds."""
     slower = []
@@ -57,7 +48,7 @@ def measure() -> dict[str, Any]:
         ]
         start_hearth(nodes, stack)
         asker, pool = nodes[-1], stack.enter_context(ThreadPoolExecutor(2))
-        _wait_for_all(asker)
+        asker.wait_ready()
         latency_ms(asker, 0)
         for number in range(ROUNDS):
             wait_for_idle()

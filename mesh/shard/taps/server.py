@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mesh.errors import BadRequest, Busy, DeviceFailed, MeshError, NoRoute, SessionGone
 from mesh.shard.batcher import DeviceQueue
+from mesh.shard.failures import foreseen
 from mesh.shard.sessions import Reply
 from mesh.shard.taps.parts import FETCH, MAX_MESSAGE_BYTES, PART_BYTES
 from mesh.types import LayerRange, ShardDescriptor
@@ -118,7 +119,7 @@ class TapServer:
     async def opened(self, place: TapPlace) -> None:
         """Wait until the session can be used. Raises MeshError, which frees the place, too."""
         try:
-            tree = await self._acquire()
+            tree = await foreseen(self._acquire(), "loading for interventions")
             if place.closed:
                 raise _gone()  # noqa: TRY301 - as what loading raises
             from mesh.shard.taps.session import TapLimits, TapSession
@@ -126,13 +127,9 @@ class TapServer:
             limits = TapLimits(self._settings.tensor_bytes, self._settings.positions)
             place.session = TapSession(tree, place.layers, limits)
             self._listen(place)
-        except BaseException as error:
+        except BaseException:
             self.close(place)
-            if isinstance(error, MeshError) or not isinstance(error, Exception):
-                raise
-            shard = self._shard.descriptor.shard_id
-            logger.exception("loading for interventions failed shard=%s", shard)
-            raise _failed(error) from error
+            raise
 
     def submit(self, place: TapPlace, step: Step, reply: Reply) -> None:
         """One part of a message. `reply` gets a Result for each; raises what refuses a part."""
