@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mesh.api.services import LOADING
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.sightings import PeerState, PeerView
@@ -184,7 +185,7 @@ class Overview:
             return f"{_lacks(missing)}; failed: {host.failed[own].message}"
         is_coming = own in host.wanted() and not host.knows(own)
         if asker is None or not asker.is_ready or (missing and is_coming):
-            return "loading"
+            return LOADING
         return _lacks(missing)
 
     def _not_loaded(self) -> list[str]:

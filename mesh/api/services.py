@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 from mesh.types import GenerationRequest, StreamFrame
 
+LOADING = "loading"
+"""The `reason` of a model that will be runnable by itself."""
+
 
 class Generations(Protocol):
     """Runs generations."""

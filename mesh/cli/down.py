@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mesh.cli.options import StateDir
+from mesh.cli.options import StateDir, finite
 from mesh.cli.output import note
 
 _ENDING_S = 30.0
@@ -22,6 +22,7 @@ def down(
             "--timeout",
             metavar="SECONDS",
             min=0.0,
+            callback=finite,
             help="Then it is killed; by default when its drain_seconds are long over.",
         ),
     ] = None,

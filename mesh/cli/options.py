@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -32,6 +33,13 @@ ApiPort = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def finite(number: float | None) -> float | None:
+    """A flag's number as it is; nan and the infinities, which `min` lets pass, are refused."""
+    if number is not None and not math.isfinite(number):
+        raise typer.BadParameter(f"{number:g} is not a finite number.")
+    return number
 
 
 def locate_daemon(state_dir: Path | None, host: str | None, api_port: int | None) -> Client:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.options import StateDir, ask
+from mesh.cli.options import StateDir, ask, finite
 from mesh.cli.output import note
 
 if TYPE_CHECKING:
@@ -26,7 +26,11 @@ def pause(
     timeout: Annotated[
         float,
         typer.Option(
-            "--timeout", metavar="SECONDS", min=0.0, help="How long to wait for answers to move."
+            "--timeout",
+            metavar="SECONDS",
+            min=0.0,
+            callback=finite,
+            help="How long to wait for answers to move.",
         ),
     ] = 10.0,
 ) -> None:

@@ -255,6 +255,7 @@ class EngineProcess:
             async with asyncio.timeout(LOCAL_LOAD_TIMEOUT_S):
                 return await asyncio.shield(asked)
         except TimeoutError:
+            self._local.pop(layers, None)  # whoever asks next has it tried again
             raise PipelineStalled("the local model did not load.", fix="See the log.") from None
 
     def _local_answer(self, message: ChannelMessage) -> None:

@@ -108,6 +108,10 @@ async def test_numbers_that_are_none_are_refused_by_name(
     finished = await hearthnet("chat", "echo", stdin=lines)
     assert (finished.code, finished.out) == (0, "hi\n")
     assert f"{number!r} is no value for temperature" in finished.err
+    for verb in ("down", "pause"):
+        finished = await hearthnet(verb, f"--timeout={number}")
+        assert finished.code == 2
+        assert "--timeout" in finished.err
 
 
 async def test_debug_shows_the_traceback(hearthnet: Run, daemon: Served) -> None:

@@ -15,6 +15,7 @@ import torch
 from nnsight.intervention.backends.remote import RemoteError
 from websockets.asyncio.client import connect
 
+from mesh.api.services import LOADING
 from mesh.interventions.jobs.queue.service import QueueSettings
 from tests.ndif import client
 from tests.ndif.client import in_thread
@@ -153,10 +154,13 @@ async def test_a_model_that_cannot_run_says_why(
             return row["application_state"], row.get("reason", "")
 
         assert await told() == ("RUNNING", "")
-        monkeypatch.setattr(HalfView, "lacks", {"runnable": False})
+        monkeypatch.setattr(HalfView, "lacks", {"runnable": False, "reason": LOADING})
         assert await told() == ("DEPLOYING", "The model is loading.")
         monkeypatch.setattr(HalfView, "lacks", {"runnable": False, "missing": ["2-3", "5-5"]})
         assert await told() == ("NOT_STARTED", "No node serves layers 2-3, 5-5.")
+        failed = {"runnable": False, "reason": "failed: The checkpoint is cut off."}
+        monkeypatch.setattr(HalfView, "lacks", failed)
+        assert await told() == ("UNHEALTHY", "failed: The checkpoint is cut off.")
         node.runner.obstacle = "this node has no files of it"
         assert await told() == ("UNHEALTHY", "this node has no files of it")
 

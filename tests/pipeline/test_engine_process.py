@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mesh.errors import PipelineStalled
+from mesh.pipeline import engine_process
 from mesh.pipeline.engine_process import CONSUMER_TIMEOUT_S, FRAME_CREDITS, EngineProcess
 from mesh.pipeline.frames import encode_request
 from mesh.pipeline.order import HarvestOrder
@@ -57,6 +58,23 @@ async def test_a_harvest_that_fails_in_a_way_nobody_foresaw_is_answered(
     (answer,) = said
     assert (answer["op"], answer["id"]) == ("error", "r")
     assert "is no text" in answer["error"]["message"]
+
+
+async def test_what_did_not_load_in_time_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = EngineProcess()
+    said: list[ChannelMessage] = []
+    monkeypatch.setattr(process, "_send", said.append)
+    monkeypatch.setattr(engine_process, "LOCAL_LOAD_TIMEOUT_S", 0.01)
+    with pytest.raises(PipelineStalled):
+        await process._local_model()
+    monkeypatch.setattr(engine_process, "LOCAL_LOAD_TIMEOUT_S", 5.0)
+    again = asyncio.ensure_future(process._local_model())
+    await asyncio.sleep(0)
+    assert said == [{"op": "local", "layers": None}] * 2
+    process._command({"op": "local", "layers": None, "hops": []})
+    assert await again == ()
 
 
 class Listening:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from mesh.api.auth import LOCAL, caller_of
 from mesh.api.ndif.model_keys import TASK, Served
-from mesh.api.services import MeshView
+from mesh.api.services import LOADING, MeshView
 from mesh.interventions.jobs.types import JobRunner
 from mesh.types import ModelId
 
@@ -58,9 +58,11 @@ class Deployments:
         if row["missing"]:
             missing = f"No node serves layers {', '.join(row['missing'])}."
             return {"application_state": "NOT_STARTED", "reason": missing}
-        if not row["runnable"]:
+        if row["runnable"]:
+            return {"application_state": "RUNNING"}
+        if row["reason"] == LOADING:
             return {"application_state": "DEPLOYING", "reason": "The model is loading."}
-        return {"application_state": "RUNNING"}
+        return {"application_state": "UNHEALTHY", "reason": row["reason"]}
 
 
 def routes(deployments: Deployments) -> list[Route]:
