@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from mesh.clock import SystemClock
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsContexts, TlsMaterial
+from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.shard.permits import permit
 from mesh.wire.link import Link, LinkHandler
 from mesh.wire.messages import Hello
@@ -31,6 +34,20 @@ def start_command(cache_dir: object) -> dict[str, Any]:
         "tls": TlsMaterial.of(KEY, []).to_fields(),
         "cache_dir": str(cache_dir) if cache_dir is not None else None,
     }  # fmt: skip
+
+
+@asynccontextmanager
+async def hosting(
+    cache_dir: object, *loads: dict[str, Any], **start: Any
+) -> AsyncIterator[ShardHost]:
+    """A shard process that has loaded all of these; `start` changes its ``start`` command."""
+    host = ShardHost(HostSpec(start_command(cache_dir) | start, loads), lambda: None)
+    host.start()
+    try:
+        await host.wait_settled()
+        yield host
+    finally:
+        await host.stop()
 
 
 async def dial(host: str, port: int, handler: LinkHandler) -> Link:

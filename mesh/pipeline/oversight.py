@@ -156,7 +156,10 @@ class Oversight:
                 self.standings.doubted(key_of(shard), "a spot check disagreed, nobody could tell")
             self._event("shard_doubtful", shards[0], other=shards[1].node_name, **facts)
             return
+        known = self.standings.is_liar(key_of(finding.liar))
         self.standings.lied(key_of(finding.liar), "it was caught in a wrong answer")
+        if known:
+            return  # of another generation, which the first finding took it out of, too
         honest = shards[1] if finding.liar is shards[0] else shards[0]
         self._event("shard_lied", finding.liar, other=honest.node_name, **facts)
         self.expel(finding.liar)

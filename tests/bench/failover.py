@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from mesh.models.builtin import checkpoint_dir
-from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.types import Done, GenerationRequest, LayerRange, SamplingParams, TokenDelta, shard_id
 from tests import secure
 from tests.chaos.lab import MODEL, Lab, open_lab
@@ -60,9 +59,9 @@ async def _measure(directory: Path, repeats: int) -> dict[str, Any]:
 
 async def _pause(lab: Lab, directory: Path, number: int) -> tuple[float, int]:
     """Seconds from the kill of the middle hop's process to the next token; and the failovers."""
-    victim = await _shard_process(directory)
+    load = {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": SPAN, "dtype": "fp32"}
     killed_at = next_at = 0.0
-    try:
+    async with secure.hosting(directory, load) as victim:
         theirs = victim.shards[shard_id(MODEL, LayerRange.parse(SPAN))].descriptor
         shards = [lab.advertise(name, span, lab.port) for name, span in _ROUTE.items()]
         shards.append(lab.advertise("b", SPAN, int(theirs.endpoint.rpartition(":")[2])))
@@ -79,8 +78,6 @@ async def _pause(lab: Lab, directory: Path, number: int) -> tuple[float, int]:
                         killed_at = time.perf_counter()
                 elif isinstance(frame, Done):
                     failovers = frame.failovers
-    finally:
-        await victim.stop()
     return next_at - killed_at, failovers
 
 
@@ -93,15 +90,6 @@ async def _prefill(lab: Lab, number: int) -> float:
         hop = next(iter(engine.sessions.known())).chain.stations[1]
         # Chunks overlap in the hops; the sum of a hop's compute times is what one prefill costs.
         return sum(compute for _, compute in hop._timings) / 1e3
-
-
-async def _shard_process(directory: Path) -> ShardHost:
-    start = secure.start_command(directory)
-    load = {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": SPAN, "dtype": "fp32"}
-    host = ShardHost(HostSpec(start, (load,)), lambda: None)
-    host.start()
-    await host.wait_settled()
-    return host
 
 
 def _request(seed: int, rows: int = PROMPT_TOKENS, count: int = 2 * AFTER_TOKENS) -> Any:

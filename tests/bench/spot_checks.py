@@ -19,8 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from mesh.models.builtin import checkpoint_dir
 from mesh.pipeline.audit import NEWCOMER_SESSIONS
 from mesh.pipeline.engine import Engine
 from mesh.sections import DistributedInferenceSection
-from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.shard.hosting import ShardHost
 from mesh.types import Done, GenerationRequest, SamplingParams, TokenDelta
 from tests import secure
 from tests.bench.mesh_speed import pin
@@ -46,22 +46,6 @@ a = torch.ones(256, 256)
 while True:
     a @ a
 """
-
-
-@asynccontextmanager
-async def _replicas(directory: Path) -> AsyncIterator[ShardHost]:
-    """A second shard process with the same halves."""
-    loads = tuple(
-        {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": half, "dtype": "fp32"}
-        for half in HALVES
-    )
-    host = ShardHost(HostSpec(secure.start_command(directory), loads), lambda: None)
-    host.start()
-    try:
-        await host.wait_settled()
-        yield host
-    finally:
-        await host.stop()
 
 
 def _agreed(engine: Engine) -> int:
@@ -121,7 +105,11 @@ async def _rounds(checking: Engine, trusting: Engine) -> tuple[list[float], list
 
 async def _measure(directory: Path) -> dict[str, Any]:
     probability = DistributedInferenceSection().spot_check_probability
-    async with open_lab(directory) as lab, _replicas(directory) as replicas:
+    loads = (
+        {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": half, "dtype": "fp32"}
+        for half in HALVES
+    )
+    async with open_lab(directory) as lab, secure.hosting(directory, *loads) as replicas:
         _place(lab, replicas)
         shards = [
             lab.advertise(f"{name}-{number}", half, port)

@@ -24,7 +24,7 @@ from mesh.models.builtin import checkpoint_dir
 from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.engine import Engine, EngineSettings
 from mesh.pipeline.model import AskerModel
-from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.shard.hosting import ShardHost
 from mesh.types import (
     Done,
     Endpoint,
@@ -184,21 +184,15 @@ async def ask(
 @asynccontextmanager
 async def open_lab(directory: Path) -> AsyncIterator[Lab]:
     """Start the shard process and load the asker's ends."""
-    start = secure.start_command(directory)
-    loads = tuple(
+    loads = (
         {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": span, "dtype": "fp32",
          "max_concurrent_streams": STREAMS, "kv_tokens": 65536}
         for span in SPANS
     )  # fmt: skip
-    host = ShardHost(HostSpec(start, loads), lambda: None)
-    host.start()
-    try:
-        await host.wait_settled()
+    async with secure.hosting(directory, *loads) as host:
         options = AskerOptions("fp32", "cpu", 1, directory)
         model, _ = await asyncio.to_thread(load_asker, checkpoint_dir(), MODEL, options)
         yield Lab(model, host, directory)
-    finally:
-        await host.stop()
 
 
 def _take(told: Told, frame: StreamFrame) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from mesh.errors import WeightsMismatch
-from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.types import LayerRange, shard_id
 from tests import secure
 from tests.chaos import liar
@@ -126,12 +125,8 @@ async def test_a_shard_that_claims_our_weights_and_has_others_is_not_used(
     lab: Lab, one_machine: Reference, record: Record, tmp_path: Path
 ) -> None:
     other = make_checkpoint(tmp_path / "other", "llama", layers=8)
-    start = secure.start_command(tmp_path)
     load = {"directory": str(other), "model_id": MODEL, "layers": "0-7", "dtype": "fp32"}
-    host = ShardHost(HostSpec(start, (load,)), lambda: None)
-    host.start()
-    try:
-        await host.wait_settled()
+    async with secure.hosting(tmp_path, load) as host:
         theirs = host.shards[shard_id(MODEL, LayerRange(0, 8))].descriptor
         async with lab.nodes(**HONEST) as proxies:
             shards = [lab.advertise(n, span, proxies[n].port) for n, span in HONEST.items()]
@@ -139,8 +134,6 @@ async def test_a_shard_that_claims_our_weights_and_has_others_is_not_used(
             shards.append(lab.advertise("b", "0-7", port))  # our hash, their weights
             async with lab.asker(shards) as engine:
                 told = await ask(engine, PROMPT, COUNT)
-    finally:
-        await host.stop()
     same = told.tokens == one_machine(PROMPT, COUNT)
     verdict = "equal" if same else "DIFFERENT"
     record(Row("liars", "other weights", "only", "open", told.failovers, verdict))

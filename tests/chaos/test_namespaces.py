@@ -13,7 +13,6 @@ import pytest
 import pytest_asyncio
 
 from mesh.models.builtin import checkpoint_dir
-from mesh.shard.hosting import HostSpec, ShardHost
 from tests import secure
 from tests.chaos import bad_cable
 from tests.chaos.conftest import Row
@@ -52,29 +51,22 @@ async def homes(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[
         pytest.skip(reason())
     directory: Path = tmp_path_factory.mktemp("spaces")
     async with AsyncExitStack() as stack:
-        homes, started = {}, []
+        homes = {}
         for number, layers in HOMES.items():
             space = stack.enter_context(Namespace(number, directory))
-            host = ShardHost(_spec(space.there, layers, directory), lambda: None)
+            there = space.there
+            hello = {"node_id": there, "node_name": there, "software": "test"}
+            loads = map(_load, layers)
+            hosting = secure.hosting(directory, *loads, listen_host=there, hello=hello)
             with space.inside():
-                host.start()
-                stack.push_async_callback(host.stop)
-                await host.wait_settled()
-            started.append((number, space, host))
-        for number, space, host in started:
+                host = await stack.enter_async_context(hosting)
             assert host.port is not None
             homes[number] = Home(space, host.port)
         yield homes
 
 
-def _spec(address: str, layers: tuple[str, ...], directory: Path) -> HostSpec:
-    hello = {"node_id": address, "node_name": address, "software": "test"}
-    start = {**secure.start_command(directory), "listen_host": address, "hello": hello}
-    loads = tuple(
-        {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": span, "dtype": "fp32"}
-        for span in layers
-    )
-    return HostSpec(start, loads)
+def _load(span: str) -> dict[str, str]:
+    return {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": span, "dtype": "fp32"}
 
 
 def shards_of(lab: Lab, homes: dict[int, Home]) -> list[dict[str, object]]:

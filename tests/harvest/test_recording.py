@@ -27,7 +27,7 @@ from mesh.pipeline.oversight import Oversight
 from mesh.pipeline.sessions import Sessions
 from mesh.routing.cover import Candidate, CoverRules
 from mesh.routing.router import ShardRouter
-from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.shard.hosting import ShardHost
 from mesh.types import LayerRange, ModelId
 from tests import secure
 from tests.checkpoints import make_checkpoint
@@ -66,23 +66,17 @@ class Field:
 
 
 @asynccontextmanager
-async def field(tmp_path: Path, directory: Path, **start: Any) -> AsyncIterator[Field]:
-    files = tmp_path / "harvest"
-    command = secure.start_command(tmp_path / "cache") | {"harvest_dir": str(files), **start}
-    loads = tuple(
+async def field(tmp_path: Path, directory: Path) -> AsyncIterator[Field]:
+    cache, files = tmp_path / "cache", tmp_path / "harvest"
+    loads = (
         {"directory": str(directory), "model_id": MODEL, "layers": str(span), "dtype": "fp32",
          "advertise_host": "127.0.0.1"}
         for span in HALVES
     )  # fmt: skip
-    host = ShardHost(HostSpec(command, loads), lambda: None)
-    host.start()
-    try:
-        await host.wait_settled()
-        options = AskerOptions("fp32", "cpu", 1, tmp_path / "cache")
+    async with secure.hosting(cache, *loads, harvest_dir=str(files)) as host:
+        options = AskerOptions("fp32", "cpu", 1, cache)
         model, _ = await asyncio.to_thread(load_asker, directory, MODEL, options)
         yield Field(model, host, files)
-    finally:
-        await host.stop()
 
 
 @pytest.fixture

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from mesh.pipeline.audit import Finding
 from mesh.types import Done, ShardFailover
-from tests.health.test_spot_checks import answers, lie
 from tests.health.watched import (
     ASKER,
     PROMPT,
     Watched,
+    answers,
+    lie,
     tokens_before_failover,
     tokens_of,
+    told,
     watched,
 )
 from tests.pipeline.toy_mesh import ToyNetwork, ToyShard, expected_tokens, toy_request
@@ -43,6 +47,17 @@ async def test_the_rest_of_the_answer_and_the_next_one_are_right() -> None:
         frames = await mesh.ask(8, prompt=follow_up, name="next")
         assert tokens_of(frames) == expected_tokens(follow_up, 8)
         assert not liar.steps
+        await mesh.engine.close()
+
+
+async def test_two_answers_that_catch_the_same_liar_report_it_once() -> None:
+    network, (liar, _, _), _ = _mesh_of("a-liar", "b", "c")
+    liar.answer = lie
+    with watched(network, probability=1.0) as mesh:
+        await asyncio.gather(*(mesh.ask(12, name=name) for name in "pq"))
+        await mesh.idle()
+        assert mesh.checks(liar)["lied"] == 2
+        assert [event["type"] for event in told(mesh)] == ["shard_lied"]
         await mesh.engine.close()
 
 

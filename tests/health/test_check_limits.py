@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from mesh.pipeline.audit import MAX_RUNNING
-from tests.health.test_spot_checks import halves
-from tests.health.watched import PROMPT, tokens_of, watched
+from tests.health.watched import PROMPT, halves, tokens_of, watched
 from tests.pipeline.toy_mesh import ToyNetwork, expected_tokens, toy_request
 from tests.simulation.virtual_loop import run_virtually
 

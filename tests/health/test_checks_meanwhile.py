@@ -12,8 +12,7 @@ from mesh.health.standing import LIED
 from mesh.pipeline.chain import Chain
 from mesh.pipeline.station import SessionTerms
 from mesh.types import WireDtype
-from tests.health.test_spot_checks import halves, lie, told
-from tests.health.watched import ASKER, PROMPT, Watched, tokens_of, watched
+from tests.health.watched import ASKER, PROMPT, Watched, halves, lie, tokens_of, told, watched
 from tests.pipeline.toy_mesh import MODEL, TOTAL_LAYERS, WEIGHTS, ToyShard, encode, expected_tokens
 from tests.simulation.virtual_loop import run_virtually
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,9 @@ from mesh.config import Config
 from mesh.discovery.advertisement import Advertisement, encode
 from mesh.errors import NoRoute
 from mesh.health.sanity import Envelope
-from mesh.models.local import LocalModel, find_local_models
+from mesh.models.local import find_local_models
 from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.engine import Engine, EngineSettings
-from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.types import (
     Done,
     GenerationRequest,
@@ -34,17 +33,6 @@ TOKENS = 60
 PROMPTS = ["The fox", "Once upon a time"]
 
 
-def host(node: str, model: LocalModel, spans: list[LayerRange], cache: Path) -> ShardHost:
-    hello = {"node_id": node, "node_name": node, "software": "test"}
-    start = {**secure.start_command(cache), "hello": hello}
-    loads = tuple(
-        {"directory": model.directory, "model_id": model.model_id, "layers": str(span),
-         "dtype": "fp32", "advertise_host": "127.0.0.1"}
-        for span in spans
-    )  # fmt: skip
-    return ShardHost(HostSpec(start, loads), lambda: None)
-
-
 async def no_home() -> list[RouteHop]:
     raise NoRoute("there is no home.", fix="None.")
 
@@ -54,12 +42,17 @@ async def asker(cache: Path, **settings: Any) -> AsyncIterator[tuple[Engine, Mod
     """An asker of the built-in model in two halves, each held by two hosts."""
     (model,) = await asyncio.to_thread(lambda: find_local_models(Config(), cache))
     middle = model.total_layers // 2
-    spans = [LayerRange(0, middle), LayerRange(middle, model.total_layers)]
-    hosts = [host(node, model, spans, cache) for node in ("attic", "kitchen")]
-    for each in hosts:
-        each.start()
-    try:
-        await asyncio.gather(*(each.wait_settled() for each in hosts))
+    loads = [
+        {"directory": model.directory, "model_id": model.model_id, "layers": str(span),
+         "dtype": "fp32", "advertise_host": "127.0.0.1"}
+        for span in (LayerRange(0, middle), LayerRange(middle, model.total_layers))
+    ]  # fmt: skip
+    async with AsyncExitStack() as stack:
+        hosts = []
+        for node in ("attic", "kitchen"):
+            hello = {"node_id": node, "node_name": node, "software": "test"}
+            hosting = secure.hosting(cache, *loads, hello=hello)
+            hosts.append(await stack.enter_async_context(hosting))
         options = AskerOptions("fp32", "cpu", 1, cache)
         ends, _ = await asyncio.to_thread(
             load_asker, Path(model.directory), model.model_id, options
@@ -81,8 +74,6 @@ async def asker(cache: Path, **settings: Any) -> AsyncIterator[tuple[Engine, Mod
         )
         yield engine, model.model_id
         await engine.close()
-    finally:
-        await asyncio.gather(*(each.stop() for each in hosts))
 
 
 async def answer(engine: Engine, model: ModelId, prompt: str) -> Done:

@@ -12,37 +12,31 @@ from mesh.errors import NoRoute
 from mesh.health.standing import DOUBTED, LIED
 from mesh.pipeline.audit import FIRST_REFUSAL_S, NEWCOMER_SESSIONS
 from mesh.pipeline.station import SessionTerms
-from mesh.types import Done, LayerRange, RouteHop, ShardFailover, StreamFrame, WireDtype
+from mesh.types import Done, LayerRange, RouteHop, ShardFailover, WireDtype
 from mesh.wire.memory import MemoryLink
 from mesh.wire.messages import Result, Step, WireTensor
 from tests.health.watched import (
     ASKER,
     PROMPT,
-    Watched,
+    answers,
+    halves,
+    lie,
+    scaled,
     tokens_before_failover,
     tokens_of,
-    values_of,
+    told,
     watched,
-    with_values,
 )
 from tests.pipeline.toy_mesh import (
     MODEL,
     TOTAL_LAYERS,
     WEIGHTS,
     ToyNetwork,
-    ToyShard,
     encode,
     expected_tokens,
     toy_request,
 )
 from tests.simulation.virtual_loop import run_virtually
-
-
-def scaled(tensor: WireTensor, factor: float = 1.02) -> WireTensor:
-    """One channel of the last row, a little larger: finite, of usual size, and wrong."""
-    values = values_of(tensor)
-    values[-2] = factor * max(values[-2], 20.0)
-    return with_values(tensor, values)
 
 
 def lies_in(share: float, seed: int) -> tuple[Callable[[Step, WireTensor], WireTensor], list[int]]:
@@ -56,31 +50,6 @@ def lies_in(share: float, seed: int) -> tuple[Callable[[Step, WireTensor], WireT
         return scaled(computed)
 
     return answer, lies
-
-
-def lie(step: Step, computed: WireTensor) -> WireTensor:
-    return scaled(computed)
-
-
-def halves(*copies: str) -> tuple[ToyNetwork, list[ToyShard]]:
-    """The first half on one node, the second half on these."""
-    network = ToyNetwork()
-    network.add("0-3", name="front")
-    return network, [network.add("4-7", name=name) for name in copies]
-
-
-async def answers(mesh: Watched, count: int, name: str = "r") -> list[StreamFrame]:
-    """Ask, giving checks a turn after each token as a network's waits would."""
-    frames: list[StreamFrame] = []
-    async for frame in mesh.engine.chat(toy_request(PROMPT, count, name)):
-        frames.append(frame)
-        for _ in range(8):
-            await asyncio.sleep(0)
-    return frames
-
-
-def told(mesh: Watched) -> list[dict[str, object]]:
-    return mesh.engine.oversight.take_events()
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -24,7 +24,7 @@ from mesh.types import (
     StreamFrame,
     TokenDelta,
 )
-from mesh.wire.messages import WireTensor
+from mesh.wire.messages import Step, WireTensor
 from tests.pipeline.toy_mesh import (
     HIDDEN,
     MODEL,
@@ -120,6 +120,27 @@ def watched(
     yield Watched(network, replace(settings, **changes))
 
 
+def halves(*copies: str) -> tuple[ToyNetwork, list[ToyShard]]:
+    """The first half on one node, the second half on these."""
+    network = ToyNetwork()
+    network.add("0-3", name="front")
+    return network, [network.add("4-7", name=name) for name in copies]
+
+
+async def answers(mesh: Watched, count: int, name: str = "r") -> list[StreamFrame]:
+    """Ask, giving checks a turn after each token as a network's waits would."""
+    frames: list[StreamFrame] = []
+    async for frame in mesh.engine.chat(toy_request(PROMPT, count, name)):
+        frames.append(frame)
+        for _ in range(8):
+            await asyncio.sleep(0)
+    return frames
+
+
+def told(mesh: Watched) -> list[dict[str, object]]:
+    return mesh.engine.oversight.take_events()
+
+
 def tokens_of(frames: Sequence[StreamFrame]) -> list[int]:
     return [token for frame in frames if isinstance(frame, TokenDelta) for token in frame.token_ids]
 
@@ -136,3 +157,14 @@ def values_of(tensor: WireTensor) -> list[float]:
 
 def with_values(tensor: WireTensor, values: Sequence[float]) -> WireTensor:
     return WireTensor("fp32", tensor.shape, struct.pack(f"<{len(values)}f", *values))
+
+
+def scaled(tensor: WireTensor, factor: float = 1.02) -> WireTensor:
+    """One channel of the last row, a little larger: finite, of usual size, and wrong."""
+    values = values_of(tensor)
+    values[-2] = factor * max(values[-2], 20.0)
+    return with_values(tensor, values)
+
+
+def lie(step: Step, computed: WireTensor) -> WireTensor:
+    return scaled(computed)

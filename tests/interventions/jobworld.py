@@ -31,7 +31,7 @@ from mesh.interventions.jobs.types import JobReport, JobSpec
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.lines import Lines
 from mesh.routing.cover import CoverRules
-from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.shard.hosting import ShardHost
 from mesh.types import LayerRange, ModelId
 from tests import secure
 from tests.interventions.worlds import checkpoint
@@ -53,19 +53,14 @@ async def shards(
 ) -> AsyncIterator[ShardHost]:
     """A shard process that serves these ranges of these families; model ids are family names."""
     directories = [await asyncio.to_thread(lambda f=f: checkpoint(f).directory) for f in families]
-    loads = tuple(
+    loads = (
         {"directory": str(directory), "model_id": family, "layers": str(span), "dtype": "fp32",
          "advertise_host": "127.0.0.1", **more}
         for family, directory in zip(families, directories, strict=True)
         for span in held
     )  # fmt: skip
-    host = ShardHost(HostSpec(secure.start_command(cache_dir), loads), lambda: None)
-    host.start()
-    try:
-        await host.wait_settled()
+    async with secure.hosting(cache_dir, *loads) as host:
         yield host
-    finally:
-        await host.stop()
 
 
 def served(*hosts: ShardHost, family: str, spans: Sequence[LayerRange]) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.station import SessionTerms
 from mesh.routing.cover import Candidate, CoverRules
 from mesh.routing.router import ShardRouter
-from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.shard.hosting import ShardHost
 from mesh.types import (
     Done,
     GenerationRequest,
@@ -121,23 +121,17 @@ async def spread(
     **shard: Any,
 ) -> AsyncIterator[Spread]:
     """Serve these layer ranges of the checkpoint in a shard process of their own."""
-    start = secure.start_command(cache_dir)
-    loads = tuple(
+    loads = (
         {"directory": str(directory), "model_id": MODEL, "layers": str(span), "dtype": "fp32",
          "advertise_host": "127.0.0.1", **shard}
         for span in sorted(set(layers))
     )  # fmt: skip
-    host = ShardHost(HostSpec(start, loads), lambda: None)
-    host.start()
-    try:
-        await host.wait_settled()
+    async with secure.hosting(cache_dir, *loads) as host:
         options = AskerOptions("fp32", "cpu", 1, cache_dir)
         model, _ = await asyncio.to_thread(load_asker, directory, MODEL, options)
         mesh = Spread(model, host)
         yield mesh
         await mesh.close()
-    finally:
-        await host.stop()
 
 
 def hugging_face(directory: Path, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:

@@ -17,7 +17,6 @@ from mesh.pipeline.lines import Lines
 from mesh.pipeline.shadow import Shadow
 from mesh.pipeline.station import SessionTerms
 from mesh.shard.hooks import hooked
-from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.shard.runtime import SpanRuntime, StepInput
 from mesh.shard.steering import Steering, _Added
 from mesh.types import Edit, LayerRange, RouteHop, Site, WireDtype
@@ -128,12 +127,9 @@ async def test_the_second_session_of_a_spot_check_is_steered_too(
 ) -> None:
     shard = {"directory": str(directory), "model_id": MODEL, "layers": str(SPAN), "dtype": "fp32",
              "advertise_host": "127.0.0.1"}  # fmt: skip
-    host = ShardHost(HostSpec(secure.start_command(tmp_path / "cache"), (shard,)), lambda: None)
-    host.start()
     edits = [edit(1), edit(2, "mlp"), edit(3)]  # the last is another hop's
     entered = hidden_states(load(directory), rows(7), edits)
-    try:
-        await host.wait_settled()
+    async with secure.hosting(tmp_path / "cache", shard) as host:
         (hosted,) = host.shards.values()
         options = AskerOptions("fp32", "cpu", 1, tmp_path / "cache")
         asker, _ = await asyncio.to_thread(load_asker, directory, MODEL, options)
@@ -146,5 +142,3 @@ async def test_the_second_session_of_a_spot_check_is_steered_too(
         assert close(to_torch(answer), entered[3])
         shadow.close()
         await lines.close()
-    finally:
-        await host.stop()
