@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,12 +34,17 @@ Reference = Callable[[list[int], int], list[int]]
 Record = Callable[[Row], None]
 
 
+async def teach(lab: Lab, shards: list[dict[str, Any]]) -> None:
+    """Have it recorded what activations of this model look like; else the first answer does it."""
+    async with lab.asker(shards) as teacher:
+        await ask(teacher, [5, 6, 7], 2)
+
+
 async def with_a_liar(lab: Lab, lie: Lie, *, after: int) -> tuple[Told, list[str], Liar]:
     """An answer over a route whose middle hop lies from its result `after` on."""
     async with lab.nodes(**HONEST) as proxies, Liar(lab.port, lie, after=after) as bad:
         shards = [lab.advertise(n, span, proxies[n].port) for n, span in HONEST.items()]
-        async with lab.asker(shards) as teacher:
-            await ask(teacher, [5, 6, 7], 2)  # what activations of this model look like is recorded
+        await teach(lab, shards)
         shards.append(lab.advertise(LIAR, "3-5", bad.port))
         async with lab.asker(shards) as engine:
             told = await ask(engine, PROMPT, COUNT)
@@ -74,6 +80,7 @@ async def test_plausible_garbage_is_caught_by_a_spot_check(
     layers = {**HONEST, "z": "3-5"}
     async with lab.nodes(**layers) as proxies, Liar(lab.port, liar.plausible_garbage) as bad:
         shards = [lab.advertise(n, span, proxies[n].port) for n, span in layers.items()]
+        await teach(lab, shards)
         shards.append(lab.advertise(LIAR, "3-5", bad.port))
         async with lab.asker(shards, spot_checks=1.0) as engine:
             told = await ask(engine, PROMPT, 300)
