@@ -53,7 +53,8 @@ class Ask:
     """One request. It is told apart on the wire by `positions`, which no other one has.
 
     `follows` names the request whose conversation it continues: `prompt` then comes after what was
-    said there, and `start_s` counts from its end. `leaves_after` tokens the client hangs up.
+    said there, without the last `unsaid` tokens, and `start_s` counts from its end. `leaves_after`
+    tokens the client hangs up.
     """
 
     name: str
@@ -61,11 +62,25 @@ class Ask:
     prompt: tuple[int, ...]
     count: int
     follows: str | None = None
+    unsaid: int = 0
     leaves_after: int | None = None
 
     @property
     def positions(self) -> int:
         return len(self.prompt) + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Lie:
+    """A node's answers are wrong from one of its results on, for so many or (None) for good."""
+
+    node: str
+    first: int
+    count: int | None
+
+    def covers(self, result: int) -> bool:
+        """Whether its `result`-th answer, from 1 on, is a lie."""
+        return self.first <= result and (self.count is None or result < self.first + self.count)
 
 
 WARM_UP = Ask("warm-up", 0.0, (3, 1, 4), 11)
@@ -75,7 +90,8 @@ WARM_UP = Ask("warm-up", 0.0, (3, 1, 4), 11)
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """One run. `has_home`: the asker can hold the whole model itself if it must. `is_warm`: it has
-    measured its hops before the first fault."""
+    measured its hops before the first fault. `checks`: the probability of a spot check; one node
+    may lie where there are any."""
 
     seed: int
     nodes: tuple[Node, ...]
@@ -85,6 +101,8 @@ class Schedule:
     stall_limit_s: float
     has_home: bool
     is_warm: bool
+    checks: float
+    lie: Lie | None
 
 
 def draw(seed: int) -> Schedule:
@@ -94,11 +112,13 @@ def draw(seed: int) -> Schedule:
     asks = _asks(rng)
     faults = tuple(_fault(rng, nodes) for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4, 6))))
     fastest = rng.choice((0.0001, 0.001, 0.02))
+    delay_s = (fastest, fastest * rng.choice((1, 3, 10)))
+    stall_limit_s, has_home = rng.choice((1.0, 2.0, 5.0)), rng.random() < 0.25
+    is_warm, checks = rng.random() < 0.75, rng.choice((0.0, 0.0, 0.02, 0.2, 1.0))
+    lie = _lie(rng, nodes) if checks and rng.random() < 0.5 else None
     return Schedule(
-        seed, nodes, asks, faults, (fastest, fastest * rng.choice((1, 3, 10))),
-        stall_limit_s=rng.choice((1.0, 2.0, 5.0)), has_home=rng.random() < 0.25,
-        is_warm=rng.random() < 0.75,
-    )  # fmt: skip
+        seed, nodes, asks, faults, delay_s, stall_limit_s, has_home, is_warm, checks, lie
+    )
 
 
 def _nodes(rng: random.Random) -> tuple[Node, ...]:
@@ -139,10 +159,11 @@ def _asks(rng: random.Random) -> tuple[Ask, ...]:
         asks.append(Ask(f"r{number}", rng.uniform(0, 0.3), prompt, count, leaves_after=leaves))
     if rng.random() < 0.3:
         extra = tuple(rng.randrange(PRIME) for _ in range(3))
-        count = 5
-        while asks[0].positions + len(extra) + count in taken:
+        count, unsaid = 5, rng.choice((0, 0, 1, min(7, asks[0].count)))
+        while asks[0].positions - unsaid + len(extra) + count in taken:
             count += 1
-        asks.append(Ask("follow-up", rng.uniform(0, 3), extra, count, follows="r0"))
+        start_s = rng.choice((0.0, rng.uniform(0, 3)))
+        asks.append(Ask("follow-up", start_s, extra, count, follows="r0", unsaid=unsaid))
     return tuple(asks)
 
 
@@ -160,3 +181,8 @@ def _fault(rng: random.Random, nodes: tuple[Node, ...]) -> Fault:
         lasts_s=rng.choice((0.01, 0.3, 2.0, 12.0)) if lasting else None,
         withdrawn_after_s=rng.choice((0.05, 1.0, 60.0)),
     )
+
+
+def _lie(rng: random.Random, nodes: tuple[Node, ...]) -> Lie:
+    """Of one node only: two that agree on a lie outvote an honest one."""
+    return Lie(rng.choice(nodes).name, rng.choice((1, 1, 2, 5, 9)), rng.choice((None, None, 1, 3)))

@@ -1,4 +1,4 @@
-"""Thousands of ways to lose a node, in seconds: the promises of `tests.simulation.run` hold."""
+"""Thousands of ways to lose a node, in seconds: those of `tests.simulation.promises` hold."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def test_schedules_of_faults_never_change_a_token_or_leave_a_request_behind() ->
     assert tally["done"] > QUICK
     assert tally["failovers"] > QUICK / 2
     assert tally["left"] > 10
+    assert tally["liars caught"] > 5
 
 
 @pytest.mark.chaos

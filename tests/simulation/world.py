@@ -30,9 +30,9 @@ from mesh.wire.messages import (
     Resume,
     Step,
 )
-from tests.pipeline.toy_mesh import MODEL, TOTAL_LAYERS, WEIGHTS, decode, encode
+from tests.pipeline.toy_mesh import MODEL, PRIME, TOTAL_LAYERS, WEIGHTS, decode, encode
 from tests.simulation.ledger import Ledger
-from tests.simulation.schedule import Node
+from tests.simulation.schedule import Lie, Node
 from tests.simulation.toy import SummedSession
 
 KEEPALIVE_S = 30.0
@@ -41,7 +41,7 @@ KEEPALIVE_S = 30.0
 CONNECT_TIMEOUT_S = 5.0
 _ROW_S = 0.0001
 
-HOME = Node("home", LayerRange(0, TOTAL_LAYERS), streams=100, queue_depth=0, step_s=0.001)
+HOME = Node("asker", LayerRange(0, TOTAL_LAYERS), streams=100, queue_depth=0, step_s=0.001)
 """The asker's own copy of the model, which nothing happens to."""
 
 HOME_PORT = 999
@@ -127,6 +127,9 @@ class SimHost:
         self.sessions: dict[tuple[int, int], SimSession] = {}
         self.wires: list[Wire] = []
         self.on_message: Callable[[str], None] = lambda kind: None
+        self.lie: Lie | None = None
+        self.has_lied = False
+        self._results = 0
         self._life = 0
         self._inbox: list[Callable[[], None]] = []
         self._busy_until = 0.0
@@ -186,6 +189,15 @@ class SimHost:
                 wire.far.send(Drain("maintenance"))
 
     # What it does
+
+    def say(self, computed: list[list[int]]) -> list[list[int]]:
+        """What it answers."""
+        self._results += 1
+        if self.lie is None or not self.lie.covers(self._results):
+            return computed
+        self.has_lied = True
+        self.ledger.note(f"lie {self.node.name}")
+        return [[(value + 1) % PRIME for value in row] for row in computed]
 
     def active(self) -> int:
         """Streams in use."""
@@ -297,7 +309,7 @@ class Door:
         session.last_step, session.may_cut = step.step, False
         rows = decode(step.tensor)
         host.ledger.ran(session.request, session.layers, step.position, len(rows))
-        out = encode(session.run(step.position, rows))
+        out = encode(host.say(session.run(step.position, rows)))
         self._say(Result(step.session, step.step, out, compute_us=1, queue_us=0))
 
     def _fail(self, error: MeshError, session: int, step: int | None = None) -> None:
