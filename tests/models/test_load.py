@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3Config
 
 from mesh.errors import BadCheckpoint
+from mesh.models import convert
 from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import read_manifest
 from mesh.types import LayerRange
@@ -172,6 +173,18 @@ def test_weights_in_their_own_dtype_are_not_copied(checkpoint: Checkpoint) -> No
         if str(manifest.directory / "model.safetensors") in line
     ]
     assert any(low <= weight.data_ptr() < high for low, high in mapped)
+
+
+def test_names_that_need_no_conversion_cost_none(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_table(*_: object, **__: object) -> None:
+        raise AssertionError("the table of every architecture was built")
+
+    monkeypatch.setattr(convert, "get_model_conversion_mapping", build_table)
+    manifest = read_manifest(checkpoint("llama", layers=3))
+    load_span(manifest, LayerRange(0, 1), dtype=torch.float32, device=CPU)
+    load_ends(manifest, dtype=torch.float32, device=CPU)
 
 
 def test_base_model_saved_without_its_prefix(checkpoint: Checkpoint, tmp_path: Path) -> None:
