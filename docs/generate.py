@@ -41,6 +41,8 @@ def config_page() -> str:
         "# Settings",
         "",
         "Defaults < TOML file < `HEARTHNET_...` environment < command-line flag.",
+        "The file is `~/.config/hearthnet/config.toml` (macOS: `~/Library/Application "
+        "Support/hearthnet/config.toml`), or the one that `--config` or `HEARTHNET_CONFIG` names.",
         "`hearthnet config show --origin` prints the values in force and where each comes from.",
         "",
         "| key | default | meaning |",
@@ -104,6 +106,8 @@ def _commands(path: str, command: Any) -> Iterator[tuple[str, str, Any]]:
     if not isinstance(command, click.Group) and not hasattr(command, "commands"):
         yield path, path, command
         return
+    if command.invoke_without_command:
+        yield path, path, command
     for name, child in sorted(command.commands.items()):
         yield from _commands(f"{path} {name}", child)
 
