@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
+
+from mesh.errors import PipelineStalled
 
 FLOOR_S = 1.0
 """No step is given up sooner: what another process on the machine, a garbage collection or a Wi-Fi
@@ -25,6 +28,14 @@ _DEVIATIONS = 4.0
 _MULTIPLE = 6.0
 _PATIENCE = 3.0
 """Limits' worth of time that may be lost to slow answers in a row."""
+
+
+class StepOverdue(PipelineStalled):
+    """A hop has owed an answer since `since` for longer than its limit, or answers too slowly."""
+
+    def __init__(self, message: str, *, fix: str, since: float) -> None:
+        super().__init__(message, fix=fix)
+        self.since = since
 
 
 @dataclass(slots=True)
@@ -54,7 +65,8 @@ class HopLatency:
     """One shard's steps. `ceiling_s` is the configured limit, and the one of unknown sizes.
 
     Every time the shard was given up for slowness its limits double: if it comes back because
-    nobody else can do the work, it gets the time it needs.
+    nobody else can do the work, it gets the time it needs. One silence takes down all that wait
+    meanwhile and is one strike: what waits since before the last strike is judged without it.
     """
 
     ceiling_s: float
@@ -63,13 +75,15 @@ class HopLatency:
     _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     _lost_s: float = 0.0
     _in_time: int = 0
+    _struck_at: float = -inf
 
-    def limit_s(self, rows: int) -> float:
-        """How long a step of `rows` rows may go without an answer."""
+    def limit_s(self, rows: int, since: float = inf) -> float:
+        """How long a step of `rows` rows, waited for since then, may go without an answer."""
         usual = self._usual.get(_size(rows))
         if usual is None or usual.count < SAMPLES:
             return self.ceiling_s
-        return float(min(self.ceiling_s, max(FLOOR_S, usual.limit_s) * 2**self.strikes))
+        strikes = max(0, self.strikes - (since < self._struck_at))
+        return float(min(self.ceiling_s, max(FLOOR_S, usual.limit_s) * 2**strikes))
 
     def answered(self, rows: int, elapsed_s: float) -> None:
         """A step took so long. A slow one is counted, and not taken for the new normal."""
@@ -89,10 +103,13 @@ class HopLatency:
         """Whether it answers, but has long stopped doing so at its usual pace."""
         return self._lost_s > _PATIENCE * self.limit_s(rows)
 
-    def given_up(self) -> None:
-        """It was replaced for being slow or silent."""
+    def given_up(self, since: float, now: float) -> bool:
+        """It was replaced for a step waited for since then; whether that is another strike."""
+        if since < self._struck_at:
+            return False
         self.strikes = min(self.strikes + 1, 10)
-        self._lost_s = 0.0
+        self._struck_at, self._lost_s = now, 0.0
+        return True
 
     def percentile_ms(self, share: float) -> float:
         """Of the latest steps, all sizes together; 0 when there are none."""

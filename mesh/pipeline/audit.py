@@ -17,6 +17,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -189,12 +190,19 @@ class Auditor:
         record.running = record.greeted = True
         record.rewound = False
         self._busy.add(id(generation))
-        name = f"check {record.hop.shard.shard_id}"
-        task = spawn(self._run(record, id(generation)), name)
+        task = spawn(self._run(record), f"check {record.hop.shard.shard_id}")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        # Not at the end of the work: a task that is cancelled before its first step has none.
+        task.add_done_callback(partial(self._ran, record, id(generation)))
 
-    async def _run(self, record: Record, generation: int) -> None:
+    def _ran(self, record: Record, generation: int, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._busy.discard(generation)
+        record.running = False
+        if record.ended or record.rewound or task.cancelled():
+            record.close()
+
+    async def _run(self, record: Record) -> None:
         shard = record.hop.shard
         outcome = "unchecked"
         try:
@@ -203,14 +211,6 @@ class Auditor:
             # The other host is busy, slow or gone: that says nothing of the one to be checked.
             logger.info("shard=%s not checked: %s", shard.shard_id, error)
             record.close()
-        except asyncio.CancelledError:
-            record.close()
-            raise
-        finally:
-            record.running = False
-            self._busy.discard(generation)
-            if record.ended or record.rewound:
-                record.close()
         self._standings.checked(key_of(shard), outcome)
         self._met[shard.host] += outcome == "agreed"
 

@@ -22,11 +22,11 @@ import torch
 
 from mesh.discovery.tasks import spawn
 from mesh.errors import InternalError, LinkLost, MeshError, PipelineStalled, from_dict
-from mesh.identity.certificates import certificate_node_id
 from mesh.identity.tls import TlsContexts, TlsMaterial
 from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.engine import Engine, EngineSettings
+from mesh.pipeline.following import Following
 from mesh.pipeline.frames import decode_hop, decode_request, encode_frame
 from mesh.pipeline.order import HarvestOrder
 from mesh.pipeline.sessions import expire_regularly
@@ -82,8 +82,7 @@ class EngineProcess:
         self._stopped = asyncio.Event()
         self._shards: list[dict[str, Any]] = []
         self._local: dict[str | None, asyncio.Future[tuple[RouteHop, ...]]] = {}
-        self._tls: TlsContexts | None = None
-        self._members: tuple[bytes, ...] | None = None
+        self._following = Following()
 
     async def run(self) -> None:
         """Serve until the daemon says stop or is gone."""
@@ -105,9 +104,7 @@ class EngineProcess:
                 if self._engine is not None:
                     self._engine.shards.replace(self._shards)
             case "tls":
-                self._members = tuple(message["members"])
-                if self._tls is not None:
-                    self._spawn(self._follow_members(self._tls), "follow members")
+                self._following.tell(message["members"])
             case "generate" | "harvest":
                 self._take_order(message)
             case "credit" | "cancel":
@@ -147,27 +144,25 @@ class EngineProcess:
             _options(message["options"]),
         )
         material = TlsMaterial.from_fields(message["tls"])
-        tls = self._tls = await asyncio.to_thread(TlsContexts, material)
+        tls = await asyncio.to_thread(TlsContexts, material)
         hello = Hello(**message["hello"])
         dial = secured(hello, tls)
         self._engine = Engine(
             model, NodeId(hello.node_id), settings, self._local_model, self._judge, dial
         )
-        await self._follow_members(tls)
+        await self._follow_members(self._engine, tls)
         # What came while the ends were loading is newer than what came with the command.
         self._engine.shards.replace(self._shards or message["shards"])
         self._spawn(self._engine.watch_stalls(), "watch stalls")
         self._spawn(expire_regularly(self._engine.sessions, EXPIRY_TICK_S), "expire parked")
         return reasons
 
-    async def _follow_members(self, tls: TlsContexts) -> None:
-        """Trust those whom the daemon last named, and cut the links to the others."""
-        members = self._members
-        if members is None or self._engine is None:
-            return
-        trusted = {certificate_node_id(der) for der in members} | {tls.own}
-        self._engine.trust_only(frozenset(trusted))
-        await asyncio.to_thread(tls.update, members)
+    async def _follow_members(self, engine: Engine, tls: TlsContexts) -> None:
+        """Trust those whom the daemon has named by now, then whom it names, and nobody else."""
+        await self._following.take(tls, engine.trust_only)
+        following = self._spawn(self._following.run(tls, engine.trust_only), "follow members")
+        # A process that follows nobody any more would trust for ever those who are put out.
+        following.add_done_callback(lambda _: self._stopped.set())
 
     def _take_order(self, message: ChannelMessage) -> None:
         if message["op"] == "generate":
@@ -255,7 +250,8 @@ class EngineProcess:
             async with asyncio.timeout(LOCAL_LOAD_TIMEOUT_S):
                 return await asyncio.shield(asked)
         except TimeoutError:
-            self._local.pop(layers, None)  # whoever asks next has it tried again
+            if self._local.get(layers) is asked:
+                del self._local[layers]  # whoever asks next has it tried again
             raise PipelineStalled("the local model did not load.", fix="See the log.") from None
 
     def _local_answer(self, message: ChannelMessage) -> None:

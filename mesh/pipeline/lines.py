@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from mesh.errors import ConnectFailed, LinkLost, MeshError, TokenRejected, from_dict
+from mesh.errors import ConnectFailed, LinkLost, MeshError, TokenRejected, UntrustedPeer, from_dict
 from mesh.types import Endpoint, NodeId
 from mesh.wire.link import Link
 from mesh.wire.messages import Drain, Failure, Message, Open, OpenTaps
@@ -140,12 +140,15 @@ class Lines:
         self._dial = dial
         self._lines: dict[_Place, Line] = {}
         self._dialling: dict[_Place, asyncio.Task[Line]] = {}
+        self._allowed: frozenset[NodeId] | None = None
 
     async def line(self, host: NodeId, endpoint: Endpoint) -> Line:
         """The live line to `host` at `endpoint`, dialled when there is none.
 
-        Raises ConnectFailed, and UntrustedPeer when another node answers there.
+        Raises ConnectFailed, and UntrustedPeer when another node answers there, or when `host` is
+        not, or by the end of the dial no longer, one of those to keep lines to.
         """
+        self._require_allowed(host, endpoint)
         place = (host, endpoint)
         live = self._lines.get(place)
         if live is not None and not live.is_closed:
@@ -159,7 +162,11 @@ class Lines:
         return await asyncio.shield(task)
 
     def keep_only(self, hosts: frozenset[NodeId]) -> None:
-        """Close the lines to all other nodes; their sessions are lost."""
+        """Close the lines to all other nodes, whose sessions are lost, and open no more to them.
+
+        Before the first call whoever the dial accepts is kept.
+        """
+        self._allowed = hosts
         for place, line in list(self._lines.items()):
             if line.host not in hosts:
                 del self._lines[place]
@@ -179,7 +186,18 @@ class Lines:
             raise ConnectFailed(f"{endpoint!r} is no endpoint.", fix="Expected wss://HOST:PORT.")
         line = Line(endpoint, host)
         line.attach(await self._dial(address.hostname, address.port, line))
+        try:
+            self._require_allowed(host, endpoint)
+        except UntrustedPeer:
+            line.close("no longer trusted")
+            raise
         # A host that started again has another port: what was closed at the old one is let go.
         self._lines = {place: known for place, known in self._lines.items() if not known.is_closed}
         self._lines[host, endpoint] = line
         return line
+
+    def _require_allowed(self, host: NodeId, endpoint: Endpoint) -> None:
+        if self._allowed is not None and host not in self._allowed:
+            raise UntrustedPeer(
+                f"The host at {endpoint} is no longer trusted.", fix="See `hearthnet members`."
+            )

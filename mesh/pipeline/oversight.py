@@ -6,6 +6,7 @@ Every station reports here. The verdicts come from `mesh.health`, the spot check
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +20,9 @@ from mesh.errors import (
     ContextTooLong,
     DiskFull,
     MeshError,
-    PipelineStalled,
     SessionGone,
 )
-from mesh.health.latency import HopLatency
+from mesh.health.latency import HopLatency, StepOverdue
 from mesh.health.sanity import Envelope, corrupt, not_finite
 from mesh.health.standing import Standings
 from mesh.pipeline.audit import Auditor, Finding
@@ -66,6 +66,14 @@ class Oversight:
         if station.terms.edits:
             # The bounds are those of the model as it is; steered, only nonsense is noticed.
             fault = not_finite(tensor)
+            if fault and any(e.site.layer < station.hop.layers.start for e in station.terms.edits):
+                # What came in may have been larger than this hop's number format holds.
+                return BadSteering(
+                    f"Steered like this, what leaves layer {station.hop.layers.stop - 1} is not"
+                    " finite any more.",
+                    fix="Lower the strength.",
+                    param="strength",
+                )
         else:
             fault = self.envelope.check(station.hop.layers.stop, tensor, shard.host)
         if fault:
@@ -87,8 +95,10 @@ class Oversight:
         key = key_of(hop.shard)
         if isinstance(error, _NO_FAULT):
             return
-        if isinstance(error, PipelineStalled):
-            self.latency(key).given_up()
+        if isinstance(error, StepOverdue):
+            now = asyncio.get_running_loop().time()
+            if not self.latency(key).given_up(error.since, now):
+                return  # of the silence that was counted already
         self.standings.failed(key, error.message)
 
     def trusts(self, key: ShardKey) -> bool:
@@ -123,9 +133,10 @@ class Oversight:
 
     def limit_s(self, station: Station) -> float:
         """After how long without an answer the station's hop should be replaced if it can be."""
-        if not station.answers:
+        since = station.waiting_since
+        if not station.answers or since is None:
             return self._ceiling_s
-        return self.latency(key_of(station.hop.shard)).limit_s(station.waiting_rows)
+        return self.latency(key_of(station.hop.shard)).limit_s(station.waiting_rows, since)
 
     def rows(self) -> list[dict[str, Any]]:
         """Standings and paces in JSON-able form."""

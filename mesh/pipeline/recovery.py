@@ -113,7 +113,10 @@ class Recovery:
                     self._session.pipeline, index, self._excluded | self._stays | left
                 )
                 await self._session.chain.replace(index, picked, self._rows)
-            except (*UNSERVED, HopLost):
+            except HopLost as refused:
+                left.add(key_of(refused.hop.shard))
+                continue
+            except UNSERVED:
                 self._stays.add(key)
                 continue
             yield ShardStatus(hop.shard.shard_id, hop.shard.node_name, "draining", "it is stopping")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
-from mesh.errors import PipelineStalled
+from mesh.health.latency import StepOverdue
 from mesh.pipeline.oversight import Oversight
 from mesh.pipeline.sessions import GenerationSession, Sessions
 from mesh.pipeline.station import Station
@@ -18,7 +18,7 @@ from mesh.routing.router import UNSERVED, ShardRouter
 
 TICK_S = 0.25
 _LATE_S = 0.25
-"""A tick this late was our own doing: what arrived meanwhile is read before the next one."""
+"""A tick this late was our own doing: answers lay unread and seem slow."""
 
 
 class StallWatch:
@@ -38,29 +38,36 @@ class StallWatch:
         while True:
             due = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
-            if loop.time() - due < _LATE_S:
-                self.look(loop.time())
+            # Judged as of when the tick was due: a turn of the loop has read what came before that.
+            # What came later, while the loop was busy, may not be read yet.
+            self.look(due, is_late=loop.time() - due >= _LATE_S)
 
-    def look(self, now: float) -> None:
-        """Fail every hop that owes an answer for too long at `now`, or long answers too slowly."""
+    def look(self, now: float, *, is_late: bool = False) -> None:
+        """Fail every hop that owes an answer for too long at `now`, or long answers too slowly;
+        the latter not when it `is_late`, for then it may be us who are slow."""
         for session in list(self._sessions.live.values()):
             for station in list(session.chain.stations):
                 since = station.waiting_since
                 if since is not None and station.error is None:
-                    self._judge(session, station, now - since)
+                    self._judge(session, station, since, now, is_late)
 
-    def _judge(self, session: GenerationSession, station: Station, waited_s: float) -> None:
-        limit_s = self._oversight.limit_s(station)
+    def _judge(
+        self, session: GenerationSession, station: Station, since: float, now: float, is_late: bool
+    ) -> None:
+        waited_s, limit_s = now - since, self._oversight.limit_s(station)
         shard = station.hop.shard
-        slow = self._oversight.latency(key_of(shard)).is_slow(station.waiting_rows)
+        latency = self._oversight.latency(key_of(shard))
+        slow = not is_late and latency.is_slow(station.waiting_rows)
         if waited_s > self._ceiling_s:
             limit_s, slow = self._ceiling_s, False
         elif not (waited_s > limit_s or slow) or not self._is_replaceable(session, station):
             return
         what = "answers much slower than usual" if slow else f"gave no answer for {limit_s:.3g} s"
         station.fail(
-            PipelineStalled(
-                f"{shard.node_name} {what}.", fix="Another shard is tried; see `hearthnet status`."
+            StepOverdue(
+                f"{shard.node_name} {what}.",
+                fix="Another shard is tried; see `hearthnet status`.",
+                since=since,
             )
         )
 

@@ -30,6 +30,7 @@ from mesh.models.harvest import HarvestBatch
 from mesh.pipeline.history import History, slice_rows
 from mesh.pipeline.lines import Line
 from mesh.pipeline.opening import Opening, Patience
+from mesh.pipeline.timings import StepTimings
 from mesh.routing.cover import ShardKey
 from mesh.types import Edit, HopTiming, LayerRange, ModelId, RouteHop, WireDtype
 from mesh.wire.messages import (
@@ -58,9 +59,6 @@ _FLOATS = frozenset({"fp16", "bf16", "fp32"})
 
 STEPS_UNDER_WAY = 6
 """Steps of one session a hop is sent before it answers the first; a shard refuses more than 8."""
-
-TIMED_STEPS = 512
-"""How many of the latest steps the percentiles of a hop are taken over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +164,7 @@ class Station:
         self._pending: dict[int, _Pending] = {}
         self._backlog: deque[tuple[int, WireTensor]] = deque()
         self._answered_at = 0.0
-        self._timings: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
-        self._steps_timed = 0
-        self._unreported: deque[float] = deque(maxlen=TIMED_STEPS)
+        self._timings = StepTimings()
 
     # Life
 
@@ -184,17 +180,20 @@ class Station:
     async def resume(self, max_tokens: int, patience: Patience) -> None:
         """Take a stream again, with room for `max_tokens` positions in all.
 
-        Raises what `open` does, and SessionGone when the hop was lost meanwhile.
+        Raises what `open` does, and SessionGone when the hop was lost meanwhile, or still owes an
+        answer: that could be one to what is about to be cut.
         """
-        if self.error is not None:  # told to the overseer when it happened
+        self._require_alive()
+        if self._pending:
             raise SessionGone(
-                f"{self.hop.shard.node_name} lost the session while it rested: {self.error}",
-                fix="Open a new one and replay the inputs.",
-            ) from self.error
+                f"{self.hop.shard.node_name} has not answered what came before.",
+                fix="Open a new session and replay the inputs.",
+            )
         await self._ask([Resume(self._session, max_tokens)], patience)
 
     async def seal(self, timeout_s: float) -> list[dict[str, Any]]:
-        """End the harvest; what the hop says of each file."""
+        """End the harvest; what the hop says of each file. Raises as `resume` does."""
+        self._require_alive()
         answer = await self._ask([Seal(self._session)], Patience(timeout_s))
         return answer.files if isinstance(answer, Sealed) else []
 
@@ -202,6 +201,7 @@ class Station:
         """Free the session on the hop, if it can still be told."""
         self._overseer.closed(self)
         self._line.unregister(self._session)
+        self._owe_nothing()
         if self._opening is not None:
             self._opening.cancel()
         if not self._line.is_closed:
@@ -247,7 +247,7 @@ class Station:
     @property
     def answers(self) -> int:
         """How many steps the hop has answered in this session."""
-        return self._steps_timed
+        return self._timings.count
 
     @property
     def is_draining(self) -> bool:
@@ -256,32 +256,18 @@ class Station:
 
     def timing(self) -> HopTiming:
         """Percentiles over the latest steps, in milliseconds."""
-        totals = sorted(total for total, _ in self._timings)
-        computes = sorted(compute for _, compute in self._timings)
-        shard = self.hop.shard
-        return HopTiming(
-            shard_id=shard.shard_id,
-            node=shard.node_name,
-            layers=str(self.hop.layers),
-            steps=self._steps_timed,
-            p50_ms=_percentile(totals, 0.50),
-            p95_ms=_percentile(totals, 0.95),
-            compute_p50_ms=_percentile(computes, 0.50),
-        )
+        return self._timings.of(self.hop)
 
     def take_latencies(self) -> list[float]:
-        """Milliseconds of the steps since the last call, at most `TIMED_STEPS` of them."""
-        latencies = list(self._unreported)
-        self._unreported.clear()
-        return latencies
+        """Milliseconds of the steps since the last call."""
+        return self._timings.take()
 
     def fail(self, error: MeshError) -> None:
         """Take the hop as lost from now on; reported once."""
         if self.error is not None:
             return
         self.error = error
-        self._pending.clear()
-        self._backlog.clear()
+        self._owe_nothing()
         if self._opening is not None and not self._opening.is_settled:
             self._opening.fail(error)
         else:
@@ -307,6 +293,18 @@ class Station:
         self.fail(error)
 
     # Private
+
+    def _require_alive(self) -> None:
+        if self.error is not None:  # told to the overseer when it happened
+            raise SessionGone(
+                f"{self.hop.shard.node_name} lost the session while it rested: {self.error}",
+                fix="Open a new one and replay the inputs.",
+            ) from self.error
+
+    def _owe_nothing(self) -> None:
+        """No answer is waited for any more."""
+        self._pending.clear()
+        self._backlog.clear()
 
     async def _ask(self, question: Sequence[Message], patience: Patience) -> Opened | Sealed:
         try:
@@ -356,10 +354,7 @@ class Station:
         self._answered_at = now
         if self._backlog:
             self._send(*self._backlog.popleft())
-        elapsed_ms = (now - pending.sent_at) * 1e3
-        self._timings.append((elapsed_ms, result.compute_us / 1e3))
-        self._unreported.append(elapsed_ms)
-        self._steps_timed += 1
+        self._timings.add((now - pending.sent_at) * 1e3, result.compute_us / 1e3)
         end = pending.position + pending.rows
         fresh = end - self.delivered
         if fresh <= 0:
@@ -384,9 +379,3 @@ class Station:
 def is_activations(tensor: WireTensor, shape: tuple[int, ...]) -> bool:
     """Whether a hop's answer has the shape and one of the dtypes of hidden states."""
     return tensor.shape == shape and tensor.dtype in _FLOATS
-
-
-def _percentile(ordered: list[float], share: float) -> float:
-    if not ordered:
-        return 0.0
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

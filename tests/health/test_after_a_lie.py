@@ -18,6 +18,7 @@ from tests.health.watched import (
     watched,
 )
 from tests.pipeline.toy_mesh import ToyNetwork, ToyShard, expected_tokens, toy_request
+from tests.simulation.virtual_loop import run_virtually
 
 
 def _mesh_of(*names: str) -> tuple[ToyNetwork, list[ToyShard], ToyShard]:
@@ -109,3 +110,24 @@ async def test_a_host_that_is_caught_while_it_is_asked_is_not_used() -> None:
         assert tokens_of(frames) == expected_tokens(PROMPT, 6)
         assert not liar.steps
         await mesh.engine.close()
+
+
+def test_an_honest_hop_whose_answer_nobody_waits_for_any_more_is_not_blamed() -> None:
+    async def main() -> None:
+        network, (liar, spare), back = _mesh_of("a-liar", "spare")
+        spare.opens_after_s, spare.is_loading = 60.0, True
+        with watched(network) as mesh:
+            watch = asyncio.create_task(mesh.engine.watch_stalls())
+            frames = []
+            async for frame in mesh.engine.chat(toy_request(PROMPT, 12)):
+                frames.append(frame)
+                if len(frames) == 5:
+                    back.delay_s = 0.5  # it computes when the liar before it is caught
+                    asyncio.get_running_loop().call_later(0.1, _catch, mesh, liar, spare)
+            assert len(tokens_of(frames)) == 12
+            failures = {row["host"]: row["failures"] for row in mesh.engine.oversight.rows()}
+            assert not failures.get(back.descriptor.host)
+            watch.cancel()
+            await mesh.engine.close()
+
+    run_virtually(main)

@@ -10,9 +10,20 @@ import pytest
 
 from mesh.health.standing import LIED
 from mesh.pipeline.chain import Chain
+from mesh.pipeline.evidence import Record
 from mesh.pipeline.station import SessionTerms
 from mesh.types import WireDtype
-from tests.health.watched import ASKER, PROMPT, Watched, halves, lie, tokens_of, told, watched
+from tests.health.watched import (
+    ASKER,
+    PROMPT,
+    Watched,
+    answers,
+    halves,
+    lie,
+    tokens_of,
+    told,
+    watched,
+)
 from tests.pipeline.toy_mesh import MODEL, TOTAL_LAYERS, WEIGHTS, ToyShard, encode, expected_tokens
 from tests.simulation.virtual_loop import run_virtually
 
@@ -110,3 +121,30 @@ def test_a_third_one_judges_by_what_was_asked_before_a_cut() -> None:
             assert mesh.standing(liar) == LIED
 
     judged_by("b", "c", body=body)
+
+
+def test_a_check_that_is_ended_before_it_began_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        network, (shard, judge) = halves("a", "b")
+        with watched(network, probability=1.0) as mesh:
+            auditor, ended = mesh.engine.auditor, 0
+            start = auditor._start
+
+            def start_and_end(record: Record) -> None:
+                nonlocal ended
+                start(record)
+                if judge.sessions and not ended:  # the second check of a session has begun
+                    ended += sum(task.cancel() for task in auditor._tasks)
+
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(auditor, "_start", start_and_end)
+                frames = await answers(mesh, 12)
+            assert tokens_of(frames) == expected_tokens(PROMPT, 12)
+            await mesh.idle()
+            assert ended == 1
+            assert mesh.checks(shard)["agreed"] > 1, "it was checked again after that"
+            assert not auditor._busy
+            assert not judge.sessions
+            await mesh.engine.close()
+
+    run_virtually(main)

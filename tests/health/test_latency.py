@@ -59,14 +59,25 @@ def test_one_slow_step_is_forgiven_many_in_a_row_are_not() -> None:
 
 def test_a_hop_given_up_for_nothing_gets_twice_the_time() -> None:
     latency = trained(0.01)
-    latency.given_up()
-    assert latency.limit_s(1) == 2 * FLOOR_S
-    for _ in range(9):
-        latency.given_up()
+    assert latency.given_up(0.0, 1.0)
+    assert latency.limit_s(1, since=1.5) == 2 * FLOOR_S
+    for now in range(2, 11):
+        assert latency.given_up(now, now)
     assert latency.limit_s(1) == 30.0
     for _ in range(512 * 10):
         latency.answered(1, 0.01)
     assert latency.limit_s(1) == FLOOR_S
+
+
+def test_what_waits_since_before_a_strike_is_judged_without_it_and_is_none() -> None:
+    latency = trained(0.01)
+    assert latency.given_up(since=10.0, now=11.0)
+    assert latency.limit_s(1, since=10.9) == FLOOR_S
+    assert not latency.given_up(since=10.9, now=11.9)
+    assert latency.limit_s(1, since=11.1) == 2 * FLOOR_S
+    assert latency.given_up(since=11.1, now=13.1)
+    assert latency.limit_s(1, since=13.0) == 2 * FLOOR_S
+    assert latency.limit_s(1, since=14.0) == 4 * FLOOR_S
 
 
 def test_percentiles_are_of_the_latest_steps() -> None:

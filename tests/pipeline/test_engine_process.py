@@ -11,7 +11,12 @@ import pytest
 
 from mesh.errors import PipelineStalled
 from mesh.pipeline import engine_process
-from mesh.pipeline.engine_process import CONSUMER_TIMEOUT_S, FRAME_CREDITS, EngineProcess
+from mesh.pipeline.engine_process import (
+    CONSUMER_TIMEOUT_S,
+    FRAME_CREDITS,
+    LOCAL_LOAD_TIMEOUT_S,
+    EngineProcess,
+)
 from mesh.pipeline.frames import encode_request
 from mesh.pipeline.order import HarvestOrder
 from mesh.supervise import ChannelMessage
@@ -75,6 +80,23 @@ async def test_what_did_not_load_in_time_is_asked_for_again(
     assert said == [{"op": "local", "layers": None}] * 2
     process._command({"op": "local", "layers": None, "hops": []})
     assert await again == ()
+
+
+def test_who_waited_in_vain_leaves_alone_what_others_asked_later() -> None:
+    async def main() -> None:
+        process = EngineProcess()
+        first = asyncio.create_task(process._local_model())
+        await asyncio.sleep(LOCAL_LOAD_TIMEOUT_S / 2)
+        second = asyncio.create_task(process._local_model())
+        await asyncio.wait([first])
+        third = asyncio.create_task(process._local_model())
+        await asyncio.wait([second])
+        for waited in (first, second):
+            assert isinstance(waited.exception(), PipelineStalled)
+        process._command({"op": "local", "layers": None, "hops": []})
+        assert await third == ()
+
+    run_virtually(main)
 
 
 class Listening:

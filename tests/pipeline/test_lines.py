@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from mesh.errors import UntrustedPeer
 from mesh.pipeline.lines import Lines
+from mesh.types import NodeId
 from mesh.wire.link import Link, LinkHandler
 from tests.pipeline.toy_mesh import ToyNetwork
 
@@ -41,4 +45,42 @@ async def test_who_gives_up_waiting_for_a_dial_does_not_end_it_for_the_others() 
     await asyncio.wait([second])
     assert not second.cancelled()
     assert not second.result().is_closed
+    await lines.close()
+
+
+async def test_a_host_that_is_put_out_during_a_dial_gets_no_line() -> None:
+    network = ToyNetwork()
+    out, kept = network.add("0-3", name="out"), network.add("4-7", name="kept")
+    answering = asyncio.Event()
+
+    async def dial(host: str, port: int, handler: LinkHandler) -> Link:
+        await answering.wait()
+        return await network.dial(host, port, handler)
+
+    lines = Lines(dial)
+    places = [shard.descriptor for shard in (out, kept)]
+    dials = [asyncio.create_task(lines.line(place.host, place.endpoint)) for place in places]
+    await asyncio.sleep(0)
+    lines.keep_only(frozenset({NodeId("kept")}))
+    answering.set()
+    refused, line = await asyncio.gather(*dials, return_exceptions=True)
+    assert isinstance(refused, UntrustedPeer)
+    assert [link.is_closed for link in out.links] == [True]
+    assert line is await lines.line(kept.descriptor.host, kept.descriptor.endpoint)
+    assert [link.is_closed for link in kept.links] == [False]
+    await lines.close()
+
+
+async def test_a_host_that_is_put_out_is_not_dialled_until_it_is_let_in_again() -> None:
+    network = ToyNetwork()
+    shard = network.add("0-7", name="restless")
+    place = shard.descriptor
+    lines = Lines(network.dial)
+    assert not (await lines.line(place.host, place.endpoint)).is_closed
+    lines.keep_only(frozenset())
+    with pytest.raises(UntrustedPeer):
+        await lines.line(place.host, place.endpoint)
+    assert [link.is_closed for link in shard.links] == [True]
+    lines.keep_only(frozenset({place.host}))
+    assert not (await lines.line(place.host, place.endpoint)).is_closed
     await lines.close()

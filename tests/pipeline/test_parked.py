@@ -11,6 +11,8 @@ from mesh.pipeline import sessions as module
 from mesh.pipeline.engine_process import EXPIRY_TICK_S
 from mesh.pipeline.sessions import MAX_PARKED, PARKED_SECONDS, expire_regularly
 from mesh.types import Done
+from mesh.wire.memory import MemoryLink
+from mesh.wire.messages import Result
 from tests.health.watched import Watched, tokens_of, watched
 from tests.pipeline.toy_mesh import ToyNetwork, expected_tokens
 from tests.simulation.virtual_loop import run_virtually
@@ -103,3 +105,32 @@ def test_what_is_kept_to_replay_it_is_bounded_in_bytes(monkeypatch: pytest.Monke
         assert await talks.cached(0) == 0
 
     converse(body)
+
+
+def test_a_hop_that_still_owes_an_answer_is_not_taken_over() -> None:
+    async def main() -> None:
+        network = ToyNetwork()
+        first, slow = network.add("0-3", name="a"), network.add("0-3", name="b")
+        back = network.add("4-7", name="c")
+        slow.delay_s = 1.0
+        answered = 0
+
+        def answer(link: MemoryLink, result: Result) -> None:
+            nonlocal answered
+            link.send(result)
+            answered += 1
+            if answered == COUNT:  # what it said last is on its way to the last token
+                back.delay_s = 0.05
+                asyncio.get_running_loop().call_later(0.01, first.kill)
+
+        first.reply = answer
+        with watched(network) as mesh:
+            frames = await mesh.ask(COUNT, prompt=[1, 2, 3])
+            said = tokens_of(frames)
+            assert said == expected_tokens([1, 2, 3], COUNT)
+            edited = [1, 2, 3, *said[:2], 33, 44, 55]
+            frames = await mesh.ask(COUNT, prompt=edited, name="edited")
+            assert tokens_of(frames) == expected_tokens(edited, COUNT)
+            await mesh.engine.close()
+
+    run_virtually(main)

@@ -57,6 +57,8 @@ from mesh.wire.messages import (
     Park,
     Result,
     Resume,
+    Seal,
+    Sealed,
     Step,
     WireTensor,
 )
@@ -115,6 +117,7 @@ class ToyShard:
         self.steps: list[tuple[int, int]] = []  # (position, rows) of every step that was run
         self.alive = True
         self.before_step: Callable[[Step], bool] = lambda step: True
+        self.before_seal: Callable[[], None] = lambda: None
         self.refuses_steps_with: BadRequest | None = None
         self.delay_s = 0.0
         self.under_way = 0
@@ -177,6 +180,9 @@ class ToyDoor:
             sessions.pop(key, None)
         elif isinstance(message, Step):
             self._step(sessions[key], message)
+        elif isinstance(message, Seal):
+            self._shard.before_seal()
+            self._link.send(Sealed(key[1], [{"file": self._shard.descriptor.shard_id}]))
 
     def closed(self, error: Exception | None) -> None:
         for key in [key for key in self._shard.sessions if key[0] == self._number]:

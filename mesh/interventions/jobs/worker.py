@@ -20,13 +20,13 @@ from typing import Any
 
 from mesh.discovery.tasks import spawn
 from mesh.errors import InternalError, JobFailed, LinkLost, MeshError
-from mesh.identity.certificates import certificate_node_id
 from mesh.identity.tls import TlsContexts, TlsMaterial
 from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.routes import Routes
 from mesh.interventions.jobs.runner import JailRunner, JobPlace, RunnerSettings
 from mesh.interventions.jobs.types import JobSpec
 from mesh.pipeline.dialing import secured
+from mesh.pipeline.following import Following
 from mesh.pipeline.lines import Lines
 from mesh.routing.cover import CoverRules, home_layers
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
@@ -45,24 +45,24 @@ class JobsWorker:
         self._channel: Channel | None = None
         self._runner: JailRunner | None = None
         self._routes: Routes | None = None
-        self._tls: TlsContexts | None = None
-        self._members: tuple[bytes, ...] | None = None
+        self._following = Following()
+        self._stopped = asyncio.Event()
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._asked: dict[str, asyncio.Future[Sequence[dict[str, Any]]]] = {}
         self._background: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Serve until the daemon closes the channel, which ends the process."""
+        """Serve until the daemon closes the channel, which ends the process, or until it is not
+        known any more whom to trust."""
         self._channel = await attach_to_parent(self._command)
-        await asyncio.Event().wait()
+        await self._stopped.wait()
 
     def _command(self, message: ChannelMessage) -> None:
         match message["op"]:
             case "start":
                 self._spawn(self._start(message), "start")
             case "tls":
-                self._members = tuple(message["members"])
-                self._spawn(self._follow_members(), "follow members")
+                self._following.tell(message["members"])
             case "run":
                 job = str(message["id"])
                 task = self._spawn(self._run(job, message), f"job {job}")
@@ -81,11 +81,11 @@ class JobsWorker:
         settings = message["settings"]
         try:
             material = TlsMaterial.from_fields(message["tls"])
-            self._tls = await asyncio.to_thread(TlsContexts, material)
+            tls = await asyncio.to_thread(TlsContexts, material)
         except MeshError as error:
             self._send({"op": "failed", "error": error.to_dict()})
             return
-        lines = Lines(secured(hello, self._tls))
+        lines = Lines(secured(hello, tls))
         self._routes = Routes(NodeId(hello.node_id), lines, partial(_rules, settings))
         self._runner = JailRunner(
             self._routes,
@@ -96,16 +96,10 @@ class JobsWorker:
                 JobLimits(**settings["limits"]),
             ),
         )
-        await self._follow_members()
+        await self._following.take(tls, self._routes.keep_only)
+        following = self._spawn(self._following.run(tls, self._routes.keep_only), "follow members")
+        following.add_done_callback(lambda _: self._stopped.set())
         self._send({"op": "ready"})
-
-    async def _follow_members(self) -> None:
-        """Trust those whom the daemon last named, and cut the links to the others."""
-        if self._members is None or self._tls is None or self._routes is None:
-            return
-        trusted = {certificate_node_id(der) for der in self._members} | {self._tls.own}
-        self._routes.keep_only(frozenset(trusted))
-        await asyncio.to_thread(self._tls.update, self._members)
 
     async def _run(self, job: str, message: ChannelMessage) -> None:
         answer: ChannelMessage = {"op": "error", "id": job}
