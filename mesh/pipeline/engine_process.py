@@ -13,15 +13,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from mesh.discovery.tasks import spawn
 from mesh.errors import InternalError, LinkLost, MeshError, PipelineStalled, from_dict
+from mesh.errors.foreseen import foreseen
 from mesh.identity.tls import TlsContexts, TlsMaterial
 from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.dialing import secured
@@ -33,8 +34,6 @@ from mesh.pipeline.sessions import expire_regularly
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
 from mesh.types import LayerRange, ModelId, NodeId, RouteHop, ShardFailover, StreamFrame
 from mesh.wire.messages import Hello
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +126,7 @@ class EngineProcess:
     async def _start(self, message: ChannelMessage) -> None:
         answer: ChannelMessage
         try:
-            reasons = await _foreseen(self._load_engine(message), "loading the ends")
+            reasons = await foreseen(self._load_engine(message), "loading the ends", _internal)
             answer = {"op": "ready", "reasons": reasons}
         except MeshError as error:
             answer = {"op": "failed", "error": error.to_dict()}
@@ -186,7 +185,7 @@ class EngineProcess:
             harvested = self._started().harvest(order)
             answer = {
                 "op": "harvested",
-                "result": await _foreseen(harvested, f"harvest={order_id}"),
+                "result": await foreseen(harvested, f"harvest={order_id}", _internal),
             }
         except MeshError as error:
             answer = {"op": "error", "error": error.to_dict()}
@@ -212,7 +211,8 @@ class EngineProcess:
     ) -> None:
         ending: ChannelMessage = {"op": "end"}
         try:
-            await _foreseen(self._stream(request_id, frames, reader), f"request={request_id}")
+            stream = self._stream(request_id, frames, reader)
+            await foreseen(stream, f"request={request_id}", _internal)
         except MeshError as error:
             ending = {"op": "error", "error": error.to_dict()}
         finally:
@@ -303,15 +303,8 @@ class EngineProcess:
         return task
 
 
-async def _foreseen(work: Awaitable[T], doing: str) -> T:
-    """What `work` gives. Raises MeshError only; `doing` names it in the log."""
-    try:
-        return await work
-    except MeshError:
-        raise
-    except Exception as error:
-        logger.exception("%s failed", doing)
-        raise InternalError(f"{type(error).__name__}: {error}.", fix="See the log.") from error
+def _internal(error: Exception) -> InternalError:
+    return InternalError(f"{type(error).__name__}: {error}.", fix="See the log.")
 
 
 def _options(fields: dict[str, Any]) -> AskerOptions:

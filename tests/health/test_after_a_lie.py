@@ -117,17 +117,15 @@ def test_an_honest_hop_whose_answer_nobody_waits_for_any_more_is_not_blamed() ->
         network, (liar, spare), back = _mesh_of("a-liar", "spare")
         spare.opens_after_s, spare.is_loading = 60.0, True
         with watched(network) as mesh:
-            watch = asyncio.create_task(mesh.engine.watch_stalls())
-            frames = []
-            async for frame in mesh.engine.chat(toy_request(PROMPT, 12)):
-                frames.append(frame)
-                if len(frames) == 5:
-                    back.delay_s = 0.5  # it computes when the liar before it is caught
-                    asyncio.get_running_loop().call_later(0.1, _catch, mesh, liar, spare)
-            assert len(tokens_of(frames)) == 12
-            failures = {row["host"]: row["failures"] for row in mesh.engine.oversight.rows()}
-            assert not failures.get(back.descriptor.host)
-            watch.cancel()
-            await mesh.engine.close()
+            async with mesh.watching_stalls():
+                frames = []
+                async for frame in mesh.engine.chat(toy_request(PROMPT, 12)):
+                    frames.append(frame)
+                    if len(frames) == 5:
+                        back.delay_s = 0.5  # it computes when the liar before it is caught
+                        asyncio.get_running_loop().call_later(0.1, _catch, mesh, liar, spare)
+                assert len(tokens_of(frames)) == 12
+                failures = {row["host"]: row["failures"] for row in mesh.engine.oversight.rows()}
+                assert not failures.get(back.descriptor.host)
 
     run_virtually(main)

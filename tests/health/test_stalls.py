@@ -73,13 +73,8 @@ class Watching:
         home = self.home is not None
         with watched(self.network, ceiling_s=CEILING_S, fallback_to_local=home) as mesh:
             mesh.home = self.home
-            watch = asyncio.create_task(mesh.engine.watch_stalls(), name="watch stalls")
-            try:
+            async with mesh.watching_stalls():
                 await body(mesh)
-            finally:
-                watch.cancel()
-                await asyncio.gather(watch, return_exceptions=True)
-                await mesh.engine.close()
 
     async def ask(self, mesh: Watched, count: int = COUNT) -> None:
         loop = asyncio.get_running_loop()

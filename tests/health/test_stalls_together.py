@@ -43,13 +43,8 @@ class Together:
     def run(self, body: Callable[[Watched], Coroutine[Any, Any, None]]) -> None:
         async def main() -> None:
             with watched(self.network, ceiling_s=CEILING_S) as mesh:
-                watch = asyncio.create_task(mesh.engine.watch_stalls(), name="watch stalls")
-                try:
+                async with mesh.watching_stalls():
                     await body(mesh)
-                finally:
-                    watch.cancel()
-                    await asyncio.gather(watch, return_exceptions=True)
-                    await mesh.engine.close()
 
         run_virtually(main)
         for number, tokens in self.tokens.items():

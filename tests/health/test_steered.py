@@ -17,27 +17,30 @@ def overflow(step: Step, computed: WireTensor) -> WireTensor:
     return with_values(computed, [float("inf")] * len(values_of(computed)))
 
 
-async def test_a_hop_behind_an_edit_is_not_called_corrupt() -> None:
+async def refused(layer: int) -> tuple[MeshError, set[object], list[int]]:
+    """Why an answer steered at `layer` ends where both hops behind the first overflow; what is
+    reported of them, and their standings."""
     network, back = halves("b", "c")
     for shard in back:
         shard.answer = overflow
-    steered = replace(toy_request(PROMPT, 4), edits=(Edit(Site(1), 50.0, b"x" * 32),))
+    steered = replace(toy_request(PROMPT, 4), edits=(Edit(Site(layer), 50.0, b"x" * 32),))
     with watched(network) as mesh:
-        with pytest.raises(BadSteering) as refused:
+        with pytest.raises(MeshError) as raised:
             _ = [frame async for frame in mesh.engine.chat(steered)]
-        assert "Lower the strength" in str(refused.value)
-        assert told(mesh) == []
-        assert [mesh.standing(shard) for shard in back] == [0, 0]
+        events = {event["type"] for event in told(mesh)}
+        standings = [mesh.standing(shard) for shard in back]
         await mesh.engine.close()
+    return raised.value, events, standings
+
+
+async def test_a_hop_behind_an_edit_is_not_called_corrupt() -> None:
+    error, events, standings = await refused(1)
+    assert isinstance(error, BadSteering)
+    assert "Lower the strength" in str(error)
+    assert events == set()
+    assert standings == [0, 0]
 
 
 async def test_a_hop_before_every_edit_is() -> None:
-    network, back = halves("b", "c")
-    for shard in back:
-        shard.answer = overflow
-    steered = replace(toy_request(PROMPT, 4), edits=(Edit(Site(7), 50.0, b"x" * 32),))
-    with watched(network) as mesh:
-        with pytest.raises(MeshError):
-            _ = [frame async for frame in mesh.engine.chat(steered)]
-        assert {event["type"] for event in told(mesh)} == {"shard_corrupt"}
-        await mesh.engine.close()
+    _, events, _ = await refused(7)
+    assert events == {"shard_corrupt"}

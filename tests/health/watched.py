@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -88,6 +88,17 @@ class Watched:
     ) -> list[StreamFrame]:
         """All frames of one request."""
         return [frame async for frame in self.engine.chat(toy_request(prompt, count, name))]
+
+    @asynccontextmanager
+    async def watching_stalls(self) -> AsyncIterator[None]:
+        """The stall watch runs in the block; the engine is closed behind it."""
+        watch = asyncio.create_task(self.engine.watch_stalls(), name="watch stalls")
+        try:
+            yield
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            await self.engine.close()
 
     async def idle(self) -> None:
         """Until no check is under way."""
