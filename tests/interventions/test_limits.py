@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mesh.errors import BadRequest, DeviceFailed
 from mesh.interventions.hooks import RemoteLayerError
 from mesh.shard.taps.joints import ShardJoints
-from mesh.shard.taps.ledger import ShardLedger
 from mesh.shard.taps.session import TapLimits
+from mesh.shard.taps.shared_tensors import ShardTensors
 from tests.interventions.cases import CASES, GRADIENTS, PROMPT, Parts
 from tests.interventions.worlds import CPU, checkpoint, equal, remote, whole
 
@@ -426,12 +426,12 @@ def test_the_gradient_of_a_view_that_was_edited_is_refused() -> None:
 
 
 def test_one_memory_is_not_shown_twice_under_gradients_unless_as_a_view() -> None:
-    ledger = ShardLedger(CPU, 1 << 20, ShardJoints())
+    shared = ShardTensors(CPU, 1 << 20, ShardJoints())
     base = torch.ones(4, 6, requires_grad=True) * 2
     for apart in (base[:, :3], base[:, 3:]):
-        ledger.write(apart, [])
+        shared.write(apart, [])
     with pytest.raises(BadRequest, match="unless it is a view"):
-        ledger.write(base.view(24), [])
+        shared.write(base.view(24), [])
 
 
 def test_results_load_where_hearthnet_is_not_installed() -> None:

@@ -2,7 +2,7 @@
 
 Reading one cannot run code: there are numbers, text, containers, tensors and a few fixed kinds, and
 whatever is no such value stays where it is and is named by a number. What a tensor's number means
-is `ledger`'s business.
+is `shared_tensors`'s business.
 
 A message is ``u32 header length``, the header (a strict msgpack map), and the bytes of its tensors
 in the order in which the header mentions them.

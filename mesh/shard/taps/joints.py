@@ -76,7 +76,7 @@ class _Joint:
 
 
 class JobJoints:
-    """The job's end for one hop; see `mesh.shard.taps.ledger.Origins`."""
+    """The job's end for one hop; see `mesh.shard.taps.shared_tensors.Origins`."""
 
     def __init__(self, ask: Ask, on_incomplete: Callable[[torch.Tensor], None]) -> None:
         """`on_incomplete` gets each tensor whose own gradient would miss something."""
@@ -173,7 +173,7 @@ class JobJoints:
 
 
 class ShardJoints:
-    """The shard's end of one session; see `mesh.shard.taps.ledger.Origins`.
+    """The shard's end of one session; see `mesh.shard.taps.shared_tensors.Origins`.
 
     What is shown is kept, graph and all, until the job drops it or ends: it may go back through an
     earlier trace.

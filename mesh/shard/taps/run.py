@@ -12,7 +12,7 @@ from nnsight.util import apply
 
 from mesh.shard.taps.codec import Buffers, Path, Writer, pack
 from mesh.shard.taps.joints import in_order_of_making
-from mesh.shard.taps.ledger import ShardLedger
+from mesh.shard.taps.shared_tensors import ShardTensors
 from mesh.shard.taps.tree import SpanTree
 
 _PAUSE_S = 0.05
@@ -43,7 +43,7 @@ class Patterns:
 class Host(Protocol):
     """What a run needs of its session."""
 
-    ledger: ShardLedger
+    tensors: ShardTensors
     patterns: Patterns
     observed: frozenset[str]
     sourced: dict[str, Any]
@@ -131,7 +131,7 @@ class Run:
         visits, self._visits = self._visits, {}
         observed, self.observed = self.observed, []
         self.standing = {}
-        changed = self._host.ledger.write_changed(writer.buffers)
+        changed = self._host.tensors.write_changed(writer.buffers)
         if self.grad:
             tensors: list[torch.Tensor] = []
             apply(value, tensors.append, torch.Tensor)

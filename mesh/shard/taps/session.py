@@ -24,8 +24,8 @@ from mesh.shard.taps import sources
 from mesh.shard.taps.caches import Lengths, TapCaches
 from mesh.shard.taps.codec import Buffers, Kind, Path, Reader, Writer, is_cache, pack, unpack
 from mesh.shard.taps.joints import ShardJoints
-from mesh.shard.taps.ledger import Loose, ShardLedger
 from mesh.shard.taps.run import Header, Patterns, Request, Run
+from mesh.shard.taps.shared_tensors import Loose, ShardTensors
 from mesh.shard.taps.tree import SpanTree
 from mesh.types import LayerRange
 
@@ -66,7 +66,7 @@ class TapSession:
         self._layers = layers
         self._limits = limits
         self._joints = ShardJoints()
-        self.ledger = ShardLedger(tree.device, limits.tensor_bytes, self._joints)
+        self.tensors = ShardTensors(tree.device, limits.tensor_bytes, self._joints)
         self.patterns = Patterns()
         self.sourced: dict[str, Any] = {}
         self.observed: frozenset[str] = frozenset()
@@ -121,7 +121,7 @@ class TapSession:
             self.sourced.setdefault(base, None)
 
     def _release(self) -> None:
-        self.ledger.clear()
+        self.tensors.clear()
         self._joints.clear()
         self.sourced.clear()
         self.observed = frozenset()
@@ -171,7 +171,7 @@ class TapSession:
         operation = operations.get(op)
         if operation is None:
             raise BadRequest(f"Unknown operation {op[:50]!r}.", fix=_FIX)
-        # Beside the ledger: gradients and weights are nobody's shared tensors.
+        # Gradients and weights cross once: neither end keeps them.
         loose = Loose(self._tree.device)
         reader = Reader(buffers, loose.read, _nothing_else, self._tree.device)
         try:
@@ -217,7 +217,7 @@ class TapSession:
 
     def _forward(self, run: Run, header: Header, buffers: Buffers) -> Any:
         reader = self._reader(run, buffers)
-        self.ledger.read_changed(header["changed"], reader)
+        self.tensors.read_changed(header["changed"], reader)
         value = reader.value(header["value"])
         self._check_size(run, value)
         if header["op"] == "call":
@@ -297,7 +297,7 @@ class TapSession:
         """See `Host`; handed over with the next message, or now when there is much of it."""
         writer = run.writer
         if not self._observed_with_grad:
-            writer = Writer(self.ledger.write_detached, self._other(run), writer.buffers)
+            writer = Writer(self.tensors.write_detached, self._other(run), writer.buffers)
         run.observed.append([provider, writer.value(value)])
         if sum(map(len, run.writer.buffers)) > _MAX_OBSERVED_BYTES:
             self._converse(run, run.message("more"))
@@ -308,14 +308,14 @@ class TapSession:
             raise _Aborted
         self._want(run, header)
         reader = self._reader(run, buffers)
-        self.ledger.read_changed(header["changed"], reader)
+        self.tensors.read_changed(header["changed"], reader)
         return header, reader
 
     # Values
 
     def new_writer(self, run: Run) -> Writer:
         """See `Host`."""
-        return Writer(self.ledger.write, self._other(run))
+        return Writer(self.tensors.write, self._other(run))
 
     def _other(self, run: Run) -> Callable[[Any, Path], list[Any]]:
         def other(value: Any, path: Path) -> list[Any]:
@@ -341,7 +341,7 @@ class TapSession:
                 )
             return value
 
-        return Reader(buffers, self.ledger.read, other, self._tree.device)
+        return Reader(buffers, self.tensors.read, other, self._tree.device)
 
 
 def _extent(value: Any) -> tuple[int, int, bool]:

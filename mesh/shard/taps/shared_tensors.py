@@ -52,7 +52,7 @@ class JobOrigins(Origins, Protocol):
         """`view`, of a tensor that is known, is what the shard calls `joint`."""
 
 
-class Ledger:
+class SharedTensors:
     """One end's tensors by tag. The two ends number theirs even and odd."""
 
     def __init__(self, first: int, device: torch.device, max_bytes: int, origins: Origins) -> None:
@@ -170,7 +170,7 @@ class Ledger:
         self._versions[tag] = tensor._version
 
 
-class ShardLedger(Ledger):
+class ShardTensors(SharedTensors):
     """The shard's end: what lies in the memory of a tensor that the job has is shown as such a part
     of it, so that edits of the one are edits of the other there, too."""
 
@@ -204,7 +204,7 @@ class ShardLedger(Ledger):
         return None
 
 
-class JobLedger(Ledger):
+class JobTensors(SharedTensors):
     """The job's end."""
 
     _origins: JobOrigins
@@ -259,9 +259,9 @@ class Loose:
         self._device = device
 
     def write(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
-        """See `Ledger.write`."""
+        """See `SharedTensors.write`."""
         return [int(Kind.TENSOR), 0, 0, write_tensor(tensor, buffers)]
 
     def read(self, entry: list[Any], next_buffer: Callable[[], memoryview]) -> torch.Tensor:
-        """See `Ledger.read`."""
+        """See `SharedTensors.read`."""
         return read_tensor(entry[3], next_buffer(), self._device)
