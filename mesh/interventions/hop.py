@@ -16,7 +16,6 @@ from mesh.shard.taps.shared_tensors import JobTensors, Loose
 from mesh.types import LayerRange
 
 CPU = torch.device("cpu")
-_MAX_TENSOR_BYTES = 1 << 40  # the job's own memory limit is the bound here
 
 Header = dict[str, Any]
 
@@ -29,7 +28,7 @@ class Hop:
         self._channel = channel
         self._number = number
         self.joints = JobJoints(self._backward, mark_incomplete)
-        self.tensors = JobTensors(CPU, _MAX_TENSOR_BYTES, self.joints)
+        self.tensors = JobTensors(CPU, self.joints)
         self._patterns: dict[int, list[tuple[str, int]]] = {}
         self._freed: list[int] = []
         self._released = False

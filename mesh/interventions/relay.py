@@ -19,6 +19,7 @@ import msgpack
 from mesh.errors import (
     BadFrame,
     BadRequest,
+    LimitReached,
     LinkLost,
     MeshError,
     PipelineStalled,
@@ -33,6 +34,8 @@ from mesh.wire.messages import Close, Failure, Message, Opened, OpenTaps, Result
 logger = logging.getLogger(__name__)
 
 _PIECE = 1 << 20
+_THE_JOBS_OWN = (BadRequest, LimitReached)
+"""What a hop finds wrong with a message would be wrong on any other hop, too."""
 
 
 class HopRefused(Exception):
@@ -168,8 +171,7 @@ class HopSession:
 
     def _fail(self, error: MeshError) -> MeshError:
         first, self.error = self.error is None, error
-        # What the hop finds wrong with a message would be wrong on any other hop, too.
-        if first and not isinstance(error, BadRequest):
+        if first and not isinstance(error, _THE_JOBS_OWN):
             self.on_lost()
         return error
 
@@ -214,7 +216,11 @@ class HopSessions:
     def lost(self) -> HopSession | None:
         """A hop that failed itself. None when all are up."""
         return next(
-            (h for h in self.hops if h.error is not None and not isinstance(h.error, BadRequest)),
+            (
+                h
+                for h in self.hops
+                if h.error is not None and not isinstance(h.error, _THE_JOBS_OWN)
+            ),
             None,
         )
 

@@ -36,14 +36,14 @@ class TapSettings:
     """The limits of one shard's intervention sessions.
 
     A session that says nothing for `silence_s` ends. Without sessions, the instrumented modules are
-    dropped after `idle_s`. `tensor_bytes` bounds what one session has in flight at once and, in
-    an estimate, what its graphs keep; `positions` the rows of one forward, and those it has cached.
+    dropped after `idle_s`. `memory_bytes` bounds all that one session holds, `positions` the rows
+    of one forward, and those it has cached.
     """
 
     max_sessions: int = 4
     silence_s: float = 600.0
     idle_s: float = 600.0
-    tensor_bytes: int = 4 << 30
+    memory_bytes: int = 4 << 30
     positions: int = 32768
 
     @classmethod
@@ -53,7 +53,7 @@ class TapSettings:
         megabytes = asked.get("tap_memory_mb")
         return cls(
             max_sessions=int(asked.get("max_tap_sessions", default.max_sessions)),
-            tensor_bytes=default.tensor_bytes if megabytes is None else int(megabytes) << 20,
+            memory_bytes=default.memory_bytes if megabytes is None else int(megabytes) << 20,
             positions=positions,
         )
 
@@ -65,8 +65,8 @@ class TapPlace:
     number: int
     layers: LayerRange
     session: TapSession | None = None
-    parts: list[WireTensor] = field(default_factory=list)
-    parts_bytes: int = 0
+    message: bytearray = field(default_factory=bytearray)
+    """What has come in of the next one."""
     answer: memoryview = field(default_factory=lambda: memoryview(b""))
     busy: bool = False
     closed: bool = False
@@ -124,7 +124,7 @@ class TapServer:
                 raise _gone()  # noqa: TRY301 - as what loading raises
             from mesh.shard.taps.session import TapLimits, TapSession
 
-            limits = TapLimits(self._settings.tensor_bytes, self._settings.positions)
+            limits = TapLimits(self._settings.memory_bytes, self._settings.positions)
             place.session = TapSession(tree, place.layers, limits)
             self._listen(place)
         except BaseException:
@@ -144,16 +144,11 @@ class TapServer:
             return
         if step.tensor.dtype != "int8" or len(step.tensor.shape) != 1:
             raise BadRequest("An intervention message is bytes.", fix="Update the asking node.")
-        place.parts.append(step.tensor)
-        place.parts_bytes += len(step.tensor.data)
-        if place.parts_bytes > MAX_MESSAGE_BYTES:
-            raise BadRequest("An intervention message is too large.", fix="Send less at once.")
+        _take_in(place, session, step.tensor)
         if step.position:
             reply(_result(step, b"\0"))
             return
-        message = b"".join(part.data for part in place.parts)
-        place.parts.clear()
-        place.parts_bytes = 0
+        message, place.message = place.message, bytearray()
         place.busy = True
         self._visit(place, step, reply, lambda: session.exchange(message))
 
@@ -249,6 +244,19 @@ class TapServer:
                 fix="Use a shard that covers these layers.",
             )
         return layers
+
+
+def _take_in(place: TapPlace, session: TapSession, part: WireTensor) -> None:
+    """Add a part to the message that is coming in. Raises what refuses all of it."""
+    try:
+        session.mail.arrives(len(part.data))
+        if len(place.message) + len(part.data) > MAX_MESSAGE_BYTES:
+            raise BadRequest("An intervention message is too large.", fix="Send less at once.")
+    except MeshError:
+        place.message = bytearray()
+        session.mail.read()
+        raise
+    place.message += part.data
 
 
 def _grow(runtime: object, load: Callable[[], LoadedSpan]) -> SpanTree:
