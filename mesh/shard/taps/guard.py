@@ -21,6 +21,8 @@ from mesh.errors import BadRequest
 from mesh.shard.taps.extents import Extent, extent_of
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter
 
+_WRITTEN_UNSAID = frozenset({"running_mean", "running_var"})
+"""Of batch norms, which say in no schema that they write to them; no decoder layer has one."""
 _NODE_BYTES = 512
 """A node of an autograd graph, without the tensors that it saves."""
 
@@ -76,7 +78,7 @@ class OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         named = kwargs or {}
         rule = self._rules.get(func) or self._learn(func)
         for index, name in rule.writes:
-            self._require_writable(args[index] if index < len(args) else named.get(name), func)
+            self._require_writable(_argument(index, name, args, named), func)
         if rule.makes:
             self._meter.require(rule.extent(func, args, named))
         if self.graph is not None and any(
@@ -98,7 +100,8 @@ class OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes = tuple(
             (index, argument.name)
             for index, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if (argument.alias_info is not None and argument.alias_info.is_write)
+            or argument.name in _WRITTEN_UNSAID
         )
         # What writes its result to an argument may make that larger.
         makes = bool(writes) and ("out" in func._overloadname or "resize" in schema.name)
@@ -146,6 +149,10 @@ class _Counted:
             meter.give(alive.pop(key).size)
 
         self._storage = weakref.ref(storage, forget)
+
+
+def _argument(index: int, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return args[index] if index < len(args) else named.get(name)
 
 
 def _give_nodes(meter: MemoryMeter, nodes: list[int]) -> None:
