@@ -54,6 +54,13 @@ class PackedLinear(nn.Module):
         return output
 
 
+def packed_memory(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Address and size of a packed weight; None for an ordinary tensor, or where torch hides it."""
+    if not tensor.is_mkldnn or not hasattr(_OPS, "data_ptr") or not hasattr(_OPS, "_nbytes"):
+        return None
+    return int(_OPS.data_ptr(tensor)), int(_OPS._nbytes(tensor))  # noqa: SLF001
+
+
 def choose_kernels(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Kernels:
     """Replace the linear layers of `module` where that pays, freeing their old weights."""
     if dtype not in _TOLERANCE or device.type != "cpu":

@@ -18,6 +18,7 @@ from mesh.shard.hooks import Hook, Placed, hooked
 from mesh.shard.kv import BatchCache, SessionCache
 from mesh.shard.linear import choose_kernels
 from mesh.shard.memory import settle
+from mesh.shard.protection import Protection
 from mesh.shard.selfcheck import choose_attention, rope_types
 from mesh.shard.views import layer_list_name, layer_view
 from mesh.types import LayerRange
@@ -67,9 +68,10 @@ class SpanRuntime:
         with torch.inference_mode():
             kernels = choose_kernels(self._module, dtype, device)
         attention = choose_attention(self._module, device, dtype)
+        self.protection = Protection(self._module, loaded.pages)
         self.batched = attention.batched and not batch_invariant
         self.kernels = f"{kernels.name}+{attention.name}" + ("+alone" if not self.batched else "")
-        self.reasons = (kernels.reason, attention.reason)
+        self.reasons = (kernels.reason, attention.reason, self.protection.reason)
         settle()
         self._views: dict[LayerRange, nn.Module] = {}
         self._ropes = _DynamicRopes(self._module)

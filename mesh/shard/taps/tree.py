@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from mesh.errors import BadRequest
 from mesh.models.load import LoadedSpan
 from mesh.shard.belongings import Belonging, belongings
+from mesh.shard.protection import Protection
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
 
@@ -71,6 +72,7 @@ class SpanTree:
 
     def __init__(self, loaded: LoadedSpan, device: torch.device) -> None:
         """`loaded` is used by nobody else; only its weights may be shared."""
+        self._protection = Protection(loaded.module, loaded.pages)
         self.layers = loaded.layers
         self.device = device
         self.reporter = _Reporter()
