@@ -9,7 +9,7 @@ MeshError
 ├─ EventLogError      BadEvent  LogCorrupt  SchemaTooNew  LogFull  LogForked  LogBehind  LogRefused
 ├─ RouteError         NoRoute (shard_unavailable)  WeightsMismatch  ExperimentalDisabled
 ├─ ShardError         ModelNotFound  BadCheckpoint  UnsupportedFamily  CacheFull  DeviceFailed
-│                     SessionGone  ShardCorrupt  DiskFull
+│                     SessionGone  ShardCorrupt  WeightsCorrupted  DiskFull
 ├─ GenerationError    BadRequest  BadSteering  ContextTooLong  PipelineStalled
 │                     Busy  LimitReached  QuotaExceeded
 ├─ ApiError           Unauthorized  Forbidden  NotFound  MethodNotAllowed  BodyTooLarge
@@ -101,6 +101,7 @@ from mesh.errors.serving import (
     ShardCorrupt,
     ShardError,
     UnsupportedFamily,
+    WeightsCorrupted,
     WeightsMismatch,
 )
 
@@ -169,6 +170,7 @@ __all__ = [
     "UnsupportedFamily",
     "UntrustedPeer",
     "VersionMismatch",
+    "WeightsCorrupted",
     "WeightsMismatch",
     "WireError",
     "from_dict",

@@ -78,6 +78,14 @@ class ShardCorrupt(ShardError):
     retryable = True
 
 
+class WeightsCorrupted(ShardError):
+    """A shard's weights in memory are not those that it loaded; it has stopped serving them."""
+
+    code = "weights_corrupted"
+    http_status = 503
+    retryable = True
+
+
 class DiskFull(ShardError):
     """A file cannot be written, or would exceed what this node gives for such files."""
 

@@ -40,7 +40,8 @@ class LoadedSpan:
     use_cache=True)`; its `last_hidden_state` (1, rows, hidden) is what the last of `layers` gives,
     without the final norm. `config` is the span's own: layer 0 is `layers.start`; build caches from
     it. `bytes_read` and `tensors_read` count what was taken from the checkpoint's files; `pages`
-    are those in which its weights lie, as far as it is known.
+    are those in which its weights lie, as far as it is known; `sha256` has, by their names in
+    `module`, the hashes of the weights whose bytes are those of the file.
     """
 
     module: Any
@@ -49,6 +50,7 @@ class LoadedSpan:
     bytes_read: int
     tensors_read: int
     pages: WeakSet[Pages]
+    sha256: Mapping[str, str]
 
 
 class Ends(nn.Module):
@@ -175,9 +177,9 @@ def build_span(
         for entry in manifest.layer_tensors(layers)
     }
     names = _used(base, stored)
-    pages = _fill(base, names, placement, same={})
+    pages, sha256 = _fill(base, names, placement, same={})
     size = sum(entry.nbytes for entry in names.values())
-    return LoadedSpan(base, config, layers, size, len(names), pages)
+    return LoadedSpan(base, config, layers, size, len(names), pages, sha256)
 
 
 def build_ends(manifest: Manifest, family: Family, placement: Placement) -> Ends:
@@ -304,18 +306,23 @@ def _fill(
     *,
     same: Mapping[str, str],
     absent: str | None = None,
-) -> WeakSet[Pages]:
-    """Put the stored tensors into `module`; returns the files that are mapped for it.
+) -> tuple[WeakSet[Pages], dict[str, str]]:
+    """Put the stored tensors into `module`; returns the files that are mapped for it, and the
+    hashes of the weights whose bytes are as stored.
 
     `same` maps a name that may be absent to its equal; what begins with `absent` is not expected.
     """
     _compute_buffers(module, placement.device)
     pages: WeakSet[Pages] = WeakSet()
-    weights = convert_tensors(module, _map_tensors(names, pages))
+    mapped = _map_tensors(names, pages)
+    weights = convert_tensors(module, mapped)
+    sha256 = {}
     wide = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
     for name, tensor in weights.items():
         dtype = torch.float32 if any(part in name for part in wide) else placement.dtype
         target = dtype if tensor.is_floating_point() else tensor.dtype
+        if mapped.get(name) is tensor and target == tensor.dtype:
+            sha256[name] = names[name].sha256
         weights[name] = tensor.to(device=placement.device, dtype=target)
     for name, other in same.items():
         if name not in weights and other in weights:
@@ -335,7 +342,7 @@ def _fill(
             fix="Download config and weights again, from the same revision.",
         )
     module.requires_grad_(requires_grad=False)
-    return pages
+    return pages, sha256
 
 
 def _map_tensors(

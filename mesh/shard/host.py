@@ -5,14 +5,15 @@ askers on its own listener. Its event loop serves nothing but hops, so that a sh
 be computed on it.
 
 Commands: ``start``, ``tls``, ``tokens``, ``load``, ``unload``, ``pause``, ``stop``. Answers:
-``listening``, ``loaded``, ``unloaded``, ``paused``, ``failed``, and ``health`` every second and on
-every change.
+``listening``, ``loaded``, ``unloaded``, ``withdrawn``, ``paused``, ``failed``, and ``health`` every
+second and on every change.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import logging
 from collections.abc import Awaitable, Callable
@@ -24,7 +25,7 @@ import psutil
 
 from mesh.clock import SteadyClock, SystemClock
 from mesh.discovery.interfaces import Reach
-from mesh.errors import BadRequest, LinkLost, MeshError, UntrustedPeer
+from mesh.errors import BadRequest, LinkLost, MeshError, UntrustedPeer, WeightsCorrupted
 from mesh.identity.tls import TlsContexts, TlsMaterial, require_node
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.device import choose_device, choose_threads
@@ -37,6 +38,7 @@ from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
 from mesh.shard.settings import ShardSettings
 from mesh.shard.taps.server import TapServer, TapSettings
+from mesh.shard.weight_watch import WeightWatch, WeightWatches
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId, ShardDescriptor, ShardId, shard_id
 from mesh.wire.connection import WebSocketLink
@@ -70,6 +72,7 @@ class ShardProcess:
         self._members_changed = asyncio.Event()
         self._stopping = asyncio.Event()
         self._grace_s = 0.0
+        self._watches = WeightWatches(self._withdraw)
 
     def receive(self, command: ChannelMessage) -> None:
         """One map from the daemon; more than a few unanswered ones are refused.
@@ -97,6 +100,7 @@ class ShardProcess:
         self._channel = channel
         try:
             async with asyncio.TaskGroup() as group:
+                self._watches.group = group
                 background = [
                     group.create_task(self._report(), name="shard-health"),
                     group.create_task(self._follow_members(), name="shard-members"),
@@ -105,6 +109,7 @@ class ShardProcess:
                 await self._stopping.wait()
                 obeying.cancel()  # a shard that is still loading is not served any more
                 await self._drain(self._grace_s)
+                self._watches.stop_all()
                 for task in background:
                     task.cancel()
         finally:
@@ -227,13 +232,30 @@ class ShardProcess:
         server.on_change(self._changed.set)
         await server.start()
         taps = TapSettings.of(asked, request.settings.kv_tokens)
-        self._service.add(server, TapServer(server, loaded.load_plain, queue, taps))
+        tap_server = TapServer(server, loaded.load_plain, queue, taps)
+        self._service.add(server, tap_server)
+        watch = WeightWatch(tap_server.weights, queue)
+        self._watches.start(loaded.descriptor.shard_id, watch, {"op": "load", "shard": asked})
         self._changed.set()
-        return _loaded(loaded)
+        return _loaded(loaded, command.get("because"))
+
+    async def _withdraw(
+        self, name: str, error: WeightsCorrupted, reload: ChannelMessage | None
+    ) -> None:
+        """Serve a shard no longer whose weights have changed."""
+        for server in self._service.servers:  # not there while the process is stopping
+            if server.descriptor.shard_id == name:
+                self._service.remove(server.descriptor.shard_id)
+                self._say({"op": "withdrawn", "shard_id": name, "error": error.to_dict()})
+                await server.evict(error)
+                if reload is not None:
+                    self._enqueue(reload)
 
     async def _unload(self, command: ChannelMessage) -> ChannelMessage:
         name = ShardId(str(command["shard_id"]))
-        await self._service.remove(name).evict()
+        server = self._service.remove(name)
+        self._watches.stop(name)
+        await server.evict()
         self._changed.set()
         return {"op": "unloaded", "shard_id": name}
 
@@ -320,13 +342,14 @@ def _shard_request(asked: dict[str, Any], cache_dir: str | None) -> ShardRequest
     )
 
 
-def _loaded(shard: LoadedShard) -> ChannelMessage:
+def _loaded(shard: LoadedShard, because: str | None) -> ChannelMessage:
+    again = [f"loaded again: {because}"] if because else []
     return {
         "op": "loaded",
         "descriptor": descriptor_fields(shard.descriptor),
         "bytes_read": shard.bytes_read,
         "load_ms": shard.load_ms,
-        "reasons": list(shard.reasons),
+        "reasons": [*shard.reasons, *again],
     }
 
 
@@ -372,5 +395,6 @@ async def _main() -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+    faulthandler.enable()  # a write to a weight ends the process: where it was is in the log
     gc.freeze()  # what was imported stays: loading need not search it for garbage
     asyncio.run(_main())

@@ -214,6 +214,8 @@ class ShardHost:
                 self._loaded(_hosted(message))
             case "failed":
                 self._failed(message)
+            case "withdrawn":
+                self._withdrawn(ShardId(message["shard_id"]), from_dict(message["error"]))
             case "health":
                 self.sessions = message["sessions"]
                 for fields in message["shards"]:
@@ -254,6 +256,14 @@ class ShardHost:
                 self.failed[name] = error
                 logger.error("shard=%s failed: %s", name, error)
                 self._note_settled()
+
+    def _withdrawn(self, name: ShardId, error: MeshError) -> None:
+        """The process serves it no longer; it may come back by itself."""
+        self.private.pop(name, None)
+        if self.shards.pop(name, None) is not None:
+            self.failed[name] = error
+        logger.error("shard=%s withdrawn: %s", name, error)
+        self._on_change()
 
     def _not_loaded(self, name: ShardId, error: MeshError) -> None:
         loading = self._loading.pop(name, None)

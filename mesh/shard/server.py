@@ -82,10 +82,16 @@ class ShardServer:
         finally:
             self._note_idle()
 
-    async def evict(self) -> None:
-        """Drop every session (their next step gets session_gone) and free the weights."""
+    def resident(self) -> SpanRuntime | None:
+        """The loaded span, if it is loaded now; whoever asks must not keep it."""
+        lane = self._residence.lane
+        return None if lane is None else lane.runtime
+
+    async def evict(self, why: MeshError | None = None) -> None:
+        """Drop every session (a step under way gets `why`, a later one session_gone) and free the
+        weights."""
         for session in list(self._sessions):
-            self._abandon(session, gone())
+            self._abandon(session, why or gone())
         await self._residence.evict()
 
     async def health(self) -> ShardHealth:

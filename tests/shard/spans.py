@@ -49,7 +49,7 @@ def of_module(module: Any) -> SpanRuntime:
     """A runtime of a Hugging Face base model made by hand."""
     layers = LayerRange(0, module.config.num_hidden_layers)
     loaded: Any = SimpleNamespace(
-        module=module, config=module.config, layers=layers, pages=WeakSet()
+        module=module, config=module.config, layers=layers, pages=WeakSet(), sha256={}
     )
     return SpanRuntime(loaded, device=CPU, dtype=torch.float32)
 

@@ -98,6 +98,12 @@ class TapServer:
         """Sessions admitted and not closed."""
         return len(self._places)
 
+    def weights(self) -> list[LoadedSpan]:
+        """What chat and jobs compute with now; whoever asks must not keep it."""
+        runtime = self._shard.resident()
+        loaded = [] if runtime is None else [runtime.loaded]
+        return loaded if self._tree is None else [*loaded, self._tree.loaded]
+
     def admit(self, request: OpenTaps) -> TapPlace:
         """Take a place for a new session. Raises NoRoute, WeightsMismatch, BadRequest or Busy."""
         layers = self._check(request)

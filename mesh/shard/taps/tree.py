@@ -73,6 +73,7 @@ class SpanTree:
     def __init__(self, loaded: LoadedSpan, device: torch.device) -> None:
         """`loaded` is used by nobody else; only its weights may be shared."""
         self._protection = Protection(loaded.module, loaded.pages)
+        self.loaded = loaded
         self.layers = loaded.layers
         self.device = device
         self.reporter = _Reporter()

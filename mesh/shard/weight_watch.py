@@ -1,0 +1,116 @@
+"""Checks the weights of a process's shards for as long as they are loaded, at a bounded cost.
+
+Whoever finds its weights changed stops serving them, says why and loads them again: spot checks of
+others would take what it computes for a lie. One that keeps finding that is not loaded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from mesh.errors import InternalError, WeightsCorrupted
+from mesh.shard.batcher import DeviceQueue
+from mesh.supervise import ChannelMessage
+
+if TYPE_CHECKING:
+    from mesh.models.load import LoadedSpan
+    from mesh.shard.weight_check import WeightCheck
+
+SLICE_BYTES = 4 << 20
+"""A few milliseconds of one core, in which others compute on."""
+SHARE = 0.01
+"""Of the time, which is what it costs a decode step at most."""
+IDLE_S = 1.0
+_LONGEST_S = 60.0
+MAX_RELOADS = 2
+"""What changes more often than that is this machine's memory."""
+
+Weights = Callable[[], "Iterable[LoadedSpan]"]
+"""What a shard has loaded now."""
+
+Withdraw = Callable[[str, WeightsCorrupted, ChannelMessage | None], Awaitable[None]]
+"""(shard id, why, the command that loads it again or None)"""
+
+
+class WeightWatch:
+    """One shard's weights."""
+
+    def __init__(self, weights: Weights, queue: DeviceQueue) -> None:
+        self._weights = weights
+        self._queue = queue
+        self._checks: dict[int, WeightCheck] = {}
+
+    async def changed(self) -> str:
+        """Wait until a weight has changed; its name."""
+        while True:
+            loaded = {id(each.module): each for each in self._weights()}
+            self._checks = {key: self._check(key, each) for key, each in loaded.items()}
+            del loaded  # nothing is kept from being freed
+            for check in list(self._checks.values()):
+                name, took_s = await self._queue.load(partial(_timed_step, check))
+                if name is not None:
+                    return name
+                await asyncio.sleep(min(took_s / SHARE, _LONGEST_S))
+            if not self._checks:
+                await asyncio.sleep(IDLE_S)
+
+    def _check(self, key: int, loaded: LoadedSpan) -> WeightCheck:
+        from mesh.shard.weight_check import WeightCheck
+
+        known = self._checks.get(key)
+        if known is not None and known.is_of(loaded.module):
+            return known
+        return WeightCheck(loaded.module, loaded.sha256)
+
+
+def _timed_step(check: WeightCheck) -> tuple[str | None, float]:
+    started = time.perf_counter()  # on the thread: what it waited for is no cost
+    return check.step(SLICE_BYTES), time.perf_counter() - started
+
+
+class WeightWatches:
+    """The watches of a process's shards, and how often each had cause to cry."""
+
+    def __init__(self, withdraw: Withdraw) -> None:
+        self.group: asyncio.TaskGroup | None = None
+        """What owns them; set before the first is started."""
+        self._withdraw = withdraw
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._times: Counter[str] = Counter()
+
+    def start(self, shard: str, watch: WeightWatch, load: ChannelMessage) -> None:
+        """Watch until `stop`, or until it has been withdrawn; `load` is what it was loaded by."""
+        if self.group is None:
+            raise InternalError("a watch needs somebody who owns it.", fix="This is a bug.")
+        watching = self._watch(shard, watch, load)
+        self._tasks[shard] = self.group.create_task(watching, name=f"weights of {shard}")
+
+    def stop(self, shard: str) -> None:
+        """It is unloaded."""
+        task = self._tasks.pop(shard, None)
+        if task is not None:
+            task.cancel()
+
+    def stop_all(self) -> None:
+        """The process ends."""
+        for shard in list(self._tasks):
+            self.stop(shard)
+
+    async def _watch(self, shard: str, watch: WeightWatch, load: ChannelMessage) -> None:
+        weight = await watch.changed()
+        del self._tasks[shard]
+        self._times[shard] += 1
+        again = self._times[shard] <= MAX_RELOADS
+        error = WeightsCorrupted(
+            f"{shard} was withdrawn: {weight} in memory is not what was loaded.",
+            fix="It is loaded again by itself."
+            if again
+            else "It happened too often: test this machine's memory, then start the node again.",
+        )
+        reload = {**load, "because": error.message} if again else None
+        await self._withdraw(shard, error, reload)
