@@ -69,10 +69,15 @@ class Resource(StrEnum):
     PULLS = "pulls"
     """Gossip answers under way."""
     EVENTS_STORED = "events_stored"
+    """Events of the log that the principal signed."""
+    EVENT_BYTES_STORED = "event_bytes_stored"
+    EVENT_BYTES_WAITING = "event_bytes_waiting"
+    """Of events that the principal sent and that wait for what comes before them."""
     EVENTS_PER_MINUTE = "events_per_minute"
     EVENT_BYTES_PER_MINUTE = "event_bytes_per_minute"
     """Bytes of the event log sent in answer to gossip."""
     BAD_EVENTS_PER_MINUTE = "bad_events_per_minute"
+    BAD_ADVERTISEMENTS_PER_MINUTE = "bad_advertisements_per_minute"
     REQUESTS_PER_MINUTE = "requests_per_minute"
     TOKENS_PER_DAY = "tokens_per_day"
     CPU_SECONDS_PER_MINUTE = "cpu_seconds_per_minute"
@@ -175,6 +180,12 @@ class Hold:
         together.held += amount
         self.size += amount
 
+    def charge(self, amount: float) -> None:
+        """Count what is held already, whatever the limit says."""
+        self._level.held += amount
+        self._level.together.held += amount
+        self.size += amount
+
     def shrink(self, amount: float) -> None:
         """Give so much back."""
         if not 0 <= amount <= self.size:
@@ -249,6 +260,11 @@ class ResourceLedger:
         """What all hold now."""
         return self._sums[resource].held
 
+    def refusals(self, principal: Principal) -> int:
+        """How often it was refused something."""
+        account = self._accounts.get(principal)
+        return 0 if account is None else account.refused
+
     def holders(self, resource: Resource) -> dict[Principal, float]:
         """Who holds some of it."""
         return {
@@ -256,6 +272,10 @@ class ResourceLedger:
             for account in self._accounts.values()
             if (level := account.levels.get(resource)) is not None and level.held
         }
+
+    def limit(self, principal: Principal, resource: Resource) -> float:
+        """How much the principal may hold, or use in a window."""
+        return self._allowed(principal, resource)
 
     def share(self, principal: Principal, resource: Resource) -> float:
         """What of the whole falls to each, were it divided by all who hold some and `principal`.

@@ -120,7 +120,7 @@ class Peering:
             epoch=settings.epoch,
             ttl_s=settings.shard_health_timeout_s * EXPIRY_FACTOR,
         )
-        self._listing = Listing(store, self._notices, trust, self._sightings)
+        self._listing = Listing(store, self._notices, trust, self._sightings, trust.accounts)
         self._stopping = False
 
     @property
