@@ -6,8 +6,6 @@ who count. `docs/explanation/limits.md` shows them all.
 
 from __future__ import annotations
 
-from math import inf
-
 from mesh.ledger import Limit, Limits, Resource
 
 _MIB = 1 << 20
@@ -33,4 +31,21 @@ LOG: Limits = {
 }
 """The event log and what is gossiped of it."""
 
-UNLIMITED = Limit(inf)
+LINKS: Limits = {
+    # Each costs a descriptor, of which a process usually gets 1024. An asker per model and the jobs
+    # of each model have one link to a shard.
+    Resource.LINKS: Limit(32, total=256),
+    # One link at its own limits may hold 145 MiB: 64 of incomplete tensors, 64 of steps that wait,
+    # a window of 16, and what is on its way out.
+    Resource.BYTES_BUFFERED: Limit(512 * _MIB, total=1024 * _MIB),
+}
+"""Whoever listens for tensors."""
+
+CONTROL_LINKS: Limits = {
+    # One is in use; others are duplicates for a moment, or what is left of a crash.
+    Resource.LINKS: Limit(8, total=256),
+    Resource.BYTES_BUFFERED: Limit(16 * _MIB, total=128 * _MIB),
+}
+"""Links between daemons."""
+
+DAEMON: Limits = {**LOG, **CONTROL_LINKS}

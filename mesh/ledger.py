@@ -170,18 +170,24 @@ class Hold:
 
     def grow(self, amount: float) -> None:
         """Hold so much more. Raises LimitReached, and is then as before."""
-        level = self._level
-        together = level.together
         if self._closed or amount < 0:
             raise ValueError(f"a hold that is closed, or by {amount}, cannot grow")
-        if level.held + amount > level.limit or together.held + amount > together.limit:
-            _refuse_level(level, amount)
-        level.held += amount
-        together.held += amount
-        self.size += amount
+        self.require(amount)
+        self.charge(amount)
+
+    def fits(self, amount: float) -> bool:
+        """Whether so much more could be held."""
+        level = self._level
+        together = level.together
+        return level.held + amount <= level.limit and together.held + amount <= together.limit
+
+    def require(self, amount: float) -> None:
+        """Raise LimitReached when so much more could not be held."""
+        if not self.fits(amount):
+            _refuse_level(self._level, amount)
 
     def charge(self, amount: float) -> None:
-        """Count what is held already, whatever the limit says."""
+        """Count what is held already (no more, when negative), whatever the limit says."""
         self._level.held += amount
         self._level.together.held += amount
         self.size += amount
@@ -190,9 +196,7 @@ class Hold:
         """Give so much back."""
         if not 0 <= amount <= self.size:
             raise ValueError(f"{amount} of {self.size} cannot be given back")
-        self.size -= amount
-        self._level.held -= amount
-        self._level.together.held -= amount
+        self.charge(-amount)
 
     def resize(self, size: float) -> None:
         """Hold exactly so much. Raises LimitReached, and is then as before."""

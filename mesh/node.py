@@ -68,7 +68,7 @@ class Node:
         self._started_at = self._clock.now()
         self._events = EventStream(self._clock)
         self._metrics = Metrics()
-        self._accounts = ResourceLedger(self._clock, allowances.LOG)
+        self._accounts = ResourceLedger(self._clock, allowances.DAEMON)
         timeout_s = config.distributed.shard_health_timeout_seconds
         self._store = ShardStore(self._clock, expiry_s=timeout_s * EXPIRY_FACTOR)
         # A peer is heard with every ping of its link and every renewal of its advertisement.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesh import allowances
 from mesh.clock import SystemClock
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.greeting import PeerHello, to_hello
@@ -22,8 +23,10 @@ from mesh.identity.decisions import Added
 from mesh.identity.keys import NodeKey
 from mesh.identity.roster import TrustLevel
 from mesh.identity.tls import TlsContexts, TlsMaterial
+from mesh.ledger import ResourceLedger
 from mesh.types import NodeId
 from mesh.wire.connection import WebSocketLink
+from mesh.wire.limits import CONTROL_LIMITS, Limits
 from mesh.wire.messages import Gossip, Message
 from mesh.wire.websocket import connect
 from tests.discovery.network import new_key
@@ -86,16 +89,16 @@ class Door:
     key: NodeKey
     reports: list[Report]
 
-    async def enter(self, purpose: str = "control", run: str = "run") -> Member:
+    async def enter(self, limits: Limits = CONTROL_LIMITS) -> Member:
         """A link as the member."""
         own, hearth = self.hearth.key, self.hearth
         certificate = hearth.roster.members[own.node_id].certificate
         tls = await asyncio.to_thread(TlsContexts, TlsMaterial.of(self.key, [certificate]))
-        me = PeerHello(self.key.node_id, "barn", "test", hearth.id, run, 1, "127.0.0.1:9")
+        me = PeerHello(self.key.node_id, "barn", "test", hearth.id, "run", 1, "127.0.0.1:9")
         member = Member()
         hello = to_hello(me)
         link = await connect(
-            "127.0.0.1", self.peering.port, hello=hello, handler=member,
+            "127.0.0.1", self.peering.port, hello=hello, handler=member, limits=limits,
             ssl=tls.client(own.node_id),
         )  # fmt: skip
         member.use(link)
@@ -108,7 +111,8 @@ async def opened(logs: Path) -> AsyncIterator[Door]:
     own, key = new_key(), new_key()
     reports: list[Report] = []
     record = await found(own, "attic", logs, CLOCK, reports.append)
-    hearth = await Hearth.open(own, record, logs, CLOCK, reports.append)
+    accounts = ResourceLedger(CLOCK, allowances.DAEMON)
+    hearth = await Hearth.open(own, record, logs, CLOCK, reports.append, accounts)
     heard = []
 
     def receive(peer: NodeId, message: Any) -> None:
