@@ -20,39 +20,16 @@ from typing import Any, NoReturn, Self
 
 from mesh.clock import Clock
 from mesh.errors import LimitReached, QuotaExceeded
+from mesh.types import Principal, PrincipalKind
 
 MAX_PRINCIPALS = 1024
 _MINUTE_S = 60.0
 _DAY_S = 86_400.0
 
 
-class Kind(StrEnum):
-    """What a principal is."""
-
-    PEER = "peer"
-    """Another node; its name is its node id."""
-    KEY = "key"
-    """Whoever sends an API key; its name is the key's id."""
-    LOCAL = "local"
-    """Somebody on this machine without a key; its name tells them apart as far as possible."""
-    JOB = "job"
-    """One nnsight job; its name is the job's id."""
-
-
-@dataclass(frozen=True, slots=True)
-class Principal:
-    """Who asks."""
-
-    kind: Kind
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.name}"
-
-    @classmethod
-    def peer(cls, node_id: str) -> Principal:
-        """Another node."""
-        return cls(Kind.PEER, node_id)
+def of_peer(node_id: str) -> Principal:
+    """The principal that another node is."""
+    return Principal(PrincipalKind.PEER, node_id)
 
 
 class Resource(StrEnum):
@@ -99,7 +76,7 @@ class Limit:
 
     each: float = inf
     total: float = inf
-    kinds: Mapping[Kind, float] = field(default_factory=dict)
+    kinds: Mapping[PrincipalKind, float] = field(default_factory=dict)
     cooldown_s: float = 0.0
 
     def of(self, principal: Principal) -> float:
@@ -353,7 +330,7 @@ class ResourceLedger:
             if total.held or not isinf(total.limit)
         }
 
-    def keep_only(self, kind: Kind, names: frozenset[str]) -> None:
+    def keep_only(self, kind: PrincipalKind, names: frozenset[str]) -> None:
         """Forget the rates of all others of a kind, whose keys were revoked for instance."""
         for principal, account in list(self._accounts.items()):
             if principal.kind is kind and principal.name not in names:

@@ -17,7 +17,7 @@ from mesh.discovery.notices import Notices
 from mesh.discovery.sightings import Sightings
 from mesh.discovery.trust import Trust
 from mesh.errors import BadAdvertisement
-from mesh.ledger import Principal, Resource, ResourceLedger
+from mesh.ledger import Resource, ResourceLedger, of_peer
 from mesh.types import NodeId
 from mesh.wire.messages import Advertise
 
@@ -46,7 +46,7 @@ class Listing:
     def hear(self, end: ControlLink, message: Advertise) -> None:
         """Take down what a peer signed of itself; all else is told once and changes nothing."""
         peer = end.hello
-        principal = Principal.peer(peer.node_id)
+        principal = of_peer(peer.node_id)
         if self._accounts.exhausted(principal, Resource.BAD_ADVERTISEMENTS_PER_MINUTE):
             return
         try:

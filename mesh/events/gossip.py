@@ -17,7 +17,7 @@ from mesh.errors import LimitReached, MeshError
 from mesh.events.log import Change, EventLog
 from mesh.events.messages import Ask, Heads, Message, Page, Probe, Pull
 from mesh.events.sync import Exchange, answer_probe, heads_of, wants_something
-from mesh.ledger import Principal, Resource
+from mesh.ledger import Resource, of_peer
 from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class _Peer:
 
     async def _answer_pull(self, pull: Pull) -> Page:
         """One page. Raises LimitReached for a peer that has had as much as it may in a minute."""
-        peer, accounts = Principal.peer(self._peer), self._log.ledger.accounts
+        peer, accounts = of_peer(self._peer), self._log.ledger.accounts
         accounts.require(peer, Resource.EVENT_BYTES_PER_MINUTE)
         with accounts.hold(peer, Resource.PULLS, 1):
             page = await self._log.page(pull.ranges, pull.proofs)

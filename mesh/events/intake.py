@@ -17,7 +17,7 @@ from mesh.events.ledger import Ledger, Verdict
 from mesh.events.opening import Signed
 from mesh.events.store import Proof
 from mesh.events.types import Event, decode
-from mesh.ledger import Principal, Resource
+from mesh.ledger import Resource, of_peer
 from mesh.types import NodeId
 
 SKEW_S = 600.0
@@ -84,7 +84,7 @@ class Intake:
     def mutes(self, source: NodeId) -> bool:
         """Whether a peer sent so much that is bad that it is not listened to for a while."""
         accounts = self.ledger.accounts
-        return accounts.exhausted(Principal.peer(source), Resource.BAD_EVENTS_PER_MINUTE)
+        return accounts.exhausted(of_peer(source), Resource.BAD_EVENTS_PER_MINUTE)
 
     async def take(self, received: Received, source: NodeId) -> Outcome:
         """Offer everything to the ledger."""
@@ -125,7 +125,7 @@ class Intake:
                 self._settle_held()
         for event in self.ledger.accepted:
             self._check_clock(event)
-            signer = Principal.peer(event.author)
+            signer = of_peer(event.author)
             self.ledger.accounts.charge(signer, Resource.EVENTS_PER_MINUTE)
 
     async def prove(self, stored: Callable[[NodeId, int], Awaitable[Event | None]]) -> list[Proof]:
@@ -156,7 +156,7 @@ class Intake:
     def blame(self, source: NodeId) -> None:
         """Count something bad that a peer sent; too much of it mutes the peer."""
         accounts = self.ledger.accounts
-        if accounts.charge(Principal.peer(source), Resource.BAD_EVENTS_PER_MINUTE):
+        if accounts.charge(of_peer(source), Resource.BAD_EVENTS_PER_MINUTE):
             self.on_report(
                 Report(
                     "peer_muted", source,
@@ -180,7 +180,7 @@ class Intake:
 
     def _offer(self, event: Event, source: NodeId) -> Verdict:
         author, fresh = event.author, event.seq > self.ledger.stored(event.author)
-        spent = self.ledger.accounts.exhausted(Principal.peer(author), Resource.EVENTS_PER_MINUTE)
+        spent = self.ledger.accounts.exhausted(of_peer(author), Resource.EVENTS_PER_MINUTE)
         if fresh and spent:
             return Verdict.LATER
         verdict = self.ledger.offer(event, source)

@@ -20,7 +20,7 @@ from mesh.events.pending import Pending
 from mesh.events.rules import Rules, Verify
 from mesh.events.state import State
 from mesh.events.types import GENESIS, MAX_INT63, Event, EventId
-from mesh.ledger import Hold, Principal, Resource, ResourceLedger
+from mesh.ledger import Hold, Resource, ResourceLedger, of_peer
 from mesh.types import NodeId
 
 MAX_LAMPORT_LEAP = 1 << 20
@@ -302,7 +302,7 @@ class Ledger:
 
     def _has_room(self, event: Event, chain: Chain) -> bool:
         """The same answer on every node, whatever came in which order: chains are equal."""
-        author, limit = Principal.peer(event.author), self.accounts.limit
+        author, limit = of_peer(event.author), self.accounts.limit
         return event.seq <= limit(author, Resource.EVENTS_STORED) and chain.size_bytes + len(
             event.body
         ) <= limit(author, Resource.EVENT_BYTES_STORED)
@@ -318,7 +318,7 @@ class Ledger:
                 holds[1].charge(chain.size_bytes - holds[1].size)
 
     def _holds(self, author: NodeId) -> tuple[Hold, Hold]:
-        principal = Principal.peer(author)
+        principal = of_peer(author)
         holds = self._stored[author] = (
             self.accounts.hold(principal, Resource.EVENTS_STORED),
             self.accounts.hold(principal, Resource.EVENT_BYTES_STORED),

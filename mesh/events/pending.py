@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from mesh.clock import Clock
 from mesh.errors import LimitReached
 from mesh.events.types import MAX_INT63, Event, EventId
-from mesh.ledger import Hold, Kind, Principal, Resource, ResourceLedger
-from mesh.types import NodeId
+from mesh.ledger import Hold, Resource, ResourceLedger, of_peer
+from mesh.types import NodeId, Principal, PrincipalKind
 
 PER_AUTHOR = 256
 MAX_AUTHORS = 64
 HELD_S = 600.0
 
-_OURS = Principal(Kind.LOCAL, "log")
+_OURS = Principal(PrincipalKind.LOCAL, "log")
 """Who sent what no peer did: a repair of this node's own file."""
 
 
@@ -72,7 +72,7 @@ class Pending:
             if furthest.event.seq <= event.seq:
                 return False
             self._drop(furthest.event)
-        sender = _OURS if source is None else Principal.peer(source)
+        sender = _OURS if source is None else of_peer(source)
         try:
             room = self._accounts.hold(sender, Resource.EVENT_BYTES_WAITING, len(event.body))
         except LimitReached:

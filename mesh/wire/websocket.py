@@ -23,7 +23,7 @@ from websockets.uri import WebSocketURI
 from mesh import allowances
 from mesh.clock import SystemClock
 from mesh.errors import BadValue, ConnectFailed, LinkLost, PortInUse
-from mesh.ledger import Hold, Principal, Resource, ResourceLedger
+from mesh.ledger import Hold, Resource, ResourceLedger, of_peer
 from mesh.wire.connection import PATH, WebSocketLink
 from mesh.wire.encryption import Encryption
 from mesh.wire.limits import DEFAULT_LIMITS, Limits
@@ -278,7 +278,7 @@ class _Counted:
     def begin(self, session: TensorSession, peer: Hello, *, links: int = 0) -> None:
         """Count `links` and all that the session holds. Raises LimitReached."""
         if self._accounts is not None:
-            principal = Principal.peer(peer.node_id)
+            principal = of_peer(peer.node_id)
             self._holds.append(self._accounts.hold(principal, Resource.LINKS, links))
             self._holds.append(self._accounts.hold(principal, Resource.BYTES_BUFFERED))
             session.count_on(self._holds[-1])

@@ -13,7 +13,7 @@ from mesh.events import ledger, pending
 from mesh.events.intake import Received
 from mesh.events.ledger import Verdict
 from mesh.events.types import Event, decode, seal
-from mesh.ledger import Limit, Principal, Resource, ResourceLedger
+from mesh.ledger import Limit, Resource, ResourceLedger, of_peer
 from mesh.types import NodeId
 from tests.events.support import (
     HEARTH,
@@ -257,7 +257,7 @@ def test_what_is_kept_of_one_author_ends_at_the_same_event_on_every_node(
         assert [report.kind for report in replica.reports] == ["author_full"]
         assert replica.ledger.is_full(flooder.id)
         assert replica.take([fine]).verdicts == {Verdict.ACCEPTED: 1}
-        assert replica.ledger.accounts.held(Principal.peer(flooder.id), resource) <= most
+        assert replica.ledger.accounts.held(of_peer(flooder.id), resource) <= most
 
 
 def test_an_author_that_signs_too_much_in_a_minute_is_taken_in_later() -> None:

@@ -16,7 +16,7 @@ from mesh.events.messages import Heads, Page
 from mesh.events.store import MAX_PAGE_BYTES
 from mesh.events.types import MODEL_PUBLISHED
 from mesh.hearth.hearth import Hearth
-from mesh.ledger import Principal, Resource
+from mesh.ledger import Resource, of_peer
 from mesh.wire.limits import DEFAULT_LIMITS, MIB
 from mesh.wire.messages import Step, WireTensor
 from tests.hearth.door import Door, Member, opened
@@ -55,7 +55,7 @@ async def test_a_pull_that_asks_for_one_range_256_times_is_not_answered(tmp_path
         tracemalloc.stop()
         member.link.close()
         assert peak < MEMORY_BYTES, "the answer to 16 KB"
-        principal = Principal.peer(door.key.node_id)
+        principal = of_peer(door.key.node_id)
         assert door.hearth.accounts.held(principal, Resource.PULLS) == 0
         bad = door.hearth.accounts.snapshot()
         (used,) = [row["resources"] for row in bad if row["name"] == door.key.node_id]
@@ -73,7 +73,7 @@ async def test_a_control_link_takes_no_tensors(tmp_path: Path, size_bytes: int) 
         if size_bytes < MIB:
             assert isinstance(error, BadFrame)
             assert "does not belong on a link for control" in error.message
-        principal = Principal.peer(door.key.node_id)
+        principal = of_peer(door.key.node_id)
         assert door.hearth.accounts.held(principal, Resource.BYTES_BUFFERED) < CONTROL_BYTES
         again = await door.enter()
         await still_answers(door, again, 2)
@@ -86,7 +86,7 @@ async def test_a_member_gets_as_many_links_as_a_daemon_needs(tmp_path: Path) -> 
         members = [await door.enter() for _ in range(most)]
         with pytest.raises(LimitReached, match=f"{most} links"):
             await door.enter()
-        principal = Principal.peer(door.key.node_id)
+        principal = of_peer(door.key.node_id)
         assert door.hearth.accounts.held(principal, Resource.LINKS) == most
         for member in members:
             member.link.close()
@@ -106,7 +106,7 @@ async def test_an_honest_pull_gets_one_page_and_it_is_on_its_account(tmp_path: P
         assert isinstance(page, Page)
         sizes = [len(body) + len(signature) for body, signature in page.received.events]
         assert 200_000 < sum(sizes) < MAX_PAGE_BYTES
-        principal = Principal.peer(door.key.node_id)
+        principal = of_peer(door.key.node_id)
         (row,) = [r for r in door.hearth.accounts.snapshot() if r["name"] == principal.name]
         assert row["resources"]["event_bytes_per_minute"]["used"] == sum(sizes)
 
@@ -114,7 +114,7 @@ async def test_an_honest_pull_gets_one_page_and_it_is_on_its_account(tmp_path: P
 async def test_a_peer_that_had_its_share_of_the_log_waits(tmp_path: Path) -> None:
     async with opened(tmp_path) as door:
         member = await door.enter()
-        principal = Principal.peer(door.key.node_id)
+        principal = of_peer(door.key.node_id)
         accounts = door.hearth.accounts
         accounts.charge(principal, Resource.EVENT_BYTES_PER_MINUTE, 1 << 40)
         member.say(pull(7, (door.hearth.key.node_id, 1, 9)))

@@ -10,7 +10,7 @@ import pytest
 
 from mesh.clock import SystemClock
 from mesh.errors import LimitReached
-from mesh.ledger import Limit, Principal, Resource, ResourceLedger
+from mesh.ledger import Limit, Resource, ResourceLedger, of_peer
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.frames import FrameType, pack_frame
 from mesh.wire.limits import DEFAULT_LIMITS, MIB, Limits
@@ -21,7 +21,7 @@ from mesh.wire.websocket import connect
 from tests.wire.house import House, foreign_client, listening, until
 from tests.wire.support import Recorder, answer, hello, session_pair, tensor
 
-PEER = Principal.peer("id-client")
+PEER = of_peer("id-client")
 EACH, TOTAL = 8 * MIB, 12 * MIB
 BYTES = Resource.BYTES_BUFFERED
 
