@@ -41,6 +41,13 @@ LINKS: Limits = {
 }
 """Whoever listens for tensors."""
 
+SHARDS: Limits = {
+    **LINKS,
+    # Of four sessions with as many edits as one may have.
+    Resource.EDIT_BYTES: Limit(16 * _MIB),
+}
+"""The shard process; streams, cache positions and tap sessions are counted per shard."""
+
 CONTROL_LINKS: Limits = {
     # One is in use; others are duplicates for a moment, or what is left of a crash.
     Resource.LINKS: Limit(8, total=256),

@@ -41,6 +41,8 @@ class Resource(StrEnum):
     STREAMS = "streams"
     CACHE_POSITIONS = "cache_positions"
     TAP_SESSIONS = "tap_sessions"
+    EDIT_BYTES = "edit_bytes"
+    """Of steering edits that came before the session they are for was asked for."""
     GENERATIONS = "generations"
     JOBS_WAITING = "jobs_waiting"
     PULLS = "pulls"
@@ -86,7 +88,8 @@ class Limit:
 
 Limits = Mapping[Resource, Limit]
 Personal = Callable[[Principal, Resource], float | None]
-"""A limit of this one principal, like an API key's quota; None where its kind's holds."""
+"""A limit of this one principal, like an API key's quota; None where its kind's holds. Asked for a
+level when the principal first holds some, for a rate whenever it uses some."""
 
 _NO_LIMIT = Limit()
 
@@ -295,10 +298,14 @@ class ResourceLedger:
         barred = self._clock.monotonic() < rate.barred_until
         return barred or rate.used >= self._allowed(principal, resource)
 
-    def require(self, principal: Principal, resource: Resource) -> None:
-        """Raise LimitReached when nothing is left."""
+    def require(self, principal: Principal, resource: Resource, amount: float = 0) -> None:
+        """Raise LimitReached when so much could not be held, or nothing is left to be used."""
+        if resource.window_s is None:
+            with self.hold(principal, resource, amount):
+                return
         if self.exhausted(principal, resource):
-            self._refuse_rate(*self._named(principal, resource), 0)
+            account, rate = self._rate(principal, resource)
+            self._refuse_rate(account, resource, rate, amount)
 
     # What people see
 
@@ -371,7 +378,7 @@ class ResourceLedger:
         account = self._account(principal)
         level = account.levels.get(resource)
         if level is None:
-            limit = self._limit(resource).of(principal)
+            limit = self._allowed(principal, resource)
             level = _Level(account, resource, limit, self._sums[resource])
             account.levels[resource] = level
         return level
@@ -381,10 +388,6 @@ class ResourceLedger:
         if resource not in account.rates:
             account.rates[resource] = _Rate(self._clock.monotonic())
         return account, self._current(account, resource)
-
-    def _named(self, principal: Principal, resource: Resource) -> tuple[_Account, Resource, _Rate]:
-        account, rate = self._rate(principal, resource)
-        return account, resource, rate
 
     def _current(self, account: _Account, resource: Resource) -> _Rate:
         rate, now = account.rates[resource], self._clock.monotonic()

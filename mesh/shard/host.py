@@ -29,6 +29,7 @@ from mesh.identity.tls import TlsContexts, TlsMaterial, require_node
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.device import choose_device, choose_threads
 from mesh.shard.failures import foreseen
+from mesh.shard.leases import leased
 from mesh.shard.loading import HostedOn, LoadedShard, ShardRequest, load_shard
 from mesh.shard.memory import release_memory
 from mesh.shard.permits import Permits, dated
@@ -162,13 +163,14 @@ class ShardProcess:
         material = TlsMaterial.from_fields(command["tls"])
         self._tls = await asyncio.to_thread(TlsContexts, material)
         clock = SteadyClock(SystemClock().now())
+        lease_s = float(command.get("session_lease_s") or ShardSettings().session_lease_s)
         self._service.permits = Permits(self._tls, clock)
         self._service.revoke(self._revoked)
         self._listener = await serve(
             Reach.of(command.get("interfaces", [host]), host) or host,
             port,
             accept=self._accept,
-            hello=lambda: dated(hello, clock),
+            hello=lambda: dated(leased(hello, lease_s), clock),
             ssl=self._tls.server,
         )
         self._members_changed.set()
