@@ -20,39 +20,16 @@ from typing import Any, NoReturn, Self
 
 from mesh.clock import Clock
 from mesh.errors import LimitReached, QuotaExceeded
+from mesh.types import Principal, PrincipalKind
 
 MAX_PRINCIPALS = 1024
 _MINUTE_S = 60.0
 _DAY_S = 86_400.0
 
 
-class Kind(StrEnum):
-    """What a principal is."""
-
-    PEER = "peer"
-    """Another node; its name is its node id."""
-    KEY = "key"
-    """Whoever sends an API key; its name is the key's id."""
-    LOCAL = "local"
-    """Somebody on this machine without a key; its name tells them apart as far as possible."""
-    JOB = "job"
-    """One nnsight job; its name is the job's id."""
-
-
-@dataclass(frozen=True, slots=True)
-class Principal:
-    """Who asks."""
-
-    kind: Kind
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}:{self.name}"
-
-    @classmethod
-    def peer(cls, node_id: str) -> Principal:
-        """Another node."""
-        return cls(Kind.PEER, node_id)
+def of_peer(node_id: str) -> Principal:
+    """The principal that another node is."""
+    return Principal(PrincipalKind.PEER, node_id)
 
 
 class Resource(StrEnum):
@@ -64,15 +41,24 @@ class Resource(StrEnum):
     STREAMS = "streams"
     CACHE_POSITIONS = "cache_positions"
     TAP_SESSIONS = "tap_sessions"
+    TAP_BYTES = "tap_bytes"
+    """All that intervention sessions hold on a shard: messages, values, graphs, caches."""
+    EDIT_BYTES = "edit_bytes"
+    """Of steering edits that came before the session they are for was asked for."""
     GENERATIONS = "generations"
     JOBS_WAITING = "jobs_waiting"
     PULLS = "pulls"
     """Gossip answers under way."""
     EVENTS_STORED = "events_stored"
+    """Events of the log that the principal signed."""
+    EVENT_BYTES_STORED = "event_bytes_stored"
+    EVENT_BYTES_WAITING = "event_bytes_waiting"
+    """Of events that the principal sent and that wait for what comes before them."""
     EVENTS_PER_MINUTE = "events_per_minute"
     EVENT_BYTES_PER_MINUTE = "event_bytes_per_minute"
     """Bytes of the event log sent in answer to gossip."""
     BAD_EVENTS_PER_MINUTE = "bad_events_per_minute"
+    BAD_ADVERTISEMENTS_PER_MINUTE = "bad_advertisements_per_minute"
     REQUESTS_PER_MINUTE = "requests_per_minute"
     TOKENS_PER_DAY = "tokens_per_day"
     CPU_SECONDS_PER_MINUTE = "cpu_seconds_per_minute"
@@ -94,7 +80,7 @@ class Limit:
 
     each: float = inf
     total: float = inf
-    kinds: Mapping[Kind, float] = field(default_factory=dict)
+    kinds: Mapping[PrincipalKind, float] = field(default_factory=dict)
     cooldown_s: float = 0.0
 
     def of(self, principal: Principal) -> float:
@@ -104,7 +90,8 @@ class Limit:
 
 Limits = Mapping[Resource, Limit]
 Personal = Callable[[Principal, Resource], float | None]
-"""A limit of this one principal, like an API key's quota; None where its kind's holds."""
+"""A limit of this one principal, like an API key's quota; None where its kind's holds. Asked for a
+level when the principal first holds some, for a rate whenever it uses some."""
 
 _NO_LIMIT = Limit()
 
@@ -165,23 +152,33 @@ class Hold:
 
     def grow(self, amount: float) -> None:
         """Hold so much more. Raises LimitReached, and is then as before."""
-        level = self._level
-        together = level.together
         if self._closed or amount < 0:
             raise ValueError(f"a hold that is closed, or by {amount}, cannot grow")
-        if level.held + amount > level.limit or together.held + amount > together.limit:
-            _refuse_level(level, amount)
-        level.held += amount
-        together.held += amount
+        self.require(amount)
+        self.charge(amount)
+
+    def fits(self, amount: float) -> bool:
+        """Whether so much more could be held."""
+        level = self._level
+        together = level.together
+        return level.held + amount <= level.limit and together.held + amount <= together.limit
+
+    def require(self, amount: float) -> None:
+        """Raise LimitReached when so much more could not be held."""
+        if not self.fits(amount):
+            _refuse_level(self._level, amount)
+
+    def charge(self, amount: float) -> None:
+        """Count what is held already (no more, when negative), whatever the limit says."""
+        self._level.held += amount
+        self._level.together.held += amount
         self.size += amount
 
     def shrink(self, amount: float) -> None:
         """Give so much back."""
         if not 0 <= amount <= self.size:
             raise ValueError(f"{amount} of {self.size} cannot be given back")
-        self.size -= amount
-        self._level.held -= amount
-        self._level.together.held -= amount
+        self.charge(-amount)
 
     def resize(self, size: float) -> None:
         """Hold exactly so much. Raises LimitReached, and is then as before."""
@@ -249,6 +246,11 @@ class ResourceLedger:
         """What all hold now."""
         return self._sums[resource].held
 
+    def refusals(self, principal: Principal) -> int:
+        """How often it was refused something."""
+        account = self._accounts.get(principal)
+        return 0 if account is None else account.refused
+
     def holders(self, resource: Resource) -> dict[Principal, float]:
         """Who holds some of it."""
         return {
@@ -256,6 +258,10 @@ class ResourceLedger:
             for account in self._accounts.values()
             if (level := account.levels.get(resource)) is not None and level.held
         }
+
+    def limit(self, principal: Principal, resource: Resource) -> float:
+        """How much the principal may hold, or use in a window."""
+        return self._allowed(principal, resource)
 
     def share(self, principal: Principal, resource: Resource) -> float:
         """What of the whole falls to each, were it divided by all who hold some and `principal`.
@@ -294,10 +300,14 @@ class ResourceLedger:
         barred = self._clock.monotonic() < rate.barred_until
         return barred or rate.used >= self._allowed(principal, resource)
 
-    def require(self, principal: Principal, resource: Resource) -> None:
-        """Raise LimitReached when nothing is left."""
+    def require(self, principal: Principal, resource: Resource, amount: float = 0) -> None:
+        """Raise LimitReached when so much could not be held, or nothing is left to be used."""
+        if resource.window_s is None:
+            with self.hold(principal, resource, amount):
+                return
         if self.exhausted(principal, resource):
-            self._refuse_rate(*self._named(principal, resource), 0)
+            account, rate = self._rate(principal, resource)
+            self._refuse_rate(account, resource, rate, amount)
 
     # What people see
 
@@ -329,7 +339,7 @@ class ResourceLedger:
             if total.held or not isinf(total.limit)
         }
 
-    def keep_only(self, kind: Kind, names: frozenset[str]) -> None:
+    def keep_only(self, kind: PrincipalKind, names: frozenset[str]) -> None:
         """Forget the rates of all others of a kind, whose keys were revoked for instance."""
         for principal, account in list(self._accounts.items()):
             if principal.kind is kind and principal.name not in names:
@@ -370,7 +380,7 @@ class ResourceLedger:
         account = self._account(principal)
         level = account.levels.get(resource)
         if level is None:
-            limit = self._limit(resource).of(principal)
+            limit = self._allowed(principal, resource)
             level = _Level(account, resource, limit, self._sums[resource])
             account.levels[resource] = level
         return level
@@ -380,10 +390,6 @@ class ResourceLedger:
         if resource not in account.rates:
             account.rates[resource] = _Rate(self._clock.monotonic())
         return account, self._current(account, resource)
-
-    def _named(self, principal: Principal, resource: Resource) -> tuple[_Account, Resource, _Rate]:
-        account, rate = self._rate(principal, resource)
-        return account, resource, rate
 
     def _current(self, account: _Account, resource: Resource) -> _Rate:
         rate, now = account.rates[resource], self._clock.monotonic()

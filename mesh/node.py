@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mesh import wiring
+from mesh import allowances, wiring
 from mesh.api.app import create_app
 from mesh.api.ndif.routes import JobsApi
 from mesh.api.overview import NodeParts, Overview
@@ -39,6 +39,7 @@ from mesh.identity.api_keys import ApiKeys, new_owner_key
 from mesh.identity.keys import NodeKey, load_or_create
 from mesh.interventions.jobs.process import JobsProcess
 from mesh.keeping import HomeLayers, load_at_home
+from mesh.ledger import ResourceLedger
 from mesh.models.local import LocalModel, find_local_models
 from mesh.paths import StatePaths, cache_dir
 from mesh.pipeline.asker import AskerProcess, Askers
@@ -67,6 +68,7 @@ class Node:
         self._started_at = self._clock.now()
         self._events = EventStream(self._clock)
         self._metrics = Metrics()
+        self._accounts = ResourceLedger(self._clock, allowances.DAEMON)
         timeout_s = config.distributed.shard_health_timeout_seconds
         self._store = ShardStore(self._clock, expiry_s=timeout_s * EXPIRY_FACTOR)
         # A peer is heard with every ping of its link and every renewal of its advertisement.
@@ -156,7 +158,7 @@ class Node:
             lambda kind, fields: self._events.emit(kind, **fields),
         )
         paths = StatePaths(self._config.state_dir)
-        return Network(self._key, paths, settings, self._store, self._clock, hooks)
+        return Network(self._key, paths, settings, self._store, self._clock, hooks, self._accounts)
 
     def _start_host(self, address: str, tls: dict[str, Any]) -> None:
         spec = wiring.host_spec(self._config, self._key, self._models, address, tls)

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.errors import Busy, LimitReached, QuotaExceeded, from_dict
-from mesh.ledger import Hold, Kind, Limit, Principal, Resource, ResourceLedger
+from mesh.ledger import Hold, Limit, Resource, ResourceLedger, of_peer
+from mesh.types import Principal, PrincipalKind
 from tests.health.clock import ManualClock
 
-ANN, BOB = Principal.peer("ann"), Principal.peer("bob")
+ANN, BOB = of_peer("ann"), of_peer("bob")
 STREAMS, EVENTS = Resource.STREAMS, Resource.EVENTS_PER_MINUTE
 
 
@@ -41,8 +42,8 @@ def test_what_is_over_the_whole_is_refused_whoever_asks() -> None:
 
 
 def test_kinds_may_have_limits_of_their_own() -> None:
-    ledger = ResourceLedger(ManualClock(), {STREAMS: Limit(1, kinds={Kind.KEY: 2})})
-    ledger.hold(Principal(Kind.KEY, "k"), STREAMS, 2)
+    ledger = ResourceLedger(ManualClock(), {STREAMS: Limit(1, kinds={PrincipalKind.KEY: 2})})
+    ledger.hold(Principal(PrincipalKind.KEY, "k"), STREAMS, 2)
     with pytest.raises(LimitReached):
         ledger.hold(ANN, STREAMS, 2)
 
@@ -67,7 +68,7 @@ def test_a_hold_gives_back_exactly_once() -> None:
 def test_sums_are_those_of_the_holds_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
     ledger = ResourceLedger(ManualClock(), {STREAMS: Limit(40, 100)})
-    principals = [Principal.peer(str(number)) for number in range(4)]
+    principals = [of_peer(str(number)) for number in range(4)]
     holds: list[tuple[Principal, Hold]] = []
     for _ in range(rng.randrange(80)):
         action = rng.randrange(4)
@@ -96,7 +97,7 @@ def test_shares_are_equal_among_those_who_hold_or_ask() -> None:
     assert ledger.share(ANN, STREAMS) == 8
     assert ledger.share(BOB, STREAMS) == 4
     ledger.hold(BOB, STREAMS, 1)
-    assert ledger.share(Principal.peer("eve"), STREAMS) == 2
+    assert ledger.share(of_peer("eve"), STREAMS) == 2
     assert ledger.holders(STREAMS) == {ANN: 5, BOB: 1}
 
 
@@ -143,7 +144,7 @@ def test_a_cooldown_outlasts_the_window() -> None:
 
 
 def test_a_principals_own_quota_goes_before_its_kinds() -> None:
-    key = Principal(Kind.KEY, "k")
+    key = Principal(PrincipalKind.KEY, "k")
     quotas = {(key, Resource.TOKENS_PER_DAY): 5}
     ledger = ResourceLedger(
         ManualClock(),
@@ -165,10 +166,10 @@ def test_accounts_are_bounded_and_those_who_hold_something_are_never_forgotten()
     held = ledger.hold(ANN, STREAMS, 1)
     for number in range(50):
         clock.time += 0.1
-        ledger.spend(Principal.peer(str(number)), EVENTS, 4)
+        ledger.spend(of_peer(str(number)), EVENTS, 4)
     assert {row["name"] for row in ledger.snapshot()} == {"ann", "48", "49"}
-    ledger.hold(Principal.peer("48"), STREAMS)  # also a hold of nothing is one
-    ledger.hold(Principal.peer("49"), STREAMS)
+    ledger.hold(of_peer("48"), STREAMS)  # also a hold of nothing is one
+    ledger.hold(of_peer("49"), STREAMS)
     with pytest.raises(LimitReached, match="3 others"):
         ledger.hold(BOB, STREAMS, 1)
     held.close()
@@ -177,12 +178,12 @@ def test_accounts_are_bounded_and_those_who_hold_something_are_never_forgotten()
 
 def test_revoked_names_are_forgotten_unless_they_hold_something() -> None:
     ledger = ResourceLedger(ManualClock())
-    keys = [Principal(Kind.KEY, name) for name in "abc"]
+    keys = [Principal(PrincipalKind.KEY, name) for name in "abc"]
     for key in keys:
         ledger.charge(key, Resource.TOKENS_PER_DAY, 1)
     ledger.hold(keys[1], STREAMS, 1)
     ledger.charge(ANN, Resource.TOKENS_PER_DAY, 1)
-    ledger.keep_only(Kind.KEY, frozenset("a"))
+    ledger.keep_only(PrincipalKind.KEY, frozenset("a"))
     rows = {row["name"]: row["resources"].keys() for row in ledger.snapshot()}
     assert rows == {"a": {"tokens_per_day"}, "b": {"streams"}, "ann": {"tokens_per_day"}}
 

@@ -30,6 +30,7 @@ from mesh.identity.tls import TlsContexts, TlsMaterial, require_node
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.device import choose_device, choose_threads
 from mesh.shard.failures import foreseen
+from mesh.shard.leases import leased
 from mesh.shard.loading import HostedOn, LoadedShard, ShardRequest, load_shard
 from mesh.shard.memory import release_memory
 from mesh.shard.permits import Permits, dated
@@ -40,7 +41,7 @@ from mesh.shard.settings import ShardSettings
 from mesh.shard.taps.server import TapServer, TapSettings
 from mesh.shard.weight_watch import WeightWatch, WeightWatches
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
-from mesh.types import Endpoint, LayerRange, ModelId, NodeId, ShardDescriptor, ShardId, shard_id
+from mesh.types import Endpoint, NodeId, ShardDescriptor, ShardId, shard_id
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Drain, Hello
@@ -167,13 +168,14 @@ class ShardProcess:
         material = TlsMaterial.from_fields(command["tls"])
         self._tls = await asyncio.to_thread(TlsContexts, material)
         clock = SteadyClock(SystemClock().now())
+        lease_s = float(command.get("session_lease_s") or ShardSettings().session_lease_s)
         self._service.permits = Permits(self._tls, clock)
         self._service.revoke(self._revoked)
         self._listener = await serve(
             Reach.of(command.get("interfaces", [host]), host) or host,
             port,
             accept=self._accept,
-            hello=lambda: dated(hello, clock),
+            hello=lambda: dated(leased(hello, lease_s), clock),
             ssl=self._tls.server,
         )
         self._members_changed.set()
@@ -218,7 +220,7 @@ class ShardProcess:
         if asked.get("advertise_host") and self._listener is not None:
             endpoint = Endpoint(_endpoint(str(asked["advertise_host"]), self._listener.port))
             place = HostedOn(place.node_id, place.node_name, endpoint, place.device, place.threads)
-        request = _shard_request(asked, self._cache_dir)
+        request = ShardRequest.of(asked, self._cache_dir)
         self._service.require_absent(shard_id(request.model_id, request.layers))
         # A model that cannot be loaded must not take those that can down with the process.
         loaded = await foreseen(queue.load(lambda: load_shard(request, place)), "loading a shard")
@@ -323,23 +325,6 @@ def _shelf(command: ChannelMessage, own: NodeId) -> HarvestShelf | None:
     directory = command.get("harvest_dir")
     limit_bytes = int(command.get("harvest_mb") or 0) << 20
     return HarvestShelf(Path(directory), limit_bytes, own) if directory else None
-
-
-def _shard_request(asked: dict[str, Any], cache_dir: str | None) -> ShardRequest:
-    defaults = ShardSettings()
-    settings = {
-        name: type(getattr(defaults, name))(asked[name])
-        for name in ShardSettings.__dataclass_fields__
-        if asked.get(name) is not None
-    }
-    return ShardRequest(
-        Path(asked["directory"]),
-        ModelId(str(asked["model_id"])),
-        LayerRange.parse(str(asked["layers"])),
-        str(asked.get("dtype") or "auto"),
-        ShardSettings(**settings),
-        Path(cache_dir) if cache_dir else None,
-    )
 
 
 def _loaded(shard: LoadedShard, because: str | None) -> ChannelMessage:

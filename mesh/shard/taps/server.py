@@ -14,12 +14,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mesh.clock import SystemClock
 from mesh.errors import BadRequest, Busy, DeviceFailed, MeshError, NoRoute, SessionGone
+from mesh.ledger import Hold, Limit, Resource, ResourceLedger, of_peer
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.failures import foreseen
 from mesh.shard.sessions import Reply
 from mesh.shard.taps.parts import FETCH, MAX_MESSAGE_BYTES, PART_BYTES
-from mesh.types import LayerRange, ShardDescriptor
+from mesh.types import LayerRange, Principal, ShardDescriptor
 from mesh.wire.messages import Failure, OpenTaps, Result, Step, WireTensor
 
 if TYPE_CHECKING:
@@ -64,6 +66,9 @@ class TapPlace:
 
     number: int
     layers: LayerRange
+    room: Hold
+    held: Hold
+    """What the session holds; it refuses by itself what is too much, this is for others to see."""
     session: TapSession | None = None
     message: bytearray = field(default_factory=bytearray)
     """What has come in of the next one."""
@@ -88,6 +93,21 @@ class TapServer:
         self._load = load
         self._queue = queue
         self._settings = settings or TapSettings()
+        most, each = self._settings.max_sessions, self._settings.memory_bytes
+        own = of_peer(shard.descriptor.host)
+        # A job cannot move on half-way, so nobody's is ended for somebody else's: another node than
+        # this one always leaves a place.
+        self.accounts = ResourceLedger(
+            SystemClock(),
+            {
+                Resource.TAP_SESSIONS: Limit(max(1, most - 1), total=most),
+                Resource.TAP_BYTES: Limit(total=most * each),
+            },
+            personal=lambda who, what: (
+                most if who == own and what is Resource.TAP_SESSIONS else None
+            ),
+        )
+        """Intervention sessions, and what they hold, by who asked for them."""
         self._places: set[TapPlace] = set()
         self._tree: SpanTree | None = None
         self._loading = asyncio.Lock()
@@ -104,21 +124,21 @@ class TapServer:
         loaded = [] if runtime is None else [runtime.loaded]
         return loaded if self._tree is None else [*loaded, self._tree.loaded]
 
-    def admit(self, request: OpenTaps) -> TapPlace:
-        """Take a place for a new session. Raises NoRoute, WeightsMismatch, BadRequest or Busy."""
+    def admit(self, request: OpenTaps, owner: Principal) -> TapPlace:
+        """Take a place for a new session of `owner`.
+
+        Raises NoRoute, WeightsMismatch, BadRequest or LimitReached.
+        """
         layers = self._check(request)
         if self._settings.max_sessions == 0:  # not Busy, which says that waiting helps
             raise NoRoute(
                 "It takes no jobs (max_tap_sessions is 0).",
                 fix="Use a shard of another node.",
             )
-        if len(self._places) >= self._settings.max_sessions:
-            raise Busy(
-                f"The shard serves {self._settings.max_sessions} intervention sessions and all are"
-                " taken.",
-                fix="Use another shard, or try again when a job has ended.",
-            )
-        place = TapPlace(request.session, layers)
+        room = self.accounts.hold(owner, Resource.TAP_SESSIONS, 1)
+        place = TapPlace(
+            request.session, layers, room, self.accounts.hold(owner, Resource.TAP_BYTES)
+        )
         self._places.add(place)
         return place
 
@@ -164,6 +184,8 @@ class TapServer:
             return
         place.closed = True
         self._places.discard(place)
+        place.room.close()
+        place.held.close()
         if place.silence is not None:
             place.silence.cancel()
         session, place.session = place.session, None
@@ -190,6 +212,8 @@ class TapServer:
 
         def done(future: Future[bytes | None]) -> None:
             error = future.exception()
+            if session is not None and not place.closed:
+                place.held.resize(session.meter.held_bytes)
             if session is not None and (place.closed or error is not None):
                 place.busy = False
                 self._queue.visit(session.close, _log_failure)
@@ -263,6 +287,7 @@ def _take_in(place: TapPlace, session: TapSession, part: WireTensor) -> None:
         session.mail.read()
         raise
     place.message += part.data
+    place.held.resize(session.meter.held_bytes)
 
 
 def _grow(runtime: object, load: Callable[[], LoadedSpan]) -> SpanTree:
