@@ -93,12 +93,14 @@ class ShardServer:
 
     def resident(self) -> SpanRuntime | None:
         """The loaded span, if it is loaded now; whoever asks must not keep it."""
-        lane = self._residence.lane
-        return None if lane is None else lane.runtime
+        return self._residence.lane.runtime if self._residence.lane is not None else None
 
     async def evict(self, why: MeshError | None = None) -> None:
-        """End every session, whose askers are told `why`, and free the weights."""
-        self._let_go([(session, why or gone()) for session in list(self._sessions)])
+        """End every session and free the weights; askers are told `why` at once, if anything."""
+        for session in list(self._sessions):
+            self._abandon(session, why or gone())
+            if why is not None:
+                session.on_end(why)
         await self._residence.evict()
 
     async def health(self) -> ShardHealth:
