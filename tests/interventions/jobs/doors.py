@@ -164,6 +164,23 @@ for hop, own, foreign in zip(hops, T.weights, reversed(T.weights)):
     hop.fetch_weight(own, "weight")
     try: hop.fetch_weight(foreign, "weight"); proof()
     except Exception as error: print("answered", type(error).__name__, error)
+# overwritten
+import gc
+from mesh.shard.taps.codec import write_tensor
+hops = [o for o in gc.get_objects() if type(o).__module__ == "mesh.interventions.hop"]
+assert len(hops) == len(T.weights), hops
+for hop, path in zip(hops, T.weights):
+    before, sent = hop.fetch_weight(path, "weight"), []
+    new = [0, 1000, 0, write_tensor(torch.ones(1, 2, before.shape[1]), sent)]
+    want = [[path + ".source.F_linear_0.input", [0]]]
+    call = {"op": "call", "path": path, "changed": [], "watch": True, "grad": True, "want": want}
+    answer, _ = hop.exchange({**call, "value": [2, [[2, [new]], [3, []]]]}, sent)
+    tag, sent = answer["value"][1][0][1][1][1], []
+    changed = [[0, tag, 2, write_tensor(before * 0, sent)]]
+    value = [2, [[2, [[0, 1000, 0, None], [0, tag, 0, None], None]], [3, []]]]
+    hop.exchange({"op": "resume", "changed": changed, "want": [], "value": value}, sent)
+    hop.release()
+    if not torch.equal(before, hop.fetch_weight(path, "weight")): proof()
 # of_a_hop_that_is_none
 import gc
 (own,) = [o for o in gc.get_objects() if type(o).__name__ == "SocketChannel"]
