@@ -7,11 +7,9 @@ import itertools
 from collections.abc import Callable
 
 from mesh.errors import MeshError, from_dict
-from mesh.pipeline.dialing import secured
 from mesh.pipeline.lines import Line, Lines
-from mesh.shard.hosting import ShardHost
 from mesh.shard.taps.parts import FETCH, PART_BYTES
-from mesh.types import LayerRange, ModelId, ShardDescriptor
+from mesh.types import LayerRange, ShardDescriptor
 from mesh.wire.messages import Close, Failure, Message, Opened, OpenTaps, Result, Step, WireTensor
 from tests import secure
 
@@ -75,15 +73,11 @@ class RawTaps:
 
 
 class RawClient:
-    """Sessions with the one shard of a process."""
+    """Sessions with one shard."""
 
-    def __init__(self, host: ShardHost, family: str) -> None:
-        (self.shard,) = (
-            each.descriptor
-            for each in host.shards.values()
-            if each.descriptor.model_id == ModelId(family)
-        )
-        self._lines = Lines(secured(secure.HELLO, secure.TLS))
+    def __init__(self, shard: ShardDescriptor) -> None:
+        self.shard = shard
+        self._lines = Lines(secure.dial)
 
     async def open(self, layers: LayerRange) -> RawTaps:
         line = await self._lines.line(self.shard.host, self.shard.endpoint)

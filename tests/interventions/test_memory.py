@@ -58,7 +58,8 @@ async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
     more = {"tap_memory_mb": LIMIT_MB, "max_tap_sessions": 4}
     async with shards(["llama"], tmp_path, [SPAN], **more) as host:
         assert host._child is not None
-        client = RawClient(host, "llama")
+        (hosted,) = host.shards.values()
+        client = RawClient(hosted.descriptor)
         here = Watched(host._child.pid, client)
         session = await client.open(SPAN)  # imports and modules count as the base
         await in_thread(session, lambda exchange: honest(Greedy(exchange, 1, 64)))

@@ -143,11 +143,11 @@ class Attacker:
     """Speaks the tap protocol by itself."""
 
     def __init__(
-        self, exchange: Exchange, layer: int, width: int, module: str = "self_attn.q_proj"
+        self, exchange: Exchange, layer: int, width: int, dtype: torch.dtype = torch.float32
     ) -> None:
         self._exchange = exchange
-        self.layer, self.width = layer, width
-        self.path = f"{layer}.{module}"
+        self.layer, self.width, self.dtype = layer, width, dtype
+        self.path = f"{layer}.self_attn.q_proj"
         self.said: list[str] = []
         """What it was refused with."""
 
@@ -161,9 +161,13 @@ class Attacker:
             self.said.append(answer["error"]["message"])
         return answer
 
+    def hidden(self) -> torch.Tensor:
+        """What a layer computes with."""
+        return torch.ones(1, 2, self.width, dtype=self.dtype)
+
     def shown_weight(self, *, grad: bool = False) -> int:
         """Have the weight of a linear layer shown; its tag. The forward stands still."""
-        hidden = torch.ones(1, 2, self.width)
+        hidden = self.hidden()
         answer = self.say(
             {
                 "op": "call", "path": self.path, "changed": [], "watch": True, "grad": grad,
@@ -270,7 +274,7 @@ def _in_a_later_trace(a: Attacker) -> None:
 
 def _observed(a: Attacker) -> None:
     """A weight that was only looked at on its way."""
-    place, hidden = f"{a.path}.source.F_linear_0.input", torch.ones(1, 2, a.width)
+    place, hidden = f"{a.path}.source.F_linear_0.input", a.hidden()
     call = {
         "op": "call", "path": a.path, "changed": [], "watch": True, "grad": False, "attn": "sdpa",
         "sourced": [], "want": [], "value": a.arguments(a.fresh(1000, hidden)),
