@@ -21,11 +21,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, cast
 
 import msgpack
 
 from mesh.errors import InternalError, LinkLost
+from mesh.logs import log_file
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ MAX_UNREAD_BYTES = 64 << 20
 RESTART_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S = 60.0
 _CHANNEL_FD = "HEARTHNET_CHANNEL_FD"
+_LOG_FILE = "HEARTHNET_LOG_FILE"
 _PR_SET_PDEATHSIG = 1
 
 ChannelMessage = dict[str, Any]
@@ -138,6 +141,8 @@ class Child:
         """Run ``python -m module`` with a channel; stderr is inherited, the rest is null."""
         ours, theirs = socket.socketpair()
         env = {**os.environ, **(environment or {}), _CHANNEL_FD: str(theirs.fileno())}
+        if (log := log_file()) is not None:
+            env[_LOG_FILE] = str(log)
         try:
             process = await asyncio.to_thread(
                 subprocess.Popen,
@@ -221,6 +226,12 @@ async def attach_to_parent(on_message: Callable[[ChannelMessage], None]) -> Chan
         )
     end = socket.socket(fileno=int(text))
     return await Channel.open(end, on_message, lambda: os._exit(0))
+
+
+def log_file_of_parent() -> Path | None:
+    """Child side: the file that the inherited standard error is, where the parent knows it."""
+    text = os.environ.pop(_LOG_FILE, "")
+    return Path(text) if text else None
 
 
 def end_with_parent() -> None:

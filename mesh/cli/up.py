@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import subprocess
 import sys
@@ -14,16 +13,15 @@ import typer
 
 from mesh.cli.options import ConfigFile, StateDir
 from mesh.cli.output import note, say
+from mesh.logs import MAX_FILE_BYTES, log_to_stderr, move_aside
 
 if TYPE_CHECKING:
     from mesh.config import Config
     from mesh.paths import StatePaths
     from mesh.runtime import DaemonRecord
 
-_MAX_LOG_BYTES = 16 << 20
 _PATIENCE_S = 10.0
 _POLL_S = 0.1
-_QUIET = ("uvicorn", "websockets", "zeroconf", "asyncio")
 
 Repeated = list[str] | None
 
@@ -74,7 +72,7 @@ def up(  # noqa: PLR0913 - flags
     if detach:
         announce(_detached(_arguments(flags, config), paths))
         return
-    _log_to_stderr(loaded.log_level)
+    log_to_stderr(loaded.log_level, paths.daemon_log)
     from mesh.node import run
 
     run(loaded, on_ready=announce)
@@ -106,14 +104,6 @@ def announce(record: DaemonRecord) -> None:
     say(f"export OPENAI_BASE_URL={record.api_url}/v1 OPENAI_API_KEY={key}")
 
 
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s %(message)s"
-    )
-    for name in _QUIET:
-        logging.getLogger(name).setLevel(logging.WARNING)
-
-
 def _arguments(flags: dict[str, Any], config: Path | None) -> list[str]:
     arguments: list[str] = []
     for key, value in {**flags, "config": config}.items():
@@ -128,8 +118,8 @@ def _detached(arguments: list[str], paths: StatePaths) -> DaemonRecord:
     from mesh.runtime import read_daemon
 
     log = paths.daemon_log
-    if log.exists() and log.stat().st_size > _MAX_LOG_BYTES:
-        log.replace(log.with_suffix(".log.1"))
+    if log.exists() and log.stat().st_size > MAX_FILE_BYTES:
+        move_aside(log)
     with log.open("ab") as output:
         begin = output.tell()
         process = subprocess.Popen(

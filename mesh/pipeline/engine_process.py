@@ -313,7 +313,6 @@ def _options(fields: dict[str, Any]) -> AskerOptions:
 
 def main() -> None:
     """Run until told to stop or until the daemon is gone."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     torch.set_grad_enabled(False)
     asyncio.run(EngineProcess().run())
 

@@ -379,7 +379,6 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
     faulthandler.enable()  # a write to a weight ends the process: where it was is in the log
     gc.freeze()  # what was imported stays: loading need not search it for garbage
     asyncio.run(_main())

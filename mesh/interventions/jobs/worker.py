@@ -190,7 +190,6 @@ def _rules(settings: dict[str, Any], total_layers: int) -> CoverRules:
 
 def main() -> None:
     """Run until the daemon is gone."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     asyncio.run(JobsWorker().run())
 
 
