@@ -6,7 +6,10 @@ who count. `docs/explanation/limits.md` shows them all.
 
 from __future__ import annotations
 
+from math import inf
+
 from mesh.ledger import Limit, Limits, Resource
+from mesh.types import PrincipalKind
 
 _MIB = 1 << 20
 
@@ -47,6 +50,12 @@ SHARDS: Limits = {
     Resource.EDIT_BYTES: Limit(16 * _MIB),
 }
 """The shard process; streams, cache positions and tap sessions are counted per shard."""
+
+ASKER: Limits = {
+    # What tokenising and rendering takes: of a megabyte some two seconds.
+    Resource.CPU_SECONDS_PER_MINUTE: Limit(20, kinds={PrincipalKind.NODE: inf}),
+}
+"""An asker's process."""
 
 CONTROL_LINKS: Limits = {
     # One is in use; others are duplicates for a moment, or what is left of a crash.
