@@ -2,8 +2,10 @@
 
 A principal is whoever asks for something: a node, an API key, a local user, a job. Of every
 resource it has a *level* (what it holds now: streams, buffered bytes) or a *rate* (what it used in
-the current window: requests, CPU seconds). Limits are given in; what is over one is refused with
-LimitReached, which names the principal, the resource, what is held, asked and allowed.
+the current window: requests, CPU seconds). Limits are given in. What is over a principal's own is
+refused with LimitReached, or QuotaExceeded where it is this one's alone; what is over that of all
+together with Busy, of which the others are kinds. Each says who, of what, how much is held, asked
+and allowed.
 
 For one thread, the event loop's. Reads no clock but the one given in, does no I/O and knows
 nothing of what the resources are for. Every process has its own; `snapshot` is what it reports.
@@ -19,7 +21,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from mesh.clock import Clock
-from mesh.errors import LimitReached, QuotaExceeded
+from mesh.errors import Busy, LimitReached, QuotaExceeded
 from mesh.types import Principal, PrincipalKind
 
 MAX_PRINCIPALS = 1024
@@ -149,7 +151,7 @@ class Hold:
         level.holds += 1
 
     def grow(self, amount: float) -> None:
-        """Hold so much more. Raises LimitReached, and is then as before."""
+        """Hold so much more. Raises Busy, and is then as before."""
         if self._closed or amount < 0:
             raise ValueError(f"a hold that is closed, or by {amount}, cannot grow")
         self.require(amount)
@@ -162,7 +164,7 @@ class Hold:
         return level.held + amount <= level.limit and together.held + amount <= together.limit
 
     def require(self, amount: float) -> None:
-        """Raise LimitReached when so much more could not be held."""
+        """Raise Busy when so much more could not be held."""
         if not self.fits(amount):
             _refuse_level(self._level, amount)
 
@@ -179,7 +181,7 @@ class Hold:
         self.charge(-amount)
 
     def resize(self, size: float) -> None:
-        """Hold exactly so much. Raises LimitReached, and is then as before."""
+        """Hold exactly so much. Raises Busy, and is then as before."""
         if size > self.size:
             self.grow(size - self.size)
         else:
@@ -217,7 +219,7 @@ class ResourceLedger:
     ) -> None:
         self._clock = clock
         self._limits = dict(limits or {})
-        self._personal = personal or _nobodys
+        self.personal = personal or _nobodys
         self._max_principals = max_principals
         self._accounts: dict[Principal, _Account] = {}
         self._sums = {r: _Sum(self._limit(r).total) for r in Resource if r.window_s is None}
@@ -225,11 +227,11 @@ class ResourceLedger:
     # Levels
 
     def hold(self, principal: Principal, resource: Resource, amount: float = 0) -> Hold:
-        """Hold `amount` until the hold is closed. Raises LimitReached, and has changed nothing."""
+        """Hold `amount` until the hold is closed. Raises Busy, and has changed nothing."""
         hold = Hold(self._level(principal, resource))
         try:
             hold.grow(amount)
-        except LimitReached:
+        except Busy:
             hold.close()
             raise
         return hold
@@ -299,7 +301,7 @@ class ResourceLedger:
         return barred or rate.used >= self._allowed(principal, resource)
 
     def require(self, principal: Principal, resource: Resource, amount: float = 0) -> None:
-        """Raise LimitReached when so much could not be held, or nothing is left to be used."""
+        """Raise Busy when so much could not be held, or nothing is left to be used."""
         if resource.window_s is None:
             with self.hold(principal, resource, amount):
                 return
@@ -351,7 +353,7 @@ class ResourceLedger:
         return self._limits.get(resource, _NO_LIMIT)
 
     def _allowed(self, principal: Principal, resource: Resource) -> float:
-        personal = self._personal(principal, resource)
+        personal = self.personal(principal, resource)
         return self._limit(resource).of(principal) if personal is None else personal
 
     def _account(self, principal: Principal) -> _Account:
@@ -363,12 +365,12 @@ class ResourceLedger:
         return account
 
     def _make_room(self, principal: Principal) -> None:
-        """Forget whoever was idle longest. Raises LimitReached when everybody holds something."""
+        """Forget whoever was idle longest. Raises Busy when everybody holds something."""
         if len(self._accounts) < self._max_principals:
             return
         idle = [account for account in self._accounts.values() if not account.is_held]
         if not idle:
-            raise LimitReached(
+            raise Busy(
                 f"{principal} is not served: {len(self._accounts)} others hold something here.",
                 fix="Try again when some of them have ended.",
             )
@@ -406,7 +408,7 @@ class ResourceLedger:
     ) -> NoReturn:
         account.refused += 1
         principal = account.principal
-        personal = self._personal(principal, resource)
+        personal = self.personal(principal, resource)
         wait_s = max(rate.since + _window(resource), rate.barred_until) - self._clock.monotonic()
         kind = LimitReached if personal is None else QuotaExceeded
         limit = self._allowed(principal, resource)
@@ -436,13 +438,14 @@ class ResourceLedger:
 def _refuse_level(level: _Level, amount: float) -> NoReturn:
     level.account.refused += 1
     what, principal = _words(level.resource), level.account.principal
+    kind: type[Busy] = LimitReached
     if level.held + amount > level.limit:
         said = f"{principal} may hold {level.limit:g} {what} here; it holds {level.held:g}"
     else:
-        together = level.together
+        kind, together = Busy, level.together
         said = f"There are {together.limit:g} {what} here, {together.held:g} are taken"
         said += f", {level.held:g} of them by {principal}"
-    raise LimitReached(
+    raise kind(
         f"{said}; {amount:g} more were asked for.",
         fix="Give some back, or try again later; `hearthnet status` shows who holds what.",
         param=level.resource.value,

@@ -201,7 +201,9 @@ class Node:
         paths = StatePaths(config.state_dir)
         steering = self._steering = Steering(network, self._models, paths.steering_dir)
         generations = SteeredGenerations(askers, steering)
-        settings = ApiSettings(config.api_host, self._owner_key, keyless=config.is_keyless)
+        settings = ApiSettings(
+            config.api_host, self._owner_key, keyless=config.is_keyless, accounts=self._accounts
+        )
         keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
         view, control = Overview(parts), Control(network)
         research = Research(steering, Harvests(self._models, self._askers))

@@ -36,8 +36,10 @@ def test_what_is_over_ones_limit_is_refused_with_all_numbers_and_changes_nothing
 def test_what_is_over_the_whole_is_refused_whoever_asks() -> None:
     ledger = streams(each=8, total=8)
     ledger.hold(ANN, STREAMS, 7)
-    with pytest.raises(LimitReached, match="There are 8 streams here, 7 are taken, 0 of them by"):
+    whole = "There are 8 streams here, 7 are taken, 0 of them by peer:bob; 2 more"
+    with pytest.raises(Busy, match=whole) as refused:
         ledger.hold(BOB, STREAMS, 2)
+    assert type(refused.value) is Busy
     ledger.hold(BOB, STREAMS, 1)
 
 
@@ -82,7 +84,7 @@ def test_sums_are_those_of_the_holds_whatever_happens(seed: int) -> None:
                 holds.pop(rng.randrange(len(holds)))[1].close()
             else:
                 rng.choice(holds)[1].grow(rng.randrange(10))
-        except LimitReached:
+        except Busy:
             pass
         for principal in principals:
             held = sum(hold.size for owner, hold in holds if owner == principal)
@@ -170,7 +172,7 @@ def test_accounts_are_bounded_and_those_who_hold_something_are_never_forgotten()
     assert {row["name"] for row in ledger.snapshot()} == {"ann", "48", "49"}
     ledger.hold(of_peer("48"), STREAMS)  # also a hold of nothing is one
     ledger.hold(of_peer("49"), STREAMS)
-    with pytest.raises(LimitReached, match="3 others"):
+    with pytest.raises(Busy, match="3 others"):
         ledger.hold(BOB, STREAMS, 1)
     held.close()
     ledger.hold(BOB, STREAMS, 1)

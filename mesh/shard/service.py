@@ -18,8 +18,8 @@ from mesh.clock import SystemClock
 from mesh.errors import (
     BadRequest,
     BadSteering,
+    Busy,
     DiskFull,
-    LimitReached,
     MeshError,
     NoRoute,
 )
@@ -308,7 +308,7 @@ class LinkSessions:
             )
         try:
             parts.room.resize(size)
-        except LimitReached:
+        except Busy:
             parts.room.close()
             raise
         self._parts[part.session] = _Parts(parts.data + part.data, parts.room)

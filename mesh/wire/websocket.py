@@ -108,7 +108,7 @@ async def serve(
     will have, and cuts off whoever calls one for which the function is false.
     `accept` is called with each link whose client said hello; it returns the link's handler, or
     raises MeshError to refuse the client with that error. What it sends follows our hello. A client
-    whose account has no room for another link is refused with LimitReached. Raises PortInUse, and
+    whose account has no room for another link is refused with Busy. Raises PortInUse, and
     BadValue for an address or a port that this process may not use.
     """
     if limits.accounts is None:
@@ -276,7 +276,7 @@ class _Counted:
         self._holds: list[Hold] = []
 
     def begin(self, session: TensorSession, peer: Hello, *, links: int = 0) -> None:
-        """Count `links` and all that the session holds. Raises LimitReached."""
+        """Count `links` and all that the session holds. Raises Busy."""
         if self._accounts is not None:
             principal = of_peer(peer.node_id)
             self._holds.append(self._accounts.hold(principal, Resource.LINKS, links))
