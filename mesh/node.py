@@ -191,6 +191,7 @@ class Node:
                 config, self._key.node_id, self._models, self._askers, self.routable
             ),
             lacking=self._home.lacking,
+            accounts=self._reports,
         )
         askers = Askers(
             self._askers,
@@ -236,6 +237,11 @@ class Node:
             "enabled": self._is_distributed,
             "paused": self._is_paused,
         }
+
+    def _reports(self) -> list[dict[str, Any]]:
+        askers = [{**asker.accounts, "where": name} for name, asker in self._askers.items()]
+        jobs = self._jobs.accounts if self._jobs is not None else {}
+        return [self._accounts.report("daemon"), *self._host.accounts, *askers, jobs]
 
     def pause(self, paused: bool) -> None:
         """Serve nobody from now on, as before a sleep, or serve again. Running answers move."""

@@ -196,21 +196,35 @@ def test_the_snapshot_says_who_holds_what_of_how_much() -> None:
     ledger.hold(ANN, Resource.BYTES_BUFFERED, 1 << 20)
     with pytest.raises(LimitReached):
         ledger.hold(ANN, STREAMS, 2)
-    assert ledger.snapshot() == [
+    ledger.hold(BOB, STREAMS, 2)
+    (ann,) = [row for row in ledger.snapshot() if row["name"] == "ann"]
+    assert [ann] == [
         {
             "kind": "peer",
             "name": "ann",
             "refused": 1,
             "resources": {
-                "streams": {"held": 3, "limit": 4, "window_s": None},
-                "bytes_buffered": {"held": 1 << 20, "limit": None, "window_s": None},
+                "streams": {"held": 3, "limit": 4, "together": 5, "total": 8},
+                "bytes_buffered": {
+                    "held": 1 << 20,
+                    "limit": None,
+                    "together": 1 << 20,
+                    "total": None,
+                },
             },
         }
     ]
-    assert ledger.totals() == {
-        "bytes_buffered": {"held": 1 << 20, "limit": None},
-        "streams": {"held": 3, "limit": 8},
-    }
+
+
+def test_a_report_is_bounded_and_shows_who_was_there_last() -> None:
+    clock = ManualClock()
+    ledger = ResourceLedger(clock)
+    for number in range(100):
+        clock.time += 0.1
+        ledger.spend(of_peer(str(number)), EVENTS)
+    report = ledger.report("here")
+    assert (report["where"], report["more"]) == ("here", 36)
+    assert [row["name"] for row in report["principals"]] == [str(n) for n in range(99, 35, -1)]
 
 
 def test_a_refusal_travels_as_what_it_is_and_counts_as_busy() -> None:

@@ -37,7 +37,9 @@ class MeshView(Protocol):
         "enabled"}, "peers": [...], "models": [...], "shards": [local shards], "sessions": [{
         "node_id", "node", "purpose", "token_id"} of whoever uses them], "generations":
         [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms"}],
-        "failovers"}], "reasons": [why a value was detected, what did not load and why],
+        "failovers"}], "accounts": [{"where": a process or a shard, "principals": [{"kind", "name",
+        "node": a peer's name, "refused": how often, "resources": {NAME: {"held" or "used", "limit",
+        ...}}}], "more"}], "reasons": [why a value was detected, what did not load and why],
         "warnings": [...]}``
 
         A generation's id is not its answer's, by which the stream could be resumed.

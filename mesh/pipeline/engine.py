@@ -79,11 +79,12 @@ class Engine:
         local_model: LocalModel,
         judge: Judge,
         dial: Dial,
+        accounts: ResourceLedger | None = None,
     ) -> None:
         self._clock = LoopClock()
         self.oversight = Oversight(self._clock, ceiling_s=settings.stall_limit_s)
         self.shards = PushedShards(own, self.oversight.standings)
-        self.accounts = ResourceLedger(self._clock, allowances.ASKER)
+        self.accounts = accounts or ResourceLedger(self._clock, allowances.ASKER)
         self._prompts = Prompts(model.text, self.accounts)
         self._model = model
         self._settings = settings

@@ -59,10 +59,7 @@ async def connect(
     session = TensorSession(hello, limits)
     counted = _Counted(limits.accounts)
 
-    def greet(link: WebSocketLink) -> LinkHandler:
-        counted.begin(session, link.peer)
-        return handler
-
+    greet = partial(counted.greet, session, handler)
     link = WebSocketLink(websocket, session, greet, counted.settled)
     protocol: asyncio.Protocol = link
     if ssl is not None:
@@ -282,6 +279,13 @@ class _Counted:
             self._holds.append(self._accounts.hold(principal, Resource.LINKS, links))
             self._holds.append(self._accounts.hold(principal, Resource.BYTES_BUFFERED))
             session.count_on(self._holds[-1])
+
+    def greet(
+        self, session: TensorSession, handler: LinkHandler, link: WebSocketLink
+    ) -> LinkHandler:
+        """As a client: count what the session holds from now on."""
+        self.begin(session, link.peer)
+        return handler
 
     def settled(self, link: WebSocketLink) -> None:
         """The link opened or is gone."""
