@@ -6,7 +6,10 @@ who count. `docs/explanation/limits.md` shows them all.
 
 from __future__ import annotations
 
+from math import inf
+
 from mesh.ledger import Limit, Limits, Resource
+from mesh.types import PrincipalKind
 
 _MIB = 1 << 20
 
@@ -47,6 +50,21 @@ SHARDS: Limits = {
     Resource.EDIT_BYTES: Limit(16 * _MIB),
 }
 """The shard process; streams, cache positions and tap sessions are counted per shard."""
+
+_HOSTS: Limits = {
+    # A link's own limits come first; this is for several to one host.
+    Resource.BYTES_BUFFERED: Limit(512 * _MIB),
+}
+
+ASKER: Limits = {
+    **_HOSTS,
+    # What tokenising and rendering takes: of a megabyte some two seconds.
+    Resource.CPU_SECONDS_PER_MINUTE: Limit(20, kinds={PrincipalKind.NODE: inf}),
+}
+"""An asker's process."""
+
+JOBS: Limits = _HOSTS
+"""The process of the jobs."""
 
 CONTROL_LINKS: Limits = {
     # One is in use; others are duplicates for a moment, or what is left of a crash.

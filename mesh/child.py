@@ -1,7 +1,7 @@
 """How every child process of the daemon begins: ``python -m mesh.child MODULE``.
 
-Ties its life to the daemon's first, logs where the daemon does, then becomes MODULE. Importing torch
-takes seconds; a daemon that dies meanwhile must not leave the process behind.
+Ties its life to the daemon's first, logs where the daemon does, then becomes MODULE. Importing
+torch takes seconds; a daemon that dies meanwhile must not leave the process behind.
 """
 
 from __future__ import annotations

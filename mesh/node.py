@@ -191,6 +191,7 @@ class Node:
                 config, self._key.node_id, self._models, self._askers, self.routable
             ),
             lacking=self._home.lacking,
+            accounts=self._reports,
         )
         askers = Askers(
             self._askers,
@@ -201,7 +202,9 @@ class Node:
         paths = StatePaths(config.state_dir)
         steering = self._steering = Steering(network, self._models, paths.steering_dir)
         generations = SteeredGenerations(askers, steering)
-        settings = ApiSettings(config.api_host, self._owner_key, keyless=config.is_keyless)
+        settings = ApiSettings(
+            config.api_host, self._owner_key, keyless=config.is_keyless, accounts=self._accounts
+        )
         keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
         view, control = Overview(parts), Control(network)
         research = Research(steering, Harvests(self._models, self._askers))
@@ -234,6 +237,11 @@ class Node:
             "enabled": self._is_distributed,
             "paused": self._is_paused,
         }
+
+    def _reports(self) -> list[dict[str, Any]]:
+        askers = [{**asker.accounts, "where": name} for name, asker in self._askers.items()]
+        jobs = self._jobs.accounts if self._jobs is not None else {}
+        return [self._accounts.report("daemon"), *self._host.accounts, *askers, jobs]
 
     def pause(self, paused: bool) -> None:
         """Serve nobody from now on, as before a sleep, or serve again. Running answers move."""

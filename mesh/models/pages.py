@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -52,7 +53,9 @@ class Pages(mmap.mmap):
 
 
 def set_writable(address: int, size: int, *, writable: bool) -> bool:
-    """Allow or forbid writes to whole pages; whether that was done."""
+    """Allow or forbid writes to whole pages; whether that was done, which not all systems can."""
+    if sys.platform == "win32":
+        return False
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     answer = _libc().mprotect(
         ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(protection)

@@ -17,7 +17,7 @@ import faulthandler
 import gc
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from mesh.shard.weight_watch import WeightWatch, WeightWatches
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
 from mesh.types import Endpoint, NodeId, ShardDescriptor, ShardId, shard_id
 from mesh.wire.connection import WebSocketLink
+from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Drain, Hello
 from mesh.wire.websocket import LinkServer, serve
@@ -176,6 +177,7 @@ class ShardProcess:
             port,
             accept=self._accept,
             hello=lambda: dated(leased(hello, lease_s), clock),
+            limits=replace(DEFAULT_LIMITS, accounts=self._service.accounts),
             ssl=self._tls.server,
         )
         self._members_changed.set()
@@ -296,7 +298,8 @@ class ShardProcess:
             with contextlib.suppress(OSError):  # no descriptor is left to read it with
                 rss_mb = psutil.Process().memory_info().rss / 2**20
             shards = [await _health(server, rss_mb) for server in self._service.servers]
-            self._say({"op": "health", "shards": shards, "sessions": self._service.sessions()})
+            health = {"sessions": self._service.sessions(), "accounts": self._service.reports()}
+            self._say({"op": "health", "shards": shards, **health})
 
     def _accept(self, link: WebSocketLink) -> LinkHandler:
         require_node(link.peer_certificate, link.peer.node_id)

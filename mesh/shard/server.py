@@ -138,7 +138,7 @@ class ShardServer:
         `recording` writes down what it computes.
 
         It can be used after `opened`. Raises WeightsMismatch, NoRoute (layers or model not here),
-        BadRequest, BadSteering, LimitReached, CacheFull or ContextTooLong, and has then changed
+        BadRequest, BadSteering, Busy, CacheFull or ContextTooLong, and has then changed
         nothing.
         """
         steering = Steering.check(edits, self._check_open(request), self._hidden_size)

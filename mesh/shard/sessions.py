@@ -21,7 +21,6 @@ from mesh.errors import (
     Busy,
     CacheFull,
     ContextTooLong,
-    LimitReached,
     MeshError,
     SessionGone,
 )
@@ -208,7 +207,7 @@ class SessionTable:
     def admit(self, session: Session, now: float) -> list[Ended]:
         """Let `session` in at the loop's time `now`; returns those that have to go for it, and why.
 
-        They count no more, but are still to be ended. Raises LimitReached when no stream is free
+        They count no more, but are still to be ended. Raises Busy when no stream is free
         for its owner, CacheFull when it does not fit beside the others, ContextTooLong when it
         would not fit alone.
         """
@@ -320,7 +319,7 @@ class SessionTable:
         if free + own < max_tokens:
             try:
                 self.accounts.require(session.owner, positions, max_tokens - own)
-            except LimitReached as full:
+            except Busy as full:
                 fix = "Ask for fewer max_tokens, or use another shard."
                 raise CacheFull(full.message, fix=fix) from None
         return chosen

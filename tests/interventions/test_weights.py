@@ -33,8 +33,14 @@ def _quiet() -> Iterator[None]:
 
 
 def state(of: SpanTree) -> dict[str, Any]:
-    """All there is to know of a tree's tensors."""
-    return {
+    """All there is to know of a tree's tensors, and of the plain attributes of its modules."""
+    plain = {
+        f"{path}.{name}": repr(value)
+        for path, module in of._model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str | tuple | list)
+    }
+    return plain | {
         each.name: (
             id(each.tensor), each.tensor.dtype, each.tensor.shape, each.tensor.requires_grad,
             each.tensor.grad, each.tensor._version,

@@ -37,6 +37,21 @@ REACHES: dict[str, Reach] = {
     "resized": lambda w: w.resize_(1, 1),
     "retyped": lambda w: setattr(w, "data", w.data.double()),
     "requires_grad": lambda w: w.requires_grad_(True),
+    "foreach": lambda w: torch._foreach_mul_([torch.ones(2), w], 2.0),
+    "foreach_copy": lambda w: torch._foreach_copy_([w], [torch.ones_like(w)]),
+    "indexed": lambda w: w.index_put_((torch.tensor([1]),), torch.zeros(w.shape[1])),
+    "masked": lambda w: w.masked_fill_(w > 0, 0.0),
+    "into_a_part": lambda w: torch.add(w[:1], 1, out=w[:1]),
+    "unbound": lambda w: w.unbind(0)[2].neg_(),
+    "initialised": lambda w: torch.nn.init.constant_(w, 1.0),
+    "stepped": lambda w: w.addcmul_(torch.ones_like(w), torch.ones_like(w)),
+    "grad_assigned": lambda w: setattr(w, "grad", torch.ones_like(w)),
+    "detached_in_place": lambda w: w.detach_(),
+    "set_data": lambda w: w.data.set_(torch.zeros_like(w)),
+    "resized_to_more": lambda w: w.data.resize_(w.shape[0] * 2, w.shape[1]),
+    "device": lambda w: setattr(w, "data", w.data.to("meta")),
+    "transposed_in_place": lambda w: w.t_(),
+    "squeezed_in_place": lambda w: w.unsqueeze_(0),
     "swapped": lambda w: torch.utils.swap_tensors(w, torch.zeros_like(w)),
 }  # fmt: skip
 """What code does with a tensor of the model's that it has in its hands."""
@@ -106,6 +121,27 @@ def _norm(p: Parts) -> None:
         p.model.output.logits.save()
 
 
+def _attributes(p: Parts) -> None:
+    """What else a layer has: numbers, buffers, its configuration."""
+    attention, norm = p.layers[2].self_attn, p.layers[2].input_layernorm
+    with p.model.trace(PROMPT):
+        attention._module.scaling = 3.0
+        norm._module.variance_epsilon = 1e3
+        norm._module.register_buffer("weight_too", torch.zeros(3))
+        p.model._module.config.rms_norm_eps = 1e3
+        norm._module.weight = torch.nn.Parameter(torch.zeros(64))
+        p.model.output.logits.save()
+
+
+def _rotary(p: Parts) -> None:
+    """The frequencies' cosines and sines, which all layers are given."""
+    with p.model.trace(PROMPT):
+        _, kwargs = p.layers[2].self_attn.inputs
+        for table in kwargs["position_embeddings"]:
+            table.zero_()
+        p.model.output.logits.save()
+
+
 def _kept_for_the_next_trace(p: Parts) -> None:
     op = linear_of(p)
     with p.model.session():
@@ -126,6 +162,8 @@ JOBS: dict[str, Callable[[Parts], None]] = {
     ),
     "out_of_linear": _as_the_result_of,
     "norm": _norm,
+    "attributes": _attributes,
+    "rotary": _rotary,
     "kept": _kept_for_the_next_trace,
 }
 """Traces of a llama that want to change it."""
