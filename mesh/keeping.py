@@ -99,7 +99,8 @@ class HomeLayers:
 
     def shards(self, model_id: ModelId) -> list[Advertisement]:
         """Those of the model that are loaded, for this node's own routes."""
-        here = [self._host.private[name] for name in self._wanted if name in self._host.private]
+        loaded = self._host.private if self._host.process.is_up else {}
+        here = [loaded[name] for name in self._wanted if name in loaded]
         return [
             Advertisement(hosted.descriptor, hosted.health)
             for hosted in here

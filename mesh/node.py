@@ -48,6 +48,7 @@ from mesh.routing.cover import Candidate, missing_layers
 from mesh.runtime import DaemonRecord, sole_use
 from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.steering.control import SteeredGenerations, Steering
+from mesh.supervisor import Supervisor
 from mesh.types import LayerRange, ModelId, NodeId, RouteHop
 from mesh.wire.limits import DEFAULT_LIMITS
 
@@ -189,6 +190,7 @@ class Node:
                 config, self._key.node_id, self._models, self._askers, self.routable
             ),
             lacking=self._home.lacking,
+            processes=self._processes,
         )
         askers = Askers(
             self._askers,
@@ -251,7 +253,7 @@ class Node:
     def _served(self) -> list[Advertisement]:
         if self._is_paused:
             return []
-        return [Advertisement(s.descriptor, s.health) for s in self._host.shards.values()]
+        return [Advertisement(s.descriptor, s.health) for s in self._host.serving]
 
     def routable(self, model_id: ModelId) -> list[dict[str, Any]]:
         """See `AskerOwner`."""
@@ -291,6 +293,10 @@ class Node:
         model = next(m for m in self._models if m.model_id == model_id)
         hosted = await self._home.judge(model, layers)
         return RouteHop(hosted.descriptor, layers)
+
+    def _processes(self) -> list[Supervisor]:
+        jobs = [self._jobs.process] if self._jobs is not None else []
+        return [self._host.process, *(each.process for each in self._askers.values()), *jobs]
 
     def _why_disabled(self, model_id: ModelId) -> str | None:
         """Why this model cannot be run, when that is because the mesh is switched off."""

@@ -33,7 +33,8 @@ class MeshView(Protocol):
         """The whole picture.
 
         ``{"node": {"id", "name", "software", "started_at", "api", "endpoint", "state_dir",
-        "enabled"}, "peers": [...], "models": [...], "shards": [local shards], "sessions": [{
+        "enabled"}, "peers": [...], "models": [...], "shards": [local shards],
+        "processes": [{"name", "state", "pid", "silent_s", "starts", "ending"}], "sessions": [{
         "node_id", "node", "purpose", "token_id"} of whoever uses them], "generations":
         [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms"}],
         "failovers"}], "reasons": [why a value was detected, what did not load and why],

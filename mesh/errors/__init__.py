@@ -9,7 +9,7 @@ MeshError
 ├─ EventLogError      BadEvent  LogCorrupt  SchemaTooNew  LogFull  LogForked  LogBehind  LogRefused
 ├─ RouteError         NoRoute (shard_unavailable)  WeightsMismatch  ExperimentalDisabled
 ├─ ShardError         ModelNotFound  BadCheckpoint  UnsupportedFamily  CacheFull  DeviceFailed
-│                     SessionGone  ShardCorrupt  DiskFull
+│                     DeviceLost  SessionGone  ShardCorrupt  DiskFull
 ├─ GenerationError    BadRequest  BadSteering  ContextTooLong  PipelineStalled  Busy
 ├─ ApiError           Unauthorized  Forbidden  NotFound  MethodNotAllowed  BodyTooLarge
 │                     HeadersTooLarge  QuotaExceeded  UnsupportedClient
@@ -87,6 +87,7 @@ from mesh.errors.serving import (
     CacheFull,
     ContextTooLong,
     DeviceFailed,
+    DeviceLost,
     DiskFull,
     ExperimentalDisabled,
     GenerationError,
@@ -120,6 +121,7 @@ __all__ = [
     "ConnectFailed",
     "ContextTooLong",
     "DeviceFailed",
+    "DeviceLost",
     "DiskFull",
     "EventLogError",
     "ExperimentalDisabled",

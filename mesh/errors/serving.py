@@ -108,6 +108,12 @@ class DeviceFailed(ShardError):
     retryable = True
 
 
+class DeviceLost(DeviceFailed):
+    """The device does nothing more for the process that used it, which is replaced."""
+
+    code = "device_lost"
+
+
 class GenerationError(MeshError):
     """Root for what is wrong with one request."""
 

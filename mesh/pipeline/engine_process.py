@@ -3,9 +3,8 @@
 Started by `mesh.pipeline.asker` as ``python -m mesh.pipeline.engine_process``. Commands: ``start``,
 ``shards``, ``tls``, ``generate``, ``harvest``, ``credit``, ``cancel``, ``local``, ``stop``.
 Answers: ``ready`` or ``failed``, then ``frame``, ``end`` or ``error`` per generation, ``harvested``
-or ``error`` per batch, ``generations`` when the live ones change and twice a second (a process that
-says nothing is taken for stuck), ``latencies``, and ``local`` to have the whole model, or some
-``layers``, loaded here. It opens no port.
+or ``error`` per batch, ``generations`` when the live ones change, ``latencies``, and ``local`` to
+have the whole model, or some ``layers``, loaded here. It opens no port.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from mesh.channel import Channel, ChannelMessage
 from mesh.discovery.tasks import spawn
 from mesh.errors import InternalError, LinkLost, MeshError, PipelineStalled, from_dict
 from mesh.errors.foreseen import foreseen
@@ -31,7 +31,8 @@ from mesh.pipeline.following import Following
 from mesh.pipeline.frames import decode_hop, decode_request, encode_frame
 from mesh.pipeline.order import HarvestOrder
 from mesh.pipeline.sessions import expire_regularly
-from mesh.supervise import Channel, ChannelMessage, attach_to_parent
+from mesh.shard.failures import lost
+from mesh.supervise import attach_to_parent, end_failed
 from mesh.types import LayerRange, ModelId, NodeId, RouteHop, ShardFailover, StreamFrame
 from mesh.wire.messages import Hello
 
@@ -126,7 +127,8 @@ class EngineProcess:
     async def _start(self, message: ChannelMessage) -> None:
         answer: ChannelMessage
         try:
-            reasons = await foreseen(self._load_engine(message), "loading the ends", _internal)
+            loading = self._load_engine(message)
+            reasons = await foreseen(loading, "loading the ends", self._unforeseen)
             answer = {"op": "ready", "reasons": reasons}
         except MeshError as error:
             answer = {"op": "failed", "error": error.to_dict()}
@@ -185,7 +187,7 @@ class EngineProcess:
             harvested = self._started().harvest(order)
             answer = {
                 "op": "harvested",
-                "result": await foreseen(harvested, f"harvest={order_id}", _internal),
+                "result": await foreseen(harvested, f"harvest={order_id}", self._unforeseen),
             }
         except MeshError as error:
             answer = {"op": "error", "error": error.to_dict()}
@@ -212,7 +214,7 @@ class EngineProcess:
         ending: ChannelMessage = {"op": "end"}
         try:
             stream = self._stream(request_id, frames, reader)
-            await foreseen(stream, f"request={request_id}", _internal)
+            await foreseen(stream, f"request={request_id}", self._unforeseen)
         except MeshError as error:
             ending = {"op": "error", "error": error.to_dict()}
         finally:
@@ -266,7 +268,6 @@ class EngineProcess:
 
     async def _report(self) -> None:
         while True:
-            self._send({"op": "generations", "generations": self._reported})
             self._send_generations()
             latencies = self._engine.take_latencies() if self._engine is not None else {}
             if latencies:
@@ -290,6 +291,12 @@ class EngineProcess:
             self._standings = standings
             self._send({"op": "standings", "standings": standings})
 
+    def _unforeseen(self, error: Exception) -> MeshError:
+        gone = lost(error)
+        if gone is not None and self._channel is not None:
+            end_failed(self._channel, gone)  # embedding and head are on that device, too
+        return InternalError(f"{type(error).__name__}: {error}.", fix="See the log.")
+
     def _send(self, message: ChannelMessage) -> None:
         if self._channel is not None:
             # Without the daemon there is nobody left to tell; the process is about to end.
@@ -301,10 +308,6 @@ class EngineProcess:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
-
-
-def _internal(error: Exception) -> InternalError:
-    return InternalError(f"{type(error).__name__}: {error}.", fix="See the log.")
 
 
 def _options(fields: dict[str, Any]) -> AskerOptions:

@@ -135,6 +135,22 @@ def choose_threads(requested: int, device: torch.device) -> Choice[int]:
     return Choice(1, f"threads 1: {cores} were only {alone / together:.1f}x as fast, measured")
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says that the accelerator does nothing more for this process.
+
+    After a device-side assert or an access out of bounds, whatever a CUDA or HIP context is asked
+    raises; only a new process gets a new one. A few of these errors would pass: to start again is
+    right for them, too. Memory that runs out comes back.
+    """
+    raised = getattr(torch, "AcceleratorError", None)  # since torch 2.8
+    text = str(error)
+    if "out of memory" in text or not isinstance(error, RuntimeError):
+        return False
+    if raised is not None:
+        return isinstance(error, raised)
+    return text.startswith(("CUDA error:", "HIP error:")) and "CUBLAS" not in text
+
+
 def determinism_class(device: torch.device, dtype: torch.dtype, kernels: str, threads: int) -> str:
     """What the last bits of a result depend on, as one comparable string."""
     where = (

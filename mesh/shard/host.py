@@ -22,9 +22,10 @@ from typing import Any
 
 import psutil
 
+from mesh.channel import Channel, ChannelMessage
 from mesh.clock import SteadyClock, SystemClock
 from mesh.discovery.interfaces import Reach
-from mesh.errors import BadRequest, LinkLost, MeshError, UntrustedPeer
+from mesh.errors import BadRequest, DeviceLost, LinkLost, MeshError, UntrustedPeer
 from mesh.identity.tls import TlsContexts, TlsMaterial, require_node
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.device import choose_device, choose_threads
@@ -35,10 +36,9 @@ from mesh.shard.permits import Permits, dated
 from mesh.shard.recording import HarvestShelf
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
-from mesh.shard.settings import ShardSettings
 from mesh.shard.taps.server import TapServer, TapSettings
-from mesh.supervise import Channel, ChannelMessage, attach_to_parent
-from mesh.types import Endpoint, LayerRange, ModelId, NodeId, ShardDescriptor, ShardId, shard_id
+from mesh.supervise import attach_to_parent, end_failed
+from mesh.types import Endpoint, NodeId, ShardDescriptor, ShardId, shard_id
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Drain, Hello
@@ -50,12 +50,19 @@ _HEALTH_INTERVAL_S = 1.0
 _MEMBERS_RETRY_S = 1.0
 _CHANGES_TOGETHER_S = 0.05
 _MAX_COMMANDS = 64
+_STUCK_S = 600.0
+"""A visit to the device takes well under a second, on slow machines minutes; one that takes so long
+will not end."""
+
+Load = Callable[[ShardRequest, HostedOn], LoadedShard]
 
 
 class ShardProcess:
     """The shards of this process. Runs until it is told to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: Load = load_shard, *, stuck_s: float = _STUCK_S) -> None:
+        self._load_shard = load
+        self._stuck_s = stuck_s
         self._commands: asyncio.Queue[ChannelMessage] = asyncio.Queue(_MAX_COMMANDS)
         self._channel: Channel | None = None
         self._service = ShardService()
@@ -173,6 +180,7 @@ class ShardProcess:
         )
         self._members_changed.set()
         self._queue = DeviceQueue(threads.value)
+        self._queue.on_lost = self._end
         self._service.shelf = _shelf(command, NodeId(hello.node_id))
         self._cache_dir = command.get("cache_dir")
         self._place = HostedOn(
@@ -213,10 +221,12 @@ class ShardProcess:
         if asked.get("advertise_host") and self._listener is not None:
             endpoint = Endpoint(_endpoint(str(asked["advertise_host"]), self._listener.port))
             place = HostedOn(place.node_id, place.node_name, endpoint, place.device, place.threads)
-        request = _shard_request(asked, self._cache_dir)
+        request = ShardRequest.of(asked, self._cache_dir)
         self._service.require_absent(shard_id(request.model_id, request.layers))
         # A model that cannot be loaded must not take those that can down with the process.
-        loaded = await foreseen(queue.load(lambda: load_shard(request, place)), "loading a shard")
+        loaded = await foreseen(
+            queue.load(lambda: self._load_shard(request, place)), "loading a shard"
+        )
         server = ShardServer(
             loaded.descriptor,
             loaded.load,
@@ -269,10 +279,25 @@ class ShardProcess:
                 # What changes together is said together.
                 await asyncio.sleep(_CHANGES_TOGETHER_S)
             self._changed.clear()
+            self._require_progress()
             with contextlib.suppress(OSError):  # no descriptor is left to read it with
                 rss_mb = psutil.Process().memory_info().rss / 2**20
             shards = [await _health(server, rss_mb) for server in self._service.servers]
             self._say({"op": "health", "shards": shards, "sessions": self._service.sessions()})
+
+    def _require_progress(self) -> None:
+        """End the process when its device does, which its loop knows nothing of."""
+        if self._queue is not None and self._queue.busy_s > self._stuck_s:
+            self._end(
+                DeviceLost(
+                    f"The device has been at one step for {self._queue.busy_s:.0f} s.",
+                    fix="The process starts again by itself; see its log if this repeats.",
+                )
+            )
+
+    def _end(self, error: DeviceLost) -> None:
+        if self._channel is not None:
+            end_failed(self._channel, error)
 
     def _accept(self, link: WebSocketLink) -> LinkHandler:
         require_node(link.peer_certificate, link.peer.node_id)
@@ -301,23 +326,6 @@ def _shelf(command: ChannelMessage, own: NodeId) -> HarvestShelf | None:
     directory = command.get("harvest_dir")
     limit_bytes = int(command.get("harvest_mb") or 0) << 20
     return HarvestShelf(Path(directory), limit_bytes, own) if directory else None
-
-
-def _shard_request(asked: dict[str, Any], cache_dir: str | None) -> ShardRequest:
-    defaults = ShardSettings()
-    settings = {
-        name: type(getattr(defaults, name))(asked[name])
-        for name in ShardSettings.__dataclass_fields__
-        if asked.get(name) is not None
-    }
-    return ShardRequest(
-        Path(asked["directory"]),
-        ModelId(str(asked["model_id"])),
-        LayerRange.parse(str(asked["layers"])),
-        str(asked.get("dtype") or "auto"),
-        ShardSettings(**settings),
-        Path(cache_dir) if cache_dir else None,
-    )
 
 
 def _loaded(shard: LoadedShard) -> ChannelMessage:
@@ -365,12 +373,16 @@ def _endpoint(host: str, port: int) -> str:
     return f"wss://[{host}]:{port}" if ":" in host else f"wss://{host}:{port}"
 
 
-async def _main() -> None:
-    process = ShardProcess()
+async def _serve(process: ShardProcess) -> None:
     await process.run(await attach_to_parent(process.receive))
 
 
-if __name__ == "__main__":
+def main(load: Load = load_shard, *, stuck_s: float = _STUCK_S) -> None:
+    """Be the process, until told to stop or until the daemon is gone."""
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
     gc.freeze()  # what was imported stays: loading need not search it for garbage
-    asyncio.run(_main())
+    asyncio.run(_serve(ShardProcess(load, stuck_s=stuck_s)))
+
+
+if __name__ == "__main__":
+    main()

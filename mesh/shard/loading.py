@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 
@@ -39,6 +40,27 @@ class ShardRequest:
     dtype: str = "auto"
     settings: ShardSettings = field(default_factory=ShardSettings)
     cache_dir: Path | None = None
+
+    @classmethod
+    def of(cls, asked: Mapping[str, Any], cache_dir: str | None) -> Self:
+        """As the daemon's ``load`` command has it, defaults where it says nothing.
+
+        Raises KeyError, TypeError and ValueError for fields that are none.
+        """
+        defaults = ShardSettings()
+        settings = {
+            name: type(getattr(defaults, name))(asked[name])
+            for name in ShardSettings.__dataclass_fields__
+            if asked.get(name) is not None
+        }
+        return cls(
+            Path(asked["directory"]),
+            ModelId(str(asked["model_id"])),
+            LayerRange.parse(str(asked["layers"])),
+            str(asked.get("dtype") or "auto"),
+            ShardSettings(**settings),
+            Path(cache_dir) if cache_dir else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)

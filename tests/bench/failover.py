@@ -73,8 +73,8 @@ async def _pause(lab: Lab, directory: Path, number: int) -> tuple[float, int]:
                     if killed_at and not next_at and tokens > AFTER_TOKENS:
                         next_at = time.perf_counter()
                     if tokens == AFTER_TOKENS:
-                        assert victim._child is not None
-                        os.kill(victim._child.pid, signal.SIGKILL)
+                        assert victim.process.pid is not None
+                        os.kill(victim.process.pid, signal.SIGKILL)
                         killed_at = time.perf_counter()
                 elif isinstance(frame, Done):
                     failovers = frame.failovers

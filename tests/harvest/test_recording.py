@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -179,8 +181,8 @@ async def test_only_whole_batches_are_left_whatever_ends_one(
         # The process that writes is killed; it comes back, and the batch is run again.
         task = asyncio.create_task(mesh.reap("model.layers.*", batch=2, texts=TEXTS * 20))
         await until(lambda: bool(names(".tmp")))
-        assert mesh.host._child is not None
-        mesh.host._child._process.kill()
+        assert mesh.host.process.pid is not None
+        os.kill(mesh.host.process.pid, signal.SIGKILL)
         await asyncio.gather(task, return_exceptions=True)
         await until(lambda: len(mesh.host.shards) == len(HALVES))
         result = await mesh.reap("model.layers.*", batch=2, texts=TEXTS * 20)

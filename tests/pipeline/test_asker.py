@@ -18,8 +18,8 @@ from mesh.errors import InternalError
 from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
-from mesh.pipeline import asker as asker_module
 from mesh.pipeline.asker import AskerProcess
+from mesh.supervisor import SilenceLimits
 from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, SamplingParams
 from mesh.wiring import asker_spec
 from tests import secure
@@ -61,27 +61,28 @@ def asker(tmp_path: Path) -> AskerProcess:
 
 
 async def test_a_process_that_stands_still_is_replaced_and_an_idle_one_is_not(
-    asker: AskerProcess, monkeypatch: pytest.MonkeyPatch
+    asker: AskerProcess,
 ) -> None:
-    monkeypatch.setattr(asker_module, "SILENCE_LIMIT_S", 4.0)
+    limits = SilenceLimits(suspect_s=2.0, replace_s=4.0)
+    asker = AskerProcess(asker.spec, Owner(), limits)
     request = GenerationRequest(
         "r", MODEL, prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=4)
     )
     asker.start()
     try:
         await asker.wait_ready()
-        assert asker._child is not None
-        stuck = asker._child.pid
+        stuck = asker.process.pid
+        assert stuck is not None
         await asyncio.sleep(5.0)  # there is no event for what does not happen
-        assert asker._child is not None
-        assert asker._child.pid == stuck
+        assert asker.process.pid == stuck
+        assert asker.is_ready
         os.kill(stuck, signal.SIGSTOP)
         async with asyncio.timeout(TIMEOUT_S):
             with pytest.raises(InternalError, match="stopped answering"):
                 await anext(asker.generate(request))
+            assert not asker.is_ready
             await asker.wait_ready()
-        assert asker._child is not None
-        assert asker._child.pid != stuck
+        assert asker.process.pid != stuck
     finally:
         await asker.stop()
 

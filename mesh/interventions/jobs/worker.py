@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mesh.channel import Channel, ChannelMessage
 from mesh.discovery.tasks import spawn
 from mesh.errors import InternalError, JobFailed, LinkLost, MeshError
 from mesh.identity.tls import TlsContexts, TlsMaterial
@@ -29,7 +30,7 @@ from mesh.pipeline.dialing import secured
 from mesh.pipeline.following import Following
 from mesh.pipeline.lines import Lines
 from mesh.routing.cover import CoverRules, home_layers
-from mesh.supervise import Channel, ChannelMessage, attach_to_parent
+from mesh.supervise import attach_to_parent
 from mesh.types import ModelId, NodeId
 from mesh.wire.messages import Hello
 

@@ -20,6 +20,7 @@ from nnsight.util import apply
 from transformers.utils.output_capturing import _active_collector
 
 from mesh.errors import BadRequest, DeviceFailed, MeshError
+from mesh.shard.device import is_lost
 from mesh.shard.taps import sources
 from mesh.shard.taps.caches import Lengths, TapCaches
 from mesh.shard.taps.codec import Buffers, Kind, Path, Reader, Writer, is_cache, pack, unpack
@@ -372,6 +373,8 @@ def _malformed(error: Exception) -> MeshError:
 
 
 def _raised(error: Exception) -> MeshError:
+    if is_lost(error):
+        raise error  # it is not about this job alone: `DeviceQueue` acts upon it
     if isinstance(error, torch.OutOfMemoryError):
         return DeviceFailed("The device has no memory left.", fix="Use a shorter input.")
     return BadRequest(

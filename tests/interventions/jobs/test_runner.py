@@ -332,8 +332,8 @@ def lingering(model: TransformersModel) -> None:
 
 
 async def kill(host: ShardHost) -> None:
-    assert host._child is not None
-    os.kill(host._child.pid, signal.SIGKILL)
+    assert host.process.pid is not None
+    os.kill(host.process.pid, signal.SIGKILL)
 
 
 async def test_a_job_whose_hop_dies_is_run_again_elsewhere(
