@@ -78,12 +78,15 @@ class AskerProcess:
     """One model's asker: runs it, restarts it after a crash, multiplexes its generations."""
 
     def __init__(
-        self, spec: AskerSpec, owner: AskerOwner, limits: SilenceLimits | None = None
+        self,
+        spec: AskerSpec,
+        owner: AskerOwner,
+        limits: SilenceLimits | None = None,
+        module: str = "mesh.pipeline.engine_process",
     ) -> None:
+        """`module` is what the process runs: something that calls `engine_process.main`."""
         self.spec = spec
-        self.process = Supervisor(
-            f"the asker of {spec.model_id}", "mesh.pipeline.engine_process", self, limits
-        )
+        self.process = Supervisor(f"the asker of {spec.model_id}", module, self, limits)
         self.reasons: list[str] = []
         self.generations: list[dict[str, Any]] = []
         self.standings: list[dict[str, Any]] = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from mesh.pipeline.dialing import secured
 from mesh.pipeline.engine import Engine, EngineSettings
 from mesh.pipeline.following import Following
 from mesh.pipeline.frames import decode_hop, decode_request, encode_frame
+from mesh.pipeline.model import AskerModel
 from mesh.pipeline.order import HarvestOrder
 from mesh.pipeline.sessions import expire_regularly
 from mesh.shard.failures import lost
@@ -69,10 +70,14 @@ class _Reader:
         self.credits -= 1
 
 
+Load = Callable[[Path, ModelId, AskerOptions], tuple[AskerModel, list[str]]]
+
+
 class EngineProcess:
     """Turns the daemon's commands into calls of an `Engine`."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: Load = load_asker) -> None:
+        self._load_asker = load
         self._channel: Channel | None = None
         self._engine: Engine | None = None
         self._readers: dict[str, _Reader] = {}
@@ -139,7 +144,7 @@ class EngineProcess:
         settings = EngineSettings(**message["settings"])
         wanted = message["model"]
         model, reasons = await asyncio.to_thread(
-            load_asker,
+            self._load_asker,
             Path(wanted["directory"]),
             ModelId(wanted["model_id"]),
             _options(message["options"]),
@@ -314,11 +319,11 @@ def _options(fields: dict[str, Any]) -> AskerOptions:
     return AskerOptions(**{**fields, "cache_dir": Path(fields["cache_dir"])})
 
 
-def main() -> None:
+def main(load: Load = load_asker) -> None:
     """Run until told to stop or until the daemon is gone."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     torch.set_grad_enabled(False)
-    asyncio.run(EngineProcess().run())
+    asyncio.run(EngineProcess(load).run())
 
 
 if __name__ == "__main__":

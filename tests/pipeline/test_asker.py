@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mesh.config import Config
-from mesh.errors import InternalError
+from mesh.errors import DeviceLost, InternalError
 from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
@@ -26,6 +26,7 @@ from tests import secure
 
 MODEL = ModelId("builtin")
 TIMEOUT_S = 60.0
+REQUEST = GenerationRequest("r", MODEL, prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=4))
 
 
 class Owner:
@@ -65,9 +66,6 @@ async def test_a_process_that_stands_still_is_replaced_and_an_idle_one_is_not(
 ) -> None:
     limits = SilenceLimits(suspect_s=2.0, replace_s=4.0)
     asker = AskerProcess(asker.spec, Owner(), limits)
-    request = GenerationRequest(
-        "r", MODEL, prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=4)
-    )
     asker.start()
     try:
         await asker.wait_ready()
@@ -79,10 +77,31 @@ async def test_a_process_that_stands_still_is_replaced_and_an_idle_one_is_not(
         os.kill(stuck, signal.SIGSTOP)
         async with asyncio.timeout(TIMEOUT_S):
             with pytest.raises(InternalError, match="stopped answering"):
-                await anext(asker.generate(request))
+                await anext(asker.generate(REQUEST))
             assert not asker.is_ready
             await asker.wait_ready()
         assert asker.process.pid != stuck
+    finally:
+        await asker.stop()
+
+
+async def test_a_process_whose_device_does_nothing_more_ends_itself_and_is_replaced(
+    asker: AskerProcess,
+) -> None:
+    settings = {**asker.spec.settings, "activation_dtype": "fp32", "cache_dir": ""}
+    spec = replace(asker.spec, settings=settings)
+    asker = AskerProcess(spec, Owner(), module="tests.pipeline.doomed_asker")
+    asker.start()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await asker.wait_ready()
+            first = asker.process.pid
+            with pytest.raises(InternalError, match="device-side assert triggered"):
+                await anext(asker.generate(REQUEST))
+            await asker.wait_ready()
+        assert asker.process.pid != first
+        assert asker.process.ending is not None
+        assert isinstance(asker.process.ending.said, DeviceLost)
     finally:
         await asker.stop()
 
