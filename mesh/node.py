@@ -25,10 +25,11 @@ from mesh.config import Config
 from mesh.discovery import interfaces
 from mesh.discovery.advertisement import Advertisement, encode
 from mesh.discovery.directory import ShardStore
+from mesh.discovery.distance import Distances
 from mesh.discovery.events import PeerEvent
 from mesh.discovery.notices import EXPIRY_FACTOR
 from mesh.harvest.control import Harvests
-from mesh.health.detector import FailureDetector, NodeHealth, Verdict
+from mesh.health.detector import FailureDetector, NodeHealth
 from mesh.health.eventstream import EventStream
 from mesh.health.metrics import Metrics
 from mesh.health.peerwatch import PeerWatch
@@ -40,6 +41,7 @@ from mesh.identity.keys import NodeKey, load_or_create
 from mesh.interventions.jobs.process import JobsProcess
 from mesh.keeping import HomeLayers, load_at_home
 from mesh.models.local import LocalModel, find_local_models
+from mesh.offers import Offers
 from mesh.paths import StatePaths, cache_dir
 from mesh.pipeline.asker import AskerProcess, Askers
 from mesh.privacy import PrivacyReport
@@ -80,6 +82,7 @@ class Node:
         self._jobs: JobsProcess | None = None
         self._queue: JobsApi | None = None
         self._network: Network | None = None
+        self._offers: Offers | None = None
         self._api: ApiServer | None = None
         self._steering: Steering | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -94,6 +97,8 @@ class Node:
             logger.info("interface %s", line)
         address = str(chosen[0].address) if chosen else "127.0.0.1"
         network = self._network = self._make_network(address)
+        distances = Distances(self._key.node_id, self._config.interface)
+        self._offers = Offers(network, self._store, self._watch, distances)
         await network.start()
         self._start_host(address, tls := (await network.tls_material()).to_fields())
         self._host.revoke_tokens(sorted(network.revoked_tokens()))
@@ -261,13 +266,7 @@ class Node:
         if not self._is_distributed:
             own = [s for s in self._served() if s.descriptor.model_id == model_id]
             return home + [encode(shard) for shard in own]
-        return home + [
-            {**encode(shard), "verdict": verdict.value}
-            for shard in self._store.shards(model_id)
-            if self._network is not None
-            and self._network.may_serve(shard.descriptor.host)
-            and (verdict := self._watch.verdict(shard.descriptor.host)) is not Verdict.LOST
-        ]
+        return home + (self._offers.of(model_id) if self._offers is not None else [])
 
     def latencies(self, shards: dict[str, list[float]]) -> None:
         """See `AskerOwner`."""

@@ -294,7 +294,7 @@ class Supervisor:
                 self._silent_s += TICK_S
                 if was_up and not self.is_up:
                     self._up.clear()
-                    logger.warning("%s", self.trouble)
+                    logger.warning("%s said nothing for %g s", self.name, self._silent_s)
                     self._charge.process_changed()
             else:
                 return False

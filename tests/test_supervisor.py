@@ -115,7 +115,9 @@ async def test_work_beside_the_loop_is_no_silence(charge: Charge) -> None:
 
 async def test_a_daemon_that_stood_still_itself_blames_nobody(charge: Charge) -> None:
     first = await charge.up()
-    time.sleep(3 * SUSPECT_S)  # noqa: ASYNC251 - as a machine does that sleeps
+    os.kill(first, signal.SIGSTOP)
+    time.sleep(3 * SUSPECT_S)  # noqa: ASYNC251 - as when the machine sleeps, and all on it
+    os.kill(first, signal.SIGCONT)
     await asyncio.sleep(2 * supervisor.TICK_S)
     assert await charge.up() == first
     assert not charge.states

@@ -25,7 +25,9 @@ from mesh.errors import (
     from_dict,
 )
 from mesh.interventions.channel import ANSWER, ERROR, HEAD, MAX_FRAME_BYTES, MORE
+from mesh.pipeline.claims import Claim, Claims
 from mesh.pipeline.lines import Line, Lines
+from mesh.routing.cover import key_of
 from mesh.shard.taps.parts import FETCH, MAX_MESSAGE_BYTES, PART_BYTES
 from mesh.types import RouteHop
 from mesh.wire.messages import Close, Failure, Message, Opened, OpenTaps, Result, Step, WireTensor
@@ -64,7 +66,7 @@ class HopSession:
     An answer may take as long as the job may: a link notices by itself when its other end is gone.
     """
 
-    def __init__(self, hop: RouteHop, line: Line, *, open_s: float) -> None:
+    def __init__(self, hop: RouteHop, line: Line, claim: Claim, *, open_s: float) -> None:
         """A hop that has not opened after `open_s` counts as lost."""
         self.hop = hop
         self.error: MeshError | None = None
@@ -72,6 +74,7 @@ class HopSession:
         self.on_lost: Callable[[], None] = lambda: None
         """Called once, before the job hears of it, when the hop itself fails."""
         self._line = line
+        self._claim = claim
         self._open_s = open_s
         self._number = line.register(self)
         self._steps = itertools.count(1)
@@ -116,6 +119,7 @@ class HopSession:
 
     def close(self) -> None:
         """Free the session on the hop, if it can still be told."""
+        self._claim.release()
         self._line.unregister(self._number)
         if not self._line.is_closed:
             self._line.send(Close(self._number))
@@ -182,15 +186,23 @@ class HopSessions:
 
     @classmethod
     async def open(
-        cls, route: Sequence[RouteHop], lines: Lines, *, open_s: float = 120.0
+        cls,
+        route: Sequence[RouteHop],
+        lines: Lines,
+        claims: Claims | None = None,
+        *,
+        open_s: float = 120.0,
     ) -> HopSessions:
         """Open a session on every hop at once, all or none. Raises HopRefused for the first."""
         hops: list[HopSession] = []
+        counted = claims or Claims()
+        # Before anything is awaited: whoever picks a route meanwhile has to know of these.
+        claimed = [counted.claim(key_of(hop.shard)) for hop in route]
 
-        async def open_one(hop: RouteHop) -> HopSession:
+        async def open_one(hop: RouteHop, claim: Claim) -> HopSession:
             try:
                 line = await lines.line(hop.shard.host, hop.shard.endpoint)
-                session = HopSession(hop, line, open_s=open_s)
+                session = HopSession(hop, line, claim, open_s=open_s)
                 hops.append(session)
                 await session.open()
             except MeshError as error:
@@ -198,7 +210,8 @@ class HopSessions:
             return session
 
         opening = [
-            asyncio.create_task(open_one(hop), name=f"open {hop.shard.shard_id}") for hop in route
+            asyncio.create_task(open_one(hop, claim), name=f"open {hop.shard.shard_id}")
+            for hop, claim in zip(route, claimed, strict=True)
         ]
         try:
             return cls(await asyncio.gather(*opening))
@@ -208,6 +221,8 @@ class HopSessions:
             await asyncio.gather(*opening, return_exceptions=True)
             for opened in hops:
                 opened.close()
+            for claim in claimed:
+                claim.release()
             raise
 
     @property

@@ -167,11 +167,18 @@ class Chain:
     # Private
 
     async def _stations(self, hops: Sequence[RouteHop]) -> list[Station]:
+        # Before anything is awaited: whoever picks a route meanwhile has to know of these.
+        claims = [self._overseer.claim(hop) for hop in hops]
         places = [(hop.shard.host, hop.shard.endpoint) for hop in hops]
-        lines = await self._all([self._lines.line(*place) for place in places], hops)
+        try:
+            lines = await self._all([self._lines.line(*place) for place in places], hops)
+        except BaseException:
+            for claim in claims:
+                claim.release()
+            raise
         stations = [
-            Station(hop, line, self.terms, self._output, self._lost, self._overseer)
-            for hop, line in zip(hops, lines, strict=True)
+            Station(hop, line, claim, self.terms, self._output, self._lost, self._overseer)
+            for hop, line, claim in zip(hops, lines, claims, strict=True)
         ]
         try:
             await self._all([s.open(self._patience) for s in stations], hops)

@@ -77,8 +77,9 @@ class Engine:
         dial: Dial,
     ) -> None:
         self._clock = LoopClock()
-        self.oversight = Oversight(self._clock, ceiling_s=settings.stall_limit_s)
-        self.shards = PushedShards(own, self.oversight.standings)
+        ceiling_s = settings.stall_limit_s
+        self.oversight = Oversight(self._clock, ceiling_s=ceiling_s, asker=own)
+        self.shards = PushedShards(own, self.oversight.standings, self.oversight.claims)
         self._model = model
         self._settings = settings
         self._local_model = local_model if settings.fallback_to_local else None

@@ -27,6 +27,7 @@ from mesh.errors import (
 )
 from mesh.models.edits import describe
 from mesh.models.harvest import HarvestBatch
+from mesh.pipeline.claims import Claim
 from mesh.pipeline.history import History, slice_rows
 from mesh.pipeline.lines import Line
 from mesh.pipeline.opening import Opening, Patience
@@ -109,6 +110,9 @@ class _Pending:
 class Overseer(Protocol):
     """Who is told what stations do; the real one is `mesh.pipeline.oversight`."""
 
+    def claim(self, hop: RouteHop) -> Claim:
+        """A session on this hop is about to be opened."""
+
     def answered(
         self, station: Station, position: int, tensor: WireTensor, elapsed_s: float
     ) -> MeshError | None:
@@ -144,6 +148,7 @@ class Station:
         self,
         hop: RouteHop,
         line: Line,
+        claim: Claim,
         terms: SessionTerms,
         on_output: Callable[[Station, WireTensor], None],
         on_lost: Callable[[Station], None],
@@ -154,6 +159,7 @@ class Station:
         self.delivered = 0
         self.error: MeshError | None = None
         self._line = line
+        self._claim = claim
         self.terms = terms
         self._on_output = on_output
         self._on_lost = on_lost
@@ -174,6 +180,7 @@ class Station:
 
     def park(self) -> None:
         """Keep the cache, give the stream back."""
+        self._claim.release()
         self._overseer.closed(self)
         self._line.send(Park(self._session))
 
@@ -189,6 +196,7 @@ class Station:
                 f"{self.hop.shard.node_name} has not answered what came before.",
                 fix="Open a new session and replay the inputs.",
             )
+        self._claim.renew()
         await self._ask([Resume(self._session, max_tokens)], patience)
 
     async def seal(self, timeout_s: float) -> list[dict[str, Any]]:
@@ -199,6 +207,7 @@ class Station:
 
     def close(self) -> None:
         """Free the session on the hop, if it can still be told."""
+        self._claim.release()
         self._overseer.closed(self)
         self._line.unregister(self._session)
         self._owe_nothing()
@@ -268,6 +277,7 @@ class Station:
             return
         self.error = error
         self._owe_nothing()
+        self._claim.release()
         if self._opening is not None and not self._opening.is_settled:
             self._opening.fail(error)
         else:
@@ -305,6 +315,7 @@ class Station:
         """No answer is waited for any more."""
         self._pending.clear()
         self._backlog.clear()
+        self._claim.owes(0)
 
     async def _ask(self, question: Sequence[Message], patience: Patience) -> Opened | Sealed:
         try:
@@ -313,6 +324,7 @@ class Station:
             if not await self._overseer.make_room(self.hop):
                 raise
             self.error = None
+            self._claim.renew()
             return await self._ask_once(question, patience)
 
     async def _ask_once(self, question: Sequence[Message], patience: Patience) -> Opened | Sealed:
@@ -330,6 +342,7 @@ class Station:
             self._opening = None
 
     def _send(self, position: int, tensor: WireTensor) -> None:
+        self._claim.owes(len(self._pending) + len(self._backlog) + 1)
         if len(self._pending) >= STEPS_UNDER_WAY:
             self._backlog.append((position, tensor))
             return
@@ -352,6 +365,7 @@ class Station:
             self.fail(fault)
             return
         self._answered_at = now
+        self._claim.owes(len(self._pending) + len(self._backlog))
         if self._backlog:
             self._send(*self._backlog.popleft())
         self._timings.add((now - pending.sent_at) * 1e3, result.compute_us / 1e3)

@@ -65,8 +65,14 @@ class Watched:
         return RouteHop(self.home.descriptor, layers)
 
     def publish(self, verdicts: dict[str, str] | None = None) -> None:
-        """Tell the engine of every shard of the network, with verdicts by node."""
+        """Tell the engine of every shard of the network, with verdicts by node.
+
+        The way to a node is the longer the later its name comes: a test's names say who is asked
+        first, and who only when nobody before it can.
+        """
         now = datetime.now(UTC)
+        listed = [shard for shard in self.network.shards.values() if shard.is_advertised]
+        names = sorted({shard.descriptor.host for shard in listed})
         self.engine.shards.replace(
             [
                 {
@@ -77,9 +83,9 @@ class Watched:
                         )
                     ),
                     "verdict": (verdicts or {}).get(shard.descriptor.host, "healthy"),
+                    "hop_weight": 1.0 + names.index(shard.descriptor.host),
                 }
-                for shard in self.network.shards.values()
-                if shard.is_advertised
+                for shard in listed
             ]
         )
 

@@ -1,11 +1,12 @@
-"""A process of a daemon that stands still: it is not offered, people are told, it is replaced."""
+"""Hosts of the same layers: they share the work, and what stands still gets none of it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -76,3 +77,32 @@ def test_what_stands_still_is_not_offered_and_is_replaced(start_node: StartNode)
     answer = asker.post("/v1/completions", {"model": "builtin", "prompt": "Once"})
     assert answer.status_code == 200, answer.text
     assert answer.json()["hearthnet"]["route"][0]["node"] == "attic"
+
+
+def complete(asker: LocalNode, number: int, max_tokens: int) -> dict[str, Any]:
+    """An answer to a prompt that nobody asked before."""
+    body = {"model": "builtin", "prompt": [50 + number] * 8, "max_tokens": max_tokens,
+            "temperature": 0, "ignore_eos": True}  # fmt: skip
+    answer = asker.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+    facts: dict[str, Any] = answer.json()["hearthnet"]
+    return facts
+
+
+def test_replicas_share_what_comes_in_a_row_and_what_comes_at_once(start_node: StartNode) -> None:
+    """Far less than a second host's limit of streams: nobody is turned away by the first."""
+    start_node("attic2").wait_ready()
+    asker = start_node("porch", "--layers", "none")
+    asker.wait_ready()
+    wait_for(lambda: servers(asker) == {"attic", "attic2"})
+    time.sleep(0.2)  # from the daemon's table to its asker process
+    hosts = ("attic", "attic2")
+
+    def shares(answers: Iterable[dict[str, Any]]) -> list[int]:
+        nodes = [facts["route"][0]["node"] for facts in answers]
+        return sorted(nodes.count(name) for name in hosts)
+
+    assert shares([complete(asker, number, 4) for number in range(5)]) == [2, 3]
+    with ThreadPoolExecutor(4) as pool:
+        at_once = list(pool.map(lambda number: complete(asker, number, 200), range(5, 9)))
+    assert shares(at_once) == [2, 2]
