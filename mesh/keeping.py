@@ -16,7 +16,7 @@ from mesh.config import Config
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.tasks import end, spawn
 from mesh.errors import MeshError, NotEnoughMemory
-from mesh.models.local import LocalModel, require_memory
+from mesh.models.local import LocalModel, require_within
 from mesh.routing.cover import home_layers
 from mesh.shard.hosting import HostedShard, ShardHost
 from mesh.types import LayerRange, ModelId, ShardId, shard_id
@@ -31,7 +31,7 @@ async def load_at_home(
 ) -> HostedShard:
     """These layers, for this node alone. Raises NotEnoughMemory and what loading raises."""
     limit_mb = config.distributed.host.shard_max_vram_mb
-    await asyncio.to_thread(require_memory, model, limit_mb, layers)
+    require_within(model, limit_mb, layers)
     return await host.ensure(wiring.shard(config, model, layers))
 
 

@@ -241,7 +241,12 @@ class Node:
         }
 
     def pause(self, paused: bool) -> None:
-        """Serve nobody from now on, as before a sleep, or serve again. Running answers move."""
+        """Serve nobody from now on, as before a sleep: running answers move. Or serve again, also
+        what could not be loaded before."""
+        if not paused:
+            self._host.try_again()
+            for asker in self._askers.values():
+                asker.try_again()
         if paused == self._is_paused:
             return
         self._is_paused = paused

@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 _CHANNEL_FD = "HEARTHNET_CHANNEL_FD"
 _PR_SET_PDEATHSIG = 1
 
+LOADING = "loading"
+"""The `op` with which a child says what it begins to load, the fields of a `mesh.charge.Loading` as
+its `load`, or by None that it is done."""
+
 LAST_WORDS = "last words"
 """The `op` with which a child that can do nothing any more says why, before it ends itself."""
 

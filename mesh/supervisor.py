@@ -3,7 +3,8 @@
 One for every process of the daemon, with one rule for all: a child says twice a second that its
 event loop turns (`mesh.channel`). One that says nothing for `suspect_s` is not up any more, and
 whatever it serves is not to be offered; after `replace_s` it is killed. The next is started later
-each time one ends soon. What a child is told, and what it says, is its owner's business (`Charge`).
+each time one ends soon. What a child is told, and what it says, is its owner's business
+(`mesh.charge`).
 """
 
 from __future__ import annotations
@@ -11,92 +12,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from mesh.channel import ALIVE, ChannelMessage
-from mesh.errors import InternalError, LinkLost, MeshError, from_dict
-from mesh.supervise import LAST_WORDS, Child
+from mesh.charge import Charge, Ending, Loading, ProcessState, SilenceLimits
+from mesh.errors import LinkLost, MeshError, from_dict
+from mesh.headroom import oom_kills, ram
+from mesh.supervise import LAST_WORDS, LOADING, Child
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
+_LEAVE_TICK_S = 2.0
 STOP_TIMEOUT_S = 5.0
 RESTART_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S = 60.0
 """A child that ran for so long did not end soon: the next one is started without delay."""
-
-
-@dataclass(frozen=True, slots=True)
-class SilenceLimits:
-    """For how long a child may say nothing, in seconds.
-
-    Up to `start_s` until it said that it is ready: importing torch, and making sense of a device,
-    may hold up everything else in it. From then on loads and long steps run beside its loop, which
-    computes for a tenth of a second at most: one silent for `suspect_s` is out of order, and one
-    silent for `replace_s` will not come back.
-    """
-
-    start_s: float = 120.0
-    suspect_s: float = 5.0
-    replace_s: float = 15.0
-
-
-class ProcessState(StrEnum):
-    """What is to be said of a supervised process."""
-
-    STOPPED = "stopped"
-    STARTING = "starting"
-    UP = "up"
-    SILENT = "silent"
-    ENDED = "ended"
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a child ended: its exit status, negative for a signal, and what is known of the reason.
-
-    `said` are its last words. `hung`: it was killed because it said nothing any more.
-    """
-
-    status: int | None
-    hung: bool = False
-    said: MeshError | None = None
-
-    @property
-    def was_killed(self) -> bool:
-        """Whether somebody else sent SIGKILL, as the kernel does when memory runs out."""
-        return self.status == -signal.SIGKILL and not self.hung
-
-    def __str__(self) -> str:
-        if self.said is not None:
-            return f"it ended itself: {self.said.message}"
-        if self.hung:
-            return "it stopped answering and was replaced"
-        if self.status is None:
-            return "it could not be started"
-        if self.status < 0:
-            with contextlib.suppress(ValueError):
-                return f"it was ended by {signal.Signals(-self.status).name}"
-        return f"it ended with status {self.status}"
-
-
-class Charge(Protocol):
-    """The owner of a supervised process."""
-
-    def process_started(self) -> None:
-        """A new one runs and waits to be told what to do. It must be called `ready` in time."""
-
-    def process_said(self, message: ChannelMessage) -> None:
-        """It said this."""
-
-    def process_ended(self, ending: Ending) -> None:
-        """It is no more; unless it was to stop, another one follows."""
-
-    def process_changed(self) -> None:
-        """It fell silent, was heard again or is gone: `Supervisor.is_up` is another."""
 
 
 class Supervisor:
@@ -122,6 +53,9 @@ class Supervisor:
         self._is_ready = False
         self._silent_s = 0.0
         self._said: MeshError | None = None
+        self._loading: Loading | None = None
+        self._oom_kills: int | None = None
+        self._held: MeshError | None = None
         self._delay_s = 0.0
 
     # What the owner asks
@@ -170,6 +104,8 @@ class Supervisor:
                     f"{self.name} said nothing for {self._silent_s:g} s;"
                     f" it is replaced in {left_s:g} s"
                 )
+            case ProcessState.ENDED | ProcessState.STARTING if self._held is not None:
+                return f"{self.name} is not started: {self._held.message}"
             case ProcessState.ENDED:
                 return f"{self.name}: {self.ending}; it starts again in {self._delay_s:g} s"
             case ProcessState.STARTING if self.ending is not None:
@@ -242,6 +178,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         failures = 0
         while True:
+            if not await self._gets_leave():
+                return
             started = loop.time()
             try:
                 await self._run_one()
@@ -259,11 +197,27 @@ class Supervisor:
                     await self._stopping.wait()
                     return
 
+    async def _gets_leave(self) -> bool:
+        """Wait until the owner has nothing against a start; False when there is to be none."""
+        while not self.is_stopping:
+            try:
+                free_mb = (await asyncio.to_thread(ram)).free_mb
+            except OSError:  # no descriptor is left to read it with
+                free_mb = 0
+            self._held = self._charge.why_not_start(free_mb)
+            if self._held is None:
+                return True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVE_TICK_S):
+                    await self._stopping.wait()
+        return False
+
     async def _run_one(self) -> None:
         self.starts = run = self.starts + 1
         self._gone.clear()
         self._silent_s = 0.0
-        self._said = None
+        self._said = self._loading = None
+        self._oom_kills = await asyncio.to_thread(oom_kills)
         hung = False
         child: Child | None = None
         try:
@@ -324,8 +278,15 @@ class Supervisor:
         except TimeoutError as error:  # the kernel does not let go of it
             logger.exception("%s cannot be ended", self.name, exc_info=error)
         finally:
+            before, now = self._oom_kills, await asyncio.to_thread(oom_kills)
             self._child = None
-            self.ending = Ending(status, hung=hung, said=self._said)
+            self.ending = Ending(
+                status,
+                hung=hung,
+                said=self._said,
+                loading=self._loading,
+                of_memory=None not in (before, now) and before != now,
+            )
             self._charge.process_ended(self.ending)
 
     def _heard(self, run: int, message: ChannelMessage) -> None:
@@ -339,10 +300,7 @@ class Supervisor:
             self._charge.process_changed()
         if message["op"] == LAST_WORDS:
             self._said = from_dict(message["error"])
+        elif message["op"] == LOADING:
+            self._loading = Loading(**message["load"]) if message["load"] else None
         elif message["op"] != ALIVE:
             self._charge.process_said(message)
-
-
-def ended(name: str, ending: Ending) -> InternalError:
-    """The error of whoever waited for a process that has ended."""
-    return InternalError(f"{name}: {ending}.", fix="It is started anew; try again.")

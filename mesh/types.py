@@ -76,7 +76,8 @@ class ShardDescriptor:
 
     `weights_sha256` is the hash of the whole checkpoint (see `mesh.models.manifest`): shards of one
     route must agree on it. `determinism_class` names what the last bits of a result depend on
-    (architecture, dtype, kernels, threads, library versions).
+    (architecture, dtype, kernels, threads, library versions). `vram_required_mb` is what it takes
+    of its device when its caches are full (`ShardMemory.total_mb`).
     """
 
     shard_id: ShardId
@@ -95,6 +96,21 @@ class ShardDescriptor:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardMemory:
+    """Memory of a shard on its device, in MB: its weights in every form they are held in, the
+    caches of its sessions, and what computing takes beside them."""
+
+    weights_mb: int = 0
+    caches_mb: int = 0
+    headroom_mb: int = 0
+
+    @property
+    def total_mb(self) -> int:
+        """All of it."""
+        return self.weights_mb + self.caches_mb + self.headroom_mb
+
+
+@dataclass(frozen=True, slots=True)
 class ShardHealth:
     """What a shard reports of itself. Latencies are milliseconds per recent step."""
 
@@ -105,6 +121,8 @@ class ShardHealth:
     p95_latency_ms: float
     queue_depth: int
     active_streams: int
+    memory: ShardMemory | None = None
+    """What it takes now; None when its host does not say."""
 
 
 @dataclass(frozen=True, slots=True)

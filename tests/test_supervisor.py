@@ -14,8 +14,9 @@ import pytest_asyncio
 
 from mesh import supervisor
 from mesh.channel import ChannelMessage
-from mesh.errors import DeviceLost
-from mesh.supervisor import Ending, ProcessState, SilenceLimits, Supervisor
+from mesh.charge import Ending, ProcessState, SilenceLimits
+from mesh.errors import DeviceLost, MeshError
+from mesh.supervisor import Supervisor
 
 TIMEOUT_S = 60.0
 SUSPECT_S = 2.0
@@ -41,6 +42,9 @@ class Charge:
     def process_ended(self, ending: Ending) -> None:
         self.endings.append(ending)
         self._happened.set()
+
+    def why_not_start(self, free_mb: int) -> MeshError | None:
+        return None
 
     def process_changed(self) -> None:
         self.states.append(self.process.state)

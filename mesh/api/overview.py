@@ -57,6 +57,7 @@ class Overview:
             "peers": self.peers(),
             "models": self.models(),
             "shards": self._local_shards(),
+            "memory": parts.host.memory,
             "processes": [process.row() for process in parts.processes()],
             "sessions": parts.host.sessions,
             "generations": [
@@ -238,6 +239,7 @@ def _shard(shard: Advertisement) -> dict[str, Any]:
         "p95_latency_ms": round(health.p95_latency_ms, 3),
         "queue_depth": health.queue_depth,
         "active_streams": health.active_streams,
+        "memory": None if health.memory is None else asdict(health.memory),
     }
 
 

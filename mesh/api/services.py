@@ -34,6 +34,7 @@ class MeshView(Protocol):
 
         ``{"node": {"id", "name", "software", "started_at", "api", "endpoint", "state_dir",
         "enabled"}, "peers": [...], "models": [...], "shards": [local shards],
+        "memory": {"free_mb", "total_mb", "bound", "ram_mb"} of the device | None,
         "processes": [{"name", "state", "pid", "silent_s", "starts", "ending"}], "sessions": [{
         "node_id", "node", "purpose", "token_id"} of whoever uses them], "generations":
         [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms"}],

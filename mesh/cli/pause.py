@@ -49,7 +49,7 @@ def pause(
 
 
 def resume(state_dir: StateDir = None) -> None:
-    """Serve again after `pause`."""
+    """Serve again after `pause`, and try again at once what could not be loaded."""
     _signal(state_dir, signal.SIGUSR2)
     note("serving again")
 

@@ -33,14 +33,26 @@ def show(picture: dict[str, Any]) -> None:
     say()
     print_peers(picture["peers"])
     if picture["shards"]:
-        held = ", ".join(f"{shard['model_id']} {shard['layers']}" for shard in picture["shards"])
-        say(f"\nheld here: {held}")
+        say()
+    for shard in picture["shards"]:
+        say(f"held here: {shard['model_id']} {shard['layers']}{_taken(shard.get('memory'))}")
+    if (memory := picture.get("memory")) is not None:
+        say(f"free: {memory['free_mb']} of {memory['total_mb']} MB ({memory['bound']})")
     for running in picture["generations"]:
         say(f"running: {running['model']} over {route_line(running['route'])}")
     for reason in picture["reasons"]:
         note(f"note: {reason}")
     for warning in picture["warnings"]:
         note(f"warning: {warning}")
+
+
+def _taken(memory: dict[str, int] | None) -> str:
+    if memory is None:
+        return ""
+    return (
+        f" · {memory['weights_mb']} MB of weights, {memory['caches_mb']} MB of caches,"
+        f" {memory['headroom_mb']} MB to compute"
+    )
 
 
 def print_models(models: list[dict[str, Any]]) -> None:

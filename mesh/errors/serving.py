@@ -90,6 +90,7 @@ class NotEnoughMemory(ShardError):
 
     code = "not_enough_memory"
     http_status = 503
+    retryable = True
 
 
 class SessionGone(ShardError):

@@ -13,7 +13,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from mesh.attempts import Attempts
 from mesh.channel import ChannelMessage
+from mesh.charge import Ending, SilenceLimits, ended
 from mesh.discovery.tasks import end, spawn
 from mesh.errors import (
     Busy,
@@ -26,7 +28,7 @@ from mesh.errors import (
 )
 from mesh.pipeline.frames import decode_frame, encode_hop, encode_request
 from mesh.pipeline.order import HarvestOrder
-from mesh.supervisor import Ending, SilenceLimits, Supervisor, ended
+from mesh.supervisor import Supervisor
 from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, StreamFrame
 
 logger = logging.getLogger(__name__)
@@ -93,6 +95,7 @@ class AskerProcess:
         self.error: MeshError | None = None
         self._owner = owner
         self._loading: set[asyncio.Task[None]] = set()
+        self._attempts = Attempts()
         self._streams: dict[str, asyncio.Queue[ChannelMessage]] = {}
 
     def start(self) -> None:
@@ -101,6 +104,8 @@ class AskerProcess:
 
     async def wait_ready(self) -> None:
         """Until the ends are loaded. Raises what loading raised, or InternalError after long."""
+        if self.error is not None:
+            raise self.error
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await self.process.wait_up()
@@ -121,6 +126,10 @@ class AskerProcess:
         """End the process and wait for it."""
         await end(self._loading)
         await self.process.stop()
+
+    def try_again(self) -> None:
+        """Load the ends, whatever happened when that was tried."""
+        self._attempts.forget()
 
     def push_shards(self) -> None:
         """Tell the process who serves what now."""
@@ -201,11 +210,17 @@ class AskerProcess:
 
     def process_ended(self, ending: Ending) -> None:
         """See `Charge.process_ended`."""
+        if ending.loading is not None:
+            self.error = self._attempts.died(ending.loading, ending, _now())
         lost = ended(self.process.name, ending).to_dict()
         for queue in self._streams.values():
             queue.put_nowait({"op": "error", "error": lost})
         self.generations = []
         self._owner.asker_changed()
+
+    def why_not_start(self, free_mb: int) -> MeshError | None:
+        """See `Charge.why_not_start`."""
+        return self._attempts.why_not(self.spec.model_id, _now(), free_mb)
 
     def process_changed(self) -> None:
         """See `Charge.process_changed`."""
@@ -216,12 +231,11 @@ class AskerProcess:
         match message["op"]:
             case "ready":
                 self.reasons, self.error = message["reasons"], None
+                self._attempts.succeeded(self.spec.model_id)
                 self.process.ready()
                 self._owner.asker_changed()
             case "failed":
-                self.error = from_dict(message["error"])
-                self.process.ready()
-                self._owner.asker_changed()
+                self._failed(from_dict(message["error"]))
             case "generations":
                 self.generations = message["generations"]
             case "standings":
@@ -243,6 +257,14 @@ class AskerProcess:
 
     # Private
 
+    def _failed(self, error: MeshError) -> None:
+        self.error = error
+        self.process.ready()
+        if error.retryable:
+            self._attempts.failed(self.spec.model_id, error, _now())
+            self.process.replace()  # by one that gives it another try, in time
+        self._owner.asker_changed()
+
     def _order(self, order: ChannelMessage) -> None:
         """Tell the process what has an answer. Raises InternalError when nobody would give it."""
         if not self.process.tell(order):
@@ -260,6 +282,10 @@ class AskerProcess:
         except MeshError as error:
             answer["error"] = error.to_dict()
         self.process.tell(answer)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class Askers:

@@ -13,13 +13,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mesh.channel import Channel, ChannelMessage
+from mesh.charge import Loading
 from mesh.discovery.tasks import spawn
 from mesh.errors import InternalError, LinkLost, MeshError, PipelineStalled, from_dict
 from mesh.errors.foreseen import foreseen
@@ -33,7 +34,7 @@ from mesh.pipeline.model import AskerModel
 from mesh.pipeline.order import HarvestOrder
 from mesh.pipeline.sessions import expire_regularly
 from mesh.shard.failures import lost
-from mesh.supervise import attach_to_parent, end_failed
+from mesh.supervise import LOADING, attach_to_parent, end_failed
 from mesh.types import LayerRange, ModelId, NodeId, RouteHop, ShardFailover, StreamFrame
 from mesh.wire.messages import Hello
 
@@ -70,7 +71,9 @@ class _Reader:
         self.credits -= 1
 
 
-Load = Callable[[Path, ModelId, AskerOptions], tuple[AskerModel, list[str]]]
+Load = Callable[
+    [Path, ModelId, AskerOptions, Callable[[Loading], object]], tuple[AskerModel, list[str]]
+]
 
 
 class EngineProcess:
@@ -142,13 +145,15 @@ class EngineProcess:
     async def _load_engine(self, message: ChannelMessage) -> list[str]:
         """Load the ends and begin to follow the mesh; the reasons of what was chosen."""
         settings = EngineSettings(**message["settings"])
-        wanted = message["model"]
+        wanted, tell_loop = message["model"], asyncio.get_running_loop().call_soon_threadsafe
         model, reasons = await asyncio.to_thread(
             self._load_asker,
             Path(wanted["directory"]),
             ModelId(wanted["model_id"]),
             _options(message["options"]),
+            lambda loading: tell_loop(self._say_loading, loading),
         )
+        self._say_loading(None)
         material = TlsMaterial.from_fields(message["tls"])
         tls = await asyncio.to_thread(TlsContexts, material)
         hello = Hello(**message["hello"])
@@ -162,6 +167,9 @@ class EngineProcess:
         self._spawn(self._engine.watch_stalls(), "watch stalls")
         self._spawn(expire_regularly(self._engine.sessions, EXPIRY_TICK_S), "expire parked")
         return reasons
+
+    def _say_loading(self, loading: Loading | None) -> None:
+        self._send({"op": LOADING, "load": None if loading is None else asdict(loading)})
 
     async def _follow_members(self, engine: Engine, tls: TlsContexts) -> None:
         """Trust those whom the daemon has named by now, then whom it names, and nobody else."""

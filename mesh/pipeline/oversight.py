@@ -20,6 +20,7 @@ from mesh.errors import (
     ContextTooLong,
     DiskFull,
     MeshError,
+    NotEnoughMemory,
     SessionGone,
 )
 from mesh.health.latency import HopLatency, StepOverdue
@@ -36,7 +37,10 @@ MAX_EVENTS = 256
 MAX_PACES = 1024
 """Shards whose pace is remembered; the one that was asked about longest ago makes room."""
 
-_NO_FAULT = (BadRequest, BadSteering, Busy, CacheFull, ContextTooLong, DiskFull, SessionGone)
+_NO_FAULT = (
+    BadRequest, BadSteering, Busy, CacheFull, ContextTooLong, DiskFull, NotEnoughMemory,
+    SessionGone,
+)  # fmt: skip
 """Answers that say nothing against a host: it is full, forgot, or was asked something wrong."""
 
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import transformers
 
 from mesh.errors import BadValue
+from mesh.headroom import Headroom, ram
 
 T = TypeVar("T")
 
@@ -133,6 +134,22 @@ def choose_threads(requested: int, device: torch.device) -> Choice[int]:
     if together < 0.85 * alone:
         return Choice(cores, f"threads {cores}: {alone / together:.1f}x as fast as one, measured")
     return Choice(1, f"threads 1: {cores} were only {alone / together:.1f}x as fast, measured")
+
+
+def headroom(device: torch.device) -> Headroom:
+    """What can still be taken of the device's memory. Blocks for a moment."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        # What the allocator holds and nobody uses is taken from before anything else.
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return Headroom(free >> 20, total >> 20, f"memory of {torch.cuda.get_device_name(device)}")
+    if device.type == "mps":  # shares the machine's
+        total = torch.mps.recommended_max_memory()
+        left = Headroom(
+            (total - torch.mps.driver_allocated_memory()) >> 20, total >> 20, "what Metal may take"
+        )
+        return min(left, ram(), key=lambda each: each.free_mb)
+    return ram()
 
 
 def is_lost(error: BaseException) -> bool:

@@ -16,29 +16,43 @@ import contextlib
 import gc
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from mesh.channel import Channel, ChannelMessage
+from mesh.charge import Loading
 from mesh.clock import SteadyClock, SystemClock
 from mesh.discovery.interfaces import Reach
 from mesh.errors import BadRequest, DeviceLost, LinkLost, MeshError, UntrustedPeer
 from mesh.identity.tls import TlsContexts, TlsMaterial, require_node
 from mesh.shard.batcher import DeviceQueue
-from mesh.shard.device import choose_device, choose_threads
+from mesh.shard.device import choose_device, choose_threads, headroom
 from mesh.shard.failures import foreseen
-from mesh.shard.loading import HostedOn, LoadedShard, ShardRequest, load_shard
+from mesh.shard.held import HeldShard
+from mesh.shard.hosting import traces_of
+from mesh.shard.loading import (
+    HostedOn,
+    LoadedShard,
+    LoadPlan,
+    ShardRequest,
+    load_shard,
+    plan_shard,
+)
 from mesh.shard.memory import release_memory
 from mesh.shard.permits import Permits, dated
 from mesh.shard.recording import HarvestShelf
+from mesh.shard.reports import endpoint_at, failed, health_of, loaded_shard
+from mesh.shard.room import Room
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
 from mesh.shard.taps.server import TapServer, TapSettings
-from mesh.supervise import attach_to_parent, end_failed
-from mesh.types import Endpoint, NodeId, ShardDescriptor, ShardId, shard_id
+from mesh.supervise import LOADING, attach_to_parent, end_failed
+from mesh.types import Endpoint, NodeId, ShardId, ShardMemory, shard_id
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Drain, Hello
@@ -54,7 +68,7 @@ _STUCK_S = 600.0
 """A visit to the device takes well under a second, on slow machines minutes; one that takes so long
 will not end."""
 
-Load = Callable[[ShardRequest, HostedOn], LoadedShard]
+Load = Callable[[LoadPlan], LoadedShard]
 
 
 class ShardProcess:
@@ -70,6 +84,8 @@ class ShardProcess:
         self._place: HostedOn | None = None
         self._cache_dir: str | None = None
         self._queue: DeviceQueue | None = None
+        self._room: Room | None = None
+        self._held: dict[ShardId, HeldShard] = {}
         self._listener: LinkServer | None = None
         self._tls: TlsContexts | None = None
         self._members: list[bytes] | None = None
@@ -127,7 +143,7 @@ class ShardProcess:
             self._commands.put_nowait(command)
         except asyncio.QueueFull:
             error = BadRequest("The shard process has too many commands waiting.", fix="Wait.")
-            self._say(_failed(command, error))
+            self._say(failed(command, error))
 
     async def _obey_all(self) -> None:
         while True:
@@ -142,9 +158,10 @@ class ShardProcess:
         try:
             answer = await obey.get(str(command.get("op")), _unknown)(command)
         except MeshError as error:
-            answer = _failed(command, error)
+            answer = failed(command, error)
         except (KeyError, TypeError, ValueError) as error:
-            answer = _failed(command, BadRequest(f"Bad command: {error!r}.", fix="Fix its fields."))
+            bad = BadRequest(f"Bad command: {error!r}.", fix="Fix its fields.")
+            answer = failed(command, bad)
         except Exception:
             # Not one of ours: the daemon restarts the process, which is the safest answer.
             logger.exception("command failed op=%s", command.get("op"))
@@ -181,12 +198,15 @@ class ShardProcess:
         self._members_changed.set()
         self._queue = DeviceQueue(threads.value)
         self._queue.on_lost = self._end
+        self._room = Room(
+            partial(headroom, device.value), lambda: list(self._held.values()), self._say_loading
+        )
         self._service.shelf = _shelf(command, NodeId(hello.node_id))
         self._cache_dir = command.get("cache_dir")
         self._place = HostedOn(
             NodeId(hello.node_id),
             hello.node_name,
-            Endpoint(_endpoint(host, self._listener.port)),
+            Endpoint(endpoint_at(host, self._listener.port)),
             device.value,
             threads.value,
         )
@@ -216,34 +236,41 @@ class ShardProcess:
                     link.close("you are no longer trusted here")
 
     async def _load(self, command: ChannelMessage) -> ChannelMessage:
-        place, queue = self._started()
+        place, queue, room = self._started()
         asked = command["shard"]
         if asked.get("advertise_host") and self._listener is not None:
-            endpoint = Endpoint(_endpoint(str(asked["advertise_host"]), self._listener.port))
-            place = HostedOn(place.node_id, place.node_name, endpoint, place.device, place.threads)
+            endpoint = Endpoint(endpoint_at(str(asked["advertise_host"]), self._listener.port))
+            place = replace(place, endpoint=endpoint)
         request = ShardRequest.of(asked, self._cache_dir)
         self._service.require_absent(shard_id(request.model_id, request.layers))
         # A model that cannot be loaded must not take those that can down with the process.
-        loaded = await foreseen(
-            queue.load(lambda: self._load_shard(request, place)), "loading a shard"
-        )
+        reading = queue.load(lambda: plan_shard(request, place))
+        plan = await foreseen(reading, "reading a checkpoint")
+        async with room.loading(plan.shard_id, plan.need):
+            loaded = await foreseen(queue.load(lambda: self._load_shard(plan)), "loading a shard")
         server = ShardServer(
             loaded.descriptor,
             loaded.load,
             request.settings,
             hidden_size=loaded.hidden_size,
             queue=queue,
+            make_room=lambda: nullcontext() if loaded.is_spare() else _room_for(room, plan),
         )
         server.on_change(self._changed.set)
         await server.start()
-        taps = TapSettings.of(asked, request.settings.kv_tokens)
-        self._service.add(server, TapServer(server, loaded.load_plain, queue, taps))
+        settings = TapSettings.of(asked, request.settings.kv_tokens)
+        taps = TapServer(
+            server, loaded.load_plain, queue, settings, lambda: _room_for_twin(room, plan)
+        )
+        self._service.add(server, taps)
+        self._held[plan.shard_id] = HeldShard(server, taps, plan.need)
         self._changed.set()
-        return _loaded(loaded)
+        return loaded_shard(loaded)
 
     async def _unload(self, command: ChannelMessage) -> ChannelMessage:
         name = ShardId(str(command["shard_id"]))
         await self._service.remove(name).evict()
+        self._held.pop(name, None)
         self._changed.set()
         return {"op": "unloaded", "shard_id": name}
 
@@ -282,8 +309,22 @@ class ShardProcess:
             self._require_progress()
             with contextlib.suppress(OSError):  # no descriptor is left to read it with
                 rss_mb = psutil.Process().memory_info().rss / 2**20
-            shards = [await _health(server, rss_mb) for server in self._service.servers]
-            self._say({"op": "health", "shards": shards, "sessions": self._service.sessions()})
+            shards = [await health_of(shard, rss_mb) for shard in self._held.values()]
+            memory = await self._look_after_room()
+            sessions = self._service.sessions()
+            self._say({"op": "health", "shards": shards, "sessions": sessions, "memory": memory})
+
+    async def _look_after_room(self) -> dict[str, Any] | None:
+        """What is free now; where that is little, an idle shard goes."""
+        if self._room is None:
+            return None
+        with contextlib.suppress(OSError):  # as above: what was known last has to do
+            await self._room.relieve()
+        memory = self._room.memory
+        return None if memory is None else {**asdict(memory.device), "ram_mb": memory.ram_mb}
+
+    def _say_loading(self, load: Loading | None) -> None:
+        self._say({"op": LOADING, "load": None if load is None else asdict(load)})
 
     def _require_progress(self) -> None:
         """End the process when its device does, which its loop knows nothing of."""
@@ -312,10 +353,10 @@ class ShardProcess:
             )
         return self._service.handler(link)
 
-    def _started(self) -> tuple[HostedOn, DeviceQueue]:
-        if self._place is None or self._queue is None:
+    def _started(self) -> tuple[HostedOn, DeviceQueue, Room]:
+        if self._place is None or self._queue is None or self._room is None:
             raise BadRequest("The shard process has not started.", fix="Send start first.")
-        return self._place, self._queue
+        return self._place, self._queue, self._room
 
     def _say(self, message: ChannelMessage) -> None:
         if self._channel is not None:
@@ -328,49 +369,18 @@ def _shelf(command: ChannelMessage, own: NodeId) -> HarvestShelf | None:
     return HarvestShelf(Path(directory), limit_bytes, own) if directory else None
 
 
-def _loaded(shard: LoadedShard) -> ChannelMessage:
-    return {
-        "op": "loaded",
-        "descriptor": descriptor_fields(shard.descriptor),
-        "bytes_read": shard.bytes_read,
-        "load_ms": shard.load_ms,
-        "reasons": list(shard.reasons),
-    }
+def _room_for(room: Room, plan: LoadPlan) -> AbstractAsyncContextManager[None]:
+    return room.loading(plan.shard_id, plan.need)
 
 
-def descriptor_fields(descriptor: ShardDescriptor) -> dict[str, Any]:
-    """The descriptor as JSON-able fields: layers as ``lo-hi``, the time as ISO 8601."""
-    return {
-        **asdict(descriptor),
-        "layer_range": str(descriptor.layer_range),
-        "advertised_at": descriptor.advertised_at.isoformat(),
-    }
-
-
-async def _health(server: ShardServer, rss_mb: float) -> dict[str, Any]:
-    health = await server.health()
-    return {
-        "shard_id": health.shard_id,
-        "online": health.online,
-        "p50_latency_ms": health.p50_latency_ms,
-        "p95_latency_ms": health.p95_latency_ms,
-        "queue_depth": health.queue_depth,
-        "active_streams": health.active_streams,
-        "rss_mb": rss_mb,
-        **asdict(server.load_now()),
-    }
+def _room_for_twin(room: Room, plan: LoadPlan) -> AbstractAsyncContextManager[None]:
+    """For the weights once more, in the form in which interventions show them."""
+    need = ShardMemory(weights_mb=plan.need.weights_mb)
+    return room.loading(traces_of(plan.shard_id), need)
 
 
 async def _unknown(command: ChannelMessage) -> ChannelMessage:
     raise BadRequest(f"Unknown command {command.get('op')!r}.", fix="Update the daemon.")
-
-
-def _failed(command: ChannelMessage, error: MeshError) -> ChannelMessage:
-    return {"op": "failed", "shard": command.get("shard"), "error": error.to_dict()}
-
-
-def _endpoint(host: str, port: int) -> str:
-    return f"wss://[{host}]:{port}" if ":" in host else f"wss://{host}:{port}"
 
 
 async def _serve(process: ShardProcess) -> None:

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from mesh.attempts import Attempts
 from mesh.channel import ChannelMessage
+from mesh.charge import Ending, SilenceLimits, ended
 from mesh.errors import Busy, InternalError, MeshError, PortInUse, from_dict
-from mesh.supervisor import Ending, SilenceLimits, Supervisor, ended
+from mesh.supervisor import Supervisor
 from mesh.types import (
     Endpoint,
     LayerRange,
@@ -24,6 +26,7 @@ from mesh.types import (
     ShardDescriptor,
     ShardHealth,
     ShardId,
+    ShardMemory,
     shard_id,
 )
 
@@ -32,6 +35,8 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
+_NOTABLE_MB = 64
+"""A footprint that changed by more is advertised at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,9 @@ class ShardHost:
         self._on_change = on_change
         self._settled = asyncio.Event()
         self._revoked: list[str] = []
+        self.memory: dict[str, Any] | None = None
+        """What is free on the device, as `Headroom`, and ``ram_mb`` of main memory."""
+        self._attempts = Attempts()
         self._loading: dict[ShardId, asyncio.Future[HostedShard]] = {}
 
     def start(self) -> None:
@@ -116,6 +124,8 @@ class ShardHost:
         if self.process.is_stopping:  # a second process would take the port of the one that drains
             raise Busy("this node is stopping.", fix="Ask another node, or start this one again.")
         self.start()
+        if (refusal := self._why_not(name)) is not None:
+            raise refusal
         try:
             async with asyncio.timeout(START_TIMEOUT_S + LOAD_TIMEOUT_S):
                 await self.process.wait_up()
@@ -131,6 +141,11 @@ class ShardHost:
     def knows(self, name: ShardId) -> bool:
         """Whether a wanted shard has loaded or failed."""
         return name in self.shards or name in self.failed
+
+    def try_again(self) -> None:
+        """Load what did not load, whatever happened when that was tried."""
+        self._attempts.forget()
+        self._load_missing()
 
     def pause(self, paused: bool) -> None:
         """Ask whoever has a session here to move it elsewhere; False takes that back."""
@@ -175,9 +190,17 @@ class ShardHost:
         self.shards.clear()
         self.private.clear()
         self.sessions = []
+        self.memory = None
+        if ending.loading is not None:
+            error = self._attempts.died(ending.loading, ending, _now())
+            self._did_not_load(ShardId(ending.loading.name), error)
         for name in list(self._loading):
             self._not_loaded(name, ended(self.process.name, ending))
         self._on_change()
+
+    def why_not_start(self, free_mb: int) -> MeshError | None:
+        """See `Charge.why_not_start`."""
+        return None
 
     def process_changed(self) -> None:
         """See `Charge.process_changed`."""
@@ -189,18 +212,19 @@ class ShardHost:
             case "listening":
                 self.port = message["port"]
                 self.reasons = message["reasons"]
-                for shard in self.spec.shards:
-                    self._load(shard)
                 self.process.ready()
+                self._load_missing()
                 self._note_settled()
             case "loaded":
                 self._loaded(_hosted(message))
             case "failed":
                 self._failed(message)
             case "health":
-                self.sessions = message["sessions"]
-                for fields in message["shards"]:
-                    self._health(fields)
+                self.sessions, self.memory = message["sessions"], message["memory"]
+                notable = [self._health(fields) for fields in message["shards"]]
+                if any(notable):
+                    self._on_change()
+                self._load_missing()
 
     # Private
 
@@ -209,16 +233,31 @@ class ShardHost:
             return None
         return self.shards.get(name) or self.private.get(name)
 
+    def _why_not(self, name: ShardId) -> MeshError | None:
+        """Why a shard is not to be loaded now, after what happened when it was."""
+        free_mb = 0 if self.memory is None else self.memory["ram_mb"]
+        return self._attempts.why_not(name, _now(), free_mb)
+
+    def _load_missing(self) -> None:
+        """Ask for every wanted shard that is not here and may be tried."""
+        for shard in self.spec.shards:
+            name = _id_of(shard)
+            if self._here(name) is None and self._why_not(name) is None and self.process.is_up:
+                self._load(shard)
+
     def _load(self, shard: dict[str, Any]) -> asyncio.Future[HostedShard]:
         """Ask for it unless that was done: asked twice, the process refuses what it just loaded."""
         name = _id_of(shard)
         if name not in self._loading:
             self._loading[name] = asyncio.get_running_loop().create_future()
+            if self._why_not(traces_of(name)) is not None:  # its weights once more were too many
+                shard = {**shard, "max_tap_sessions": 0}
             self.process.tell({"op": "load", "shard": shard})
         return self._loading[name]
 
     def _loaded(self, hosted: HostedShard) -> None:
         name = hosted.descriptor.shard_id
+        self._attempts.succeeded(name)
         loading = self._loading.pop(name, None)
         if loading is not None:
             loading.set_result(hosted)
@@ -238,12 +277,17 @@ class ShardHost:
                 logger.warning("%s The shards move to another port.", error.message)
                 self.port = None
                 return
+        if shard is not None:
+            self._attempts.failed(_id_of(shard), error, _now())
         for name in self.wanted() if shard is None else [_id_of(shard)]:
-            self._not_loaded(name, error)
-            if name in self.wanted():
-                self.failed[name] = error
-                logger.error("shard=%s failed: %s", name, error)
-                self._note_settled()
+            self._did_not_load(name, error)
+
+    def _did_not_load(self, name: ShardId, error: MeshError) -> None:
+        self._not_loaded(name, error)
+        if name in self.wanted():
+            self.failed[name] = error
+            logger.error("shard=%s failed: %s", name, error)
+            self._note_settled()
 
     def _not_loaded(self, name: ShardId, error: MeshError) -> None:
         loading = self._loading.pop(name, None)
@@ -251,10 +295,12 @@ class ShardHost:
             loading.set_exception(error)
             loading.exception()  # often nobody waits, which is no error of its own
 
-    def _health(self, fields: dict[str, Any]) -> None:
+    def _health(self, fields: dict[str, Any]) -> bool:
+        """Take note of it; whether others should know before the next heartbeat."""
         hosted = self.shards.get(fields["shard_id"]) or self.private.get(fields["shard_id"])
         if hosted is None:
-            return
+            return False
+        before, now = hosted.health.memory, ShardMemory(**fields["memory"])
         hosted.health = ShardHealth(
             shard_id=hosted.descriptor.shard_id,
             online=fields["online"],
@@ -263,13 +309,24 @@ class ShardHost:
             p95_latency_ms=fields["p95_latency_ms"],
             queue_depth=fields["queue_depth"],
             active_streams=fields["active_streams"],
+            memory=now,
         )
         hosted.facts.update(fields)
+        return before is None or abs(before.total_mb - now.total_mb) > _NOTABLE_MB
 
     def _note_settled(self) -> None:
         if len(self.shards) + len(self.failed) >= len(self.spec.shards):
             self._settled.set()
         self._on_change()
+
+
+def traces_of(name: ShardId) -> ShardId:
+    """What the weights are called that a shard loads once more, for interventions."""
+    return ShardId(f"{name} for traces")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _id_of(shard: dict[str, Any]) -> ShardId:

@@ -45,6 +45,8 @@ class PackedLinear(nn.Module):
         self.packed = _OPS._reorder_linear_weight(weight.contiguous(), 1)  # noqa: SLF001
         # A copy: the original may lie in a mapping of the whole file, which it would keep alive.
         self.bias = None if bias is None else bias.clone()
+        self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        """What both take; a layout of oneDNN's own does not tell."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, in_features) -> (…, out_features)."""

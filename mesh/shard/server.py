@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from mesh.clock import Clock, SystemClock
 from mesh.errors import BadRequest, MeshError, NoRoute, WeightsMismatch, from_dict
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.compute import Lane, Outcome, PendingStep
-from mesh.shard.residence import Residence
+from mesh.shard.residence import MakeRoom, Residence
 from mesh.shard.sessions import Place, Reply, Session, SessionTable, gone
 from mesh.shard.settings import ShardSettings
 from mesh.shard.steering import Steering
@@ -32,13 +33,15 @@ _RECENT_STEPS = 256
 
 @dataclass(frozen=True, slots=True)
 class ShardLoad:
-    """What a shard holds right now. `kv_mb` is what the caches' buffers take."""
+    """What a shard holds right now. `kv_mb` is what the caches' buffers take, `weights_mb` what the
+    weights do."""
 
     loaded: bool
     parked: int
     kv_tokens_used: int
     kv_tokens: int
     kv_mb: float
+    weights_mb: float
 
 
 class ShardServer:
@@ -53,18 +56,20 @@ class ShardServer:
         hidden_size: int,
         queue: DeviceQueue,
         clock: Clock | None = None,
+        make_room: MakeRoom = nullcontext,
     ) -> None:
-        """`load` blocks while it reads the weights; it is called off the event loop, again after
-        each eviction. `queue` is shared by all shards of the device."""
+        """`load` blocks while it reads the weights; it is called off the event loop, in the block
+        of `make_room`, again after each eviction. `queue` is shared by all shards of the device."""
         self.descriptor = descriptor
         self.settings = settings
         self._hidden_size = hidden_size
         self._queue = queue
         self._clock = clock or SystemClock()
         self._sessions = SessionTable(settings)
-        self._residence = Residence(load, settings, queue)
+        self._residence = Residence(load, settings, queue, make_room)
         self._recent_ms: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._queue_depth = 0
+        self._used_at = 0.0
 
     def on_change(self, changed: Callable[[], None]) -> None:
         """Call `changed` when streams, caches or residence changed; replaces an earlier one."""
@@ -81,6 +86,16 @@ class ShardServer:
             return (await self._residence.acquire()).runtime
         finally:
             self._note_idle()
+
+    @property
+    def idle_s(self) -> float | None:
+        """For how long no stream has needed its weights; None when one does, or they are not here.
+
+        Parked caches may go at any time.
+        """
+        if self._sessions.active or self._residence.lane is None:
+            return None
+        return asyncio.get_running_loop().time() - self._used_at
 
     async def evict(self) -> None:
         """Drop every session (their next step gets session_gone) and free the weights."""
@@ -103,13 +118,16 @@ class ShardServer:
 
     def load_now(self) -> ShardLoad:
         """Residence and cache budget at this moment."""
-        table = self._sessions
+        table, lane = self._sessions, self._residence.lane
         return ShardLoad(
-            self._residence.lane is not None,
+            lane is not None,
             table.parked,
             table.kv_tokens_used,
             self.settings.kv_tokens,
             table.kv_bytes / 2**20,
+            0.0
+            if self._residence.lane is None
+            else self._residence.lane.runtime.weight_bytes / 2**20,
         )
 
     def admit(
@@ -207,6 +225,7 @@ class ShardServer:
         session.park_when_idle = False
         session.last_result = None  # activations are kept no longer than they are of use
         self._sessions.park(session)
+        self._used_at = asyncio.get_running_loop().time()
         self._queue.sessions -= 1
         loop = asyncio.get_running_loop()
         session.lease = loop.call_later(self.settings.park_lease_s, self._abandon, session, gone())
@@ -347,6 +366,7 @@ class ShardServer:
         self._residence.changed()
 
     def _note_idle(self) -> None:
+        self._used_at = asyncio.get_running_loop().time()
         if not any(True for _ in self._sessions):
             self._residence.idle()
 

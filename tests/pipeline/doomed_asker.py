@@ -5,11 +5,13 @@ Its ends are there, and raise what CUDA raises of everything after a device-side
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from mesh.charge import Loading
 from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.engine_process import main
 from mesh.pipeline.model import AskerModel
@@ -25,9 +27,14 @@ class LostText:
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
 
-def load(directory: Path, model_id: ModelId, options: AskerOptions) -> tuple[AskerModel, list[str]]:
+def load(
+    directory: Path,
+    model_id: ModelId,
+    options: AskerOptions,
+    begins: Callable[[Loading], object],
+) -> tuple[AskerModel, list[str]]:
     """As `load_asker`, but for the device."""
-    model, reasons = load_asker(directory, model_id, options)
+    model, reasons = load_asker(directory, model_id, options, begins)
     text = LostText()
     for name in ("decoder", "token_text"):
         setattr(text, name, getattr(model.text, name))

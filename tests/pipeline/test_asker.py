@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from mesh.charge import SilenceLimits
 from mesh.config import Config
 from mesh.errors import DeviceLost, InternalError
 from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
 from mesh.pipeline.asker import AskerProcess
-from mesh.supervisor import SilenceLimits
 from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, SamplingParams
 from mesh.wiring import asker_spec
 from tests import secure

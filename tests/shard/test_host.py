@@ -8,18 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mesh.charge import SilenceLimits
 from mesh.errors import BadCheckpoint, ConnectFailed, DeviceFailed, DeviceLost, MeshError
 from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.shard.runtime import SpanRuntime
 from mesh.supervise import Child
-from mesh.supervisor import SilenceLimits
 from mesh.types import LayerRange
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.websocket import connect
@@ -27,6 +26,7 @@ from tests import secure
 from tests.identity.support import Party, Recorder
 from tests.shard import doomed_host
 from tests.shard.asker import Asker
+from tests.shard.hosts import hosted
 from tests.shard.spans import checkpoint, relative_error, rows, runtime, step
 
 TIMEOUT_S = 60.0
@@ -279,28 +279,6 @@ async def test_shards_move_to_another_port_when_theirs_was_taken_meanwhile() -> 
         with socket.create_server(("127.0.0.1", port)):
             await listens_elsewhere(port)
         assert not host.failed
-    finally:
-        await host.stop()
-
-
-@asynccontextmanager
-async def hosted(
-    shard: dict[str, Any], **more: Any
-) -> AsyncIterator[tuple[ShardHost, Callable[[Callable[[], bool]], Awaitable[None]]]]:
-    """A shard process that has loaded `shard`, and what waits until something is so."""
-    changed = asyncio.Event()
-    host = ShardHost(HostSpec(secure.start_command(None), (shard,)), changed.set, **more)
-
-    async def sees(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            while not condition():
-                changed.clear()
-                await changed.wait()
-
-    host.start()
-    try:
-        await host.wait_settled()
-        yield host, sees
     finally:
         await host.stop()
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mesh.channel import ChannelMessage
+from mesh.charge import Ending, SilenceLimits
 from mesh.errors import InternalError, JobFailed, LinkLost, MeshError, ModelNotFound, from_dict
 from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.runner import JobPlace
 from mesh.interventions.jobs.types import JobReport, JobSpec
 from mesh.interventions.jobs.worker import encode
-from mesh.supervisor import Ending, SilenceLimits, Supervisor
+from mesh.supervisor import Supervisor
 from mesh.types import ModelId
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,10 @@ class JobsProcess:
         for waiting in self._waiting.values():
             if not waiting.ended.done():
                 waiting.ended.set_exception(lost)
+
+    def why_not_start(self, free_mb: int) -> MeshError | None:
+        """See `Charge.why_not_start`."""
+        return None
 
     def process_changed(self) -> None:
         """See `Charge.process_changed`: jobs wait for what becomes of it."""

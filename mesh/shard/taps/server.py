@@ -11,12 +11,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mesh.errors import BadRequest, Busy, DeviceFailed, MeshError, NoRoute, SessionGone
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.failures import foreseen
+from mesh.shard.residence import MakeRoom
 from mesh.shard.sessions import Reply
 from mesh.shard.taps.parts import FETCH, MAX_MESSAGE_BYTES, PART_BYTES
 from mesh.types import LayerRange, ShardDescriptor
@@ -24,6 +26,7 @@ from mesh.wire.messages import Failure, OpenTaps, Result, Step, WireTensor
 
 if TYPE_CHECKING:
     from mesh.models.load import LoadedSpan
+    from mesh.shard.runtime import SpanRuntime
     from mesh.shard.server import ShardServer
     from mesh.shard.taps.session import TapSession
     from mesh.shard.taps.tree import SpanTree
@@ -82,12 +85,17 @@ class TapServer:
         load: Callable[[], LoadedSpan],
         queue: DeviceQueue,
         settings: TapSettings | None = None,
+        make_room: MakeRoom = nullcontext,
     ) -> None:
-        """`load` reads the span's plain weights once more; called where chat's cannot be shared."""
+        """`load` reads the span's plain weights once more, in the block of `make_room`; called
+        where chat's cannot be shared."""
         self._shard = shard
         self._load = load
         self._queue = queue
         self._settings = settings or TapSettings()
+        self._make_room = make_room
+        self.weights_mb = 0.0
+        """What weights take that only interventions use."""
         self._places: set[TapPlace] = set()
         self._tree: SpanTree | None = None
         self._loading = asyncio.Lock()
@@ -172,6 +180,13 @@ class TapServer:
             loop = asyncio.get_running_loop()
             self._idle = loop.call_later(self._settings.idle_s, self._forget_tree)
 
+    def evict(self) -> None:
+        """Let the modules go if no session needs them."""
+        if not self._places:
+            if self._idle is not None:
+                self._idle.cancel()
+            self._forget_tree()
+
     def shutdown(self) -> None:
         """End every session and let the modules go."""
         for place in list(self._places):
@@ -228,13 +243,19 @@ class TapServer:
         async with self._loading:
             if self._tree is None:
                 runtime = await self._shard.borrow()
-                self._tree = await self._queue.load(lambda: _grow(runtime, self._load))
+                if (shared := await self._queue.load(lambda: _twin(runtime))) is not None:
+                    self._tree = await self._queue.load(lambda: _grow(runtime, shared))
+                else:
+                    async with self._make_room():
+                        self._tree = await self._queue.load(lambda: _grow(runtime, self._load()))
+                    self.weights_mb = runtime.weight_bytes / 2**20
             return self._tree
 
     def _forget_tree(self) -> None:
         self._idle = None
         if not self._places:
             self._tree = None
+            self.weights_mb = 0.0
 
     def _check(self, request: OpenTaps) -> LayerRange:
         here: ShardDescriptor = self._shard.descriptor
@@ -251,15 +272,17 @@ class TapServer:
         return layers
 
 
-def _grow(runtime: object, load: Callable[[], LoadedSpan]) -> SpanTree:
-    # nnsight takes seconds to import and is needed by interventions only.
-    from mesh.shard.runtime import SpanRuntime
-    from mesh.shard.taps.tree import SpanTree
+def _twin(runtime: SpanRuntime) -> LoadedSpan | None:
     from mesh.shard.taps.twin import twin
 
-    if not isinstance(runtime, SpanRuntime):
-        raise TypeError(f"not a span: {runtime!r}")
-    return SpanTree(twin(runtime.loaded) or load(), runtime.device)
+    return twin(runtime.loaded)
+
+
+def _grow(runtime: SpanRuntime, loaded: LoadedSpan) -> SpanTree:
+    # nnsight takes seconds to import and is needed by interventions only.
+    from mesh.shard.taps.tree import SpanTree
+
+    return SpanTree(loaded, runtime.device)
 
 
 def _next_part(place: TapPlace, step: Step) -> Result:

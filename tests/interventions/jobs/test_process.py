@@ -17,13 +17,13 @@ import pytest
 import pytest_asyncio
 from nnsight.modeling.transformers import TransformersModel
 
+from mesh.charge import SilenceLimits
 from mesh.errors import JobFailed, ModelNotFound, NoRoute
 from mesh.identity.tls import TlsMaterial
 from mesh.interventions.jobs import worker
 from mesh.interventions.jobs.process import JobsProcess, JobsSpec, limits_of
 from mesh.interventions.jobs.types import JobReport, JobSpec
 from mesh.shard.hosting import ShardHost
-from mesh.supervisor import SilenceLimits
 from mesh.types import LayerRange, ModelId
 from tests import secure
 from tests.interventions.cases import PROMPT
