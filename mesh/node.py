@@ -6,15 +6,13 @@ The only file that knows all parts. It decides nothing but who is given what.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mesh import wiring
+from mesh import allowances, wiring
 from mesh.api.app import create_app
 from mesh.api.ndif.routes import JobsApi
 from mesh.api.overview import NodeParts, Overview
@@ -37,17 +35,18 @@ from mesh.hearth.control import Control
 from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
 from mesh.hearth.publishing import Serving
 from mesh.identity.api_keys import ApiKeys, new_owner_key
-from mesh.identity.keys import NodeKey, load_or_create
+from mesh.identity.keys import NodeKey
 from mesh.interventions.jobs.process import JobsProcess
 from mesh.keeping import HomeLayers, load_at_home
-from mesh.models.local import LocalModel, find_local_models
+from mesh.ledger import ResourceLedger
+from mesh.models.local import LocalModel
 from mesh.offers import Offers
-from mesh.paths import StatePaths, cache_dir
+from mesh.paths import StatePaths
 from mesh.pipeline.asker import AskerProcess, Askers
 from mesh.privacy import PrivacyReport
 from mesh.queueing import start_queue
 from mesh.routing.cover import Candidate, missing_layers
-from mesh.runtime import DaemonRecord, sole_use
+from mesh.runtime import DaemonRecord
 from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.steering.control import SteeredGenerations, Steering
 from mesh.supervisor import Supervisor
@@ -70,6 +69,7 @@ class Node:
         self._started_at = self._clock.now()
         self._events = EventStream(self._clock)
         self._metrics = Metrics()
+        self._accounts = ResourceLedger(self._clock, allowances.DAEMON)
         timeout_s = config.distributed.shard_health_timeout_seconds
         self._store = ShardStore(self._clock, expiry_s=timeout_s * EXPIRY_FACTOR)
         # A peer is heard with every ping of its link and every renewal of its advertisement.
@@ -162,7 +162,7 @@ class Node:
             lambda kind, fields: self._events.emit(kind, **fields),
         )
         paths = StatePaths(self._config.state_dir)
-        return Network(self._key, paths, settings, self._store, self._clock, hooks)
+        return Network(self._key, paths, settings, self._store, self._clock, hooks, self._accounts)
 
     def _start_host(self, address: str, tls: dict[str, Any]) -> None:
         spec = wiring.host_spec(self._config, self._key, self._models, address, tls)
@@ -359,42 +359,3 @@ class Node:
                 self._push_now()
         finally:
             subscription.close()
-
-
-def run(config: Config, *, on_ready: Callable[[DaemonRecord], None] | None = None) -> None:
-    """Run a node in the foreground until SIGINT or SIGTERM.
-
-    `on_ready` is called once the API answers. Raises MeshError when the node cannot start.
-    """
-    paths = StatePaths(config.state_dir).create()
-    with sole_use(paths):
-        asyncio.run(_run(config, paths, on_ready))
-
-
-async def _run(
-    config: Config, paths: StatePaths, on_ready: Callable[[DaemonRecord], None] | None
-) -> None:
-    key = await asyncio.to_thread(load_or_create, paths.identity_key)
-    models = await asyncio.to_thread(find_local_models, config, cache_dir())
-    node = Node(config, key, models)
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-    loop.add_signal_handler(signal.SIGUSR1, node.pause, True)
-    loop.add_signal_handler(signal.SIGUSR2, node.pause, False)
-    try:
-        await node.start()
-        record = node.record()
-        await asyncio.to_thread(record.write, paths.runtime_file)
-        if on_ready is not None:
-            on_ready(record)
-        await stopped.wait()
-    finally:
-        await node.stop()
-        await asyncio.to_thread(_forget, paths.runtime_file)
-
-
-def _forget(file: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        file.unlink()

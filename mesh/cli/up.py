@@ -75,7 +75,7 @@ def up(  # noqa: PLR0913 - flags
         announce(_detached(_arguments(flags, config), paths))
         return
     _log_to_stderr(loaded.log_level)
-    from mesh.node import run
+    from mesh.daemon import run
 
     run(loaded, on_ready=announce)
 

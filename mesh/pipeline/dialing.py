@@ -9,6 +9,7 @@ from functools import partial
 
 from mesh.identity.tls import TlsContexts, require_node
 from mesh.pipeline.lines import Dial, Line
+from mesh.shard.leases import lease_of
 from mesh.shard.permits import clock_of, permit
 from mesh.wire.link import Link
 from mesh.wire.messages import Hello
@@ -34,6 +35,7 @@ def secured(hello: Hello, tls: TlsContexts) -> Dial:
             link.close("not the node that was dialled")
             raise
         line.permit = partial(permit, tls.key, clock_of(link.peer), line.host)
+        line.lease_s = lease_of(link.peer)
         return link
 
     return dial

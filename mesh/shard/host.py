@@ -16,7 +16,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from mesh.shard.device import choose_device, choose_threads, headroom
 from mesh.shard.failures import foreseen
 from mesh.shard.held import HeldShard
 from mesh.shard.hosting import traces_of
+from mesh.shard.leases import leased
 from mesh.shard.loading import (
     HostedOn,
     LoadedShard,
@@ -50,9 +51,10 @@ from mesh.shard.reports import endpoint_at, failed, health_of, loaded_shard
 from mesh.shard.room import Room
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
+from mesh.shard.settings import ShardSettings
 from mesh.shard.taps.server import TapServer, TapSettings
 from mesh.supervise import LOADING, attach_to_parent, end_failed
-from mesh.types import Endpoint, NodeId, ShardId, ShardMemory, shard_id
+from mesh.types import Endpoint, NodeId, ShardId, shard_id
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Drain, Hello
@@ -186,13 +188,14 @@ class ShardProcess:
         material = TlsMaterial.from_fields(command["tls"])
         self._tls = await asyncio.to_thread(TlsContexts, material)
         clock = SteadyClock(SystemClock().now())
+        lease_s = float(command.get("session_lease_s") or ShardSettings().session_lease_s)
         self._service.permits = Permits(self._tls, clock)
         self._service.revoke(self._revoked)
         self._listener = await serve(
             Reach.of(command.get("interfaces", [host]), host) or host,
             port,
             accept=self._accept,
-            hello=lambda: dated(hello, clock),
+            hello=lambda: dated(leased(hello, lease_s), clock),
             ssl=self._tls.server,
         )
         self._members_changed.set()
@@ -246,7 +249,8 @@ class ShardProcess:
         # A model that cannot be loaded must not take those that can down with the process.
         reading = queue.load(lambda: plan_shard(request, place))
         plan = await foreseen(reading, "reading a checkpoint")
-        async with room.loading(plan.shard_id, plan.need):
+        room_for = partial(room.loading, plan.shard_id, plan.need)
+        async with room_for():
             loaded = await foreseen(queue.load(lambda: self._load_shard(plan)), "loading a shard")
         server = ShardServer(
             loaded.descriptor,
@@ -254,14 +258,13 @@ class ShardProcess:
             request.settings,
             hidden_size=loaded.hidden_size,
             queue=queue,
-            make_room=lambda: nullcontext() if loaded.is_spare() else _room_for(room, plan),
+            make_room=lambda: nullcontext() if loaded.is_spare() else room_for(),
         )
         server.on_change(self._changed.set)
         await server.start()
         settings = TapSettings.of(asked, request.settings.kv_tokens)
-        taps = TapServer(
-            server, loaded.load_plain, queue, settings, lambda: _room_for_twin(room, plan)
-        )
+        room_for_traces = partial(room.loading, traces_of(plan.shard_id), plan.plain_need)
+        taps = TapServer(server, loaded.load_plain, queue, settings, room_for_traces)
         self._service.add(server, taps)
         self._held[plan.shard_id] = HeldShard(server, taps, plan.need)
         self._changed.set()
@@ -367,16 +370,6 @@ def _shelf(command: ChannelMessage, own: NodeId) -> HarvestShelf | None:
     directory = command.get("harvest_dir")
     limit_bytes = int(command.get("harvest_mb") or 0) << 20
     return HarvestShelf(Path(directory), limit_bytes, own) if directory else None
-
-
-def _room_for(room: Room, plan: LoadPlan) -> AbstractAsyncContextManager[None]:
-    return room.loading(plan.shard_id, plan.need)
-
-
-def _room_for_twin(room: Room, plan: LoadPlan) -> AbstractAsyncContextManager[None]:
-    """For the weights once more, in the form in which interventions show them."""
-    need = ShardMemory(weights_mb=plan.need.weights_mb)
-    return room.loading(traces_of(plan.shard_id), need)
 
 
 async def _unknown(command: ChannelMessage) -> ChannelMessage:

@@ -93,6 +93,11 @@ class LoadPlan:
         """Of the shard that it gives."""
         return shard_id(self.request.model_id, self.request.layers)
 
+    @property
+    def plain_need(self) -> ShardMemory:
+        """What its weights take once more, in the form in which interventions show them."""
+        return ShardMemory(weights_mb=self.need.weights_mb)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedShard:

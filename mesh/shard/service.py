@@ -9,16 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from mesh import allowances
+from mesh.clock import SystemClock
 from mesh.errors import (
     BadRequest,
     BadSteering,
-    Busy,
     DiskFull,
+    LimitReached,
     MeshError,
     NoRoute,
 )
+from mesh.ledger import Hold, Resource, ResourceLedger, of_peer
 from mesh.models.edits import MAX_TOTAL_BYTES, assemble
 from mesh.models.harvest import HarvestBatch
 from mesh.shard.failures import foreseen
@@ -51,20 +56,27 @@ logger = logging.getLogger(__name__)
 
 _MAX_SESSIONS_PER_LINK = 1024
 _MAX_PARTLY_OPEN = 8
-_MAX_PARTS_BYTES = 4 * MAX_TOTAL_BYTES
-"""Parts come before the token that they belong to: this much of them, however many links."""
-
 _Opened = tuple[ShardServer, Session]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Edits that came before the token that they belong to, and the room they take."""
+
+    data: bytes
+    room: Hold
 
 
 class ShardService:
     """Which shards this process serves.
 
     With `permits` every session needs a token; None is for links that prove no identity, which
-    only exist within one process. Harvests are written to the `shelf`, when there is one.
+    only exist within one process. Harvests are written to the `shelf`, when there is one. What
+    peers hold beside sessions is on `accounts`.
     """
 
     def __init__(self) -> None:
+        self.accounts = ResourceLedger(SystemClock(), allowances.SHARDS)
         self.permits: Permits | None = None
         self.shelf: HarvestShelf | None = None
         self._servers: dict[ShardId, ShardServer] = {}
@@ -107,10 +119,6 @@ class ShardService:
         self._links.add(sessions)
         return sessions
 
-    def parts_bytes(self, peer: NodeId) -> int:
-        """What a peer has sent of edits, on all its links, without the `Open` they are for."""
-        return sum(each.parts_bytes for each in self._links if each.peer == peer)
-
     def gone(self, sessions: LinkSessions) -> None:
         """A link has ended."""
         self._links.discard(sessions)
@@ -132,7 +140,7 @@ class ShardService:
         for server in self._servers.values():
             try:
                 recording = self._recording(request, peer)
-                return server, server.admit(request, edits, recording)
+                return server, server.admit(request, edits, recording, of_peer(peer))
             except MeshError as error:
                 # That another shard lacks the layers says less than why this one refused.
                 if refusal is None or isinstance(refusal, NoRoute):
@@ -149,12 +157,12 @@ class ShardService:
             raise DiskFull("This process writes no harvests.", fix="Use another node.")
         return self.shelf.recording(batch, peer)
 
-    def admit_taps(self, request: OpenTaps) -> tuple[TapServer, TapPlace]:
+    def admit_taps(self, request: OpenTaps, peer: NodeId) -> tuple[TapServer, TapPlace]:
         """The same for an intervention session."""
         refusal: MeshError | None = None
         for server in self._taps.values():
             try:
-                return server, server.admit(request)
+                return server, server.admit(request, of_peer(peer))
             except MeshError as error:
                 if refusal is None or isinstance(refusal, NoRoute):
                     refusal = error
@@ -171,9 +179,9 @@ class LinkSessions:
         self._service = service
         self._sessions: dict[int, tuple[ShardServer, Session]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._parts: dict[int, bytes] = {}
+        self._parts: dict[int, _Parts] = {}
         self._tokens: dict[int, str] = {}
-        self._taps = LinkTaps(service, self._send)
+        self._taps = LinkTaps(service, self._send, self.peer)
 
     def message(self, message: Message) -> None:
         """See `LinkHandler.message`."""
@@ -193,6 +201,9 @@ class LinkSessions:
         for server, session in self._sessions.values():
             server.close(session)
         self._sessions.clear()
+        for parts in self._parts.values():
+            parts.room.close()
+        self._parts.clear()
         self._taps.closed()
         self._service.gone(self)
 
@@ -200,11 +211,6 @@ class LinkSessions:
     def peer(self) -> NodeId:
         """Who is at the other end."""
         return NodeId(self._link.peer.node_id)
-
-    @property
-    def parts_bytes(self) -> int:
-        """See `ShardService.parts_bytes`."""
-        return sum(map(len, self._parts.values()))
 
     def rows(self) -> list[dict[str, Any]]:
         """See `ShardService.sessions`."""
@@ -279,7 +285,7 @@ class LinkSessions:
             self._tokens[request.session] = token
 
     def _close(self, number: int) -> None:
-        self._parts.pop(number, None)
+        self._edits_of(number)
         self._tokens.pop(number, None)
         self._taps.close(number)
         known = self._sessions.pop(number, None)
@@ -287,22 +293,36 @@ class LinkSessions:
             known[0].close(known[1])
 
     def _take_part(self, part: OpenPart) -> None:
-        data = self._parts.pop(part.session, b"") + part.data
-        if len(data) > MAX_TOTAL_BYTES or len(self._parts) >= _MAX_PARTLY_OPEN:
+        parts = self._parts.pop(part.session, None)
+        if parts is None:
+            room = self._service.accounts.hold(of_peer(self.peer), Resource.EDIT_BYTES)
+            parts = _Parts(b"", room)
+        size = len(parts.data) + len(part.data)
+        if size > MAX_TOTAL_BYTES or len(self._parts) >= _MAX_PARTLY_OPEN:
+            parts.room.close()
             raise BadSteering(
                 f"The edits of a session have more than {MAX_TOTAL_BYTES} bytes, or too many"
                 " sessions are being opened.",
                 fix="Attach fewer, or smaller ones.",
                 param="hearthnet.steer",
             )
-        if self._service.parts_bytes(self.peer) + len(data) > _MAX_PARTS_BYTES:
-            raise Busy(
-                "Too many sessions with edits are being opened.", fix="Open them one by one."
-            )
-        self._parts[part.session] = data
+        try:
+            parts.room.resize(size)
+        except LimitReached:
+            parts.room.close()
+            raise
+        self._parts[part.session] = _Parts(parts.data + part.data, parts.room)
+
+    def _edits_of(self, number: int) -> bytes:
+        """The edits that came for this session; they are on nobody's account from here on."""
+        parts = self._parts.pop(number, None)
+        if parts is None:
+            return b""
+        parts.room.close()
+        return parts.data
 
     def _open(self, request: Open) -> None:
-        edits = assemble(request.edits, self._parts.pop(request.session, b""))
+        edits = assemble(request.edits, self._edits_of(request.session))
         known = self._sessions.get(request.session)
         if known is not None and not known[1].closed:
             raise BadRequest(
@@ -314,6 +334,7 @@ class LinkSessions:
             self._forget_closed()
         server, session = self._service.admit(request, edits, self.peer)
         self._sessions[request.session] = (server, session)
+        session.on_end = partial(self._ended, session)
         if session.place is not None:
             self._send(Opened(session.number, session.max_tokens))
             return
@@ -343,6 +364,13 @@ class LinkSessions:
                 self._send(Failure(error.to_dict(), session.number))
             return
         self._send(Opened(session.number, session.max_tokens))
+
+    def _ended(self, session: Session, error: MeshError) -> None:
+        """The shard has ended the session: its asker is told before it next asks."""
+        known = self._sessions.get(session.number)
+        if known is not None and known[1] is session:
+            self._close(session.number)
+            self._send(Failure(error.to_dict(), session.number))
 
     def _find(self, number: int) -> tuple[ShardServer, Session]:
         known = self._sessions.get(number)

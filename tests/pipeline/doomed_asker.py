@@ -23,7 +23,7 @@ class LostText:
 
     eos_ids: tuple[int, ...] = ()
 
-    def prompt_ids(self, request: GenerationRequest) -> list[int]:
+    def prompt_ids(self, request: GenerationRequest, most: int) -> list[int]:
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
 

@@ -13,16 +13,18 @@ from mesh.errors import (
     CacheFull,
     ContextTooLong,
     DeviceFailed,
+    LimitReached,
     MeshError,
     NoRoute,
     SessionGone,
     WeightsMismatch,
 )
+from mesh.ledger import Resource, of_peer
 from mesh.shard.runtime import SpanRuntime
-from mesh.types import NodeId, WireDtype
+from mesh.types import WireDtype
 from mesh.wire.activations import to_wire
 from mesh.wire.limits import Limits
-from mesh.wire.messages import Advertise, Failure, Open, OpenPart, Step
+from mesh.wire.messages import Failure, Loading, Open, OpenPart, Step
 from tests.shard.asker import Attic, CountedLoader, close_to, settled
 from tests.shard.spans import rows, step
 
@@ -33,7 +35,7 @@ async def test_streams_are_limited_strictly_when_all_ask_at_once() -> None:
     async with Attic(max_concurrent_streams=2) as attic:
         askers = [attic.asker() for _ in range(5)]
         outcomes = await asyncio.gather(*(a.open() for a in askers), return_exceptions=True)
-        assert [type(o) for o in outcomes].count(Busy) == 3
+        assert sum(isinstance(o, LimitReached) for o in outcomes) == 3
         assert (await attic.server.health()).active_streams == 2
         askers[outcomes.index(None)].close()
         await settled(lambda: attic.server.load_now().kv_tokens_used == 128)
@@ -44,7 +46,7 @@ async def test_streams_are_limited_while_the_weights_are_loading() -> None:
     attic = Attic(max_concurrent_streams=2)
     askers = [attic.asker() for _ in range(4)]
     outcomes = await asyncio.gather(*(a.open() for a in askers), return_exceptions=True)
-    assert [type(o) for o in outcomes].count(Busy) == 2
+    assert sum(isinstance(o, LimitReached) for o in outcomes) == 2
     assert attic.loader.loads == 1
     await attic.server.evict()
     attic.queue.close()
@@ -76,7 +78,7 @@ async def test_a_session_number_in_use_and_a_message_out_of_place_are_refused() 
         await asker.open()
         with pytest.raises(BadRequest):
             await asker.open()
-        asker.link.send(Advertise(b"", b""))
+        asker.link.send(Loading(1))
         failure = await asker.answer()
         assert isinstance(failure, Failure)
         assert failure.error["code"] == "bad_request"
@@ -288,6 +290,6 @@ async def test_edits_before_their_open_are_bounded_per_peer_however_many_links()
             return str(answer.error["code"])
 
         codes = [await send_parts() for _ in range(6)]
-        assert codes == [SessionGone.code] * 4 + [Busy.code] * 2
-        assert attic.service.parts_bytes(NodeId("a" * 64)) == 16 << 20
-        assert attic.service.parts_bytes(NodeId("b" * 64)) == 0
+        assert codes == [SessionGone.code] * 4 + [LimitReached.code] * 2
+        accounts = attic.service.accounts
+        assert accounts.holders(Resource.EDIT_BYTES) == {of_peer("a" * 64): 16 << 20}
