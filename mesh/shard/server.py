@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mesh.clock import Clock, SystemClock
 from mesh.errors import BadRequest, MeshError, from_dict
-from mesh.ledger import ResourceLedger
 from mesh.shard.admission import layers_asked
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.compute import Lane, Outcome, PendingStep
@@ -74,11 +73,8 @@ class ShardServer:
         self._queue_depth = 0
         self._used_at = 0.0
         self._sweep: asyncio.TimerHandle | None = None
-
-    @property
-    def accounts(self) -> ResourceLedger:
+        self.accounts = self._sessions.accounts
         """Streams and cache positions by who asked for them."""
-        return self._sessions.accounts
 
     def on_change(self, changed: Callable[[], None]) -> None:
         """Call `changed` when streams, caches or residence changed; replaces an earlier one."""
@@ -114,13 +110,13 @@ class ShardServer:
 
     async def health(self) -> ShardHealth:
         """Latencies over the last steps, queue depth and streams in use."""
-        ordered = sorted(self._recent_ms)
+        p50_ms, p95_ms = _percentiles(self._recent_ms)
         return ShardHealth(
             shard_id=self.descriptor.shard_id,
             online=True,
             last_seen=self._clock.now(),
-            p50_latency_ms=_quantile(ordered, 0.5),
-            p95_latency_ms=_quantile(ordered, 0.95),
+            p50_latency_ms=p50_ms,
+            p95_latency_ms=p95_ms,
             queue_depth=self._queue_depth,
             active_streams=self._sessions.active,
         )
@@ -189,8 +185,9 @@ class ShardServer:
         """Compute `step`; `reply` gets its Result or Failure, on the event loop, perhaps right now.
 
         The last answered step is answered again from memory; one that is under way is not started
-        twice. Raises SessionGone, BadRequest, ContextTooLong or Busy for a step that is refused;
-        the session is then as before.
+        twice. A session that needs more positions than it has room for gets them here. Raises
+        SessionGone, BadRequest, ContextTooLong, CacheFull or Busy for a step that is refused; the
+        session is then as before.
         """
         if session.closed:
             raise gone()
@@ -199,6 +196,7 @@ class ShardServer:
         if self._is_repeated(session, step, reply):
             return
         session.check(step, self._hidden_size)
+        self._grow(session, session.place, step.position + step.tensor.shape[1])
         session.active_at = _now()
         session.waiting.append((step, reply))
         session.last_step = step.step
@@ -259,7 +257,7 @@ class ShardServer:
         if not session.parked or max_tokens < 1:
             raise BadRequest("Only a parked session is resumed.", fix="Park it first.")
         self._let_go(self._sessions.resume(session, max_tokens, _now()))
-        session.place.cache.max_tokens = max_tokens
+        session.place.cache.max_tokens = session.max_tokens
         self._queue.sessions += 1
         self._residence.changed()
 
@@ -281,6 +279,11 @@ class ShardServer:
         self._free(session)
 
     # One step
+
+    def _grow(self, session: Session, place: Place, positions: int) -> None:
+        if positions > session.max_tokens:
+            self._let_go(self._sessions.grow(session, positions, _now()))
+            place.cache.max_tokens = session.max_tokens
 
     def _begin(self, session: Session, place: Place) -> None:
         step, _ = session.waiting[0]
@@ -391,7 +394,6 @@ def _place(lane: Lane, session: Session) -> Place:
     return Place(lane, lane.runtime.new_cache(session.max_tokens), hooks)
 
 
-def _quantile(ordered: list[float], share: float) -> float:
-    if not ordered:
-        return 0.0
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def _percentiles(recent: Collection[float]) -> tuple[float, float]:
+    ordered = sorted(recent) or [0.0]
+    return ordered[len(ordered) // 2], ordered[int(0.95 * len(ordered))]
