@@ -320,7 +320,7 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class ShardStatus:
-    """A shard of the route changed its state: ``degraded``, ``lost`` or ``ok``."""
+    """A shard of the route changed its state: ``degraded``, ``full``, ``draining``."""
 
     shard_id: ShardId
     node: str
@@ -341,7 +341,7 @@ class ShardFailover:
 
 @dataclass(frozen=True, slots=True)
 class PipelineAborted:
-    """The distributed run ended; what follows is local fallback or an error."""
+    """The distributed run ended; what follows is local fallback, an error, or the answer's end."""
 
     reason: str
     type: str = "pipeline_aborted"
@@ -364,7 +364,8 @@ class HopTiming:
 class Done:
     """The end of a stream. `finish_reason` is ``stop`` or ``length``.
 
-    `widened` counts the tensors that overflowed the wire dtype and travelled wider.
+    `widened` counts the tensors that overflowed the wire dtype and travelled wider. `note` says why
+    an answer ended where neither the model nor the request wanted it to.
     """
 
     finish_reason: str
@@ -380,6 +381,7 @@ class Done:
     hops: tuple[HopTiming, ...]
     construct_ms: float = 0.0
     widened: int = 0
+    note: str = ""
     type: str = "done"
 
 

@@ -20,7 +20,7 @@ from mesh.pipeline.chain import Chain, HopLost
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.opening import Patience
 from mesh.pipeline.overseer import Overseer
-from mesh.pipeline.station import SessionTerms
+from mesh.pipeline.terms import SessionTerms
 from mesh.routing.cover import ShardKey, key_of
 from mesh.routing.router import UNSERVED, ShardRouter
 from mesh.types import LayerRange, Pipeline, RouteHop
@@ -90,7 +90,7 @@ class Sessions:
         if kept is not None:
             session, common = kept
             try:
-                await session.chain.resume(terms.max_tokens)
+                await session.chain.resume(terms.reserve, terms.limit)
                 session.chain.require_trust()
             except (HopLost, LinkLost) as gone:
                 logger.info("parked session not resumed: %s", gone)

@@ -25,22 +25,19 @@ from mesh.errors import (
     SessionGone,
     from_dict,
 )
-from mesh.models.edits import describe
-from mesh.models.harvest import HarvestBatch
 from mesh.pipeline.claims import Claim
 from mesh.pipeline.history import History, slice_rows
 from mesh.pipeline.lines import Line
 from mesh.pipeline.opening import Opening, Patience
+from mesh.pipeline.terms import SessionTerms
 from mesh.pipeline.timings import StepTimings
-from mesh.types import Edit, HopTiming, LayerRange, ModelId, RouteHop, WireDtype
+from mesh.types import HopTiming, RouteHop
 from mesh.wire.messages import (
     Close,
     Failure,
     Loading,
     Message,
-    Open,
     Opened,
-    OpenPart,
     Park,
     Result,
     Resume,
@@ -55,47 +52,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PART_BYTES = 128 << 10
-"""Bytes of edits in one message: several fit below a link's limit for what is not a tensor."""
-
 _FLOATS = frozenset({"fp16", "bf16", "fp32"})
 
 STEPS_UNDER_WAY = 6
 """Steps of one session a hop is sent before it answers the first; a shard refuses more than 8."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionTerms:
-    """What every hop of a generation is asked for."""
-
-    model_id: ModelId
-    weights_sha256: str
-    max_tokens: int
-    wire_dtype: WireDtype
-    edits: tuple[Edit, ...] = ()
-    harvest: HarvestBatch | None = None
-
-    def opening(self, session: int, layers: LayerRange) -> list[Message]:
-        """What asks a hop for a session on `layers`: its share of the edits, then `Open`."""
-        edits = [edit for edit in self.edits if edit.site.layer in layers]
-        data = b"".join(edit.data for edit in edits)
-        return [
-            *(
-                OpenPart(session, data[first : first + PART_BYTES])
-                for first in range(0, len(data), PART_BYTES)
-            ),
-            Open(
-                session,
-                self.model_id,
-                self.weights_sha256,
-                layers.start,
-                layers.stop,
-                self.max_tokens,
-                self.wire_dtype,
-                describe(edits),
-                harvest=self.harvest.to_fields() if self.harvest is not None else {},
-            ),
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +121,8 @@ class Station:
             self._overseer.closed(self)
             self._line.send(Park(self._session))
 
-    async def resume(self, max_tokens: int, patience: Patience) -> None:
-        """Take a stream again, with room for `max_tokens` positions in all.
+    async def resume(self, patience: Patience) -> None:
+        """Take a stream again, with the room that `terms` say.
 
         Raises what `open` does, and SessionGone when the hop was lost meanwhile, or still owes an
         answer: that could be one to what is about to be cut.
@@ -174,7 +134,7 @@ class Station:
                 fix="Open a new session and replay the inputs.",
             )
         self._claim.renew()
-        await self._ask([Resume(self._session, max_tokens)], patience)
+        await self._ask([Resume(self._session, self.terms.room(self.history.length))], patience)
         self._resting = False
 
     async def seal(self, timeout_s: float) -> list[dict[str, Any]]:
@@ -334,7 +294,7 @@ class Station:
         self._woken_at = asyncio.get_running_loop().time()
         self._claim.renew()
         try:
-            self._line.ask([Resume(self._session, self.terms.max_tokens)])
+            self._line.ask([Resume(self._session, self.terms.room(self.history.length))])
         except LinkLost as error:
             self.fail(error)
 
