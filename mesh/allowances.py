@@ -51,11 +51,20 @@ SHARDS: Limits = {
 }
 """The shard process; streams, cache positions and tap sessions are counted per shard."""
 
+_HOSTS: Limits = {
+    # A link's own limits come first; this is for several to one host.
+    Resource.BYTES_BUFFERED: Limit(512 * _MIB),
+}
+
 ASKER: Limits = {
+    **_HOSTS,
     # What tokenising and rendering takes: of a megabyte some two seconds.
     Resource.CPU_SECONDS_PER_MINUTE: Limit(20, kinds={PrincipalKind.NODE: inf}),
 }
 """An asker's process."""
+
+JOBS: Limits = _HOSTS
+"""The process of the jobs."""
 
 CONTROL_LINKS: Limits = {
     # One is in use; others are duplicates for a moment, or what is left of a crash.

@@ -196,6 +196,7 @@ class Node:
             ),
             lacking=self._home.lacking,
             processes=self._processes,
+            accounts=self._reports,
         )
         askers = Askers(
             self._askers,
@@ -206,7 +207,9 @@ class Node:
         paths = StatePaths(config.state_dir)
         steering = self._steering = Steering(network, self._models, paths.steering_dir)
         generations = SteeredGenerations(askers, steering)
-        settings = ApiSettings(config.api_host, self._owner_key, keyless=config.is_keyless)
+        settings = ApiSettings(
+            config.api_host, self._owner_key, keyless=config.is_keyless, accounts=self._accounts
+        )
         keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
         view, control = Overview(parts), Control(network)
         research = Research(steering, Harvests(self._models, self._askers))
@@ -239,6 +242,11 @@ class Node:
             "enabled": self._is_distributed,
             "paused": self._is_paused,
         }
+
+    def _reports(self) -> list[dict[str, Any]]:
+        askers = [{**asker.accounts, "where": name} for name, asker in self._askers.items()]
+        jobs = self._jobs.accounts if self._jobs is not None else {}
+        return [self._accounts.report("daemon"), *self._host.accounts, *askers, jobs]
 
     def pause(self, paused: bool) -> None:
         """Serve nobody from now on, as before a sleep: running answers move. Or serve again, also

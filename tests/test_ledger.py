@@ -36,8 +36,10 @@ def test_what_is_over_ones_limit_is_refused_with_all_numbers_and_changes_nothing
 def test_what_is_over_the_whole_is_refused_whoever_asks() -> None:
     ledger = streams(each=8, total=8)
     ledger.hold(ANN, STREAMS, 7)
-    with pytest.raises(LimitReached, match="There are 8 streams here, 7 are taken, 0 of them by"):
+    whole = "There are 8 streams here, 7 are taken, 0 of them by peer:bob; 2 more"
+    with pytest.raises(Busy, match=whole) as refused:
         ledger.hold(BOB, STREAMS, 2)
+    assert type(refused.value) is Busy
     ledger.hold(BOB, STREAMS, 1)
 
 
@@ -82,7 +84,7 @@ def test_sums_are_those_of_the_holds_whatever_happens(seed: int) -> None:
                 holds.pop(rng.randrange(len(holds)))[1].close()
             else:
                 rng.choice(holds)[1].grow(rng.randrange(10))
-        except LimitReached:
+        except Busy:
             pass
         for principal in principals:
             held = sum(hold.size for owner, hold in holds if owner == principal)
@@ -170,7 +172,7 @@ def test_accounts_are_bounded_and_those_who_hold_something_are_never_forgotten()
     assert {row["name"] for row in ledger.snapshot()} == {"ann", "48", "49"}
     ledger.hold(of_peer("48"), STREAMS)  # also a hold of nothing is one
     ledger.hold(of_peer("49"), STREAMS)
-    with pytest.raises(LimitReached, match="3 others"):
+    with pytest.raises(Busy, match="3 others"):
         ledger.hold(BOB, STREAMS, 1)
     held.close()
     ledger.hold(BOB, STREAMS, 1)
@@ -194,21 +196,35 @@ def test_the_snapshot_says_who_holds_what_of_how_much() -> None:
     ledger.hold(ANN, Resource.BYTES_BUFFERED, 1 << 20)
     with pytest.raises(LimitReached):
         ledger.hold(ANN, STREAMS, 2)
-    assert ledger.snapshot() == [
+    ledger.hold(BOB, STREAMS, 2)
+    (ann,) = [row for row in ledger.snapshot() if row["name"] == "ann"]
+    assert [ann] == [
         {
             "kind": "peer",
             "name": "ann",
             "refused": 1,
             "resources": {
-                "streams": {"held": 3, "limit": 4, "window_s": None},
-                "bytes_buffered": {"held": 1 << 20, "limit": None, "window_s": None},
+                "streams": {"held": 3, "limit": 4, "together": 5, "total": 8},
+                "bytes_buffered": {
+                    "held": 1 << 20,
+                    "limit": None,
+                    "together": 1 << 20,
+                    "total": None,
+                },
             },
         }
     ]
-    assert ledger.totals() == {
-        "bytes_buffered": {"held": 1 << 20, "limit": None},
-        "streams": {"held": 3, "limit": 8},
-    }
+
+
+def test_a_report_is_bounded_and_shows_who_was_there_last() -> None:
+    clock = ManualClock()
+    ledger = ResourceLedger(clock)
+    for number in range(100):
+        clock.time += 0.1
+        ledger.spend(of_peer(str(number)), EVENTS)
+    report = ledger.report("here")
+    assert (report["where"], report["more"]) == ("here", 36)
+    assert [row["name"] for row in report["principals"]] == [str(n) for n in range(99, 35, -1)]
 
 
 def test_a_refusal_travels_as_what_it_is_and_counts_as_busy() -> None:

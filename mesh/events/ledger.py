@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from mesh import allowances
 from mesh.clock import Clock
-from mesh.errors import LimitReached
+from mesh.errors import Busy
 from mesh.events import apply as applying
 from mesh.events.pending import Pending
 from mesh.events.rules import Rules, Verify
@@ -309,9 +309,7 @@ class Ledger:
 
     def _count_stored(self, authors: Iterable[NodeId]) -> None:
         for author in authors:
-            with suppress(
-                LimitReached
-            ):  # more authors than accounts: they are bounded all the same
+            with suppress(Busy):  # more authors than accounts: they are bounded all the same
                 holds = self._stored.get(author) or self._holds(author)
                 chain = self._chains[author]
                 holds[0].charge(len(chain) - holds[0].size)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mesh.clock import Clock
-from mesh.errors import LimitReached
+from mesh.errors import Busy
 from mesh.events.types import MAX_INT63, Event, EventId
 from mesh.ledger import Hold, Resource, ResourceLedger, of_peer
 from mesh.types import NodeId, Principal, PrincipalKind
@@ -75,7 +75,7 @@ class Pending:
         sender = _OURS if source is None else of_peer(source)
         try:
             room = self._accounts.hold(sender, Resource.EVENT_BYTES_WAITING, len(event.body))
-        except LimitReached:
+        except Busy:
             return False
         entry = Held(event, source, until or self._clock.monotonic() + HELD_S, room)
         self._held.setdefault(event.author, {})[event.id] = entry

@@ -92,6 +92,7 @@ class AskerProcess:
         self.reasons: list[str] = []
         self.generations: list[dict[str, Any]] = []
         self.standings: list[dict[str, Any]] = []
+        self.accounts: dict[str, Any] = {}
         self.error: MeshError | None = None
         self._owner = owner
         self._loading: set[asyncio.Task[None]] = set()
@@ -215,7 +216,7 @@ class AskerProcess:
         lost = ended(self.process.name, ending).to_dict()
         for queue in self._streams.values():
             queue.put_nowait({"op": "error", "error": lost})
-        self.generations = []
+        self.generations, self.accounts = [], {}
         self._owner.asker_changed()
 
     def why_not_start(self, free_mb: int) -> MeshError | None:
@@ -238,8 +239,8 @@ class AskerProcess:
                 self._failed(from_dict(message["error"]))
             case "generations":
                 self.generations = message["generations"]
-            case "standings":
-                self.standings = message["standings"]
+            case "standings" | "accounts":
+                self._reported(message)
             case "event":
                 self._owner.asker_event(message["event"])
             case "latencies":
@@ -264,6 +265,12 @@ class AskerProcess:
             self._attempts.failed(self.spec.model_id, error, _now())
             self.process.replace()  # by one that gives it another try, in time
         self._owner.asker_changed()
+
+    def _reported(self, message: ChannelMessage) -> None:
+        if message["op"] == "standings":
+            self.standings = message["standings"]
+        else:
+            self.accounts = message["accounts"]
 
     def _order(self, order: ChannelMessage) -> None:
         """Tell the process what has an answer. Raises InternalError when nobody would give it."""

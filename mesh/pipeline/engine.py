@@ -79,12 +79,13 @@ class Engine:
         local_model: LocalModel,
         judge: Judge,
         dial: Dial,
+        accounts: ResourceLedger | None = None,
     ) -> None:
         self._clock = LoopClock()
         ceiling_s = settings.stall_limit_s
         self.oversight = Oversight(self._clock, ceiling_s=ceiling_s, asker=own)
         self.shards = PushedShards(own, self.oversight.standings, self.oversight.claims)
-        self.accounts = ResourceLedger(self._clock, allowances.ASKER)
+        self.accounts = accounts or ResourceLedger(self._clock, allowances.ASKER)
         self._prompts = Prompts(model.text, self.accounts)
         self._model = model
         self._settings = settings

@@ -66,14 +66,7 @@ class PipelineOrchestrator:
         started = time.monotonic() if started is None else started
         prompt = self._model.text.prompt_ids(request, self._model.max_positions)
         limit = self._token_limit(prompt, request.sampling.max_tokens)
-        terms = SessionTerms(
-            self._model.model_id,
-            self._model.weights_sha256,
-            len(prompt) + min(limit, FIRST_ANSWER),
-            request.wire_dtype or self.wire_dtype,
-            request.edits,
-            limit=len(prompt) + limit,
-        )
+        terms = self._terms(request, len(prompt), limit)
         home = self._local_model if request.fallback_to_local is not False else None
         session, notices = await self._begin(prompt, terms, home)
         constructed = time.monotonic()
@@ -124,6 +117,17 @@ class PipelineOrchestrator:
                 raise nobody from None
             reason = f"{nobody.message} The answer comes from the local model."
             return session, [PipelineAborted(reason)]
+
+    def _terms(self, request: GenerationRequest, fed: int, limit: int) -> SessionTerms:
+        """What hops are asked for a prompt of `fed` tokens and at most `limit` new ones."""
+        return SessionTerms(
+            self._model.model_id,
+            self._model.weights_sha256,
+            fed + min(limit, FIRST_ANSWER),
+            request.wire_dtype or self.wire_dtype,
+            request.edits,
+            limit=fed + limit,
+        )
 
     def _token_limit(self, prompt: Sequence[int], wanted: int | None) -> int:
         """How many new tokens this request may get, as many as the model can hold when it does not

@@ -56,6 +56,7 @@ from mesh.shard.taps.server import TapServer, TapSettings
 from mesh.supervise import LOADING, attach_to_parent, end_failed
 from mesh.types import Endpoint, NodeId, ShardId, shard_id
 from mesh.wire.connection import WebSocketLink
+from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Drain, Hello
 from mesh.wire.websocket import LinkServer, serve
@@ -196,6 +197,7 @@ class ShardProcess:
             port,
             accept=self._accept,
             hello=lambda: dated(leased(hello, lease_s), clock),
+            limits=replace(DEFAULT_LIMITS, accounts=self._service.accounts),
             ssl=self._tls.server,
         )
         self._members_changed.set()
@@ -314,8 +316,9 @@ class ShardProcess:
                 rss_mb = psutil.Process().memory_info().rss / 2**20
             shards = [await health_of(shard, rss_mb) for shard in self._held.values()]
             memory = await self._look_after_room()
-            sessions = self._service.sessions()
-            self._say({"op": "health", "shards": shards, "sessions": sessions, "memory": memory})
+            sessions, accounts = self._service.sessions(), self._service.reports()
+            health = {"shards": shards, "sessions": sessions, "accounts": accounts}
+            self._say({"op": "health", **health, "memory": memory})
 
     async def _look_after_room(self) -> dict[str, Any] | None:
         """What is free now; where that is little, an idle shard goes."""

@@ -60,7 +60,8 @@ class ShardHost:
     """Runs the shard process and keeps the list of what it serves.
 
     `shards` are advertised; `private` ones were loaded with `ensure`, for this node alone.
-    `sessions` says who has which session open here, as `ShardService.sessions`.
+    `sessions` says who has which session open here, as `ShardService.sessions`, and `accounts` who
+    holds what, as `ShardService.reports`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class ShardHost:
         self.failed: dict[ShardId, MeshError] = {}
         self.reasons: list[str] = []
         self.sessions: list[dict[str, Any]] = []
+        self.accounts: list[dict[str, Any]] = []
         self.port: int | None = None
         self._on_change = on_change
         self._settled = asyncio.Event()
@@ -189,7 +191,7 @@ class ShardHost:
         """See `Charge.process_ended`."""
         self.shards.clear()
         self.private.clear()
-        self.sessions = []
+        self.sessions, self.accounts = [], []
         self.memory = None
         if ending.loading is not None:
             error = self._attempts.died(ending.loading, ending, _now())
@@ -221,6 +223,7 @@ class ShardHost:
                 self._failed(message)
             case "health":
                 self.sessions, self.memory = message["sessions"], message["memory"]
+                self.accounts = message["accounts"]
                 notable = [self._health(fields) for fields in message["shards"]]
                 if any(notable):
                     self._on_change()

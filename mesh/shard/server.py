@@ -144,7 +144,7 @@ class ShardServer:
         `recording` writes down what it computes.
 
         It can be used after `opened`. Raises WeightsMismatch, NoRoute (layers or model not here),
-        BadRequest, BadSteering, LimitReached, CacheFull or ContextTooLong, and has then changed
+        BadRequest, BadSteering, Busy, CacheFull or ContextTooLong, and has then changed
         nothing.
         """
         steering = Steering.check(edits, layers_asked(request, self.descriptor), self._hidden_size)

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from mesh import allowances
 from mesh.clock import SystemClock
 from mesh.errors import (
     BadRequest,
-    BadSteering,
     DiskFull,
-    LimitReached,
     MeshError,
     NoRoute,
 )
-from mesh.ledger import Hold, Resource, ResourceLedger, of_peer
-from mesh.models.edits import MAX_TOTAL_BYTES, assemble
+from mesh.ledger import ResourceLedger, of_peer
+from mesh.models.edits import assemble
 from mesh.models.harvest import HarvestBatch
+from mesh.shard.edit_parts import EditParts
 from mesh.shard.failures import foreseen
 from mesh.shard.permits import Permits
 from mesh.shard.recording import HarvestShelf, Recording
@@ -54,17 +52,11 @@ from mesh.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
+S = TypeVar("S")
+T = TypeVar("T")
+
 _MAX_SESSIONS_PER_LINK = 1024
-_MAX_PARTLY_OPEN = 8
 _Opened = tuple[ShardServer, Session]
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Edits that came before the token that they belong to, and the room they take."""
-
-    data: bytes
-    room: Hold
 
 
 class ShardService:
@@ -127,6 +119,14 @@ class ShardService:
         """Who has which session open by which token, JSON-able."""
         return [row for sessions in self._links for row in sessions.rows()]
 
+    def reports(self) -> list[dict[str, Any]]:
+        """Who holds what here, JSON-able: of the process, and of each shard."""
+        ledgers = {"shards": self.accounts}
+        ledgers |= {name: server.accounts for name, server in self._servers.items()}
+        ledgers |= {f"{name} (jobs)": taps.accounts for name, taps in self._taps.items()}
+        reports = [ledger.report(where) for where, ledger in ledgers.items()]
+        return [report for report in reports if report["principals"]]
+
     def revoke(self, token_ids: frozenset[str]) -> None:
         """Exactly these tokens are revoked: nobody opens with them, and their sessions end."""
         if self.permits is not None:
@@ -136,18 +136,12 @@ class ShardService:
 
     def admit(self, request: Open, edits: Sequence[Edit], peer: NodeId) -> _Opened:
         """Open on the first shard that can; raises the error of the best match otherwise."""
-        refusal: MeshError | None = None
-        for server in self._servers.values():
-            try:
-                recording = self._recording(request, peer)
-                return server, server.admit(request, edits, recording, of_peer(peer))
-            except MeshError as error:
-                # That another shard lacks the layers says less than why this one refused.
-                if refusal is None or isinstance(refusal, NoRoute):
-                    refusal = error
-        raise refusal or NoRoute(
-            "This node serves no shard.", fix="Use another node, or load a shard here."
-        )
+
+        def attempt(server: ShardServer) -> _Opened:
+            recording = self._recording(request, peer)
+            return server, server.admit(request, edits, recording, of_peer(peer))
+
+        return _first(attempt, self._servers.values(), "shard")
 
     def _recording(self, request: Open, peer: NodeId) -> Recording | None:
         if not request.harvest:
@@ -159,16 +153,26 @@ class ShardService:
 
     def admit_taps(self, request: OpenTaps, peer: NodeId) -> tuple[TapServer, TapPlace]:
         """The same for an intervention session."""
-        refusal: MeshError | None = None
-        for server in self._taps.values():
-            try:
-                return server, server.admit(request, of_peer(peer))
-            except MeshError as error:
-                if refusal is None or isinstance(refusal, NoRoute):
-                    refusal = error
-        raise refusal or NoRoute(
-            "This node serves no interventions.", fix="Use another node, or load a shard here."
+        return _first(
+            lambda server: (server, server.admit(request, of_peer(peer))),
+            self._taps.values(),
+            "interventions",
         )
+
+
+def _first(attempt: Callable[[S], T], servers: Iterable[S], what: str) -> T:
+    """What the first server admits; raises the refusal of the best match otherwise."""
+    refusal: MeshError | None = None
+    for server in servers:
+        try:
+            return attempt(server)
+        except MeshError as error:
+            # That another shard lacks the layers says less than why this one refused.
+            if refusal is None or isinstance(refusal, NoRoute):
+                refusal = error
+    raise refusal or NoRoute(
+        f"This node serves no {what}.", fix="Use another node, or load a shard here."
+    )
 
 
 class LinkSessions:
@@ -179,7 +183,7 @@ class LinkSessions:
         self._service = service
         self._sessions: dict[int, tuple[ShardServer, Session]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._parts: dict[int, _Parts] = {}
+        self._parts = EditParts(service.accounts, of_peer(self.peer))
         self._tokens: dict[int, str] = {}
         self._taps = LinkTaps(service, self._send, self.peer)
 
@@ -201,8 +205,6 @@ class LinkSessions:
         for server, session in self._sessions.values():
             server.close(session)
         self._sessions.clear()
-        for parts in self._parts.values():
-            parts.room.close()
         self._parts.clear()
         self._taps.closed()
         self._service.gone(self)
@@ -248,7 +250,7 @@ class LinkSessions:
     def _control(self, message: Message) -> None:
         match message:
             case OpenPart():
-                self._take_part(message)
+                self._parts.add(message)
             case Open() | OpenTaps():
                 self._open_permitted(message)
             case Close():
@@ -285,44 +287,15 @@ class LinkSessions:
             self._tokens[request.session] = token
 
     def _close(self, number: int) -> None:
-        self._edits_of(number)
+        self._parts.take(number)
         self._tokens.pop(number, None)
         self._taps.close(number)
         known = self._sessions.pop(number, None)
         if known is not None:
             known[0].close(known[1])
 
-    def _take_part(self, part: OpenPart) -> None:
-        parts = self._parts.pop(part.session, None)
-        if parts is None:
-            room = self._service.accounts.hold(of_peer(self.peer), Resource.EDIT_BYTES)
-            parts = _Parts(b"", room)
-        size = len(parts.data) + len(part.data)
-        if size > MAX_TOTAL_BYTES or len(self._parts) >= _MAX_PARTLY_OPEN:
-            parts.room.close()
-            raise BadSteering(
-                f"The edits of a session have more than {MAX_TOTAL_BYTES} bytes, or too many"
-                " sessions are being opened.",
-                fix="Attach fewer, or smaller ones.",
-                param="hearthnet.steer",
-            )
-        try:
-            parts.room.resize(size)
-        except LimitReached:
-            parts.room.close()
-            raise
-        self._parts[part.session] = _Parts(parts.data + part.data, parts.room)
-
-    def _edits_of(self, number: int) -> bytes:
-        """The edits that came for this session; they are on nobody's account from here on."""
-        parts = self._parts.pop(number, None)
-        if parts is None:
-            return b""
-        parts.room.close()
-        return parts.data
-
     def _open(self, request: Open) -> None:
-        edits = assemble(request.edits, self._edits_of(request.session))
+        edits = assemble(request.edits, self._parts.take(request.session))
         known = self._sessions.get(request.session)
         if known is not None and not known[1].closed:
             raise BadRequest(

@@ -22,7 +22,6 @@ from mesh.errors import (
     Busy,
     CacheFull,
     ContextTooLong,
-    LimitReached,
     MeshError,
     SessionGone,
 )
@@ -191,7 +190,7 @@ class SessionTable:
     def admit(self, session: Session, now: float) -> list[Ended]:
         """Let `session` in at the loop's time `now`; returns those that have to go for it, and why.
 
-        They count no more, but are still to be ended. Raises LimitReached when no stream is free
+        They count no more, but are still to be ended. Raises Busy when no stream is free
         for its owner, CacheFull when it does not fit beside the others, ContextTooLong when it
         would not fit alone.
         """
@@ -345,7 +344,7 @@ class SessionTable:
             fix = "Use another shard, or try again when an answer there has ended."
             try:
                 self.accounts.require(session.owner, positions, max_tokens - own)
-            except LimitReached as full:
+            except Busy as full:
                 raise CacheFull(full.message, fix=fix) from None
             raise CacheFull(
                 f"{max_tokens - own} cached positions do not fit beside {left} that answers at work"

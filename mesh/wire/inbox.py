@@ -35,7 +35,7 @@ _FIX = "Run the same hearthnet version on both machines."
 class Inbox:
     """Takes frames of tensors; `account`, when there is one, says whether there is room for them.
 
-    Every frame may raise BadFrame or FrameTooLarge, and one that bears bytes LimitReached.
+    Every frame may raise BadFrame or FrameTooLarge, and one that bears bytes Busy.
     """
 
     def __init__(self, limits: Limits, credits: Credits, outbox: Outbox) -> None:

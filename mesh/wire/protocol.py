@@ -19,8 +19,8 @@ from typing import ClassVar
 
 from mesh.errors import (
     BadFrame,
+    Busy,
     FrameTooLarge,
-    LimitReached,
     LinkLost,
     MeshError,
     WireError,
@@ -144,7 +144,7 @@ class TensorSession:
 
         A `Result` for a step that is not waiting (its session was closed) is dropped. Raises
         LinkLost before the hellos and after the end, BadRequest for a message that does not fit
-        the wire, Busy when `Limits.queued_bytes` already wait, LimitReached when the
+        the wire, Busy when `Limits.queued_bytes` already wait or the
         peer's account has no room.
         """
         if self._state is not _State.OPEN:
@@ -245,7 +245,7 @@ class TensorSession:
             self._expected = (frame.sequence + 1) & 0xFFFFFFFF
             self._check_belongs(frame)
             received = self._take(frame)
-        except (WireError, LimitReached) as error:
+        except (WireError, Busy) as error:
             self.refuse(error)
             raise
         if frame.type is FrameType.NACK:

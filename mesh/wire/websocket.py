@@ -59,10 +59,7 @@ async def connect(
     session = TensorSession(hello, limits)
     counted = _Counted(limits.accounts)
 
-    def greet(link: WebSocketLink) -> LinkHandler:
-        counted.begin(session, link.peer)
-        return handler
-
+    greet = partial(counted.greet, session, handler)
     link = WebSocketLink(websocket, session, greet, counted.settled)
     protocol: asyncio.Protocol = link
     if ssl is not None:
@@ -108,7 +105,7 @@ async def serve(
     will have, and cuts off whoever calls one for which the function is false.
     `accept` is called with each link whose client said hello; it returns the link's handler, or
     raises MeshError to refuse the client with that error. What it sends follows our hello. A client
-    whose account has no room for another link is refused with LimitReached. Raises PortInUse, and
+    whose account has no room for another link is refused with Busy. Raises PortInUse, and
     BadValue for an address or a port that this process may not use.
     """
     if limits.accounts is None:
@@ -276,12 +273,19 @@ class _Counted:
         self._holds: list[Hold] = []
 
     def begin(self, session: TensorSession, peer: Hello, *, links: int = 0) -> None:
-        """Count `links` and all that the session holds. Raises LimitReached."""
+        """Count `links` and all that the session holds. Raises Busy."""
         if self._accounts is not None:
             principal = of_peer(peer.node_id)
             self._holds.append(self._accounts.hold(principal, Resource.LINKS, links))
             self._holds.append(self._accounts.hold(principal, Resource.BYTES_BUFFERED))
             session.count_on(self._holds[-1])
+
+    def greet(
+        self, session: TensorSession, handler: LinkHandler, link: WebSocketLink
+    ) -> LinkHandler:
+        """As a client: count what the session holds from now on."""
+        self.begin(session, link.peer)
+        return handler
 
     def settled(self, link: WebSocketLink) -> None:
         """The link opened or is gone."""

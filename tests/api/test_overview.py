@@ -76,6 +76,7 @@ class Household:
                 host=self.host, events=EventStream(SystemClock()), metrics=Metrics(),
                 verdict=lambda _: Verdict.ALIVE, privacy=dict, lacking=lambda: self.lacking,
                 processes=lambda: [self.host.process],
+                accounts=list,
             )
         )  # fmt: skip
 

@@ -69,6 +69,8 @@ class JobsProcess:
         self._spec = spec
         self._directories = directories
         self._owner = owner
+        self.accounts: dict[str, Any] = {}
+        """Who holds what in the process, as `ResourceLedger.report`; empty before it has said."""
         self._error: MeshError | None = None
         self._waiting: dict[str, _Waiting] = {}
 
@@ -129,6 +131,9 @@ class JobsProcess:
     def process_said(self, message: ChannelMessage) -> None:
         """See `Charge.process_said`."""
         op = message["op"]
+        if op == "accounts":
+            self.accounts = message["accounts"]
+            return
         if op in ("ready", "failed"):
             self._error = None if op == "ready" else from_dict(message["error"])
             self.process.ready()

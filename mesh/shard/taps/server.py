@@ -122,7 +122,7 @@ class TapServer:
     def admit(self, request: OpenTaps, owner: Principal) -> TapPlace:
         """Take a place for a new session of `owner`.
 
-        Raises NoRoute, WeightsMismatch, BadRequest or LimitReached.
+        Raises NoRoute, WeightsMismatch, BadRequest or Busy.
         """
         layers = self._check(request)
         if self._settings.max_sessions == 0:  # not Busy, which says that waiting helps
