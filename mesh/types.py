@@ -20,6 +20,69 @@ Endpoint = NewType("Endpoint", str)
 _INCLUSIVE = re.compile(r"(\d{1,6})-(\d{1,6})")
 
 
+class PrincipalKind(StrEnum):
+    """What a principal is, and so what its name says."""
+
+    PEER = "peer"
+    """Another node, by its id."""
+    KEY = "key"
+    """An API key, by its id; the one of this node's owner is called `OWNER`."""
+    LOCAL = "local"
+    """Somebody on this machine without a key: ``uid:1000``, or a name of this connection only."""
+    JOB = "job"
+    """An nnsight job, by its id."""
+    NODE = "node"
+    """This node itself: its probes and checks."""
+
+
+OWNER = "owner"
+_CONNECTION = "connection:"
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """On whose behalf something is asked. What is kept for one is never used for another."""
+
+    kind: PrincipalKind
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.name}"
+
+    @classmethod
+    def parse(cls, text: str) -> Principal:
+        """The inverse of `str`. Raises ValueError."""
+        kind, _, name = text.partition(":")
+        return cls(PrincipalKind(kind), name)
+
+    @classmethod
+    def user(cls, uid: int) -> Principal:
+        """A user of this machine."""
+        return cls(PrincipalKind.LOCAL, f"uid:{uid}")
+
+    @classmethod
+    def connection(cls, nonce: str) -> Principal:
+        """Whoever is at the other end of one connection from this machine, unknown otherwise."""
+        return cls(PrincipalKind.LOCAL, _CONNECTION + nonce)
+
+    @property
+    def account(self) -> Principal:
+        """Who pays, and whose jobs and streams these are.
+
+        Unknown users are one account: one for each connection would give to him most who opens
+        most. What tells them apart there is an id that only one of them was told.
+        """
+        if self.kind is PrincipalKind.LOCAL and self.name.startswith(_CONNECTION):
+            return ANONYMOUS
+        return self
+
+
+ANONYMOUS = Principal(PrincipalKind.LOCAL, "anonymous")
+"""All users of this machine together of whom no more is known."""
+
+THIS_NODE = Principal(PrincipalKind.NODE, "self")
+
+
 class WireDtype(StrEnum):
     """How activations are written between nodes."""
 
@@ -190,7 +253,8 @@ class GenerationRequest:
     """One request for a continuation. Exactly one of `messages`, `prompt`, `prompt_ids` is set.
 
     `messages` are OpenAI chat messages (role, content) for the model's own chat template. `steer`
-    names edits; whoever looks them up puts `edits` in its place.
+    names edits; whoever looks them up puts `edits` in its place. `principal` is who asks: caches
+    that this request leaves are for its follow-ups only.
     """
 
     request_id: str
@@ -203,6 +267,7 @@ class GenerationRequest:
     fallback_to_local: bool | None = None
     steer: tuple[Steer, ...] = ()
     edits: tuple[Edit, ...] = ()
+    principal: Principal = THIS_NODE
 
 
 @dataclass(frozen=True, slots=True)

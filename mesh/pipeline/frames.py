@@ -16,6 +16,7 @@ from mesh.types import (
     ModelId,
     NodeId,
     PipelineAborted,
+    Principal,
     RouteHop,
     SamplingParams,
     ShardDescriptor,
@@ -34,7 +35,7 @@ def encode_request(request: GenerationRequest) -> dict[str, Any]:
     """For `decode_request`."""
     # `asdict` copies a prompt's ids one by one: a second of the daemon's loop for a million.
     fields = asdict(replace(request, prompt_ids=None))
-    return {**fields, "prompt_ids": request.prompt_ids}
+    return {**fields, "prompt_ids": request.prompt_ids, "principal": str(request.principal)}
 
 
 def decode_request(fields: dict[str, Any]) -> GenerationRequest:
@@ -56,6 +57,7 @@ def decode_request(fields: dict[str, Any]) -> GenerationRequest:
         wire_dtype=None if wire_dtype is None else WireDtype(wire_dtype),
         fallback_to_local=fields["fallback_to_local"],
         edits=tuple(_edit(edit) for edit in fields["edits"]),
+        principal=Principal.parse(fields["principal"]),
     )
 
 

@@ -68,6 +68,7 @@ class PipelineOrchestrator:
             len(prompt) + limit,
             request.wire_dtype or self.wire_dtype,
             request.edits,
+            principal=request.principal,
         )
         home = self._local_model if request.fallback_to_local is not False else None
         session, notices = await self._begin(prompt, terms, home)

@@ -1,9 +1,10 @@
 """Opens the hops of a generation, and keeps finished ones for the request that continues them.
 
 A finished generation's caches stay on its hops, parked, with the tokens they stand for. A later
-prompt that begins with those tokens takes them over and prefills only what is new: that is what
-makes the second turn of a chat quick. Parked caches are bounded in number and age here, and may be
-dropped by the hops at any time; then the prompt is prefilled afresh.
+prompt of the same principal that begins with those tokens takes them over and prefills only what is
+new: that is what makes the second turn of a chat quick. Nobody else is told of them, not even by
+being quicker. Parked caches are bounded in number and age here, and may be dropped by the hops at
+any time; then the prompt is prefilled afresh.
 """
 
 from __future__ import annotations
@@ -201,6 +202,8 @@ class Sessions:
         best: tuple[int, GenerationSession] | None = None
         for session in self._parked:
             kept = session.chain.terms
+            if kept.principal != terms.principal:
+                continue
             if kept.wire_dtype is not terms.wire_dtype or kept.edits != terms.edits:
                 continue
             if session.fallback and not at_home:
@@ -223,7 +226,14 @@ class Sessions:
             or self._parked[0].parked_at < oldest
             or sum(session.history_bytes for session in self._parked) > MAX_PARKED_BYTES
         ):
-            self._parked.pop(0).chain.close()
+            self._parked.pop(self._next_to_go(oldest)).chain.close()
+
+    def _next_to_go(self, oldest: float) -> int:
+        """What is too old; else the oldest of whoever has most, so that nobody displaces others."""
+        if self._parked[0].parked_at < oldest:
+            return 0
+        accounts = [session.chain.terms.principal.account for session in self._parked]
+        return accounts.index(max(accounts, key=accounts.count))
 
 
 def replaced(

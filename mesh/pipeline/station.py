@@ -32,7 +32,16 @@ from mesh.pipeline.lines import Line
 from mesh.pipeline.opening import Opening, Patience
 from mesh.pipeline.timings import StepTimings
 from mesh.routing.cover import ShardKey
-from mesh.types import Edit, HopTiming, LayerRange, ModelId, RouteHop, WireDtype
+from mesh.types import (
+    THIS_NODE,
+    Edit,
+    HopTiming,
+    LayerRange,
+    ModelId,
+    Principal,
+    RouteHop,
+    WireDtype,
+)
 from mesh.wire.messages import (
     Close,
     Failure,
@@ -63,7 +72,7 @@ STEPS_UNDER_WAY = 6
 
 @dataclass(frozen=True, slots=True)
 class SessionTerms:
-    """What every hop of a generation is asked for."""
+    """What every hop of a generation is asked for, and on whose behalf (which no hop is told)."""
 
     model_id: ModelId
     weights_sha256: str
@@ -71,6 +80,7 @@ class SessionTerms:
     wire_dtype: WireDtype
     edits: tuple[Edit, ...] = ()
     harvest: HarvestBatch | None = None
+    principal: Principal = THIS_NODE
 
     def opening(self, session: int, layers: LayerRange) -> list[Message]:
         """What asks a hop for a session on `layers`: its share of the edits, then `Open`."""

@@ -16,8 +16,10 @@ from mesh.errors import NotEnoughMemory
 from mesh.pipeline.engine import Engine, EngineSettings
 from mesh.pipeline.model import AskerModel
 from mesh.types import (
+    THIS_NODE,
     LayerRange,
     NodeId,
+    Principal,
     RouteHop,
     ShardFailover,
     ShardHealth,
@@ -84,10 +86,16 @@ class Watched:
         )
 
     async def ask(
-        self, count: int, *, prompt: Sequence[int] = PROMPT, name: str = "r"
+        self,
+        count: int,
+        *,
+        prompt: Sequence[int] = PROMPT,
+        name: str = "r",
+        principal: Principal = THIS_NODE,
     ) -> list[StreamFrame]:
         """All frames of one request."""
-        return [frame async for frame in self.engine.chat(toy_request(prompt, count, name))]
+        request = toy_request(prompt, count, name, principal)
+        return [frame async for frame in self.engine.chat(request)]
 
     @asynccontextmanager
     async def watching_stalls(self) -> AsyncIterator[None]:

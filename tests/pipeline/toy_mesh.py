@@ -32,11 +32,13 @@ from mesh.pipeline.sessions import Sessions
 from mesh.routing.cover import Candidate, CoverRules
 from mesh.routing.router import ShardRouter
 from mesh.types import (
+    THIS_NODE,
     Endpoint,
     GenerationRequest,
     LayerRange,
     ModelId,
     NodeId,
+    Principal,
     RouteHop,
     SamplingParams,
     ShardDescriptor,
@@ -344,12 +346,15 @@ def toy_orchestrator(
     return orchestrator, sessions
 
 
-def toy_request(prompt: Sequence[int], count: int, request_id: str = "r") -> GenerationRequest:
+def toy_request(
+    prompt: Sequence[int], count: int, request_id: str = "r", principal: Principal = THIS_NODE
+) -> GenerationRequest:
     return GenerationRequest(
         request_id,
         MODEL,
         prompt_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=count, ignore_eos=True),
+        principal=principal,
     )
 
 
