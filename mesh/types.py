@@ -5,6 +5,7 @@ Plain data only. Nothing here does I/O, reads a clock or imports torch.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -81,6 +82,11 @@ ANONYMOUS = Principal(PrincipalKind.LOCAL, "anonymous")
 """All users of this machine together of whom no more is known."""
 
 THIS_NODE = Principal(PrincipalKind.NODE, "self")
+
+
+def shown_id(secret_id: str) -> str:
+    """A name for what must not be asked for by everybody who hears of it: 16 hexadecimal digits."""
+    return hashlib.sha256(secret_id.encode()).hexdigest()[:16]
 
 
 class WireDtype(StrEnum):

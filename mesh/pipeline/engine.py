@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import random
 from collections.abc import AsyncGenerator
@@ -33,7 +32,14 @@ from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.stalls import StallWatch
 from mesh.routing.cover import CoverRules, home_layers, key_of
 from mesh.routing.router import UNSERVED, ShardRouter
-from mesh.types import GenerationRequest, NodeId, ShardDescriptor, StreamFrame, WireDtype
+from mesh.types import (
+    GenerationRequest,
+    NodeId,
+    ShardDescriptor,
+    StreamFrame,
+    WireDtype,
+    shown_id,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +136,8 @@ class Engine:
         """Live generations with their current routes, as `/mesh/v1/status` shows them."""
         return [
             {
-                "id": _shown_id(session.request_id),
+                # Everybody may see it; by the request's own id a caller resumes the stream.
+                "id": shown_id(session.request_id),
                 "model": self._model.model_id,
                 "route": [
                     {
@@ -226,11 +233,6 @@ class Engine:
             verdict = await wire_dtype.probe(self._model, self.sessions, self._router)
         await asyncio.to_thread(wire_dtype.write_verdict, *self._cached, verdict)
         return verdict
-
-
-def _shown_id(request_id: str) -> str:
-    """Everybody may see it; the request's own id lets a keyless caller resume the stream."""
-    return hashlib.sha256(request_id.encode()).hexdigest()[:16]
 
 
 def _words(verdict: wire_dtype.WireVerdict) -> tuple[str, str]:
