@@ -20,6 +20,7 @@ from mesh.api.ndif.routes import JobsApi
 from mesh.api.overview import NodeParts, Overview
 from mesh.api.server import ApiServer, serve_api
 from mesh.api.services import ApiSettings, Research
+from mesh.api.tls import api_tls
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.discovery import interfaces
@@ -80,6 +81,7 @@ class Node:
         self._queue: JobsApi | None = None
         self._network: Network | None = None
         self._api: ApiServer | None = None
+        self._address = ""
         self._steering: Steering | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._is_paused = False
@@ -91,7 +93,7 @@ class Node:
         chosen, skipped = await asyncio.to_thread(interfaces.choose, list(self._config.interface))
         for line in [*chosen, *skipped]:
             logger.info("interface %s", line)
-        address = str(chosen[0].address) if chosen else "127.0.0.1"
+        address = self._address = str(chosen[0].address) if chosen else "127.0.0.1"
         network = self._network = self._make_network(address)
         await network.start()
         self._start_host(address, tls := (await network.tls_material()).to_fields())
@@ -102,7 +104,7 @@ class Node:
         jobs = self._jobs = JobsProcess(spec, directories, self)
         watchers = (self._clock, self._events, self._metrics)
         self._queue = await start_queue(self._config, jobs, *watchers)
-        await self._start_api(network)
+        await self._start_api(network, [str(choice.address) for choice in chosen])
         self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
         self._tasks.append(asyncio.create_task(self._watch.run(), name="watch peers"))
 
@@ -134,10 +136,10 @@ class Node:
 
     def record(self) -> DaemonRecord:
         """Where this daemon answers, for the runtime file. Only after `start`."""
-        port = self._api.port if self._api is not None else 0
+        api = self._api
+        reached = api.reached(self._address) if api is not None else {"api_url": "", "api_port": 0}
         return DaemonRecord.for_this_process(
-            api_url=self._api_url(),
-            api_port=port,
+            **reached,
             port=self._network.port if self._network is not None else 0,
             api_key=self._owner_key,
             keyless=self._config.is_keyless,
@@ -173,7 +175,7 @@ class Node:
             self._askers[model.model_id] = asker
             asker.start()
 
-    async def _start_api(self, network: Network) -> None:
+    async def _start_api(self, network: Network, addresses: list[str]) -> None:
         config = self._config
         parts = NodeParts(
             node=self._facts,
@@ -204,7 +206,8 @@ class Node:
         view, control = Overview(parts), Control(network)
         research = Research(steering, Harvests(self._models, self._askers))
         app = create_app(generations, view, settings, control, keys, self._queue, research)
-        self._api = await serve_api(app, config.api_host, config.api_port)
+        tls = await asyncio.to_thread(api_tls, config, addresses)
+        self._api = await serve_api(app, config.api_host, config.api_port, tls)
 
     # What the parts ask
 
@@ -212,20 +215,16 @@ class Node:
     def _is_distributed(self) -> bool:
         return self._config.is_distributed
 
-    def _api_url(self) -> str:
-        host = self._config.api_host
-        port = self._api.port if self._api is not None else 0
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
     def _facts(self) -> dict[str, Any]:
-        network = self._network
+        network, api = self._network, self._api
         hearth = network.hearth if network is not None else None
         return {
             "id": self._key.node_id,
             "name": self._config.name,
             "software": wiring.SOFTWARE,
             "started_at": self._started_at.isoformat(),
-            "api": self._api_url(),
+            "api": api.url(self._address) if api is not None else None,
+            "api_tls": api.tls.shown() if api is not None and api.tls is not None else None,
             "endpoint": network.address if network is not None else None,
             "state_dir": str(self._config.state_dir),
             "hearth": {"id": hearth.id, "name": hearth.roster.name} if hearth else None,

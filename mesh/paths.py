@@ -74,6 +74,16 @@ class StatePaths:
         return self.root / "api-keys.json"
 
     @property
+    def api_certificate(self) -> Path:
+        """The certificate of an HTTP API that others reach; for their machines to trust."""
+        return self.root / "api-cert.pem"
+
+    @property
+    def api_certificate_key(self) -> Path:
+        """Its private key (0600)."""
+        return self.root / "api-cert.key"
+
+    @property
     def jobs_dir(self) -> Path:
         """nnsight clients' jobs: their table, payloads and results (0700)."""
         return self.root / "jobs"

@@ -233,6 +233,7 @@ class ScriptedView:
                 "software": "hearthnet/0",
                 "started_at": MOMENT.isoformat(),
                 "api": "http://127.0.0.1:8420",
+                "api_tls": None,
                 "endpoint": "wss://127.0.0.1:8421",
                 "state_dir": "/state",
                 "enabled": True,

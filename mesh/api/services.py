@@ -32,8 +32,9 @@ class MeshView(Protocol):
     def status(self) -> dict[str, Any]:
         """The whole picture.
 
-        ``{"node": {"id", "name", "software", "started_at", "api", "endpoint", "state_dir",
-        "enabled"}, "peers": [...], "models": [...], "shards": [local shards], "sessions": [{
+        ``{"node": {"id", "name", "software", "started_at", "api", "api_tls": {"sha256",
+        "certificate": its file} | None, "endpoint", "state_dir", "enabled"},
+        "peers": [...], "models": [...], "shards": [local shards], "sessions": [{
         "node_id", "node", "purpose", "token_id"} of whoever uses them], "generations":
         [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms"}],
         "failovers"}], "reasons": [why a value was detected, what did not load and why],

@@ -38,10 +38,10 @@ def pause(
 
     Returns when they have moved, or after the timeout.
     """
-    from mesh.client import Client
+    from mesh.client import client_of
 
     record = _signal(state_dir, signal.SIGUSR1)
-    client = Client(record.api_url, api_key=record.api_key)
+    client = client_of(record)
     left = ask(client, lambda client: _wait_until_idle(client, timeout))
     note("paused; `hearthnet resume` serves again")
     if left:

@@ -28,6 +28,8 @@ def show(picture: dict[str, Any]) -> None:
     mesh = "on" if node["enabled"] else "off (local models only)"
     say(f"{node['name']} ({node['id'][:6]}) · {node['software']} · mesh {mesh}")
     say(f"API {node['api']} · nodes {node['endpoint']} · state {node['state_dir']}")
+    if (tls := node["api_tls"]) is not None:
+        say(f"API certificate {tls['certificate']} · SHA-256 {tls['sha256']}")
     say()
     print_models(picture["models"])
     say()

@@ -99,11 +99,17 @@ def make_first_key(config: Config, paths: StatePaths) -> None:
 
 def announce(record: DaemonRecord) -> None:
     """Say where the daemon answers, ready to copy."""
-    say(f"hearthnet is up: API {record.api_url}, nodes on port {record.port}, pid {record.pid}")
+    url = record.public_url or record.api_url
+    say(f"hearthnet is up: API {url}, nodes on port {record.port}, pid {record.pid}")
     if record.founded is not None:
         say(f"founded {record.founded!r}: distributed inference is on; `hearthnet invite` the rest")
     key = "unused" if record.keyless else "KEY  # see `hearthnet keys`"
-    say(f"export OPENAI_BASE_URL={record.api_url}/v1 OPENAI_API_KEY={key}")
+    say(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}")
+    if record.certificate is not None:
+        from mesh.identity.api_certificate import fingerprint
+
+        say(f"certificate {record.certificate_file}, SHA-256 {fingerprint(record.certificate)}")
+        say("on machines that ask here: export SSL_CERT_FILE=COPY of that file")
 
 
 def _log_to_stderr(level: str) -> None:

@@ -13,6 +13,7 @@ MeshError
 ├─ GenerationError    BadRequest  BadSteering  ContextTooLong  PipelineStalled  Busy
 ├─ ApiError           Unauthorized  Forbidden  NotFound  MethodNotAllowed  BodyTooLarge
 │                     HeadersTooLarge  QuotaExceeded  UnsupportedClient
+│                     TlsRequired
 ├─ JailError          JailUnavailable  PolicyViolation  JobFailed
 ├─ StorageFull        jobs cannot be kept
 └─ InternalError      a child process failed in a way that nobody foresaw
@@ -71,6 +72,7 @@ from mesh.errors.requests import (
     PolicyViolation,
     QuotaExceeded,
     StorageFull,
+    TlsRequired,
     Unauthorized,
     UnsupportedClient,
 )
@@ -159,6 +161,7 @@ __all__ = [
     "ShardCorrupt",
     "ShardError",
     "StorageFull",
+    "TlsRequired",
     "TokenRejected",
     "Unauthorized",
     "UnknownKey",
