@@ -36,8 +36,8 @@ _PRELOAD = (
     "types", "typing", "unicodedata", "uuid", "warnings", "weakref", "zlib", "zoneinfo",
 )  # fmt: skip
 _PRELOAD_WITH_TORCH = (
-    "numpy", "numpy.random", "numpy.linalg", "numpy.fft", "nnsight", "einops", "pandas",
-    "sympy", "cloudpickle", "greenlet", "zstandard", "RestrictedPython",
+    "numpy", "numpy.random", "numpy.linalg", "numpy.fft", "nnsight", "einops", "sympy",
+    "cloudpickle", "greenlet", "zstandard", "RestrictedPython",
 )  # fmt: skip
 
 
