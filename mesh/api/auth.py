@@ -100,12 +100,12 @@ class Access:
         """Whether anybody has a key."""
         return self._owner is not None or bool(self._keys.keys)
 
-    async def identify(self, key: str | None, neighbour: Neighbour) -> Caller:
+    def identify(self, key: str | None, neighbour: Neighbour) -> Caller:
         """Whose key that is, or who `neighbour` is where none is needed. Raises Unauthorized."""
         if key is not None and self._owner is not None and _same(key, self._owner):
             return Caller(_OWNER, frozenset(Scope), trusted=True)
         if self._keyless and not (key or "").startswith(_OURS):
-            return Caller(await neighbour.principal(), _KEYLESS_SCOPES)
+            return Caller(neighbour.principal, _KEYLESS_SCOPES)
         known = self._keys.verify(key or "")
         principal = Principal(PrincipalKind.KEY, known.key_id)
         charge = partial(self._charge, known.key_id)
@@ -146,7 +146,7 @@ class Gate:
                 self._check(headers)
                 if not scope["path"].startswith(_KEYLESS):
                     state = scope["state"]
-                    state["caller"] = await self._access.identify(_key(headers), state[NEIGHBOUR])
+                    state["caller"] = self._access.identify(_key(headers), state[NEIGHBOUR])
             except MeshError as error:
                 await _refuse(error, scope, receive, send)
                 return

@@ -1,6 +1,6 @@
 """Who is at the other end of a connection from this machine: the user whose socket it is.
 
-Linux says in ``/proc/net`` whose each socket is. Elsewhere, and for users whom this process has no
+Linux says so by `sock_diag`, the way of `ss`. Elsewhere, and for users whom this process has no
 number for (those of another user namespace), a connection is all that is known of a caller.
 """
 
@@ -12,12 +12,23 @@ import secrets
 import socket
 import struct
 import sys
-from pathlib import Path
 
 from mesh.types import Principal
 
-_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+# linux/netlink.h, linux/sock_diag.h, linux/inet_diag.h
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_NLM_F_REQUEST = 1
+_HEADER = struct.Struct("=IHHII")
+"""length, type, flags, sequence, port"""
+_QUESTION = struct.Struct("=BBBxI2s2s16s16sIII")
+"""family, protocol, extensions, states; its own port, its peer's, both addresses, interface, and
+the socket's cookie, not known"""
+_ANSWER = struct.Struct("=BBxx48xIIIII")
+"""family, state; timer, both queues, the user, the inode"""
+_ANY_STATE = _ANY_COOKIE = 0xFFFFFFFF
 _ESTABLISHED = 1
+
 _NOBODY = 65534
 """What the kernel says for users that this namespace has no number for."""
 _NONCE_BYTES = 16
@@ -32,24 +43,24 @@ class Neighbour:
         self._transport = transport
         self._known: Principal | None = None
 
-    async def principal(self) -> Principal:
+    @property
+    def principal(self) -> Principal:
         """The user, where the platform tells; else a name that this connection alone has."""
         if self._known is None:
-            uid = await self._uid()
-            if self._known is None:  # nobody was quicker
-                self._known = (
-                    Principal.connection(secrets.token_hex(_NONCE_BYTES))
-                    if uid is None
-                    else Principal.user(uid)
-                )
+            uid = self._uid()
+            self._known = (
+                Principal.connection(secrets.token_hex(_NONCE_BYTES))
+                if uid is None
+                else Principal.user(uid)
+            )
         return self._known
 
-    async def _uid(self) -> int | None:
+    def _uid(self) -> int | None:
         own = self._transport.get_extra_info("sockname")
         peer = self._transport.get_extra_info("peername")
         if own is None or peer is None:
             return None
-        uid = await asyncio.to_thread(user_of, peer[:2], own[:2])
+        uid = user_of(peer[:2], own[:2])
         # While our end was connected nobody else can have had its other end's address.
         return uid if self._is_connected() else None
 
@@ -62,33 +73,37 @@ class Neighbour:
 
 
 def user_of(peer: Address, own: Address) -> int | None:
-    """Whose the socket at `peer` is that is connected to `own`; None when it is not known. Blocks.
+    """Whose the socket at `peer` is that is connected to `own`; None when it is not known.
 
-    Sockets that their process has closed are listed as root's: those do not count.
+    Asks the kernel, which answers at once. Sockets that their process has closed are told as
+    root's: those do not count.
     """
-    ends = zip(_forms(peer), _forms(own), strict=True)
-    wanted = {(_hexadecimal(theirs), _hexadecimal(ours)) for theirs, ours in ends}
-    for table in _TABLES:
-        try:
-            rows = table.read_text("ascii").splitlines()[1:]
-        except OSError:
-            continue
-        for row in rows:
-            _, local, remote, state, _, _, _, uid, *_ = row.split()
-            if (local, remote) in wanted and int(state, 16) == _ESTABLISHED:
-                return None if int(uid) == _NOBODY else int(uid)
-    return None
+    if sys.platform != "linux":
+        return None
+    family = socket.AF_INET6 if ":" in peer[0] else socket.AF_INET
+    question = _QUESTION.pack(
+        family, socket.IPPROTO_TCP, 0, _ANY_STATE, _port(peer), _port(own), _packed(peer),
+        _packed(own), 0, _ANY_COOKIE, _ANY_COOKIE,
+    )  # fmt: skip
+    size = _HEADER.size + len(question)
+    header = _HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0)
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _NETLINK_SOCK_DIAG) as kernel:
+            kernel.setblocking(False)
+            kernel.send(header + question)
+            answer = kernel.recv(1024)
+    except OSError:  # a kernel without it, or a sandbox around this process
+        return None
+    _, kind, *_ = _HEADER.unpack_from(answer)
+    if kind != _SOCK_DIAG_BY_FAMILY or len(answer) < _HEADER.size + _ANSWER.size:
+        return None  # there is no such socket
+    _, state, _, _, _, uid, _ = _ANSWER.unpack_from(answer, _HEADER.size)
+    return uid if state == _ESTABLISHED and uid != _NOBODY else None
 
 
-def _forms(address: Address) -> list[Address]:
-    """As sockets of the address's own family have it and, for IPv4, as those of IPv6 do."""
-    host, port = address
-    return [address] if ":" in host else [address, (f"::ffff:{host}", port)]
+def _port(address: Address) -> bytes:
+    return struct.pack("!H", address[1])
 
 
-def _hexadecimal(address: Address) -> str:
-    """As the kernel prints it: 32 bits at a time, in the machine's order."""
-    host, port = address
-    packed = ipaddress.ip_address(host.partition("%")[0]).packed
-    words = struct.unpack(f"={len(packed) // 4}I", packed)
-    return "".join(f"{word:08X}" for word in words) + f":{port:04X}"
+def _packed(address: Address) -> bytes:
+    return ipaddress.ip_address(address[0].partition("%")[0]).packed.ljust(16, b"\0")

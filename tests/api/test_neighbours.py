@@ -27,9 +27,10 @@ CHAT = {"model": "echo", "messages": [{"role": "user", "content": "a"}]}
 @contextmanager
 def connected(host: str = "127.0.0.1", to: str = "") -> Iterator[tuple[Any, socket.socket]]:
     """(a client's socket, the server's end of it)."""
-    family = socket.AF_INET6 if ":" in to else socket.AF_INET
+    family = socket.AF_INET6 if ":" in (to or host) else socket.AF_INET
+    there = socket.AF_INET6 if ":" in host else socket.AF_INET
     with (
-        closing(socket.create_server((host, 0))) as listener,
+        closing(socket.create_server((host, 0), family=there)) as listener,
         closing(socket.socket(family)) as theirs,
     ):
         theirs.connect((to or host, listener.getsockname()[1]))
@@ -52,6 +53,20 @@ def test_the_kernel_says_whose_socket_it_is() -> None:
 def test_an_ipv6_socket_may_reach_an_ipv4_address() -> None:
     with connected(to="::ffff:127.0.0.1") as (_, ours):
         assert user_at_the_other_end(ours) == os.getuid()
+
+
+@LINUX
+@LINUX
+def test_over_ipv6_it_says_so_as_well() -> None:
+    with connected("::1") as (_, ours):
+        assert user_at_the_other_end(ours) == os.getuid()
+
+
+@LINUX
+def test_no_socket_is_nobody_s() -> None:
+    with connected() as (_, ours):
+        host, port = ours.getpeername()[:2]
+        assert user_of((host, port ^ 1), ours.getsockname()[:2]) is None
 
 
 @LINUX
@@ -127,7 +142,7 @@ async def test_another_user_does_not_resume_a_stream_even_by_its_id(api: Served)
 async def test_where_nobody_says_so_a_connection_is_a_principal(
     api: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(neighbours, "_TABLES", ())
+    monkeypatch.setattr(neighbours, "_NETLINK_SOCK_DIAG", 31)  # there is no such protocol
     in_thread: Callable[..., Any] = asyncio.to_thread
     await in_thread(chat, api.url, 2)
     answer = await in_thread(chat, api.url, stream=True, resumable=True)
@@ -152,7 +167,7 @@ async def test_a_connection_that_ends_meanwhile_is_nobody_s(
     found: asyncio.Queue[Principal] = asyncio.Queue()
 
     async def look(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        found.put_nowait(await neighbours.Neighbour(writer.transport).principal())
+        found.put_nowait(neighbours.Neighbour(writer.transport).principal)
         writer.close()
 
     async with await asyncio.start_server(look, "127.0.0.1", 0) as server:

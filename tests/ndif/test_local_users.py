@@ -97,8 +97,8 @@ async def test_users_take_turns_and_have_half_of_the_places_each(node: Node, use
 
 @pytest.fixture
 def _nobody_says_whose_a_socket_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a system without ``/proc``."""
-    monkeypatch.setattr(neighbours, "_TABLES", ())
+    """As on a system that has no `sock_diag`."""
+    monkeypatch.setattr(neighbours, "_NETLINK_SOCK_DIAG", 31)
 
 
 @pytest.mark.usefixtures("_nobody_says_whose_a_socket_is")
