@@ -64,6 +64,11 @@ class StatePaths:
         return self.root / "harvest"
 
     @property
+    def threads_dir(self) -> Path:
+        """With how many threads this node computes, a file per machine (`mesh.shard.threads`)."""
+        return self.root / "threads"
+
+    @property
     def events_dir(self) -> Path:
         """The signed logs, a file per hearth."""
         return self.root / "events"

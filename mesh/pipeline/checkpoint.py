@@ -14,8 +14,9 @@ from mesh.models.load import Ends, load_ends
 from mesh.models.manifest import read_manifest
 from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.model import AskerModel, TextDecoder
-from mesh.shard.device import choose_device, choose_dtype, choose_threads
+from mesh.shard.device import choose_device, choose_dtype
 from mesh.shard.linear import choose_kernels
+from mesh.shard.threads import kept_threads
 from mesh.types import GenerationRequest, ModelId
 
 STORED = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -33,6 +34,7 @@ class AskerOptions:
     device: str
     threads: int
     cache_dir: Path
+    threads_dir: Path | None = None
 
 
 class CheckpointEnds:
@@ -102,7 +104,7 @@ def load_asker(
     device = choose_device(options.device)
     stored = STORED.get(manifest.dtype, manifest.dtype)
     dtype = choose_dtype(options.dtype, stored, device.value)
-    threads = choose_threads(options.threads, device.value)
+    threads = kept_threads(options.threads, device.value, options.threads_dir)
     torch.set_num_threads(threads.value)
     ends = load_ends(manifest, dtype=dtype.value, device=device.value)
     kernels = choose_kernels(ends, dtype.value, device.value)

@@ -308,7 +308,8 @@ def _internal(error: Exception) -> InternalError:
 
 
 def _options(fields: dict[str, Any]) -> AskerOptions:
-    return AskerOptions(**{**fields, "cache_dir": Path(fields["cache_dir"])})
+    paths = {name: Path(fields[name]) for name in ("cache_dir", "threads_dir") if name in fields}
+    return AskerOptions(**{**fields, **paths})
 
 
 def main() -> None:

@@ -120,7 +120,7 @@ def choose_threads(requested: int, device: torch.device) -> Choice[int]:
     """
     if requested > 0:
         return Choice(requested, f"threads {requested}: as requested")
-    cores = _usable_cores()
+    cores = usable_cores()
     if device.type != "cpu" or cores == 1:
         return Choice(
             1, "threads 1: one core" if cores == 1 else f"threads 1: {device.type} computes"
@@ -167,17 +167,28 @@ def _has_bf16(device: torch.device) -> bool:
 
 
 def _cpu_flags() -> frozenset[str]:
+    return frozenset(_cpu_info("flags", "features").split())
+
+
+def _cpu_info(*fields: str) -> str:
+    """The first such field of the first processor that has one; empty where nothing says it."""
     try:
         with Path("/proc/cpuinfo").open(encoding="ascii", errors="replace") as lines:
             for line in lines:
-                if line.lower().startswith(("flags", "features")):
-                    return frozenset(line.partition(":")[2].split())
+                if line.lower().startswith(fields):
+                    return line.partition(":")[2].strip()
     except OSError:
         pass
-    return frozenset()
+    return ""
 
 
-def _usable_cores() -> int:
+def cpu_model() -> str:
+    """What the processor calls itself; empty where the platform does not say."""
+    return _cpu_info("model name", "hardware") or platform.processor()
+
+
+def usable_cores() -> int:
+    """Physical cores that this process may run on."""
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
     return max(1, min(physical, allowed))

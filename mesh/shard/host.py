@@ -27,7 +27,7 @@ from mesh.discovery.interfaces import Reach
 from mesh.errors import BadRequest, LinkLost, MeshError, UntrustedPeer
 from mesh.identity.tls import TlsContexts, TlsMaterial, require_node
 from mesh.shard.batcher import DeviceQueue
-from mesh.shard.device import choose_device, choose_threads
+from mesh.shard.device import choose_device
 from mesh.shard.failures import foreseen
 from mesh.shard.loading import HostedOn, LoadedShard, ShardRequest, load_shard
 from mesh.shard.memory import release_memory
@@ -37,6 +37,7 @@ from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
 from mesh.shard.settings import ShardSettings
 from mesh.shard.taps.server import TapServer, TapSettings
+from mesh.shard.threads import kept_threads
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId, ShardDescriptor, ShardId, shard_id
 from mesh.wire.connection import WebSocketLink
@@ -152,7 +153,10 @@ class ShardProcess:
             raise BadRequest("The shard process has started already.", fix="Send start once.")
         device = await asyncio.to_thread(choose_device, str(command.get("device") or "auto"))
         threads = await asyncio.to_thread(
-            choose_threads, int(command.get("threads") or 0), device.value
+            kept_threads,
+            int(command.get("threads") or 0),
+            device.value,
+            Path(command["threads_dir"]) if command.get("threads_dir") else None,
         )
         said = command["hello"]
         hello = Hello(
