@@ -14,6 +14,7 @@ import psutil
 from mesh.config import Config
 from mesh.errors import BadValue, ModelNotFound, NotEnoughMemory
 from mesh.models.builtin import checkpoint_dir
+from mesh.models.hub_cache import checkpoint_name
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.types import LayerRange, ModelId
 
@@ -45,7 +46,7 @@ def find_local_models(config: Config, cache_dir: Path) -> list[LocalModel]:
     for text, layers in _wanted(config):
         path, _, name = text.partition("=")
         directory = checkpoint_dir() if path == BUILTIN else Path(path).expanduser()
-        model_id = ModelId(name or (BUILTIN if path == BUILTIN else directory.resolve().name))
+        model_id = _model_id(path, name, directory)
         if any(model.model_id == model_id for model in found):
             raise BadValue(
                 f"two models are called {model_id!r}.",
@@ -95,6 +96,12 @@ def require_memory(model: LocalModel, limit_mb: int, layers: LayerRange | None =
             " be used.",
             fix="Let other nodes hold its layers.",
         )
+
+
+def _model_id(path: str, name: str, directory: Path) -> ModelId:
+    if name or path == BUILTIN:
+        return ModelId(name or BUILTIN)
+    return checkpoint_name(directory)
 
 
 def _wanted(config: Config) -> Iterator[tuple[str, str]]:
