@@ -103,7 +103,7 @@ class Config(BaseSettings):
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """Where shards compute: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``."""
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    """CPU threads of a shard."""
+    """CPU threads of a shard; auto measures once per machine and keeps the number."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe log lines to write."""
     jobs: JobsSection = JobsSection()
