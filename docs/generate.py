@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from math import isinf
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import click
 import typer
 from pydantic import BaseModel
 
-from mesh import errors
+from mesh import allowances, errors
 from mesh.cli.main import app
 from mesh.config import Config
+from mesh.ledger import Limit, Limits
 
 REFERENCE = Path(__file__).parent / "reference"
 HEAD = "<!-- Written by docs/generate.py; edit the code instead. -->\n\n"
@@ -69,7 +71,34 @@ def cli_page() -> str:
     return "\n".join(pages)
 
 
-PAGES = {"errors.md": errors_page, "config.md": config_page, "cli.md": cli_page}
+def limits_page() -> str:
+    lines = [
+        "# Limits",
+        "",
+        "What one principal may hold, or use in the time that the name says, and all together, in "
+        "each process. [Why, and what happens at the limit](../explanation/limits.md). Streams, "
+        "cache positions, sessions of interventions, and what API keys may, are "
+        "[settings](config.md).",
+    ]
+    for title, limits in LIMITS.items():
+        lines += ["", f"## {title}", "", "| resource | each | all together | then refused for |"]
+        lines += ["|---|---|---|---|", *(_row(resource, limits[resource]) for resource in limits)]
+    return "\n".join(lines) + "\n"
+
+
+LIMITS: dict[str, Limits] = {
+    "The daemon": allowances.DAEMON,
+    "A shard": allowances.SHARDS,
+    "A model's asker": allowances.ASKER,
+    "The jobs": allowances.JOBS,
+}
+
+PAGES = {
+    "errors.md": errors_page,
+    "config.md": config_page,
+    "cli.md": cli_page,
+    "limits.md": limits_page,
+}
 
 
 def main() -> int:
@@ -85,6 +114,18 @@ def main() -> int:
     if stale:
         sys.stderr.write(f"out of date: {', '.join(stale)}; run `make docs`\n")
     return 1 if stale else 0
+
+
+def _row(resource: str, limit: Limit) -> str:
+    def amount(value: float) -> str:
+        if isinf(value):
+            return "no limit"
+        return f"{value / (1 << 20):g} MiB" if "bytes" in resource else f"{value:,g}"
+
+    kinds = "".join(f", a {kind} {amount(value)}" for kind, value in limit.kinds.items())
+    cooldown = f"{limit.cooldown_s:g} s" if limit.cooldown_s else ""
+    each = amount(limit.each) + kinds
+    return f"| `{resource}` | {each} | {amount(limit.total)} | {cooldown} |"
 
 
 def _subclasses(kind: type[errors.MeshError]) -> Iterator[type[errors.MeshError]]:

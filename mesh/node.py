@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mesh import wiring
+from mesh import allowances, wiring
 from mesh.api.app import create_app
 from mesh.api.ndif.routes import JobsApi
 from mesh.api.overview import NodeParts, Overview
@@ -40,6 +40,7 @@ from mesh.identity.api_keys import ApiKeys, new_owner_key
 from mesh.identity.keys import NodeKey, load_or_create
 from mesh.interventions.jobs.process import JobsProcess
 from mesh.keeping import HomeLayers, load_at_home
+from mesh.ledger import ResourceLedger
 from mesh.models.local import LocalModel, find_local_models
 from mesh.paths import StatePaths, cache_dir
 from mesh.pipeline.asker import AskerProcess, Askers
@@ -68,6 +69,7 @@ class Node:
         self._started_at = self._clock.now()
         self._events = EventStream(self._clock)
         self._metrics = Metrics()
+        self._accounts = ResourceLedger(self._clock, allowances.DAEMON)
         timeout_s = config.distributed.shard_health_timeout_seconds
         self._store = ShardStore(self._clock, expiry_s=timeout_s * EXPIRY_FACTOR)
         # A peer is heard with every ping of its link and every renewal of its advertisement.
@@ -158,7 +160,7 @@ class Node:
             lambda kind, fields: self._events.emit(kind, **fields),
         )
         paths = StatePaths(self._config.state_dir)
-        return Network(self._key, paths, settings, self._store, self._clock, hooks)
+        return Network(self._key, paths, settings, self._store, self._clock, hooks, self._accounts)
 
     def _start_host(self, address: str, tls: dict[str, Any]) -> None:
         spec = wiring.host_spec(self._config, self._key, self._models, address, tls)
@@ -191,6 +193,7 @@ class Node:
                 config, self._key.node_id, self._models, self._askers, self.routable
             ),
             lacking=self._home.lacking,
+            accounts=self._reports,
         )
         askers = Askers(
             self._askers,
@@ -201,7 +204,9 @@ class Node:
         paths = StatePaths(config.state_dir)
         steering = self._steering = Steering(network, self._models, paths.steering_dir)
         generations = SteeredGenerations(askers, steering)
-        settings = ApiSettings(config.api_host, self._owner_key, keyless=config.is_keyless)
+        settings = ApiSettings(
+            config.api_host, self._owner_key, keyless=config.is_keyless, accounts=self._accounts
+        )
         keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
         view, control = Overview(parts), Control(network)
         research = Research(steering, Harvests(self._models, self._askers))
@@ -231,6 +236,11 @@ class Node:
             "enabled": self._is_distributed,
             "paused": self._is_paused,
         }
+
+    def _reports(self) -> list[dict[str, Any]]:
+        askers = [{**asker.accounts, "where": name} for name, asker in self._askers.items()]
+        jobs = self._jobs.accounts if self._jobs is not None else {}
+        return [self._accounts.report("daemon"), *self._host.accounts, *askers, jobs]
 
     def pause(self, paused: bool) -> None:
         """Serve nobody from now on, as before a sleep, or serve again. Running answers move."""

@@ -25,6 +25,9 @@ class HostSection(BaseModel):
     """Sessions a shard serves at the same time; further ones are refused, never queued."""
     drain_seconds: float = Field(default=30, ge=0, le=3600)
     """How long a node that is stopped waits for running answers to end or move elsewhere."""
+    session_lease_seconds: float = Field(default=60, ge=5, le=3600)
+    """A session that is open without a step for so long is closed. Askers give the streams of
+    answers that nobody reads back earlier, and take them again."""
     kv_tokens: int = Field(default=16384, ge=16)
     """Positions that all sessions of a shard may hold in its cache together."""
     harvest_mb: int = Field(default=0, ge=0)

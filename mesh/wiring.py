@@ -38,6 +38,7 @@ def host_spec(
         "cache_dir": str(cache_dir()),
         "harvest_dir": str(StatePaths(config.state_dir).harvest_dir),
         "harvest_mb": config.distributed.host.harvest_mb,
+        "session_lease_s": config.distributed.host.session_lease_seconds,
     }
     return HostSpec(start, tuple(shard(config, m, m.layers) for m in models if m.layers))
 
@@ -53,6 +54,7 @@ def shard(config: Config, model: LocalModel, layers: LayerRange) -> dict[str, An
         "max_concurrent_streams": limits.max_concurrent_streams,
         "kv_tokens": limits.kv_tokens,
         "eviction_idle_s": limits.shard_eviction_idle_seconds,
+        "session_lease_s": limits.session_lease_seconds,
         "max_tap_sessions": limits.max_tap_sessions,
         "tap_memory_mb": limits.tap_memory_mb,
     }

@@ -257,6 +257,30 @@ class ScriptedView:
                     "failovers": 0,
                 }
             ],
+            "accounts": [
+                {
+                    "where": "echo:0-5",
+                    "principals": [
+                        {
+                            "kind": "peer",
+                            "name": "p" * 52,
+                            "node": "attic\x1b[2J",
+                            "refused": 2,
+                            "resources": {
+                                "streams": {"held": 3, "limit": None, "together": 5, "total": 8},
+                                "bytes_buffered": {
+                                    "held": 3 << 19,
+                                    "limit": 16 << 20,
+                                    "together": 0,
+                                    "total": None,
+                                },
+                                "events_per_minute": {"used": 7, "limit": None, "window_s": 60.0},
+                            },
+                        }
+                    ],
+                    "more": 0,
+                }
+            ],
             "reasons": ["device=cpu: no accelerator found"],
             "warnings": ["disk is nearly full"],
         }

@@ -13,6 +13,7 @@ from mesh.clock import SystemClock
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsContexts, TlsMaterial
 from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.shard.leases import lease_of
 from mesh.shard.permits import permit
 from mesh.wire.link import Link, LinkHandler
 from mesh.wire.messages import Hello
@@ -58,4 +59,6 @@ async def dial(host: str, port: int, handler: LinkHandler) -> Link:
     link = await connect(host, port, hello=HELLO, handler=handler, ssl=TLS.client())
     if hasattr(handler, "permit"):
         handler.permit = partial(permit, KEY, SystemClock(), KEY.node_id)
+    if hasattr(handler, "lease_s"):
+        handler.lease_s = lease_of(link.peer)
     return link

@@ -32,7 +32,8 @@ from mesh.api.services import ApiSettings
 from mesh.clock import Clock
 from mesh.config import is_loopback
 from mesh.errors import Forbidden, HeadersTooLarge, MeshError, Unauthorized
-from mesh.identity.api_keys import ApiKeys, QuotaMeter, Scope
+from mesh.identity.api_keys import ApiKey, ApiKeys, Scope, quotas
+from mesh.ledger import Resource, ResourceLedger
 from mesh.types import OWNER, Principal, PrincipalKind
 
 _OWNER = Principal(PrincipalKind.KEY, OWNER)
@@ -93,7 +94,8 @@ class Access:
         self._keys = ApiKeys() if keys is None else keys
         self._owner = settings.api_key
         self._keyless = settings.keyless and is_loopback(settings.host)
-        self._meter = QuotaMeter(clock)
+        self._accounts = settings.accounts or ResourceLedger(clock)
+        self._accounts.personal = quotas(self._keys)
 
     @property
     def has_keys(self) -> bool:
@@ -118,16 +120,22 @@ class Access:
         key = self._keys.get(caller.principal.name)
         if key is None:
             raise Unauthorized("The API key was revoked.", fix="Ask for a new one.")
-        self._meter.admit(key)
+        self._accounts.require(_account(key), Resource.TOKENS_PER_DAY)
+        self._accounts.spend(_account(key), Resource.REQUESTS_PER_MINUTE)
 
     def forget_revoked(self) -> None:
         """To be called after a key was revoked."""
-        self._meter.keep_only(self._keys)
+        known = frozenset(key.key_id for key in self._keys.keys)
+        self._accounts.keep_only(PrincipalKind.KEY, known)
 
     def _charge(self, key_id: str, tokens: int) -> None:
         key = self._keys.get(key_id)
         if key is not None:
-            self._meter.charge(key, tokens)
+            self._accounts.charge(_account(key), Resource.TOKENS_PER_DAY, tokens)
+
+
+def _account(key: ApiKey) -> Principal:
+    return Principal(PrincipalKind.KEY, key.key_id)
 
 
 class Gate:

@@ -38,6 +38,7 @@ class NodeParts:
     verdict: Callable[[NodeId], Verdict]
     privacy: Callable[[], dict[str, Any]]
     lacking: Callable[[], list[str]]
+    accounts: Callable[[], list[dict[str, Any]]]
 
 
 class Overview:
@@ -59,6 +60,7 @@ class Overview:
             "generations": [
                 generation for asker in parts.askers.values() for generation in asker.generations
             ],
+            "accounts": self._accounts(),
             "reasons": self._reasons(),
             "warnings": warnings[-20:],
         }
@@ -139,6 +141,21 @@ class Overview:
         return self._parts.metrics.render()
 
     # Private
+
+    def _accounts(self) -> list[dict[str, Any]]:
+        """What each process reports of who holds what, peers with the names of their nodes."""
+        names = {view.info.node_id: view.info.name for view in self._parts.store.nodes()}
+        reports = [report for report in self._parts.accounts() if report.get("principals")]
+        return [
+            {
+                **report,
+                "principals": [
+                    {**row, "node": names.get(row["name"]) if row["kind"] == "peer" else None}
+                    for row in report["principals"]
+                ],
+            }
+            for report in reports
+        ]
 
     def _verdict(self, peer: PeerView) -> str | None:
         """What the failure detector thinks of a linked peer; None for one that is not linked."""

@@ -6,9 +6,10 @@ The composition root provides the implementations; the API knows nothing of how 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from mesh.ledger import ResourceLedger
 from mesh.types import GenerationRequest, StreamFrame
 
 LOADING = "loading"
@@ -37,7 +38,9 @@ class MeshView(Protocol):
         "peers": [...], "models": [...], "shards": [local shards], "sessions": [{
         "node_id", "node", "purpose", "token_id"} of whoever uses them], "generations":
         [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms"}],
-        "failovers"}], "reasons": [why a value was detected, what did not load and why],
+        "failovers"}], "accounts": [{"where": a process or a shard, "principals": [{"kind", "name",
+        "node": a peer's name, "refused": how often, "resources": {NAME: {"held" or "used", "limit",
+        ...}}}], "more"}], "reasons": [why a value was detected, what did not load and why],
         "warnings": [...]}``
 
         A generation's id is not its answer's, by which the stream could be resumed.
@@ -144,7 +147,8 @@ class ApiSettings:
     None for no such key. With `keyless`, callers on loopback may chat and intervene without a key.
     A stream that has nothing to say sends a comment every `ping_s` seconds. A request's head and
     body must have come within their limits; a client that takes nothing of an answer for
-    `unread_timeout_s` is cut off.
+    `unread_timeout_s` is cut off. What callers use is counted on `accounts`, by default on some of
+    the API's own.
     """
 
     host: str = "127.0.0.1"
@@ -155,3 +159,4 @@ class ApiSettings:
     head_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0
+    accounts: ResourceLedger | None = field(default=None, repr=False, compare=False)

@@ -39,10 +39,38 @@ def show(picture: dict[str, Any]) -> None:
         say(f"\nheld here: {held}")
     for running in picture["generations"]:
         say(f"running: {running['model']} over {route_line(running['route'])}")
+    print_accounts(picture["accounts"])
     for reason in picture["reasons"]:
         note(f"note: {reason}")
     for warning in picture["warnings"]:
         note(f"warning: {warning}")
+
+
+def print_accounts(reports: list[dict[str, Any]]) -> None:
+    """Who holds or uses how much of what, and of how much; those who were refused something."""
+    rows = [
+        (
+            principal["node"] or f"{principal['kind']} {principal['name'][:12]}",
+            report["where"],
+            ", ".join(_amount(name, found) for name, found in principal["resources"].items()),
+            principal["refused"] or None,
+        )
+        for report in reports
+        for principal in report["principals"]
+    ]
+    if rows:
+        say()
+        print_table(("WHO", "WHERE", "HOLDS", "REFUSED"), rows)
+
+
+def _amount(name: str, found: dict[str, Any]) -> str:
+    """``3/8 streams``, ``1.5/16 MB bytes buffered``, ``7 events per minute``."""
+    words = name.replace("_", " ")
+    unit = 2**20 if "bytes" in name else 1
+    amount = f"{found['held' if 'held' in found else 'used'] / unit:.3g}"
+    limits = [limit for limit in (found["limit"], found.get("total")) if limit is not None]
+    most = f"/{min(limits) / unit:.3g}" if limits else ""
+    return f"{amount}{most} {words.replace('bytes', 'MB')}"
 
 
 def print_models(models: list[dict[str, Any]]) -> None:

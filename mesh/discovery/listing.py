@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from mesh.clock import SystemClock
 from mesh.discovery.advertisement import Advertisement, at_host
 from mesh.discovery.directory import NodeInfo, ShardStore
 from mesh.discovery.events import Warned
@@ -18,7 +17,7 @@ from mesh.discovery.notices import Notices
 from mesh.discovery.sightings import Sightings
 from mesh.discovery.trust import Trust
 from mesh.errors import BadAdvertisement
-from mesh.events.budget import Budget
+from mesh.ledger import Resource, ResourceLedger, of_peer
 from mesh.types import NodeId
 from mesh.wire.messages import Advertise
 
@@ -31,23 +30,29 @@ class Listing:
     """
 
     def __init__(
-        self, store: ShardStore, notices: Notices, trust: Trust, sightings: Sightings
+        self,
+        store: ShardStore,
+        notices: Notices,
+        trust: Trust,
+        sightings: Sightings,
+        accounts: ResourceLedger,
     ) -> None:
         self._store = store
         self._notices = notices
         self._trust = trust
         self._sightings = sightings
-        self._budget = Budget(SystemClock())
+        self._accounts = accounts
 
     def hear(self, end: ControlLink, message: Advertise) -> None:
         """Take down what a peer signed of itself; all else is told once and changes nothing."""
         peer = end.hello
-        if self._budget.muted(peer.node_id):
+        principal = of_peer(peer.node_id)
+        if self._accounts.exhausted(principal, Resource.BAD_ADVERTISEMENTS_PER_MINUTE):
             return
         try:
             heard = self._notices.read(message, peer.node_id)
         except BadAdvertisement as error:
-            self._budget.charge(peer.node_id)
+            self._accounts.charge(principal, Resource.BAD_ADVERTISEMENTS_PER_MINUTE)
             self._warn(peer, error)
             return
         end.advertised, end.heard_at = heard, asyncio.get_running_loop().time()

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.announced import follow
@@ -42,13 +42,13 @@ from mesh.errors import (
 from mesh.identity.tls import require_node
 from mesh.types import NodeId
 from mesh.wire.connection import WebSocketLink
+from mesh.wire.limits import CONTROL_LIMITS
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import PROTOCOL_VERSION, Advertise
 from mesh.wire.websocket import LinkServer, connect, serve
 
 logger = logging.getLogger(__name__)
 
-MAX_LINKS = 128
 _OUT = "not a member of this hearth"
 _SETTLE_S = 0.05
 """Changes within this time go out as one advertisement."""
@@ -100,6 +100,7 @@ class Peering:
         self._shards = shards
         self._on_event = on_event
         self._mdns = mdns
+        self._limits = replace(CONTROL_LIMITS, accounts=trust.accounts)
         self._run = secrets.token_hex(8)
         self._dials = 0
         self._links = LinkTable(settings.node_id)
@@ -120,7 +121,7 @@ class Peering:
             epoch=settings.epoch,
             ttl_s=settings.shard_health_timeout_s * EXPIRY_FACTOR,
         )
-        self._listing = Listing(store, self._notices, trust, self._sightings)
+        self._listing = Listing(store, self._notices, trust, self._sightings, trust.accounts)
         self._stopping = False
 
     @property
@@ -145,7 +146,7 @@ class Peering:
             parse_endpoint(peer)
         self._server = await serve(
             settings.answers_at or settings.host, settings.port, accept=self._accept,
-            hello=lambda: to_hello(self._own()), ssl=self._trust.tls.server,
+            hello=lambda: to_hello(self._own()), limits=self._limits, ssl=self._trust.tls.server,
         )  # fmt: skip
         if self._mdns is not None:
             nonce = self._run[:6]
@@ -266,8 +267,6 @@ class Peering:
             raise UntrustedPeer(_OUT, fix="See `hearthnet members`.")
         if self._stopping:
             raise PeerRefused("This node is stopping.", fix="Try again once it runs.")
-        if len(self._links.all()) >= MAX_LINKS:
-            raise PeerRefused(f"This node already has {MAX_LINKS} links.", fix="Try again later.")
         end = ControlLink(self._on_message, self._on_closed, initiated=False)
         peer = from_hello(link.peer)
         state, reason = self._judge(peer, None)
@@ -285,10 +284,12 @@ class Peering:
         dial = self._dials
         end = ControlLink(self._on_message, self._on_closed, initiated=True, dial=dial)
         hello = to_hello(self._own(dial))
-        timeout_s = self._settings.dial.timeout_s
         try:
             tls = self._trust.tls.client(target.pinned)
-            link = await connect(host, port, hello=hello, handler=end, timeout_s=timeout_s, ssl=tls)
+            link = await connect(
+                host, port, hello=hello, handler=end, limits=self._limits, ssl=tls,
+                timeout_s=self._settings.dial.timeout_s,
+            )  # fmt: skip
         except VersionMismatch as error:
             self._note(target, endpoint, PeerState.OTHER_VERSION, str(error))
             return DialResult.REFUSED

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from mesh.identity.tls import TlsContexts
+from mesh.ledger import ResourceLedger
 from mesh.types import NodeId
 
 
@@ -14,6 +15,10 @@ class Trust(Protocol):
     @property
     def tls(self) -> TlsContexts:
         """The contexts of all links between daemons; they follow the members."""
+
+    @property
+    def accounts(self) -> ResourceLedger:
+        """What each peer holds and uses in this process."""
 
     def may_serve(self, node: NodeId) -> bool:
         """Whether what the node advertises may be listed."""

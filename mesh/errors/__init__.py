@@ -10,10 +10,10 @@ MeshError
 ├─ RouteError         NoRoute (shard_unavailable)  WeightsMismatch  ExperimentalDisabled
 ├─ ShardError         ModelNotFound  BadCheckpoint  UnsupportedFamily  CacheFull  DeviceFailed
 │                     SessionGone  ShardCorrupt  DiskFull
-├─ GenerationError    BadRequest  BadSteering  ContextTooLong  PipelineStalled  Busy
+├─ GenerationError    BadRequest  BadSteering  ContextTooLong  PipelineStalled
+│                     Busy  LimitReached  QuotaExceeded
 ├─ ApiError           Unauthorized  Forbidden  NotFound  MethodNotAllowed  BodyTooLarge
-│                     HeadersTooLarge  QuotaExceeded  UnsupportedClient
-│                     TlsRequired
+│                     HeadersTooLarge  UnsupportedClient  TlsRequired
 ├─ JailError          JailUnavailable  PolicyViolation  JobFailed
 ├─ StorageFull        jobs cannot be kept
 └─ InternalError      a child process failed in a way that nobody foresaw
@@ -70,7 +70,6 @@ from mesh.errors.requests import (
     MethodNotAllowed,
     NotFound,
     PolicyViolation,
-    QuotaExceeded,
     StorageFull,
     TlsRequired,
     Unauthorized,
@@ -92,10 +91,12 @@ from mesh.errors.serving import (
     DiskFull,
     ExperimentalDisabled,
     GenerationError,
+    LimitReached,
     ModelNotFound,
     NoRoute,
     NotEnoughMemory,
     PipelineStalled,
+    QuotaExceeded,
     RouteError,
     SessionGone,
     ShardCorrupt,
@@ -135,6 +136,7 @@ __all__ = [
     "JailUnavailable",
     "JobFailed",
     "KeyUnreadable",
+    "LimitReached",
     "LinkLost",
     "LogBehind",
     "LogCorrupt",

@@ -71,14 +71,6 @@ class BodyTooLarge(ApiError):
     http_status = 413
 
 
-class QuotaExceeded(ApiError):
-    """The API key's quota is used up for now; `param` names it."""
-
-    code = "quota_exceeded"
-    http_status = 429
-    retryable = True
-
-
 class JailError(MeshError):
     """Root for code that may not run here, or not like this."""
 

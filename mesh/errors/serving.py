@@ -149,3 +149,18 @@ class Busy(GenerationError):
     code = "busy"
     http_status = 429
     retryable = True
+
+
+class LimitReached(Busy):
+    """One principal (a node, a key, a local user, a job) holds or uses all that it may.
+
+    The message says who, of what, how much is held, asked and allowed; `param` is the resource.
+    """
+
+    code = "limit_reached"
+
+
+class QuotaExceeded(LimitReached):
+    """The API key's quota is used up for now; `param` names it."""
+
+    code = "quota_exceeded"

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from mesh.errors import MeshError
+from mesh.errors import LimitReached, MeshError
 from mesh.events.log import Change, EventLog
 from mesh.events.messages import Ask, Heads, Message, Page, Probe, Pull
 from mesh.events.sync import Exchange, answer_probe, heads_of, wants_something
+from mesh.ledger import Resource, of_peer
 from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ Send = Callable[[NodeId, Message], None]
 
 _MAX_REQUESTS = 8
 _REQUESTS_PER_S = 64.0
+_REFUSED_PAUSE_S = 5.0
 _STOP_TIMEOUT_S = 5.0
 
 
@@ -191,14 +193,27 @@ class _Peer:
             request = await self._requests.get()
             try:
                 self._send(self._peer, await self._answer_to(request))
+            except LimitReached as error:
+                logger.info("gossip not answered: peer=%s reason=%s", self._peer, error)
+                await asyncio.sleep(_REFUSED_PAUSE_S)
             except MeshError as error:
                 logger.info("gossip not answered: peer=%s reason=%s", self._peer, error)
             await asyncio.sleep(1 / _REQUESTS_PER_S)
 
+    async def _answer_pull(self, pull: Pull) -> Page:
+        """One page. Raises LimitReached for a peer that has had as much as it may in a minute."""
+        peer, accounts = of_peer(self._peer), self._log.ledger.accounts
+        accounts.require(peer, Resource.EVENT_BYTES_PER_MINUTE)
+        with accounts.hold(peer, Resource.PULLS, 1):
+            page = await self._log.page(pull.ranges, pull.proofs)
+        size_bytes = sum(len(body) + len(signature) for body, signature in page.events)
+        accounts.charge(peer, Resource.EVENT_BYTES_PER_MINUTE, size_bytes)
+        return Page(pull.number, page)
+
     async def _answer_to(self, request: Message) -> Message:
         match request:
-            case Pull(number, ranges, proofs):
-                return Page(number, await self._log.page(ranges, proofs))
+            case Pull():
+                return await self._answer_pull(request)
             case Probe():
                 return answer_probe(self._log.ledger, request)
         return heads_of(self._log.ledger, request.number)

@@ -13,11 +13,11 @@ from typing import Self
 
 from mesh.clock import Clock
 from mesh.errors import BadEvent, LogRefused
-from mesh.events.budget import Budget
 from mesh.events.ledger import Ledger, Verdict
 from mesh.events.opening import Signed
 from mesh.events.store import Proof
 from mesh.events.types import Event, decode
+from mesh.ledger import Resource, of_peer
 from mesh.types import NodeId
 
 SKEW_S = 600.0
@@ -66,19 +66,25 @@ class Report:
 
 
 class Intake:
-    """Feeds a ledger; `orphans` are events a repair saved that wait for their predecessor."""
+    """Feeds a ledger, on whose accounts it counts what peers send.
 
-    def __init__(
-        self, ledger: Ledger, budget: Budget, clock: Clock, on_report: Callable[[Report], None]
-    ) -> None:
+    `orphans` are events a repair saved that wait for their predecessor.
+    """
+
+    def __init__(self, ledger: Ledger, clock: Clock, on_report: Callable[[Report], None]) -> None:
         self.ledger = ledger
-        self.budget = budget
         self.clock = clock
         self.on_report = on_report
         self.orphans: dict[NodeId, dict[int, Signed]] = {}
         self.adopted: list[tuple[NodeId, int]] = []
         self._proofs: list[Proof] = []
         self._warned: set[NodeId] = set()
+        self._full: set[NodeId] = set()
+
+    def mutes(self, source: NodeId) -> bool:
+        """Whether a peer sent so much that is bad that it is not listened to for a while."""
+        accounts = self.ledger.accounts
+        return accounts.exhausted(of_peer(source), Resource.BAD_EVENTS_PER_MINUTE)
 
     async def take(self, received: Received, source: NodeId) -> Outcome:
         """Offer everything to the ledger."""
@@ -87,7 +93,7 @@ class Intake:
         for first, second in received.proofs:
             outcome.verdicts[self._take_proof(first, second, source)] += 1
         for number, (body, signature) in enumerate(received.events, 1):
-            if self.budget.muted(source):
+            if self.mutes(source):
                 break
             self._take_event(body, signature, source, outcome)
             if number % _EVENTS_PER_TURN == 0:
@@ -119,6 +125,8 @@ class Intake:
                 self._settle_held()
         for event in self.ledger.accepted:
             self._check_clock(event)
+            signer = of_peer(event.author)
+            self.ledger.accounts.charge(signer, Resource.EVENTS_PER_MINUTE)
 
     async def prove(self, stored: Callable[[NodeId, int], Awaitable[Event | None]]) -> list[Proof]:
         """Freeze the authors that turned out to have forked; the proofs to keep."""
@@ -147,7 +155,8 @@ class Intake:
 
     def blame(self, source: NodeId) -> None:
         """Count something bad that a peer sent; too much of it mutes the peer."""
-        if self.budget.charge(source):
+        accounts = self.ledger.accounts
+        if accounts.charge(of_peer(source), Resource.BAD_EVENTS_PER_MINUTE):
             self.on_report(
                 Report(
                     "peer_muted", source,
@@ -162,12 +171,30 @@ class Intake:
         except BadEvent:
             verdict = Verdict.MALFORMED
         else:
-            verdict = self.ledger.offer(event, source)
+            verdict = self._offer(event, source)
             outcome.offered.add(event.author)
             if verdict is Verdict.DIVERGED:
                 outcome.diverged.add(event.author)
         outcome.verdicts[verdict] += 1
         self._charge(source, verdict)
+
+    def _offer(self, event: Event, source: NodeId) -> Verdict:
+        author, fresh = event.author, event.seq > self.ledger.stored(event.author)
+        spent = self.ledger.accounts.exhausted(of_peer(author), Resource.EVENTS_PER_MINUTE)
+        if fresh and spent:
+            return Verdict.LATER
+        verdict = self.ledger.offer(event, source)
+        if verdict is Verdict.FULL and author not in self._full and len(self._full) < _MAX_WARNED:
+            self._full.add(author)
+            self.on_report(
+                Report(
+                    "author_full", author,
+                    f"{author} has signed as many events as a hearth keeps of one member.",
+                    "What it signs from here on counts nowhere. Revoke it, and let it join with a"
+                    " new key.",
+                )
+            )  # fmt: skip
+        return verdict
 
     def _take_proof(self, first: Signed, second: Signed, source: NodeId) -> Verdict:
         try:

@@ -8,15 +8,19 @@ Checks that cost nothing come before the signature.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from mesh import allowances
 from mesh.clock import Clock
+from mesh.errors import Busy
 from mesh.events import apply as applying
 from mesh.events.pending import Pending
 from mesh.events.rules import Rules, Verify
 from mesh.events.state import State
 from mesh.events.types import GENESIS, MAX_INT63, Event, EventId
+from mesh.ledger import Hold, Resource, ResourceLedger, of_peer
 from mesh.types import NodeId
 
 MAX_LAMPORT_LEAP = 1 << 20
@@ -38,6 +42,10 @@ class Verdict(StrEnum):
     """It continues another chain than ours; looking for where they part will show a fork."""
     FORKED = "forked"
     """It is properly signed and differs from ours of the same author and sequence number."""
+    FULL = "full"
+    """Its author has signed as much as a hearth keeps of one."""
+    LATER = "later"
+    """Its author has signed too much within a minute; it is fetched again."""
     MALFORMED = "malformed"
     FOREIGN = "foreign"
     """It belongs to another hearth."""
@@ -59,10 +67,11 @@ _BAD = frozenset(
 
 @dataclass(slots=True)
 class Chain:
-    """The ids of one author's events in order, end to end, and the last one's lamport."""
+    """The ids of one author's events in order, end to end, the last one's lamport, all sizes."""
 
     ids: bytearray = field(default_factory=bytearray)
     lamport: int = 0
+    size_bytes: int = 0
 
     def __len__(self) -> int:
         return len(self.ids) // _ID_BYTES
@@ -76,7 +85,7 @@ class Chain:
 class _Transaction:
     state: State
     lamport: int
-    touched: dict[NodeId, tuple[int, int]] = field(default_factory=dict)
+    touched: dict[NodeId, tuple[int, int, int]] = field(default_factory=dict)
     accepted: list[Event] = field(default_factory=list)
     applied: int = 0
     ready: set[NodeId] = field(default_factory=set)
@@ -84,23 +93,42 @@ class _Transaction:
 
 
 class Ledger:
-    """One node's replica, without its storage."""
+    """One node's replica, without its storage. `accounts` say how much of each author is kept."""
 
-    def __init__(self, hearth_id: str, rules: Rules, verify: Verify, clock: Clock) -> None:
+    def __init__(
+        self,
+        hearth_id: str,
+        rules: Rules,
+        verify: Verify,
+        clock: Clock,
+        accounts: ResourceLedger | None = None,
+    ) -> None:
         self.hearth_id = hearth_id
+        self.accounts = ResourceLedger(clock, allowances.LOG) if accounts is None else accounts
         self.state = applying.empty(rules)
         self.lamport = 0
-        self.pending = Pending(clock)
+        self.pending = Pending(clock, self.accounts)
         self._rules = rules
         self._verify = verify
         self._chains: dict[NodeId, Chain] = {}
         self._open: _Transaction | None = None
+        self._full: dict[NodeId, int] = {}
+        self._stored: dict[NodeId, tuple[Hold, Hold]] = {}
 
     def restore(self, chains: Mapping[NodeId, Chain], state: State) -> None:
         """Start from what storage holds."""
         self._chains = dict(chains)
+        self._count_stored(chains)
         self.lamport = max((chain.lamport for chain in chains.values()), default=0)
         self.state = state
+
+    def close(self) -> None:
+        """Nothing of this log is on anybody's account any more."""
+        for holds in self._stored.values():
+            for hold in holds:
+                hold.close()
+        self._stored.clear()
+        self.pending.clear()
 
     # What others ask.
 
@@ -113,6 +141,10 @@ class Ledger:
         """The author's last sequence number that is here and counts."""
         limit = self.state.limit(author)
         return self.stored(author) if limit is None else min(self.stored(author), limit)
+
+    def is_full(self, author: NodeId) -> bool:
+        """Whether the author's next event was refused because nothing more of it is kept."""
+        return self._full.get(author) == self.stored(author)
 
     def id_at(self, author: NodeId, seq: int) -> EventId | None:
         """The id of an event here; None when it is not."""
@@ -142,10 +174,10 @@ class Ledger:
     def rollback(self) -> None:
         """Forget everything since `begin`; held events that were used are not held again."""
         undo = self._transaction()
-        for author, (height, lamport) in undo.touched.items():
+        for author, (height, lamport, size_bytes) in undo.touched.items():
             chain = self._chains[author]
             del chain.ids[height * _ID_BYTES :]
-            chain.lamport = lamport
+            chain.lamport, chain.size_bytes = lamport, size_bytes
             if not height:
                 del self._chains[author]
         self.state, self.lamport = undo.state, undo.lamport
@@ -153,6 +185,7 @@ class Ledger:
 
     def commit(self) -> None:
         """Keep everything since `begin`."""
+        self._count_stored(self._transaction().touched)
         self._open = None
 
     @property
@@ -254,13 +287,41 @@ class Ledger:
         if not signed:
             return Verdict.HELD if signed is None else Verdict.FORGED
         transaction = self._transaction()
-        chain = self._chains.setdefault(event.author, Chain())
-        transaction.touched.setdefault(event.author, (len(chain), chain.lamport))
+        chain = self._chains.get(event.author) or Chain()
+        if not self._has_room(event, chain):
+            self._full[event.author] = len(chain)
+            return Verdict.FULL
+        self._chains[event.author] = chain
+        transaction.touched.setdefault(event.author, (len(chain), chain.lamport, chain.size_bytes))
         transaction.accepted.append(event)
         chain.ids += event.id
         chain.lamport = event.lamport
+        chain.size_bytes += len(event.body)
         self.lamport = max(self.lamport, event.lamport)
         return Verdict.ACCEPTED
+
+    def _has_room(self, event: Event, chain: Chain) -> bool:
+        """The same answer on every node, whatever came in which order: chains are equal."""
+        author, limit = of_peer(event.author), self.accounts.limit
+        return event.seq <= limit(author, Resource.EVENTS_STORED) and chain.size_bytes + len(
+            event.body
+        ) <= limit(author, Resource.EVENT_BYTES_STORED)
+
+    def _count_stored(self, authors: Iterable[NodeId]) -> None:
+        for author in authors:
+            with suppress(Busy):  # more authors than accounts: they are bounded all the same
+                holds = self._stored.get(author) or self._holds(author)
+                chain = self._chains[author]
+                holds[0].charge(len(chain) - holds[0].size)
+                holds[1].charge(chain.size_bytes - holds[1].size)
+
+    def _holds(self, author: NodeId) -> tuple[Hold, Hold]:
+        principal = of_peer(author)
+        holds = self._stored[author] = (
+            self.accounts.hold(principal, Resource.EVENTS_STORED),
+            self.accounts.hold(principal, Resource.EVENT_BYTES_STORED),
+        )
+        return holds
 
     def _is_signed(self, event: Event) -> bool | None:
         signed = self._verify(event, self.state.membership)

@@ -19,14 +19,14 @@ from mesh.clock import Clock
 from mesh.errors import Busy, EventLogError, LogBehind, LogForked, LogRefused, MeshError
 from mesh.events import apply as applying
 from mesh.events import opening, snapshot
-from mesh.events.budget import Budget
 from mesh.events.intake import Intake, Outcome, Received, Report
 from mesh.events.ledger import Ledger
 from mesh.events.opening import Contents
 from mesh.events.rules import Rules, Verify
 from mesh.events.state import State
-from mesh.events.store import MAX_PAGE_BYTES, Batch, Range, Store
+from mesh.events.store import MAX_PAGE_BYTES, PROOF_OVERHEAD_BYTES, Batch, Range, Store
 from mesh.events.types import Draft, Event, Payload, Sign, seal
+from mesh.ledger import ResourceLedger
 from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
@@ -100,15 +100,17 @@ class EventLog:
         sign: Sign,
         clock: Clock,
         on_report: Callable[[Report], None],
+        accounts: ResourceLedger | None = None,
     ) -> Self:
         """Open the file, repairing it if needed (which is reported), and start the writer.
 
-        Raises SchemaTooNew, LogCorrupt, LogFull, and BadValue for another hearth's file.
+        What peers send and sign is counted on `accounts`, by default on the log's own. Raises
+        SchemaTooNew, LogCorrupt, LogFull, and BadValue for another hearth's file.
         """
         store, contents, mended = await Store.open(settings.path, settings.hearth_id, rules)
-        ledger = Ledger(settings.hearth_id, rules, verify, clock)
+        ledger = Ledger(settings.hearth_id, rules, verify, clock, accounts)
         ledger.restore(contents.chains, contents.state)
-        intake = Intake(ledger, Budget(clock), clock, on_report)
+        intake = Intake(ledger, clock, on_report)
         intake.orphans = contents.orphans
         log = cls(settings, store, intake, rules, sign)
         log._resume(contents)
@@ -130,7 +132,7 @@ class EventLog:
 
     def muted(self, peer: NodeId) -> bool:
         """Whether a peer sent so many bad events that it is not listened to for a while."""
-        return self._intake.budget.muted(peer)
+        return self._intake.mutes(peer)
 
     def blame(self, peer: NodeId) -> None:
         """Count something unreadable that a peer sent like a bad event."""
@@ -164,13 +166,9 @@ class EventLog:
 
     async def page(self, ranges: Sequence[Range], proofs: Sequence[NodeId]) -> Received:
         """Events of these ranges, as many as one page takes, and the fork proofs of authors."""
-        found = []
-        room = MAX_PAGE_BYTES
-        for first, second in await self._store.proofs(proofs):
-            room -= len(first[0]) + len(second[0]) + 256
-            if room < 0:
-                break
-            found.append((first, second))
+        found = await self._store.proofs(proofs, MAX_PAGE_BYTES)
+        taken = sum(len(a[0]) + len(b[0]) + PROOF_OVERHEAD_BYTES for a, b in found)
+        room = MAX_PAGE_BYTES - taken
         counting = [
             (author, first, min(last, self.ledger.height(author))) for author, first, last in ranges
         ]
@@ -196,6 +194,7 @@ class EventLog:
         while not self._jobs.empty():
             self._jobs.get_nowait().done.cancel()
         await self._store.close()
+        self.ledger.close()
 
     # The writer.
 

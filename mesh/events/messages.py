@@ -6,8 +6,9 @@ news nobody asked for. Knows nothing of links, and of what the events say.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from mesh.errors import BadFrame
@@ -44,7 +45,10 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Send me these events (author, first, last) and the fork proofs of these authors."""
+    """Send me these events (author, first, last) and the fork proofs of these authors.
+
+    At most one range and one proof per author, in the order of their names.
+    """
 
     number: int
     ranges: tuple[Range, ...]
@@ -61,7 +65,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Which ids has the author's chain at these sequence numbers?"""
+    """Which ids has the author's chain at these sequence numbers, each greater than the last?"""
 
     number: int
     author: NodeId
@@ -137,7 +141,12 @@ def _pull(fields: dict[str, Any]) -> Pull:
         (_author(author), _seq(first), _seq(last))
         for author, first, last in _rows(fields["ranges"], MAX_AUTHORS)
     )
+    # What is asked for twice would be fetched twice: a small message must not cost a large answer.
+    _ascending([author for author, _, _ in ranges], "ranges")
+    if any(first > last for _, first, last in ranges):
+        raise ValueError("a range ends before it begins")
     proofs = tuple(_author(author) for author in _rows(fields["proofs"], MAX_AUTHORS))
+    _ascending(proofs, "proofs")
     return Pull(_number(fields), ranges, proofs)
 
 
@@ -151,6 +160,7 @@ def _page(fields: dict[str, Any]) -> Page:
 
 def _probe(fields: dict[str, Any]) -> Probe:
     seqs = tuple(_seq(seq) for seq in _rows(fields["seqs"], MAX_PROBES))
+    _ascending(seqs, "seqs")
     return Probe(_number(fields), _author(fields["author"]), seqs)
 
 
@@ -199,6 +209,11 @@ def _bytes(value: Any, limit: int, *, exact: bool = False) -> bytes:
     if type(value) is not bytes or len(value) > limit or (exact and len(value) != limit):
         raise ValueError("bytes")
     return value
+
+
+def _ascending(values: Sequence[Any], what: str) -> None:
+    if any(before >= after for before, after in pairwise(values)):
+        raise ValueError(f"{what} are not distinct and in order")
 
 
 def _rows(value: Any, limit: int) -> list[Any]:

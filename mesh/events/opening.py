@@ -163,6 +163,7 @@ def _check_chains(connection: sqlite3.Connection) -> tuple[dict[NodeId, Chain], 
             raise _corrupt(f"event {seq} of {author} does not continue its chain")
         chain.ids += event_id
         chain.lamport = fields[5]
+        chain.size_bytes += len(body)
     return chains, count
 
 

@@ -10,31 +10,39 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mesh.clock import Clock
-from mesh.events.types import Event, EventId
-from mesh.types import NodeId
+from mesh.errors import Busy
+from mesh.events.types import MAX_INT63, Event, EventId
+from mesh.ledger import Hold, Resource, ResourceLedger, of_peer
+from mesh.types import NodeId, Principal, PrincipalKind
 
 PER_AUTHOR = 256
 MAX_AUTHORS = 64
-TOTAL_BYTES = 8 << 20
 HELD_S = 600.0
+
+_OURS = Principal(PrincipalKind.LOCAL, "log")
+"""Who sent what no peer did: a repair of this node's own file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One waiting event, who sent it, and the monotonic second at which it is given up."""
+    """One waiting event, who sent it, the monotonic second at which it is given up, its bytes."""
 
     event: Event
     source: NodeId | None
     until: float
+    room: Hold
 
 
 class Pending:
-    """Waiting events by author; of an author's events the nearest to its chain are kept."""
+    """Waiting events by author; of an author's events the nearest to its chain are kept.
 
-    def __init__(self, clock: Clock) -> None:
+    Whoever sent them has so many bytes of them on its account, and no more.
+    """
+
+    def __init__(self, clock: Clock, accounts: ResourceLedger) -> None:
         self._clock = clock
+        self._accounts = accounts
         self._held: dict[NodeId, dict[EventId, Held]] = {}
-        self._bytes = 0
 
     def __len__(self) -> int:
         return sum(len(held) for held in self._held.values())
@@ -42,7 +50,7 @@ class Pending:
     @property
     def size_bytes(self) -> int:
         """The bodies' bytes together."""
-        return self._bytes
+        return sum(len(h.event.body) for held in self._held.values() for h in held.values())
 
     def authors(self) -> list[NodeId]:
         """Whose events wait."""
@@ -64,11 +72,13 @@ class Pending:
             if furthest.event.seq <= event.seq:
                 return False
             self._drop(furthest.event)
-        if self._bytes + len(event.body) > TOTAL_BYTES:
+        sender = _OURS if source is None else of_peer(source)
+        try:
+            room = self._accounts.hold(sender, Resource.EVENT_BYTES_WAITING, len(event.body))
+        except Busy:
             return False
-        entry = Held(event, source, until or self._clock.monotonic() + HELD_S)
+        entry = Held(event, source, until or self._clock.monotonic() + HELD_S, room)
         self._held.setdefault(event.author, {})[event.id] = entry
-        self._bytes += len(event.body)
         return True
 
     def take(self, author: NodeId, upto: int) -> Iterator[Held]:
@@ -79,6 +89,11 @@ class Pending:
             self._drop(entry.event)
             yield entry
 
+    def clear(self) -> None:
+        """Give up everything that waits."""
+        for author in self.authors():
+            list(self.take(author, MAX_INT63))
+
     def _expire(self) -> None:
         now = self._clock.monotonic()
         for held in list(self._held.values()):
@@ -88,7 +103,6 @@ class Pending:
 
     def _drop(self, event: Event) -> None:
         held = self._held[event.author]
-        del held[event.id]
-        self._bytes -= len(event.body)
+        held.pop(event.id).room.close()
         if not held:
             del self._held[event.author]

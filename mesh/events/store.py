@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 import sqlite3
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Self
 
@@ -27,12 +29,23 @@ MAX_PAGE_EVENTS = 512
 MAX_PAGE_BYTES = 224 << 10
 """What one answer carries at most, so that it fits a control message with its framing."""
 
+PROOF_OVERHEAD_BYTES = 256
+"""What one proof takes in a page beside its two bodies."""
+
 _EVENT_OVERHEAD_BYTES = 80
 _CLOSE_TIMEOUT_S = 10.0
 
 _CHAIN = (
     "SELECT lamport, body, signature FROM events WHERE author = ? AND seq BETWEEN ? AND ?"
     " ORDER BY seq LIMIT ?"
+)
+
+_SIZES = (
+    "SELECT lamport, LENGTH(body) FROM events WHERE author = ? AND seq BETWEEN ? AND ?"
+    " ORDER BY seq LIMIT ?"
+)
+_PROOF = (
+    "SELECT first_body, first_signature, second_body, second_signature FROM forks WHERE author = ?"
 )
 
 Range = tuple[NodeId, int, int]
@@ -51,6 +64,17 @@ class Batch:
     adopted: Sequence[tuple[NodeId, int]] = ()
     """Orphans that have found their place in a chain."""
     notes: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Unread:
+    """What is left of one range: `rows` (lamport, size) were read ahead, `first` comes next."""
+
+    author: NodeId
+    first: int
+    last: int
+    taken: int = 0
+    rows: deque[tuple[int, int]] = field(default_factory=deque)
 
 
 class Store:
@@ -118,31 +142,66 @@ class Store:
     async def page(self, ranges: Sequence[Range], room_bytes: int) -> list[Signed]:
         """The first events of these ranges in canonical order, as many as a page takes.
 
-        In canonical order whoever reads the page can check each event by those before it.
+        In canonical order whoever reads the page can check each event by those before it. Reads no
+        body that it does not give. Authors must be distinct.
         """
-        chains = []
-        for author, first, last in ranges:
-            rows = await self._fetch(_CHAIN, (author, first, last, MAX_PAGE_EVENTS))
-            chains.append([(row[0], author, (row[1], row[2])) for row in rows])
-        page: list[Signed] = []
-        for _, _, row in heapq.merge(*chains, key=lambda entry: entry[:2]):
-            room_bytes -= len(row[0]) + _EVENT_OVERHEAD_BYTES
-            if page and (room_bytes < 0 or len(page) >= MAX_PAGE_EVENTS):
-                break
-            page.append(row)
-        return page
+        page: list[tuple[int, NodeId, Signed]] = []
+        for (author, first, _), count in await self._fitting(ranges, room_bytes):
+            rows = await self._fetch(_CHAIN, (author, first, first + count - 1, count))
+            page += [(lamport, author, (body, signature)) for lamport, body, signature in rows]
+        page.sort(key=itemgetter(0, 1))
+        return [signed for _, _, signed in page]
 
-    async def proofs(self, authors: Sequence[NodeId]) -> list[tuple[Signed, Signed]]:
-        """The fork proofs of these authors, where there are any."""
-        found = []
+    async def proofs(
+        self, authors: Sequence[NodeId], room_bytes: int
+    ) -> list[tuple[Signed, Signed]]:
+        """The fork proofs of these authors, where there are any, as many as fit."""
+        found: list[tuple[Signed, Signed]] = []
         for author in authors:
-            query = (
-                "SELECT first_body, first_signature, second_body, second_signature"
-                " FROM forks WHERE author = ?"
-            )
-            for a, a_signature, b, b_signature in await self._fetch(query, (author,)):
+            for a, a_signature, b, b_signature in await self._fetch(_PROOF, (author,)):
+                room_bytes -= len(a) + len(b) + PROOF_OVERHEAD_BYTES
+                if room_bytes < 0:
+                    return found
                 found.append(((a, a_signature), (b, b_signature)))
         return found
+
+    async def sizes(self) -> dict[NodeId, tuple[int, int]]:
+        """How many events there are of each author, and how many bytes their bodies have."""
+        rows = await self._fetch(
+            "SELECT author, COUNT(*), SUM(LENGTH(body)) FROM events GROUP BY author", ()
+        )
+        return {NodeId(author): (count, size) for author, count, size in rows}
+
+    async def _fitting(self, ranges: Sequence[Range], room_bytes: int) -> list[tuple[Range, int]]:
+        """How many events of each range come first and fit one page, read from sizes alone."""
+        ahead = max(4, MAX_PAGE_EVENTS // max(1, len(ranges)))
+        unread = [_Unread(author, first, last) for author, first, last in ranges]
+        heap: list[tuple[int, NodeId, int, _Unread]] = []
+
+        async def push(chain: _Unread) -> None:
+            if not chain.rows and chain.first <= chain.last:
+                where = (chain.author, chain.first, chain.last, ahead)
+                rows = await self._fetch(_SIZES, where)
+                chain.rows.extend((lamport, size) for lamport, size in rows)
+                chain.first += ahead
+            if chain.rows:
+                lamport, size = chain.rows.popleft()
+                heapq.heappush(heap, (lamport, chain.author, size, chain))
+
+        for chain in unread:
+            await push(chain)
+        taken = 0
+        while heap and taken < MAX_PAGE_EVENTS:
+            _, _, size, chain = heapq.heappop(heap)
+            room_bytes -= size + _EVENT_OVERHEAD_BYTES
+            if taken and room_bytes < 0:
+                break
+            chain.taken += 1
+            taken += 1
+            await push(chain)
+        return [
+            (whole, chain.taken) for whole, chain in zip(ranges, unread, strict=True) if chain.taken
+        ]
 
     async def _fetch(self, query: str, values: Sequence[object]) -> list[sqlite3.Row]:
         try:

@@ -41,6 +41,9 @@ class Replica(Protocol):
     def height(self, author: NodeId) -> int:
         """The author's last sequence number here that counts."""
 
+    def is_full(self, author: NodeId) -> bool:
+        """Whether nothing more of this author is kept here."""
+
     def id_at(self, author: NodeId, seq: int) -> EventId | None:
         """The id of an event here."""
 
@@ -176,9 +179,11 @@ class Exchange:
             if author not in self._proofs_asked and (known is None or seq <= known):
                 proofs.append(author)
         self._proofs_asked.update(proofs)
-        ranges = list(missing(self._replica, theirs, self._given_up))[:MAX_AUTHORS]
+        ranges = sorted(missing(self._replica, theirs, self._given_up))[:MAX_AUTHORS]
         self._wanted = {author: first - 1 for author, first, _ in ranges}
-        return Pull(self.number, tuple(ranges), tuple(proofs)) if ranges or proofs else None
+        if not ranges and not proofs:
+            return None
+        return Pull(self.number, tuple(ranges), tuple(sorted(proofs)))
 
     def _search(self, author: NodeId, high: int) -> None:
         if high > 0 and author not in self._searched:
@@ -193,7 +198,7 @@ def missing(replica: Replica, theirs: Heads, but: Iterable[NodeId] = ()) -> Iter
         limit = replica.state.limit(author)
         last = seq if limit is None else min(seq, limit)
         height = replica.height(author)
-        if last > height and author not in skipped:
+        if last > height and author not in skipped and not replica.is_full(author):
             yield author, height + 1, last
 
 

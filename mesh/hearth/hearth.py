@@ -32,6 +32,7 @@ from mesh.identity.decisions import Decision, Founded
 from mesh.identity.keys import NodeKey
 from mesh.identity.roster import Roster, TrustLevel, freeze
 from mesh.identity.tls import TlsContexts, TlsMaterial
+from mesh.ledger import ResourceLedger
 from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
@@ -61,10 +62,16 @@ class Hearth:
 
     @classmethod
     async def open(
-        cls, key: NodeKey, record: HearthRecord, logs: Path, clock: Clock, on_report: OnReport
+        cls,
+        key: NodeKey,
+        record: HearthRecord,
+        logs: Path,
+        clock: Clock,
+        on_report: OnReport,
+        accounts: ResourceLedger | None = None,
     ) -> Self:
         """Open the hearth's log below the directory `logs`. Raises what `EventLog.open` raises."""
-        log = await open_log(key, record.hearth_id, logs, clock, on_report)
+        log = await open_log(key, record.hearth_id, logs, clock, on_report, accounts)
         hearth = cls(key, record, log)
         hearth._roster, hearth._revoked = hearth._read_roster(), hearth.revoked_tokens()
         material = TlsMaterial.of(key, hearth._roster.certificates)
@@ -89,6 +96,11 @@ class Hearth:
         if self._tls is None:
             raise RuntimeError("the hearth is not open")
         return self._tls
+
+    @property
+    def accounts(self) -> ResourceLedger:
+        """See `mesh.discovery.trust.Trust`."""
+        return self._log.ledger.accounts
 
     def may_serve(self, node: NodeId) -> bool:
         """See `mesh.discovery.trust.Trust`: serving takes the level trusted."""
@@ -237,7 +249,12 @@ class Hearth:
 
 
 async def open_log(
-    key: NodeKey, hearth_id: str, logs: Path, clock: Clock, on_report: OnReport
+    key: NodeKey,
+    hearth_id: str,
+    logs: Path,
+    clock: Clock,
+    on_report: OnReport,
+    accounts: ResourceLedger | None = None,
 ) -> EventLog:
     """The log of one hearth, in a file of its own below `logs`."""
     return await EventLog.open(
@@ -247,6 +264,7 @@ async def open_log(
         sign=key.sign,
         clock=clock,
         on_report=on_report,
+        accounts=accounts,
     )
 
 

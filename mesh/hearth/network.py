@@ -39,6 +39,7 @@ from mesh.identity.keys import NodeKey
 from mesh.identity.pairing import JoinRequest
 from mesh.identity.roster import Roster, TrustLevel, departed
 from mesh.identity.tls import TlsMaterial
+from mesh.ledger import ResourceLedger
 from mesh.paths import StatePaths
 from mesh.types import NodeId
 from mesh.wire.messages import FileAsk, FilePart, Gossip
@@ -98,6 +99,7 @@ class Network:
         store: ShardStore,
         clock: Clock,
         hooks: NetworkHooks,
+        accounts: ResourceLedger,
     ) -> None:
         self.hearth: Hearth | None = None
         self.founded: str | None = None
@@ -108,6 +110,7 @@ class Network:
         self._store = store
         self._clock = clock
         self._hooks = hooks
+        self._accounts = accounts
         self._peering: Peering | None = None
         self._inviting: Inviting | None = None
         self._publisher: Publisher | None = None
@@ -262,7 +265,7 @@ class Network:
 
     async def _open(self, record: HearthRecord) -> None:
         hearth = self.hearth = await Hearth.open(
-            self._key, record, self._paths.events_dir, self._clock, self._reported
+            self._key, record, self._paths.events_dir, self._clock, self._reported, self._accounts
         )
         hearth.on_roster.append(self._members_changed)
         epoch = await asyncio.to_thread(next_epoch, self._paths.epoch, self._clock)

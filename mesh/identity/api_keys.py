@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from mesh.clock import Clock
-from mesh.errors import BadValue, KeyUnreadable, QuotaExceeded, Unauthorized
+from mesh.errors import BadValue, KeyUnreadable, Unauthorized
 from mesh.identity.private_files import read_private, write_private
+from mesh.ledger import Personal, Resource
+from mesh.types import Principal, PrincipalKind
 
 _FORM = re.compile(r"hn_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 _MAX_FILE_BYTES = 1 << 20
 MAX_KEYS = 1000
-_MINUTE_S = 60.0
-_DAY_S = 86_400.0
 
 
 class Scope(StrEnum):
@@ -168,48 +168,18 @@ class ApiKeys:
         self._keys = keys
 
 
-@dataclass(slots=True)
-class _Usage:
-    minute_since: float
-    day_since: float
-    requests: int = 0
-    tokens: int = 0
+def quotas(keys: ApiKeys) -> Personal:
+    """What a ledger has to know of keys: each one's own quota, for as long as it is not revoked."""
 
+    def quota_of(principal: Principal, resource: Resource) -> float | None:
+        key = keys.get(principal.name) if principal.kind is PrincipalKind.KEY else None
+        if key is None:
+            return None
+        if resource is Resource.REQUESTS_PER_MINUTE:
+            return key.quota.requests_per_minute
+        return key.quota.tokens_per_day if resource is Resource.TOKENS_PER_DAY else None
 
-class QuotaMeter:
-    """How much each key has used of its quota, in memory: fixed windows, forgotten at a restart."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._usage: dict[str, _Usage] = {}
-
-    def admit(self, key: ApiKey) -> None:
-        """Count one request. Raises QuotaExceeded, and counts nothing, when there is no room."""
-        usage, now = self._current(key), self._clock.monotonic()
-        per_minute, per_day = key.quota.requests_per_minute, key.quota.tokens_per_day
-        if per_minute is not None and usage.requests >= per_minute:
-            raise _exceeded("requests_per_minute", per_minute, usage.minute_since + _MINUTE_S - now)
-        if per_day is not None and usage.tokens >= per_day:
-            raise _exceeded("tokens_per_day", per_day, usage.day_since + _DAY_S - now)
-        usage.requests += 1
-
-    def charge(self, key: ApiKey, tokens: int) -> None:
-        """Count tokens of an admitted request, prompt and completion."""
-        self._current(key).tokens += tokens
-
-    def keep_only(self, keys: ApiKeys) -> None:
-        """Forget revoked keys; what is metered never exceeds what exists."""
-        known = {key.key_id for key in keys.keys}
-        self._usage = {key_id: use for key_id, use in self._usage.items() if key_id in known}
-
-    def _current(self, key: ApiKey) -> _Usage:
-        now = self._clock.monotonic()
-        usage = self._usage.setdefault(key.key_id, _Usage(now, now))
-        if now - usage.minute_since >= _MINUTE_S:
-            usage.minute_since, usage.requests = now, 0
-        if now - usage.day_since >= _DAY_S:
-            usage.day_since, usage.tokens = now, 0
-        return usage
+    return quota_of
 
 
 def new_owner_key() -> str:
@@ -259,14 +229,6 @@ def _limit(value: Any) -> int | None:
     if value is not None and type(value) is not int:
         raise ValueError(f"{value!r} is not a limit")
     return value
-
-
-def _exceeded(quota: str, limit: int, wait_s: float) -> QuotaExceeded:
-    return QuotaExceeded(
-        f"The API key's {quota} of {limit} is used up.",
-        fix=f"Try again in {max(1, round(wait_s))} s.",
-        param=quota,
-    )
 
 
 def _unusable(path: Path, why: str) -> KeyUnreadable:

@@ -76,6 +76,9 @@ class HopSession:
         self._number = line.register(self)
         self._steps = itertools.count(1)
         self._waiting: asyncio.Future[Message] | None = None
+        self._is_idle = False
+        self._active_at = 0.0
+        self._stay: int | None = None
 
     async def open(self) -> None:
         """Ask for the session. Raises what the hop answers, LinkLost, PipelineStalled."""
@@ -86,6 +89,7 @@ class HopSession:
         try:
             async with asyncio.timeout(self._open_s):
                 await self._ask(question)
+            self._idle()
         except TimeoutError:
             raise self._fail(
                 PipelineStalled(
@@ -101,6 +105,7 @@ class HopSession:
         """
         answer = b""
         sending = True
+        self._is_idle = False
         while sending:
             part = await message.read(PART_BYTES)
             answer = await self._exchange(-(-message.left // PART_BYTES), part)
@@ -112,6 +117,7 @@ class HopSession:
             size += len(answer)
             if size > MAX_MESSAGE_BYTES + (1 << 20):
                 raise self._fail(BadFrame("A hop's answer does not end.", fix="Update that node."))
+        self._idle()
         yield ANSWER, answer[1:]
 
     def close(self) -> None:
@@ -127,6 +133,9 @@ class HopSession:
     def message(self, message: Message) -> None:
         """An answer of the hop."""
         waiting = self._waiting
+        if isinstance(message, Result) and message.step == self._stay:
+            self._stay = None
+            return
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
         elif isinstance(message, Failure):
@@ -138,7 +147,18 @@ class HopSession:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(error)
 
+    def rest(self, before: float) -> None:
+        """The job thinks: fetch nothing, so that the hop knows that it is still there."""
+        if self._is_idle and self._active_at <= before and not self._line.is_closed:
+            self._idle()
+            self._stay = next(self._steps)
+            nothing = WireTensor("int8", (1,), b"\0")
+            self._line.send(Step(self._number, self._stay, FETCH, nothing))
+
     # Private
+
+    def _idle(self) -> None:
+        self._is_idle, self._active_at = True, asyncio.get_running_loop().time()
 
     async def _exchange(self, position: int, part: bytes) -> bytes:
         step = Step(

@@ -12,9 +12,10 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from mesh.errors import BadCheckpoint, BadRequest
+from mesh.errors import BadCheckpoint, BadRequest, ContextTooLong
 from mesh.models.detokenize import IncrementalDecoder, decoder_for
 from mesh.models.manifest import Manifest
+from mesh.models.token_size import WHITE_SPACE, longest_token_bytes
 
 
 class Tokenizer:
@@ -23,6 +24,10 @@ class Tokenizer:
     def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        self._longest: tuple[int | None] | None = None
         self.eos_ids = eos_ids
         """Ids that end a generation: from generation_config.json, config.json and the tokenizer."""
 
@@ -46,17 +51,23 @@ class Tokenizer:
         """Whether `encode_chat` follows the model's own template or the plain one."""
         return bool(self._tokenizer.chat_template)
 
-    def encode(self, prompt: str) -> list[int]:
-        """The ids of a plain prompt, with the special tokens the model starts with."""
-        ids: list[int] = self._tokenizer(prompt)["input_ids"]
-        return ids
+    def encode(self, prompt: str, most: int | None = None) -> list[int]:
+        """The ids of a plain prompt, with the special tokens the model starts with.
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        Raises ContextTooLong for more than `most` of them, without any work where its length in
+        bytes says so. A long text takes seconds; other threads run meanwhile.
+        """
+        return self._encode(prompt, most, special=True)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], most: int | None = None
+    ) -> list[int]:
         """The ids of a conversation, ready for the assistant's answer.
 
         A model without a chat template gets a plain transcript: ``role: content`` per message, an
         empty line after each, then ``assistant:``. Raises BadRequest when the template refuses the
-        messages (roles that do not alternate, a role it does not know) or they lack a field.
+        messages (roles that do not alternate, a role it does not know) or they lack a field, and
+        ContextTooLong as `encode`.
         """
         for number, message in enumerate(messages):
             if not isinstance(message.get("role"), str) or not isinstance(
@@ -68,11 +79,11 @@ class Tokenizer:
                     param=f"messages[{number}]",
                 )
         if not self.has_chat_template:
-            return self.encode(plain_transcript(messages))
+            return self.encode(plain_transcript(messages), most)
         try:
-            ids: list[int] = self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
-                add_generation_prompt=True, tokenize=True, return_dict=False,
+                add_generation_prompt=True, tokenize=False,
             )  # fmt: skip
         except TemplateError as error:
             raise BadRequest(
@@ -80,7 +91,7 @@ class Tokenizer:
                 fix="Start with the user (or one system message) and let roles alternate.",
                 param="messages",
             ) from error
-        return ids
+        return self._encode(text, most, special=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without special tokens and without any tidying up."""
@@ -97,6 +108,46 @@ class Tokenizer:
     def decoder(self) -> IncrementalDecoder:
         """A fresh decoder for one generation's ids; its parts joined equal `decode` of them all."""
         return decoder_for(self._backend, self.decode)
+
+    def _encode(self, text: str, most: int | None, *, special: bool) -> list[int]:
+        if most is not None:
+            self._require_fits(text, most)
+        if self._backend is None:
+            ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+            count = len(ids)
+        else:
+            # Of the library's ways only those of a batch let other threads run meanwhile; and the
+            # ids are made into a list only if they fit.
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+            count = len(encoding)
+            ids = encoding.ids if most is None or count <= most else []
+        if most is not None and count > most:
+            raise _too_long(f"{count} tokens", most)
+        return ids
+
+    def _require_fits(self, text: str, most: int) -> None:
+        """Raise ContextTooLong when a text has more bytes than so many tokens can stand for."""
+        size = len(text.encode())
+        if size <= most:
+            return
+        if self._longest is None:
+            self._longest = (longest_token_bytes(self._backend),)
+        (longest,) = self._longest
+        if longest is None or size <= longest * most:
+            return
+        # White space may be left out altogether. Counted sign by sign: one long call would keep
+        # all other threads waiting.
+        size -= sum(text.count(sign) * len(sign.encode()) for sign in WHITE_SPACE)
+        if size > longest * most:
+            raise _too_long(f"{size} bytes, which are at least {-(-size // longest)} tokens", most)
+
+
+def _too_long(what: str, most: int) -> ContextTooLong:
+    return ContextTooLong(
+        f"the prompt has {what}; the model can hold {most}.",
+        fix="Shorten the prompt.",
+        param="prompt",
+    )
 
 
 def plain_transcript(messages: Sequence[Mapping[str, str]]) -> str:

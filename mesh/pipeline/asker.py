@@ -86,6 +86,7 @@ class AskerProcess:
         self.reasons: list[str] = []
         self.generations: list[dict[str, Any]] = []
         self.standings: list[dict[str, Any]] = []
+        self.accounts: dict[str, Any] = {}
         self.error: MeshError | None = None
         self._owner = owner
         self._loading: set[asyncio.Task[None]] = set()
@@ -250,7 +251,7 @@ class AskerProcess:
         )
         for queue in self._streams.values():
             queue.put_nowait({"op": "error", "error": lost.to_dict()})
-        self.generations = []
+        self.generations, self.accounts = [], {}
         self._owner.asker_changed()
 
     def _message(self, message: ChannelMessage) -> None:
@@ -266,8 +267,8 @@ class AskerProcess:
                 self._owner.asker_changed()
             case "generations":
                 self.generations = message["generations"]
-            case "standings":
-                self.standings = message["standings"]
+            case "standings" | "accounts":
+                self._reported(message)
             case "event":
                 self._owner.asker_event(message["event"])
             case "latencies":
@@ -282,6 +283,12 @@ class AskerProcess:
                 queue = self._streams.get(message["id"])
                 if queue is not None:
                     queue.put_nowait(message)
+
+    def _reported(self, message: ChannelMessage) -> None:
+        if message["op"] == "standings":
+            self.standings = message["standings"]
+        else:
+            self.accounts = message["accounts"]
 
     async def _load_locally(self, layers: str | None) -> None:
         answer: ChannelMessage = {"op": "local", "layers": layers}

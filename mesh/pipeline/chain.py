@@ -17,7 +17,8 @@ from mesh.health.sanity import corrupt
 from mesh.pipeline.history import slice_rows
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.opening import Patience
-from mesh.pipeline.station import Overseer, SessionTerms, Station
+from mesh.pipeline.overseer import Overseer
+from mesh.pipeline.station import SessionTerms, Station
 from mesh.routing.cover import ShardKey, key_of
 from mesh.types import RouteHop
 from mesh.wire.messages import WireTensor

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mesh.errors import BadRequest
+from mesh.errors import BadRequest, ContextTooLong
 from mesh.models.load import Ends, load_ends
 from mesh.models.manifest import read_manifest
 from mesh.models.tokenizer import Tokenizer
@@ -62,21 +62,27 @@ class CheckpointText:
         self._vocab_size = vocab_size
         self.eos_ids = tokenizer.eos_ids
 
-    def prompt_ids(self, request: GenerationRequest) -> list[int]:
+    def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         """See `mesh.pipeline.model.Text.prompt_ids`."""
         if request.messages is not None:
-            return self._tokenizer.encode_chat(request.messages)
+            return self._tokenizer.encode_chat(request.messages, most)
         if request.prompt is not None:
-            return self._tokenizer.encode(request.prompt)
+            return self._tokenizer.encode(request.prompt, most)
         ids = list(request.prompt_ids or ())
-        for index, token in enumerate(ids):
-            if not 0 <= token < self._vocab_size:
-                raise BadRequest(
-                    f"token {token} at index {index} is outside the vocabulary of "
-                    f"{self._vocab_size}.",
-                    fix="Send ids of this model's own tokenizer.",
-                    param="prompt",
-                )
+        if most is not None and len(ids) > most:
+            raise ContextTooLong(
+                f"the prompt has {len(ids)} tokens; the model can hold {most}.",
+                fix="Shorten the prompt.",
+                param="prompt",
+            )
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            index = next(i for i, token in enumerate(ids) if not 0 <= token < self._vocab_size)
+            raise BadRequest(
+                f"token {ids[index]} at index {index} is outside the vocabulary of "
+                f"{self._vocab_size}.",
+                fix="Send ids of this model's own tokenizer.",
+                param="prompt",
+            )
         return ids
 
     def decoder(self) -> TextDecoder:

@@ -5,11 +5,15 @@ Knows nothing of sessions or routes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from mesh.identity.tls import TlsContexts, require_node
+from mesh.ledger import ResourceLedger
 from mesh.pipeline.lines import Dial, Line
+from mesh.shard.leases import lease_of
 from mesh.shard.permits import clock_of, permit
+from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.link import Link
 from mesh.wire.messages import Hello
 from mesh.wire.websocket import connect
@@ -17,16 +21,18 @@ from mesh.wire.websocket import connect
 CONNECT_TIMEOUT_S = 5.0
 
 
-def secured(hello: Hello, tls: TlsContexts) -> Dial:
+def secured(hello: Hello, tls: TlsContexts, accounts: ResourceLedger | None = None) -> Dial:
     """A dial over TLS; it raises UntrustedPeer for a host that is not, or is no longer, trusted.
 
-    What asks for a session over its lines carries a token for that host.
+    What asks for a session over its lines carries a token for that host. What a link holds in
+    memory is on its host's account.
     """
+    limits = replace(DEFAULT_LIMITS, accounts=accounts)
 
     async def dial(host: str, port: int, line: Line) -> Link:
         link = await connect(
             host, port, hello=hello, handler=line, ssl=tls.client(line.host),
-            timeout_s=CONNECT_TIMEOUT_S,
+            timeout_s=CONNECT_TIMEOUT_S, limits=limits,
         )  # fmt: skip
         try:
             require_node(link.peer_certificate, line.host)
@@ -34,6 +40,7 @@ def secured(hello: Hello, tls: TlsContexts) -> Dial:
             link.close("not the node that was dialled")
             raise
         line.permit = partial(permit, tls.key, clock_of(link.peer), line.host)
+        line.lease_s = lease_of(link.peer)
         return link
 
     return dial

@@ -9,14 +9,17 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mesh import allowances
 from mesh.clock import LoopClock
 from mesh.errors import MeshError
 from mesh.health.sanity import Envelope, corrupt
+from mesh.ledger import ResourceLedger
 from mesh.pipeline import wire_dtype
 from mesh.pipeline.audit import Auditor, AuditSettings, Judge
 from mesh.pipeline.harvest import harvest
@@ -26,6 +29,7 @@ from mesh.pipeline.opening import Patience
 from mesh.pipeline.orchestrator import PipelineOrchestrator
 from mesh.pipeline.order import HarvestOrder
 from mesh.pipeline.oversight import Oversight
+from mesh.pipeline.prompts import Prompts
 from mesh.pipeline.pushed import PushedShards
 from mesh.pipeline.recovery import LocalModel, RecoverySettings
 from mesh.pipeline.sessions import Sessions
@@ -81,10 +85,13 @@ class Engine:
         local_model: LocalModel,
         judge: Judge,
         dial: Dial,
+        accounts: ResourceLedger | None = None,
     ) -> None:
         self._clock = LoopClock()
         self.oversight = Oversight(self._clock, ceiling_s=settings.stall_limit_s)
         self.shards = PushedShards(own, self.oversight.standings)
+        self.accounts = accounts or ResourceLedger(self._clock, allowances.ASKER)
+        self._prompts = Prompts(model.text, self.accounts)
         self._model = model
         self._settings = settings
         self._local_model = local_model if settings.fallback_to_local else None
@@ -108,15 +115,18 @@ class Engine:
     async def chat(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         """See `PipelineOrchestrator.chat`; the first request finds out the wire dtype and what
         activations of this model look like."""
+        started = time.monotonic()
+        ids = await self._prompts.ids(request, self._model.max_positions)
+        request = replace(request, prompt=None, messages=None, prompt_ids=tuple(ids))
         orchestrator = await self._ready_orchestrator()
-        async with contextlib.aclosing(orchestrator.chat(request)) as frames:
+        async with contextlib.aclosing(orchestrator.chat(request, started)) as frames:
             async for frame in frames:
                 yield frame
         await self._keep_envelope()
 
     async def harvest(self, order: HarvestOrder) -> dict[str, Any]:
         """See `mesh.pipeline.harvest.harvest`."""
-        return await harvest(self._model, self.sessions, order)
+        return await harvest(self._model, self.sessions, self._prompts, order)
 
     async def watch_stalls(self) -> None:
         """Fail every hop that makes no progress; runs for ever."""
@@ -129,6 +139,7 @@ class Engine:
 
     async def close(self) -> None:
         """Free every session, those of spot checks too."""
+        self._prompts.close()
         await self.auditor.close()
         await self.sessions.close()
 

@@ -20,10 +20,13 @@ from typing import Any
 
 import torch
 
+from mesh import allowances
+from mesh.clock import LoopClock
 from mesh.discovery.tasks import spawn
 from mesh.errors import InternalError, LinkLost, MeshError, PipelineStalled, from_dict
 from mesh.errors.foreseen import foreseen
 from mesh.identity.tls import TlsContexts, TlsMaterial
+from mesh.ledger import ResourceLedger
 from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.engine import Engine, EngineSettings
@@ -78,6 +81,7 @@ class EngineProcess:
         self._background: set[asyncio.Task[None]] = set()
         self._reported: list[dict[str, Any]] = []
         self._standings: list[dict[str, Any]] = []
+        self._accounts: dict[str, Any] = {}
         self._stopped = asyncio.Event()
         self._shards: list[dict[str, Any]] = []
         self._local: dict[str | None, asyncio.Future[tuple[RouteHop, ...]]] = {}
@@ -145,10 +149,9 @@ class EngineProcess:
         material = TlsMaterial.from_fields(message["tls"])
         tls = await asyncio.to_thread(TlsContexts, material)
         hello = Hello(**message["hello"])
-        dial = secured(hello, tls)
-        self._engine = Engine(
-            model, NodeId(hello.node_id), settings, self._local_model, self._judge, dial
-        )
+        accounts = ResourceLedger(LoopClock(), allowances.ASKER)
+        own, dial = NodeId(hello.node_id), secured(hello, tls, accounts)
+        self._engine = Engine(model, own, settings, self._local_model, self._judge, dial, accounts)
         await self._follow_members(self._engine, tls)
         # What came while the ends were loading is newer than what came with the command.
         self._engine.shards.replace(self._shards or message["shards"])
@@ -285,6 +288,10 @@ class EngineProcess:
             return
         for event in self._engine.oversight.take_events():
             self._send({"op": "event", "event": event})
+        accounts = self._engine.accounts.report("")
+        if accounts != self._accounts:
+            self._accounts = accounts
+            self._send({"op": "accounts", "accounts": accounts})
         standings = self._engine.oversight.rows()
         if standings != self._standings:
             self._standings = standings
@@ -308,8 +315,11 @@ def _internal(error: Exception) -> InternalError:
 
 
 def _options(fields: dict[str, Any]) -> AskerOptions:
-    paths = {name: Path(fields[name]) for name in ("cache_dir", "threads_dir") if name in fields}
-    return AskerOptions(**{**fields, **paths})
+    options = dict(fields)
+    for name in ("cache_dir", "threads_dir"):
+        if name in options:
+            options[name] = Path(options[name])
+    return AskerOptions(**options)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from mesh.models.harvest import HarvestBatch
 from mesh.pipeline.chain import Chain, HopLost
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.order import HarvestOrder
+from mesh.pipeline.prompts import Prompts
 from mesh.pipeline.recovery import chunk_rows
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.station import SessionTerms
@@ -31,14 +32,21 @@ RETRY_DELAYS_S = (0.2, 1.0, 4.0)
 SEAL_TIMEOUT_S = 120.0
 
 
-async def harvest(model: AskerModel, sessions: Sessions, order: HarvestOrder) -> dict[str, Any]:
+async def harvest(
+    model: AskerModel, sessions: Sessions, prompting: Prompts, order: HarvestOrder
+) -> dict[str, Any]:
     """``{"prompts": [token ids], "files": [what a hop says of a file, and its node]}``.
 
     Values are those of fp32 between the hops, whatever chat uses. Raises BadRequest for texts
     without a token, NoRoute when no set of shards writes harvests, and the last hop's error when
     the batch failed again and again.
     """
-    prompts = [_ids(model, text)[: order.max_tokens] for text in order.texts]
+    prompts = [
+        (await prompting.ids(GenerationRequest("harvest", model.model_id, prompt=text), None))[
+            : min(order.max_tokens, model.max_positions)
+        ]
+        for text in order.texts
+    ]
     rows = sum(map(len, prompts))
     if not all(prompts):
         raise BadRequest("A text has no tokens.", fix="Leave empty lines out.", param="texts")
@@ -89,9 +97,3 @@ async def _feed(model: AskerModel, chain: Chain, prompt: list[int]) -> None:
         if start + rows > under_way:
             await chain.output(start + rows - under_way)
     await chain.output(len(prompt))
-
-
-def _ids(model: AskerModel, text: str) -> list[int]:
-    request = GenerationRequest("harvest", model.model_id, prompt=text)
-    ids = model.text.prompt_ids(request)
-    return ids[: model.max_positions]

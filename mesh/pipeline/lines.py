@@ -20,6 +20,9 @@ from mesh.wire.messages import Drain, Failure, Message, Open, OpenTaps
 
 logger = logging.getLogger(__name__)
 
+_REST_PART, _TEND_PART = 1 / 4, 1 / 8
+"""A session rests that was silent for this part of its lease; looked at as often."""
+
 
 class SessionReceiver(Protocol):
     """The asker's end of one session on one hop."""
@@ -30,12 +33,17 @@ class SessionReceiver(Protocol):
     def lost(self, error: MeshError) -> None:
         """Nothing will arrive any more: the link is gone."""
 
+    def rest(self, before: float) -> None:
+        """The host ends sessions that are silent for long. If this one has been since the loop's
+        time `before`, see to it that it is not ended."""
+
 
 class Line:
     """One link and the sessions on it. Implements LinkHandler.
 
     `is_draining`: its host asked that sessions move elsewhere while they can. `permit` makes the
-    token that the host wants with what opens a session; None when it wants none.
+    token that the host wants with what opens a session; None when it wants none. `lease_s` is how
+    long the host keeps a session that is silent; None when it does not say.
     """
 
     def __init__(self, endpoint: Endpoint, host: NodeId) -> None:
@@ -43,6 +51,8 @@ class Line:
         self.host = host
         self.is_draining = False
         self.permit: Callable[[Open | OpenTaps], str] | None = None
+        self.lease_s: float | None = None
+        self._tending: asyncio.TimerHandle | None = None
         self._link: Link | None = None
         self._receivers: dict[int, SessionReceiver] = {}
         self._last_session = 0
@@ -66,6 +76,7 @@ class Line:
         """A fresh session number whose messages go to `receiver`."""
         self._last_session = (self._last_session + 1) & 0xFFFFFFFF
         self._receivers[self._last_session] = receiver
+        self._tend_later()
         return self._last_session
 
     def unregister(self, session: int) -> None:
@@ -109,9 +120,27 @@ class Line:
             # It told its time when the link opened; the clocks have drifted apart since.
             self.close("tokens of this link are dated by a clock that has drifted")
 
+    def _tend_later(self) -> None:
+        if self.lease_s is not None and self._tending is None and not self._closed:
+            loop = asyncio.get_running_loop()
+            self._tending = loop.call_later(self.lease_s * _TEND_PART, self._tend)
+
+    def _tend(self) -> None:
+        """Let sessions rest that were silent for a good part of their lease."""
+        self._tending = None
+        if self.lease_s is None or self.is_closed:
+            return
+        before = asyncio.get_running_loop().time() - self.lease_s * _REST_PART
+        for receiver in list(self._receivers.values()):
+            receiver.rest(before)
+        if self._receivers:
+            self._tend_later()
+
     def closed(self, error: MeshError | None) -> None:
         """Tell every session that its link is gone."""
         self._closed = True
+        if self._tending is not None:
+            self._tending.cancel()
         receivers, self._receivers = list(self._receivers.values()), {}
         reason = error or LinkLost(f"{self.endpoint} closed the link.", fix="It may be stopping.")
         for receiver in receivers:

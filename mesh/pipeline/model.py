@@ -38,8 +38,11 @@ class Text(Protocol):
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
 
-    def prompt_ids(self, request: GenerationRequest) -> list[int]:
-        """The token ids a request stands for. Raises BadRequest."""
+    def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
+        """The token ids a request stands for. Raises BadRequest, ContextTooLong beyond `most`.
+
+        A long text takes seconds of a processor.
+        """
 
     def decoder(self) -> TextDecoder:
         """A fresh decoder for one answer."""

@@ -51,16 +51,21 @@ class PipelineOrchestrator:
         self._noise = noise
         self.wire_dtype = wire_dtype
 
-    async def chat(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
+    async def chat(
+        self, request: GenerationRequest, started: float | None = None
+    ) -> AsyncGenerator[StreamFrame, None]:
         """Token by token to the end; `Done` is last. Closing the iterator frees every hop.
+
+        `started` is the monotonic second at which the request came; None for now. A text is
+        tokenised on the event loop: whoever has others to serve does that before.
 
         Raises:
             BadRequest, ContextTooLong: the request cannot be served by this model.
             BadSteering: an edit cannot be applied, or makes activations infinite.
             NoRoute, WeightsMismatch: no set of shards serves it, nor does the local model.
         """
-        started = time.monotonic()
-        prompt = self._model.text.prompt_ids(request)
+        started = time.monotonic() if started is None else started
+        prompt = self._model.text.prompt_ids(request, self._model.max_positions)
         limit = self._token_limit(prompt, request.sampling.max_tokens)
         terms = SessionTerms(
             self._model.model_id,

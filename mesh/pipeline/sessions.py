@@ -20,7 +20,8 @@ from mesh.errors import BadSteering, ContextTooLong, LinkLost, MeshError, NoRout
 from mesh.pipeline.chain import Chain, HopLost
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.opening import Patience
-from mesh.pipeline.station import Overseer, SessionTerms
+from mesh.pipeline.overseer import Overseer
+from mesh.pipeline.station import SessionTerms
 from mesh.routing.cover import ShardKey, key_of
 from mesh.routing.router import UNSERVED, ShardRouter
 from mesh.types import LayerRange, Pipeline, RouteHop

@@ -83,6 +83,9 @@ class Shadow:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
 
+    def rest(self, before: float) -> None:
+        """Nothing to do: it is parked between questions."""
+
     async def _ask(self, *question: Message) -> Message:
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._answer = answer

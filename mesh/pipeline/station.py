@@ -13,7 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mesh.errors import (
     BadFrame,
@@ -31,7 +31,6 @@ from mesh.pipeline.history import History, slice_rows
 from mesh.pipeline.lines import Line
 from mesh.pipeline.opening import Opening, Patience
 from mesh.pipeline.timings import StepTimings
-from mesh.routing.cover import ShardKey
 from mesh.types import (
     THIS_NODE,
     Edit,
@@ -58,6 +57,9 @@ from mesh.wire.messages import (
     Step,
     WireTensor,
 )
+
+if TYPE_CHECKING:
+    from mesh.pipeline.overseer import Overseer
 
 logger = logging.getLogger(__name__)
 
@@ -116,33 +118,6 @@ class _Pending:
         return self.shape[1]
 
 
-class Overseer(Protocol):
-    """Who is told what stations do; the real one is `mesh.pipeline.oversight`."""
-
-    def answered(
-        self, station: Station, position: int, tensor: WireTensor, elapsed_s: float
-    ) -> MeshError | None:
-        """An answer of the right shape arrived, before anybody uses it; an error refuses it."""
-
-    def corrupted(self, hop: RouteHop, what: str) -> MeshError:
-        """A hop answered something else than activations of the right shape: the error of that."""
-
-    def failed(self, hop: RouteHop, error: MeshError) -> None:
-        """A hop could not be opened, or was lost."""
-
-    def trusts(self, key: ShardKey) -> bool:
-        """Whether a shard was not caught in a lie."""
-
-    async def make_room(self, hop: RouteHop) -> bool:
-        """A hop is full: free what is held there beside generations; whether anything was."""
-
-    def cut(self, station: Station, position: int) -> None:
-        """Everything from `position` on was forgotten."""
-
-    def closed(self, station: Station) -> None:
-        """The session ended, or was parked."""
-
-
 class Station:
     """Sends steps to one hop and hands its answers on, in order.
 
@@ -171,6 +146,9 @@ class Station:
         self._session = line.register(self)
         self._opening: Opening | None = None
         self._steps = 0
+        self._resting = False
+        self._woken_at: float | None = None
+        self._active_at = 0.0
         self._pending: dict[int, _Pending] = {}
         self._backlog: deque[tuple[int, WireTensor]] = deque()
         self._answered_at = 0.0
@@ -184,8 +162,10 @@ class Station:
 
     def park(self) -> None:
         """Keep the cache, give the stream back."""
-        self._overseer.closed(self)
-        self._line.send(Park(self._session))
+        if not self._resting:
+            self._resting = True
+            self._overseer.closed(self)
+            self._line.send(Park(self._session))
 
     async def resume(self, max_tokens: int, patience: Patience) -> None:
         """Take a stream again, with room for `max_tokens` positions in all.
@@ -200,6 +180,7 @@ class Station:
                 fix="Open a new session and replay the inputs.",
             )
         await self._ask([Resume(self._session, max_tokens)], patience)
+        self._resting = False
 
     async def seal(self, timeout_s: float) -> list[dict[str, Any]]:
         """End the harvest; what the hop says of each file. Raises as `resume` does."""
@@ -246,7 +227,7 @@ class Station:
         """The loop's time since which an answer is owed: when the oldest unanswered step was sent,
         or the last answer came if that was later. None when nothing is owed."""
         oldest = next(iter(self._pending.values()), None)
-        return None if oldest is None else max(oldest.sent_at, self._answered_at)
+        return self._woken_at if oldest is None else max(oldest.sent_at, self._answered_at)
 
     @property
     def waiting_rows(self) -> int:
@@ -292,6 +273,8 @@ class Station:
         elif isinstance(message, Opened | Sealed):
             if self._opening is not None:
                 self._opening.answer(message)
+            elif self._woken_at is not None:
+                self._awake()
         elif isinstance(message, Loading):
             if self._opening is not None:
                 self._opening.loading()
@@ -301,6 +284,12 @@ class Station:
     def lost(self, error: MeshError) -> None:
         """The link is gone."""
         self.fail(error)
+
+    def rest(self, before: float) -> None:
+        """Give the stream back for a pause; the next step takes it again by itself."""
+        is_busy = self._pending or self._opening is not None or self.error is not None
+        if not is_busy and self._active_at <= before and not self._line.is_closed:
+            self.park()
 
     # Private
 
@@ -315,6 +304,7 @@ class Station:
         """No answer is waited for any more."""
         self._pending.clear()
         self._backlog.clear()
+        self._woken_at = None
 
     async def _ask(self, question: Sequence[Message], patience: Patience) -> Opened | Sealed:
         try:
@@ -338,15 +328,31 @@ class Station:
             ) from None
         finally:
             self._opening = None
+            self._active_at = asyncio.get_running_loop().time()
+
+    def _wake(self) -> None:
+        """Take a stream again; the steps that wait for it follow."""
+        self._woken_at = asyncio.get_running_loop().time()
+        try:
+            self._line.ask([Resume(self._session, self.terms.max_tokens)])
+        except LinkLost as error:
+            self.fail(error)
+
+    def _awake(self) -> None:
+        self._resting, self._woken_at = False, None
+        waiting, self._backlog = self._backlog, deque()
+        for position, tensor in waiting:
+            self._send(position, tensor)
 
     def _send(self, position: int, tensor: WireTensor) -> None:
-        if len(self._pending) >= STEPS_UNDER_WAY:
+        if self._resting or len(self._pending) >= STEPS_UNDER_WAY:
             self._backlog.append((position, tensor))
+            if self._resting and self._woken_at is None:
+                self._wake()
             return
         self._steps += 1
-        self._pending[self._steps] = _Pending(
-            position, tensor.shape, asyncio.get_running_loop().time()
-        )
+        now = self._active_at = asyncio.get_running_loop().time()
+        self._pending[self._steps] = _Pending(position, tensor.shape, now)
         try:
             self._line.send(Step(self._session, self._steps, position, tensor))
         except LinkLost as error:
@@ -361,7 +367,7 @@ class Station:
         if fault is not None:
             self.fail(fault)
             return
-        self._answered_at = now
+        self._answered_at = self._active_at = now
         if self._backlog:
             self._send(*self._backlog.popleft())
         self._timings.add((now - pending.sent_at) * 1e3, result.compute_us / 1e3)

@@ -102,7 +102,7 @@ def _prompts(model: AskerModel) -> list[list[int]]:
         [(7919 * (number * PROMPT_ROWS + i + 1)) % model.vocab_size for i in range(PROMPT_ROWS)]
         for number in range(PROMPTS)
     ]
-    text = model.text.prompt_ids(GenerationRequest("probe", model.model_id, prompt=_TEXT))
+    text = model.text.prompt_ids(GenerationRequest("probe", model.model_id, prompt=_TEXT), None)
     return [*spread, text[:_MOST_TEXT_ROWS]] if text else spread
 
 

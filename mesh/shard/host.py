@@ -16,7 +16,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from mesh.identity.tls import TlsContexts, TlsMaterial, require_node
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.device import choose_device
 from mesh.shard.failures import foreseen
+from mesh.shard.leases import leased
 from mesh.shard.loading import HostedOn, LoadedShard, ShardRequest, load_shard
 from mesh.shard.memory import release_memory
 from mesh.shard.permits import Permits, dated
@@ -41,6 +42,7 @@ from mesh.shard.threads import kept_threads
 from mesh.supervise import Channel, ChannelMessage, attach_to_parent
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId, ShardDescriptor, ShardId, shard_id
 from mesh.wire.connection import WebSocketLink
+from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Drain, Hello
 from mesh.wire.websocket import LinkServer, serve
@@ -166,13 +168,15 @@ class ShardProcess:
         material = TlsMaterial.from_fields(command["tls"])
         self._tls = await asyncio.to_thread(TlsContexts, material)
         clock = SteadyClock(SystemClock().now())
+        lease_s = float(command.get("session_lease_s") or ShardSettings().session_lease_s)
         self._service.permits = Permits(self._tls, clock)
         self._service.revoke(self._revoked)
         self._listener = await serve(
             Reach.of(command.get("interfaces", [host]), host) or host,
             port,
             accept=self._accept,
-            hello=lambda: dated(hello, clock),
+            hello=lambda: dated(leased(hello, lease_s), clock),
+            limits=replace(DEFAULT_LIMITS, accounts=self._service.accounts),
             ssl=self._tls.server,
         )
         self._members_changed.set()
@@ -276,7 +280,8 @@ class ShardProcess:
             with contextlib.suppress(OSError):  # no descriptor is left to read it with
                 rss_mb = psutil.Process().memory_info().rss / 2**20
             shards = [await _health(server, rss_mb) for server in self._service.servers]
-            self._say({"op": "health", "shards": shards, "sessions": self._service.sessions()})
+            health = {"sessions": self._service.sessions(), "accounts": self._service.reports()}
+            self._say({"op": "health", "shards": shards, **health})
 
     def _accept(self, link: WebSocketLink) -> LinkHandler:
         require_node(link.peer_certificate, link.peer.node_id)

@@ -55,7 +55,8 @@ class ShardHost:
     """Runs the shard process and keeps the list of what it serves.
 
     `shards` are advertised; `private` ones were loaded with `ensure`, for this node alone.
-    `sessions` says who has which session open here, as `ShardService.sessions`.
+    `sessions` says who has which session open here, as `ShardService.sessions`, and `accounts` who
+    holds what, as `ShardService.reports`.
     """
 
     def __init__(self, spec: HostSpec, on_change: Callable[[], None]) -> None:
@@ -65,6 +66,7 @@ class ShardHost:
         self.failed: dict[ShardId, MeshError] = {}
         self.reasons: list[str] = []
         self.sessions: list[dict[str, Any]] = []
+        self.accounts: list[dict[str, Any]] = []
         self.port: int | None = None
         self._on_change = on_change
         self._child: Child | None = None
@@ -191,7 +193,7 @@ class ShardHost:
     async def _end_child(self) -> None:
         self.shards.clear()
         self.private.clear()
-        self.sessions = []
+        self.sessions, self.accounts = [], []
         self._listening.clear()
         ended = InternalError("the shard process ended.", fix="It starts again; try again.")
         for name in list(self._loading):
@@ -216,6 +218,7 @@ class ShardHost:
                 self._failed(message)
             case "health":
                 self.sessions = message["sessions"]
+                self.accounts = message["accounts"]
                 for fields in message["shards"]:
                     self._health(fields)
 

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from mesh.clock import Clock, SystemClock
 from mesh.errors import BadRequest, MeshError, NoRoute, WeightsMismatch, from_dict
+from mesh.ledger import ResourceLedger
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.compute import Lane, Outcome, PendingStep
 from mesh.shard.residence import Residence
 from mesh.shard.sessions import Place, Reply, Session, SessionTable, gone
 from mesh.shard.settings import ShardSettings
 from mesh.shard.steering import Steering
-from mesh.types import Edit, LayerRange, ShardDescriptor, ShardHealth
+from mesh.types import THIS_NODE, Edit, LayerRange, Principal, ShardDescriptor, ShardHealth
 from mesh.wire.messages import Failure, Open, Result, Step
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from mesh.shard.runtime import SpanRuntime
 
 _RECENT_STEPS = 256
+_SWEEPS_PER_LEASE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,12 @@ class ShardServer:
         self._residence = Residence(load, settings, queue)
         self._recent_ms: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._queue_depth = 0
+        self._sweep: asyncio.TimerHandle | None = None
+
+    @property
+    def accounts(self) -> ResourceLedger:
+        """Streams and cache positions by who asked for them."""
+        return self._sessions.accounts
 
     def on_change(self, changed: Callable[[], None]) -> None:
         """Call `changed` when streams, caches or residence changed; replaces an earlier one."""
@@ -113,20 +121,25 @@ class ShardServer:
         )
 
     def admit(
-        self, request: Open, edits: Sequence[Edit] = (), recording: Recording | None = None
+        self,
+        request: Open,
+        edits: Sequence[Edit] = (),
+        recording: Recording | None = None,
+        owner: Principal = THIS_NODE,
     ) -> Session:
-        """Take a stream and cache room for a new session, at once; `edits` steer it, `recording`
-        writes down what it computes.
+        """Take a stream and cache room for a new session of `owner`, at once; `edits` steer it,
+        `recording` writes down what it computes.
 
         It can be used after `opened`. Raises WeightsMismatch, NoRoute (layers or model not here),
-        BadRequest, BadSteering, Busy, CacheFull or ContextTooLong, and has then changed nothing.
+        BadRequest, BadSteering, Busy, CacheFull or ContextTooLong, and has then changed
+        nothing.
         """
         steering = Steering.check(edits, self._check_open(request), self._hidden_size)
-        session = Session(request, steering, recording)
+        session = Session(request, owner, steering, recording)
         lane = self._residence.lane
         place = _place(lane, session) if lane is not None and recording is None else None
-        for evicted in self._sessions.admit(session):
-            self._abandon(evicted, gone())
+        self._let_go(self._sessions.admit(session, _now()))
+        self._watch_leases()
         self._queue.sessions += 1
         self._residence.keep()
         session.place = place
@@ -153,6 +166,7 @@ class ShardServer:
         if session.closed:
             raise gone()
         session.place = place
+        session.active_at = _now()
 
     def submit(self, session: Session, step: Step, reply: Reply) -> None:
         """Compute `step`; `reply` gets its Result or Failure, on the event loop, perhaps right now.
@@ -168,6 +182,7 @@ class ShardServer:
         if self._is_repeated(session, step, reply):
             return
         session.check(step, self._hidden_size)
+        session.active_at = _now()
         session.waiting.append((step, reply))
         session.last_step = step.step
         session.end = step.position + step.tensor.shape[1]
@@ -181,7 +196,12 @@ class ShardServer:
             raise BadRequest(
                 "The session has nothing to seal yet.", fix="Wait for the answers to its steps."
             )
-        return await session.recording.seal()
+        session.is_sealing = True
+        try:
+            return await session.recording.seal()
+        finally:
+            session.is_sealing = False
+            session.active_at = _now()
 
     async def forward(self, session: Session, step: Step) -> Result:
         """As `submit`, awaited. Raises what a refused or failed step carries."""
@@ -206,10 +226,8 @@ class ShardServer:
             return
         session.park_when_idle = False
         session.last_result = None  # activations are kept no longer than they are of use
-        self._sessions.park(session)
+        self._sessions.park(session, _now())
         self._queue.sessions -= 1
-        loop = asyncio.get_running_loop()
-        session.lease = loop.call_later(self.settings.park_lease_s, self._abandon, session, gone())
         self._residence.changed()
 
     def resume(self, session: Session, max_tokens: int) -> None:
@@ -222,13 +240,9 @@ class ShardServer:
             raise gone()
         if not session.parked or max_tokens < 1:
             raise BadRequest("Only a parked session is resumed.", fix="Park it first.")
-        for evicted in self._sessions.resume(session, max_tokens):
-            self._abandon(evicted, gone())
+        self._let_go(self._sessions.resume(session, max_tokens, _now()))
         session.place.cache.max_tokens = max_tokens
         self._queue.sessions += 1
-        if session.lease is not None:
-            session.lease.cancel()
-            session.lease = None
         self._residence.changed()
 
     def close(self, session: Session) -> None:
@@ -236,8 +250,6 @@ class ShardServer:
         if session.closed:
             return
         session.closed = True
-        if session.lease is not None:
-            session.lease.cancel()
         if session.recording is not None:
             session.recording.abort()
         self._queue_depth -= len(session.waiting)
@@ -269,6 +281,7 @@ class ShardServer:
 
     def _finished(self, session: Session, place: Place, outcome: Outcome) -> None:
         session.pending = None
+        session.active_at = _now()
         if session.closed:
             self._free(session)
             return
@@ -338,6 +351,26 @@ class ShardServer:
         for step, reply in waiting:
             reply(Failure(error.to_dict(), step.session, step.step))
 
+    def _let_go(self, ended: Sequence[tuple[Session, MeshError]]) -> None:
+        """End sessions by the shard's own will; who has one in use is told at once."""
+        for session, error in ended:
+            was_open = not session.parked
+            self._abandon(session, error)
+            if was_open:
+                session.on_end(error)
+
+    def _watch_leases(self) -> None:
+        if self._sweep is None:
+            shortest_s = min(self.settings.session_lease_s, self.settings.park_lease_s)
+            loop = asyncio.get_running_loop()
+            self._sweep = loop.call_later(shortest_s / _SWEEPS_PER_LEASE, self._end_overdue)
+
+    def _end_overdue(self) -> None:
+        self._sweep = None
+        self._let_go(self._sessions.overdue(_now()))
+        if any(True for _ in self._sessions):
+            self._watch_leases()
+
     def _free(self, session: Session) -> None:
         if not session.parked:
             self._queue.sessions -= 1
@@ -349,6 +382,10 @@ class ShardServer:
     def _note_idle(self) -> None:
         if not any(True for _ in self._sessions):
             self._residence.idle()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _place(lane: Lane, session: Session) -> Place:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
+from mesh import allowances
+from mesh.clock import SystemClock
 from mesh.errors import (
     BadRequest,
-    BadSteering,
-    Busy,
     DiskFull,
     MeshError,
     NoRoute,
 )
-from mesh.models.edits import MAX_TOTAL_BYTES, assemble
+from mesh.ledger import ResourceLedger, of_peer
+from mesh.models.edits import assemble
 from mesh.models.harvest import HarvestBatch
+from mesh.shard.edit_parts import EditParts
 from mesh.shard.failures import foreseen
 from mesh.shard.permits import Permits
 from mesh.shard.recording import HarvestShelf, Recording
@@ -49,11 +52,10 @@ from mesh.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-_MAX_SESSIONS_PER_LINK = 1024
-_MAX_PARTLY_OPEN = 8
-_MAX_PARTS_BYTES = 4 * MAX_TOTAL_BYTES
-"""Parts come before the token that they belong to: this much of them, however many links."""
+S = TypeVar("S")
+T = TypeVar("T")
 
+_MAX_SESSIONS_PER_LINK = 1024
 _Opened = tuple[ShardServer, Session]
 
 
@@ -61,10 +63,12 @@ class ShardService:
     """Which shards this process serves.
 
     With `permits` every session needs a token; None is for links that prove no identity, which
-    only exist within one process. Harvests are written to the `shelf`, when there is one.
+    only exist within one process. Harvests are written to the `shelf`, when there is one. What
+    peers hold beside sessions is on `accounts`.
     """
 
     def __init__(self) -> None:
+        self.accounts = ResourceLedger(SystemClock(), allowances.SHARDS)
         self.permits: Permits | None = None
         self.shelf: HarvestShelf | None = None
         self._servers: dict[ShardId, ShardServer] = {}
@@ -107,10 +111,6 @@ class ShardService:
         self._links.add(sessions)
         return sessions
 
-    def parts_bytes(self, peer: NodeId) -> int:
-        """What a peer has sent of edits, on all its links, without the `Open` they are for."""
-        return sum(each.parts_bytes for each in self._links if each.peer == peer)
-
     def gone(self, sessions: LinkSessions) -> None:
         """A link has ended."""
         self._links.discard(sessions)
@@ -118,6 +118,14 @@ class ShardService:
     def sessions(self) -> list[dict[str, Any]]:
         """Who has which session open by which token, JSON-able."""
         return [row for sessions in self._links for row in sessions.rows()]
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Who holds what here, JSON-able: of the process, and of each shard."""
+        ledgers = {"shards": self.accounts}
+        ledgers |= {name: server.accounts for name, server in self._servers.items()}
+        ledgers |= {f"{name} (jobs)": taps.accounts for name, taps in self._taps.items()}
+        reports = [ledger.report(where) for where, ledger in ledgers.items()]
+        return [report for report in reports if report["principals"]]
 
     def revoke(self, token_ids: frozenset[str]) -> None:
         """Exactly these tokens are revoked: nobody opens with them, and their sessions end."""
@@ -128,18 +136,12 @@ class ShardService:
 
     def admit(self, request: Open, edits: Sequence[Edit], peer: NodeId) -> _Opened:
         """Open on the first shard that can; raises the error of the best match otherwise."""
-        refusal: MeshError | None = None
-        for server in self._servers.values():
-            try:
-                recording = self._recording(request, peer)
-                return server, server.admit(request, edits, recording)
-            except MeshError as error:
-                # That another shard lacks the layers says less than why this one refused.
-                if refusal is None or isinstance(refusal, NoRoute):
-                    refusal = error
-        raise refusal or NoRoute(
-            "This node serves no shard.", fix="Use another node, or load a shard here."
-        )
+
+        def attempt(server: ShardServer) -> _Opened:
+            recording = self._recording(request, peer)
+            return server, server.admit(request, edits, recording, of_peer(peer))
+
+        return _first(attempt, self._servers.values(), "shard")
 
     def _recording(self, request: Open, peer: NodeId) -> Recording | None:
         if not request.harvest:
@@ -149,18 +151,28 @@ class ShardService:
             raise DiskFull("This process writes no harvests.", fix="Use another node.")
         return self.shelf.recording(batch, peer)
 
-    def admit_taps(self, request: OpenTaps) -> tuple[TapServer, TapPlace]:
+    def admit_taps(self, request: OpenTaps, peer: NodeId) -> tuple[TapServer, TapPlace]:
         """The same for an intervention session."""
-        refusal: MeshError | None = None
-        for server in self._taps.values():
-            try:
-                return server, server.admit(request)
-            except MeshError as error:
-                if refusal is None or isinstance(refusal, NoRoute):
-                    refusal = error
-        raise refusal or NoRoute(
-            "This node serves no interventions.", fix="Use another node, or load a shard here."
+        return _first(
+            lambda server: (server, server.admit(request, of_peer(peer))),
+            self._taps.values(),
+            "interventions",
         )
+
+
+def _first(attempt: Callable[[S], T], servers: Iterable[S], what: str) -> T:
+    """What the first server admits; raises the refusal of the best match otherwise."""
+    refusal: MeshError | None = None
+    for server in servers:
+        try:
+            return attempt(server)
+        except MeshError as error:
+            # That another shard lacks the layers says less than why this one refused.
+            if refusal is None or isinstance(refusal, NoRoute):
+                refusal = error
+    raise refusal or NoRoute(
+        f"This node serves no {what}.", fix="Use another node, or load a shard here."
+    )
 
 
 class LinkSessions:
@@ -171,9 +183,9 @@ class LinkSessions:
         self._service = service
         self._sessions: dict[int, tuple[ShardServer, Session]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._parts: dict[int, bytes] = {}
+        self._parts = EditParts(service.accounts, of_peer(self.peer))
         self._tokens: dict[int, str] = {}
-        self._taps = LinkTaps(service, self._send)
+        self._taps = LinkTaps(service, self._send, self.peer)
 
     def message(self, message: Message) -> None:
         """See `LinkHandler.message`."""
@@ -193,6 +205,7 @@ class LinkSessions:
         for server, session in self._sessions.values():
             server.close(session)
         self._sessions.clear()
+        self._parts.clear()
         self._taps.closed()
         self._service.gone(self)
 
@@ -200,11 +213,6 @@ class LinkSessions:
     def peer(self) -> NodeId:
         """Who is at the other end."""
         return NodeId(self._link.peer.node_id)
-
-    @property
-    def parts_bytes(self) -> int:
-        """See `ShardService.parts_bytes`."""
-        return sum(map(len, self._parts.values()))
 
     def rows(self) -> list[dict[str, Any]]:
         """See `ShardService.sessions`."""
@@ -242,7 +250,7 @@ class LinkSessions:
     def _control(self, message: Message) -> None:
         match message:
             case OpenPart():
-                self._take_part(message)
+                self._parts.add(message)
             case Open() | OpenTaps():
                 self._open_permitted(message)
             case Close():
@@ -279,30 +287,15 @@ class LinkSessions:
             self._tokens[request.session] = token
 
     def _close(self, number: int) -> None:
-        self._parts.pop(number, None)
+        self._parts.take(number)
         self._tokens.pop(number, None)
         self._taps.close(number)
         known = self._sessions.pop(number, None)
         if known is not None:
             known[0].close(known[1])
 
-    def _take_part(self, part: OpenPart) -> None:
-        data = self._parts.pop(part.session, b"") + part.data
-        if len(data) > MAX_TOTAL_BYTES or len(self._parts) >= _MAX_PARTLY_OPEN:
-            raise BadSteering(
-                f"The edits of a session have more than {MAX_TOTAL_BYTES} bytes, or too many"
-                " sessions are being opened.",
-                fix="Attach fewer, or smaller ones.",
-                param="hearthnet.steer",
-            )
-        if self._service.parts_bytes(self.peer) + len(data) > _MAX_PARTS_BYTES:
-            raise Busy(
-                "Too many sessions with edits are being opened.", fix="Open them one by one."
-            )
-        self._parts[part.session] = data
-
     def _open(self, request: Open) -> None:
-        edits = assemble(request.edits, self._parts.pop(request.session, b""))
+        edits = assemble(request.edits, self._parts.take(request.session))
         known = self._sessions.get(request.session)
         if known is not None and not known[1].closed:
             raise BadRequest(
@@ -314,6 +307,7 @@ class LinkSessions:
             self._forget_closed()
         server, session = self._service.admit(request, edits, self.peer)
         self._sessions[request.session] = (server, session)
+        session.on_end = partial(self._ended, session)
         if session.place is not None:
             self._send(Opened(session.number, session.max_tokens))
             return
@@ -343,6 +337,13 @@ class LinkSessions:
                 self._send(Failure(error.to_dict(), session.number))
             return
         self._send(Opened(session.number, session.max_tokens))
+
+    def _ended(self, session: Session, error: MeshError) -> None:
+        """The shard has ended the session: its asker is told before it next asks."""
+        known = self._sessions.get(session.number)
+        if known is not None and known[1] is session:
+            self._close(session.number)
+            self._send(Failure(error.to_dict(), session.number))
 
     def _find(self, number: int) -> tuple[ShardServer, Session]:
         known = self._sessions.get(number)

@@ -1,19 +1,32 @@
-"""The sessions of one shard and the two limits they share: streams and cache positions.
+"""The sessions of one shard and what they share: streams and cache positions.
 
-Admission is decided here, at once and strictly; nothing is ever queued behind a limit. Knows
-neither links nor torch.
+Admission is decided here, at once and strictly; nothing is ever queued behind a limit. Whoever asks
+first may have everything. When nothing is left, somebody who has less than its share (the whole
+divided by all who hold some or ask) gets it from those who have more: first caches that are parked,
+then sessions that were silent for a while, the longest first; and whoever holds nothing at all gets
+one stream even from sessions at work, if their owner keeps another. Knows neither links nor torch.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from mesh.errors import BadRequest, Busy, CacheFull, ContextTooLong, SessionGone
+from mesh.clock import LoopClock
+from mesh.errors import (
+    BadRequest,
+    Busy,
+    CacheFull,
+    ContextTooLong,
+    MeshError,
+    SessionGone,
+)
+from mesh.ledger import Hold, Limit, Resource, ResourceLedger
 from mesh.shard.settings import ShardSettings
+from mesh.types import Principal
 from mesh.wire.messages import Failure, Open, Result, Step
 
 if TYPE_CHECKING:
@@ -44,9 +57,14 @@ class Session:
     """One generation's state on this shard. Changed only by `ShardServer` and `SessionTable`."""
 
     def __init__(
-        self, request: Open, steering: Steering, recording: Recording | None = None
+        self,
+        request: Open,
+        owner: Principal,
+        steering: Steering,
+        recording: Recording | None = None,
     ) -> None:
         self.number = request.session
+        self.owner = owner
         self.layers = steering.layers
         self.max_tokens = request.max_tokens
         self.wire_dtype = request.wire_dtype
@@ -65,8 +83,17 @@ class Session:
         self.last_step: int | None = None
         self.parked = False
         self.park_when_idle = False
+        self.is_sealing = False
         self.closed = False
-        self.lease: asyncio.TimerHandle | None = None
+        self.active_at = 0.0
+        """The loop's time of its last step, or answer, or opening, or since when it is parked."""
+        self.on_end: Callable[[MeshError], None] = lambda error: None
+        """Called when the shard ends the session by itself, with the reason."""
+
+    def silent_since(self) -> float | None:
+        """Since when its asker has been free to send a step and has not; None while it is not."""
+        busy = self.place is None or self.waiting or self.pending is not None or self.is_sealing
+        return None if busy else self.active_at
 
     def check(self, step: Step, hidden_size: int) -> None:
         """Raise BadRequest, ContextTooLong or Busy when `step` cannot follow what was accepted."""
@@ -129,13 +156,30 @@ def check_tensor(step: Step, hidden_size: int) -> None:
         )
 
 
+Ended = tuple[Session, SessionGone]
+"""A session that the shard ends by itself, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    stream: Hold
+    positions: Hold
+
+
 class SessionTable:
-    """Who is in, and how much is left."""
+    """Who is in, and how much is left; `accounts` has it per owner."""
 
     def __init__(self, settings: ShardSettings) -> None:
         self._settings = settings
-        self._active: set[Session] = set()
-        self._parked: dict[Session, None] = {}  # the one parked longest comes first
+        self._active: dict[Session, _Held] = {}  # the oldest first
+        self._parked: dict[Session, _Held] = {}  # the one parked longest comes first
+        self.accounts = ResourceLedger(
+            LoopClock(),
+            {
+                Resource.STREAMS: Limit(total=settings.max_concurrent_streams),
+                Resource.CACHE_POSITIONS: Limit(total=settings.kv_tokens),
+            },
+        )
 
     @property
     def active(self) -> int:
@@ -150,7 +194,7 @@ class SessionTable:
     @property
     def kv_tokens_used(self) -> int:
         """The sum of `max_tokens` over all sessions."""
-        return sum(session.max_tokens for session in self)
+        return int(self.accounts.together(Resource.CACHE_POSITIONS))
 
     @property
     def kv_bytes(self) -> int:
@@ -160,64 +204,163 @@ class SessionTable:
     def __iter__(self) -> Iterator[Session]:
         return iter([*self._active, *self._parked])
 
-    def admit(self, session: Session) -> list[Session]:
-        """Let `session` in; returns the parked sessions that have to go for it, oldest first.
+    def admit(self, session: Session, now: float) -> list[Ended]:
+        """Let `session` in at the loop's time `now`; returns those that have to go for it, and why.
 
-        Raises Busy when no stream is free, CacheFull when it does not fit beside the active ones,
-        ContextTooLong when it would not fit alone.
+        They count no more, but are still to be ended. Raises Busy when no stream is free
+        for its owner, CacheFull when it does not fit beside the others, ContextTooLong when it
+        would not fit alone.
         """
-        evicted = self._make_room(session, session.max_tokens)
-        self._active.add(session)
-        return evicted
+        stream = self.accounts.hold(session.owner, Resource.STREAMS)
+        positions = self.accounts.hold(session.owner, Resource.CACHE_POSITIONS)
+        try:
+            going = self._make_room(session, session.max_tokens, now)
+        except MeshError:
+            stream.close()
+            positions.close()
+            raise
+        stream.resize(1)
+        positions.resize(session.max_tokens)
+        self._active[session] = _Held(stream, positions)
+        session.active_at = now
+        return going
 
-    def park(self, session: Session) -> None:
+    def park(self, session: Session, now: float) -> None:
         """Give the session's stream back."""
-        self._active.discard(session)
-        self._parked[session] = None
+        held = self._parked[session] = self._active.pop(session)
+        held.stream.resize(0)
         session.parked = True
+        session.active_at = now
 
-    def resume(self, session: Session, max_tokens: int) -> list[Session]:
+    def resume(self, session: Session, max_tokens: int, now: float) -> list[Ended]:
         """Take a stream again, with room for `max_tokens`. Returns and raises as `admit` does."""
-        evicted = self._make_room(session, max_tokens)
-        self._parked.pop(session, None)
-        self._active.add(session)
+        going = self._make_room(session, max_tokens, now)
+        held = self._active[session] = self._parked.pop(session)
+        held.stream.resize(1)
+        held.positions.resize(max_tokens)
         session.parked = False
         session.max_tokens = max_tokens
-        return evicted
+        session.active_at = now
+        return going
 
     def remove(self, session: Session) -> None:
         """Forget the session and what it held."""
-        self._active.discard(session)
-        self._parked.pop(session, None)
+        held = self._active.pop(session, None) or self._parked.pop(session, None)
+        if held is not None:
+            held.stream.close()
+            held.positions.close()
 
-    def _make_room(self, session: Session, max_tokens: int) -> list[Session]:
-        limit, budget = self._settings.max_concurrent_streams, self._settings.kv_tokens
+    def overdue(self, now: float) -> list[Ended]:
+        """Sessions whose lease is over, and why they are to be ended."""
+        lease_s = self._settings.session_lease_s
+        over = lease_over(lease_s)
+        silent = [
+            (session, over)
+            for session in self._active
+            if (since := session.silent_since()) is not None and since <= now - lease_s
+        ]
+        oldest = now - self._settings.park_lease_s
+        return silent + [(each, gone()) for each in self._parked if each.active_at <= oldest]
+
+    # Who has to go
+
+    def _make_room(self, session: Session, max_tokens: int, now: float) -> list[Ended]:
+        """Whoever has to go for one more stream and for `max_tokens` positions, and is removed.
+
+        Nothing has changed when this raises.
+        """
+        budget = self._settings.kv_tokens
         if max_tokens > budget:
             raise ContextTooLong(
                 f"The request needs {max_tokens} cached positions; the shard has {budget} in all.",
                 fix="Shorten the prompt, lower max_tokens, or raise kv_tokens where it runs.",
                 param="max_tokens",
             )
-        if len(self._active) >= limit:
-            raise Busy(
-                f"The shard serves {limit} streams at a time and all are taken.",
-                fix="Use another shard, or try again when a stream has ended.",
-            )
-        held = sum(active.max_tokens for active in self._active)
-        if held + max_tokens > budget:
-            raise CacheFull(
-                f"The shard caches {budget} positions, {held} are taken; {max_tokens} do not fit.",
-                fix="Ask for fewer max_tokens, or use another shard.",
-            )
-        others = [parked for parked in self._parked if parked is not session]
-        held += sum(parked.max_tokens for parked in others)
-        evicted = []
-        for parked in others:
-            if held + max_tokens <= budget:
+        owner = session.owner
+        going = self._for_a_stream(owner, now)
+        going += self._for_positions(session, max_tokens, going, now)
+        for each in going:
+            self.remove(each)
+        return [(each, gone() if each.parked else reclaimed()) for each in going]
+
+    def _for_a_stream(self, owner: Principal, now: float) -> list[Session]:
+        streams = Resource.STREAMS
+        if self.accounts.together(streams) < self._settings.max_concurrent_streams:
+            return []
+        held = self.accounts.held(owner, streams)
+        share = self.accounts.share(owner, streams)
+        if held < share:
+            others = self._above_share(owner, streams, now)
+            chosen = others or ([] if held else self._youngest(owner))
+            if chosen:
+                return chosen[:1]
+        self.accounts.require(owner, streams, 1)
+        return []
+
+    def _for_positions(
+        self, session: Session, max_tokens: int, going: Sequence[Session], now: float
+    ) -> list[Session]:
+        positions = Resource.CACHE_POSITIONS
+        free = self._settings.kv_tokens - self.accounts.together(positions)
+        free += sum(each.max_tokens for each in going)
+        own = session.max_tokens if session.parked else 0
+        held = self.accounts.held(session.owner, positions) - own
+        share = self.accounts.share(session.owner, positions)
+        candidates = [each for each in self._parked if each is not session]
+        if held + max_tokens <= share:
+            candidates += self._above_share(session.owner, positions, now)
+        chosen: list[Session] = []
+        for each in candidates:
+            if free + own >= max_tokens:
                 break
-            evicted.append(parked)
-            held -= parked.max_tokens
-        return evicted
+            if each not in going:
+                chosen.append(each)
+                free += each.max_tokens
+        if free + own < max_tokens:
+            try:
+                self.accounts.require(session.owner, positions, max_tokens - own)
+            except Busy as full:
+                fix = "Ask for fewer max_tokens, or use another shard."
+                raise CacheFull(full.message, fix=fix) from None
+        return chosen
+
+    def _above_share(self, owner: Principal, resource: Resource, now: float) -> list[Session]:
+        """Silent sessions of those who have more than their share, the longest silent first."""
+        share = self.accounts.share(owner, resource)
+        greedy = {who for who, held in self.accounts.holders(resource).items() if held > share}
+        silent = [
+            (since, number, session)
+            for number, session in enumerate(self._active)
+            if session.owner in greedy - {owner}
+            and (since := session.silent_since()) is not None
+            and since <= now - self._settings.silent_s
+        ]
+        return [session for _, _, session in sorted(silent, key=itemgetter(0, 1))]
+
+    def _youngest(self, owner: Principal) -> list[Session]:
+        """The session that was opened last by whoever has most streams, and more than one."""
+        held = self.accounts.holders(Resource.STREAMS)
+        held.pop(owner, None)
+        most = max(held, key=lambda who: held[who], default=None)
+        if most is None or held[most] < 2:
+            return []
+        return [session for session in self._active if session.owner == most][-1:]
+
+
+def lease_over(lease_s: float) -> SessionGone:
+    """The error for a session whose asker has sent nothing for a whole lease."""
+    return SessionGone(
+        f"The session was closed: it got no step for {lease_s:g} s.",
+        fix="Open a new one and replay the inputs; park a session that is to rest.",
+    )
+
+
+def reclaimed() -> SessionGone:
+    """The error for a session that had to make room for somebody else's share."""
+    return SessionGone(
+        "The session was closed: its owner held more than its share, and another node asked.",
+        fix="Open a new one, here or on another shard, and replay the inputs.",
+    )
 
 
 def gone() -> SessionGone:

@@ -16,6 +16,12 @@ FRAME_VERSION = 1
 HEADER = struct.Struct("!BBHIII")
 """version u8, type u8, reserved u16 (0), sequence u32, payload length u32, flags u32."""
 
+COUNT = struct.Struct("!I")
+"""The payload of ACK and FLOW: chunks."""
+
+TOKEN = struct.Struct("!Q")
+"""The payload of PING and PONG."""
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -73,6 +79,16 @@ _CONTROL = frozenset(
         FrameType.SEAL, FrameType.SEALED, FrameType.LOADING,
     }
 )  # fmt: skip
+_ALWAYS = frozenset(
+    {FrameType.NACK, FrameType.HELLO, FrameType.BYE, FrameType.PING, FrameType.PONG}
+)
+_ONLY_CONTROL = frozenset(
+    {FrameType.ADVERTISE, FrameType.GOSSIP, FrameType.FILE_ASK, FrameType.FILE_PART}
+)
+_BY_PURPOSE = {
+    "control": _ALWAYS | _ONLY_CONTROL,
+    "tensors": frozenset(FrameType) - _ONLY_CONTROL,
+}
 _KNOWN_FLAGS = COMPRESSED | FINAL | GRADIENT
 
 
@@ -89,6 +105,11 @@ _TYPES = {int(kind): kind for kind in FrameType}
 _FORBIDDEN_FLAGS = {kind: ~_allowed_flags(kind) & 0xFFFFFFFF for kind in FrameType}
 
 _UPDATE_BOTH = "Run the same hearthnet version on both machines."
+
+
+def frames_for(purpose: str) -> frozenset[FrameType]:
+    """What a link of this purpose may bear; what belongs on every link, for one that is unknown."""
+    return _BY_PURPOSE.get(purpose, _ALWAYS)
 
 
 @dataclass(slots=True)
@@ -140,6 +161,16 @@ class Frame:
     def __str__(self) -> str:
         flags = f" {FrameFlags(self.flags).name}" if self.flags else ""
         return f"{self.type.name} seq={self.sequence}{flags} [{_elide(self.payload)}]"
+
+
+def number(frame: Frame, layout: struct.Struct) -> int:
+    """The one number that is the frame's payload. Raises BadFrame."""
+    if len(frame.payload) != layout.size:
+        raise BadFrame(
+            f"A {frame.type.name} payload of {len(frame.payload)} bytes.", fix=_UPDATE_BOTH
+        )
+    value: int = layout.unpack(frame.payload)[0]
+    return value
 
 
 def pack_frame(kind: FrameType, sequence: int, flags: int, *parts: Buffer) -> bytes:

@@ -1,4 +1,4 @@
-"""How much of everything one link may hold, and how long. Plain numbers, enforced elsewhere.
+"""How much of everything one link may hold, and how long. Enforced elsewhere.
 
 Both sides of a link must agree on `chunk_bytes`, `window` and the two tensor limits: they are part
 of the protocol. The rest is local policy.
@@ -6,7 +6,9 @@ of the protocol. The rest is local policy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from mesh.ledger import ResourceLedger
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -22,8 +24,9 @@ class Limits:
 
     A link pings every `ping_interval_s`, is lost after `silence_s` without a byte, and has to be
     open `handshake_s` after the TCP connection. A server holds at most `half_open` connections that
-    are not open yet, `half_open_per_host` of one address, and `links` open ones, `links_per_peer`
-    of one node; together they stay below the 1024 descriptors a process usually gets.
+    are not open yet, and `half_open_per_host` of one address. How many links one node may open, and
+    what all of them may hold together, is on its account among `accounts`; a server without any
+    has `mesh.allowances.LINKS`.
     """
 
     chunk_bytes: int = MIB
@@ -40,8 +43,7 @@ class Limits:
     handshake_s: float = 5.0
     half_open: int = 256
     half_open_per_host: int = 16
-    links: int = 256
-    links_per_peer: int = 64
+    accounts: ResourceLedger | None = field(default=None, repr=False, compare=False)
 
     @property
     def message_bytes(self) -> int:
@@ -58,3 +60,16 @@ class Limits:
 
 
 DEFAULT_LIMITS = Limits()
+"""Of a link for tensors."""
+
+CONTROL_LIMITS = replace(
+    DEFAULT_LIMITS,
+    # No frame of a control link bears a tensor: a message is a control body at most.
+    chunk_bytes=DEFAULT_LIMITS.control_bytes,
+    tensor_bytes=0,
+    reassembly_bytes=0,
+    unanswered_bytes=0,
+    high_water_bytes=2 * MIB,
+    queued_bytes=8 * MIB,
+)
+"""Of a link between daemons."""

@@ -1,9 +1,9 @@
 """One link's protocol without I/O: websocket messages in, `Message`s out, and the reverse.
 
 `TensorSession` owns the order of things (hello first, sequence numbers, what is allowed when) and
-puts together the parts that know the details: `frames`, `control`, `steps`, `tensors`,
-`reassembly`, `credits` (receiving window) and `outbox` (sending window). It reads no clock and
-opens no socket.
+puts together the parts that know the details: `frames`, `control`, `inbox` (tensors received, with
+`steps`, `tensors`, `reassembly` and `credits`, the receiving window) and `outbox` (the sending
+window). It reads no clock and opens no socket.
 
 How flow control works: a chunk is a frame that bears tensor bytes, at most `Limits.window` of them
 are unacknowledged per direction. Credits come back in the next `Step`, `Result` or END frame, or in
@@ -13,16 +13,35 @@ does makes either side hold more than `Limits` says.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import ClassVar
 
-from mesh.errors import BadFrame, FrameTooLarge, LinkLost, MeshError, WireError, from_dict
-from mesh.wire import control, steps
+from mesh.errors import (
+    BadFrame,
+    Busy,
+    FrameTooLarge,
+    LinkLost,
+    MeshError,
+    WireError,
+    from_dict,
+)
+from mesh.ledger import Hold
+from mesh.wire import control
 from mesh.wire.compression import compress_if_it_pays, decompress
 from mesh.wire.credits import Credits
-from mesh.wire.frames import COMPRESSED, FINAL, GRADIENT, Buffer, Frame, FrameType, version_mismatch
+from mesh.wire.frames import (
+    COMPRESSED,
+    COUNT,
+    TOKEN,
+    Buffer,
+    Frame,
+    FrameType,
+    frames_for,
+    number,
+    version_mismatch,
+)
+from mesh.wire.inbox import TENSOR_FRAMES, Inbox
 from mesh.wire.limits import DEFAULT_LIMITS, Limits
 from mesh.wire.messages import (
     PROTOCOL_VERSION,
@@ -35,14 +54,9 @@ from mesh.wire.messages import (
     Pong,
     Result,
     Step,
-    WireTensor,
 )
 from mesh.wire.outbox import Outbox
-from mesh.wire.reassembly import Reassembly
-from mesh.wire.tensors import TensorHeader
 
-_COUNT = struct.Struct("!I")
-_TOKEN = struct.Struct("!Q")
 _MAX_PINGS = 8
 _FIX = "Run the same hearthnet version on both machines."
 
@@ -68,9 +82,12 @@ class TensorSession:
         self._started = False
         self._expected = 0
         self._pings: set[int] = set()
-        self._credits = Credits(limits)
-        self._reassembly = Reassembly(limits)
-        self._outbox = Outbox(limits, self._credits)
+        credits = Credits(limits)
+        self._outbox = Outbox(limits, credits)
+        self._inbox = Inbox(limits, credits, self._outbox)
+        self._allowed = frames_for(hello.purpose)
+        self._bears_tensors = FrameType.STEP in self._allowed
+        self._account: Hold | None = None
 
     @property
     def is_open(self) -> bool:
@@ -100,7 +117,19 @@ class TensorSession:
     @property
     def held_bytes(self) -> int:
         """Tensor bytes received and not given back: incomplete, or complete and unanswered."""
-        return self._reassembly.size_bytes + self._credits.unanswered_bytes
+        return self._inbox.size_bytes
+
+    def count_on(self, account: Hold) -> None:
+        """Keep in `account` how many bytes are held here, for the peer or of it, from now on."""
+        self._account = self._inbox.account = account
+        self._count()
+
+    def _count(self) -> None:
+        account = self._account
+        if account is not None:
+            size_bytes = self.held_bytes + self.queued_bytes
+            if size_bytes != account.size:
+                account.charge(size_bytes - account.size)
 
     # What goes out.
 
@@ -115,27 +144,31 @@ class TensorSession:
 
         A `Result` for a step that is not waiting (its session was closed) is dropped. Raises
         LinkLost before the hellos and after the end, BadRequest for a message that does not fit
-        the wire, Busy when `Limits.queued_bytes` already wait.
+        the wire, Busy when `Limits.queued_bytes` already wait or the
+        peer's account has no room.
         """
         if self._state is not _State.OPEN:
             raise LinkLost("The link is not open.", fix="Connect again.")
         kind = _TENSOR_KIND.get(type(message))
         if kind is not None:
             assert isinstance(message, (Step, Result))  # noqa: S101 - for the type checker
-            if kind is FrameType.STEP or self._credits.holds(message.session, message.step):
+            if self._account is not None:
+                self._account.require(len(message.tensor.data))
+            if kind is FrameType.STEP or self._inbox.awaits(message):
                 self._outbox.tensor(kind, message)
         elif isinstance(message, Ping):
             self._send_ping(message)
         elif isinstance(message, Pong):
-            self._outbox.control(FrameType.PONG, _TOKEN.pack(message.token))
+            self._outbox.control(FrameType.PONG, TOKEN.pack(message.token))
         else:
             self._send_control(message)
             if isinstance(message, Bye):
                 self._state = _State.CLOSED
+        self._count()
 
     def limit_window(self, chunks: int) -> None:
         """Ask the peer to keep at most `chunks` (0 to the window) in flight from now on."""
-        self._outbox.control(FrameType.FLOW, _COUNT.pack(min(chunks, self.limits.window)))
+        self._outbox.control(FrameType.FLOW, COUNT.pack(min(chunks, self.limits.window)))
 
     def close(self, reason: str) -> None:
         """Say bye, past everything that waits; safe to call twice."""
@@ -158,13 +191,15 @@ class TensorSession:
             return None
         frame = outbox.frames.popleft()
         outbox.ready_bytes -= len(frame)
+        if not outbox.frames:
+            self._count()
         return frame
 
     def _send_ping(self, ping: Ping) -> None:
         # A peer that answers none of them gets no more; the adapter's timeout deals with it.
         if len(self._pings) < _MAX_PINGS:
             self._pings.add(ping.token)
-            self._outbox.control(FrameType.PING, _TOKEN.pack(ping.token))
+            self._outbox.control(FrameType.PING, TOKEN.pack(ping.token))
 
     def _send_control(self, message: Message) -> None:
         kind, body = control.encode(message)
@@ -176,16 +211,8 @@ class TensorSession:
             self._outbox.control(kind, body, flags)
         else:
             self._outbox.ordered(session, kind, body, flags)
-        if isinstance(message, Failure) and message.session is not None:
-            if message.step is None:
-                self._credits.forget(message.session)
-            else:
-                self._credits.answered(message.session, message.step)
-            self._return_credits()
-
-    def _return_credits(self) -> None:
-        if self._credits.due:
-            self._outbox.control(FrameType.ACK, _COUNT.pack(self._credits.take()))
+        if isinstance(message, Failure):
+            self._inbox.answered(message)
 
     # What comes in.
 
@@ -196,9 +223,16 @@ class TensorSession:
         queueing a nack when the peer broke the protocol, and the peer's own error when it nacked.
         Returns nothing once closed. Tensors of the result may be views into `message`.
         """
-        if self._state is _State.OPEN:
-            plain = self._receive_plain(message)
+        try:
+            return self._receive(message)
+        finally:
+            self._count()
+
+    def _receive(self, message: Buffer) -> list[Message]:
+        if self._state is _State.OPEN and self._bears_tensors:
+            plain = self._inbox.plain(message, self._expected)
             if plain is not None:
+                self._expected = (self._expected + 1) & 0xFFFFFFFF
                 return [plain]
         elif self._state is _State.CLOSED:
             return []
@@ -209,16 +243,30 @@ class TensorSession:
                     f"Frame {frame.sequence} came where {self._expected} was expected.", fix=_FIX
                 )
             self._expected = (frame.sequence + 1) & 0xFFFFFFFF
-            if self.peer is None and frame.type not in _BEFORE_HELLO:
-                raise BadFrame(f"{frame.type.name} came before HELLO.", fix=_FIX)
-            received = self._RECEIVE[frame.type](self, frame)
-        except WireError as error:
+            self._check_belongs(frame)
+            received = self._take(frame)
+        except (WireError, Busy) as error:
             self.refuse(error)
             raise
         if frame.type is FrameType.NACK:
             self._state = _State.CLOSED
             raise from_dict(control.unpack_map(self._body(frame)))
         return [] if received is None else [received]
+
+    def _take(self, frame: Frame) -> Message | None:
+        if frame.type in TENSOR_FRAMES:
+            return self._inbox.take(frame)
+        return self._RECEIVE.get(frame.type, TensorSession._receive_control)(self, frame)
+
+    def _check_belongs(self, frame: Frame) -> None:
+        """Before anything of the payload is looked at, or room made for it."""
+        if self.peer is None and frame.type not in _BEFORE_HELLO:
+            raise BadFrame(f"{frame.type.name} came before HELLO.", fix=_FIX)
+        if frame.type not in self._allowed:
+            raise BadFrame(
+                f"{frame.type.name} does not belong on a link for {self.hello.purpose}.",
+                fix="Send activations to the endpoint that the shard advertises.",
+            )
 
     def _body(self, frame: Frame) -> Buffer:
         """A control payload, unpacked within its limit."""
@@ -253,100 +301,17 @@ class TensorSession:
     def _receive_control(self, frame: Frame) -> Message:
         message = control.decode(frame.type, control.unpack_map(self._body(frame)))
         if isinstance(message, Close):
-            self._credits.forget(message.session)
+            self._inbox.forget(message.session)
             self._outbox.drop_results(message.session)
-            self._return_credits()
         elif isinstance(message, Bye):
             self._state = _State.CLOSED
         return message
 
-    def _receive_plain(self, message: Buffer) -> Message | None:
-        """What nearly every frame is, if nothing at all is odd about this one; else None."""
-        if self._credits.is_full:
-            return None
-        plain = steps.unpack_plain(message, self._expected, self.limits.chunk_bytes)
-        if plain is None or plain[1] > self._outbox.in_flight:
-            return None
-        received, credits, size = plain
-        self._expected = (self._expected + 1) & 0xFFFFFFFF
-        self._credits.outstanding += 1
-        if credits:
-            self._outbox.credit(credits)
-        if type(received) is Step:
-            self._credits.hold(received.session, received.step, size)
-        else:
-            self._credits.consumed()
-            self._return_credits()
-        return received
-
-    def _receive_whole(self, frame: Frame) -> Message:
-        """STEP or RESULT with its tensor in the same frame."""
-        credits, start = steps.unpack_credits(frame.type, memoryview(frame.payload))
-        rest = memoryview(frame.payload)[start:]
-        header = TensorHeader.unpack(rest, self.limits.chunk_bytes)
-        data: Buffer = rest[len(header.encoded) :]
-        if frame.flags & COMPRESSED:
-            data = decompress(data, header.size_bytes)
-        tensor = header.tensor(data, gradient=bool(frame.flags & GRADIENT))
-        self._credits.arrived()
-        return self._deliver(frame.type, memoryview(frame.payload), tensor, credits)
-
-    def _receive_chunk(self, frame: Frame) -> None:
-        payload = memoryview(frame.payload)
-        header = TensorHeader.unpack(payload, self.limits.tensor_bytes)
-        room = self._reassembly.room_for(header)
-        data: bytes | memoryview = payload[len(header.encoded) :]
-        if frame.flags & COMPRESSED:
-            data = decompress(data, min(room, self.limits.chunk_bytes))
-        elif len(data) > self.limits.chunk_bytes:
-            raise FrameTooLarge(
-                f"A chunk of {len(data)} bytes exceeds {self.limits.chunk_bytes}.", fix=_FIX
-            )
-        self._credits.arrived()
-        final = bool(frame.flags & FINAL)
-        gradient = bool(frame.flags & GRADIENT)
-        self._reassembly.add(header, data, final=final, gradient=gradient)
-        if not final:  # the last chunk's credit is the message's own, see _deliver
-            self._credits.consumed()
-            self._return_credits()
-
-    def _receive_end(self, frame: Frame) -> Message:
-        tensor_id, kind, rest = steps.unpack_end(memoryview(frame.payload))
-        credits, _ = steps.unpack_credits(kind, rest)
-        return self._deliver(kind, rest, self._reassembly.end(tensor_id), credits)
-
-    def _deliver(
-        self, kind: FrameType, fields: memoryview, tensor: WireTensor, credits: int
-    ) -> Message:
-        """Build the message, settle credits in both directions."""
-        message = steps.build(kind, fields, tensor)
-        if credits:
-            self._outbox.credit(credits)
-        if kind is FrameType.STEP:
-            self._credits.hold(message.session, message.step, len(tensor.data))
-        else:
-            self._credits.consumed()
-            self._return_credits()
-        return message
-
-    def _receive_ack(self, frame: Frame) -> None:
-        count = _number(frame, _COUNT)
-        if count == 0:
-            raise BadFrame("An ACK of nothing.", fix=_FIX)
-        self._outbox.credit(count)
-
-    def _receive_flow(self, frame: Frame) -> None:
-        window = _number(frame, _COUNT)
-        if window > self.limits.window:
-            raise BadFrame(f"A window of {window} chunks; at most {self.limits.window}.", fix=_FIX)
-        self._outbox.window = window
-        self._outbox.flush()
-
     def _receive_ping(self, frame: Frame) -> None:
-        self._outbox.control(FrameType.PONG, _TOKEN.pack(_number(frame, _TOKEN)))
+        self._outbox.control(FrameType.PONG, TOKEN.pack(number(frame, TOKEN)))
 
     def _receive_pong(self, frame: Frame) -> Message:
-        token = _number(frame, _TOKEN)
+        token = number(frame, TOKEN)
         if token not in self._pings:
             raise BadFrame("A PONG for no PING.", fix=_FIX)
         self._pings.discard(token)
@@ -356,35 +321,12 @@ class TensorSession:
         """`receive` raises what it says."""
 
     _RECEIVE: ClassVar[dict[FrameType, Callable[[TensorSession, Frame], Message | None]]] = {
-        FrameType.DATA: _receive_chunk,
-        FrameType.END: _receive_end,
-        FrameType.ACK: _receive_ack,
         FrameType.NACK: _receive_nack,
         FrameType.HELLO: _receive_hello,
-        FrameType.FLOW: _receive_flow,
         FrameType.PING: _receive_ping,
         FrameType.PONG: _receive_pong,
-        FrameType.STEP: _receive_whole,
-        FrameType.RESULT: _receive_whole,
-        **dict.fromkeys(
-            (
-                FrameType.BYE, FrameType.OPEN, FrameType.OPENED, FrameType.PARK, FrameType.RESUME,
-                FrameType.CLOSE, FrameType.FAILURE, FrameType.ADVERTISE, FrameType.DRAIN,
-                FrameType.GOSSIP,
-                FrameType.OPEN_TAPS, FrameType.OPEN_PART,
-                FrameType.FILE_ASK, FrameType.FILE_PART, FrameType.SEAL, FrameType.SEALED,
-                FrameType.LOADING,
-            ),
-            _receive_control,
-        ),
-    }  # fmt: skip
-
-
-def _number(frame: Frame, layout: struct.Struct) -> int:
-    if len(frame.payload) != layout.size:
-        raise BadFrame(f"A {frame.type.name} payload of {len(frame.payload)} bytes.", fix=_FIX)
-    value: int = layout.unpack(frame.payload)[0]
-    return value
+    }
+    """The inbox takes those of tensors; all others are control bodies."""
 
 
 _TENSOR_KIND: dict[type, FrameType] = {Step: FrameType.STEP, Result: FrameType.RESULT}

@@ -12,13 +12,18 @@ import errno
 import socket
 import ssl as tls
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from websockets.client import ClientProtocol
 from websockets.server import ServerProtocol
 from websockets.uri import WebSocketURI
 
-from mesh.errors import BadValue, ConnectFailed, LinkLost, PeerRefused, PortInUse
+from mesh import allowances
+from mesh.clock import SystemClock
+from mesh.errors import BadValue, ConnectFailed, LinkLost, PortInUse
+from mesh.ledger import Hold, Resource, ResourceLedger, of_peer
 from mesh.wire.connection import PATH, WebSocketLink
 from mesh.wire.encryption import Encryption
 from mesh.wire.limits import DEFAULT_LIMITS, Limits
@@ -51,7 +56,11 @@ async def connect(
     """
     uri = WebSocketURI(ssl is not None, host.partition("%")[0], port, PATH, "")
     websocket = ClientProtocol(uri, max_size=limits.message_bytes)
-    link = WebSocketLink(websocket, TensorSession(hello, limits), lambda _: handler, lambda _: None)
+    session = TensorSession(hello, limits)
+    counted = _Counted(limits.accounts)
+
+    greet = partial(counted.greet, session, handler)
+    link = WebSocketLink(websocket, session, greet, counted.settled)
     protocol: asyncio.Protocol = link
     if ssl is not None:
         protocol = Encryption(link, ssl, handshake_s=timeout_s, server_side=False)
@@ -95,10 +104,12 @@ async def serve(
     Addresses that may change are given as a function: it listens on all that this machine has or
     will have, and cuts off whoever calls one for which the function is false.
     `accept` is called with each link whose client said hello; it returns the link's handler, or
-    raises MeshError to refuse the client with that error. What it sends follows our hello. Clients
-    beyond `Limits.links` and `Limits.links_per_peer` are refused with PeerRefused. Raises
-    PortInUse, and BadValue for an address or a port that this process may not use.
+    raises MeshError to refuse the client with that error. What it sends follows our hello. A client
+    whose account has no room for another link is refused with Busy. Raises PortInUse, and
+    BadValue for an address or a port that this process may not use.
     """
+    if limits.accounts is None:
+        limits = replace(limits, accounts=ResourceLedger(SystemClock(), allowances.LINKS))
     server = LinkServer(accept, hello if callable(hello) else lambda: hello, limits, ssl)
     if callable(host):
         server.answers_at, host = host, _ANY_ADDRESS
@@ -216,7 +227,13 @@ class LinkServer:
     def _new_link(self, place: _Place) -> asyncio.Protocol:
         websocket = ServerProtocol(max_size=self.limits.message_bytes)
         session = TensorSession(self._hello(), self.limits)
-        link = WebSocketLink(websocket, session, self._greet, self._settled)
+        counted = _Counted(self.limits.accounts)
+
+        def settled(link: WebSocketLink) -> None:
+            counted.settled(link)
+            self._settled(link)
+
+        link = WebSocketLink(websocket, session, partial(self._greet, session, counted), settled)
         protocol: asyncio.Protocol = link
         if self._ssl is not None:
             handshake_s = self.limits.handshake_s
@@ -224,14 +241,9 @@ class LinkServer:
         self._knocking[link] = place
         return protocol
 
-    def _greet(self, link: WebSocketLink) -> LinkHandler:
+    def _greet(self, session: TensorSession, counted: _Counted, link: WebSocketLink) -> LinkHandler:
         """Each open link costs a descriptor: no peer may take them all, nor all peers together."""
-        of_peer = sum(each.peer.node_id == link.peer.node_id for each in self._open)
-        if of_peer >= self.limits.links_per_peer or len(self._open) >= self.limits.links:
-            raise PeerRefused(
-                f"{len(self._open)} links are open here, {of_peer} of them from you.",
-                fix="Close those that are not used, or try again later.",
-            )
+        counted.begin(session, link.peer, links=1)
         return self._accept(link)
 
     def _settled(self, link: WebSocketLink) -> None:
@@ -251,6 +263,35 @@ class LinkServer:
         half_open.pop(transport, None)
         if not half_open:
             self._half_open.pop(host, None)
+
+
+class _Counted:
+    """What one link has on its peer's account, from the hellos until the connection is gone."""
+
+    def __init__(self, accounts: ResourceLedger | None) -> None:
+        self._accounts = accounts
+        self._holds: list[Hold] = []
+
+    def begin(self, session: TensorSession, peer: Hello, *, links: int = 0) -> None:
+        """Count `links` and all that the session holds. Raises Busy."""
+        if self._accounts is not None:
+            principal = of_peer(peer.node_id)
+            self._holds.append(self._accounts.hold(principal, Resource.LINKS, links))
+            self._holds.append(self._accounts.hold(principal, Resource.BYTES_BUFFERED))
+            session.count_on(self._holds[-1])
+
+    def greet(
+        self, session: TensorSession, handler: LinkHandler, link: WebSocketLink
+    ) -> LinkHandler:
+        """As a client: count what the session holds from now on."""
+        self.begin(session, link.peer)
+        return handler
+
+    def settled(self, link: WebSocketLink) -> None:
+        """The link opened or is gone."""
+        if link.is_gone:
+            for hold in self._holds:
+                hold.close()
 
 
 class _Door(asyncio.Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 
 import pytest
@@ -79,6 +80,8 @@ async def test_tables_are_plain_and_harmless_in_a_pipe(hearthnet: Run, daemon: S
     assert peers.out.splitlines()[1].startswith("attic[2J  pppppp  up")  # its escape is gone
     status = await hearthnet("status")
     assert "held here: echo 0-5" in status.out
+    held = "3/8 streams, 1.5/16 MB buffered, 7 events per minute"
+    assert re.search(rf"attic\S*  echo:0-5  {held}  2\n", status.out)
     assert "warning: disk is nearly full" in status.err
     assert "device=cpu: no accelerator found" in status.err
     assert not any("\x1b" in text for text in (models.out, peers.out, status.out, status.err))

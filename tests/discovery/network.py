@@ -14,6 +14,7 @@ from typing import Any
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from mesh import allowances
 from mesh.clock import SystemClock
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.dialing import DialSettings
@@ -27,6 +28,7 @@ from mesh.events.ephemera import Notice, seal_notice
 from mesh.identity.certificates import make_certificate
 from mesh.identity.keys import NodeKey, node_id
 from mesh.identity.tls import TlsContexts, TlsMaterial
+from mesh.ledger import ResourceLedger
 from mesh.types import (
     Endpoint,
     LayerRange,
@@ -121,6 +123,9 @@ class Trusting:
     tls: TlsContexts
     key: NodeKey
     untrusted: set[NodeId] = field(default_factory=set)
+    accounts: ResourceLedger = field(
+        default_factory=lambda: ResourceLedger(SystemClock(), allowances.LOG)
+    )
 
     def may_serve(self, node: NodeId) -> bool:
         return self.tls.trusts(node) and node not in self.untrusted

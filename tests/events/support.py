@@ -15,7 +15,6 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from mesh.events import apply as applying
-from mesh.events.budget import Budget
 from mesh.events.intake import Intake, Outcome, Received, Report
 from mesh.events.ledger import Ledger
 from mesh.events.log import EventLog, LogSettings
@@ -35,6 +34,7 @@ from mesh.events.types import (
     seal,
 )
 from mesh.identity.keys import NodeKey, node_id
+from mesh.ledger import ResourceLedger
 from mesh.types import NodeId
 
 T = TypeVar("T")
@@ -229,13 +229,15 @@ def finish(work: Coroutine[Any, Any, T]) -> T:
 class MemoryReplica:
     """The log without a disk: what property tests make thousands of."""
 
-    def __init__(self, clock: FakeClock | None = None) -> None:
+    def __init__(
+        self, clock: FakeClock | None = None, accounts: ResourceLedger | None = None
+    ) -> None:
         self.clock = clock or FakeClock()
         self.rules = HouseRules()
         self.verifier = Verifier()
         self.reports: list[Report] = []
-        self.ledger = Ledger(HEARTH, self.rules, self.verifier, self.clock)
-        self.intake = Intake(self.ledger, Budget(self.clock), self.clock, self.reports.append)
+        self.ledger = Ledger(HEARTH, self.rules, self.verifier, self.clock, accounts)
+        self.intake = Intake(self.ledger, self.clock, self.reports.append)
         self.rows: dict[NodeId, list[Event]] = {}
         self.proofs: dict[NodeId, tuple[Event, Event]] = {}
 

@@ -8,10 +8,13 @@ from datetime import timedelta
 
 import pytest
 
-from mesh.events import budget, ledger, pending
+from mesh import allowances
+from mesh.events import ledger, pending
 from mesh.events.intake import Received
 from mesh.events.ledger import Verdict
 from mesh.events.types import Event, decode, seal
+from mesh.ledger import Limit, Resource, ResourceLedger, of_peer
+from mesh.types import NodeId
 from tests.events.support import (
     HEARTH,
     Author,
@@ -24,6 +27,14 @@ from tests.events.support import (
     reference,
     signed,
 )
+
+BAD_PER_MINUTE = allowances.LOG[Resource.BAD_EVENTS_PER_MINUTE].each
+WAITING = allowances.LOG[Resource.EVENT_BYTES_WAITING]
+
+
+def room() -> pending.Pending:
+    clock = FakeClock()
+    return pending.Pending(clock, ResourceLedger(clock, allowances.LOG))
 
 
 def verdict_of(replica: MemoryReplica, event: Event) -> Verdict:
@@ -140,7 +151,7 @@ def test_a_flood_of_bad_events_is_cheap_and_changes_nothing() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert meaning(replica.state) == before
-    assert replica.verifier.calls - spent <= budget.BAD_PER_MINUTE
+    assert replica.verifier.calls - spent <= BAD_PER_MINUTE
     assert peak < 4 << 20
     assert [report.kind for report in replica.reports] == ["peer_muted"]
     assert replica.take([authors[0].publish("fine")], "friend").verdicts[Verdict.ACCEPTED] == 1
@@ -164,7 +175,7 @@ def test_a_muted_peer_is_heard_again_later() -> None:
     replica.take(flood([founder], 100), "attacker")
     event = founder.publish("m")
     assert replica.take([event], "attacker").verdicts == {}
-    replica.clock.seconds += budget.MUTED_S + 1
+    replica.clock.seconds += allowances.MUTED_S + 1
     assert replica.take([event], "attacker").verdicts == {Verdict.ACCEPTED: 1}
 
 
@@ -173,13 +184,13 @@ def test_a_few_bad_events_a_minute_mute_nobody() -> None:
     replica = MemoryReplica()
     replica.take(events)
     for _ in range(5):
-        replica.take(flood([founder], budget.BAD_PER_MINUTE - 1), "clumsy")
+        replica.take(flood([founder], int(BAD_PER_MINUTE) - 1), "clumsy")
         replica.clock.seconds += 61
-    assert not replica.intake.budget.muted("clumsy")
+    assert not replica.intake.mutes(NodeId("clumsy"))
 
 
 def test_what_waits_is_bounded_and_the_nearest_is_kept() -> None:
-    waiting = pending.Pending(FakeClock())
+    waiting = room()
     author = Author(1)
     author.publish("first")
     events = [author.publish(str(number)) for number in range(400)]
@@ -190,7 +201,7 @@ def test_what_waits_is_bounded_and_the_nearest_is_kept() -> None:
 
 
 def test_what_waits_is_bounded_over_all_authors() -> None:
-    waiting = pending.Pending(FakeClock())
+    waiting = room()
     for number in range(pending.MAX_AUTHORS + 10):
         stranger = Author(1000 + number)
         stranger.publish("first")
@@ -199,12 +210,71 @@ def test_what_waits_is_bounded_over_all_authors() -> None:
     big = Author(1)
     large = [big.sign("a.type", {"x": bytes(16000), "n": n}) for n in range(3)]
     assert all(len(event.body) > 16000 for event in large)
-    full = pending.Pending(FakeClock())
+    full = room()
     for number in range(40):
         stranger = Author(2000 + number)
         for n in range(20):
-            full.hold(stranger.sign("a.type", {"x": bytes(16000), "n": n}), None)
-    assert pending.TOTAL_BYTES - 20_000 < full.size_bytes <= pending.TOTAL_BYTES
+            event = stranger.sign("a.type", {"x": bytes(16000), "n": n})
+            full.hold(event, NodeId(f"peer {number % 10}"))
+    assert WAITING.total - 20_000 < full.size_bytes <= WAITING.total
+
+
+def test_one_peer_cannot_fill_the_waiting_room() -> None:
+    full = room()
+    author = Author(1)
+    large = [author.sign("a.type", {"x": bytes(16000), "n": n}) for n in range(200)]
+    kept = [full.hold(event, NodeId("greedy")) for event in large]
+    assert kept.count(True) * len(large[0].body) <= WAITING.each
+    assert kept.count(False) > 50
+    assert full.hold(Author(2).publish("m"), NodeId("friend"))
+    list(full.take(author.id, 1000))  # what came true is on nobody's account
+    assert full.hold(author.sign("a.type", {"x": bytes(16000)}), NodeId("greedy"))
+
+
+@pytest.mark.parametrize("resource", [Resource.EVENTS_STORED, Resource.EVENT_BYTES_STORED])
+def test_what_is_kept_of_one_author_ends_at_the_same_event_on_every_node(
+    resource: Resource,
+) -> None:
+    (founder, flooder), events = household(2)
+    flood = [flooder.publish(f"m{number}" * (number % 7 + 1), 20) for number in range(200)]
+    most = 50 if resource is Resource.EVENTS_STORED else 50 * len(flood[0].body)
+    limits = {**allowances.LOG, resource: Limit(most)}
+    replicas = []
+    for order in (flood, flood[::-1], flood[100:] + flood[:100], flood[:40] + flood[::-1]):
+        clock = FakeClock()
+        replica = MemoryReplica(clock, ResourceLedger(clock, limits))
+        replica.take(events)
+        for start in range(0, len(order), 64):
+            replica.take(order[start : start + 64])
+        while replica.take(flood).verdicts[Verdict.ACCEPTED]:
+            pass  # what overflowed the waiting room is sent again
+        replicas.append(replica)
+    heights = {replica.ledger.height(flooder.id) for replica in replicas}
+    assert len(heights) == 1
+    assert 20 < heights.pop() <= 50
+    fine = founder.publish("fine", 300)
+    for replica in replicas:
+        assert [report.kind for report in replica.reports] == ["author_full"]
+        assert replica.ledger.is_full(flooder.id)
+        assert replica.take([fine]).verdicts == {Verdict.ACCEPTED: 1}
+        assert replica.ledger.accounts.held(of_peer(flooder.id), resource) <= most
+
+
+def test_an_author_that_signs_too_much_in_a_minute_is_taken_in_later() -> None:
+    clock = FakeClock()
+    limits = {**allowances.LOG, Resource.EVENTS_PER_MINUTE: Limit(100)}
+    replica = MemoryReplica(clock, ResourceLedger(clock, limits))
+    (founder, flooder), events = household(2)
+    replica.take(events)
+    flood = [flooder.publish(str(number), 20) for number in range(150)]
+    for event in flood:
+        replica.take([event])
+    assert replica.ledger.height(flooder.id) == 100
+    assert replica.take([flood[0], flood[149]]).verdicts == {Verdict.KNOWN: 1, Verdict.LATER: 1}
+    assert replica.take([founder.publish("fine", 300)]).verdicts == {Verdict.ACCEPTED: 1}
+    clock.seconds += 60
+    assert replica.take(flood).verdicts == {Verdict.KNOWN: 100, Verdict.ACCEPTED: 50}
+    assert not replica.reports
 
 
 def test_nobody_waits_for_ever_and_trying_again_does_not_prolong_it() -> None:

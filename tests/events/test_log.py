@@ -6,6 +6,7 @@ import asyncio
 import random
 import shutil
 import sqlite3
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -24,7 +25,8 @@ from mesh.errors import (
 from mesh.events import log as log_module
 from mesh.events.intake import Received
 from mesh.events.log import Change
-from mesh.events.types import MODEL_PUBLISHED
+from mesh.events.store import MAX_PAGE_BYTES
+from mesh.events.types import MODEL_PUBLISHED, decode
 from mesh.types import NodeId
 from tests.events.support import (
     ADDED,
@@ -260,3 +262,34 @@ async def test_refusals_on_disk_store_nothing(path: Path) -> None:
         await node.log.append(ADDED, {"key": Author(1).key.public_bytes})
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT count(*) FROM events").fetchone() == (2,)
+
+
+async def test_a_page_costs_what_it_carries_however_many_authors_are_asked_for(
+    tmp_path: Path,
+) -> None:
+    authors, events = household(12)
+    large = [
+        author.sign("a.type", {"x": bytes(15_000), "n": number}, 20 + number)
+        for number in range(24)
+        for author in authors
+    ]
+    node = await open_node(tmp_path / "log.db", 50)
+    for start in range(0, len(large), 64):
+        part = [*(events if start == 0 else ()), *large[start : start + 64]]
+        await node.log.ingest(Received(tuple(map(signed, part))), NodeId("peer"))
+    expected = sorted([*events, *large], key=lambda event: event.order)
+    heights = {author.id: 1 for author in authors}
+    got: list[bytes] = []
+    tracemalloc.start()
+    while len(got) < len(expected):
+        ranges = [(author, first, 2**40) for author, first in sorted(heights.items())]
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        page = (await node.log.page(ranges, ())).events
+        assert tracemalloc.get_traced_memory()[1] - before < 4 * MAX_PAGE_BYTES
+        assert sum(len(body) for body, _ in page) <= MAX_PAGE_BYTES
+        for body, signature in page:
+            heights[decode(body, signature).author] += 1
+            got.append(body)
+    tracemalloc.stop()
+    assert got == [event.body for event in expected]

@@ -19,7 +19,7 @@ from mesh.identity.certificates import check_certificate
 from mesh.identity.invitations import Invitation, Window, parse_ticket
 from mesh.identity.pairing import Inviter, Joiner
 from mesh.types import NodeId
-from mesh.wire.frames import Frame, FrameType, pack_frame
+from mesh.wire.frames import Frame, FrameType, frames_for, pack_frame
 from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.messages import Hello
 from mesh.wire.protocol import TensorSession
@@ -37,16 +37,21 @@ def frame(data: bytes) -> None:
 
 
 def session(data: bytes) -> None:
-    """Frames of our making with a body, or as a whole, of somebody else's, on an open link."""
-    _, receiver = session_pair(DEFAULT_LIMITS)
+    """Frames of our making with a body, or as a whole, of somebody else's, on open links."""
+    receivers = {name: session_pair(DEFAULT_LIMITS, name)[1] for name in ("tensors", "control")}
+    sequences = dict.fromkeys(receivers, 1)
     kinds = list(FrameType)
-    for sequence, chunk in enumerate(data.split(b"\xff\xfe"), 1):
+    for chunk in data.split(b"\xff\xfe"):
         kind = kinds[chunk[0] % len(kinds)] if chunk else FrameType.PING
+        purpose = "tensors" if kind in frames_for("tensors") else "control"
+        receiver, sequence = receivers[purpose], sequences[purpose]
+        sequences[purpose] += 1
         receiver.receive(chunk if not chunk or chunk[0] > 200 else _framed(kind, sequence, chunk))
         assert receiver.held_bytes <= MAX_HELD_BYTES
         if receiver.is_closed:
             break
-    frames(receiver)
+    for receiver in receivers.values():
+        frames(receiver)
 
 
 def handshake(data: bytes) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from mesh.errors import BadValue, KeyUnreadable, QuotaExceeded, Unauthorized
-from mesh.identity.api_keys import ApiKey, ApiKeys, Quota, QuotaMeter, Scope
+from mesh.identity.api_keys import ApiKeys, Quota, Scope, quotas
+from mesh.ledger import Resource, ResourceLedger
+from mesh.types import Principal, PrincipalKind
 from tests.identity.support import ManualClock
 
 CHAT = frozenset({Scope.CHAT})
@@ -101,38 +103,52 @@ def test_revoking_what_is_not_there(path: Path) -> None:
         ApiKeys.load(path).revoke("00000000")
 
 
-@pytest.fixture
-def metered(path: Path, clock: ManualClock) -> ApiKey:
-    return ApiKeys.load(path).create("x", CHAT, Quota(2, 100), clock)[0]
+REQUESTS, TOKENS = Resource.REQUESTS_PER_MINUTE, Resource.TOKENS_PER_DAY
 
 
-def test_requests_per_minute(metered: ApiKey, clock: ManualClock) -> None:
-    meter = QuotaMeter(clock)
-    meter.admit(metered)
-    meter.admit(metered)
+def metered(path: Path, clock: ManualClock) -> tuple[ApiKeys, Principal, ResourceLedger]:
+    """Keys, of which one has quotas, and a ledger that knows them."""
+    keys = ApiKeys.load(path)
+    key, _ = keys.create("x", CHAT, Quota(2, 100), clock)
+    who = Principal(PrincipalKind.KEY, key.key_id)
+    return keys, who, ResourceLedger(clock, personal=quotas(keys))
+
+
+def test_requests_per_minute(path: Path, clock: ManualClock) -> None:
+    _, who, ledger = metered(path, clock)
+    ledger.spend(who, REQUESTS)
+    ledger.spend(who, REQUESTS)
     clock.seconds += 20
-    with pytest.raises(QuotaExceeded, match="requests_per_minute") as caught:
-        meter.admit(metered)
+    with pytest.raises(QuotaExceeded, match="2 requests per minute") as caught:
+        ledger.spend(who, REQUESTS)
+    assert caught.value.param == "requests_per_minute"
     assert "40 s" in caught.value.fix
     clock.seconds += 40
-    meter.admit(metered)
+    ledger.spend(who, REQUESTS)
 
 
-def test_tokens_per_day(metered: ApiKey, clock: ManualClock) -> None:
-    meter = QuotaMeter(clock)
-    meter.admit(metered)
-    meter.charge(metered, 100)
+def test_tokens_per_day(path: Path, clock: ManualClock) -> None:
+    _, who, ledger = metered(path, clock)
+    ledger.require(who, TOKENS)
+    ledger.charge(who, TOKENS, 100)
     clock.seconds += 61
-    with pytest.raises(QuotaExceeded, match="tokens_per_day"):
-        meter.admit(metered)
+    with pytest.raises(QuotaExceeded, match="100 tokens per day"):
+        ledger.require(who, TOKENS)
     clock.seconds += 86_400
-    meter.admit(metered)
+    ledger.require(who, TOKENS)
 
 
-def test_meter_forgets_revoked_keys(metered: ApiKey, path: Path, clock: ManualClock) -> None:
-    meter = QuotaMeter(clock)
-    meter.admit(metered)
-    keys = ApiKeys.load(path)
-    keys.revoke(metered.key_id)
-    meter.keep_only(keys)
-    assert meter._usage == {}
+def test_a_key_without_quotas_and_whoever_has_no_key_are_counted_without_limit(
+    path: Path, clock: ManualClock
+) -> None:
+    keys, _, ledger = metered(path, clock)
+    free, _ = keys.create("y", CHAT, Quota(), clock)
+    for who in (
+        Principal(PrincipalKind.KEY, free.key_id),
+        Principal(PrincipalKind.KEY, "ffffffff"),
+        Principal(PrincipalKind.PEER, keys.keys[0].key_id),
+    ):
+        ledger.charge(who, TOKENS, 10**9)
+        ledger.require(who, TOKENS)
+        for _ in range(9):
+            ledger.spend(who, REQUESTS)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,7 +22,7 @@ from mesh.interventions.channel import ANSWER, ERROR, HEAD, SocketChannel
 from mesh.interventions.relay import HopRefused, HopSessions, relay
 from mesh.interventions.skeleton import job_model, load_skeleton
 from mesh.models.load import load_span
-from mesh.pipeline.lines import Lines
+from mesh.pipeline.lines import Line, Lines
 from mesh.shard import linear
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.runtime import SpanRuntime
@@ -36,6 +37,7 @@ from mesh.wire.memory import MemoryLink, link_pair
 from mesh.wire.messages import Hello
 from tests.interventions.cases import CASES, GRADIENTS, PROMPT, Parts
 from tests.interventions.worlds import CPU, LAYERS, checkpoint, equal, whole
+from tests.shard.asker import settled
 
 WHOLE = LayerRange(0, LAYERS)
 MODEL = ModelId("m")
@@ -89,9 +91,11 @@ async def shard(settings: TapSettings | None = None) -> AsyncIterator[Shard]:
 
     async def dial(_host: str, _port: int, handler: LinkHandler) -> MemoryLink:
         ours, theirs = link_pair(
-            Hello("job", "job", "tensors", "test"), Hello("n" * 64, "attic", "tensors", "test")
+            Hello(_host, "job", "tensors", "test"), Hello("n" * 64, "attic", "tensors", "test")
         )
         ours.attach(handler)
+        if settings is not None and isinstance(handler, Line):
+            handler.lease_s = settings.silence_s  # as a host's hello tells it
         theirs.attach(service.handler(theirs))
         links.append(ours)
         return ours
@@ -226,6 +230,41 @@ async def test_no_more_sessions_than_the_shard_takes() -> None:
         second = await HopSessions.open(here.route, here.lines)
         assert here.taps.sessions == 1
         second.close()
+
+
+async def test_a_node_leaves_a_place_for_another_and_its_own_may_have_all() -> None:
+    async with shard(TapSettings(max_sessions=3)) as here:
+        (hop,) = here.route
+
+        def asked_by(name: str) -> list[RouteHop]:
+            """The test's dial tells the host that it is whoever the endpoint names."""
+            endpoint = Endpoint(f"wss://{name}:1")
+            return [replace(hop, shard=replace(hop.shard, endpoint=endpoint))]
+
+        eve = [await HopSessions.open(asked_by("eve"), here.lines) for _ in range(2)]
+        with pytest.raises(HopRefused, match="may hold 2 tap sessions here; it holds 2"):
+            await HopSessions.open(asked_by("eve"), here.lines)
+        ann = await HopSessions.open(asked_by("ann"), here.lines)
+        for sessions in (*eve, ann):
+            sessions.close()
+        await settled(lambda: not here.taps.sessions)
+        own = [await HopSessions.open(asked_by("n" * 64), here.lines) for _ in range(3)]
+        for sessions in own:
+            sessions.close()
+
+
+async def test_a_job_may_think_for_longer_than_a_silent_session_is_kept() -> None:
+    def job(parts: Parts) -> Any:
+        first = CASES["every_layer"](parts)
+        time.sleep(1.5)
+        return first, CASES["every_layer"](parts)
+
+    async with shard(TapSettings(silence_s=0.5)) as here:
+        sessions = await HopSessions.open(here.route, here.lines)
+        first, second = await run_job(sessions, job)
+        assert sessions.lost is None
+        equal(second, first, 0.0)
+        sessions.close()
 
 
 async def test_a_shard_that_takes_no_sessions_does_not_say_that_waiting_helps() -> None:

@@ -126,7 +126,8 @@ async def spread(
          "advertise_host": "127.0.0.1", **shard}
         for span in sorted(set(layers))
     )  # fmt: skip
-    async with secure.hosting(cache_dir, *loads) as host:
+    start = {"session_lease_s": shard["session_lease_s"]} if "session_lease_s" in shard else {}
+    async with secure.hosting(cache_dir, *loads, **start) as host:
         options = AskerOptions("fp32", "cpu", 1, cache_dir)
         model, _ = await asyncio.to_thread(load_asker, directory, MODEL, options)
         mesh = Spread(model, host)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from mesh.cli.local_node import LocalNode
 from tests.mesh_e2e.conftest import StartNode
 
 pytestmark = pytest.mark.slow
+CPU_S = 4.0
+"""Tokenising the two texts takes three times as long, also on a fast machine."""
+
 SECTION = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__"
 STRICT = {
     SECTION + "MAX_CONCURRENT_PIPELINES": "16",
@@ -93,3 +98,27 @@ def test_an_asker_runs_as_many_pipelines_as_it_is_told(start_node: StartNode) ->
     assert sorted(status for status, _ in results) == [200, 429, 429], results
     busy = next(body["error"] for status, body in results if status == 429)
     assert busy["code"] == "busy"
+
+
+def test_prompts_of_megabytes_are_refused_before_they_cost_anything(start_node: StartNode) -> None:
+    asker = start_node("scribe", "--layers", "none")
+    asker.wait_up()
+    # The first answer says that the ends are loaded, whatever else it says.
+    asker.post("/v1/completions", {"model": "builtin", "prompt": "a"})
+    assert asker.process is not None
+    daemon = psutil.Process(asker.process.pid)
+
+    def spent_s() -> float:
+        tree = [daemon, *daemon.children(recursive=True)]
+        return sum(sum(process.cpu_times()[:2]) for process in tree)
+
+    text = "The kettle sings on the hearth. " * 122_000
+    chat = {"messages": [{"role": "user", "content": text}]}
+    before = spent_s()
+    for path, body in (("/v1/completions", {"prompt": text}), ("/v1/chat/completions", chat)):
+        response = asker.post(path, {"model": "builtin", **body})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert re.search(r"\d{7} bytes, .* the model can hold \d+\.", error["message"])
+    assert spent_s() - before < CPU_S

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from mesh.errors import BadCheckpoint, BadRequest
+from mesh.errors import BadCheckpoint, BadRequest, ContextTooLong
 from mesh.models.detokenize import decoder_for
 from mesh.models.manifest import read_manifest
+from mesh.models.token_size import WHITE_SPACE, longest_token_bytes
 from mesh.models.tokenizer import Tokenizer
 from tests.checkpoints import make_tokenizer
 from tests.models.conftest import Checkpoint
@@ -194,3 +196,49 @@ def test_tokenizer_with_a_part_of_an_unknown_kind(
     (directory / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(BadCheckpoint, match="No tokenizer"):
         Tokenizer.load(read_manifest(directory))
+
+
+def _normalizing(*steps: Any) -> Backend:
+    shared = make_tokenizer(VOCAB, sentencepiece=False).backend_tokenizer
+    backend = Backend.from_str(shared.to_str())
+    backend.normalizer = normalizers.Sequence(list(steps))
+    return backend
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece", "composing"])
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=60) | st.text("ab\u0301\u1100\u1161\u11a8 \n", max_size=60))
+def test_a_text_never_has_fewer_tokens_than_its_bytes_say(kind: str, text: str) -> None:
+    if kind == "composing":
+        backend = _normalizing(normalizers.NFC())
+    else:
+        backend = make_tokenizer(VOCAB, sentencepiece=kind == "sentencepiece").backend_tokenizer
+    longest = longest_token_bytes(backend)
+    assert longest is not None
+    shown = "".join(sign for sign in text if sign not in WHITE_SPACE)
+    assert len(backend.encode(text)) * longest >= len(shown.encode())
+
+
+def test_nothing_is_said_of_tokenizers_that_drop_text_or_fuse_what_they_do_not_know() -> None:
+    unknown = {"unk_token": "?"}
+    words = Backend(models.WordLevel({"?": 0, "a": 1}, **unknown))
+    gaps = Backend(models.BPE({"?": 0, "a": 1}, [], fuse_unk=True, **unknown))
+    dropping = [
+        normalizers.Strip(),
+        normalizers.StripAccents(),
+        normalizers.NFKC(),
+        normalizers.Replace(Regex("x+"), ""),
+        normalizers.Replace("x", ""),
+    ]
+    for backend in (words, gaps, *map(_normalizing, dropping)):
+        assert longest_token_bytes(backend) is None
+    assert longest_token_bytes(None) is None
+
+
+def test_white_space_counts_for_nothing_where_a_text_is_measured() -> None:
+    tokenizer = _tokenizer("byte-level")
+    tokenizer.encode("a" + " " * 3 + "b", most=100)
+    with pytest.raises(ContextTooLong, match="tokens; the model can hold 100"):
+        tokenizer.encode(" \u3000\n" * 20_000, most=100)  # measured in tokens, not in bytes
+    with pytest.raises(ContextTooLong, match="bytes"):
+        tokenizer.encode("q\u3000" * 20_000, most=100)

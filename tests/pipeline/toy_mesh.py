@@ -296,7 +296,7 @@ class ToyText:
 
     eos_ids = frozenset({0})
 
-    def prompt_ids(self, request: GenerationRequest) -> list[int]:
+    def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         return list(request.prompt_ids or ())
 
     def decoder(self) -> ToyText:

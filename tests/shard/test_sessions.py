@@ -13,16 +13,18 @@ from mesh.errors import (
     CacheFull,
     ContextTooLong,
     DeviceFailed,
+    LimitReached,
     MeshError,
     NoRoute,
     SessionGone,
     WeightsMismatch,
 )
+from mesh.ledger import Resource, of_peer
 from mesh.shard.runtime import SpanRuntime
-from mesh.types import NodeId, WireDtype
+from mesh.types import WireDtype
 from mesh.wire.activations import to_wire
 from mesh.wire.limits import Limits
-from mesh.wire.messages import Advertise, Failure, Open, OpenPart, Step
+from mesh.wire.messages import Failure, Loading, Open, OpenPart, Step
 from tests.shard.asker import Attic, CountedLoader, close_to, settled
 from tests.shard.spans import rows, step
 
@@ -76,7 +78,7 @@ async def test_a_session_number_in_use_and_a_message_out_of_place_are_refused() 
         await asker.open()
         with pytest.raises(BadRequest):
             await asker.open()
-        asker.link.send(Advertise(b"", b""))
+        asker.link.send(Loading(1))
         failure = await asker.answer()
         assert isinstance(failure, Failure)
         assert failure.error["code"] == "bad_request"
@@ -288,6 +290,6 @@ async def test_edits_before_their_open_are_bounded_per_peer_however_many_links()
             return str(answer.error["code"])
 
         codes = [await send_parts() for _ in range(6)]
-        assert codes == [SessionGone.code] * 4 + [Busy.code] * 2
-        assert attic.service.parts_bytes(NodeId("a" * 64)) == 16 << 20
-        assert attic.service.parts_bytes(NodeId("b" * 64)) == 0
+        assert codes == [SessionGone.code] * 4 + [LimitReached.code] * 2
+        accounts = attic.service.accounts
+        assert accounts.holders(Resource.EDIT_BYTES) == {of_peer("a" * 64): 16 << 20}

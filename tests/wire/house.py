@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from mesh.wire.connection import WebSocketLink
+import websockets.asyncio.client as high_client
+
+from mesh.wire.connection import PATH, WebSocketLink
 from mesh.wire.limits import DEFAULT_LIMITS, Limits
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Message, Step
+from mesh.wire.protocol import TensorSession
 from mesh.wire.websocket import LinkServer, connect, serve
 from tests.wire.support import Recorder, answer, hello
 
@@ -65,6 +68,21 @@ async def listening(
         yield house
     finally:
         await house.server.close()
+
+
+@asynccontextmanager
+async def foreign_client(
+    house: House, name: str = "foreign"
+) -> AsyncIterator[high_client.ClientConnection]:
+    """Somebody else's websocket client after our hello exchange: frame 1 comes next."""
+    async with high_client.connect(
+        f"ws://127.0.0.1:{house.server.port}{PATH}", proxy=None, compression=None
+    ) as websocket:
+        session = TensorSession(hello(name))
+        session.start()
+        await websocket.send(session.next_frame() or b"")
+        await websocket.recv()
+        yield websocket
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:

@@ -62,9 +62,11 @@ def exchange(a: TensorSession, b: TensorSession) -> tuple[list[Message], list[Me
     return got_a, got_b
 
 
-def session_pair(limits: Limits = SMALL) -> tuple[TensorSession, TensorSession]:
+def session_pair(
+    limits: Limits = SMALL, purpose: str = "tensors"
+) -> tuple[TensorSession, TensorSession]:
     """Two sessions after their hellos."""
-    a, b = TensorSession(hello("a"), limits), TensorSession(hello("b"), limits)
+    a, b = (TensorSession(hello(name, purpose=purpose), limits) for name in "ab")
     a.start()
     b.start()
     exchange(a, b)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-import websockets.asyncio.client as high_client
 
 from mesh.errors import (
     BadFrame,
@@ -25,21 +22,8 @@ from mesh.wire.framing import wrap
 from mesh.wire.limits import DEFAULT_LIMITS, MIB
 from mesh.wire.messages import Park, Step
 from mesh.wire.protocol import TensorSession
-from tests.wire.house import QUICK, House, listening
+from tests.wire.house import QUICK, House, foreign_client, listening
 from tests.wire.support import hello, tensor
-
-
-@asynccontextmanager
-async def foreign_client(house: House) -> AsyncIterator[high_client.ClientConnection]:
-    """Somebody else's websocket client after our hello exchange: frame 1 comes next."""
-    async with high_client.connect(
-        f"ws://127.0.0.1:{house.server.port}{PATH}", proxy=None, compression=None
-    ) as websocket:
-        session = TensorSession(hello("foreign"))
-        session.start()
-        await websocket.send(session.next_frame() or b"")
-        await websocket.recv()
-        yield websocket
 
 
 def park(sequence: int, session: int) -> bytes:

@@ -128,9 +128,14 @@ CONTROL: list[Message] = [
 ]
 
 
+def purpose_of(message: Message) -> str:
+    daemons = isinstance(message, Advertise | Gossip | FileAsk | FilePart)
+    return "control" if daemons else "tensors"
+
+
 @pytest.mark.parametrize("message", CONTROL, ids=lambda m: type(m).__name__)
 def test_control_messages_survive_the_round_trip(message: Message) -> None:
-    a, b = session_pair()
+    a, b = session_pair(purpose=purpose_of(message))
     a.send(message)
     assert pass_on(a, b) == [message]
 
@@ -168,7 +173,7 @@ def test_a_message_that_does_not_fit_is_refused_where_it_is_made(
 
 def test_a_large_control_body_travels_compressed() -> None:
     limits = replace(SMALL, control_bytes=1 << 20)
-    a, b = session_pair(limits)
+    a, b = session_pair(limits, "control")
     message = Gossip({"texts": ["event" * 40 for _ in range(500)]})
     a.send(message)
     (frame,) = frames(a)

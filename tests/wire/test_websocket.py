@@ -10,19 +10,20 @@ import pytest
 import websockets.asyncio.client as high_client
 from websockets.exceptions import InvalidStatus
 
+from mesh.clock import SystemClock
 from mesh.errors import (
     BadValue,
     Busy,
     ConnectFailed,
     LinkLost,
-    PeerRefused,
     PortInUse,
     VersionMismatch,
 )
+from mesh.ledger import Limit, Resource, ResourceLedger
 from mesh.wire.connection import WebSocketLink
-from mesh.wire.limits import DEFAULT_LIMITS
+from mesh.wire.limits import DEFAULT_LIMITS, Limits
 from mesh.wire.link import LinkHandler
-from mesh.wire.messages import Advertise, Message, Park, Result, Step
+from mesh.wire.messages import Drain, Message, Park, Result, Step
 from mesh.wire.websocket import connect, serve
 from tests.wire.house import QUICK, Echo, listening, until
 from tests.wire.support import Recorder, hello, same, tensor
@@ -69,19 +70,19 @@ async def test_64_mib_both_ways_at_once_with_decode_steps_between() -> None:
 
 async def test_what_accept_sends_follows_the_hello() -> None:
     def accept(link: WebSocketLink) -> LinkHandler:
-        link.send(Advertise(b"", b""))
+        link.send(Drain("soon"))
         return Recorder()
 
     async with listening(accept=accept) as house:
         asker = Recorder()
         link = await house.dial(asker)
-        assert await asker.next() == Advertise(b"", b"")
+        assert await asker.next() == Drain("soon")
         link.close()
 
 
 async def test_a_dial_cancelled_as_the_link_opens_leaves_no_link_behind() -> None:
     def accept(link: WebSocketLink) -> LinkHandler:
-        link.send(Advertise(b"", b""))
+        link.send(Drain("soon"))
         return Recorder()
 
     class Cancels(Recorder):
@@ -249,11 +250,17 @@ async def test_a_flood_cuts_its_own_connections_and_not_the_one_of_somebody_else
             each.close()
 
 
-@pytest.mark.parametrize("limits", [{"links_per_peer": 3}, {"links": 3}])
-async def test_open_links_are_capped_and_a_closed_one_makes_room(limits: dict[str, int]) -> None:
-    async with listening(replace(DEFAULT_LIMITS, **limits)) as house:
+def at_most(each: float, total: float) -> Limits:
+    """So many links, of one peer and of all."""
+    limits = {Resource.LINKS: Limit(each, total)}
+    return replace(DEFAULT_LIMITS, accounts=ResourceLedger(SystemClock(), limits))
+
+
+@pytest.mark.parametrize("limits", [(3, 9), (9, 3)])
+async def test_open_links_are_capped_and_a_closed_one_makes_room(limits: tuple[int, int]) -> None:
+    async with listening(at_most(*limits)) as house:
         links = [await house.dial() for _ in range(3)]
-        with pytest.raises(PeerRefused, match="3 links are open here, 3 of them from you"):
+        with pytest.raises(Busy, match="3 links here"):
             await house.dial()
         assert len(house.handlers) == 3
         links.pop().close()
@@ -264,7 +271,7 @@ async def test_open_links_are_capped_and_a_closed_one_makes_room(limits: dict[st
 
 
 async def test_the_links_of_one_peer_leave_room_for_another() -> None:
-    async with listening(replace(DEFAULT_LIMITS, links_per_peer=2)) as house:
+    async with listening(at_most(2, 9)) as house:
         links = [await house.dial() for _ in range(2)]
         other = replace(hello("other"), node_id="another")
         links.append(await connect("127.0.0.1", house.server.port, hello=other, handler=Recorder()))

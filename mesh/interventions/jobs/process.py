@@ -63,6 +63,8 @@ class JobsProcess:
         self._spec = spec
         self._directories = directories
         self._owner = owner
+        self.accounts: dict[str, Any] = {}
+        """Who holds what in the process, as `ResourceLedger.report`; empty before it has said."""
         self._child: Child | None = None
         self._ready: asyncio.Future[None] | None = None
         self._starting = asyncio.Lock()
@@ -169,6 +171,9 @@ class JobsProcess:
 
     def _message(self, message: ChannelMessage) -> None:
         op = message["op"]
+        if op == "accounts":
+            self.accounts = message["accounts"]
+            return
         if op in ("ready", "failed"):
             if self._ready is not None and not self._ready.done():
                 if op == "ready":

@@ -34,7 +34,7 @@ class _Piece(nn.Module):
         return result
 
 
-class _Keeping(Backend):
+class _Keeping(Backend):  # type: ignore[misc]
     """Has what a client would send, and runs nothing."""
 
     request = b""

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mesh import allowances
+from mesh.clock import SystemClock
 from mesh.discovery.tasks import spawn
 from mesh.errors import InternalError, JobFailed, LinkLost, MeshError
 from mesh.identity.tls import TlsContexts, TlsMaterial
@@ -25,6 +27,7 @@ from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.routes import Routes
 from mesh.interventions.jobs.runner import JailRunner, JobPlace, RunnerSettings
 from mesh.interventions.jobs.types import JobSpec
+from mesh.ledger import ResourceLedger
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.following import Following
 from mesh.pipeline.lines import Lines
@@ -36,6 +39,7 @@ from mesh.wire.messages import Hello
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0
+_REPORT_TICK_S = 1.0
 
 
 class JobsWorker:
@@ -46,6 +50,7 @@ class JobsWorker:
         self._runner: JailRunner | None = None
         self._routes: Routes | None = None
         self._following = Following()
+        self._accounts = ResourceLedger(SystemClock(), allowances.JOBS)
         self._stopped = asyncio.Event()
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._asked: dict[str, asyncio.Future[Sequence[dict[str, Any]]]] = {}
@@ -85,7 +90,7 @@ class JobsWorker:
         except MeshError as error:
             self._send({"op": "failed", "error": error.to_dict()})
             return
-        lines = Lines(secured(hello, tls))
+        lines = Lines(secured(hello, tls, self._accounts))
         self._routes = Routes(NodeId(hello.node_id), lines, partial(_rules, settings))
         self._runner = JailRunner(
             self._routes,
@@ -100,6 +105,17 @@ class JobsWorker:
         following = self._spawn(self._following.run(tls, self._routes.keep_only), "follow members")
         following.add_done_callback(lambda _: self._stopped.set())
         self._send({"op": "ready"})
+        self._spawn(self._report(), "report accounts")
+
+    async def _report(self) -> None:
+        """Who holds what here, whenever that has changed."""
+        said = self._accounts.report("jobs")
+        while True:
+            await asyncio.sleep(_REPORT_TICK_S)
+            accounts = self._accounts.report("jobs")
+            if accounts != said:
+                said = accounts
+                self._send({"op": "accounts", "accounts": accounts})
 
     async def _run(self, job: str, message: ChannelMessage) -> None:
         answer: ChannelMessage = {"op": "error", "id": job}

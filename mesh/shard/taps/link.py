@@ -8,6 +8,7 @@ from typing import Protocol
 
 from mesh.errors import BadRequest, MeshError
 from mesh.shard.taps.server import TapPlace, TapServer
+from mesh.types import NodeId
 from mesh.wire.messages import Failure, Opened, OpenTaps, Result, Step
 
 Send = Callable[[Result | Failure | Opened], None]
@@ -16,15 +17,16 @@ Send = Callable[[Result | Failure | Opened], None]
 class TapShards(Protocol):
     """The shards of the process."""
 
-    def admit_taps(self, request: OpenTaps) -> tuple[TapServer, TapPlace]:
+    def admit_taps(self, request: OpenTaps, peer: NodeId) -> tuple[TapServer, TapPlace]:
         """A place on the first shard that can give one. Raises the best match's refusal."""
 
 
 class LinkTaps:
     """See the module. Sessions end with the link."""
 
-    def __init__(self, shards: TapShards, send: Send) -> None:
+    def __init__(self, shards: TapShards, send: Send, peer: NodeId) -> None:
         self._shards = shards
+        self._peer = peer
         self._send = send
         self._places: dict[int, tuple[TapServer, TapPlace]] = {}
         self._opening: set[asyncio.Task[None]] = set()
@@ -41,7 +43,7 @@ class LinkTaps:
                 fix="Pick a number that is not in use on this link.",
                 param="session",
             )
-        server, place = self._shards.admit_taps(request)
+        server, place = self._shards.admit_taps(request, self._peer)
         self._places[request.session] = (server, place)
         task = asyncio.create_task(self._finish_open(server, place), name="taps-open")
         self._opening.add(task)

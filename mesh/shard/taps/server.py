@@ -14,12 +14,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mesh.clock import SystemClock
 from mesh.errors import BadRequest, Busy, DeviceFailed, MeshError, NoRoute, SessionGone
+from mesh.ledger import Hold, Limit, Resource, ResourceLedger, of_peer
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.failures import foreseen
 from mesh.shard.sessions import Reply
 from mesh.shard.taps.parts import FETCH, MAX_MESSAGE_BYTES, PART_BYTES
-from mesh.types import LayerRange, ShardDescriptor
+from mesh.types import LayerRange, Principal, ShardDescriptor
 from mesh.wire.messages import Failure, OpenTaps, Result, Step, WireTensor
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class TapPlace:
 
     number: int
     layers: LayerRange
+    room: Hold
     session: TapSession | None = None
     parts: list[WireTensor] = field(default_factory=list)
     parts_bytes: int = 0
@@ -88,6 +91,16 @@ class TapServer:
         self._load = load
         self._queue = queue
         self._settings = settings or TapSettings()
+        most = self._settings.max_sessions
+        own = of_peer(shard.descriptor.host)
+        # A job cannot move on half-way, so nobody's is ended for somebody else's: another node than
+        # this one always leaves a place.
+        self.accounts = ResourceLedger(
+            SystemClock(),
+            {Resource.TAP_SESSIONS: Limit(max(1, most - 1), total=most)},
+            personal=lambda who, _: most if who == own else None,
+        )
+        """Intervention sessions by who asked for them."""
         self._places: set[TapPlace] = set()
         self._tree: SpanTree | None = None
         self._loading = asyncio.Lock()
@@ -98,21 +111,19 @@ class TapServer:
         """Sessions admitted and not closed."""
         return len(self._places)
 
-    def admit(self, request: OpenTaps) -> TapPlace:
-        """Take a place for a new session. Raises NoRoute, WeightsMismatch, BadRequest or Busy."""
+    def admit(self, request: OpenTaps, owner: Principal) -> TapPlace:
+        """Take a place for a new session of `owner`.
+
+        Raises NoRoute, WeightsMismatch, BadRequest or Busy.
+        """
         layers = self._check(request)
         if self._settings.max_sessions == 0:  # not Busy, which says that waiting helps
             raise NoRoute(
                 "It takes no jobs (max_tap_sessions is 0).",
                 fix="Use a shard of another node.",
             )
-        if len(self._places) >= self._settings.max_sessions:
-            raise Busy(
-                f"The shard serves {self._settings.max_sessions} intervention sessions and all are"
-                " taken.",
-                fix="Use another shard, or try again when a job has ended.",
-            )
-        place = TapPlace(request.session, layers)
+        room = self.accounts.hold(owner, Resource.TAP_SESSIONS, 1)
+        place = TapPlace(request.session, layers, room)
         self._places.add(place)
         return place
 
@@ -163,6 +174,7 @@ class TapServer:
             return
         place.closed = True
         self._places.discard(place)
+        place.room.close()
         if place.silence is not None:
             place.silence.cancel()
         session, place.session = place.session, None

@@ -1,0 +1,65 @@
+"""Turns what people ask into token ids without holding anybody up, on the account of who asks.
+
+Texts are tokenised, and chats rendered, on threads of their own, long ones behind each other and
+not before short ones; the tokenizer's own library lets the loop run meanwhile. Token ids that come
+as such are only looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from mesh.ledger import Resource, ResourceLedger
+from mesh.pipeline.model import Text
+from mesh.types import GenerationRequest
+
+_SHORT_CHARS = 16 << 10
+"""A text of so many characters takes some 10 ms; one of the longest that are taken, seconds."""
+
+
+class Prompts:
+    """The prompts of one asker. Call `close` at the end."""
+
+    def __init__(self, text: Text, accounts: ResourceLedger) -> None:
+        self._text = text
+        self._accounts = accounts
+        self._short = ThreadPoolExecutor(1, thread_name_prefix="prompts-short")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="prompts-long")
+
+    async def ids(self, request: GenerationRequest, most: int | None) -> list[int]:
+        """The token ids a request stands for.
+
+        Raises BadRequest, ContextTooLong beyond `most` tokens, and LimitReached for a principal
+        that has used its seconds of processor time.
+        """
+        if request.prompt_ids is not None:
+            return self._text.prompt_ids(request, most)
+        account = request.principal.account
+        self._accounts.require(account, Resource.CPU_SECONDS_PER_MINUTE)
+        threads = self._short if _chars(request) <= _SHORT_CHARS else self._long
+        loop = asyncio.get_running_loop()
+        spent: list[float] = []
+        try:
+            return await loop.run_in_executor(threads, self._timed, request, most, spent)
+        finally:
+            self._accounts.charge(account, Resource.CPU_SECONDS_PER_MINUTE, sum(spent))
+
+    def close(self) -> None:
+        """What waits is not done any more."""
+        for threads in (self._short, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _timed(self, request: GenerationRequest, most: int | None, spent: list[float]) -> list[int]:
+        began = time.thread_time()
+        try:
+            return self._text.prompt_ids(request, most)
+        finally:
+            spent.append(time.thread_time() - began)
+
+
+def _chars(request: GenerationRequest) -> int:
+    if request.messages is not None:
+        return sum(len(text) for message in request.messages for text in message.values())
+    return len(request.prompt or "")
