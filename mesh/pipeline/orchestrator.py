@@ -67,14 +67,7 @@ class PipelineOrchestrator:
         started = time.monotonic() if started is None else started
         prompt = self._model.text.prompt_ids(request, self._model.max_positions)
         limit = self._token_limit(prompt, request.sampling.max_tokens)
-        terms = SessionTerms(
-            self._model.model_id,
-            self._model.weights_sha256,
-            len(prompt) + limit,
-            request.wire_dtype or self.wire_dtype,
-            request.edits,
-            principal=request.principal,
-        )
+        terms = self._terms(request, len(prompt) + limit)
         home = self._local_model if request.fallback_to_local is not False else None
         session, notices = await self._begin(prompt, terms, home)
         constructed = time.monotonic()
@@ -102,6 +95,16 @@ class PipelineOrchestrator:
             self._sessions.release(session, keep=finished)
         done = self._done(prompt, cached, passage, answer)
         yield replace(done, construct_ms=(constructed - started) * 1e3)
+
+    def _terms(self, request: GenerationRequest, positions: int) -> SessionTerms:
+        return SessionTerms(
+            self._model.model_id,
+            self._model.weights_sha256,
+            positions,
+            request.wire_dtype or self.wire_dtype,
+            request.edits,
+            principal=request.principal,
+        )
 
     async def _begin(
         self, prompt: Sequence[int], terms: SessionTerms, home: LocalModel | None
