@@ -122,8 +122,12 @@ class Client:
         return await self._post("/mesh/v1/hearth/join", {"code": code, "peer": peer})
 
     async def change_member(self, verb: str, member: str, **more: str | None) -> dict[str, Any]:
-        """`POST /mesh/v1/hearth/VERB`: ``promote``, ``demote`` or ``revoke`` a member."""
+        """`POST /mesh/v1/hearth/VERB`: promote, demote, revoke or readmit a member."""
         return await self._post(f"/mesh/v1/hearth/{verb}", {"member": member, **more})
+
+    async def recover(self, code: str) -> dict[str, Any]:
+        """`POST /mesh/v1/hearth/recover`: make the node the only anchor."""
+        return await self._post("/mesh/v1/hearth/recover", {"code": code})
 
     async def keys(self) -> list[dict[str, Any]]:
         """`GET /mesh/v1/keys`: the API keys, without the keys themselves."""

@@ -143,7 +143,6 @@ class Node:
             port=self._network.port if self._network is not None else 0,
             api_key=self._owner_key,
             keyless=self._config.is_keyless,
-            founded=self._network.founded if self._network is not None else None,
             drain_s=self._config.distributed.host.drain_seconds,
         )
 

@@ -33,8 +33,7 @@ class DaemonRecord:
     """A running daemon: its process and where it answers.
 
     `api_key` is its owner's, with every scope; `keyless`: without a key, callers on this machine
-    may chat. `founded` is the name of the hearth that this run founded. `drain_s`: how long running
-    answers get when it is stopped.
+    may chat. `drain_s`: how long running answers get when it is stopped.
     """
 
     pid: int
@@ -44,7 +43,6 @@ class DaemonRecord:
     port: int
     api_key: str | None = None
     keyless: bool = True
-    founded: str | None = None
     drain_s: float = 0.0
 
     @classmethod
@@ -56,13 +54,12 @@ class DaemonRecord:
         port: int,
         api_key: str | None,
         keyless: bool = True,
-        founded: str | None = None,
         drain_s: float = 0.0,
     ) -> DaemonRecord:
         """The record of the calling process."""
         pid = os.getpid()
         started = psutil.Process(pid).create_time()
-        return cls(pid, started, api_url, api_port, port, api_key, keyless, founded, drain_s)
+        return cls(pid, started, api_url, api_port, port, api_key, keyless, drain_s)
 
     @property
     def is_alive(self) -> bool:

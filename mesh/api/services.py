@@ -98,6 +98,12 @@ class HearthControl(Protocol):
     async def revoke(self, who: str, reason: str) -> dict[str, Any]:
         """See `promote`."""
 
+    async def readmit(self, who: str) -> dict[str, Any]:
+        """Let a member that signed two histories decide again; as `promote`."""
+
+    async def recover(self, code: str) -> dict[str, Any]:
+        """Make this node the only anchor: ``{"anchor": member, "demoted": [names]}``."""
+
     async def revoke_token(self, token_id: str) -> dict[str, Any]:
         """``{"token_id"}``: its session ends, wherever in the hearth it runs."""
 

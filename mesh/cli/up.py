@@ -70,7 +70,7 @@ def up(  # noqa: PLR0913 - flags
     }  # fmt: skip
     loaded = load_config(flags, file=config).config
     paths = StatePaths(loaded.state_dir).create()
-    make_first_key(loaded, paths)
+    prepare(loaded, paths)
     if detach:
         announce(_detached(_arguments(flags, config), paths))
         return
@@ -78,6 +78,12 @@ def up(  # noqa: PLR0913 - flags
     from mesh.node import run
 
     run(loaded, on_ready=announce)
+
+
+def prepare(config: Config, paths: StatePaths) -> None:
+    """What a first start makes, and shows to people only: none of it goes to the daemon's log."""
+    make_first_key(config, paths)
+    found_first_hearth(config, paths)
 
 
 def make_first_key(config: Config, paths: StatePaths) -> None:
@@ -97,11 +103,38 @@ def make_first_key(config: Config, paths: StatePaths) -> None:
     note(f"API key (shown once; more with `hearthnet keys create`): {text}")
 
 
+def found_first_hearth(config: Config, paths: StatePaths) -> None:
+    """Found a hearth when this node is in none, and print its recovery code."""
+    if not config.is_distributed or paths.hearth.exists():
+        return
+    import asyncio
+
+    from mesh.clock import SystemClock
+    from mesh.hearth.founding import found
+    from mesh.hearth.record import write_record
+    from mesh.identity.keys import load_or_create
+    from mesh.runtime import sole_use
+
+    with sole_use(paths):
+        key = load_or_create(paths.identity_key)
+        founding = asyncio.run(
+            found(key, config.name, paths.events_dir, SystemClock(), lambda report: None)
+        )
+        write_record(paths.hearth, founding.record)
+    say(
+        f"founded {founding.record.name!r}: distributed inference is on;"
+        " `hearthnet invite` lets other machines in"
+    )
+    note(
+        f"recovery code (shown once; write it down): {founding.code}\n"
+        "It alone brings back a hearth whose deciding machines are lost or stolen:"
+        " `hearthnet members recover` on any that is left."
+    )
+
+
 def announce(record: DaemonRecord) -> None:
     """Say where the daemon answers, ready to copy."""
     say(f"hearthnet is up: API {record.api_url}, nodes on port {record.port}, pid {record.pid}")
-    if record.founded is not None:
-        say(f"founded {record.founded!r}: distributed inference is on; `hearthnet invite` the rest")
     key = "unused" if record.keyless else "KEY  # see `hearthnet keys`"
     say(f"export OPENAI_BASE_URL={record.api_url}/v1 OPENAI_API_KEY={key}")
 

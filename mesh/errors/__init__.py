@@ -6,7 +6,8 @@ MeshError
 ├─ IdentityError      KeyUnreadable  BadKey  UntrustedPeer  PairingRejected  TokenRejected
 ├─ WireError          BadFrame  FrameTooLarge  VersionMismatch  LinkLost  ConnectFailed
 │                     BadAdvertisement  PeerRefused
-├─ EventLogError      BadEvent  LogCorrupt  SchemaTooNew  LogFull  LogForked  LogBehind  LogRefused
+├─ EventLogError      BadEvent  LogCorrupt  LogFull  LogForked  LogRefused
+│                     SchemaTooNew  SchemaTooOld
 ├─ RouteError         NoRoute (shard_unavailable)  WeightsMismatch  ExperimentalDisabled
 ├─ ShardError         ModelNotFound  BadCheckpoint  UnsupportedFamily  CacheFull  DeviceFailed
 │                     SessionGone  ShardCorrupt  DiskFull
@@ -35,13 +36,13 @@ from mesh.errors.links import (
     EventLogError,
     FrameTooLarge,
     LinkLost,
-    LogBehind,
     LogCorrupt,
     LogForked,
     LogFull,
     LogRefused,
     PeerRefused,
     SchemaTooNew,
+    SchemaTooOld,
     VersionMismatch,
     WireError,
 )
@@ -137,7 +138,6 @@ __all__ = [
     "KeyUnreadable",
     "LimitReached",
     "LinkLost",
-    "LogBehind",
     "LogCorrupt",
     "LogForked",
     "LogFull",
@@ -158,6 +158,7 @@ __all__ = [
     "RemoteError",
     "RouteError",
     "SchemaTooNew",
+    "SchemaTooOld",
     "SessionGone",
     "ShardCorrupt",
     "ShardError",

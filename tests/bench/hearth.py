@@ -69,9 +69,9 @@ async def _converge(networks: list[Network]) -> dict[str, float]:
     for number in range(EVENTS):
         await first.publish(MODEL_PUBLISHED, {"model_id": str(number % 50)})
     appended = time.perf_counter() - began
-    goal = first.head(first.key.node_id)
+    goal = first.end_of_facts(first.key.node_id)
     async with asyncio.timeout(120):
-        while any(hearth.head(first.key.node_id) != goal for hearth in others):
+        while any(hearth.end_of_facts(first.key.node_id) != goal for hearth in others):
             changed.clear()
             await changed.wait()
     took = time.perf_counter() - began
