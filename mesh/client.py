@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
@@ -26,10 +27,11 @@ from mesh.errors import (
     LinkLost,
     MeshError,
     NotRunning,
+    UntrustedPeer,
     from_dict,
 )
 from mesh.paths import StatePaths
-from mesh.runtime import read_daemon
+from mesh.runtime import DaemonRecord, read_daemon
 
 _CONNECT_S = 5.0
 _READ_S = 60.0
@@ -46,8 +48,14 @@ class Client:
     and otherwise the MeshError that the daemon reports.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        """Raises BadValue for what is no URL."""
+    def __init__(
+        self, url: str, *, api_key: str | None = None, certificate: str | None = None
+    ) -> None:
+        """With a `certificate` (PEM), a daemon that shows this very one is talked to, no other.
+
+        Without, its certificate is checked as any website's, or by the file that SSL_CERT_FILE
+        names. Raises BadValue for what is no URL.
+        """
         self.url = url.rstrip("/")
         host = _parsed(self.url).host
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -56,7 +64,8 @@ class Client:
             base_url=self.url,
             headers=headers,
             timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
-            trust_env=not is_loopback(host),
+            trust_env=certificate is None and not is_loopback(host),
+            verify=True if certificate is None else pinned(certificate),
         )
 
     async def __aenter__(self) -> Self:
@@ -122,8 +131,12 @@ class Client:
         return await self._post("/mesh/v1/hearth/join", {"code": code, "peer": peer})
 
     async def change_member(self, verb: str, member: str, **more: str | None) -> dict[str, Any]:
-        """`POST /mesh/v1/hearth/VERB`: ``promote``, ``demote`` or ``revoke`` a member."""
+        """`POST /mesh/v1/hearth/VERB`: promote, demote, revoke or readmit a member."""
         return await self._post(f"/mesh/v1/hearth/{verb}", {"member": member, **more})
+
+    async def recover(self, code: str) -> dict[str, Any]:
+        """`POST /mesh/v1/hearth/recover`: make the node the only anchor."""
+        return await self._post("/mesh/v1/hearth/recover", {"code": code})
 
     async def keys(self) -> list[dict[str, Any]]:
         """`GET /mesh/v1/keys`: the API keys, without the keys themselves."""
@@ -244,6 +257,12 @@ class Client:
             raise self._lost(error) from error
 
     def _lost(self, error: httpx.TransportError) -> MeshError:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):  # httpx tells it in words only
+            return UntrustedPeer(
+                f"The certificate that {self.url} shows is not trusted here: {error}.",
+                fix="Copy the one that `hearthnet status` names there, compare its fingerprint, and"
+                " name the copy in SSL_CERT_FILE.",
+            )
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return not_running(f"Nothing answers at {self.url}.")
         return LinkLost(
@@ -259,14 +278,34 @@ def locate(
 
     Raises NotRunning when `state_dir` has no running daemon.
     """
+    record = None if state_dir is None else read_daemon(StatePaths(state_dir).runtime_file)
     if host is not None:
-        return Client(host if "://" in host else f"http://{host}", api_key=api_key)
+        url = host if "://" in host else f"http://{host}"
+        # The owner's key goes to the daemon that wrote it down, under the very name it gave.
+        if record is not None and url.rstrip("/") == record.api_url:
+            return client_of(record, api_key)
+        return Client(url, api_key=api_key)
     if state_dir is None:
         raise not_running("No daemon was named.")
-    record = read_daemon(StatePaths(state_dir).runtime_file)
     if record is None:
         raise not_running(f"No hearthnet daemon runs with the state directory {state_dir}.")
-    return Client(record.api_url, api_key=record.api_key or api_key)
+    return client_of(record, api_key)
+
+
+def client_of(record: DaemonRecord, api_key: str | None = None) -> Client:
+    """A client of the daemon that left this record, as its owner; else with `api_key`."""
+    key = record.api_key or api_key
+    return Client(record.api_url, api_key=key, certificate=record.certificate)
+
+
+def pinned(certificate: str) -> ssl.SSLContext:
+    """Accepts a server that proves to be the one with this certificate (PEM), under any name."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    # Whoever vouches for it does not matter: this one is known.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(cadata=certificate)
+    return context
 
 
 def not_running(message: str) -> NotRunning:

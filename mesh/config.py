@@ -85,10 +85,15 @@ class Config(BaseSettings):
     api_port: PortNumber = 8420
     """Port of the HTTP API; 0 takes a free one."""
     api_host: str = "127.0.0.1"
-    """Address the HTTP API listens on. Anything but loopback needs a key."""
+    """Address the HTTP API listens on. Anything but loopback needs a key, and serves TLS."""
     api_key: str | None = None
     """A bearer key with every scope. Set, it is needed on loopback as well. Other keys: `hearthnet
     keys`; one is made and printed when `api_host` is not loopback and there is none."""
+    api_tls_cert: Path | None = None
+    """A certificate (PEM, with its chain) to serve the HTTP API with. Unset, an API beyond loopback
+    serves TLS with the node's own; `hearthnet status` says which."""
+    api_tls_key: Path | None = None
+    """The private key of `api_tls_cert` (PEM, unencrypted), if it is in another file."""
     peer: Texts = ()
     """Nodes to connect to besides those found by mDNS, ``HOST:PORT``."""
     interface: Texts = ()
@@ -98,7 +103,7 @@ class Config(BaseSettings):
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """Where shards compute: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``."""
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    """CPU threads of a shard."""
+    """CPU threads of a shard; auto measures once per machine and keeps the number."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe log lines to write."""
     jobs: JobsSection = JobsSection()
@@ -136,6 +141,11 @@ class Config(BaseSettings):
     def api_is_loopback(self) -> bool:
         """Whether only this machine can reach the API."""
         return is_loopback(self.api_host)
+
+    @property
+    def api_is_wildcard(self) -> bool:
+        """Whether the API listens on every address of this machine."""
+        return ipaddress.ip_address(self.api_host).is_unspecified
 
     @property
     def is_keyless(self) -> bool:
@@ -190,12 +200,23 @@ class Config(BaseSettings):
         except ValueError:
             raise ValueError("must be an IP address of this machine, or localhost") from None
 
+    @field_validator("api_tls_cert", "api_tls_key")
+    @classmethod
+    def _a_file(cls, value: Path | None) -> Path | None:
+        return None if value is None else Path(os.path.abspath(value.expanduser()))  # noqa: PTH100
+
     @field_validator("api_key")
     @classmethod
     def _header_safe(cls, value: str | None) -> str | None:
         if value is not None and not (len(value) >= 16 and value.isascii() and value.isalnum()):
             raise ValueError("must be at least 16 ASCII letters and digits")
         return value
+
+    @model_validator(mode="after")
+    def _no_key_alone(self) -> Self:
+        if self.api_tls_key is not None and self.api_tls_cert is None:
+            raise ValueError("api_tls_key is set and api_tls_cert is not")
+        return self
 
     @model_validator(mode="after")
     def _one_layer_range_each(self) -> Self:

@@ -16,7 +16,7 @@ from mesh.config import Config
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.tasks import end, spawn
 from mesh.errors import MeshError, NotEnoughMemory
-from mesh.models.local import LocalModel, require_memory
+from mesh.models.local import LocalModel, require_within
 from mesh.routing.cover import home_layers
 from mesh.shard.hosting import HostedShard, ShardHost
 from mesh.types import LayerRange, ModelId, ShardId, shard_id
@@ -31,7 +31,7 @@ async def load_at_home(
 ) -> HostedShard:
     """These layers, for this node alone. Raises NotEnoughMemory and what loading raises."""
     limit_mb = config.distributed.host.shard_max_vram_mb
-    await asyncio.to_thread(require_memory, model, limit_mb, layers)
+    require_within(model, limit_mb, layers)
     return await host.ensure(wiring.shard(config, model, layers))
 
 
@@ -99,7 +99,8 @@ class HomeLayers:
 
     def shards(self, model_id: ModelId) -> list[Advertisement]:
         """Those of the model that are loaded, for this node's own routes."""
-        here = [self._host.private[name] for name in self._wanted if name in self._host.private]
+        loaded = self._host.private if self._host.process.is_up else {}
+        here = [loaded[name] for name in self._wanted if name in loaded]
         return [
             Advertisement(hosted.descriptor, hosted.health)
             for hosted in here

@@ -6,10 +6,8 @@ The only file that knows all parts. It decides nothing but who is given what.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,15 +18,17 @@ from mesh.api.ndif.routes import JobsApi
 from mesh.api.overview import NodeParts, Overview
 from mesh.api.server import ApiServer, serve_api
 from mesh.api.services import ApiSettings, Research
+from mesh.api.tls import api_tls
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.discovery import interfaces
 from mesh.discovery.advertisement import Advertisement, encode
 from mesh.discovery.directory import ShardStore
+from mesh.discovery.distance import Distances
 from mesh.discovery.events import PeerEvent
 from mesh.discovery.notices import EXPIRY_FACTOR
 from mesh.harvest.control import Harvests
-from mesh.health.detector import FailureDetector, NodeHealth, Verdict
+from mesh.health.detector import FailureDetector, NodeHealth
 from mesh.health.eventstream import EventStream
 from mesh.health.metrics import Metrics
 from mesh.health.peerwatch import PeerWatch
@@ -36,19 +36,21 @@ from mesh.hearth.control import Control
 from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
 from mesh.hearth.publishing import Serving
 from mesh.identity.api_keys import ApiKeys, new_owner_key
-from mesh.identity.keys import NodeKey, load_or_create
+from mesh.identity.keys import NodeKey
 from mesh.interventions.jobs.process import JobsProcess
 from mesh.keeping import HomeLayers, load_at_home
 from mesh.ledger import ResourceLedger
-from mesh.models.local import LocalModel, find_local_models
-from mesh.paths import StatePaths, cache_dir
+from mesh.models.local import LocalModel
+from mesh.offers import Offers
+from mesh.paths import StatePaths
 from mesh.pipeline.asker import AskerProcess, Askers
 from mesh.privacy import PrivacyReport
 from mesh.queueing import start_queue
 from mesh.routing.cover import Candidate, missing_layers
-from mesh.runtime import DaemonRecord, sole_use
+from mesh.runtime import DaemonRecord
 from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.steering.control import SteeredGenerations, Steering
+from mesh.supervisor import Supervisor
 from mesh.types import LayerRange, ModelId, NodeId, RouteHop
 from mesh.wire.limits import DEFAULT_LIMITS
 
@@ -81,7 +83,9 @@ class Node:
         self._jobs: JobsProcess | None = None
         self._queue: JobsApi | None = None
         self._network: Network | None = None
+        self._offers: Offers | None = None
         self._api: ApiServer | None = None
+        self._address = ""
         self._steering: Steering | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._is_paused = False
@@ -93,8 +97,10 @@ class Node:
         chosen, skipped = await asyncio.to_thread(interfaces.choose, list(self._config.interface))
         for line in [*chosen, *skipped]:
             logger.info("interface %s", line)
-        address = str(chosen[0].address) if chosen else "127.0.0.1"
+        address = self._address = str(chosen[0].address) if chosen else "127.0.0.1"
         network = self._network = self._make_network(address)
+        distances = Distances(self._key.node_id, self._config.interface)
+        self._offers = Offers(network, self._store, self._watch, distances)
         await network.start()
         self._start_host(address, tls := (await network.tls_material()).to_fields())
         self._host.revoke_tokens(sorted(network.revoked_tokens()))
@@ -104,7 +110,7 @@ class Node:
         jobs = self._jobs = JobsProcess(spec, directories, self)
         watchers = (self._clock, self._events, self._metrics)
         self._queue = await start_queue(self._config, jobs, *watchers)
-        await self._start_api(network)
+        await self._start_api(network, [str(choice.address) for choice in chosen])
         self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
         self._tasks.append(asyncio.create_task(self._watch.run(), name="watch peers"))
 
@@ -136,14 +142,13 @@ class Node:
 
     def record(self) -> DaemonRecord:
         """Where this daemon answers, for the runtime file. Only after `start`."""
-        port = self._api.port if self._api is not None else 0
+        api = self._api
+        reached = api.reached(self._address) if api is not None else {"api_url": "", "api_port": 0}
         return DaemonRecord.for_this_process(
-            api_url=self._api_url(),
-            api_port=port,
+            **reached,
             port=self._network.port if self._network is not None else 0,
             api_key=self._owner_key,
             keyless=self._config.is_keyless,
-            founded=self._network.founded if self._network is not None else None,
             drain_s=self._config.distributed.host.drain_seconds,
         )
 
@@ -175,7 +180,7 @@ class Node:
             self._askers[model.model_id] = asker
             asker.start()
 
-    async def _start_api(self, network: Network) -> None:
+    async def _start_api(self, network: Network, addresses: list[str]) -> None:
         config = self._config
         parts = NodeParts(
             node=self._facts,
@@ -191,6 +196,7 @@ class Node:
                 config, self._key.node_id, self._models, self._askers, self.routable
             ),
             lacking=self._home.lacking,
+            processes=self._processes,
             accounts=self._reports,
         )
         askers = Askers(
@@ -209,7 +215,8 @@ class Node:
         view, control = Overview(parts), Control(network)
         research = Research(steering, Harvests(self._models, self._askers))
         app = create_app(generations, view, settings, control, keys, self._queue, research)
-        self._api = await serve_api(app, config.api_host, config.api_port)
+        tls = await asyncio.to_thread(api_tls, config, addresses)
+        self._api = await serve_api(app, config.api_host, config.api_port, tls)
 
     # What the parts ask
 
@@ -217,20 +224,16 @@ class Node:
     def _is_distributed(self) -> bool:
         return self._config.is_distributed
 
-    def _api_url(self) -> str:
-        host = self._config.api_host
-        port = self._api.port if self._api is not None else 0
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
     def _facts(self) -> dict[str, Any]:
-        network = self._network
+        network, api = self._network, self._api
         hearth = network.hearth if network is not None else None
         return {
             "id": self._key.node_id,
             "name": self._config.name,
             "software": wiring.SOFTWARE,
             "started_at": self._started_at.isoformat(),
-            "api": self._api_url(),
+            "api": api.url(self._address) if api is not None else None,
+            "api_tls": api.tls.shown() if api is not None and api.tls is not None else None,
             "endpoint": network.address if network is not None else None,
             "state_dir": str(self._config.state_dir),
             "hearth": {"id": hearth.id, "name": hearth.roster.name} if hearth else None,
@@ -244,7 +247,12 @@ class Node:
         return [self._accounts.report("daemon"), *self._host.accounts, *askers, jobs]
 
     def pause(self, paused: bool) -> None:
-        """Serve nobody from now on, as before a sleep, or serve again. Running answers move."""
+        """Serve nobody from now on, as before a sleep: running answers move. Or serve again, also
+        what could not be loaded before."""
+        if not paused:
+            self._host.try_again()
+            for asker in self._askers.values():
+                asker.try_again()
         if paused == self._is_paused:
             return
         self._is_paused = paused
@@ -261,7 +269,7 @@ class Node:
     def _served(self) -> list[Advertisement]:
         if self._is_paused:
             return []
-        return [Advertisement(s.descriptor, s.health) for s in self._host.shards.values()]
+        return [Advertisement(s.descriptor, s.health) for s in self._host.serving]
 
     def routable(self, model_id: ModelId) -> list[dict[str, Any]]:
         """See `AskerOwner`."""
@@ -269,13 +277,7 @@ class Node:
         if not self._is_distributed:
             own = [s for s in self._served() if s.descriptor.model_id == model_id]
             return home + [encode(shard) for shard in own]
-        return home + [
-            {**encode(shard), "verdict": verdict.value}
-            for shard in self._store.shards(model_id)
-            if self._network is not None
-            and self._network.may_serve(shard.descriptor.host)
-            and (verdict := self._watch.verdict(shard.descriptor.host)) is not Verdict.LOST
-        ]
+        return home + (self._offers.of(model_id) if self._offers is not None else [])
 
     def latencies(self, shards: dict[str, list[float]]) -> None:
         """See `AskerOwner`."""
@@ -301,6 +303,10 @@ class Node:
         model = next(m for m in self._models if m.model_id == model_id)
         hosted = await self._home.judge(model, layers)
         return RouteHop(hosted.descriptor, layers)
+
+    def _processes(self) -> list[Supervisor]:
+        jobs = [self._jobs.process] if self._jobs is not None else []
+        return [self._host.process, *(each.process for each in self._askers.values()), *jobs]
 
     def _why_disabled(self, model_id: ModelId) -> str | None:
         """Why this model cannot be run, when that is because the mesh is switched off."""
@@ -359,42 +365,3 @@ class Node:
                 self._push_now()
         finally:
             subscription.close()
-
-
-def run(config: Config, *, on_ready: Callable[[DaemonRecord], None] | None = None) -> None:
-    """Run a node in the foreground until SIGINT or SIGTERM.
-
-    `on_ready` is called once the API answers. Raises MeshError when the node cannot start.
-    """
-    paths = StatePaths(config.state_dir).create()
-    with sole_use(paths):
-        asyncio.run(_run(config, paths, on_ready))
-
-
-async def _run(
-    config: Config, paths: StatePaths, on_ready: Callable[[DaemonRecord], None] | None
-) -> None:
-    key = await asyncio.to_thread(load_or_create, paths.identity_key)
-    models = await asyncio.to_thread(find_local_models, config, cache_dir())
-    node = Node(config, key, models)
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-    loop.add_signal_handler(signal.SIGUSR1, node.pause, True)
-    loop.add_signal_handler(signal.SIGUSR2, node.pause, False)
-    try:
-        await node.start()
-        record = node.record()
-        await asyncio.to_thread(record.write, paths.runtime_file)
-        if on_ready is not None:
-            on_ready(record)
-        await stopped.wait()
-    finally:
-        await node.stop()
-        await asyncio.to_thread(_forget, paths.runtime_file)
-
-
-def _forget(file: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        file.unlink()

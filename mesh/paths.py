@@ -64,6 +64,11 @@ class StatePaths:
         return self.root / "harvest"
 
     @property
+    def threads_dir(self) -> Path:
+        """With how many threads this node computes, a file per machine (`mesh.shard.threads`)."""
+        return self.root / "threads"
+
+    @property
     def events_dir(self) -> Path:
         """The signed logs, a file per hearth."""
         return self.root / "events"
@@ -72,6 +77,16 @@ class StatePaths:
     def api_keys(self) -> Path:
         """The API keys' hashes, scopes and quotas (0600)."""
         return self.root / "api-keys.json"
+
+    @property
+    def api_certificate(self) -> Path:
+        """The certificate of an HTTP API that others reach; for their machines to trust."""
+        return self.root / "api-cert.pem"
+
+    @property
+    def api_certificate_key(self) -> Path:
+        """Its private key (0600)."""
+        return self.root / "api-cert.key"
 
     @property
     def jobs_dir(self) -> Path:

@@ -22,6 +22,8 @@ class Resource(StrEnum):
     STREAMS = "streams"
     CACHE_POSITIONS = "cache_positions"
     TAP_SESSIONS = "tap_sessions"
+    TAP_BYTES = "tap_bytes"
+    """All that intervention sessions hold on a shard: messages, values, graphs, caches."""
     EDIT_BYTES = "edit_bytes"
     """Of steering edits that came before the session they are for was asked for."""
     GENERATIONS = "generations"

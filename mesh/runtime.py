@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -33,8 +34,9 @@ class DaemonRecord:
     """A running daemon: its process and where it answers.
 
     `api_key` is its owner's, with every scope; `keyless`: without a key, callers on this machine
-    may chat. `founded` is the name of the hearth that this run founded. `drain_s`: how long running
-    answers get when it is stopped.
+    may chat. `drain_s`: how long running answers get when it is stopped. `certificate` is that of
+    its API in PEM where it speaks TLS, `certificate_file` where it lies, `public_url` where other
+    machines reach the API; empty where they do not.
     """
 
     pid: int
@@ -44,25 +46,19 @@ class DaemonRecord:
     port: int
     api_key: str | None = None
     keyless: bool = True
-    founded: str | None = None
     drain_s: float = 0.0
+    certificate: str | None = None
+    certificate_file: str = ""
+    public_url: str = ""
 
     @classmethod
     def for_this_process(
-        cls,
-        *,
-        api_url: str,
-        api_port: int,
-        port: int,
-        api_key: str | None,
-        keyless: bool = True,
-        founded: str | None = None,
-        drain_s: float = 0.0,
+        cls, *, api_url: str, api_port: int, port: int, api_key: str | None, **more: Any
     ) -> DaemonRecord:
-        """The record of the calling process."""
+        """The record of the calling process; `more` are the fields that have defaults."""
         pid = os.getpid()
         started = psutil.Process(pid).create_time()
-        return cls(pid, started, api_url, api_port, port, api_key, keyless, founded, drain_s)
+        return cls(pid, started, api_url, api_port, port, api_key, **more)
 
     @property
     def is_alive(self) -> bool:

@@ -145,7 +145,8 @@ class ShardDescriptor:
 
     `weights_sha256` is the hash of the whole checkpoint (see `mesh.models.manifest`): shards of one
     route must agree on it. `determinism_class` names what the last bits of a result depend on
-    (architecture, dtype, kernels, threads, library versions).
+    (architecture, dtype, kernels, threads, library versions). `vram_required_mb` is what it takes
+    of its device when its caches are full (`ShardMemory.total_mb`).
     """
 
     shard_id: ShardId
@@ -164,6 +165,21 @@ class ShardDescriptor:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardMemory:
+    """Memory of a shard on its device, in MB: its weights in every form they are held in, the
+    caches of its sessions, and what computing takes beside them."""
+
+    weights_mb: int = 0
+    caches_mb: int = 0
+    headroom_mb: int = 0
+
+    @property
+    def total_mb(self) -> int:
+        """All of it."""
+        return self.weights_mb + self.caches_mb + self.headroom_mb
+
+
+@dataclass(frozen=True, slots=True)
 class ShardHealth:
     """What a shard reports of itself. Latencies are milliseconds per recent step."""
 
@@ -174,6 +190,8 @@ class ShardHealth:
     p95_latency_ms: float
     queue_depth: int
     active_streams: int
+    memory: ShardMemory | None = None
+    """What it takes now; None when its host does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +320,7 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class ShardStatus:
-    """A shard of the route changed its state: ``degraded``, ``lost`` or ``ok``."""
+    """A shard of the route changed its state: ``degraded``, ``full``, ``draining``."""
 
     shard_id: ShardId
     node: str
@@ -323,7 +341,7 @@ class ShardFailover:
 
 @dataclass(frozen=True, slots=True)
 class PipelineAborted:
-    """The distributed run ended; what follows is local fallback or an error."""
+    """The distributed run ended; what follows is local fallback, an error, or the answer's end."""
 
     reason: str
     type: str = "pipeline_aborted"
@@ -346,7 +364,8 @@ class HopTiming:
 class Done:
     """The end of a stream. `finish_reason` is ``stop`` or ``length``.
 
-    `widened` counts the tensors that overflowed the wire dtype and travelled wider.
+    `widened` counts the tensors that overflowed the wire dtype and travelled wider. `note` says why
+    an answer ended where neither the model nor the request wanted it to.
     """
 
     finish_reason: str
@@ -362,6 +381,7 @@ class Done:
     hops: tuple[HopTiming, ...]
     construct_ms: float = 0.0
     widened: int = 0
+    note: str = ""
     type: str = "done"
 
 

@@ -34,6 +34,7 @@ def host_spec(
         "hello": {"node_id": key.node_id, "node_name": config.name, "software": SOFTWARE},
         "device": config.device,
         "threads": _threads(config),
+        "threads_dir": str(StatePaths(config.state_dir).threads_dir),
         "cache_dir": str(cache_dir()),
         "harvest_dir": str(StatePaths(config.state_dir).harvest_dir),
         "harvest_mb": config.distributed.host.harvest_mb,
@@ -80,6 +81,7 @@ def asker_spec(config: Config, key: NodeKey, model: LocalModel, tls: dict[str, A
         "dtype": config.dtype,
         "device": config.device,
         "threads": _threads(config),
+        "threads_dir": str(StatePaths(config.state_dir).threads_dir),
         "cache_dir": str(cache_dir()),
     }
     hello = _hello(config, key)

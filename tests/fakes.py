@@ -162,6 +162,12 @@ class ScriptedGenerations:
         yield TokenDelta(" two", (3,))
         yield done((1, 2, 3), failovers=1)
 
+    async def _narrow(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        yield TokenDelta("one", (1,))
+        full = "attic has no room for more of this text in its caches, nor has anybody else."
+        yield PipelineAborted(full)
+        yield replace(done((1,)), finish_reason="length", note=full)
+
     async def _breaks(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
         yield TokenDelta("one", (1,))
         yield PipelineAborted("no replacement")
@@ -233,6 +239,7 @@ class ScriptedView:
                 "software": "hearthnet/0",
                 "started_at": MOMENT.isoformat(),
                 "api": "http://127.0.0.1:8420",
+                "api_tls": None,
                 "endpoint": "wss://127.0.0.1:8421",
                 "state_dir": "/state",
                 "enabled": True,

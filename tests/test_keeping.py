@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 
 import pytest
@@ -43,8 +44,8 @@ async def test_what_is_loaded_to_check_others_is_bounded_in_all() -> None:
             assert [type(each).__name__ for each in found] == ["HostedShard", "NotEnoughMemory"]
             assert await home.judge(model, one) is found[0]
             await home.judge(model, three)
-            assert host._child is not None
-            host._child._process.send_signal(signal.SIGKILL)
+            assert host.process.pid is not None
+            os.kill(host.process.pid, signal.SIGKILL)
             while host.private:
                 changed.clear()
                 await changed.wait()

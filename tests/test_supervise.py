@@ -1,33 +1,16 @@
-"""Child processes: what cannot be started now is started later, what reads nothing is cut off."""
+"""Child processes and their channel: what reads nothing is cut off, what fails leaves nothing."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
 
 import pytest
 
-from mesh import supervise
+from mesh import channel as channel_module
+from mesh.channel import Channel
 from mesh.errors import LinkLost
-from mesh.supervise import Channel, Child, run_again
-
-
-async def test_a_start_that_fails_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(supervise, "RESTART_DELAYS_S", (0.01,))
-    runs: list[int] = []
-
-    async def run() -> None:
-        runs.append(len(runs))
-        if len(runs) < 3:
-            raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    async with asyncio.timeout(10):
-        await run_again(run, "thing", lambda: len(runs) == 3)
-    assert caplog.text.count("thing failed") == 2
-    assert "Cannot allocate memory" in caplog.text
+from mesh.supervise import Child
 
 
 async def test_a_start_that_fails_leaves_no_socket_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +23,7 @@ async def test_a_start_that_fails_leaves_no_socket_open(monkeypatch: pytest.Monk
 
 
 async def test_whoever_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "MAX_UNREAD_BYTES", 8 << 20)
+    monkeypatch.setattr(channel_module, "MAX_UNREAD_BYTES", 8 << 20)
     ours, theirs = socket.socketpair()
     closed = asyncio.Event()
     channel = await Channel.open(ours, print, closed.set)

@@ -3,8 +3,9 @@
 On loopback a page in a browser can reach us by rebinding its own name to 127.0.0.1, so the Host
 must be a loopback name. A request that names an Origin comes from a web page; only pages of this
 very server may ask. Then the key: it says who calls (`Caller`), and `require` says what a path is
-for. Without a key a caller on loopback may chat and send jobs, unless told otherwise; it never
-administers anything, because every program and every user of the machine is on loopback.
+for. Without a key a caller on loopback may chat and send jobs, unless told otherwise; it is told
+from others by its user (`mesh.api.neighbours`), and never administers anything, because every
+program and every user of the machine is on loopback.
 
 `/healthz` is open to all, results to whoever has their URL, and clients that are too old may come
 as far as hearing so. Knows nothing of what the paths do.
@@ -24,20 +25,19 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
+from mesh.api.connection import NEIGHBOUR
 from mesh.api.faults import error_response
+from mesh.api.neighbours import Neighbour
 from mesh.api.services import ApiSettings
 from mesh.clock import Clock
 from mesh.config import is_loopback
 from mesh.errors import Forbidden, HeadersTooLarge, MeshError, Unauthorized
 from mesh.identity.api_keys import ApiKey, ApiKeys, Scope, quotas
 from mesh.ledger import Resource, ResourceLedger
-from mesh.types import Principal, PrincipalKind
+from mesh.types import OWNER, Principal, PrincipalKind
 
-LOCAL = "local"
-"""The `Caller.key_id` of everybody who calls from this machine without a key."""
-
-OWNER = "owner"
-"""The `Caller.key_id` of whoever can read the daemon's runtime file, or configured its key."""
+_OWNER = Principal(PrincipalKind.KEY, OWNER)
+"""Whoever can read the daemon's runtime file, or configured its key."""
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
@@ -49,6 +49,7 @@ _KEYLESS = ("/result/", "/ws/socket.io")
 _READING = frozenset({"GET", "HEAD"})
 _SCHEMES = ("http", "https")
 _OWN_PAGES = frozenset({"same-origin", "none"})
+_KEYLESS_SCOPES = frozenset({Scope.CHAT, Scope.INTERVENTIONS})
 _OURS = "hn_"
 """How our keys begin; clients that need no key send ``unused`` and the like."""
 
@@ -65,10 +66,15 @@ class Caller:
     caller may use what others' may not.
     """
 
-    key_id: str
+    principal: Principal
     scopes: frozenset[Scope]
     trusted: bool = False
     charge: Callable[[int], None] = field(default=_free, repr=False, compare=False)
+
+    @property
+    def is_keyless(self) -> bool:
+        """Whether it sent no key."""
+        return self.principal.kind is PrincipalKind.LOCAL
 
     def allows(self, scope: Scope) -> bool:
         """Whether the caller may use what is for `scope`; ``admin`` may use everything."""
@@ -96,21 +102,22 @@ class Access:
         """Whether anybody has a key."""
         return self._owner is not None or bool(self._keys.keys)
 
-    def identify(self, key: str | None) -> Caller:
-        """Whose key that is. Raises Unauthorized."""
+    def identify(self, key: str | None, neighbour: Neighbour) -> Caller:
+        """Whose key that is, or who `neighbour` is where none is needed. Raises Unauthorized."""
         if key is not None and self._owner is not None and _same(key, self._owner):
-            return Caller(OWNER, frozenset(Scope), trusted=True)
+            return Caller(_OWNER, frozenset(Scope), trusted=True)
         if self._keyless and not (key or "").startswith(_OURS):
-            return Caller(LOCAL, frozenset({Scope.CHAT, Scope.INTERVENTIONS}))
+            return Caller(neighbour.principal, _KEYLESS_SCOPES)
         known = self._keys.verify(key or "")
+        principal = Principal(PrincipalKind.KEY, known.key_id)
         charge = partial(self._charge, known.key_id)
-        return Caller(known.key_id, known.scopes, known.trusted, charge)
+        return Caller(principal, known.scopes, known.trusted, charge)
 
     def admit(self, caller: Caller) -> None:
         """Count a request. Raises QuotaExceeded; Unauthorized when its key was just revoked."""
-        if caller.key_id in (LOCAL, OWNER):
+        if caller.is_keyless or caller.principal == _OWNER:
             return
-        key = self._keys.get(caller.key_id)
+        key = self._keys.get(caller.principal.name)
         if key is None:
             raise Unauthorized("The API key was revoked.", fix="Ask for a new one.")
         self._accounts.require(_account(key), Resource.TOKENS_PER_DAY)
@@ -146,8 +153,8 @@ class Gate:
             try:
                 self._check(headers)
                 if not scope["path"].startswith(_KEYLESS):
-                    caller = self._access.identify(_key(headers))
-                    scope.setdefault("state", {})["caller"] = caller
+                    state = scope["state"]
+                    state["caller"] = self._access.identify(_key(headers), state[NEIGHBOUR])
             except MeshError as error:
                 await _refuse(error, scope, receive, send)
                 return
@@ -216,7 +223,7 @@ class _Scoped:
     def _check(self, caller: Caller) -> None:
         if caller.allows(self._needed):
             return
-        if caller.key_id == LOCAL:
+        if caller.is_keyless:
             raise Unauthorized(
                 f"This needs a key with the scope {self._needed}.",
                 fix="Use `hearthnet` as the user who runs the daemon, or make a key with"

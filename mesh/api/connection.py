@@ -13,7 +13,11 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mesh.api.neighbours import Neighbour
 from mesh.api.services import ApiSettings
+
+NEIGHBOUR = "neighbour"
+"""The name in a request's state of the connection's `Neighbour`."""
 
 MAX_CONNECTIONS = 512
 _LATER_S = 2.0
@@ -39,6 +43,7 @@ class BoundedConnection(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
+        self.app_state = {**self.app_state, NEIGHBOUR: Neighbour(transport)}
         self._follow_phase()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -9,6 +12,9 @@ from starlette.routing import Route
 
 from mesh.api.bodies import Strict, read_body
 from mesh.api.services import ApiSettings, HearthControl
+
+Body = TypeVar("Body", bound=Strict)
+Answer = Awaitable[dict[str, Any]]
 
 
 class Invite(Strict):
@@ -39,6 +45,18 @@ class Revoke(Strict):
     reason: str = Field(default="", max_length=200)
 
 
+class Readmit(Strict):
+    """The body of `POST /mesh/v1/hearth/readmit`."""
+
+    member: str = Field(min_length=1, max_length=128)
+
+
+class Recover(Strict):
+    """The body of `POST /mesh/v1/hearth/recover`."""
+
+    code: str = Field(min_length=1, max_length=128)
+
+
 class RevokeToken(Strict):
     """The body of `POST /mesh/v1/hearth/revoke_token`."""
 
@@ -47,13 +65,10 @@ class RevokeToken(Strict):
 
 def routes(control: HearthControl, settings: ApiSettings) -> list[Route]:
     """The endpoints' routes."""
+    path = "/mesh/v1/hearth"
 
     async def view(_request: Request) -> Response:
         return JSONResponse(control.view())
-
-    async def invite(request: Request) -> Response:
-        body = await read_body(request, Invite, settings)
-        return JSONResponse(await control.invite(body.level, body.ttl_s))
 
     async def invitation(request: Request) -> Response:
         return JSONResponse(await control.invitation(request.path_params["port"]))
@@ -61,33 +76,22 @@ def routes(control: HearthControl, settings: ApiSettings) -> list[Route]:
     async def close(_request: Request) -> Response:
         return JSONResponse(await control.close_invitation())
 
-    async def join(request: Request) -> Response:
-        body = await read_body(request, Join, settings)
-        return JSONResponse(await control.join(body.code, body.peer))
+    def verb(name: str, form: type[Body], act: Callable[[Body], Answer]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return JSONResponse(await act(await read_body(request, form, settings)))
 
-    async def promote(request: Request) -> Response:
-        body = await read_body(request, Change, settings)
-        return JSONResponse(await control.promote(body.member, body.level))
+        return Route(f"{path}/{name}", endpoint, methods=["POST"])
 
-    async def demote(request: Request) -> Response:
-        body = await read_body(request, Change, settings)
-        return JSONResponse(await control.demote(body.member, body.level))
-
-    async def revoke(request: Request) -> Response:
-        body = await read_body(request, Revoke, settings)
-        return JSONResponse(await control.revoke(body.member, body.reason))
-
-    async def revoke_token(request: Request) -> Response:
-        body = await read_body(request, RevokeToken, settings)
-        return JSONResponse(await control.revoke_token(body.token_id))
-
-    path = "/mesh/v1/hearth"
     return [
         Route(path, view),
         Route(f"{path}/invitation/{{port:int}}", invitation),
         Route(f"{path}/invitation/close", close, methods=["POST"]),
-        *(
-            Route(f"{path}/{verb.__name__}", verb, methods=["POST"])
-            for verb in (invite, join, promote, demote, revoke, revoke_token)
-        ),
+        verb("invite", Invite, lambda body: control.invite(body.level, body.ttl_s)),
+        verb("join", Join, lambda body: control.join(body.code, body.peer)),
+        verb("promote", Change, lambda body: control.promote(body.member, body.level)),
+        verb("demote", Change, lambda body: control.demote(body.member, body.level)),
+        verb("revoke", Revoke, lambda body: control.revoke(body.member, body.reason)),
+        verb("readmit", Readmit, lambda body: control.readmit(body.member)),
+        verb("recover", Recover, lambda body: control.recover(body.code)),
+        verb("revoke_token", RevokeToken, lambda body: control.revoke_token(body.token_id)),
     ]

@@ -20,6 +20,7 @@ from mesh.models.local import LocalModel
 from mesh.pipeline.asker import AskerProcess
 from mesh.routing.cover import Candidate, missing_layers
 from mesh.shard.hosting import ShardHost
+from mesh.supervisor import Supervisor
 from mesh.types import LayerRange, ModelId, NodeId, shard_id
 
 
@@ -38,6 +39,7 @@ class NodeParts:
     verdict: Callable[[NodeId], Verdict]
     privacy: Callable[[], dict[str, Any]]
     lacking: Callable[[], list[str]]
+    processes: Callable[[], list[Supervisor]]
     accounts: Callable[[], list[dict[str, Any]]]
 
 
@@ -56,6 +58,8 @@ class Overview:
             "peers": self.peers(),
             "models": self.models(),
             "shards": self._local_shards(),
+            "memory": parts.host.memory,
+            "processes": [process.row() for process in parts.processes()],
             "sessions": parts.host.sessions,
             "generations": [
                 generation for asker in parts.askers.values() for generation in asker.generations
@@ -117,11 +121,11 @@ class Overview:
     def readiness(self) -> list[str]:
         """See `mesh.api.services.MeshView`."""
         parts = self._parts
-        lacking = self._not_loaded()
+        lacking = self._troubles() + self._not_loaded()
         lacking += [
             f"the ends of {model_id} are loading"
             for model_id, asker in parts.askers.items()
-            if asker.error is None and not asker.is_ready
+            if asker.error is None and not asker.is_ready and asker.process.trouble is None
         ]
         lacking += [
             f"{name} is loading" for name in parts.host.wanted() if not parts.host.knows(name)
@@ -205,6 +209,11 @@ class Overview:
             return LOADING
         return _lacks(missing)
 
+    def _troubles(self) -> list[str]:
+        """The processes of this node that are out of order, in words."""
+        troubles = [process.trouble for process in self._parts.processes()]
+        return [trouble for trouble in troubles if trouble is not None]
+
     def _not_loaded(self) -> list[str]:
         """What this machine is to hold and does not, with the reason where one is known."""
         parts = self._parts
@@ -214,12 +223,14 @@ class Overview:
         return said + parts.lacking()
 
     def _local_shards(self) -> list[dict[str, Any]]:
+        host = self._parts.host
         return [
             {
                 **_shard(Advertisement(hosted.descriptor, hosted.health)),
+                "online": hosted.health.online and host.process.is_up,
                 "facts": hosted.facts,
             }
-            for hosted in self._parts.host.shards.values()
+            for hosted in host.shards.values()
         ]
 
     def _reasons(self) -> list[str]:
@@ -229,7 +240,7 @@ class Overview:
             reasons += [f"{hosted.descriptor.shard_id}: {r}" for r in hosted.facts["reasons"]]
         for model_id, asker in parts.askers.items():
             reasons += [f"ends of {model_id}: {reason}" for reason in asker.reasons]
-        return reasons + self._not_loaded()
+        return reasons + self._troubles() + self._not_loaded()
 
 
 def _shard(shard: Advertisement) -> dict[str, Any]:
@@ -245,6 +256,7 @@ def _shard(shard: Advertisement) -> dict[str, Any]:
         "p95_latency_ms": round(health.p95_latency_ms, 3),
         "queue_depth": health.queue_depth,
         "active_streams": health.active_streams,
+        "memory": None if health.memory is None else asdict(health.memory),
     }
 
 

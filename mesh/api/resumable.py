@@ -3,7 +3,7 @@
 A stream that was asked for with ``resumable`` is produced by a task of its own, whoever reads. Its
 events are numbered; a reader that lost its connection comes back with the last number it saw
 (``Last-Event-ID``) and gets the rest. Bounded: in number, in age, and by what a model's context
-holds. A stream belongs to the caller who asked for it; for others there is none of that name.
+holds. A stream belongs to the account that asked for it; for others there is none of that name.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from mesh.api.faults import error_body
 from mesh.api.sse import PING, encode
 from mesh.errors import Busy, InternalError, MeshError, NotFound
+from mesh.types import Principal
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +36,16 @@ class _Kept:
 class KeptStreams:
     """Owns the tasks that produce resumable streams. `close` ends them.
 
-    An owner is a `Caller.key_id`. Keyless callers are one owner: what keeps them apart is that a
+    An owner is a principal's account. Where callers are unknown, what keeps them apart is that a
     stream's id is random and shown to nobody else.
     """
 
     def __init__(self, *, keep_s: float = KEEP_S, ping_s: float = 10.0) -> None:
         self._keep_s = keep_s
         self._ping_s = ping_s
-        self._kept: dict[tuple[str, str], _Kept] = {}
+        self._kept: dict[tuple[Principal, str], _Kept] = {}
 
-    def keep(self, owner: str, stream_id: str, chunks: AsyncGenerator[bytes, None]) -> None:
+    def keep(self, owner: Principal, stream_id: str, chunks: AsyncGenerator[bytes, None]) -> None:
         """Produce `chunks` to their end, read or not. Raises Busy when too many are under way."""
         if len(self._kept) >= MAX_KEPT:
             ended = next((key for key, kept in self._kept.items() if kept.ended), None)
@@ -57,7 +58,9 @@ class KeptStreams:
             self._produce(key, kept, chunks), name=f"stream {stream_id}"
         )
 
-    async def follow(self, owner: str, stream_id: str, after: int) -> AsyncGenerator[bytes, None]:
+    async def follow(
+        self, owner: Principal, stream_id: str, after: int
+    ) -> AsyncGenerator[bytes, None]:
         """The events after number `after` (-1: all), to the end. Raises NotFound."""
         kept = self._kept.get((owner, stream_id))
         if kept is None:
@@ -88,7 +91,7 @@ class KeptStreams:
         self._kept.clear()
 
     async def _produce(
-        self, key: tuple[str, str], kept: _Kept, chunks: AsyncGenerator[bytes, None]
+        self, key: tuple[Principal, str], kept: _Kept, chunks: AsyncGenerator[bytes, None]
     ) -> None:
         try:
             async with aclosing(chunks):
@@ -108,7 +111,7 @@ class KeptStreams:
             loop = asyncio.get_running_loop()
             loop.call_later(self._keep_s, self._forget, key, kept)
 
-    def _forget(self, key: tuple[str, str], kept: _Kept) -> None:
+    def _forget(self, key: tuple[Principal, str], kept: _Kept) -> None:
         if self._kept.get(key) is kept:
             del self._kept[key]
 

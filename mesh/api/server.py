@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
 from mesh.api.auth import MAX_HEADER_BYTES
 from mesh.api.connection import MAX_CONNECTIONS, BoundedConnection
+from mesh.api.listener import TlsListener
+from mesh.api.tls import ApiTls
 from mesh.config import is_loopback
 from mesh.errors import BadValue, PortInUse
 
@@ -24,29 +28,79 @@ _BACKLOG = 128
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the daemon and says when it has started."""
+    """Leaves signals to the daemon, says when it has started, and takes TLS in its own way."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        listener: socket.socket,
+        tls: ApiTls | None,
+        opening_limit_s: float,
+    ) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
+        self._listener = listener
+        self.tls = tls
+        self._opening_limit_s = opening_limit_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([self._listener] if self.tls is None else [])
+        if self.tls is not None:
+            speaking_tls = TlsListener(
+                self._listener, self.tls.context, self._connection, self._opening_limit_s
+            )
+            self.servers.append(speaking_tls)  # type: ignore[arg-type]
         self.ready.set()
+
+    def _connection(self) -> asyncio.Protocol:
+        """As uvicorn makes one for its own listeners."""
+        config: Any = self.config
+        made: asyncio.Protocol = config.http_protocol_class(
+            config=config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
 
 class ApiServer:
     """A running server. `close` must be awaited."""
 
-    def __init__(self, app: Starlette, server: _Server, task: asyncio.Task[None]) -> None:
+    def __init__(
+        self, app: Starlette, server: _Server, task: asyncio.Task[None], host: str, port: int
+    ) -> None:
         self._app = app
         self._server = server
         self._task = task
-        self.port = 0
+        self._host = host
+        self.port = port
+
+    def url(self, address: str = "") -> str:
+        """Where it answers; where it does at all of this machine's addresses, at this one.
+
+        Without an address that is the loopback one, which is always there.
+        """
+        host = ipaddress.ip_address(self._host)
+        if host.is_unspecified:
+            host = ipaddress.ip_address(address or ("::1" if host.version == 6 else "127.0.0.1"))
+        shown = f"[{host}]" if host.version == 6 else str(host)
+        return f"{'http' if self._server.tls is None else 'https'}://{shown}:{self.port}"
+
+    @property
+    def tls(self) -> ApiTls | None:
+        """What it speaks TLS with, if it does."""
+        return self._server.tls
+
+    def reached(self, address: str) -> dict[str, Any]:
+        """The fields of a `mesh.runtime.DaemonRecord` that say where it answers, and to whom."""
+        fields: dict[str, Any] = {"api_url": self.url(), "api_port": self.port}
+        if self.tls is not None:
+            fields |= {"certificate": self.tls.certificate, "certificate_file": str(self.tls.file)}
+        if not is_loopback(self._host):
+            fields["public_url"] = self.url(address)
+        return fields
 
     async def close(self, grace_s: float = _GRACE_S) -> None:
         """Stop listening; running answers get `grace_s` seconds, then they are cancelled."""
@@ -57,19 +111,16 @@ class ApiServer:
         await self._app.state.kept.close()
 
 
-async def serve_api(app: Starlette, host: str, port: int) -> ApiServer:
+async def serve_api(app: Starlette, host: str, port: int, tls: ApiTls | None = None) -> ApiServer:
     """Listen on `host`, an IP address or ``localhost``, and on `port`, 0 for a free one.
 
     Raises PortInUse, and BadValue for an address that is not this machine's or that others reach
-    while no key is set.
+    while no key is set, or where keys would travel without `tls`.
     """
-    if not is_loopback(host) and not app.state.access.has_keys:
-        raise BadValue(
-            f"The API would be open to everybody who reaches {host}.",
-            fix="Set an API key, or bind to 127.0.0.1.",
-            param="api_host",
-        )
-    listener = _listen("127.0.0.1" if host == "localhost" else host, port)
+    if not is_loopback(host):
+        _require_closed(app, host, tls)
+    host = "127.0.0.1" if host == "localhost" else host
+    listener = _listen(host, port)
     config = uvicorn.Config(
         app,
         # h11 because it limits headers, and so that every platform runs the same parser.
@@ -87,12 +138,24 @@ async def serve_api(app: Starlette, host: str, port: int) -> ApiServer:
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=_GRACE_S,
     )
-    server = _Server(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]), name="api-server")
-    api = ApiServer(app, server, task)
-    api.port = listener.getsockname()[1]
+    server = _Server(config, listener, tls, app.state.settings.head_timeout_s)
+    task = asyncio.create_task(server.serve(), name="api-server")
+    api = ApiServer(app, server, task, host, listener.getsockname()[1])
     await server.ready.wait()
     return api
+
+
+def _require_closed(app: Starlette, host: str, tls: ApiTls | None) -> None:
+    if not app.state.access.has_keys:
+        raise BadValue(
+            f"The API would be open to everybody who reaches {host}.",
+            fix="Set an API key, or bind to 127.0.0.1.",
+            param="api_host",
+        )
+    if tls is None:
+        raise BadValue(
+            f"Keys would travel to {host} in the clear.", fix="Serve TLS.", param="api_host"
+        )
 
 
 def _listen(host: str, port: int) -> socket.socket:

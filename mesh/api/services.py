@@ -33,8 +33,11 @@ class MeshView(Protocol):
     def status(self) -> dict[str, Any]:
         """The whole picture.
 
-        ``{"node": {"id", "name", "software", "started_at", "api", "endpoint", "state_dir",
-        "enabled"}, "peers": [...], "models": [...], "shards": [local shards], "sessions": [{
+        ``{"node": {"id", "name", "software", "started_at", "api", "api_tls": {"sha256",
+        "certificate": its file} | None, "endpoint", "state_dir", "enabled"},
+        "peers": [...], "models": [...], "shards": [local shards],
+        "memory": {"free_mb", "total_mb", "bound", "ram_mb"} of the device | None,
+        "processes": [{"name", "state", "pid", "silent_s", "starts", "ending"}], "sessions": [{
         "node_id", "node", "purpose", "token_id"} of whoever uses them], "generations":
         [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms"}],
         "failovers"}], "accounts": [{"where": a process or a shard, "principals": [{"kind", "name",
@@ -100,6 +103,12 @@ class HearthControl(Protocol):
 
     async def revoke(self, who: str, reason: str) -> dict[str, Any]:
         """See `promote`."""
+
+    async def readmit(self, who: str) -> dict[str, Any]:
+        """Let a member that signed two histories decide again; as `promote`."""
+
+    async def recover(self, code: str) -> dict[str, Any]:
+        """Make this node the only anchor: ``{"anchor": member, "demoted": [names]}``."""
 
     async def revoke_token(self, token_id: str) -> dict[str, Any]:
         """``{"token_id"}``: its session ends, wherever in the hearth it runs."""

@@ -36,6 +36,24 @@ def privacy(
 
 
 @app.command()
+def weights(*, json: Json = False) -> None:
+    """Whether anything could change the weights of layers served here: each way is tried once.
+
+    Ends with 1 when one gets through.
+    """
+    from mesh.weight_doctor import examine
+
+    report = examine()
+    if json:
+        print_json(report.to_dict())
+    else:
+        for line in report.to_text().splitlines():
+            say(line)
+    if report.broken:
+        raise typer.Exit(1)
+
+
+@app.command()
 def jail(
     *,
     namespaces: Annotated[

@@ -43,14 +43,14 @@ def join(
 
 
 def _join(config: Config, code: str, peer: str | None) -> dict[str, Any]:
-    from mesh.client import Client
+    from mesh.client import client_of
     from mesh.paths import StatePaths
     from mesh.runtime import read_daemon
 
     record = read_daemon(StatePaths(config.state_dir).runtime_file)
     if record is None:
         return {**join_alone(config, code, peer), "running": False}
-    client = Client(record.api_url, api_key=record.api_key or config.api_key)
+    client = client_of(record, config.api_key)
     return {**ask(client, lambda client: client.join(code, peer)), "running": True}
 
 

@@ -22,6 +22,7 @@ from typing import Any, Self
 import httpx
 
 from mesh.cli.join import join_alone
+from mesh.client import pinned
 from mesh.config import CONFIG_VARIABLE, ENV_PREFIX, Config
 from mesh.errors import InternalError, NotRunning
 from mesh.paths import StatePaths
@@ -164,7 +165,7 @@ class LocalNode:
         deadline = time.monotonic() + limit_s
         missing: Any = "nothing answered"
         while time.monotonic() < deadline:
-            response = httpx.get(f"{self.url}/readyz", timeout=10.0, trust_env=False)
+            response = self._ask("GET", "/readyz", timeout=10.0)
             if response.status_code == 200:
                 return
             missing = response.json().get("missing")
@@ -173,21 +174,20 @@ class LocalNode:
 
     def get(self, path: str) -> Any:
         """JSON from its API, asked as its owner."""
-        response = httpx.get(
-            f"{self.url}{path}", headers=self._headers, timeout=30.0, trust_env=False
-        )
+        response = self._ask("GET", path, timeout=30.0)
         response.raise_for_status()
         return response.json()
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         """POST JSON to its API, as its owner."""
-        return httpx.post(
-            f"{self.url}{path}", json=body, headers=self._headers, timeout=120.0, trust_env=False
-        )
+        return self._ask("POST", path, timeout=120.0, json=body)
 
-    @property
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.record.api_key}"}
+    def _ask(self, method: str, path: str, **more: Any) -> httpx.Response:
+        """A request to its API by its owner, who knows its certificate."""
+        headers = {"Authorization": f"Bearer {self.record.api_key}"}
+        certificate = self.record.certificate
+        more["verify"] = pinned(certificate) if certificate is not None else True
+        return httpx.request(method, f"{self.url}{path}", headers=headers, trust_env=False, **more)
 
     def _untie(self) -> None:
         tether, self._tether = self._tether, None

@@ -9,9 +9,10 @@ import typer
 from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
 from mesh.cli.output import print_json, print_table, say
 
-_EVIDENCE = (
-    ", which signed two different events with number {forked_at}; both are kept, nothing it signed"
-    " from there on counts"
+_FORKED = (
+    "{name} has signed two histories and decides nothing until that is settled: `hearthnet members"
+    " readmit {name}` if its log was restored from a backup, `hearthnet members revoke {name}` if"
+    " its key was copied."
 )
 
 app = typer.Typer(help="Who is in this hearth, and at which trust level.", no_args_is_help=False)
@@ -53,7 +54,10 @@ def show(hearth: dict[str, Any]) -> None:
             f" {vote['name']}, wished by {', '.join(vote['voters'])}"
         )
     for gone in hearth["out"]:
-        say(f"{gone['why']}: {gone['name']}{_EVIDENCE.format(**gone) if gone['forked_at'] else ''}")
+        say(f"{gone['why']}: {gone['name']}")
+    for member in hearth["members"]:
+        if member["forked"]:
+            say(_FORKED.format(**member))
 
 
 @app.command()
@@ -101,6 +105,47 @@ def revoke(
     _tell(ask(client, lambda client: client.change_member("revoke", member, reason=reason)), json)
 
 
+@app.command()
+def readmit(
+    member: Member,
+    *,
+    state_dir: StateDir = None,
+    host: Host = None,
+    api_port: ApiPort = None,
+    json: Json = False,
+) -> None:
+    """Let a member decide again that signed two histories because its log was restored."""
+    client = locate_daemon(state_dir, host, api_port)
+    _tell(ask(client, lambda client: client.change_member("readmit", member)), json)
+
+
+@app.command()
+def recover(
+    code: Annotated[
+        str | None, typer.Argument(help="The recovery code; asked for when it is left out.")
+    ] = None,
+    *,
+    state_dir: StateDir = None,
+    host: Host = None,
+    api_port: ApiPort = None,
+    json: Json = False,
+) -> None:
+    """Make this machine the only anchor, with the code that was printed at the founding.
+
+    For a hearth whose anchors are lost, stolen, or at odds. Members stay members.
+    """
+    client = locate_daemon(state_dir, host, api_port)
+    # Left out of the command line, it is in no shell's history.
+    secret = code if code is not None else typer.prompt("Recovery code", err=True)
+    outcome = ask(client, lambda client: client.recover(secret))
+    if json:
+        print_json(outcome)
+        return
+    say(f"{outcome['anchor']['name']} is the only anchor now.")
+    if outcome["demoted"]:
+        say(f"No anchors any more, but still members: {', '.join(outcome['demoted'])}.")
+
+
 def _tell(outcome: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(outcome)
@@ -110,5 +155,7 @@ def _tell(outcome: dict[str, Any], as_json: bool) -> None:
         say(f"Your vote counts; {outcome['votes_missing']} more anchor(s) have to do the same.")
     elif action == "revoke":
         say(f"{name} is out.")
+    elif action == "readmit":
+        say(f"{name} decides again.")
     else:
         say(f"{name} is {action} now.")

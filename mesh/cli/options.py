@@ -54,16 +54,12 @@ def locate_daemon(state_dir: Path | None, host: str | None, api_port: int | None
 
     config = load_config({"state_dir": state_dir}).config
     if host is None and api_port is not None:
-        host = f"http://127.0.0.1:{api_port}"
+        record = read_daemon(StatePaths(config.state_dir).runtime_file)
+        is_own = record is not None and record.api_port == api_port
+        host = record.api_url if record and is_own else f"http://127.0.0.1:{api_port}"
     if host is None and state_dir is None:
         host = client_host()
-    key = config.api_key
-    if host is not None and key is None:
-        record = read_daemon(StatePaths(config.state_dir).runtime_file)
-        # The owner's key goes to the daemon that wrote it down, under the very name it gave.
-        if record is not None and host.rstrip("/") == record.api_url:
-            key = record.api_key
-    return locate(host=host, state_dir=config.state_dir, api_key=key)
+    return locate(host=host, state_dir=config.state_dir, api_key=config.api_key)
 
 
 def ask(client: Client, question: Callable[[Client], Awaitable[_T]]) -> _T:

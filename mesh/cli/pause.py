@@ -38,10 +38,10 @@ def pause(
 
     Returns when they have moved, or after the timeout.
     """
-    from mesh.client import Client
+    from mesh.client import client_of
 
     record = _signal(state_dir, signal.SIGUSR1)
-    client = Client(record.api_url, api_key=record.api_key)
+    client = client_of(record)
     left = ask(client, lambda client: _wait_until_idle(client, timeout))
     note("paused; `hearthnet resume` serves again")
     if left:
@@ -49,7 +49,7 @@ def pause(
 
 
 def resume(state_dir: StateDir = None) -> None:
-    """Serve again after `pause`."""
+    """Serve again after `pause`, and try again at once what could not be loaded."""
     _signal(state_dir, signal.SIGUSR2)
     note("serving again")
 

@@ -28,13 +28,18 @@ def show(picture: dict[str, Any]) -> None:
     mesh = "on" if node["enabled"] else "off (local models only)"
     say(f"{node['name']} ({node['id'][:6]}) · {node['software']} · mesh {mesh}")
     say(f"API {node['api']} · nodes {node['endpoint']} · state {node['state_dir']}")
+    if (tls := node["api_tls"]) is not None:
+        say(f"API certificate {tls['certificate']} · SHA-256 {tls['sha256']}")
     say()
     print_models(picture["models"])
     say()
     print_peers(picture["peers"])
     if picture["shards"]:
-        held = ", ".join(f"{shard['model_id']} {shard['layers']}" for shard in picture["shards"])
-        say(f"\nheld here: {held}")
+        say()
+    for shard in picture["shards"]:
+        say(f"held here: {shard['model_id']} {shard['layers']}{_taken(shard.get('memory'))}")
+    if (memory := picture.get("memory")) is not None:
+        say(f"free: {memory['free_mb']} of {memory['total_mb']} MB ({memory['bound']})")
     for running in picture["generations"]:
         say(f"running: {running['model']} over {route_line(running['route'])}")
     print_accounts(picture["accounts"])
@@ -42,6 +47,15 @@ def show(picture: dict[str, Any]) -> None:
         note(f"note: {reason}")
     for warning in picture["warnings"]:
         note(f"warning: {warning}")
+
+
+def _taken(memory: dict[str, int] | None) -> str:
+    if memory is None:
+        return ""
+    return (
+        f" · {memory['weights_mb']} MB of weights, {memory['caches_mb']} MB of caches,"
+        f" {memory['headroom_mb']} MB to compute"
+    )
 
 
 def print_accounts(reports: list[dict[str, Any]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import subprocess
 import sys
@@ -14,16 +13,15 @@ import typer
 
 from mesh.cli.options import ConfigFile, StateDir
 from mesh.cli.output import note, say
+from mesh.logs import MAX_FILE_BYTES, log_to_stderr, move_aside
 
 if TYPE_CHECKING:
     from mesh.config import Config
     from mesh.paths import StatePaths
     from mesh.runtime import DaemonRecord
 
-_MAX_LOG_BYTES = 16 << 20
 _PATIENCE_S = 10.0
 _POLL_S = 0.1
-_QUIET = ("uvicorn", "websockets", "zeroconf", "asyncio")
 
 Repeated = list[str] | None
 
@@ -70,14 +68,20 @@ def up(  # noqa: PLR0913 - flags
     }  # fmt: skip
     loaded = load_config(flags, file=config).config
     paths = StatePaths(loaded.state_dir).create()
-    make_first_key(loaded, paths)
+    prepare(loaded, paths)
     if detach:
         announce(_detached(_arguments(flags, config), paths))
         return
-    _log_to_stderr(loaded.log_level)
-    from mesh.node import run
+    log_to_stderr(loaded.log_level, paths.daemon_log)
+    from mesh.daemon import run
 
     run(loaded, on_ready=announce)
+
+
+def prepare(config: Config, paths: StatePaths) -> None:
+    """What a first start makes, and shows to people only: none of it goes to the daemon's log."""
+    make_first_key(config, paths)
+    found_first_hearth(config, paths)
 
 
 def make_first_key(config: Config, paths: StatePaths) -> None:
@@ -97,21 +101,46 @@ def make_first_key(config: Config, paths: StatePaths) -> None:
     note(f"API key (shown once; more with `hearthnet keys create`): {text}")
 
 
+def found_first_hearth(config: Config, paths: StatePaths) -> None:
+    """Found a hearth when this node is in none, and print its recovery code."""
+    if not config.is_distributed or paths.hearth.exists():
+        return
+    import asyncio
+
+    from mesh.clock import SystemClock
+    from mesh.hearth.founding import found
+    from mesh.hearth.record import write_record
+    from mesh.identity.keys import load_or_create
+    from mesh.runtime import sole_use
+
+    with sole_use(paths):
+        key = load_or_create(paths.identity_key)
+        founding = asyncio.run(
+            found(key, config.name, paths.events_dir, SystemClock(), lambda report: None)
+        )
+        write_record(paths.hearth, founding.record)
+    say(
+        f"founded {founding.record.name!r}: distributed inference is on;"
+        " `hearthnet invite` lets other machines in"
+    )
+    note(
+        f"recovery code (shown once; write it down): {founding.code}\n"
+        "It alone brings back a hearth whose deciding machines are lost or stolen:"
+        " `hearthnet members recover` on any that is left."
+    )
+
+
 def announce(record: DaemonRecord) -> None:
     """Say where the daemon answers, ready to copy."""
-    say(f"hearthnet is up: API {record.api_url}, nodes on port {record.port}, pid {record.pid}")
-    if record.founded is not None:
-        say(f"founded {record.founded!r}: distributed inference is on; `hearthnet invite` the rest")
+    url = record.public_url or record.api_url
+    say(f"hearthnet is up: API {url}, nodes on port {record.port}, pid {record.pid}")
     key = "unused" if record.keyless else "KEY  # see `hearthnet keys`"
-    say(f"export OPENAI_BASE_URL={record.api_url}/v1 OPENAI_API_KEY={key}")
+    say(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}")
+    if record.certificate is not None:
+        from mesh.identity.api_certificate import fingerprint
 
-
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)-7s %(name)s %(message)s"
-    )
-    for name in _QUIET:
-        logging.getLogger(name).setLevel(logging.WARNING)
+        say(f"certificate {record.certificate_file}, SHA-256 {fingerprint(record.certificate)}")
+        say("on machines that ask here: export SSL_CERT_FILE=COPY of that file")
 
 
 def _arguments(flags: dict[str, Any], config: Path | None) -> list[str]:
@@ -128,8 +157,8 @@ def _detached(arguments: list[str], paths: StatePaths) -> DaemonRecord:
     from mesh.runtime import read_daemon
 
     log = paths.daemon_log
-    if log.exists() and log.stat().st_size > _MAX_LOG_BYTES:
-        log.replace(log.with_suffix(".log.1"))
+    if log.exists() and log.stat().st_size > MAX_FILE_BYTES:
+        move_aside(log)
     with log.open("ab") as output:
         begin = output.tell()
         process = subprocess.Popen(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from mesh.types import (
     ShardDescriptor,
     ShardHealth,
     ShardId,
+    ShardMemory,
     shard_id,
 )  # fmt: skip
 
@@ -67,6 +68,7 @@ def encode(advertisement: Advertisement) -> dict[str, Any]:
             "p95_latency_ms": health.p95_latency_ms,
             "queue_depth": health.queue_depth,
             "active_streams": health.active_streams,
+            **({} if health.memory is None else {"memory": asdict(health.memory)}),
         },
     }
 
@@ -145,6 +147,17 @@ def _health(fields: _Fields, identifier: ShardId) -> ShardHealth:
         p95_latency_ms=health.duration("p95_latency_ms"),
         queue_depth=health.count("queue_depth"),
         active_streams=health.count("active_streams"),
+        memory=_memory(health),
+    )
+
+
+def _memory(health: _Fields) -> ShardMemory | None:
+    """Optional: nodes before this one do not say it."""
+    if not health.has("memory"):
+        return None
+    memory = _Fields(health.value("memory"), "memory")
+    return ShardMemory(
+        memory.count("weights_mb"), memory.count("caches_mb"), memory.count("headroom_mb")
     )
 
 
@@ -163,6 +176,9 @@ class _Fields:
             fix="Update hearthnet on the node that sent it.",
             param=key,
         )
+
+    def has(self, key: str) -> bool:
+        return key in self._data
 
     def value(self, key: str) -> object:
         if key not in self._data:

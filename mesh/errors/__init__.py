@@ -6,14 +6,15 @@ MeshError
 ├─ IdentityError      KeyUnreadable  BadKey  UntrustedPeer  PairingRejected  TokenRejected
 ├─ WireError          BadFrame  FrameTooLarge  VersionMismatch  LinkLost  ConnectFailed
 │                     BadAdvertisement  PeerRefused
-├─ EventLogError      BadEvent  LogCorrupt  SchemaTooNew  LogFull  LogForked  LogBehind  LogRefused
+├─ EventLogError      BadEvent  LogCorrupt  LogFull  LogForked  LogRefused
+│                     SchemaTooNew  SchemaTooOld
 ├─ RouteError         NoRoute (shard_unavailable)  WeightsMismatch  ExperimentalDisabled
 ├─ ShardError         ModelNotFound  BadCheckpoint  UnsupportedFamily  CacheFull  DeviceFailed
-│                     SessionGone  ShardCorrupt  DiskFull
+│                     DeviceLost  SessionGone  ShardCorrupt  WeightsCorrupted  DiskFull
 ├─ GenerationError    BadRequest  BadSteering  ContextTooLong  PipelineStalled
 │                     Busy  LimitReached  QuotaExceeded
 ├─ ApiError           Unauthorized  Forbidden  NotFound  MethodNotAllowed  BodyTooLarge
-│                     HeadersTooLarge  UnsupportedClient
+│                     HeadersTooLarge  UnsupportedClient  TlsRequired
 ├─ JailError          JailUnavailable  PolicyViolation  JobFailed
 ├─ StorageFull        jobs cannot be kept
 └─ InternalError      a child process failed in a way that nobody foresaw
@@ -35,13 +36,13 @@ from mesh.errors.links import (
     EventLogError,
     FrameTooLarge,
     LinkLost,
-    LogBehind,
     LogCorrupt,
     LogForked,
     LogFull,
     LogRefused,
     PeerRefused,
     SchemaTooNew,
+    SchemaTooOld,
     VersionMismatch,
     WireError,
 )
@@ -71,6 +72,7 @@ from mesh.errors.requests import (
     NotFound,
     PolicyViolation,
     StorageFull,
+    TlsRequired,
     Unauthorized,
     UnsupportedClient,
 )
@@ -87,6 +89,7 @@ from mesh.errors.serving import (
     CacheFull,
     ContextTooLong,
     DeviceFailed,
+    DeviceLost,
     DiskFull,
     ExperimentalDisabled,
     GenerationError,
@@ -101,6 +104,7 @@ from mesh.errors.serving import (
     ShardCorrupt,
     ShardError,
     UnsupportedFamily,
+    WeightsCorrupted,
     WeightsMismatch,
 )
 
@@ -122,6 +126,7 @@ __all__ = [
     "ConnectFailed",
     "ContextTooLong",
     "DeviceFailed",
+    "DeviceLost",
     "DiskFull",
     "EventLogError",
     "ExperimentalDisabled",
@@ -137,7 +142,6 @@ __all__ = [
     "KeyUnreadable",
     "LimitReached",
     "LinkLost",
-    "LogBehind",
     "LogCorrupt",
     "LogForked",
     "LogFull",
@@ -158,10 +162,12 @@ __all__ = [
     "RemoteError",
     "RouteError",
     "SchemaTooNew",
+    "SchemaTooOld",
     "SessionGone",
     "ShardCorrupt",
     "ShardError",
     "StorageFull",
+    "TlsRequired",
     "TokenRejected",
     "Unauthorized",
     "UnknownKey",
@@ -169,6 +175,7 @@ __all__ = [
     "UnsupportedFamily",
     "UntrustedPeer",
     "VersionMismatch",
+    "WeightsCorrupted",
     "WeightsMismatch",
     "WireError",
     "from_dict",

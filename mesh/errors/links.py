@@ -78,6 +78,13 @@ class LogCorrupt(EventLogError):
     code = "log_corrupt"
 
 
+class SchemaTooOld(EventLogError):
+    """The log was written by an older hearthnet, in a form that this one cannot read."""
+
+    code = "schema_too_old"
+    http_status = 409
+
+
 class SchemaTooNew(EventLogError):
     """A newer hearthnet has written this log."""
 
@@ -96,13 +103,6 @@ class LogForked(EventLogError):
     """This node has signed two events with one sequence number; no peer takes more from it."""
 
     code = "log_forked"
-    http_status = 409
-
-
-class LogBehind(EventLogError):
-    """This node has signed more than its log holds: a restored backup, or a copied key."""
-
-    code = "log_behind"
     http_status = 409
 
 

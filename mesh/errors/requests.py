@@ -50,6 +50,13 @@ class HeadersTooLarge(ApiError):
     http_status = 431
 
 
+class TlsRequired(ApiError):
+    """Plain HTTP came to a port that speaks TLS only."""
+
+    code = "tls_required"
+    http_status = 400
+
+
 class UnsupportedClient(ApiError):
     """The client's version is not one that this API serves; the fix says which is."""
 

@@ -78,6 +78,14 @@ class ShardCorrupt(ShardError):
     retryable = True
 
 
+class WeightsCorrupted(ShardError):
+    """A shard's weights in memory are not those that it loaded; it has stopped serving them."""
+
+    code = "weights_corrupted"
+    http_status = 503
+    retryable = True
+
+
 class DiskFull(ShardError):
     """A file cannot be written, or would exceed what this node gives for such files."""
 
@@ -90,6 +98,7 @@ class NotEnoughMemory(ShardError):
 
     code = "not_enough_memory"
     http_status = 503
+    retryable = True
 
 
 class SessionGone(ShardError):
@@ -106,6 +115,12 @@ class DeviceFailed(ShardError):
     code = "device_failed"
     http_status = 503
     retryable = True
+
+
+class DeviceLost(DeviceFailed):
+    """The device does nothing more for the process that used it, which is replaced."""
+
+    code = "device_lost"
 
 
 class GenerationError(MeshError):

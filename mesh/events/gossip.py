@@ -51,11 +51,14 @@ class Gossip:
         send: Send,
         settings: GossipSettings | None = None,
         rng: random.Random | None = None,
+        on_exchange: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_exchange` is called whenever an exchange with a peer has come to its end."""
         self._log = log
         self._send = send
         # The random source spreads load; nothing secret hangs on it.
-        self._means = _Means(log, send, settings or GossipSettings(), rng or random.Random())  # noqa: S311
+        rng = rng or random.Random()  # noqa: S311
+        self._means = _Means(log, send, settings or GossipSettings(), rng, on_exchange)
         self._peers: dict[NodeId, _Peer] = {}
         self._news = asyncio.Event()
         self._teller: asyncio.Task[None] | None = None
@@ -100,7 +103,7 @@ class Gossip:
             await self._news.wait()
             await asyncio.sleep(self._means.settings.settle_s)
             self._news.clear()
-            heads = heads_of(self._log.ledger, 0)
+            heads = heads_of(self._log.replica, 0)
             for peer in self._peers:
                 with suppress(MeshError):  # its link reports its own end
                     self._send(peer, heads)
@@ -112,6 +115,7 @@ class _Means:
     send: Send
     settings: GossipSettings
     rng: random.Random
+    on_exchange: Callable[[], None]
 
 
 class _Peer:
@@ -123,6 +127,7 @@ class _Peer:
         self._send = means.send
         self._settings = means.settings
         self._rng = means.rng
+        self._on_exchange = means.on_exchange
         self._requests: asyncio.Queue[Message] = asyncio.Queue(_MAX_REQUESTS)
         self._answers: asyncio.Queue[Message] = asyncio.Queue(1)
         self._number = 0
@@ -140,7 +145,7 @@ class _Peer:
             with suppress(asyncio.QueueFull):
                 self._requests.put_nowait(message)
         elif message.number == 0 and isinstance(message, Heads):
-            if wants_something(self._log.ledger, message):
+            if wants_something(self._log.replica, message):
                 self._due.set()
         elif message.number == self._expected:
             with suppress(asyncio.QueueFull):
@@ -166,7 +171,7 @@ class _Peer:
     async def _exchange(self) -> bool:
         """Catch up once; False when the peer announced what it could not show."""
         self._number += 1
-        exchange = Exchange(self._number, self._log.ledger)
+        exchange = Exchange(self._number, self._log.replica)
         message = exchange.start()
         while True:
             turn = exchange.receive(await self._request(message))
@@ -174,6 +179,7 @@ class _Peer:
                 outcome = await self._log.ingest(turn.ingest, self._peer)
                 turn = exchange.ingested(outcome)
             if turn.send is None:
+                self._on_exchange()
                 return not turn.fruitless
             message = turn.send
 
@@ -202,11 +208,11 @@ class _Peer:
 
     async def _answer_pull(self, pull: Pull) -> Page:
         """One page. Raises LimitReached for a peer that has had as much as it may in a minute."""
-        peer, accounts = of_peer(self._peer), self._log.ledger.accounts
+        peer, accounts = of_peer(self._peer), self._log.chains.accounts
         accounts.require(peer, Resource.EVENT_BYTES_PER_MINUTE)
         with accounts.hold(peer, Resource.PULLS, 1):
-            page = await self._log.page(pull.ranges, pull.proofs)
-        size_bytes = sum(len(body) + len(signature) for body, signature in page.events)
+            page = await self._log.page(pull)
+        size_bytes = sum(len(a) + len(b) for a, b in (*page.events, *page.decisions))
         accounts.charge(peer, Resource.EVENT_BYTES_PER_MINUTE, size_bytes)
         return Page(pull.number, page)
 
@@ -215,8 +221,8 @@ class _Peer:
             case Pull():
                 return await self._answer_pull(request)
             case Probe():
-                return answer_probe(self._log.ledger, request)
-        return heads_of(self._log.ledger, request.number)
+                return answer_probe(self._log.chains, request)
+        return heads_of(self._log.replica, request.number)
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:

@@ -1,22 +1,26 @@
-"""From bytes a peer sent to events in the ledger: decoding, counting what is bad, fork proofs.
+"""From bytes a peer sent to decisions in the docket and events in the chains.
 
-Works inside a transaction that somebody else opens and writes. Refuses to know of disks and links.
+Decodes, counts what is bad, and finds proofs of forked chains.
+
+Works inside transactions that somebody else opens and writes. Refuses to know of disks and links.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from mesh.clock import Clock
 from mesh.errors import BadEvent, LogRefused
-from mesh.events.ledger import Ledger, Verdict
-from mesh.events.opening import Signed
+from mesh.events.chains import Chains
+from mesh.events.docket import Docket, Signed
+from mesh.events.rules import Membership
 from mesh.events.store import Proof
-from mesh.events.types import Event, decode
+from mesh.events.types import Event, Place, decode
+from mesh.events.verdict import Verdict
 from mesh.ledger import Resource, of_peer
 from mesh.types import NodeId
 
@@ -30,10 +34,19 @@ _MAX_WARNED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Events and fork proofs as they travel: bodies with their signatures."""
+    """Events, fork proofs and decisions as they travel: bodies with their signatures."""
 
     events: tuple[Signed, ...] = ()
     proofs: tuple[tuple[Signed, Signed], ...] = ()
+    decisions: tuple[Signed, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Deliberated:
+    """What became of decisions a peer sent, in their order, and who is in then."""
+
+    verdicts: tuple[Verdict, ...]
+    membership: Membership
 
 
 @dataclass(slots=True)
@@ -41,15 +54,17 @@ class Outcome:
     """What became of events a peer sent.
 
     `offered` are the authors of all that could be read, `diverged` those of whom the peer holds
-    another chain.
+    another chain, `decided` counts the decisions that were taken in.
     """
 
     verdicts: Counter[Verdict] = field(default_factory=Counter)
+    decided: int = 0
     offered: set[NodeId] = field(default_factory=set)
     diverged: set[NodeId] = field(default_factory=set)
 
     def __iadd__(self, more: Outcome) -> Self:
         self.verdicts += more.verdicts
+        self.decided += more.decided
         self.offered |= more.offered
         self.diverged |= more.diverged
         return self
@@ -66,30 +81,42 @@ class Report:
 
 
 class Intake:
-    """Feeds a ledger, on whose accounts it counts what peers send.
+    """Feeds a docket and chains, on whose accounts it counts what peers send.
 
-    `orphans` are events a repair saved that wait for their predecessor.
+    `orphans` are events a repair saved that wait for their predecessor, by generation and number.
     """
 
-    def __init__(self, ledger: Ledger, clock: Clock, on_report: Callable[[Report], None]) -> None:
-        self.ledger = ledger
+    def __init__(
+        self, docket: Docket, chains: Chains, clock: Clock, on_report: Callable[[Report], None]
+    ) -> None:
+        self.docket = docket
+        self.chains = chains
         self.clock = clock
         self.on_report = on_report
-        self.orphans: dict[NodeId, dict[int, Signed]] = {}
-        self.adopted: list[tuple[NodeId, int]] = []
+        self.orphans: dict[NodeId, dict[Place, Signed]] = {}
+        self.adopted: list[tuple[NodeId, Place]] = []
         self._proofs: list[Proof] = []
         self._warned: set[NodeId] = set()
         self._full: set[NodeId] = set()
 
     def mutes(self, source: NodeId) -> bool:
         """Whether a peer sent so much that is bad that it is not listened to for a while."""
-        accounts = self.ledger.accounts
+        accounts = self.chains.accounts
         return accounts.exhausted(of_peer(source), Resource.BAD_EVENTS_PER_MINUTE)
 
-    async def take(self, received: Received, source: NodeId) -> Outcome:
-        """Offer everything to the ledger."""
-        outcome = Outcome()
+    def deliberate(self, received: Sequence[Signed]) -> Deliberated:
+        """Offer decisions, in a worker thread: it takes as long as they are entangled."""
+        return Deliberated(tuple(self.docket.take(received)), self.docket.derive())
+
+    async def take(self, received: Received, source: NodeId, decided: Deliberated) -> Outcome:
+        """Offer events and proofs, after the decisions, which bring the keys for them."""
+        outcome = Outcome(decided=len(self.docket.fresh))
         self._proofs = []
+        if outcome.decided:
+            self.chains.follow(decided.membership)
+        for verdict in decided.verdicts:
+            outcome.verdicts[verdict] += 1
+            self._charge(source, verdict)
         for first, second in received.proofs:
             outcome.verdicts[self._take_proof(first, second, source)] += 1
         for number, (body, signature) in enumerate(received.events, 1):
@@ -103,11 +130,11 @@ class Intake:
 
     def take_own(self, event: Event) -> None:
         """Offer an event of this node. Raises LogRefused unless its peers would take it."""
-        verdict = self.ledger.offer(event)
+        verdict = self.chains.offer(event)
         if verdict is Verdict.ACCEPTED:
             self.settle(None)
             return
-        list(self.ledger.pending.take(event.author, event.seq))  # it must not come true later
+        list(self.chains.pending.take(event.author, event.seq))  # it must not come true later
         raise LogRefused(
             f"No node of the hearth would take this event ({verdict}).",
             fix="Join the hearth first; its log must know this node's key.",
@@ -118,26 +145,26 @@ class Intake:
         self.adopted = []
         self._settle_held()
         for author, waiting in self.orphans.items():
-            while (seq := self.ledger.stored(author) + 1) in waiting:
-                if self.ledger.offer(decode(*waiting[seq]), source) is not Verdict.ACCEPTED:
+            while (place := self._next_place(author)) in waiting:
+                if self.chains.offer(decode(*waiting[place]), source) is not Verdict.ACCEPTED:
                     break
-                self.adopted.append((author, seq))
+                self.adopted.append((author, place))
                 self._settle_held()
-        for event in self.ledger.accepted:
+        for event in self.chains.accepted:
             self._check_clock(event)
             signer = of_peer(event.author)
-            self.ledger.accounts.charge(signer, Resource.EVENTS_PER_MINUTE)
+            self.chains.accounts.charge(signer, Resource.EVENTS_PER_MINUTE)
 
     async def prove(self, stored: Callable[[NodeId, int], Awaitable[Event | None]]) -> list[Proof]:
         """Freeze the authors that turned out to have forked; the proofs to keep."""
         proofs, self._proofs = self._proofs, []
-        fresh = {(event.author, event.seq): event for event in self.ledger.accepted}
-        for author, other in list(self.ledger.conflicts.items()):
-            ours = fresh.get((author, other.seq)) or await stored(author, other.seq)
-            if ours is not None:
+        fresh = {(event.author, event.place): event for event in self.chains.accepted}
+        for author, other in list(self.chains.conflicts.items()):
+            ours = fresh.get((author, other.place)) or await stored(author, other.seq)
+            if ours is not None and ours.place == other.place:
                 proofs.append((ours, other))
         for first, _ in proofs:
-            self.ledger.freeze(first.author, first.seq)
+            self.chains.freeze(first.author, first.place)
         return proofs
 
     def report_proofs(self, proofs: list[Proof]) -> None:
@@ -145,17 +172,16 @@ class Intake:
         for first, _ in proofs:
             self.on_report(
                 Report(
-                    "log_forked", first.author,
-                    f"{first.author} has signed two different events with number {first.seq}:"
-                    " its key was copied, or its log restored from a backup.",
-                    "Nothing it signed from there on counts. Revoke it and let it join with a new"
-                    " key.",
+                    "facts_forked", first.author,
+                    f"{first.author} has signed two different facts with number {first.seq}: its"
+                    " log was restored from a backup, or its key copied.",
+                    "It says again by itself what it serves. If it was not restored, revoke it.",
                 )
             )  # fmt: skip
 
     def blame(self, source: NodeId) -> None:
         """Count something bad that a peer sent; too much of it mutes the peer."""
-        accounts = self.ledger.accounts
+        accounts = self.chains.accounts
         if accounts.charge(of_peer(source), Resource.BAD_EVENTS_PER_MINUTE):
             self.on_report(
                 Report(
@@ -164,6 +190,9 @@ class Intake:
                     "It is not listened to for some minutes. If that repeats, revoke it.",
                 )
             )  # fmt: skip
+
+    def _next_place(self, author: NodeId) -> Place:
+        return max(1, self.chains.generation(author)), self.chains.stored(author) + 1
 
     def _take_event(self, body: bytes, signature: bytes, source: NodeId, outcome: Outcome) -> None:
         try:
@@ -179,19 +208,19 @@ class Intake:
         self._charge(source, verdict)
 
     def _offer(self, event: Event, source: NodeId) -> Verdict:
-        author, fresh = event.author, event.seq > self.ledger.stored(event.author)
-        spent = self.ledger.accounts.exhausted(of_peer(author), Resource.EVENTS_PER_MINUTE)
+        author, fresh = event.author, event.place >= self._next_place(event.author)
+        spent = self.chains.accounts.exhausted(of_peer(author), Resource.EVENTS_PER_MINUTE)
         if fresh and spent:
             return Verdict.LATER
-        verdict = self.ledger.offer(event, source)
+        verdict = self.chains.offer(event, source)
         if verdict is Verdict.FULL and author not in self._full and len(self._full) < _MAX_WARNED:
             self._full.add(author)
             self.on_report(
                 Report(
                     "author_full", author,
                     f"{author} has signed as many events as a hearth keeps of one member.",
-                    "What it signs from here on counts nowhere. Revoke it, and let it join with a"
-                    " new key.",
+                    "What it signs from here on counts nowhere until it begins a new chain, which"
+                    " hearthnet does by itself.",
                 )
             )  # fmt: skip
         return verdict
@@ -202,15 +231,15 @@ class Intake:
         except BadEvent:
             verdict = Verdict.MALFORMED
         else:
-            verdict = self.ledger.judge_proof(*proof)
+            verdict = self.chains.judge_proof(*proof)
             if verdict is Verdict.FORKED:
-                self.ledger.freeze(proof[0].author, proof[0].seq)
+                self.chains.freeze(proof[0].author, proof[0].place)
                 self._proofs.append(proof)
         self._charge(source, verdict)
         return verdict
 
     def _settle_held(self) -> None:
-        for source, verdict in self.ledger.settle():
+        for source, verdict in self.chains.settle():
             if source is not None:
                 self._charge(source, verdict)
 

@@ -1,31 +1,43 @@
 """The signed log of one node: appends, takes in what peers send, and tells what it now says.
 
-One task does all the writing, one transaction at a time, this node's own events first; memory
-changes only when the disk has. Knows nothing of links or of what membership events mean.
+Two kinds of records: decisions about members, a graph (`mesh.events.docket`), and facts, a chain
+per author (`mesh.events.chains`). One task does all the writing, one transaction at a time, this
+node's own first; memory changes only when the disk has. Knows nothing of links or of what
+decisions mean.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 from mesh.clock import Clock
-from mesh.errors import Busy, EventLogError, LogBehind, LogForked, LogRefused, MeshError
+from mesh.errors import Busy, EventLogError, MeshError
 from mesh.events import apply as applying
 from mesh.events import opening, snapshot
-from mesh.events.intake import Intake, Outcome, Received, Report
-from mesh.events.ledger import Ledger
-from mesh.events.opening import Contents
-from mesh.events.rules import Rules, Verify
+from mesh.events.authoring import Author, LogSettings, Say
+from mesh.events.chains import Chains
+from mesh.events.decision import SignedDecision
+from mesh.events.docket import Docket, Signed
+from mesh.events.intake import Deliberated, Intake, Outcome, Received, Report
+from mesh.events.messages import Pull
+from mesh.events.rules import Membership, Rules, Verify
 from mesh.events.state import State
-from mesh.events.store import MAX_PAGE_BYTES, PROOF_OVERHEAD_BYTES, Batch, Range, Store
-from mesh.events.types import Draft, Event, Payload, Sign, seal
+from mesh.events.store import (
+    MAX_PAGE_BYTES,
+    MAX_PAGE_EVENTS,
+    PROOF_OVERHEAD_BYTES,
+    RECORD_OVERHEAD_BYTES,
+    Batch,
+    Store,
+)
+from mesh.events.sync import Replica
+from mesh.events.types import Event, Payload, Sign
 from mesh.ledger import ResourceLedger
 from mesh.types import NodeId
 
@@ -38,23 +50,14 @@ _MAX_JOBS = 256
 _EVENTS_PER_JOB = 64
 _OWN_FIRST, _PEERS_NEXT = 0, 1
 _CLOSE_TIMEOUT_S = 30.0
-_SEEN_AT_PEERS = "seen at peers"
-
-
-@dataclass(frozen=True, slots=True)
-class LogSettings:
-    """Where the log lies and whose it is."""
-
-    path: Path
-    hearth_id: str
-    own: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one transaction brought: new events in the order they were taken in, and the state."""
+    """What one transaction brought, in the order it was taken in, and the state."""
 
     events: tuple[Event, ...]
+    decisions: tuple[SignedDecision, ...]
     state: State
 
 
@@ -67,7 +70,7 @@ class _Job:
 
 
 class EventLog:
-    """Use `open`, then `close`. `ledger` is for reading only.
+    """Use `open`, then `close`. `chains`, `docket` and `replica` are for reading only.
 
     `on_change` and `on_report` are called in the event loop and must not block.
     """
@@ -75,19 +78,18 @@ class EventLog:
     def __init__(
         self, settings: LogSettings, store: Store, intake: Intake, rules: Rules, sign: Sign
     ) -> None:
-        self.ledger: Ledger = intake.ledger
+        self.chains: Chains = intake.chains
+        self.docket: Docket = intake.docket
+        self.replica = Replica(intake.chains, intake.docket)
         self.on_change: list[Callable[[Change], None]] = []
-        self._settings = settings
         self._store = store
         self._intake = intake
         self._rules = rules
-        self._sign = sign
+        self._author = Author(settings, intake, sign)
         self._jobs: asyncio.PriorityQueue[_Job] = asyncio.PriorityQueue(_MAX_JOBS)
         self._numbers = 0
         self._closing = False
         self._since_snapshot = 0
-        self._own_head = 0
-        self._behind = ""
         self._writer = asyncio.create_task(self._work(), name="event log writer")
 
     @classmethod
@@ -108,12 +110,15 @@ class EventLog:
         SchemaTooNew, LogCorrupt, LogFull, and BadValue for another hearth's file.
         """
         store, contents, mended = await Store.open(settings.path, settings.hearth_id, rules)
-        ledger = Ledger(settings.hearth_id, rules, verify, clock, accounts)
-        ledger.restore(contents.chains, contents.state)
-        intake = Intake(ledger, clock, on_report)
+        membership = contents.docket.membership
+        chains = Chains(settings.hearth_id, membership, verify, clock, accounts)
+        chains.restore(contents.chains, contents.state)
+        intake = Intake(contents.docket, chains, clock, on_report)
         intake.orphans = contents.orphans
         log = cls(settings, store, intake, rules, sign)
-        log._resume(contents)
+        log._author.head, log._author.restarts = contents.own_head, contents.restart
+        log._since_snapshot = contents.events - contents.snapshot_events
+        await log._refold()
         if mended is not None:
             on_report(
                 Report(
@@ -128,7 +133,7 @@ class EventLog:
     @property
     def state(self) -> State:
         """What the log says now."""
-        return self.ledger.state
+        return self.chains.state
 
     def muted(self, peer: NodeId) -> bool:
         """Whether a peer sent so many bad events that it is not listened to for a while."""
@@ -141,10 +146,31 @@ class EventLog:
     async def append(self, event_type: str, payload: Payload) -> Event:
         """Sign one event as this node's next; when this returns, it is on the disk and applied.
 
-        Raises LogBehind, LogForked, LogRefused, LogFull, LogCorrupt, BadEvent, and Busy when too
-        much waits to be written.
+        Where this node's chain was lost, forked or is full, it begins again with what is still
+        news. Raises LogRefused, LogFull, LogCorrupt, BadEvent, and Busy when too much waits to be
+        written.
         """
         done: Event = await self._enqueue(_OWN_FIRST, partial(self._append, event_type, payload))
+        return done
+
+    async def decide(
+        self,
+        decision_type: str,
+        say: Say,
+        *,
+        after_everything: bool = False,
+        wall_ms: int | None = None,
+    ) -> SignedDecision:
+        """Sign a decision; when this returns, it is on the disk and in force as far as it goes.
+
+        It comes after what this node acknowledges, or after everything there is, and is dated by
+        this node's clock unless told otherwise. Raises as `append` does.
+        """
+        sign = partial(
+            self._author.decide, decision_type, say, after_everything=after_everything,
+            wall_ms=wall_ms,
+        )  # fmt: skip
+        done: SignedDecision = await self._enqueue(_OWN_FIRST, partial(self._decide, sign))
         return done
 
     async def ingest(self, received: Received, source: NodeId) -> Outcome:
@@ -157,6 +183,7 @@ class EventLog:
             part = Received(
                 received.events[start : start + _EVENTS_PER_JOB],
                 () if start else received.proofs,
+                () if start else received.decisions,
             )
             if self.muted(source):
                 break
@@ -164,23 +191,24 @@ class EventLog:
             outcome += found
         return outcome
 
-    async def page(self, ranges: Sequence[Range], proofs: Sequence[NodeId]) -> Received:
-        """Events of these ranges, as many as one page takes, and the fork proofs of authors."""
-        found = await self._store.proofs(proofs, MAX_PAGE_BYTES)
-        taken = sum(len(a[0]) + len(b[0]) + PROOF_OVERHEAD_BYTES for a, b in found)
-        room = MAX_PAGE_BYTES - taken
+    async def page(self, pull: Pull) -> Received:
+        """What is pulled, as much as one page takes: decisions first, then proofs, then events."""
+        decided: list[Signed] = []
+        room = MAX_PAGE_BYTES
+        for decision in self.docket.graph.between(pull.have, pull.want):
+            room -= len(decision.body) + RECORD_OVERHEAD_BYTES
+            if decided and (room < 0 or len(decided) >= MAX_PAGE_EVENTS):
+                break
+            decided.append((decision.body, decision.signature))
+        found = await self._store.proofs(pull.proofs, room) if room > 0 else []
+        room -= sum(len(a[0]) + len(b[0]) + PROOF_OVERHEAD_BYTES for a, b in found)
         counting = [
-            (author, first, min(last, self.ledger.height(author))) for author, first, last in ranges
+            (author, generation, first, min(last, self.chains.height(author)))
+            for author, generation, first, last in pull.ranges
+            if generation == self.chains.generation(author)
         ]
         events = await self._store.page(counting, room) if room > 0 else []
-        return Received(tuple(events), tuple(found))
-
-    async def adopt(self) -> None:
-        """Go on after a restored backup: the person is sure that peers hold all this node signed.
-
-        If one of them held more, the next append would be a fork.
-        """
-        await self._enqueue(_OWN_FIRST, self._adopt)
+        return Received(tuple(events), tuple(found), tuple(decided))
 
     async def close(self) -> None:
         """Write what waits, snapshot the state, close the file."""
@@ -194,7 +222,7 @@ class EventLog:
         while not self._jobs.empty():
             self._jobs.get_nowait().done.cancel()
         await self._store.close()
-        self.ledger.close()
+        self.chains.close()
 
     # The writer.
 
@@ -223,63 +251,84 @@ class EventLog:
                     job.done.set_result(result)
 
     async def _append(self, event_type: str, payload: Payload) -> Event:
-        own = self._settings.own
-        self._check_may_append()
-        seq, prev = self.ledger.next_link(own)
-        wall_ms = max(0, int(self._intake.clock.now().timestamp() * 1000))
-        draft = Draft(
-            self._settings.hearth_id, own, seq, prev, self.ledger.lamport + 1, wall_ms,
-            event_type, payload,
-        )  # fmt: skip
-        event = seal(draft, self._sign)
-        self.ledger.begin()
+        self._begin()
         try:
-            self._intake.take_own(event)
+            event = self._author.extend(event_type, payload)
             await self._commit(event)
         except BaseException:
-            self.ledger.rollback()
+            self._rollback()
             raise
-        self._own_head = seq
         await self._committed()
         return event
 
-    async def _ingest(self, received: Received, source: NodeId) -> Outcome:
-        self.ledger.begin()
+    async def _decide(
+        self, sign: Callable[[], tuple[Membership, SignedDecision]]
+    ) -> SignedDecision:
+        self._begin()
         try:
-            outcome = await self._intake.take(received, source)
+            membership, decision = await asyncio.to_thread(sign)
+            self.chains.follow(membership)
             await self._commit(None)
         except BaseException:
-            self.ledger.rollback()
+            self._rollback()
+            raise
+        await self._committed()
+        return decision
+
+    async def _ingest(self, received: Received, source: NodeId) -> Outcome:
+        self._begin()
+        try:
+            decided = Deliberated((), self.docket.membership)
+            if received.decisions:
+                decided = await asyncio.to_thread(self._intake.deliberate, received.decisions)
+            outcome = await self._intake.take(received, source, decided)
+            await self._commit(None)
+        except BaseException:
+            self._rollback()
             raise
         await self._committed()
         return outcome
 
+    def _begin(self) -> None:
+        self.chains.begin()
+        self.docket.begin()
+
+    def _rollback(self) -> None:
+        self.chains.rollback()
+        self.docket.rollback()
+
     async def _commit(self, appended: Event | None) -> None:
-        """Put the transaction on the disk. An own event that came from outside stops appending."""
-        proofs = await self._intake.prove(self._store.event)
-        accepted, own = self.ledger.accepted, self._settings.own
-        surprises = [e for e in accepted if e.author == own and e.seq > self._own_head]
-        notes: dict[str, bytes] = {}
-        if appended is not None:
-            notes[opening.OWN_HEAD] = str(appended.seq).encode()
-        elif surprises:
-            notes[opening.BEHIND] = _SEEN_AT_PEERS.encode()
-        if accepted or proofs:
-            await self._store.write(Batch(accepted, proofs, self._intake.adopted, notes))
+        """Put the transaction on the disk."""
+        proofs = await self._intake.prove(self._stored)
+        chains, author = self.chains, self._author
+        accepted, decided, head = chains.accepted, self.docket.fresh, author.seen(chains.accepted)
+        notes = {opening.OWN_HEAD: opening.place_note(head)} if head > author.head else {}
+        if appended is not None and author.restarts:
+            notes[opening.RESTART] = b""
+        if accepted or proofs or decided:
+            replaced = [(node, chains.generation(node)) for node in chains.replaced]
+            await self._store.write(
+                Batch(accepted, decided, proofs, self._intake.adopted, replaced, notes)
+            )
+        if appended is None and head > author.head:
+            author.tell_restored()
+        author.head, author.restarts = head, author.restarts and appended is None
         self._intake.report_proofs(proofs)
-        if opening.BEHIND in notes and not self._behind:
-            self._behind = _SEEN_AT_PEERS
-            error = _behind()
-            self._intake.on_report(Report(error.code, own, error.message, error.fix))
+
+    async def _stored(self, author: NodeId, seq: int) -> Event | None:
+        found = await self._store.chain((author, self.chains.generation(author), seq, seq))
+        return found[0] if found else None
 
     async def _committed(self) -> None:
         """Make the transaction visible, and what has to follow it."""
-        events = tuple(self.ledger.accepted)
-        before = self.ledger.state_at_begin
-        self.ledger.commit()
+        events, decided = tuple(self.chains.accepted), tuple(self.docket.fresh)
+        before = self.chains.state_at_begin
+        self.chains.commit()
+        if decided:
+            await asyncio.to_thread(self.docket.commit, self.chains.state.membership)
         await self._refold()
-        if events or self.ledger.state is not before:
-            change = Change(events, self.ledger.state)
+        if events or decided or self.chains.state is not before:
+            change = Change(events, decided, self.chains.state)
             for listener in self.on_change:
                 listener(change)
         self._since_snapshot += len(events)
@@ -288,56 +337,21 @@ class EventLog:
                 await self._snapshot()
 
     async def _refold(self) -> None:
-        for author in self.ledger.state.stale:
-            seq = 0
-            while chain := await self._store.chain(author, seq + 1, self.ledger.stored(author)):
+        for author in self.chains.state.stale:
+            generation, seq = self.chains.generation(author), 0
+            last = self.chains.stored(author)
+            while chain := await self._store.chain((author, generation, seq + 1, last)):
                 if seq == 0:
-                    self.ledger.refold(author, chain)
+                    self.chains.refold(author, chain)
                 else:
-                    self.ledger.state = applying.apply(self._rules, self.ledger.state, chain)
+                    self.chains.state = applying.apply(self.chains.state, chain)
                 seq = chain[-1].seq
 
     async def _snapshot(self) -> None:
         if not self._since_snapshot:
             return
-        dumped = await asyncio.to_thread(snapshot.dump, self.ledger.state, self._rules.version)
+        dumped = await asyncio.to_thread(snapshot.dump, self.chains.state, self._rules.version)
         if dumped is not None:
             await self._store.write(Batch(notes={opening.SNAPSHOT: dumped}))
             await self._store.compact()
             self._since_snapshot = 0
-
-    async def _adopt(self) -> None:
-        head = self.ledger.stored(self._settings.own)
-        notes = {opening.BEHIND: b"", opening.OWN_HEAD: str(head).encode()}
-        await self._store.write(Batch(notes=notes))
-        self._behind, self._own_head = "", head
-
-    def _resume(self, contents: Contents) -> None:
-        self._own_head = contents.own_head
-        self._behind = contents.behind
-        self._since_snapshot = contents.events - contents.snapshot_events
-
-    def _check_may_append(self) -> None:
-        own = self._settings.own
-        if own in self.state.frozen:
-            raise LogForked(
-                "This node has signed two different events with one sequence number.",
-                fix="Its key was copied or its log restored: give it a new key and join again.",
-            )
-        if self._behind or self.ledger.stored(own) < self._own_head:
-            raise _behind()
-        limit = self.state.limit(own)
-        if limit is not None and self.ledger.stored(own) >= limit:
-            raise LogRefused(
-                "This node was put out of the hearth; its events no longer count.",
-                fix="Ask an anchor for a new invitation.",
-            )
-
-
-def _behind() -> LogBehind:
-    return LogBehind(
-        "This node has signed events that its log did not hold: it was restored from a backup,"
-        " damaged, or its key was copied.",
-        fix="Give the node a new key and join again; or, when all other nodes are reachable and"
-        " in step, adopt what they hold and go on.",
-    )

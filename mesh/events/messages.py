@@ -12,14 +12,17 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from mesh.errors import BadFrame
+from mesh.events.decision import DecisionId
+from mesh.events.docket import Signed
 from mesh.events.intake import Received
-from mesh.events.opening import Signed
 from mesh.events.store import MAX_PAGE_EVENTS, Range
-from mesh.events.types import MAX_EVENT_BYTES, MAX_INT63, SIGNATURE_BYTES
+from mesh.events.types import MAX_EVENT_BYTES, MAX_INT63, SIGNATURE_BYTES, Place
 from mesh.types import NodeId
 
 MAX_AUTHORS = 256
 MAX_PROBES = 32
+MAX_TIPS = 64
+ID_BYTES = 32
 HASH_BYTES = 8
 """How much of an event's id is compared; the event itself is what proves anything."""
 
@@ -33,31 +36,38 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Per author the last event that counts (sequence number, first bytes of its id), and forks.
+    """What a replica has.
 
-    `forks` gives for each author with a fork proof the sequence number it is about.
+    `heads` gives per author the last event that counts: generation, sequence number, first bytes of
+    its id. `forks` gives for each author with a fork proof the place that it is about. `tips` are
+    the decisions that nothing there comes after.
     """
 
     number: int
-    heads: dict[NodeId, tuple[int, bytes]] = field(default_factory=dict)
-    forks: dict[NodeId, int] = field(default_factory=dict)
+    heads: dict[NodeId, tuple[int, int, bytes]] = field(default_factory=dict)
+    forks: dict[NodeId, Place] = field(default_factory=dict)
+    tips: tuple[DecisionId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Send me these events (author, first, last) and the fork proofs of these authors.
+    """Send me these events (author, generation, first, last), fork proofs and decisions.
 
-    At most one range and one proof per author, in the order of their names.
+    At most one range and one proof per author, in the order of their names. Of decisions, `want`
+    and all before them that is not `have` or before it.
     """
 
     number: int
-    ranges: tuple[Range, ...]
+    ranges: tuple[Range, ...] = ()
     proofs: tuple[NodeId, ...] = ()
+    want: tuple[DecisionId, ...] = ()
+    have: tuple[DecisionId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The first events of what was pulled, in canonical order, as many as fit."""
+    """The first of what was pulled, as much as fits: decisions parents first, then events in
+    canonical order."""
 
     number: int
     received: Received
@@ -69,6 +79,7 @@ class Probe:
 
     number: int
     author: NodeId
+    generation: int
     seqs: tuple[int, ...]
 
 
@@ -89,22 +100,29 @@ def to_dict(message: Message) -> dict[str, Any]:
     match message:
         case Ask(number):
             return {"kind": "ask", "number": number}
-        case Heads(number, heads, forks):
-            rows = [[author, seq, short] for author, (seq, short) in heads.items()]
-            split = [[author, seq] for author, seq in forks.items()]
-            return {"kind": "heads", "number": number, "heads": rows, "forks": split}
-        case Pull(number, ranges, proofs):
+        case Heads(number, heads, forks, tips):
+            rows = [[author, *head] for author, head in heads.items()]
+            split = [[author, *place] for author, place in forks.items()]
+            return {
+                "kind": "heads", "number": number, "heads": rows, "forks": split,
+                "tips": list(tips),
+            }  # fmt: skip
+        case Pull(number, ranges, proofs, want, have):
             return {
                 "kind": "pull", "number": number, "ranges": [list(r) for r in ranges],
-                "proofs": list(proofs),
+                "proofs": list(proofs), "want": list(want), "have": list(have),
             }  # fmt: skip
         case Page(number, received):
             return {
                 "kind": "page", "number": number, "events": [list(e) for e in received.events],
                 "proofs": [[*first, *second] for first, second in received.proofs],
+                "decisions": [list(d) for d in received.decisions],
             }  # fmt: skip
-        case Probe(number, author, seqs):
-            return {"kind": "probe", "number": number, "author": author, "seqs": list(seqs)}
+        case Probe(number, author, generation, seqs):
+            return {
+                "kind": "probe", "number": number, "author": author, "generation": generation,
+                "seqs": list(seqs),
+            }  # fmt: skip
         case Probed(number, author, hashes):
             found = [list(row) for row in hashes.items()]
             return {"kind": "probed", "number": number, "author": author, "hashes": found}
@@ -129,25 +147,28 @@ def from_dict(fields: object) -> Message:
 
 def _heads(fields: dict[str, Any]) -> Heads:
     heads = {
-        _author(author): (_seq(seq), _bytes(short, HASH_BYTES, exact=True))
-        for author, seq, short in _rows(fields["heads"], MAX_AUTHORS)
+        _author(author): (_seq(generation), _seq(seq), _bytes(short, HASH_BYTES, exact=True))
+        for author, generation, seq, short in _rows(fields["heads"], MAX_AUTHORS)
     }
-    forks = {_author(author): _seq(seq) for author, seq in _rows(fields["forks"], MAX_AUTHORS)}
-    return Heads(_number(fields), heads, forks)
+    forks = {
+        _author(author): (_seq(generation), _seq(seq))
+        for author, generation, seq in _rows(fields["forks"], MAX_AUTHORS)
+    }
+    return Heads(_number(fields), heads, forks, _ids(fields["tips"]))
 
 
 def _pull(fields: dict[str, Any]) -> Pull:
     ranges = tuple(
-        (_author(author), _seq(first), _seq(last))
-        for author, first, last in _rows(fields["ranges"], MAX_AUTHORS)
+        (_author(author), _seq(generation), _seq(first), _seq(last))
+        for author, generation, first, last in _rows(fields["ranges"], MAX_AUTHORS)
     )
     # What is asked for twice would be fetched twice: a small message must not cost a large answer.
-    _ascending([author for author, _, _ in ranges], "ranges")
-    if any(first > last for _, first, last in ranges):
+    _ascending([author for author, *_ in ranges], "ranges")
+    if any(first > last for *_, first, last in ranges):
         raise ValueError("a range ends before it begins")
     proofs = tuple(_author(author) for author in _rows(fields["proofs"], MAX_AUTHORS))
     _ascending(proofs, "proofs")
-    return Pull(_number(fields), ranges, proofs)
+    return Pull(_number(fields), ranges, proofs, _ids(fields["want"]), _ids(fields["have"]))
 
 
 def _page(fields: dict[str, Any]) -> Page:
@@ -155,13 +176,15 @@ def _page(fields: dict[str, Any]) -> Page:
     proofs = tuple(
         (_signed(a, b), _signed(c, d)) for a, b, c, d in _rows(fields["proofs"], MAX_AUTHORS)
     )
-    return Page(_number(fields), Received(events, proofs))
+    decisions = tuple(_signed(*row) for row in _rows(fields["decisions"], MAX_PAGE_EVENTS))
+    return Page(_number(fields), Received(events, proofs, decisions))
 
 
 def _probe(fields: dict[str, Any]) -> Probe:
     seqs = tuple(_seq(seq) for seq in _rows(fields["seqs"], MAX_PROBES))
     _ascending(seqs, "seqs")
-    return Probe(_number(fields), _author(fields["author"]), seqs)
+    author, generation = _author(fields["author"]), _seq(fields["generation"])
+    return Probe(_number(fields), author, generation, seqs)
 
 
 def _probed(fields: dict[str, Any]) -> Probed:
@@ -199,6 +222,13 @@ def _author(value: Any) -> NodeId:
     if type(value) is not str or not 0 < len(value) <= 64:
         raise ValueError("author")
     return NodeId(value)
+
+
+def _ids(value: Any) -> tuple[DecisionId, ...]:
+    found = tuple(DecisionId(_bytes(one, ID_BYTES, exact=True)) for one in _rows(value, MAX_TIPS))
+    if len(set(found)) != len(found):
+        raise ValueError("ids are not distinct")
+    return found
 
 
 def _signed(body: Any, signature: Any) -> Signed:

@@ -1,4 +1,4 @@
-"""Opening the log's file: tables, integrity, chains, and the state from its snapshot.
+"""Opening the log's file: tables, integrity, decisions, chains, and the state from its snapshot.
 
 Synchronous SQLite, for a worker thread; runs once per start. Every body is hashed and every link
 of every chain followed. Raises LogCorrupt for damage; mending it is `mesh.events.repair`.
@@ -10,27 +10,27 @@ import hashlib
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgpack
 
-from mesh.errors import BadValue, LogCorrupt
+from mesh.errors import BadEvent, BadValue, LogCorrupt
 from mesh.events import apply as applying
+from mesh.events import decision as decisions
 from mesh.events import snapshot as snapshots
-from mesh.events.ledger import Chain
+from mesh.events.chains import Chain
+from mesh.events.decision import SignedDecision
+from mesh.events.docket import Docket, Signed
 from mesh.events.migrations import migrate
 from mesh.events.rules import Rules
 from mesh.events.state import State
-from mesh.events.types import GENESIS, Event, decode
+from mesh.events.types import GENESIS, Event, Place, decode
 from mesh.types import NodeId
-
-Signed = tuple[bytes, bytes]
-"""An event's body and signature."""
 
 HEARTH = "hearth"
 OWN_HEAD = "own_head"
-BEHIND = "behind"
+RESTART = "restart"
 SNAPSHOT = "snapshot"
 
 # Stored rows were decoded once: this bounds msgpack where the file is damaged.
@@ -40,20 +40,42 @@ _FOLD_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What the file holds, without the bodies. `snapshot_events` are those the snapshot covers."""
+    """What the file holds, without the bodies of events. `snapshot_events` are those the snapshot
+    covers; `restart` says that this node's own chain is to begin again."""
 
+    docket: Docket
     chains: dict[NodeId, Chain]
     state: State
     events: int
     snapshot_events: int
-    own_head: int
-    behind: str
-    orphans: dict[NodeId, dict[int, Signed]] = field(default_factory=dict)
+    own_head: Place
+    restart: bool
+    orphans: dict[NodeId, dict[Place, Signed]] = field(default_factory=dict)
 
 
 def digest(body: bytes, signature: bytes) -> bytes:
     """What a row's `digest` column must be."""
     return hashlib.blake2b(body + signature, digest_size=8).digest()
+
+
+def event_row(event: Event) -> tuple[object, ...]:
+    """An event as it is stored."""
+    check = digest(event.body, event.signature)
+    return (
+        event.author, event.generation, event.seq, event.lamport, event.id, check, event.body,
+        event.signature,
+    )  # fmt: skip
+
+
+def decision_row(decision: SignedDecision) -> tuple[object, ...]:
+    """A decision as it is stored."""
+    body, signature = decision.body, decision.signature
+    return decision.id, digest(body, signature), body, signature
+
+
+def place_note(place: Place) -> bytes:
+    """A place as a note."""
+    return b"%d:%d" % place
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -81,7 +103,7 @@ def read(path: Path, hearth_id: str, rules: Rules) -> Contents:
         with closing(connect(path)) as connection:
             migrate(connection)
             _check_hearth(connection, path, hearth_id)
-            return _load(connection, rules)
+            return _load(connection, Docket(hearth_id, rules), rules)
     except sqlite3.DatabaseError as error:
         if isinstance(error, sqlite3.OperationalError) and not is_damage(error):
             raise
@@ -116,25 +138,30 @@ def _check_hearth(connection: sqlite3.Connection, path: Path, hearth_id: str) ->
         )
 
 
-def _load(connection: sqlite3.Connection, rules: Rules) -> Contents:
+def _load(connection: sqlite3.Connection, docket: Docket, rules: Rules) -> Contents:
     _check_pages(connection)
+    docket.load(_check_decisions(connection))
     chains, count = _check_chains(connection)
     frozen = {
-        NodeId(author): seq - 1
-        for author, seq in connection.execute("SELECT author, seq FROM forks")
+        NodeId(author): (generation, seq - 1)
+        for author, generation, seq in connection.execute(
+            "SELECT author, generation, seq FROM forks"
+        )
     }
+    state = State(docket.membership, frozen=frozen)
     saved = note(connection, SNAPSHOT)
-    state = None if saved is None else snapshots.load(saved, rules, frozen)
-    if state is None:
-        state = replace(applying.empty(rules), frozen=frozen)
+    if saved is not None:
+        state = snapshots.load(saved, state, rules.version)
     covered = sum(fold.seq for fold in state.authors.values())
-    state = _catch_up(connection, rules, state, chains)
-    orphans: dict[NodeId, dict[int, Signed]] = {}
-    for author, seq, body, signature in connection.execute("SELECT * FROM orphans"):
-        orphans.setdefault(NodeId(author), {})[seq] = (body, signature)
-    own_head = int(note(connection, OWN_HEAD) or b"0")
-    behind = (note(connection, BEHIND) or b"").decode()
-    return Contents(chains, state, count, covered, own_head, behind, orphans)
+    state = _catch_up(connection, state, chains)
+    orphans: dict[NodeId, dict[Place, Signed]] = {}
+    for author, generation, seq, body, signature in connection.execute("SELECT * FROM orphans"):
+        orphans.setdefault(NodeId(author), {})[generation, seq] = (body, signature)
+    generation, _, seq = (note(connection, OWN_HEAD) or b"0:0").partition(b":")
+    restart = bool(note(connection, RESTART))
+    return Contents(
+        docket, chains, state, count, covered, (int(generation), int(seq)), restart, orphans
+    )
 
 
 def _check_pages(connection: sqlite3.Connection) -> None:
@@ -144,44 +171,55 @@ def _check_pages(connection: sqlite3.Connection) -> None:
         raise _corrupt(verdict)
 
 
+def _check_decisions(connection: sqlite3.Connection) -> Iterator[SignedDecision]:
+    for event_id, stored_digest, body, signature in connection.execute(
+        "SELECT * FROM decisions ORDER BY rowid"
+    ):
+        try:
+            decision = decisions.decode(body, signature)
+        except BadEvent as error:
+            raise _corrupt("a decision is damaged") from error
+        if decision.id != event_id or digest(body, signature) != stored_digest:
+            raise _corrupt("a decision is damaged")
+        yield decision
+
+
 def _check_chains(connection: sqlite3.Connection) -> tuple[dict[NodeId, Chain], int]:
     chains: dict[NodeId, Chain] = {}
     count = 0
     rows = connection.execute(
-        "SELECT author, seq, id, digest, body, signature FROM events ORDER BY rowid"
+        "SELECT author, generation, seq, id, digest, body, signature FROM events ORDER BY rowid"
     )
-    for author, seq, event_id, stored_digest, body, signature in rows:
+    for author, generation, seq, event_id, stored_digest, body, signature in rows:
         count += 1
         chain = chains.get(author)
         if chain is None:
-            chain = chains[NodeId(author)] = Chain()
+            chain = chains[NodeId(author)] = Chain(generation)
         if hashlib.sha256(body).digest() != event_id or digest(body, signature) != stored_digest:
             raise _corrupt(f"event {seq} of {author} is damaged")
         fields = msgpack.unpackb(body, max_array_len=_MAX_ELEMENTS, max_map_len=_MAX_ELEMENTS)
         previous = bytes(chain.ids[-32:]) or GENESIS
-        if seq != len(chain) + 1 or (fields[2], fields[3], fields[4]) != (author, seq, previous):
+        expected = (author, chain.generation, len(chain) + 1, previous)
+        if tuple(fields[2:6]) != expected or (generation, seq) != expected[1:3]:
             raise _corrupt(f"event {seq} of {author} does not continue its chain")
         chain.ids += event_id
-        chain.lamport = fields[5]
+        chain.lamport = fields[6]
         chain.size_bytes += len(body)
     return chains, count
 
 
-def _catch_up(
-    connection: sqlite3.Connection, rules: Rules, state: State, chains: dict[NodeId, Chain]
-) -> State:
+def _catch_up(connection: sqlite3.Connection, state: State, chains: dict[NodeId, Chain]) -> State:
     """The state with what was stored after the snapshot."""
-    for author in chains:
+    for author, chain in chains.items():
         before = state.authors.get(author)
+        covered = before.seq if before is not None and before.generation == chain.generation else 0
         batch: list[Event] = []
-        for event in chain_after(connection, author, 0 if before is None else before.seq):
+        for event in chain_after(connection, author, covered):
             batch.append(event)
             if len(batch) >= _FOLD_AT_ONCE:
-                state = applying.apply(rules, state, batch)
+                state = applying.apply(state, batch)
                 batch = []
-        state = applying.apply(rules, state, batch)
-    for author in state.stale:
-        state = applying.refold(state, author, chain_after(connection, author, 0))
+        state = applying.apply(state, batch)
     return state
 
 

@@ -13,15 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mesh.errors import BadEvent
+from mesh.events import decision as decisions
 from mesh.events import pages
+from mesh.events.decision import DecisionId, SignedDecision
 from mesh.events.migrations import migrate
-from mesh.events.opening import BEHIND, HEARTH, OWN_HEAD, connect, digest, note, put_note
-from mesh.events.types import GENESIS, Event, decode
+from mesh.events.opening import (
+    HEARTH,
+    OWN_HEAD,
+    RESTART,
+    connect,
+    decision_row,
+    digest,
+    event_row,
+    note,
+    put_note,
+)
+from mesh.events.types import GENESIS, Event, Place, decode
 from mesh.types import NodeId
 
 _SIDE_FILES = ("-wal", "-shm")
-_EVENT_COLUMNS, _ORPHAN_COLUMNS = 7, 4
-_LOST_OWN_HEAD = "damaged"
+_EVENT_COLUMNS, _ORPHAN_COLUMNS, _DECISION_COLUMNS = 8, 5, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +74,17 @@ class _Salvage:
 
     def __init__(self, path: Path, hearth_id: str) -> None:
         self.unreadable = 0
-        self.events: dict[tuple[NodeId, int], Event] = {}
+        self.events: dict[tuple[NodeId, Place], Event] = {}
+        self.decisions: dict[DecisionId, SignedDecision] = {}
         self.forks: list[tuple[object, ...]] = []
         self.own_head: bytes | None = None
-        self.behind: bytes | None = None
+        self.restart = False
         for columns in pages.rows(path):
-            event = _event(columns)
+            event, decision = _event(columns), _decision(columns)
             if event is not None and event.hearth_id == hearth_id:
-                self.events.setdefault((event.author, event.seq), event)
+                self.events.setdefault((event.author, event.place), event)
+            if decision is not None and decision.hearth_id == hearth_id:
+                self.decisions.setdefault(decision.id, decision)
         # Read-only also keeps SQLite from copying the write-ahead log into a damaged file.
         address = f"{path.absolute().as_uri()}?mode=ro"
         with closing(sqlite3.connect(address, uri=True, isolation_level=None)) as source:
@@ -79,10 +93,12 @@ class _Salvage:
     def _read(self, source: sqlite3.Connection) -> None:
         try:
             self.own_head = note(source, OWN_HEAD)
-            self.behind = note(source, BEHIND)
+            self.restart = bool(note(source, RESTART))
             self.forks = source.execute("SELECT * FROM forks").fetchall()
-            (count,) = source.execute("SELECT max(rowid) FROM events").fetchone()
-            self.unreadable += max(0, (count or 0) - len(self.events))
+            for table, found in (("events", self.events), ("decisions", self.decisions)):
+                query = f"SELECT count(*) FROM {table}"  # noqa: S608 - two names of ours
+                (count,) = source.execute(query).fetchone()
+                self.unreadable += max(0, (count or 0) - len(found))
         except sqlite3.DatabaseError:
             self.unreadable += 1
 
@@ -92,10 +108,20 @@ def _event(columns: list[bytes]) -> Event | None:
     if len(columns) not in (_EVENT_COLUMNS, _ORPHAN_COLUMNS):
         return None
     body, signature = columns[-2:]
-    if len(columns) == _EVENT_COLUMNS and columns[4] != digest(body, signature):
+    if len(columns) == _EVENT_COLUMNS and columns[5] != digest(body, signature):
         return None
     try:
         return decode(body, signature)
+    except BadEvent:
+        return None
+
+
+def _decision(columns: list[bytes]) -> SignedDecision | None:
+    """The decision of a row of `decisions`; None for other rows and damaged ones."""
+    if len(columns) != _DECISION_COLUMNS or columns[1] != digest(*columns[2:]):
+        return None
+    try:
+        return decisions.decode(*columns[2:])
     except BadEvent:
         return None
 
@@ -104,28 +130,28 @@ def _write(target: sqlite3.Connection, salvage: _Salvage, hearth_id: str) -> tup
     put_note(target, HEARTH, hearth_id.encode())
     if salvage.own_head is not None:
         put_note(target, OWN_HEAD, salvage.own_head)
-    elif salvage.unreadable:
-        # How far this node had signed is not known any more, so it must not sign on its own.
-        salvage.behind = _LOST_OWN_HEAD.encode()
-    if salvage.behind:
-        put_note(target, BEHIND, salvage.behind)
-    target.executemany("INSERT INTO forks VALUES (?, ?, ?, ?, ?, ?)", salvage.forks)
+    if salvage.restart or salvage.unreadable:
+        # How far this node had signed may not be known any more: it goes on in a new chain.
+        put_note(target, RESTART, b"1")
+    target.executemany("INSERT INTO forks VALUES (?, ?, ?, ?, ?, ?, ?)", salvage.forks)
+    for decision in sorted(salvage.decisions.values(), key=lambda d: (d.depth, d.id)):
+        target.execute("INSERT INTO decisions VALUES (?, ?, ?, ?)", decision_row(decision))
+    newest = {author: generation for author, (generation, _) in sorted(salvage.events)}
     heads: dict[NodeId, tuple[int, bytes]] = {}
     kept = orphans = 0
-    for (author, seq), event in sorted(salvage.events.items()):
+    for (author, (generation, seq)), event in sorted(salvage.events.items()):
+        if generation != newest[author]:
+            continue  # replaced since; its page had not been used again
         height, head = heads.get(author, (0, GENESIS))
-        body, signature = event.body, event.signature
         if seq == height + 1 and event.prev == head:
             heads[author] = (seq, event.id)
-            row = (author, seq, event.lamport, event.id, digest(body, signature), body, signature)
-            target.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            target.execute("INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?, ?)", event_row(event))
             kept += 1
         else:
-            target.execute(
-                "INSERT INTO orphans VALUES (?, ?, ?, ?)", (author, seq, body, signature)
-            )
+            row = (author, generation, seq, event.body, event.signature)
+            target.execute("INSERT INTO orphans VALUES (?, ?, ?, ?, ?)", row)
             orphans += 1
-    return kept, orphans
+    return kept + len(salvage.decisions), orphans
 
 
 def _done(path: Path) -> Path:

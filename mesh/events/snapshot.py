@@ -1,23 +1,23 @@
-"""A `State` as bytes and back: a cache that makes a start quick, never an authority.
+"""What authors said, folded, as bytes and back: a cache that makes a start quick, no authority.
 
 Whatever is wrong with a snapshot, the answer is the same: it is not used, the log is folded again.
+Members are not in it: who is in is found anew from the decisions, and what an author said whose
+standing is another than it was is folded again.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from dataclasses import replace
 
 import msgpack
 
-from mesh.errors import BadEvent
 from mesh.events import apply as applying
-from mesh.events.rules import Rules
 from mesh.events.state import AuthorFold, Fact, State, Subject
-from mesh.events.types import EventId, decode
+from mesh.events.types import EventId
 from mesh.types import NodeId
 
-_VERSION = "hearthnet/state/v1"
+_VERSION = "hearthnet/state/v2"
 
 
 def dump(state: State, rules_version: str) -> bytes | None:
@@ -27,6 +27,8 @@ def dump(state: State, rules_version: str) -> bytes | None:
     authors = [
         [
             author,
+            repr(fold.standing),
+            fold.generation,
             fold.seq,
             [
                 [*subject, *fact.order, fact.event_id, fact.wall_ms, fact.payload]
@@ -35,31 +37,34 @@ def dump(state: State, rules_version: str) -> bytes | None:
         ]
         for author, fold in state.authors.items()
     ]
-    members = [[event.body, event.signature] for event in state.member_events]
-    content: bytes = msgpack.packb([_VERSION, rules_version, members, dict(state.frozen), authors])
+    content: bytes = msgpack.packb([_VERSION, rules_version, authors])
     return hashlib.sha256(content).digest() + content
 
 
-def load(snapshot: bytes, rules: Rules, frozen: Mapping[NodeId, int]) -> State | None:
-    """The state that was dumped, or None when it was not by these rules or for these forks."""
+def load(snapshot: bytes, state: State, rules_version: str) -> State:
+    """The state with those authors' folds that were made by these rules under this standing."""
     digest, content = snapshot[:32], snapshot[32:]
     if hashlib.sha256(content).digest() != digest:
-        return None
+        return state
     try:
-        version, rules_version, members, frozen_then, authors = msgpack.unpackb(content)
-        if version != _VERSION or rules_version != rules.version or frozen_then != frozen:
-            return None
-        state = State(applying.empty(rules).membership, frozen=dict(frozen))
-        state = applying.apply(rules, state, [decode(body, sig) for body, sig in members])
-        folds = {NodeId(author): _fold(state, author, seq, facts) for author, seq, facts in authors}
-    except (ValueError, TypeError, BadEvent):
-        return None
-    return State(state.membership, state.member_events, folds, state.frozen)
+        version, by_rules, authors = msgpack.unpackb(content)
+        if (version, by_rules) != (_VERSION, rules_version):
+            return state
+        folds = {
+            NodeId(author): _fold(state, author, generation, seq, facts)
+            for author, standing, generation, seq, facts in authors
+            if standing == repr(applying.standing(state, author))
+        }
+    except (ValueError, TypeError):
+        return state
+    return replace(state, authors=folds)
 
 
-def _fold(state: State, author: NodeId, seq: int, rows: list[list[object]]) -> AuthorFold:
+def _fold(
+    state: State, author: NodeId, generation: int, seq: int, rows: list[list[object]]
+) -> AuthorFold:
     facts: dict[Subject, Fact] = {}
     for kind, name, lamport, by, event_seq, event_id, wall_ms, payload in rows:
         order = (lamport, NodeId(str(by)), event_seq)
         facts[str(kind), str(name)] = Fact(order, EventId(event_id), wall_ms, payload)  # type: ignore[arg-type]
-    return AuthorFold(applying.standing(state, author), seq, facts)
+    return AuthorFold(applying.standing(state, author), generation, seq, facts)

@@ -18,9 +18,10 @@ from mesh.events.types import (
     SHARD_ADVERTISED,
     STEERING_PUBLISHED,
     TOKEN_REVOKED,
-    Event,
     EventId,
     Order,
+    Payload,
+    Place,
 )
 from mesh.types import NodeId
 
@@ -54,30 +55,30 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class AuthorFold:
-    """One author's events up to `seq`, folded while its standing was `standing`."""
+    """One author's events of a generation up to `seq`, folded while its standing was `standing`."""
 
     standing: Hashable
+    generation: int
     seq: int
     facts: Mapping[Subject, Fact]
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A function of the set of valid events and fork proofs; nothing else.
+    """A function of the membership and the set of valid events and fork proofs; nothing else.
 
-    `frozen` holds the last sequence number that counts of authors that forked. `stale` are authors
-    whose standing changed: what they said is withheld until `mesh.events.apply.refold` read their
-    chain again.
+    `frozen` holds, of authors that forked their chain, its generation and the last sequence number
+    that counts. `stale` are authors whose standing changed: what they said is withheld until
+    `mesh.events.apply.refold` read their chain again.
     """
 
     membership: Membership
-    member_events: tuple[Event, ...] = ()
     authors: Mapping[NodeId, AuthorFold] = field(default_factory=dict)
-    frozen: Mapping[NodeId, int] = field(default_factory=dict)
+    frozen: Mapping[NodeId, Place] = field(default_factory=dict)
     stale: frozenset[NodeId] = frozenset()
 
-    def limit(self, author: NodeId) -> int | None:
-        """The author's last sequence number that counts; None when there is no end."""
+    def limit(self, author: NodeId) -> Place | None:
+        """Generation and number of the author's last event that counts; None for no end."""
         cut = self.membership.limit(author)
         frozen = self.frozen.get(author)
         if cut is None or frozen is None:
@@ -92,10 +93,6 @@ class State:
         """The newest steering edit of each name; one that was removed says no more than that."""
         return self._newest(STEERING_PUBLISHED)
 
-    def placements(self) -> dict[str, Fact]:
-        """The newest wish for each model, by model id."""
-        return self._newest(PLACEMENT_WISHED)
-
     def revoked_tokens(self) -> dict[str, Fact]:
         """The tokens that no longer count, by token id."""
         return self._newest(TOKEN_REVOKED)
@@ -108,6 +105,18 @@ class State:
             for (kind, name), fact in fold.facts.items()
             if kind == SHARD_ADVERTISED
         }
+
+    def restated(self, author: NodeId) -> list[tuple[str, Payload]]:
+        """What of an author's facts is still news: what it would say when it began again."""
+        fold = self.authors.get(author)
+        facts = fold.facts if fold is not None else {}
+        newest = {kind: self._newest(kind) for kind in SUBJECT_FIELDS if kind != SHARD_ADVERTISED}
+        live = [
+            (fact.order, kind, fact.payload)
+            for (kind, name), fact in facts.items()
+            if kind == SHARD_ADVERTISED or newest[kind][name] is fact
+        ]
+        return [(kind, payload) for _, kind, payload in sorted(live, key=lambda row: row[0])]
 
     def _newest(self, wanted: str) -> dict[str, Fact]:
         newest: dict[str, Fact] = {}

@@ -20,9 +20,11 @@ import aiosqlite
 
 from mesh.errors import EventLogError, LogCorrupt, LogFull
 from mesh.events import opening, repair
-from mesh.events.opening import Contents, Signed
+from mesh.events.decision import SignedDecision
+from mesh.events.docket import Signed
+from mesh.events.opening import Contents
 from mesh.events.rules import Rules
-from mesh.events.types import Event, decode
+from mesh.events.types import Event, Place, decode
 from mesh.types import NodeId
 
 MAX_PAGE_EVENTS = 512
@@ -32,24 +34,26 @@ MAX_PAGE_BYTES = 224 << 10
 PROOF_OVERHEAD_BYTES = 256
 """What one proof takes in a page beside its two bodies."""
 
-_EVENT_OVERHEAD_BYTES = 80
+RECORD_OVERHEAD_BYTES = 80
+"""What one event or decision takes in a page beside its body."""
+
 _CLOSE_TIMEOUT_S = 10.0
 
 _CHAIN = (
-    "SELECT lamport, body, signature FROM events WHERE author = ? AND seq BETWEEN ? AND ?"
-    " ORDER BY seq LIMIT ?"
+    "SELECT lamport, body, signature FROM events"
+    " WHERE author = ? AND generation = ? AND seq BETWEEN ? AND ? ORDER BY seq LIMIT ?"
 )
 
 _SIZES = (
-    "SELECT lamport, LENGTH(body) FROM events WHERE author = ? AND seq BETWEEN ? AND ?"
-    " ORDER BY seq LIMIT ?"
+    "SELECT lamport, LENGTH(body) FROM events"
+    " WHERE author = ? AND generation = ? AND seq BETWEEN ? AND ? ORDER BY seq LIMIT ?"
 )
 _PROOF = (
     "SELECT first_body, first_signature, second_body, second_signature FROM forks WHERE author = ?"
 )
 
-Range = tuple[NodeId, int, int]
-"""An author and the first and last sequence number."""
+Range = tuple[NodeId, int, int, int]
+"""An author, a generation, and the first and last sequence number."""
 
 Proof = tuple[Event, Event]
 """Two events by one author with one sequence number."""
@@ -60,9 +64,12 @@ class Batch:
     """What one transaction writes."""
 
     events: Sequence[Event] = ()
+    decisions: Sequence[SignedDecision] = ()
     proofs: Sequence[Proof] = ()
-    adopted: Sequence[tuple[NodeId, int]] = ()
+    adopted: Sequence[tuple[NodeId, Place]] = ()
     """Orphans that have found their place in a chain."""
+    replaced: Sequence[tuple[NodeId, int]] = ()
+    """Authors whose chain began again, with its generation: what was before goes."""
     notes: dict[str, bytes] = field(default_factory=dict)
 
 
@@ -71,6 +78,7 @@ class _Unread:
     """What is left of one range: `rows` (lamport, size) were read ahead, `first` comes next."""
 
     author: NodeId
+    generation: int
     first: int
     last: int
     taken: int = 0
@@ -129,14 +137,9 @@ class Store:
         except sqlite3.Error as error:
             raise translate(error) from error
 
-    async def event(self, author: NodeId, seq: int) -> Event | None:
-        """One stored event."""
-        events = await self.chain(author, seq, seq)
-        return events[0] if events else None
-
-    async def chain(self, author: NodeId, first: int, last: int) -> list[Event]:
+    async def chain(self, where: Range) -> list[Event]:
         """An author's stored events of a range, in order; at most a page of them."""
-        rows = await self._fetch(_CHAIN, (author, first, last, MAX_PAGE_EVENTS))
+        rows = await self._fetch(_CHAIN, (*where, MAX_PAGE_EVENTS))
         return [decode(body, signature) for _, body, signature in rows]
 
     async def page(self, ranges: Sequence[Range], room_bytes: int) -> list[Signed]:
@@ -146,8 +149,9 @@ class Store:
         body that it does not give. Authors must be distinct.
         """
         page: list[tuple[int, NodeId, Signed]] = []
-        for (author, first, _), count in await self._fitting(ranges, room_bytes):
-            rows = await self._fetch(_CHAIN, (author, first, first + count - 1, count))
+        for (author, generation, first, _), count in await self._fitting(ranges, room_bytes):
+            where = (author, generation, first, first + count - 1, count)
+            rows = await self._fetch(_CHAIN, where)
             page += [(lamport, author, (body, signature)) for lamport, body, signature in rows]
         page.sort(key=itemgetter(0, 1))
         return [signed for _, _, signed in page]
@@ -175,12 +179,12 @@ class Store:
     async def _fitting(self, ranges: Sequence[Range], room_bytes: int) -> list[tuple[Range, int]]:
         """How many events of each range come first and fit one page, read from sizes alone."""
         ahead = max(4, MAX_PAGE_EVENTS // max(1, len(ranges)))
-        unread = [_Unread(author, first, last) for author, first, last in ranges]
+        unread = [_Unread(*whole) for whole in ranges]
         heap: list[tuple[int, NodeId, int, _Unread]] = []
 
         async def push(chain: _Unread) -> None:
             if not chain.rows and chain.first <= chain.last:
-                where = (chain.author, chain.first, chain.last, ahead)
+                where = (chain.author, chain.generation, chain.first, chain.last, ahead)
                 rows = await self._fetch(_SIZES, where)
                 chain.rows.extend((lamport, size) for lamport, size in rows)
                 chain.first += ahead
@@ -193,7 +197,7 @@ class Store:
         taken = 0
         while heap and taken < MAX_PAGE_EVENTS:
             _, _, size, chain = heapq.heappop(heap)
-            room_bytes -= size + _EVENT_OVERHEAD_BYTES
+            room_bytes -= size + RECORD_OVERHEAD_BYTES
             if taken and room_bytes < 0:
                 break
             chain.taken += 1
@@ -211,18 +215,31 @@ class Store:
 
     async def _write(self, batch: Batch) -> None:
         writer = self._writer
+        if batch.decisions:
+            await writer.executemany(
+                "INSERT OR REPLACE INTO decisions VALUES (?, ?, ?, ?)",
+                [opening.decision_row(decision) for decision in batch.decisions],
+            )
         if batch.events:
             await writer.executemany(
-                "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)", [_row(e) for e in batch.events]
+                "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                [opening.event_row(event) for event in batch.events],
             )
         for a, b in batch.proofs:
             await writer.execute(
-                "INSERT OR REPLACE INTO forks VALUES (?, ?, ?, ?, ?, ?)",
-                (a.author, a.seq, a.body, a.signature, b.body, b.signature),
+                "INSERT OR REPLACE INTO forks VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (a.author, *a.place, a.body, a.signature, b.body, b.signature),
             )
+        for author, generation in batch.replaced:
+            for table in ("events", "forks"):
+                await writer.execute(
+                    f"DELETE FROM {table} WHERE author = ? AND generation < ?",  # noqa: S608 - two names of ours
+                    (author, generation),
+                )
         if batch.adopted:
             await writer.executemany(
-                "DELETE FROM orphans WHERE author = ? AND seq = ?", batch.adopted
+                "DELETE FROM orphans WHERE author = ? AND generation = ? AND seq = ?",
+                [(author, *place) for author, place in batch.adopted],
             )
         for name, value in batch.notes.items():
             await writer.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, value))
@@ -234,13 +251,6 @@ class Store:
                 await self._writer.rollback()
             except sqlite3.Error as error:
                 raise translate(error) from error
-
-
-def _row(event: Event) -> tuple[object, ...]:
-    check = opening.digest(event.body, event.signature)
-    return (
-        event.author, event.seq, event.lamport, event.id, check, event.body, event.signature,
-    )  # fmt: skip
 
 
 def translate(error: sqlite3.Error | OSError) -> EventLogError:

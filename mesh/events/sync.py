@@ -1,22 +1,26 @@
 """One replica catching up with another, without I/O: messages in, messages and events out.
 
 The one that wants to know drives an `Exchange`; the other answers each request by itself and keeps
-nothing. Heads are compared, what is missing is pulled in bounded pages; where two chains of one
-author differ, the first difference is searched, because the two events there prove the fork.
+nothing. Heads are compared, what is missing is pulled in bounded pages, decisions before events;
+where two chains of one author differ, the first difference is searched, because the two events
+there prove the fork.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from mesh.errors import BadFrame
+from mesh.events.chains import Chains
+from mesh.events.decision import DecisionId
+from mesh.events.docket import Docket
 from mesh.events.intake import Outcome, Received
 from mesh.events.messages import (
     HASH_BYTES,
     MAX_AUTHORS,
     MAX_PROBES,
+    MAX_TIPS,
     Ask,
     Heads,
     Message,
@@ -25,30 +29,21 @@ from mesh.events.messages import (
     Probed,
     Pull,
 )
-from mesh.events.state import State
 from mesh.events.store import Range
-from mesh.events.types import EventId
+from mesh.events.types import Place
 from mesh.types import NodeId
 
+_IDLE_PULLS = 2
+"""Pulls of decisions that bring none before the rest is left for another time. The first may bring
+what shows why something that was refused before is needed."""
 
-class Replica(Protocol):
-    """What an exchange reads of this node's log; `mesh.events.ledger.Ledger` is one."""
 
-    @property
-    def state(self) -> State:
-        """For limits and forks."""
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """What an exchange reads of this node's log."""
 
-    def height(self, author: NodeId) -> int:
-        """The author's last sequence number here that counts."""
-
-    def is_full(self, author: NodeId) -> bool:
-        """Whether nothing more of this author is kept here."""
-
-    def id_at(self, author: NodeId, seq: int) -> EventId | None:
-        """The id of an event here."""
-
-    def heads(self) -> Mapping[NodeId, tuple[int, EventId]]:
-        """Each author's last event that counts."""
+    chains: Chains
+    docket: Docket
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +86,13 @@ class Exchange:
         self._replica = replica
         self._theirs: Heads | None = None
         self._waiting: Message = Ask(number)
-        self._wanted: dict[NodeId, int] = {}
+        self._wanted: dict[NodeId, Place] = {}
         self._given_up: set[NodeId] = set()
         self._proofs_asked: set[NodeId] = set()
         self._searches: list[_Search] = []
         self._searched: set[NodeId] = set()
         self._conflict: NodeId | None = None
+        self._idle = 0
         self._fruitless = False
 
     def start(self) -> Message:
@@ -121,13 +117,18 @@ class Exchange:
 
     def ingested(self, outcome: Outcome) -> Turn:
         """The page's events have been judged."""
+        chains = self._replica.chains
+        if isinstance(self._waiting, Pull) and self._waiting.want:
+            self._idle = 0 if outcome.decided else self._idle + 1
         for author in outcome.diverged:
-            self._search(author, self._replica.height(author))
+            self._search(author, chains.height(author))
         for author in outcome.offered or set(self._wanted):
-            if self._replica.height(author) <= self._wanted.get(author, 0):
-                # It waits for another author's event, or is no good; others may go on.
+            if (chains.generation(author), chains.height(author)) <= self._wanted.get(
+                author, (0, 0)
+            ):
+                # It waits for its author to be let in, or is no good; others may go on.
                 self._given_up.add(author)
-        if self._conflict is not None and self._conflict not in self._replica.state.frozen:
+        if self._conflict is not None and self._conflict not in chains.state.frozen:
             self._fruitless = True
         self._wanted, self._conflict = {}, None
         return self._next()
@@ -135,28 +136,38 @@ class Exchange:
     def _next(self) -> Turn:
         theirs = self._theirs
         assert theirs is not None, "heads come first"  # noqa: S101  (our own invariant)
-        message = self._next_search() or self._next_pull(theirs)
+        message = self._next_decisions(theirs) or self._next_search() or self._next_pull(theirs)
         if message is None:
             for author in conflicting(self._replica, theirs):
-                self._search(author, theirs.heads[author][0])
+                self._search(author, theirs.heads[author][1])
             message = self._next_search()
         if message is None:
             return Turn(fruitless=self._fruitless)
         self._waiting = message
         return Turn(send=message)
 
+    def _next_decisions(self, theirs: Heads) -> Pull | None:
+        """First of all, as they let the authors of events in."""
+        docket = self._replica.docket
+        want = lacking(docket, theirs)
+        if not want or self._idle >= _IDLE_PULLS:
+            return None
+        return Pull(self.number, want=tuple(want[:MAX_TIPS]), have=docket.tips[:MAX_TIPS])
+
     def _next_search(self) -> Message | None:
+        chains = self._replica.chains
         while self._searches:
             search = self._searches[0]
-            frozen = self._replica.state.frozen.get(search.author)
-            if frozen is not None and frozen < search.high:
+            frozen = chains.state.frozen.get(search.author)
+            if frozen is not None and frozen[1] < search.high:
                 self._searches.pop(0)
                 continue
+            generation = chains.generation(search.author)
             if search.high - search.low > 1:
-                return Probe(self.number, search.author, search.points())
+                return Probe(self.number, search.author, generation, search.points())
             self._searches.pop(0)
             self._conflict = search.author
-            return Pull(self.number, ((search.author, search.high, search.high),))
+            return Pull(self.number, ((search.author, generation, search.high, search.high),))
         return None
 
     def _narrow(self, author: NodeId, hashes: Mapping[int, bytes], seqs: tuple[int, ...]) -> None:
@@ -166,21 +177,18 @@ class Exchange:
             self._fruitless = True
             return
         for seq in seqs:
-            ours = self._replica.id_at(author, seq)
+            ours = self._replica.chains.id_at(author, seq)
             if ours is None or ours[:HASH_BYTES] != hashes[seq]:
                 search.high = seq
                 break
             search.low = seq
 
     def _next_pull(self, theirs: Heads) -> Pull | None:
-        proofs = []
-        for author, seq in theirs.forks.items():
-            known = self._replica.state.frozen.get(author)
-            if author not in self._proofs_asked and (known is None or seq <= known):
-                proofs.append(author)
+        chains = self._replica.chains
+        proofs = [a for a in unproven(chains, theirs) if a not in self._proofs_asked]
         self._proofs_asked.update(proofs)
-        ranges = sorted(missing(self._replica, theirs, self._given_up))[:MAX_AUTHORS]
-        self._wanted = {author: first - 1 for author, first, _ in ranges}
+        ranges = sorted(missing(chains, theirs, self._given_up))[:MAX_AUTHORS]
+        self._wanted = {author: (generation, first - 1) for author, generation, first, _ in ranges}
         if not ranges and not proofs:
             return None
         return Pull(self.number, tuple(ranges), tuple(sorted(proofs)))
@@ -191,44 +199,69 @@ class Exchange:
             self._searches.append(_Search(author, 0, high))
 
 
-def missing(replica: Replica, theirs: Heads, but: Iterable[NodeId] = ()) -> Iterable[Range]:
-    """What a peer with these heads has and this replica could use."""
+def lacking(docket: Docket, theirs: Heads) -> list[DecisionId]:
+    """The decisions that a peer with these heads has and this replica could use."""
+    return list(dict.fromkeys((*docket.lacks(theirs.tips), *docket.wanted)))
+
+
+def missing(chains: Chains, theirs: Heads, but: Iterable[NodeId] = ()) -> Iterable[Range]:
+    """The events that a peer with these heads has and this replica could use."""
     skipped = set(but)
-    for author, (seq, _) in theirs.heads.items():
-        limit = replica.state.limit(author)
-        last = seq if limit is None else min(seq, limit)
-        height = replica.height(author)
-        if last > height and author not in skipped and not replica.is_full(author):
-            yield author, height + 1, last
+    for author, (generation, seq, _) in theirs.heads.items():
+        ours = chains.generation(author)
+        if author in skipped or generation < ours:
+            continue
+        if generation > ours:
+            limit = chains.state.membership.limit(author)
+            if limit is None or limit > (generation, 0):
+                yield author, generation, 1, seq
+            continue
+        limit, height = chains.state.limit(author), chains.height(author)
+        last = seq if limit is None or limit[0] > generation else min(seq, limit[1])
+        if last > height and not chains.is_full(author):
+            yield author, generation, height + 1, last
 
 
 def conflicting(replica: Replica, theirs: Heads) -> Iterable[NodeId]:
     """Authors of whom the peer holds another chain than this replica."""
-    for author, (seq, short) in theirs.heads.items():
-        if seq <= replica.height(author):
-            ours = replica.id_at(author, seq)
+    chains = replica.chains
+    for author, (generation, seq, short) in theirs.heads.items():
+        if generation == chains.generation(author) and seq <= chains.height(author):
+            ours = chains.id_at(author, seq)
             if ours is not None and ours[:HASH_BYTES] != short:
                 yield author
 
 
+def unproven(chains: Chains, theirs: Heads) -> Iterable[NodeId]:
+    """Authors of whom the peer has proof of a fork that is not known here."""
+    for author, place in theirs.forks.items():
+        known = chains.state.frozen.get(author)
+        if place[0] == chains.generation(author) and (known is None or place <= known):
+            yield author
+
+
 def wants_something(replica: Replica, theirs: Heads) -> bool:
     """Whether an exchange with a peer of these heads would bring anything."""
-    forks = any(
-        (known := replica.state.frozen.get(author)) is None or seq <= known
-        for author, seq in theirs.forks.items()
+    return (
+        bool(replica.docket.lacks(theirs.tips))
+        or any(unproven(replica.chains, theirs))
+        or any(missing(replica.chains, theirs))
+        or any(conflicting(replica, theirs))
     )
-    return forks or any(missing(replica, theirs)) or any(conflicting(replica, theirs))
 
 
 def heads_of(replica: Replica, number: int) -> Heads:
     """This replica's heads as a message."""
-    heads = {author: (seq, full[:HASH_BYTES]) for author, (seq, full) in replica.heads().items()}
-    forks = {author: last + 1 for author, last in replica.state.frozen.items()}
-    return Heads(number, dict(list(heads.items())[:MAX_AUTHORS]), forks)
+    found = replica.chains.heads().items()
+    heads = {author: (at, seq, full[:HASH_BYTES]) for author, (at, seq, full) in found}
+    forks = {author: (at, last + 1) for author, (at, last) in replica.chains.state.frozen.items()}
+    some = dict(list(heads.items())[:MAX_AUTHORS])
+    return Heads(number, some, forks, replica.docket.tips[:MAX_TIPS])
 
 
-def answer_probe(replica: Replica, probe: Probe) -> Probed:
-    """The ids that were asked for."""
-    found = {seq: replica.id_at(probe.author, seq) for seq in probe.seqs}
+def answer_probe(chains: Chains, probe: Probe) -> Probed:
+    """The ids that were asked for; none of another generation than the one here."""
+    is_here = probe.generation == chains.generation(probe.author)
+    found = {seq: chains.id_at(probe.author, seq) for seq in probe.seqs if is_here}
     hashes = {seq: full[:HASH_BYTES] for seq, full in found.items() if full is not None}
     return Probed(probe.number, probe.author, hashes)

@@ -2,7 +2,8 @@
 
 The body is a msgpack array in a fixed order, signed behind a domain prefix, named by its SHA-256.
 Received bytes are kept, hashed and verified as they came; nothing is ever encoded again. Knows
-nothing of chains, members or storage.
+nothing of chains, members or storage. What is decided about members is no fact but a
+`mesh.events.decision.SignedDecision`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from mesh.types import NodeId
 EventId = NewType("EventId", bytes)
 """The SHA-256 of an event's body."""
 
-VERSION = 1
-DOMAIN = b"hearthnet/event/v1\0"
+VERSION = 2
+DOMAIN = b"hearthnet/event/v2\0"
 GENESIS = EventId(bytes(32))
 """What the first event of a chain names as its predecessor."""
 
@@ -47,6 +48,9 @@ _FIX = "Run the same hearthnet version on all machines of the hearth."
 Order = tuple[int, NodeId, int]
 """The canonical order of events: lamport, author, seq."""
 
+Place = tuple[int, int]
+"""A generation and a sequence number in it."""
+
 Payload = dict[str, Any] | list[Any]
 """What an event says: a map of text, or an array of fixed order, of plain msgpack values."""
 
@@ -60,6 +64,7 @@ class Draft:
 
     hearth_id: str
     author: NodeId
+    generation: int
     seq: int
     prev: EventId
     lamport: int
@@ -72,12 +77,15 @@ class Draft:
 class Event:
     """A well-formed event; whether its signature and chain hold is another question.
 
-    `seq` counts from 1 per author, `prev` is the id of the author's event before it, `wall_ms` is
-    the author's clock in Unix milliseconds, for people only. `payload` must not be changed.
+    An author has one chain of events, and may begin it anew: a chain of a higher `generation`
+    replaces those before it. `seq` counts from 1 in each, `prev` is the id of the event before it,
+    `wall_ms` is the author's clock in Unix milliseconds, for people only. `payload` must not be
+    changed.
     """
 
     hearth_id: str
     author: NodeId
+    generation: int
     seq: int
     prev: EventId
     lamport: int
@@ -94,6 +102,11 @@ class Event:
         return self.lamport, self.author, self.seq
 
     @property
+    def place(self) -> Place:
+        """Where it stands in its author's chain."""
+        return self.generation, self.seq
+
+    @property
     def signed_bytes(self) -> bytes:
         """What the signature covers."""
         return DOMAIN + self.body
@@ -104,8 +117,8 @@ def seal(draft: Draft, sign: Sign) -> Event:
     try:
         body = msgpack.packb(
             [
-                VERSION, draft.hearth_id, draft.author, draft.seq, draft.prev, draft.lamport,
-                draft.wall_ms, draft.type, draft.payload,
+                VERSION, draft.hearth_id, draft.author, draft.generation, draft.seq, draft.prev,
+                draft.lamport, draft.wall_ms, draft.type, draft.payload,
             ]
         )  # fmt: skip
     except (TypeError, ValueError, OverflowError) as error:
@@ -123,21 +136,26 @@ def decode(body: bytes, signature: bytes) -> Event:
     """
     if len(body) > MAX_EVENT_BYTES or len(signature) != SIGNATURE_BYTES:
         raise BadEvent(f"An event of {len(body)} bytes is too large, or unsigned.", fix=_FIX)
-    try:
-        fields = msgpack.unpackb(body, max_array_len=_MAX_ELEMENTS, max_map_len=_MAX_ELEMENTS)
-    # msgpack raises whatever the input provokes: all of it means that this is no event.
-    except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
-        raise BadEvent(f"The event is not msgpack: {error}.", fix=_FIX) from error
-    if type(fields) is not list or len(fields) != 9 or not is_plain(fields):
+    fields = unpack(body, "event")
+    if type(fields) is not list or len(fields) != 10 or not is_plain(fields):
         raise BadEvent("The event has another shape than this version knows.", fix=_FIX)
     if not _fields_hold(fields) or msgpack.packb(fields) != body:
         raise BadEvent("The event has a field of the wrong form.", fix=_FIX)
-    _, hearth_id, author, seq, prev, lamport, wall_ms, kind, payload = fields
+    _, hearth_id, author, generation, seq, prev, lamport, wall_ms, kind, payload = fields
     event_id = EventId(hashlib.sha256(body).digest())
     return Event(
-        hearth_id, NodeId(author), seq, EventId(prev), lamport, wall_ms, kind, payload,
+        hearth_id, NodeId(author), generation, seq, EventId(prev), lamport, wall_ms, kind, payload,
         event_id, body, signature,
     )  # fmt: skip
+
+
+def unpack(body: bytes, what: str) -> Any:
+    """The msgpack value of a signed body, bounded in its elements. Raises BadEvent."""
+    try:
+        return msgpack.unpackb(body, max_array_len=_MAX_ELEMENTS, max_map_len=_MAX_ELEMENTS)
+    # msgpack raises whatever the input provokes: all of it means that this is not what it says.
+    except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
+        raise BadEvent(f"The {what} is not msgpack: {error}.", fix=_FIX) from error
 
 
 def is_plain(value: object, depth: int = MAX_DEPTH + 1) -> bool:
@@ -157,16 +175,29 @@ def is_plain(value: object, depth: int = MAX_DEPTH + 1) -> bool:
     return False
 
 
+def is_hearth_id(value: object) -> bool:
+    """Whether a decoded value can name a hearth."""
+    return type(value) is str and 0 < len(value) <= 128
+
+
+def is_author(value: object) -> bool:
+    """Whether a decoded value can name a node."""
+    return type(value) is str and _AUTHOR.fullmatch(value) is not None
+
+
+def is_type(value: object) -> bool:
+    """Whether a decoded value can name a kind of event or decision."""
+    return type(value) is str and _TYPE.fullmatch(value) is not None
+
+
 def _fields_hold(fields: list[Any]) -> bool:
-    version, hearth_id, author, seq, prev, lamport, wall_ms, kind, payload = fields
+    version, hearth_id, author, generation, seq, prev, lamport, wall_ms, kind, payload = fields
     return (
         type(version) is int and version == VERSION
-        and type(hearth_id) is str and 0 < len(hearth_id) <= 128
-        and type(author) is str and _AUTHOR.fullmatch(author) is not None
-        and _counts(seq) and _counts(lamport)
+        and is_hearth_id(hearth_id) and is_author(author) and is_type(kind)
+        and _counts(generation) and _counts(seq) and _counts(lamport)
         and type(wall_ms) is int and 0 <= wall_ms <= MAX_INT63
         and type(prev) is bytes and len(prev) == 32 and (seq == 1) == (prev == GENESIS)
-        and type(kind) is str and _TYPE.fullmatch(kind) is not None
         and type(payload) in (dict, list)
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from mesh.errors import PipelineStalled
+from mesh.percentiles import percentile
 
 FLOOR_S = 1.0
 """No step is given up sooner: what another process on the machine, a garbage collection or a Wi-Fi
@@ -113,10 +114,7 @@ class HopLatency:
 
     def percentile_ms(self, share: float) -> float:
         """Of the latest steps, all sizes together; 0 when there are none."""
-        if not self._recent_s:
-            return 0.0
-        ordered = sorted(self._recent_s)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3
+        return percentile(sorted(self._recent_s), share) * 1e3
 
 
 def _size(rows: int) -> int:

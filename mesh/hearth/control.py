@@ -11,11 +11,11 @@ from mesh.errors import BadRequest, NotFound
 from mesh.events.types import TOKEN_REVOKED
 from mesh.hearth.hearth import Hearth
 from mesh.hearth.network import Network
-from mesh.identity.decisions import LevelChanged, Revoked
+from mesh.identity.decisions import LevelChanged, Readmitted, Revoked
 from mesh.identity.fingerprints import fingerprint
 from mesh.identity.invitations import DEFAULT_TTL_S, qr_code
 from mesh.identity.keys import short_id
-from mesh.identity.roster import Cut, Member, Roster, TrustLevel
+from mesh.identity.roster import Member, Roster, TrustLevel
 from mesh.types import NodeId
 
 _ANSWER_S = 30.0
@@ -32,7 +32,6 @@ class Control:
         """Who is in."""
         hearth = self._network.require_hearth()
         roster, own = hearth.roster, hearth.key.node_id
-        forks = hearth.forks()
         return {
             "id": hearth.id,
             "name": roster.name,
@@ -40,7 +39,7 @@ class Control:
             "is_member": roster.is_member(own),
             "two_signatures": roster.two_signatures,
             "members": [
-                {**_member(m), "self": m.node_id == own}
+                {**_member(m), "self": m.node_id == own, "forked": m.node_id in roster.forked}
                 for m in sorted(roster.members.values(), key=lambda m: (-m.level, m.name))
             ],
             "pending": [
@@ -57,8 +56,7 @@ class Control:
                 {
                     "node_id": node,
                     "name": _name(roster, node),
-                    "why": _why_out(hearth, node),
-                    "forked_at": forks[node] + 1 if node in forks else None,
+                    "why": "frozen" if node in roster.frozen else "revoked",
                 }
                 for node in sorted(roster.cuts)
             ],
@@ -133,9 +131,36 @@ class Control:
         hearth = self._network.require_hearth()
         member = _find(hearth.roster, who)
         _keep_an_anchor(hearth.roster, member)
-        await hearth.decide(Revoked(member.node_id, _cut(hearth, member.node_id), reason))
+        end = hearth.end_of_facts(member.node_id)
+        await hearth.decide(Revoked(member.node_id, end, reason))
         done = member.node_id in hearth.roster.cuts
         return _outcome(hearth.roster, member, "revoke", done=done)
+
+    async def readmit(self, who: str) -> dict[str, Any]:
+        """Let a member decide again that signed two histories because it was restored."""
+        hearth = self._network.require_hearth()
+        member = _find(hearth.roster, who)
+        if member.node_id not in hearth.roster.forked:
+            raise BadRequest(
+                f"{member.name} has not signed two histories.",
+                fix="There is nothing to readmit.",
+                param="member",
+            )
+        await hearth.decide(Readmitted(member.node_id))
+        done = member.node_id not in hearth.roster.forked
+        now = hearth.roster.members.get(member.node_id, member)
+        return _outcome(hearth.roster, now, "readmit", done=done)
+
+    async def recover(self, code: str) -> dict[str, Any]:
+        """Make this node the hearth's only anchor, by the code that its founding printed."""
+        hearth = self._network.require_hearth()
+        before = set(hearth.roster.anchors)
+        await hearth.recover(code, self._network.name)
+        roster, own = hearth.roster, hearth.key.node_id
+        return {
+            "anchor": _member(roster.members[own]),
+            "demoted": [_name(roster, node) for node in sorted(before - {own})],
+        }
 
     async def revoke_token(self, token_id: str) -> dict[str, Any]:
         """End the session that was opened with this token, wherever it runs."""
@@ -143,8 +168,7 @@ class Control:
         return {"token_id": token_id}
 
     async def _change(self, hearth: Hearth, member: Member, level: TrustLevel) -> dict[str, Any]:
-        cut = _cut(hearth, member.node_id)
-        await hearth.decide(LevelChanged(member.node_id, level, cut))
+        await hearth.decide(LevelChanged(member.node_id, level))
         now = hearth.roster.members.get(member.node_id)
         done = now is not None and now.level is level
         return _outcome(hearth.roster, now or member, level.label, done=done)
@@ -155,16 +179,6 @@ def _outcome(roster: Roster, member: Member, action: str, *, done: bool) -> dict
     waiting = [p for p in roster.pending if p.subject == member.node_id and p.action == action]
     missing = waiting[0].needed - len(waiting[0].voters) if waiting else 0
     return {"done": done, "action": action, "votes_missing": missing, "member": _member(member)}
-
-
-def _why_out(hearth: Hearth, node: NodeId) -> str:
-    if node in hearth.forks():
-        return "forked"
-    return "frozen" if node in hearth.roster.frozen else "revoked"
-
-
-def _cut(hearth: Hearth, node: NodeId) -> Cut:
-    return Cut(*hearth.head(node))
 
 
 def _member(member: Member) -> dict[str, Any]:

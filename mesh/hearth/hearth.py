@@ -1,6 +1,8 @@
-"""One hearth as this node knows it: the log, the roster it folds to, the contexts for TLS.
+"""One hearth as this node knows it: the log, the roster it comes to, the contexts for TLS.
 
 Follows the log: whenever the members change, new handshakes follow at once and `on_roster` is told.
+Signs nothing before it has heard from another member, or waited for one in vain: a log that was
+restored from a backup does not know what this node has signed since.
 Knows nothing of links; what the gossip says goes out and comes in through `start_gossip` and
 `receive`.
 """
@@ -9,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -19,28 +21,32 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from mesh.clock import Clock
-from mesh.errors import BadFrame
+from mesh.errors import BadFrame, LogForked, MeshError
 from mesh.events import messages
 from mesh.events.gossip import Gossip, Send
-from mesh.events.intake import Report
-from mesh.events.log import Change, EventLog, LogSettings
+from mesh.events.log import Change, EventLog
 from mesh.events.state import Fact
+from mesh.hearth import founding
+from mesh.hearth.founding import OnReport, open_log
 from mesh.hearth.record import HearthRecord
-from mesh.identity import decisions, membership
-from mesh.identity.certificates import make_certificate
-from mesh.identity.decisions import Decision, Founded
+from mesh.identity import decisions
+from mesh.identity.decisions import Acknowledged, Decision, Readmitted
 from mesh.identity.keys import NodeKey
-from mesh.identity.roster import Roster, TrustLevel, freeze
+from mesh.identity.roster import Cut, Roster, TrustLevel
 from mesh.identity.tls import TlsContexts, TlsMaterial
 from mesh.ledger import ResourceLedger
 from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
 
+ALONE_S = 30.0
+"""How long a node that has just started waits to hear from another member before it signs."""
+
+_ACKNOWLEDGE_S = 5.0
+"""How long an anchor collects what others decided before it says that it has seen it."""
+
 _STOP_TIMEOUT_S = 5.0
 _MAX_REVOKED_TOKENS = 1024
-
-OnReport = Callable[[Report], None]
 
 
 class Hearth:
@@ -58,7 +64,8 @@ class Hearth:
         self._revoked: frozenset[str] = frozenset()
         self._changed = asyncio.Event()
         self._applying = asyncio.Lock()
-        self._follower: asyncio.Task[None] | None = None
+        self._heard = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
     async def open(
@@ -77,7 +84,11 @@ class Hearth:
         material = TlsMaterial.of(key, hearth._roster.certificates)
         hearth._tls = await asyncio.to_thread(TlsContexts, material)
         log.on_change.append(hearth._note)
-        hearth._follower = asyncio.create_task(hearth._follow(), name="follow members")
+        hearth._tasks = [
+            asyncio.create_task(hearth._follow(), name="follow members"),
+            asyncio.create_task(hearth._wait_alone(), name="wait for a member"),
+            asyncio.create_task(hearth._acknowledge(), name="acknowledge decisions"),
+        ]
         return hearth
 
     @property
@@ -100,7 +111,7 @@ class Hearth:
     @property
     def accounts(self) -> ResourceLedger:
         """See `mesh.discovery.trust.Trust`."""
-        return self._log.ledger.accounts
+        return self._log.chains.accounts
 
     def may_serve(self, node: NodeId) -> bool:
         """See `mesh.discovery.trust.Trust`: serving takes the level trusted."""
@@ -131,21 +142,46 @@ class Hearth:
             if member.level >= TrustLevel.TRUSTED
         )
 
-    def head(self, node: NodeId) -> tuple[int, bytes]:
-        """Number and hash of the node's last event that is here; (0, b"") without any."""
-        return self._log.ledger.heads().get(node, (0, b""))
+    def end_of_facts(self, node: NodeId) -> Cut:
+        """Where the node's chain of facts ends here."""
+        return Cut(*self._log.chains.heads().get(node, (0, 0, b"")))
+
+    async def heard(self) -> None:
+        """Wait until another member was heard from, or `ALONE_S` after the start."""
+        await self._heard.wait()
 
     async def decide(self, decision: Decision) -> None:
         """Sign a decision about members; when this returns it holds here and is on the disk.
 
-        Raises what `EventLog.append` raises, and UntrustedPeer when this node is no anchor.
+        Raises what `EventLog.decide` raises, UntrustedPeer when this node is no anchor, and
+        LogForked when it was one until it signed two histories.
         """
+        if self.key.node_id in self._roster.forked:
+            raise LogForked(
+                "This node has signed two different histories: its log was restored from a backup,"
+                " or its key was copied.",
+                fix="If it was restored, have another anchor run `hearthnet members readmit`; with"
+                " no other anchor left, run `hearthnet members recover` with the recovery code.",
+            )
         self._roster.require(self.key.node_id, TrustLevel.ANCHOR)
-        await self._log.append(*decisions.encode(decision))
+        await self.heard()
+        kind, payload = decisions.encode(decision)
+        await self._log.decide(
+            kind, lambda parents, wall_ms: payload,
+            # Who is readmitted keeps all that it signed: nobody meant any harm.
+            after_everything=isinstance(decision, Readmitted),
+        )  # fmt: skip
+        await self._apply()
+
+    async def recover(self, code: str, name: str) -> None:
+        """See `mesh.hearth.founding.recover`."""
+        await self.heard()
+        await founding.recover(self._log, self.key, self.id, name, code)
         await self._apply()
 
     async def publish(self, event_type: str, payload: dict[str, Any]) -> None:
         """Sign a fact that is not about members. Raises what `EventLog.append` raises."""
+        await self.heard()
         await self._log.append(event_type, payload)
 
     def models(self) -> dict[str, Fact]:
@@ -171,16 +207,9 @@ class Hearth:
         facts = fold.facts if fold is not None else {}
         return {name: fact for (kind, name), fact in facts.items() if kind == event_type}
 
-    def forks(self) -> Mapping[NodeId, int]:
-        """Nodes proven to have signed two histories, with the last number that counts.
-
-        The two events that prove it are kept in the log and handed on.
-        """
-        return self._log.state.frozen
-
     def start_gossip(self, send: Send) -> None:
         """Begin to keep the log in step with linked peers."""
-        self._gossip = Gossip(self._log, send)
+        self._gossip = Gossip(self._log, send, on_exchange=self._heard.set)
         self._gossip.start()
 
     def peer_up(self, peer: NodeId) -> None:
@@ -207,9 +236,10 @@ class Hearth:
         """Stop following and close the log."""
         if self._gossip is not None:
             await self._gossip.stop()
-        if self._follower is not None:
-            self._follower.cancel()
-            await asyncio.wait([self._follower], timeout=_STOP_TIMEOUT_S)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_STOP_TIMEOUT_S)
         await self._log.close()
 
     # Following.
@@ -222,6 +252,28 @@ class Hearth:
             await self._changed.wait()
             self._changed.clear()
             await self._apply()
+
+    async def _wait_alone(self) -> None:
+        if self._roster.members.keys() - {self.key.node_id}:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ALONE_S):
+                    await self._heard.wait()
+        self._heard.set()
+
+    async def _acknowledge(self) -> None:
+        """As an anchor, say what one has seen: then nobody can make up another past later."""
+        own = self.key.node_id
+        await self._heard.wait()
+        while True:
+            await asyncio.sleep(_ACKNOWLEDGE_S)
+            news = self._log.docket.unheard(own)
+            is_anchor = self._roster.at_least(own, TrustLevel.ANCHOR)
+            if not is_anchor or all(said.type == decisions.ACKNOWLEDGED for said in news):
+                continue
+            try:
+                await self.decide(Acknowledged())
+            except MeshError as error:  # a full disk, or put out meanwhile: looked at again later
+                logger.info("not acknowledged: %s", error)
 
     async def _apply(self) -> None:
         async with self._applying:
@@ -236,9 +288,8 @@ class Hearth:
                 listener(before, after)
 
     def _read_roster(self) -> Roster:
-        state = self._log.state
-        assert isinstance(state.membership, Roster)  # noqa: S101 - our own rules made it
-        roster = freeze(state.membership, state.frozen)
+        roster = self._log.state.membership
+        assert isinstance(roster, Roster)  # noqa: S101 - our own rules made it
         own = self.key.node_id
         if own in roster.members or own in roster.cuts:
             return roster
@@ -246,42 +297,3 @@ class Hearth:
         return replace(
             roster, name=roster.name or self._record.name, members={**told, **roster.members}
         )
-
-
-async def open_log(
-    key: NodeKey,
-    hearth_id: str,
-    logs: Path,
-    clock: Clock,
-    on_report: OnReport,
-    accounts: ResourceLedger | None = None,
-) -> EventLog:
-    """The log of one hearth, in a file of its own below `logs`."""
-    return await EventLog.open(
-        LogSettings(logs / f"{hearth_id}.db", hearth_id, key.node_id),
-        rules=membership.HearthRules(hearth_id),
-        verify=membership.verify,
-        sign=key.sign,
-        clock=clock,
-        on_report=on_report,
-        accounts=accounts,
-    )
-
-
-async def found(
-    key: NodeKey, node_name: str, logs: Path, clock: Clock, on_report: OnReport
-) -> HearthRecord:
-    """Found a hearth with this node as its first anchor; the caller keeps the record.
-
-    A crash before it is kept leaves a log that nobody opens again.
-    """
-    nonce = secrets.token_bytes(decisions.NONCE_BYTES)
-    hearth_id = decisions.hearth_id(key.public_bytes, nonce)
-    name = f"{node_name}'s hearth"[: decisions.MAX_NAME]
-    founded = Founded(name, nonce, make_certificate(key), node_name)
-    log = await open_log(key, hearth_id, logs, clock, on_report)
-    try:
-        await log.append(*decisions.encode(founded))
-    finally:
-        await log.close()
-    return HearthRecord(hearth_id, name)

@@ -29,7 +29,8 @@ from mesh.errors import ExperimentalDisabled, LinkLost
 from mesh.events import messages
 from mesh.events.intake import Report
 from mesh.hearth.epoch import next_epoch
-from mesh.hearth.hearth import Hearth, found
+from mesh.hearth.founding import found
+from mesh.hearth.hearth import Hearth
 from mesh.hearth.inviting import Inviting, OpenWindow, Outcome
 from mesh.hearth.joining import Joiner, check_alone, join_hearth
 from mesh.hearth.publishing import Publisher, Serving
@@ -102,7 +103,6 @@ class Network:
         accounts: ResourceLedger,
     ) -> None:
         self.hearth: Hearth | None = None
-        self.founded: str | None = None
         self.on_file: Callable[[NodeId, FileAsk | FilePart], None] = lambda peer, message: None
         self._key = key
         self._paths = paths
@@ -120,7 +120,11 @@ class Network:
         self._background: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Open the hearth, founding one when there is none, and link. Raises PortInUse and kin."""
+        """Open the hearth, founding one when there is none, and link. Raises PortInUse and kin.
+
+        Of a hearth founded here nobody gets to see the recovery code: whoever starts nodes for
+        people founds it before.
+        """
         if not self._settings.is_enabled:
             logger.info("distributed inference is switched off: nothing is announced")
             self._alone = spawn(self._list_own(), "list own shards")
@@ -150,6 +154,11 @@ class Network:
             await hearth.close()
 
     # Asked by the rest of the node.
+
+    @property
+    def name(self) -> str:
+        """What people call this node."""
+        return self._settings.peering.name
 
     @property
     def port(self) -> int:
@@ -249,7 +258,6 @@ class Network:
                 return await join_hearth(joiner, code, peer, choices[0])
             finally:
                 self._settings = replace(self._settings, peering=peering)
-                self.founded = None
                 await self.start()
                 self._hooks.on_members()
 
@@ -257,11 +265,10 @@ class Network:
 
     async def _found(self) -> HearthRecord:
         name = self._settings.peering.name
-        record = await found(self._key, name, self._paths.events_dir, self._clock, self._reported)
-        await asyncio.to_thread(write_record, self._paths.hearth, record)
-        logger.info("founded the hearth %r; distributed inference is on", record.name)
-        self.founded = record.name
-        return record
+        new = await found(self._key, name, self._paths.events_dir, self._clock, self._reported)
+        await asyncio.to_thread(write_record, self._paths.hearth, new.record)
+        logger.info("founded the hearth %r; distributed inference is on", new.record.name)
+        return new.record
 
     async def _open(self, record: HearthRecord) -> None:
         hearth = self.hearth = await Hearth.open(
@@ -341,6 +348,8 @@ class Network:
                     "Use a new --state-dir and ask an anchor for an invitation.",
                 )
             )
+        for node in after.forked - before.forked:
+            self._hooks.on_event(_forked(after, node, is_own=node == self._key.node_id))
         if self._peering is not None:
             self._peering.follow_members()
         if self._publisher is not None:
@@ -360,3 +369,14 @@ class Network:
 def _named(roster: Roster, node: NodeId) -> dict[str, object]:
     member = roster.members[node]
     return {"node_id": node, "name": member.name, "level": member.level.label}
+
+
+def _forked(roster: Roster, node: NodeId, *, is_own: bool) -> Warned:
+    name = "This node" if is_own else roster.members[node].name
+    return Warned(
+        "decisions_forked",
+        f"{name} has signed two different histories: its log was restored from a backup, or its key"
+        " was copied. It decides nothing until that is settled.",
+        "If it was restored: `hearthnet members readmit` on another anchor. If not: `hearthnet"
+        " members revoke`. With no other anchor left: `hearthnet members recover` with the code.",
+    )

@@ -69,6 +69,7 @@ class Publisher:
         self._due.set()
 
     async def _keep(self) -> None:
+        await self._hearth.heard()
         while True:
             try:
                 await self._publish()

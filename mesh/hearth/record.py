@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh.errors import KeyUnreadable, UntrustedPeer
+from mesh.errors import KeyUnreadable, SchemaTooOld, UntrustedPeer
 from mesh.identity.certificates import check_certificate
+from mesh.identity.decisions import HEARTH_PREFIX
 from mesh.identity.keys import node_id
 from mesh.identity.private_files import read_private, write_private
 from mesh.identity.roster import Member, TrustLevel
@@ -32,9 +33,12 @@ class HearthRecord:
 
 
 def read_record(path: Path) -> HearthRecord | None:
-    """The record; None when the node is in no hearth. Raises KeyUnreadable."""
+    """The record; None when the node is in no hearth. Raises KeyUnreadable, and SchemaTooOld for a
+    hearth of which this version cannot read the log."""
     try:
         fields = json.loads(read_private(path, _MAX_BYTES))
+        if not str(fields["hearth_id"]).startswith(HEARTH_PREFIX):
+            raise _too_old(path)
         members = tuple(_member(row) for row in fields["members"])
         return HearthRecord(str(fields["hearth_id"]), str(fields["name"]), members)
     except FileNotFoundError:
@@ -74,6 +78,14 @@ def _member(row: dict[str, Any]) -> Member:
     level = TrustLevel.parse(row["level"])
     return Member(
         node_id(key), key, str(row["name"]), level, NodeId(str(row["added_by"])), certificate
+    )
+
+
+def _too_old(path: Path) -> SchemaTooOld:
+    return SchemaTooOld(
+        f"The hearth in {path} was founded by an older hearthnet, whose log has another form.",
+        fix=f"Move {path} away: the next start founds a new hearth, to which you invite the others"
+        " again. Keys of the API and settings stay.",
     )
 
 

@@ -49,7 +49,7 @@ def make_certificate(key: NodeKey) -> bytes:
         .not_valid_before(NOT_BEFORE)
         .not_valid_after(NOT_AFTER)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_SIGN_ONLY, critical=True)
+        .add_extension(SIGN_ONLY, critical=True)
         .add_extension(_BOTH_SIDES, critical=False)
         .sign(private, None)
     )
@@ -116,7 +116,7 @@ def _public_key(certificate: x509.Certificate) -> Ed25519PublicKey:
     return public
 
 
-_SIGN_ONLY = x509.KeyUsage(
+SIGN_ONLY = x509.KeyUsage(
     digital_signature=True, content_commitment=False, key_encipherment=False,
     data_encipherment=False, key_agreement=False, key_cert_sign=False, crl_sign=False,
     encipher_only=False, decipher_only=False,

@@ -6,40 +6,36 @@ Answers questions and changes nothing. Knows nothing of events, links or how any
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 from mesh.errors import UntrustedPeer
 from mesh.types import NodeId
 
 
 class SignedFact(Protocol):
-    """What identity looks at of an event of the log."""
+    """What identity looks at of a fact in the log."""
 
     @property
     def author(self) -> NodeId:
         """Who signed it."""
 
     @property
+    def generation(self) -> int:
+        """Which of the author's chains it is in; each replaces those before it."""
+
+    @property
     def seq(self) -> int:
-        """Its number in the author's chain, from 1, without gaps."""
+        """Its number in that chain, from 1, without gaps."""
 
     @property
     def id(self) -> bytes:
         """The SHA-256 of its body."""
 
     @property
-    def lamport(self) -> int:
-        """Greater than that of all events that its author had seen; grows along a chain."""
-
-    @property
     def type(self) -> str:
         """The event type."""
-
-    @property
-    def payload(self) -> Any:
-        """The event's content."""
 
 
 class TrustLevel(IntEnum):
@@ -78,26 +74,29 @@ class Member:
     certificate: bytes = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Cut:
-    """The end of an author's chain: its events after `last_seq` count for nothing, ever.
+    """The end of an author's facts: what it says after `last_seq` counts for nothing, ever.
 
-    The event at `last_seq` counts only if it has `last_hash`; 0 and b"" cut the whole chain.
+    The fact at `last_seq` counts only if it has `last_hash`; (0, 0, b"") cuts all of them.
     """
 
+    generation: int
     last_seq: int
     last_hash: bytes
 
-    def voids(self, seq: int, event_hash: bytes) -> bool:
-        """Whether an event of the author falls to the cut."""
-        if seq == self.last_seq and self.last_hash:
-            return event_hash != self.last_hash
-        return seq > self.last_seq
+    def voids(self, fact: SignedFact) -> bool:
+        """Whether a fact of the author falls to the cut."""
+        here, end = (fact.generation, fact.seq), (self.generation, self.last_seq)
+        return here > end or (here == end and fact.id != self.last_hash)
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A decision that waits for more anchors: `action` is ``revoke`` or a level's label."""
+    """A decision that waits for more anchors.
+
+    `action` is ``revoke``, ``readmit`` or a level's label.
+    """
 
     subject: NodeId
     action: str
@@ -109,10 +108,10 @@ class Pending:
 class Roster:
     """One hearth's members. Nodes in `cuts` are out for good, under that key.
 
-    `frozen` ones of them are out because nobody can say who was right (two anchors revoked each
-    other) or because they signed two histories. `former` are members that are out now. `keys` are
-    the raw public keys of everybody who was ever let in, rightly or not, and `deciders` those who
-    were ever made anchors: what they signed is kept and checked.
+    `frozen` ones of them are out because nobody can say who was right: two anchors revoked each
+    other. `former` are members that are out now. `forked` are anchors that signed two histories:
+    until they are readmitted they may do what a member of the lowest level may. `keys` are the raw
+    public keys of everybody who was ever let in, rightly or not.
 
     It also is what the log asks for as `mesh.events.rules.Membership`.
     """
@@ -124,9 +123,9 @@ class Roster:
     former: Mapping[NodeId, Member] = field(default_factory=dict)
     cuts: Mapping[NodeId, Cut] = field(default_factory=dict)
     frozen: frozenset[NodeId] = frozenset()
+    forked: frozenset[NodeId] = frozenset()
     pending: tuple[Pending, ...] = ()
     keys: Mapping[NodeId, bytes] = field(default_factory=dict)
-    deciders: frozenset[NodeId] = frozenset()
 
     @property
     def revoked(self) -> frozenset[NodeId]:
@@ -169,26 +168,28 @@ class Roster:
 
     # What the log asks.
 
-    def limit(self, author: NodeId) -> int | None:
-        """After which of the author's events the log need not keep more; None for no end.
-
-        What an anchor signed after its cut is void but has to be known: if it revokes those who
-        revoked it, then only nodes that have seen both can agree that both are frozen.
-        """
+    def limit(self, author: NodeId) -> tuple[int, int] | None:
+        """Generation and number of the author's last fact that counts; None for no end."""
         cut = self.cuts.get(author)
-        return None if cut is None or author in self.deciders else cut.last_seq
+        return None if cut is None else (cut.generation, cut.last_seq)
 
     def standing(self, author: NodeId) -> tuple[TrustLevel | None, Cut | None]:
-        """The level that the author has, or had when it was put out, and where it ends."""
-        member = self.members.get(author) or self.former.get(author)
-        return None if member is None else member.level, self.cuts.get(author)
+        """The level by which the author's facts count, and where they end.
 
-    def admits(self, event: SignedFact) -> bool:
-        """Whether an event counts: before its author's end, and what its level may say."""
-        level, cut = self.standing(event.author)
-        if level is None or (cut is not None and cut.voids(event.seq, event.id)):
+        For who was put out it is the last one; a fork of decisions says nothing about facts.
+        """
+        member = self.members.get(author) or self.former.get(author)
+        if member is None:
+            return None, self.cuts.get(author)
+        level = TrustLevel.TRUSTED if author in self.forked else member.level
+        return level, self.cuts.get(author)
+
+    def admits(self, fact: SignedFact) -> bool:
+        """Whether a fact counts: before its author's end, and what its level may say."""
+        level, cut = self.standing(fact.author)
+        if level is None or (cut is not None and cut.voids(fact)):
             return False
-        return level >= _LEVEL_FOR.get(event.type, TrustLevel.MEMBER)
+        return level >= _LEVEL_FOR.get(fact.type, TrustLevel.MEMBER)
 
 
 _LEVEL_FOR = {
@@ -197,23 +198,6 @@ _LEVEL_FOR = {
     "placement.wished": TrustLevel.TRUSTED,
     "steering.published": TrustLevel.TRUSTED,
 }
-
-
-def freeze(roster: Roster, forked: Mapping[NodeId, int]) -> Roster:
-    """The roster without those that signed two histories; `forked` has their last good seq."""
-    cuts = dict(roster.cuts)
-    for node, last_seq in forked.items():
-        known = cuts.get(node)
-        if known is None or last_seq < known.last_seq:
-            cuts[node] = Cut(last_seq, b"")
-    out = {n: member for n, member in roster.members.items() if n in cuts}
-    return replace(
-        roster,
-        members={n: member for n, member in roster.members.items() if n not in cuts},
-        former={**roster.former, **out},
-        cuts=cuts,
-        frozen=roster.frozen | frozenset(forked),
-    )
 
 
 def departed(before: Roster, after: Roster) -> frozenset[NodeId]:

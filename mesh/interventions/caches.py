@@ -1,7 +1,7 @@
 """Key/value caches whose remote layers are on the shards.
 
 The job's cache object knows how long it is, so that masks and positions come out right. For a
-remote layer transformers sees tensors of the right length without data (meta device); whoever else
+remote layer transformers sees tensors of the right length without data (a byte each); whoever else
 looks at keys or values gets a copy of what the shard has. Changing that copy, or continuing a cache
 that was filled elsewhere, is refused: the shard would not know of it.
 """
@@ -86,7 +86,8 @@ class Caches:
             cache = reference() if reference is not None else None
             if cache is None or added <= 0:
                 continue
-            stub = torch.empty((batch, 1, added, 1), device="meta")
+            # Not on the meta device, where Python decides of every `cat` what it would be.
+            stub = torch.zeros((batch, 1, added, 1), dtype=torch.int8)
             for layer in range(start, stop):
                 Cache.update(cache, stub, stub, layer)
                 _make_remote(cache.layers[layer], (weakref.ref(self), number, layer))

@@ -96,8 +96,8 @@ class Hooks:
     def _message(
         self, hop: Hop, request: Header, value: Any, *, watching: bool
     ) -> tuple[Header, Buffers]:
-        writer = Writer(hop.ledger.write, self._other)
-        changed = hop.ledger.write_changed(writer.buffers)
+        writer = Writer(hop.tensors.write, self._other)
+        changed = hop.tensors.write_changed(writer.buffers)
         header = request | {"changed": changed, "value": writer.value(value)}
         header |= self._wants(hop) if watching else {"want": []}
         return header, writer.buffers
@@ -169,7 +169,7 @@ class Hooks:
     def _observed(self, hop: Hop, reply: Header, reader: Reader) -> None:
         for location, value in reply["observed"]:
             self._interleaver.handle(self._prefix + location, reader.value(value))
-        hop.ledger.read_changed(reply["changed"], reader)
+        hop.tensors.read_changed(reply["changed"], reader)
 
     def _serve(self, hop: Hop, reply: Header, reader: Reader) -> Any:
         self._observed(hop, reply, reader)
@@ -210,7 +210,7 @@ class Hooks:
                 return self._caches.by_number(int(data[1]))
             return Staying(int(data[1]), str(data[2]))
 
-        return Reader(buffers, hop.ledger.read, other, CPU)
+        return Reader(buffers, hop.tensors.read, other, CPU)
 
 
 def _refuse_modes() -> None:

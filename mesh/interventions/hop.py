@@ -12,11 +12,10 @@ from mesh.interventions.channel import SpanChannel
 from mesh.interventions.gradients import mark_incomplete
 from mesh.shard.taps.codec import Buffers, Reader, Writer, pack, unpack
 from mesh.shard.taps.joints import JobJoints
-from mesh.shard.taps.ledger import JobLedger, Loose
+from mesh.shard.taps.shared_tensors import JobTensors, Loose
 from mesh.types import LayerRange
 
 CPU = torch.device("cpu")
-_MAX_TENSOR_BYTES = 1 << 40  # the job's own memory limit is the bound here
 
 Header = dict[str, Any]
 
@@ -29,7 +28,7 @@ class Hop:
         self._channel = channel
         self._number = number
         self.joints = JobJoints(self._backward, mark_incomplete)
-        self.ledger = JobLedger(CPU, _MAX_TENSOR_BYTES, self.joints)
+        self.tensors = JobTensors(CPU, self.joints)
         self._patterns: dict[int, list[tuple[str, int]]] = {}
         self._freed: list[int] = []
         self._released = False
@@ -66,7 +65,7 @@ class Hop:
 
     def release(self) -> None:
         """A trace has ended: tensors of it that come again come as new ones."""
-        self.ledger.clear()
+        self.tensors.clear()
         self.joints.clear()
         self._released = True
         self._subscribed = self._sourced = frozenset()

@@ -19,13 +19,16 @@ import msgpack
 from mesh.errors import (
     BadFrame,
     BadRequest,
+    LimitReached,
     LinkLost,
     MeshError,
     PipelineStalled,
     from_dict,
 )
 from mesh.interventions.channel import ANSWER, ERROR, HEAD, MAX_FRAME_BYTES, MORE
+from mesh.pipeline.claims import Claim, Claims
 from mesh.pipeline.lines import Line, Lines
+from mesh.routing.cover import key_of
 from mesh.shard.taps.parts import FETCH, MAX_MESSAGE_BYTES, PART_BYTES
 from mesh.types import RouteHop
 from mesh.wire.messages import Close, Failure, Message, Opened, OpenTaps, Result, Step, WireTensor
@@ -33,6 +36,8 @@ from mesh.wire.messages import Close, Failure, Message, Opened, OpenTaps, Result
 logger = logging.getLogger(__name__)
 
 _PIECE = 1 << 20
+_THE_JOBS_OWN = (BadRequest, LimitReached)
+"""What a hop finds wrong with a message would be wrong on any other hop, too."""
 
 
 class HopRefused(Exception):
@@ -64,7 +69,7 @@ class HopSession:
     An answer may take as long as the job may: a link notices by itself when its other end is gone.
     """
 
-    def __init__(self, hop: RouteHop, line: Line, *, open_s: float) -> None:
+    def __init__(self, hop: RouteHop, line: Line, claim: Claim, *, open_s: float) -> None:
         """A hop that has not opened after `open_s` counts as lost."""
         self.hop = hop
         self.error: MeshError | None = None
@@ -72,6 +77,7 @@ class HopSession:
         self.on_lost: Callable[[], None] = lambda: None
         """Called once, before the job hears of it, when the hop itself fails."""
         self._line = line
+        self._claim = claim
         self._open_s = open_s
         self._number = line.register(self)
         self._steps = itertools.count(1)
@@ -122,6 +128,7 @@ class HopSession:
 
     def close(self) -> None:
         """Free the session on the hop, if it can still be told."""
+        self._claim.release()
         self._line.unregister(self._number)
         if not self._line.is_closed:
             self._line.send(Close(self._number))
@@ -188,8 +195,7 @@ class HopSession:
 
     def _fail(self, error: MeshError) -> MeshError:
         first, self.error = self.error is None, error
-        # What the hop finds wrong with a message would be wrong on any other hop, too.
-        if first and not isinstance(error, BadRequest):
+        if first and not isinstance(error, _THE_JOBS_OWN):
             self.on_lost()
         return error
 
@@ -202,15 +208,23 @@ class HopSessions:
 
     @classmethod
     async def open(
-        cls, route: Sequence[RouteHop], lines: Lines, *, open_s: float = 120.0
+        cls,
+        route: Sequence[RouteHop],
+        lines: Lines,
+        claims: Claims | None = None,
+        *,
+        open_s: float = 120.0,
     ) -> HopSessions:
         """Open a session on every hop at once, all or none. Raises HopRefused for the first."""
         hops: list[HopSession] = []
+        counted = claims or Claims()
+        # Before anything is awaited: whoever picks a route meanwhile has to know of these.
+        claimed = [counted.claim(key_of(hop.shard)) for hop in route]
 
-        async def open_one(hop: RouteHop) -> HopSession:
+        async def open_one(hop: RouteHop, claim: Claim) -> HopSession:
             try:
                 line = await lines.line(hop.shard.host, hop.shard.endpoint)
-                session = HopSession(hop, line, open_s=open_s)
+                session = HopSession(hop, line, claim, open_s=open_s)
                 hops.append(session)
                 await session.open()
             except MeshError as error:
@@ -218,7 +232,8 @@ class HopSessions:
             return session
 
         opening = [
-            asyncio.create_task(open_one(hop), name=f"open {hop.shard.shard_id}") for hop in route
+            asyncio.create_task(open_one(hop, claim), name=f"open {hop.shard.shard_id}")
+            for hop, claim in zip(route, claimed, strict=True)
         ]
         try:
             return cls(await asyncio.gather(*opening))
@@ -228,13 +243,19 @@ class HopSessions:
             await asyncio.gather(*opening, return_exceptions=True)
             for opened in hops:
                 opened.close()
+            for claim in claimed:
+                claim.release()
             raise
 
     @property
     def lost(self) -> HopSession | None:
         """A hop that failed itself. None when all are up."""
         return next(
-            (h for h in self.hops if h.error is not None and not isinstance(h.error, BadRequest)),
+            (
+                h
+                for h in self.hops
+                if h.error is not None and not isinstance(h.error, _THE_JOBS_OWN)
+            ),
             None,
         )
 

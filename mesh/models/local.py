@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from mesh.config import Config
 from mesh.errors import BadValue, ModelNotFound, NotEnoughMemory
 from mesh.models.builtin import checkpoint_dir
+from mesh.models.hub_cache import checkpoint_name
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.types import LayerRange, ModelId
 
@@ -45,7 +44,7 @@ def find_local_models(config: Config, cache_dir: Path) -> list[LocalModel]:
     for text, layers in _wanted(config):
         path, _, name = text.partition("=")
         directory = checkpoint_dir() if path == BUILTIN else Path(path).expanduser()
-        model_id = ModelId(name or (BUILTIN if path == BUILTIN else directory.resolve().name))
+        model_id = _model_id(path, name, directory)
         if any(model.model_id == model_id for model in found):
             raise BadValue(
                 f"two models are called {model_id!r}.",
@@ -83,18 +82,20 @@ def local_manifest(
     return read_manifest(Path(local.directory), model_id=model_id, cache_dir=cache_dir)
 
 
-def require_memory(model: LocalModel, limit_mb: int, layers: LayerRange | None = None) -> None:
-    """Raise NotEnoughMemory when these layers, or all, cannot be loaded here beside what runs."""
-    part = layers or LayerRange(0, model.total_layers)
-    # Weights stored in 16 bits may be computed in 32; the caches and the process come on top.
-    needed_mb = 2 * model.layers_mb * len(part) // model.total_layers + 512
-    free_mb = min(psutil.virtual_memory().available >> 20, limit_mb + 512)
-    if needed_mb > free_mb:
+def require_within(model: LocalModel, limit_mb: int, layers: LayerRange) -> None:
+    """Raise NotEnoughMemory when these layers are more than one shard may take here."""
+    size_mb = model.layers_mb * len(layers) // model.total_layers
+    if size_mb > limit_mb:
         raise NotEnoughMemory(
-            f"layers {part} of {model.model_id} need up to {needed_mb} MB here, {free_mb} MB may"
-            " be used.",
-            fix="Let other nodes hold its layers.",
+            f"layers {layers} of {model.model_id} take {size_mb} MB; the limit is {limit_mb} MB.",
+            fix="Let other nodes hold its layers, or raise shard_max_vram_mb.",
         )
+
+
+def _model_id(path: str, name: str, directory: Path) -> ModelId:
+    if name or path == BUILTIN:
+        return ModelId(name or BUILTIN)
+    return checkpoint_name(directory)
 
 
 def _wanted(config: Config) -> Iterator[tuple[str, str]]:

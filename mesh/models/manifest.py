@@ -18,6 +18,7 @@ from typing import Any
 from mesh.errors import BadCheckpoint, ModelNotFound
 from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.header import TensorEntry, read_header
+from mesh.models.hub_cache import checkpoint_name
 from mesh.types import LayerRange, ModelId
 
 _INDEX = "model.safetensors.index.json"
@@ -89,7 +90,7 @@ class Manifest:
 def read_manifest(
     directory: Path, *, model_id: ModelId | None = None, cache_dir: Path | None = None
 ) -> Manifest:
-    """Read the checkpoint in `directory`; `model_id` is the directory's name unless given.
+    """Read the checkpoint in `directory`; `model_id` is `checkpoint_name` unless given.
 
     Blocks: the first time it reads every byte of the weights, afterwards (with a `cache_dir`) only
     the headers. Raises ModelNotFound when nothing is there and BadCheckpoint when it cannot be
@@ -110,7 +111,7 @@ def read_manifest(
         return _largest_end(directory, tensors, prefix)
 
     return Manifest(
-        model_id=model_id or ModelId(directory.resolve().name),
+        model_id=model_id or checkpoint_name(directory),
         directory=directory,
         config=config,
         architecture=str((config.get("architectures") or [config.get("model_type", "")])[0]),

@@ -15,9 +15,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import initialization
@@ -28,6 +28,7 @@ from mesh.models.convert import convert_tensors
 from mesh.models.families import Family
 from mesh.models.header import TensorEntry
 from mesh.models.manifest import Manifest, is_head
+from mesh.models.pages import Pages
 from mesh.types import LayerRange
 
 
@@ -38,7 +39,9 @@ class LoadedSpan:
     Call `module(inputs_embeds=(1, rows, hidden), position_ids=(1, rows), past_key_values=cache,
     use_cache=True)`; its `last_hidden_state` (1, rows, hidden) is what the last of `layers` gives,
     without the final norm. `config` is the span's own: layer 0 is `layers.start`; build caches from
-    it. `bytes_read` and `tensors_read` count what was taken from the checkpoint's files.
+    it. `bytes_read` and `tensors_read` count what was taken from the checkpoint's files; `pages`
+    are those in which its weights lie, as far as it is known; `sha256` has, by their names in
+    `module`, the hashes of the weights whose bytes are those of the file.
     """
 
     module: Any
@@ -46,6 +49,8 @@ class LoadedSpan:
     layers: LayerRange
     bytes_read: int
     tensors_read: int
+    pages: WeakSet[Pages]
+    sha256: Mapping[str, str]
 
 
 class Ends(nn.Module):
@@ -172,9 +177,9 @@ def build_span(
         for entry in manifest.layer_tensors(layers)
     }
     names = _used(base, stored)
-    _fill(base, names, placement, same={})
+    pages, sha256 = _fill(base, names, placement, same={})
     size = sum(entry.nbytes for entry in names.values())
-    return LoadedSpan(base, config, layers, size, len(names))
+    return LoadedSpan(base, config, layers, size, len(names), pages, sha256)
 
 
 def build_ends(manifest: Manifest, family: Family, placement: Placement) -> Ends:
@@ -213,6 +218,15 @@ def _fill_ends(
     _fill(causal, names, placement, same=same, absent=f"{prefix}{anatomy.layers}.")
     return names
 
+
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+"""By their names in safetensors files."""
 
 _INITIALIZING = frozenset({nn.init.__name__, initialization.__name__})
 
@@ -292,17 +306,23 @@ def _fill(
     *,
     same: Mapping[str, str],
     absent: str | None = None,
-) -> None:
-    """Put the stored tensors into `module`.
+) -> tuple[WeakSet[Pages], dict[str, str]]:
+    """Put the stored tensors into `module`; returns the files that are mapped for it, and the
+    hashes of the weights whose bytes are as stored.
 
     `same` maps a name that may be absent to its equal; what begins with `absent` is not expected.
     """
     _compute_buffers(module, placement.device)
-    weights = convert_tensors(module, _map_tensors(names))
+    pages: WeakSet[Pages] = WeakSet()
+    mapped = _map_tensors(names, pages)
+    weights = convert_tensors(module, mapped)
+    sha256 = {}
     wide = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
     for name, tensor in weights.items():
         dtype = torch.float32 if any(part in name for part in wide) else placement.dtype
         target = dtype if tensor.is_floating_point() else tensor.dtype
+        if mapped.get(name) is tensor and target == tensor.dtype:
+            sha256[name] = names[name].sha256
         weights[name] = tensor.to(device=placement.device, dtype=target)
     for name, other in same.items():
         if name not in weights and other in weights:
@@ -322,21 +342,31 @@ def _fill(
             fix="Download config and weights again, from the same revision.",
         )
     module.requires_grad_(requires_grad=False)
+    return pages, sha256
 
 
-def _map_tensors(names: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+def _map_tensors(
+    names: Mapping[str, TensorEntry], pages: WeakSet[Pages]
+) -> dict[str, torch.Tensor]:
     by_file: dict[Any, list[tuple[str, TensorEntry]]] = defaultdict(list)
     for name, entry in names.items():
         by_file[entry.file].append((name, entry))
     mapped: dict[str, torch.Tensor] = {}
     for file, entries in by_file.items():
         try:
-            with safe_open(file, framework="pt") as stored:
-                mapped.update((name, stored.get_tensor(entry.name)) for name, entry in entries)
-        except (SafetensorError, OSError) as error:
+            area = Pages.of_file(file)
+        except (OSError, ValueError) as error:
             raise BadCheckpoint(
                 f"{file} cannot be read: {error}.", fix="Copy or download the file again."
             ) from error
+        pages.add(area)
+        for name, entry in entries:
+            if entry.offset + entry.nbytes > len(area):
+                raise BadCheckpoint(
+                    f"{file} ends before its tensor {entry.name}.",
+                    fix="Copy or download the file again.",
+                )
+            mapped[name] = area.tensor(_DTYPES[entry.dtype], entry.shape, entry.offset)
     return mapped
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from mesh.errors import CacheFull
 from mesh.pipeline.model import Text
 from mesh.pipeline.sampler import logprob_of
 from mesh.pipeline.stopping import StopStrings
@@ -15,13 +16,17 @@ if TYPE_CHECKING:
 
 
 class Answer:
-    """Collects tokens until an end token, a stop string or the limit: see `finish_reason`."""
+    """Collects tokens until an end token, a stop string or the limit: see `finish_reason`.
+
+    `note` says why it ended where nobody asked it to.
+    """
 
     def __init__(
         self, text: Text, params: SamplingParams, limit: int, started: float, prompt_tokens: int
     ) -> None:
         self.token_ids: list[int] = []
         self.finish_reason = ""
+        self.note = ""
         self._text = text
         self._params = params
         self._limit = limit
@@ -51,6 +56,13 @@ class Answer:
             logprobs = (logprob_of(logits, token, self._params.logprobs, self._text.token_text),)
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0
         return TokenDelta(shown, (token,), logprobs, prompt_tokens)
+
+    def end_early(self, full: CacheFull) -> TokenDelta:
+        """It cannot go on: the text that was held back. Raises `full` when there is no token."""
+        if not self.token_ids:
+            raise full
+        self.finish_reason, self.note = "length", full.message
+        return TokenDelta(self._stops.push(self._decoder.flush()) + self._stops.flush(), ())
 
     @property
     def first_token_ms(self) -> float:

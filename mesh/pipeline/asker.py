@@ -13,11 +13,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from mesh.attempts import Attempts
+from mesh.channel import ChannelMessage
+from mesh.charge import Ending, SilenceLimits, ended
+from mesh.discovery.tasks import end, spawn
 from mesh.errors import (
     Busy,
     ExperimentalDisabled,
     InternalError,
-    LinkLost,
     MeshError,
     ModelNotFound,
     PipelineStalled,
@@ -25,17 +28,12 @@ from mesh.errors import (
 )
 from mesh.pipeline.frames import decode_frame, encode_hop, encode_request
 from mesh.pipeline.order import HarvestOrder
-from mesh.supervise import ChannelMessage, Child, run_again
+from mesh.supervisor import Supervisor
 from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, StreamFrame
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-SILENCE_LIMIT_S = 30.0
-"""A running process reports twice a second; one that is silent for so long is replaced."""
-
-_SILENCE_TICK_S = 0.5
-STOP_TIMEOUT_S = 5.0
 CREDIT_BATCH = 16
 HARVEST_TIMEOUT_S = 900.0
 MAX_WAITING_FRAMES = 128
@@ -81,8 +79,16 @@ class AskerOwner(Protocol):
 class AskerProcess:
     """One model's asker: runs it, restarts it after a crash, multiplexes its generations."""
 
-    def __init__(self, spec: AskerSpec, owner: AskerOwner) -> None:
+    def __init__(
+        self,
+        spec: AskerSpec,
+        owner: AskerOwner,
+        limits: SilenceLimits | None = None,
+        module: str = "mesh.pipeline.engine_process",
+    ) -> None:
+        """`module` is what the process runs: something that calls `engine_process.main`."""
         self.spec = spec
+        self.process = Supervisor(f"the asker of {spec.model_id}", module, self, limits)
         self.reasons: list[str] = []
         self.generations: list[dict[str, Any]] = []
         self.standings: list[dict[str, Any]] = []
@@ -90,25 +96,20 @@ class AskerProcess:
         self.error: MeshError | None = None
         self._owner = owner
         self._loading: set[asyncio.Task[None]] = set()
-        self._child: Child | None = None
-        self._ready = asyncio.Event()
-        self._gone = asyncio.Event()
-        self._silent_s = 0.0
+        self._attempts = Attempts()
         self._streams: dict[str, asyncio.Queue[ChannelMessage]] = {}
-        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to run; `wait_ready` tells when it can answer."""
-        self._task = asyncio.create_task(
-            run_again(self._run_child, f"asker {self.spec.model_id}"),
-            name=f"asker {self.spec.model_id}",
-        )
+        self.process.start()
 
     async def wait_ready(self) -> None:
         """Until the ends are loaded. Raises what loading raised, or InternalError after long."""
+        if self.error is not None:
+            raise self.error
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await self._ready.wait()
+                await self.process.wait_up()
         except TimeoutError:
             raise InternalError(
                 f"the asker of {self.spec.model_id} did not start in {START_TIMEOUT_S:g} s.",
@@ -120,24 +121,25 @@ class AskerProcess:
     @property
     def is_ready(self) -> bool:
         """Whether requests are answered now."""
-        return self._ready.is_set() and self.error is None
+        return self.process.is_up and self.error is None
 
     async def stop(self) -> None:
         """End the process and wait for it."""
-        task, self._task = self._task, None
-        running = [*self._loading, *([task] if task is not None else [])]
-        for each in running:
-            each.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await end(self._loading)
+        await self.process.stop()
+
+    def try_again(self) -> None:
+        """Load the ends, whatever happened when that was tried."""
+        self._attempts.forget()
 
     def push_shards(self) -> None:
         """Tell the process who serves what now."""
-        self._tell({"op": "shards", "shards": self._owner.routable(self.spec.model_id)})
+        self.process.tell({"op": "shards", "shards": self._owner.routable(self.spec.model_id)})
 
     def trust(self, members: Sequence[bytes]) -> None:
         """The certificates of those whose shards may be used from now on."""
         self.spec = replace(self.spec, tls={**self.spec.tls, "members": list(members)})
-        self._tell({"op": "tls", "members": list(members)})
+        self.process.tell({"op": "tls", "members": list(members)})
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         """The frames of one generation; closing the generator cancels it on every hop."""
@@ -149,7 +151,7 @@ class AskerProcess:
         taken = 0
         ended = False
         try:
-            self._tell({"op": "generate", "id": key, "request": encode_request(request)})
+            self._order({"op": "generate", "id": key, "request": encode_request(request)})
             while True:
                 message = await queue.get()  # at the latest that the process fell silent
                 if message["op"] == "end":
@@ -161,20 +163,20 @@ class AskerProcess:
                 yield decode_frame(message["frame"])
                 taken += 1
                 if taken % CREDIT_BATCH == 0:
-                    self._tell({"op": "credit", "id": key, "frames": CREDIT_BATCH})
+                    self.process.tell({"op": "credit", "id": key, "frames": CREDIT_BATCH})
         finally:
             self._streams.pop(key, None)
             if not ended:
-                self._tell({"op": "cancel", "id": key})
+                self.process.tell({"op": "cancel", "id": key})
 
     async def harvest(self, order: HarvestOrder) -> dict[str, Any]:
         """See `mesh.pipeline.harvest.harvest`; cancelling it ends the batch on every hop."""
         await self.wait_ready()
         key = f"harvest-{uuid.uuid4().hex}"
-        queue = self._streams[key] = asyncio.Queue(maxsize=1)
+        queue = self._streams[key] = asyncio.Queue(maxsize=2)  # an answer, and the process' end
         answer: ChannelMessage | None = None
         try:
-            self._tell({"op": "harvest", "id": key, "order": order.to_fields()})
+            self._order({"op": "harvest", "id": key, "order": order.to_fields()})
             async with asyncio.timeout(HARVEST_TIMEOUT_S):
                 answer = await queue.get()
         except TimeoutError:
@@ -185,50 +187,17 @@ class AskerProcess:
         finally:
             self._streams.pop(key, None)
             if answer is None:
-                self._tell({"op": "cancel", "id": key})
+                self.process.tell({"op": "cancel", "id": key})
         if answer["op"] == "error":
             raise from_dict(answer["error"])
         result: dict[str, Any] = answer["result"]
         return result
 
-    # Private
+    # Charge
 
-    async def _run_child(self) -> None:
-        self._gone.clear()
-        try:
-            child = await self._start_child()
-            if await self._falls_silent():
-                child.kill()
-        finally:
-            await self._end_child()
-
-    async def _falls_silent(self) -> bool:
-        """Waits for the end of the process; True when it only says nothing any more.
-
-        Counted in ticks: a daemon that stood still itself has heard nobody, and blames nobody.
-        """
-        self._silent_s = 0.0
-        # While weights are read from a slow disk, nothing else gets its turn in the process.
-        while self._silent_s < (SILENCE_LIMIT_S if self._ready.is_set() else START_TIMEOUT_S):
-            try:
-                async with asyncio.timeout(_SILENCE_TICK_S):
-                    await self._gone.wait()
-            except TimeoutError:
-                self._silent_s += _SILENCE_TICK_S
-            else:
-                return False
-        name = self.spec.model_id
-        logger.error("asker %s said nothing for %g s; it is replaced", name, self._silent_s)
-        return True
-
-    async def _start_child(self) -> Child:
-        child = self._child = await Child.start(
-            "mesh.pipeline.engine_process",
-            name=f"asker {self.spec.model_id}",
-            on_message=self._message,
-            on_closed=self._gone.set,
-        )
-        self._tell(
+    def process_started(self) -> None:
+        """See `Charge.process_started`."""
+        self.process.tell(
             {
                 "op": "start",
                 "model": self.spec.model,
@@ -239,32 +208,35 @@ class AskerProcess:
                 "shards": self._owner.routable(self.spec.model_id),
             }
         )
-        return child
 
-    async def _end_child(self) -> None:
-        self._ready.clear()
-        child, self._child = self._child, None
-        if child is not None:
-            await child.stop(STOP_TIMEOUT_S)
-        lost = InternalError(
-            "the asker process ended, or stopped answering.", fix="Ask again; it is started anew."
-        )
+    def process_ended(self, ending: Ending) -> None:
+        """See `Charge.process_ended`."""
+        if ending.loading is not None:
+            self.error = self._attempts.died(ending.loading, ending, _now())
+        lost = ended(self.process.name, ending).to_dict()
         for queue in self._streams.values():
-            queue.put_nowait({"op": "error", "error": lost.to_dict()})
+            queue.put_nowait({"op": "error", "error": lost})
         self.generations, self.accounts = [], {}
         self._owner.asker_changed()
 
-    def _message(self, message: ChannelMessage) -> None:
-        self._silent_s = 0.0
+    def why_not_start(self, free_mb: int) -> MeshError | None:
+        """See `Charge.why_not_start`."""
+        return self._attempts.why_not(self.spec.model_id, _now(), free_mb)
+
+    def process_changed(self) -> None:
+        """See `Charge.process_changed`."""
+        self._owner.asker_changed()
+
+    def process_said(self, message: ChannelMessage) -> None:
+        """See `Charge.process_said`."""
         match message["op"]:
             case "ready":
                 self.reasons, self.error = message["reasons"], None
-                self._ready.set()
+                self._attempts.succeeded(self.spec.model_id)
+                self.process.ready()
                 self._owner.asker_changed()
             case "failed":
-                self.error = from_dict(message["error"])
-                self._ready.set()
-                self._owner.asker_changed()
+                self._failed(from_dict(message["error"]))
             case "generations":
                 self.generations = message["generations"]
             case "standings" | "accounts":
@@ -276,7 +248,7 @@ class AskerProcess:
             case "local":
                 layers = message["layers"]
                 name = f"load {self.spec.model_id} {layers or 'locally'}"
-                task = asyncio.create_task(self._load_locally(layers), name=name)
+                task = spawn(self._load_locally(layers), name)
                 self._loading.add(task)
                 task.add_done_callback(self._loading.discard)
             case "frame" | "error" | "end" | "harvested":
@@ -284,11 +256,26 @@ class AskerProcess:
                 if queue is not None:
                     queue.put_nowait(message)
 
+    # Private
+
+    def _failed(self, error: MeshError) -> None:
+        self.error = error
+        self.process.ready()
+        if error.retryable:
+            self._attempts.failed(self.spec.model_id, error, _now())
+            self.process.replace()  # by one that gives it another try, in time
+        self._owner.asker_changed()
+
     def _reported(self, message: ChannelMessage) -> None:
         if message["op"] == "standings":
             self.standings = message["standings"]
         else:
             self.accounts = message["accounts"]
+
+    def _order(self, order: ChannelMessage) -> None:
+        """Tell the process what has an answer. Raises InternalError when nobody would give it."""
+        if not self.process.tell(order):
+            raise InternalError(f"{self.process.name} is gone.", fix="Ask again; it starts anew.")
 
     async def _load_locally(self, layers: str | None) -> None:
         answer: ChannelMessage = {"op": "local", "layers": layers}
@@ -301,13 +288,11 @@ class AskerProcess:
             answer["hops"] = [encode_hop(hop) for hop in hops]
         except MeshError as error:
             answer["error"] = error.to_dict()
-        self._tell(answer)
+        self.process.tell(answer)
 
-    def _tell(self, message: ChannelMessage) -> None:
-        if self._child is not None:
-            # A process that just ended is started again, and then told everything anew.
-            with contextlib.suppress(LinkLost):
-                self._child.channel.send(message)
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class Askers:

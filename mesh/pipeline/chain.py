@@ -18,7 +18,8 @@ from mesh.pipeline.history import slice_rows
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.opening import Patience
 from mesh.pipeline.overseer import Overseer
-from mesh.pipeline.station import SessionTerms, Station
+from mesh.pipeline.station import Station
+from mesh.pipeline.terms import SessionTerms
 from mesh.routing.cover import ShardKey, key_of
 from mesh.types import RouteHop
 from mesh.wire.messages import WireTensor
@@ -85,6 +86,7 @@ class Chain:
         The others keep their caches. Raises HopLost when a replacement refuses or dies while it is
         opened; the old stations then stay in place, so that this can be tried again.
         """
+        self.terms = self.terms.with_room(self.stations[0].history.length)
         try:
             fresh = await self._stations(hops)
         except HopLost as lost:
@@ -140,13 +142,15 @@ class Chain:
         for station in self.stations:
             station.park()
 
-    async def resume(self, max_tokens: int) -> None:
-        """Take the streams again. Raises HopLost for the first hop that has none or forgot."""
-        self.terms = replace(self.terms, max_tokens=max_tokens)  # also for whoever replaces a hop
+    async def resume(self, reserve: int, limit: int) -> None:
+        """Take the streams again, with room as in `SessionTerms`. Raises HopLost for the first hop
+        that has none or forgot."""
+        # Also for whoever replaces a hop.
+        self.terms = replace(self.terms, reserve=reserve, limit=limit)
         for station in self.stations:
             station.terms = self.terms
         await self._all(
-            [station.resume(max_tokens, self._patience) for station in self.stations],
+            [station.resume(self._patience) for station in self.stations],
             [station.hop for station in self.stations],
         )
 
@@ -168,11 +172,18 @@ class Chain:
     # Private
 
     async def _stations(self, hops: Sequence[RouteHop]) -> list[Station]:
+        # Before anything is awaited: whoever picks a route meanwhile has to know of these.
+        claims = [self._overseer.claim(hop) for hop in hops]
         places = [(hop.shard.host, hop.shard.endpoint) for hop in hops]
-        lines = await self._all([self._lines.line(*place) for place in places], hops)
+        try:
+            lines = await self._all([self._lines.line(*place) for place in places], hops)
+        except BaseException:
+            for claim in claims:
+                claim.release()
+            raise
         stations = [
-            Station(hop, line, self.terms, self._output, self._lost, self._overseer)
-            for hop, line in zip(hops, lines, strict=True)
+            Station(hop, line, claim, self.terms, self._output, self._lost, self._overseer)
+            for hop, line, claim in zip(hops, lines, claims, strict=True)
         ]
         try:
             await self._all([s.open(self._patience) for s in stations], hops)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mesh.errors import BadRequest, ContextTooLong
+from mesh.charge import Loading
+from mesh.errors import BadRequest, ContextTooLong, NotEnoughMemory
+from mesh.headroom import ram
 from mesh.models.load import Ends, load_ends
 from mesh.models.manifest import read_manifest
 from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.model import AskerModel, TextDecoder
-from mesh.shard.device import choose_device, choose_dtype, choose_threads
+from mesh.shard.device import choose_device, choose_dtype, headroom
+from mesh.shard.footprint import ends_mb
 from mesh.shard.linear import choose_kernels
+from mesh.shard.threads import kept_threads
 from mesh.types import GenerationRequest, ModelId
 
 STORED = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -33,6 +37,7 @@ class AskerOptions:
     device: str
     threads: int
     cache_dir: Path
+    threads_dir: Path | None = None
 
 
 class CheckpointEnds:
@@ -98,17 +103,30 @@ def _is_routed(config: Mapping[str, Any]) -> bool:
 
 
 def load_asker(
-    directory: Path, model_id: ModelId, options: AskerOptions
+    directory: Path,
+    model_id: ModelId,
+    options: AskerOptions,
+    begins: Callable[[Loading], object] = lambda loading: None,
 ) -> tuple[AskerModel, list[str]]:
     """The ends and the tokenizer, with the reasons of what was chosen.
 
-    Sets torch's thread count. Raises BadCheckpoint, UnsupportedFamily, BadValue.
+    Sets torch's thread count. `begins` is told what it takes before any of it is taken. Raises
+    BadCheckpoint, UnsupportedFamily, BadValue, NotEnoughMemory.
     """
     manifest = read_manifest(directory, model_id=model_id, cache_dir=options.cache_dir)
     device = choose_device(options.device)
     stored = STORED.get(manifest.dtype, manifest.dtype)
     dtype = choose_dtype(options.dtype, stored, device.value)
-    threads = choose_threads(options.threads, device.value)
+    need_mb, have = ends_mb(manifest, dtype.value.itemsize), headroom(device.value)
+    if need_mb > have.free_mb:
+        raise NotEnoughMemory(
+            f"the ends of {model_id} (embedding and head) need {need_mb} MB; {have.free_mb} MB are"
+            f" free of {have.total_mb} MB ({have.bound}).",
+            fix="End something else on this machine, or compute in another number format"
+            " (--dtype); it is tried again.",
+        )
+    begins(Loading(model_id, need_mb, ram().free_mb))
+    threads = kept_threads(options.threads, device.value, options.threads_dir)
     torch.set_num_threads(threads.value)
     ends = load_ends(manifest, dtype=dtype.value, device=device.value)
     kernels = choose_kernels(ends, dtype.value, device.value)

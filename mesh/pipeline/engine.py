@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import random
 import time
@@ -37,7 +36,14 @@ from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.stalls import StallWatch
 from mesh.routing.cover import CoverRules, home_layers, key_of
 from mesh.routing.router import UNSERVED, ShardRouter
-from mesh.types import GenerationRequest, NodeId, ShardDescriptor, StreamFrame, WireDtype
+from mesh.types import (
+    GenerationRequest,
+    NodeId,
+    ShardDescriptor,
+    StreamFrame,
+    WireDtype,
+    shown_id,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +88,9 @@ class Engine:
         accounts: ResourceLedger | None = None,
     ) -> None:
         self._clock = LoopClock()
-        self.oversight = Oversight(self._clock, ceiling_s=settings.stall_limit_s)
-        self.shards = PushedShards(own, self.oversight.standings)
+        ceiling_s = settings.stall_limit_s
+        self.oversight = Oversight(self._clock, ceiling_s=ceiling_s, asker=own)
+        self.shards = PushedShards(own, self.oversight.standings, self.oversight.claims)
         self.accounts = accounts or ResourceLedger(self._clock, allowances.ASKER)
         self._prompts = Prompts(model.text, self.accounts)
         self._model = model
@@ -141,7 +148,8 @@ class Engine:
         """Live generations with their current routes, as `/mesh/v1/status` shows them."""
         return [
             {
-                "id": _shown_id(session.request_id),
+                # Everybody may see it; by the request's own id a caller resumes the stream.
+                "id": shown_id(session.request_id),
                 "model": self._model.model_id,
                 "route": [
                     {
@@ -237,11 +245,6 @@ class Engine:
             verdict = await wire_dtype.probe(self._model, self.sessions, self._router)
         await asyncio.to_thread(wire_dtype.write_verdict, *self._cached, verdict)
         return verdict
-
-
-def _shown_id(request_id: str) -> str:
-    """Everybody may see it; the request's own id lets a keyless caller resume the stream."""
-    return hashlib.sha256(request_id.encode()).hexdigest()[:16]
 
 
 def _words(verdict: wire_dtype.WireVerdict) -> tuple[str, str]:

@@ -3,9 +3,8 @@
 Started by `mesh.pipeline.asker` as ``python -m mesh.pipeline.engine_process``. Commands: ``start``,
 ``shards``, ``tls``, ``generate``, ``harvest``, ``credit``, ``cancel``, ``local``, ``stop``.
 Answers: ``ready`` or ``failed``, then ``frame``, ``end`` or ``error`` per generation, ``harvested``
-or ``error`` per batch, ``generations`` when the live ones change and twice a second (a process that
-says nothing is taken for stuck), ``latencies``, and ``local`` to have the whole model, or some
-``layers``, loaded here. It opens no port.
+or ``error`` per batch, ``generations`` when the live ones change, ``latencies``, and ``local`` to
+have the whole model, or some ``layers``, loaded here. It opens no port.
 """
 
 from __future__ import annotations
@@ -13,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mesh import allowances
+from mesh.channel import Channel, ChannelMessage
+from mesh.charge import Loading
 from mesh.clock import LoopClock
 from mesh.discovery.tasks import spawn
 from mesh.errors import InternalError, LinkLost, MeshError, PipelineStalled, from_dict
@@ -32,9 +33,11 @@ from mesh.pipeline.dialing import secured
 from mesh.pipeline.engine import Engine, EngineSettings
 from mesh.pipeline.following import Following
 from mesh.pipeline.frames import decode_hop, decode_request, encode_frame
+from mesh.pipeline.model import AskerModel
 from mesh.pipeline.order import HarvestOrder
 from mesh.pipeline.sessions import expire_regularly
-from mesh.supervise import Channel, ChannelMessage, attach_to_parent
+from mesh.shard.failures import lost
+from mesh.supervise import LOADING, attach_to_parent, end_failed
 from mesh.types import LayerRange, ModelId, NodeId, RouteHop, ShardFailover, StreamFrame
 from mesh.wire.messages import Hello
 
@@ -71,10 +74,16 @@ class _Reader:
         self.credits -= 1
 
 
+Load = Callable[
+    [Path, ModelId, AskerOptions, Callable[[Loading], object]], tuple[AskerModel, list[str]]
+]
+
+
 class EngineProcess:
     """Turns the daemon's commands into calls of an `Engine`."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: Load = load_asker) -> None:
+        self._load_asker = load
         self._channel: Channel | None = None
         self._engine: Engine | None = None
         self._readers: dict[str, _Reader] = {}
@@ -130,7 +139,8 @@ class EngineProcess:
     async def _start(self, message: ChannelMessage) -> None:
         answer: ChannelMessage
         try:
-            reasons = await foreseen(self._load_engine(message), "loading the ends", _internal)
+            loading = self._load_engine(message)
+            reasons = await foreseen(loading, "loading the ends", self._unforeseen)
             answer = {"op": "ready", "reasons": reasons}
         except MeshError as error:
             answer = {"op": "failed", "error": error.to_dict()}
@@ -139,13 +149,15 @@ class EngineProcess:
     async def _load_engine(self, message: ChannelMessage) -> list[str]:
         """Load the ends and begin to follow the mesh; the reasons of what was chosen."""
         settings = EngineSettings(**message["settings"])
-        wanted = message["model"]
+        wanted, tell_loop = message["model"], asyncio.get_running_loop().call_soon_threadsafe
         model, reasons = await asyncio.to_thread(
-            load_asker,
+            self._load_asker,
             Path(wanted["directory"]),
             ModelId(wanted["model_id"]),
             _options(message["options"]),
+            lambda loading: tell_loop(self._say_loading, loading),
         )
+        self._say_loading(None)
         material = TlsMaterial.from_fields(message["tls"])
         tls = await asyncio.to_thread(TlsContexts, material)
         hello = Hello(**message["hello"])
@@ -158,6 +170,9 @@ class EngineProcess:
         self._spawn(self._engine.watch_stalls(), "watch stalls")
         self._spawn(expire_regularly(self._engine.sessions, EXPIRY_TICK_S), "expire parked")
         return reasons
+
+    def _say_loading(self, loading: Loading | None) -> None:
+        self._send({"op": LOADING, "load": None if loading is None else asdict(loading)})
 
     async def _follow_members(self, engine: Engine, tls: TlsContexts) -> None:
         """Trust those whom the daemon has named by now, then whom it names, and nobody else."""
@@ -188,7 +203,7 @@ class EngineProcess:
             harvested = self._started().harvest(order)
             answer = {
                 "op": "harvested",
-                "result": await foreseen(harvested, f"harvest={order_id}", _internal),
+                "result": await foreseen(harvested, f"harvest={order_id}", self._unforeseen),
             }
         except MeshError as error:
             answer = {"op": "error", "error": error.to_dict()}
@@ -215,7 +230,7 @@ class EngineProcess:
         ending: ChannelMessage = {"op": "end"}
         try:
             stream = self._stream(request_id, frames, reader)
-            await foreseen(stream, f"request={request_id}", _internal)
+            await foreseen(stream, f"request={request_id}", self._unforeseen)
         except MeshError as error:
             ending = {"op": "error", "error": error.to_dict()}
         finally:
@@ -269,7 +284,6 @@ class EngineProcess:
 
     async def _report(self) -> None:
         while True:
-            self._send({"op": "generations", "generations": self._reported})
             self._send_generations()
             latencies = self._engine.take_latencies() if self._engine is not None else {}
             if latencies:
@@ -297,6 +311,12 @@ class EngineProcess:
             self._standings = standings
             self._send({"op": "standings", "standings": standings})
 
+    def _unforeseen(self, error: Exception) -> MeshError:
+        gone = lost(error)
+        if gone is not None and self._channel is not None:
+            end_failed(self._channel, gone)  # embedding and head are on that device, too
+        return InternalError(f"{type(error).__name__}: {error}.", fix="See the log.")
+
     def _send(self, message: ChannelMessage) -> None:
         if self._channel is not None:
             # Without the daemon there is nobody left to tell; the process is about to end.
@@ -310,19 +330,18 @@ class EngineProcess:
         return task
 
 
-def _internal(error: Exception) -> InternalError:
-    return InternalError(f"{type(error).__name__}: {error}.", fix="See the log.")
-
-
 def _options(fields: dict[str, Any]) -> AskerOptions:
-    return AskerOptions(**{**fields, "cache_dir": Path(fields["cache_dir"])})
+    options = dict(fields)
+    for name in ("cache_dir", "threads_dir"):
+        if name in options:
+            options[name] = Path(options[name])
+    return AskerOptions(**options)
 
 
-def main() -> None:
+def main(load: Load = load_asker) -> None:
     """Run until told to stop or until the daemon is gone."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     torch.set_grad_enabled(False)
-    asyncio.run(EngineProcess().run())
+    asyncio.run(EngineProcess(load).run())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from mesh.health.sanity import Floats, rows_as_floats
 from mesh.pipeline.history import History
 from mesh.pipeline.recovery import chunk_rows
 from mesh.pipeline.shadow import Shadow
-from mesh.pipeline.station import SessionTerms
+from mesh.pipeline.terms import SessionTerms
 from mesh.types import RouteHop
 from mesh.wire.messages import WireTensor
 

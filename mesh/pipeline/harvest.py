@@ -22,7 +22,7 @@ from mesh.pipeline.order import HarvestOrder
 from mesh.pipeline.prompts import Prompts
 from mesh.pipeline.recovery import chunk_rows
 from mesh.pipeline.sessions import Sessions
-from mesh.pipeline.station import SessionTerms
+from mesh.pipeline.terms import SessionTerms
 from mesh.types import GenerationRequest, WireDtype
 from mesh.wire.activations import to_wire
 

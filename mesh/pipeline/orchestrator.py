@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
-from mesh.errors import BadRequest, ContextTooLong, MeshError
+from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
 from mesh.pipeline.answer import Answer
 from mesh.pipeline.chain import HopLost
 from mesh.pipeline.model import AskerModel
@@ -19,14 +19,11 @@ from mesh.pipeline.passage import Passage
 from mesh.pipeline.recovery import LocalModel, Recovery, RecoverySettings
 from mesh.pipeline.sampler import Sampler
 from mesh.pipeline.sessions import GenerationSession, Sessions
-from mesh.pipeline.station import SessionTerms
+from mesh.pipeline.terms import FIRST_ANSWER, SessionTerms
 from mesh.routing.router import UNSERVED, ShardRouter
 from mesh.types import Done, GenerationRequest, PipelineAborted, StreamFrame, WireDtype
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_MAX_TOKENS = 1024
-"""New tokens when a request names no limit: caches on every hop are reserved for them."""
 
 
 class PipelineOrchestrator:
@@ -63,17 +60,13 @@ class PipelineOrchestrator:
             BadRequest, ContextTooLong: the request cannot be served by this model.
             BadSteering: an edit cannot be applied, or makes activations infinite.
             NoRoute, WeightsMismatch: no set of shards serves it, nor does the local model.
+            CacheFull: nobody has room for the prompt. An answer that nobody has room for any more
+                ends there, with a `note` that says so.
         """
         started = time.monotonic() if started is None else started
         prompt = self._model.text.prompt_ids(request, self._model.max_positions)
         limit = self._token_limit(prompt, request.sampling.max_tokens)
-        terms = SessionTerms(
-            self._model.model_id,
-            self._model.weights_sha256,
-            len(prompt) + limit,
-            request.wire_dtype or self.wire_dtype,
-            request.edits,
-        )
+        terms = self._terms(request, len(prompt), limit)
         home = self._local_model if request.fallback_to_local is not False else None
         session, notices = await self._begin(prompt, terms, home)
         constructed = time.monotonic()
@@ -91,12 +84,16 @@ class PipelineOrchestrator:
             sampler = Sampler(request.sampling, prompt)
             ids: Sequence[int] = prompt[cached:]
             while not answer.finish_reason:
-                async for notice in passage.advance(ids):
-                    yield notice
+                try:
+                    async for notice in passage.advance(ids):
+                        yield notice
+                except CacheFull as full:
+                    yield answer.end_early(full)
+                    break
                 token = sampler.choose(passage.logits)
                 yield answer.take(token, passage.logits)
                 ids = (token,)
-            finished = True
+            finished = not answer.note
         finally:
             self._sessions.release(session, keep=finished)
         done = self._done(prompt, cached, passage, answer)
@@ -121,8 +118,21 @@ class PipelineOrchestrator:
             reason = f"{nobody.message} The answer comes from the local model."
             return session, [PipelineAborted(reason)]
 
+    def _terms(self, request: GenerationRequest, fed: int, limit: int) -> SessionTerms:
+        """What hops are asked for a prompt of `fed` tokens and at most `limit` new ones."""
+        return SessionTerms(
+            self._model.model_id,
+            self._model.weights_sha256,
+            fed + min(limit, FIRST_ANSWER),
+            request.wire_dtype or self.wire_dtype,
+            request.edits,
+            limit=fed + limit,
+            principal=request.principal,
+        )
+
     def _token_limit(self, prompt: Sequence[int], wanted: int | None) -> int:
-        """How many new tokens this request may get; refuses rather than cuts."""
+        """How many new tokens this request may get, as many as the model can hold when it does not
+        say; refuses rather than cuts."""
         room = self._model.max_positions - len(prompt)
         if not prompt:
             raise BadRequest("the prompt is empty.", fix="Send at least one token.", param="prompt")
@@ -133,7 +143,7 @@ class PipelineOrchestrator:
                 fix="Shorten the prompt or lower max_tokens.",
                 param="max_tokens" if room >= 1 else "prompt",
             )
-        return min(room, DEFAULT_MAX_TOKENS) if wanted is None else wanted
+        return room if wanted is None else wanted
 
     @staticmethod
     def _done(prompt: Sequence[int], cached: int, passage: Passage, answer: Answer) -> Done:
@@ -150,4 +160,5 @@ class PipelineOrchestrator:
             tokens_per_second=answer.tokens_per_second,
             hops=passage.timings(),
             widened=passage.widened,
+            note=answer.note,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from mesh.errors import MeshError
+from mesh.pipeline.claims import Claim
 from mesh.routing.cover import ShardKey
 from mesh.types import RouteHop
 from mesh.wire.messages import WireTensor
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 class Overseer(Protocol):
     """Who is told what stations do; the real one is `mesh.pipeline.oversight`."""
+
+    def claim(self, hop: RouteHop) -> Claim:
+        """A session on this hop is about to be opened."""
 
     def answered(
         self, station: Station, position: int, tensor: WireTensor, elapsed_s: float

@@ -20,12 +20,14 @@ from mesh.errors import (
     ContextTooLong,
     DiskFull,
     MeshError,
+    NotEnoughMemory,
     SessionGone,
 )
 from mesh.health.latency import HopLatency, StepOverdue
 from mesh.health.sanity import Envelope, corrupt, not_finite
 from mesh.health.standing import Standings
 from mesh.pipeline.audit import Auditor, Finding
+from mesh.pipeline.claims import Claim, Claims
 from mesh.pipeline.station import Station
 from mesh.routing.cover import ShardKey, key_of
 from mesh.types import RouteHop, ShardDescriptor
@@ -35,7 +37,10 @@ MAX_EVENTS = 256
 MAX_PACES = 1024
 """Shards whose pace is remembered; the one that was asked about longest ago makes room."""
 
-_NO_FAULT = (BadRequest, BadSteering, Busy, CacheFull, ContextTooLong, DiskFull, SessionGone)
+_NO_FAULT = (
+    BadRequest, BadSteering, Busy, CacheFull, ContextTooLong, DiskFull, NotEnoughMemory,
+    SessionGone,
+)  # fmt: skip
 """Answers that say nothing against a host: it is full, forgot, or was asked something wrong."""
 
 
@@ -46,8 +51,10 @@ class Oversight:
     shard that lied and has to keep it, and what it said, out of every generation.
     """
 
-    def __init__(self, clock: Clock, *, ceiling_s: float) -> None:
+    def __init__(self, clock: Clock, *, ceiling_s: float, asker: str = "") -> None:
+        """`asker` is the name of whoever asks, see `Claims`."""
         self.standings = Standings(clock)
+        self.claims = Claims(asker)
         self.envelope = Envelope()
         self.auditor: Auditor | None = None
         self.expel: Callable[[ShardDescriptor], None] = lambda liar: None
@@ -56,6 +63,10 @@ class Oversight:
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
 
     # Overseer
+
+    def claim(self, hop: RouteHop) -> Claim:
+        """See `Overseer.claim`."""
+        return self.claims.claim(key_of(hop.shard))
 
     def answered(
         self, station: Station, position: int, tensor: WireTensor, elapsed_s: float

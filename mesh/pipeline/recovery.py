@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from mesh.errors import BadSteering, MeshError, NoRoute
+from mesh.errors import BadSteering, CacheFull, ContextTooLong, MeshError, NoRoute
 from mesh.pipeline.chain import HopLost
 from mesh.pipeline.sessions import GenerationSession, replaced
 from mesh.routing.cover import ShardKey, key_of
@@ -70,14 +70,16 @@ class Recovery:
         session.may_go_home = local_model is not None and not session.fallback
 
     async def recover(self, lost: HopLost) -> AsyncGenerator[StreamFrame, None]:
-        """Replace a lost hop; PipelineAborted and NoRoute when that stays impossible.
+        """Replace a lost hop; PipelineAborted and NoRoute when that stays impossible, or CacheFull
+        when it is room that nobody has.
 
         Raises BadSteering when the hop is not at fault: any other would refuse the edits as well.
         """
         if isinstance(lost.error, BadSteering):
             raise lost.error
         session, shard = self._session, lost.hop.shard
-        yield ShardStatus(shard.shard_id, shard.node_name, "degraded", str(lost.error))
+        status = "full" if isinstance(lost.error, _NO_ROOM) else "degraded"
+        yield ShardStatus(shard.shard_id, shard.node_name, status, str(lost.error))
         self._excluded.add(key_of(shard))
         session.failovers += 1
         hops: tuple[RouteHop, ...] = ()
@@ -93,7 +95,7 @@ class Recovery:
         if not hops:
             hops = await self._afresh(lost)
         if not hops:
-            error = _gone(lost)
+            error = _no_room(lost) if status == "full" else _gone(lost)
             yield PipelineAborted(error.message)
             raise error
         yield self._failover(lost.hop, hops)
@@ -205,6 +207,18 @@ class Recovery:
 def chunk_rows(hidden_size: int) -> int:
     """How many rows of a prefill travel together."""
     return max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * hidden_size)))
+
+
+_NO_ROOM = (CacheFull, ContextTooLong)
+"""What a hop answers to a step that its caches have no room for."""
+
+
+def _no_room(lost: HopLost) -> CacheFull:
+    return CacheFull(
+        f"{lost.hop.shard.node_name} has no room for more of this text in its caches, nor has"
+        " anybody else.",
+        fix="Ask again when others have ended, or raise kv_tokens where these layers run.",
+    )
 
 
 def _gone(lost: HopLost) -> NoRoute:

@@ -1,9 +1,10 @@
 """Opens the hops of a generation, and keeps finished ones for the request that continues them.
 
 A finished generation's caches stay on its hops, parked, with the tokens they stand for. A later
-prompt that begins with those tokens takes them over and prefills only what is new: that is what
-makes the second turn of a chat quick. Parked caches are bounded in number and age here, and may be
-dropped by the hops at any time; then the prompt is prefilled afresh.
+prompt of the same principal that begins with those tokens takes them over and prefills only what is
+new: that is what makes the second turn of a chat quick. Nobody else is told of them, not even by
+being quicker. Parked caches are bounded in number and age here, and may be dropped by the hops at
+any time; then the prompt is prefilled afresh.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mesh.pipeline.chain import Chain, HopLost
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.opening import Patience
 from mesh.pipeline.overseer import Overseer
-from mesh.pipeline.station import SessionTerms
+from mesh.pipeline.terms import SessionTerms
 from mesh.routing.cover import ShardKey, key_of
 from mesh.routing.router import UNSERVED, ShardRouter
 from mesh.types import LayerRange, Pipeline, RouteHop
@@ -90,7 +91,7 @@ class Sessions:
         if kept is not None:
             session, common = kept
             try:
-                await session.chain.resume(terms.max_tokens)
+                await session.chain.resume(terms.reserve, terms.limit)
                 session.chain.require_trust()
             except (HopLost, LinkLost) as gone:
                 logger.info("parked session not resumed: %s", gone)
@@ -202,6 +203,8 @@ class Sessions:
         best: tuple[int, GenerationSession] | None = None
         for session in self._parked:
             kept = session.chain.terms
+            if kept.principal != terms.principal:
+                continue
             if kept.wire_dtype is not terms.wire_dtype or kept.edits != terms.edits:
                 continue
             if session.fallback and not at_home:
@@ -224,7 +227,14 @@ class Sessions:
             or self._parked[0].parked_at < oldest
             or sum(session.history_bytes for session in self._parked) > MAX_PARKED_BYTES
         ):
-            self._parked.pop(0).chain.close()
+            self._parked.pop(self._next_to_go(oldest)).chain.close()
+
+    def _next_to_go(self, oldest: float) -> int:
+        """What is too old; else the oldest of whoever has most, so that nobody displaces others."""
+        if self._parked[0].parked_at < oldest:
+            return 0
+        accounts = [session.chain.terms.principal.account for session in self._parked]
+        return accounts.index(max(accounts, key=accounts.count))
 
 
 def replaced(

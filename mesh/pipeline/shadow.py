@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from mesh.errors import BadFrame, MeshError, PipelineStalled, from_dict
 from mesh.pipeline.lines import Line
-from mesh.pipeline.station import SessionTerms, is_activations
+from mesh.pipeline.station import is_activations
+from mesh.pipeline.terms import SessionTerms
 from mesh.types import RouteHop
 from mesh.wire.messages import (
     Close,
@@ -45,7 +46,7 @@ class Shadow:
 
     async def resume(self) -> None:
         """Take a stream again after `park`; raises as `open` does."""
-        await self._ask(Resume(self._session, self._terms.max_tokens))
+        await self._ask(Resume(self._session, max(self._terms.reserve, self.length)))
 
     def park(self) -> None:
         """Give the stream back until the next check. Raises LinkLost."""

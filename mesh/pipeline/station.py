@@ -25,21 +25,19 @@ from mesh.errors import (
     SessionGone,
     from_dict,
 )
-from mesh.models.edits import describe
-from mesh.models.harvest import HarvestBatch
+from mesh.pipeline.claims import Claim
 from mesh.pipeline.history import History, slice_rows
 from mesh.pipeline.lines import Line
 from mesh.pipeline.opening import Opening, Patience
+from mesh.pipeline.terms import SessionTerms
 from mesh.pipeline.timings import StepTimings
-from mesh.types import Edit, HopTiming, LayerRange, ModelId, RouteHop, WireDtype
+from mesh.types import HopTiming, RouteHop
 from mesh.wire.messages import (
     Close,
     Failure,
     Loading,
     Message,
-    Open,
     Opened,
-    OpenPart,
     Park,
     Result,
     Resume,
@@ -54,47 +52,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PART_BYTES = 128 << 10
-"""Bytes of edits in one message: several fit below a link's limit for what is not a tensor."""
-
 _FLOATS = frozenset({"fp16", "bf16", "fp32"})
 
 STEPS_UNDER_WAY = 6
 """Steps of one session a hop is sent before it answers the first; a shard refuses more than 8."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionTerms:
-    """What every hop of a generation is asked for."""
-
-    model_id: ModelId
-    weights_sha256: str
-    max_tokens: int
-    wire_dtype: WireDtype
-    edits: tuple[Edit, ...] = ()
-    harvest: HarvestBatch | None = None
-
-    def opening(self, session: int, layers: LayerRange) -> list[Message]:
-        """What asks a hop for a session on `layers`: its share of the edits, then `Open`."""
-        edits = [edit for edit in self.edits if edit.site.layer in layers]
-        data = b"".join(edit.data for edit in edits)
-        return [
-            *(
-                OpenPart(session, data[first : first + PART_BYTES])
-                for first in range(0, len(data), PART_BYTES)
-            ),
-            Open(
-                session,
-                self.model_id,
-                self.weights_sha256,
-                layers.start,
-                layers.stop,
-                self.max_tokens,
-                self.wire_dtype,
-                describe(edits),
-                harvest=self.harvest.to_fields() if self.harvest is not None else {},
-            ),
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +80,7 @@ class Station:
         self,
         hop: RouteHop,
         line: Line,
+        claim: Claim,
         terms: SessionTerms,
         on_output: Callable[[Station, WireTensor], None],
         on_lost: Callable[[Station], None],
@@ -129,6 +91,7 @@ class Station:
         self.delivered = 0
         self.error: MeshError | None = None
         self._line = line
+        self._claim = claim
         self.terms = terms
         self._on_output = on_output
         self._on_lost = on_lost
@@ -154,11 +117,12 @@ class Station:
         """Keep the cache, give the stream back."""
         if not self._resting:
             self._resting = True
+            self._claim.release()
             self._overseer.closed(self)
             self._line.send(Park(self._session))
 
-    async def resume(self, max_tokens: int, patience: Patience) -> None:
-        """Take a stream again, with room for `max_tokens` positions in all.
+    async def resume(self, patience: Patience) -> None:
+        """Take a stream again, with the room that `terms` say.
 
         Raises what `open` does, and SessionGone when the hop was lost meanwhile, or still owes an
         answer: that could be one to what is about to be cut.
@@ -169,7 +133,8 @@ class Station:
                 f"{self.hop.shard.node_name} has not answered what came before.",
                 fix="Open a new session and replay the inputs.",
             )
-        await self._ask([Resume(self._session, max_tokens)], patience)
+        self._claim.renew()
+        await self._ask([Resume(self._session, self.terms.room(self.history.length))], patience)
         self._resting = False
 
     async def seal(self, timeout_s: float) -> list[dict[str, Any]]:
@@ -180,6 +145,7 @@ class Station:
 
     def close(self) -> None:
         """Free the session on the hop, if it can still be told."""
+        self._claim.release()
         self._overseer.closed(self)
         self._line.unregister(self._session)
         self._owe_nothing()
@@ -249,6 +215,7 @@ class Station:
             return
         self.error = error
         self._owe_nothing()
+        self._claim.release()
         if self._opening is not None and not self._opening.is_settled:
             self._opening.fail(error)
         else:
@@ -294,6 +261,7 @@ class Station:
         """No answer is waited for any more."""
         self._pending.clear()
         self._backlog.clear()
+        self._claim.owes(0)
         self._woken_at = None
 
     async def _ask(self, question: Sequence[Message], patience: Patience) -> Opened | Sealed:
@@ -303,6 +271,7 @@ class Station:
             if not await self._overseer.make_room(self.hop):
                 raise
             self.error = None
+            self._claim.renew()
             return await self._ask_once(question, patience)
 
     async def _ask_once(self, question: Sequence[Message], patience: Patience) -> Opened | Sealed:
@@ -323,8 +292,9 @@ class Station:
     def _wake(self) -> None:
         """Take a stream again; the steps that wait for it follow."""
         self._woken_at = asyncio.get_running_loop().time()
+        self._claim.renew()
         try:
-            self._line.ask([Resume(self._session, self.terms.max_tokens)])
+            self._line.ask([Resume(self._session, self.terms.room(self.history.length))])
         except LinkLost as error:
             self.fail(error)
 
@@ -335,6 +305,7 @@ class Station:
             self._send(position, tensor)
 
     def _send(self, position: int, tensor: WireTensor) -> None:
+        self._claim.owes(len(self._pending) + len(self._backlog) + 1)
         if self._resting or len(self._pending) >= STEPS_UNDER_WAY:
             self._backlog.append((position, tensor))
             if self._resting and self._woken_at is None:
@@ -358,6 +329,7 @@ class Station:
             self.fail(fault)
             return
         self._answered_at = self._active_at = now
+        self._claim.owes(len(self._pending) + len(self._backlog))
         if self._backlog:
             self._send(*self._backlog.popleft())
         self._timings.add((now - pending.sent_at) * 1e3, result.compute_us / 1e3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from mesh.percentiles import percentile
 from mesh.types import HopTiming, RouteHop
 
 TIMED_STEPS = 512
@@ -39,13 +40,7 @@ class StepTimings:
             node=hop.shard.node_name,
             layers=str(hop.layers),
             steps=self.count,
-            p50_ms=_percentile(totals, 0.50),
-            p95_ms=_percentile(totals, 0.95),
-            compute_p50_ms=_percentile(computes, 0.50),
+            p50_ms=percentile(totals, 0.50),
+            p95_ms=percentile(totals, 0.95),
+            compute_p50_ms=percentile(computes, 0.50),
         )
-
-
-def _percentile(ordered: list[float], share: float) -> float:
-    if not ordered:
-        return 0.0
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -18,7 +18,7 @@ from mesh.pipeline.model import AskerModel
 from mesh.pipeline.passage import Passage
 from mesh.pipeline.recovery import Recovery, RecoverySettings
 from mesh.pipeline.sessions import Sessions
-from mesh.pipeline.station import SessionTerms
+from mesh.pipeline.terms import SessionTerms
 from mesh.routing.router import ShardRouter
 from mesh.types import GenerationRequest, WireDtype
 

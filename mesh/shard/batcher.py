@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from mesh.errors import DeviceLost
 from mesh.shard.compute import Outcome, PendingStep, Turn, compute
+from mesh.shard.failures import lost
 
 T = TypeVar("T")
 
@@ -45,6 +47,14 @@ class DeviceQueue:
         self._visitor_had_its_turn = False
         self.sessions = 0
         """How many sessions may send steps now; with one there is nothing to collect."""
+        self.on_lost: Callable[[DeviceLost], None] = lambda error: None
+        """Told when the device does nothing more for this process."""
+        self._busy_since = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """For how long the compute thread has been at one piece of work; 0 when it is at none."""
+        return self._loop.time() - self._busy_since if self._busy else 0.0
 
     def submit(self, step: PendingStep) -> None:
         """Queue one step; its `done` is called once, unless it is `cancelled` while not `running`.
@@ -70,7 +80,11 @@ class DeviceQueue:
 
     async def load(self, work: Callable[[], T]) -> T:
         """Run blocking `work` (loading, freeing weights) outside the event loop, in order."""
-        return await self._loop.run_in_executor(self._loading_thread, work)
+        try:
+            return await self._loop.run_in_executor(self._loading_thread, work)
+        except Exception as error:
+            self._look_at(error)
+            raise
 
     def close(self) -> None:
         """Drop what waits and let the threads end after what they are doing."""
@@ -98,7 +112,7 @@ class DeviceQueue:
                 self._admit_visitor()
             return
         if not turn.is_quick:
-            self._busy = True
+            self._occupy()
             future = self._compute_thread.submit(compute, turn)
             future.add_done_callback(lambda done: self._hand_over(turn, done))
             return
@@ -128,7 +142,7 @@ class DeviceQueue:
 
     def _admit_visitor(self) -> None:
         self._visitor_had_its_turn = True
-        self._busy = True
+        self._occupy()
         work, done = self._visits.popleft()
         future = self._compute_thread.submit(work)
         future.add_done_callback(lambda result: self._say_goodbye(result, done))
@@ -146,6 +160,7 @@ class DeviceQueue:
             self._pumping = False
             if not self._scheduled:
                 self._schedule()
+            self._look_at(result.exception())
 
     def _deliver(self, turn: Turn, outcomes: list[Outcome | None]) -> None:
         for step, outcome in zip(turn.steps, outcomes, strict=True):
@@ -154,6 +169,18 @@ class DeviceQueue:
                 self._long.append(step)
             else:
                 step.done(outcome or Outcome(None, None, 0, 0))
+        for outcome in outcomes:
+            if outcome is not None and isinstance(outcome.error, DeviceLost):
+                self.on_lost(outcome.error)
+
+    def _occupy(self) -> None:
+        self._busy = True
+        self._busy_since = self._loop.time()
+
+    def _look_at(self, error: BaseException | None) -> None:
+        gone = lost(error) if error is not None else None
+        if gone is not None:
+            self.on_lost(gone)
 
     def _next_turn(self) -> Turn | None:
         turn = self._pick()

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from mesh.errors import DeviceFailed, MeshError
+from mesh.shard.device import is_lost
+from mesh.shard.failures import lost
 from mesh.shard.hooks import Hook
 from mesh.shard.kv import SessionCache
 from mesh.shard.memory import trim_heap
@@ -142,11 +144,12 @@ def compute(turn: Turn) -> list[Outcome | None]:
     try:
         results = [*map(_advance, turn.steps, _forward(turn.steps))]
     except Exception as error:  # noqa: BLE001 - whatever a device raises is that session's failure
-        if len(turn.steps) > 1:
+        if len(turn.steps) > 1 and not is_lost(error):
             # One of them may be at fault: find out which, the others go on.
             return [compute(Turn([step.restarted()]))[0] for step in turn.steps]
-        first.cache.cut(first.position)
-        results = [_as_mesh_error(error, first)]
+        for step in turn.steps:
+            step.cache.cut(step.position)
+        results = [_as_mesh_error(error, step) for step in turn.steps]
     took = time.perf_counter() - started
     first.lane.took(first.layers, rows, took * 1000)
     return [_timed(step, result, took) for step, result in zip(turn.steps, results, strict=True)]
@@ -186,6 +189,8 @@ def _timed(
 def _as_mesh_error(error: Exception, step: PendingStep) -> MeshError:
     if isinstance(error, MeshError):
         return error
+    if (gone := lost(error)) is not None:
+        return gone
     if _is_out_of_memory(error):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

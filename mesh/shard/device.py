@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import transformers
 
 from mesh.errors import BadValue
+from mesh.headroom import Headroom, ram
 
 T = TypeVar("T")
 
@@ -120,7 +121,7 @@ def choose_threads(requested: int, device: torch.device) -> Choice[int]:
     """
     if requested > 0:
         return Choice(requested, f"threads {requested}: as requested")
-    cores = _usable_cores()
+    cores = usable_cores()
     if device.type != "cpu" or cores == 1:
         return Choice(
             1, "threads 1: one core" if cores == 1 else f"threads 1: {device.type} computes"
@@ -133,6 +134,38 @@ def choose_threads(requested: int, device: torch.device) -> Choice[int]:
     if together < 0.85 * alone:
         return Choice(cores, f"threads {cores}: {alone / together:.1f}x as fast as one, measured")
     return Choice(1, f"threads 1: {cores} were only {alone / together:.1f}x as fast, measured")
+
+
+def headroom(device: torch.device) -> Headroom:
+    """What can still be taken of the device's memory. Blocks for a moment."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        # What the allocator holds and nobody uses is taken from before anything else.
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return Headroom(free >> 20, total >> 20, f"memory of {torch.cuda.get_device_name(device)}")
+    if device.type == "mps":  # shares the machine's
+        total = torch.mps.recommended_max_memory()
+        left = Headroom(
+            (total - torch.mps.driver_allocated_memory()) >> 20, total >> 20, "what Metal may take"
+        )
+        return min(left, ram(), key=lambda each: each.free_mb)
+    return ram()
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says that the accelerator does nothing more for this process.
+
+    After a device-side assert or an access out of bounds, whatever a CUDA or HIP context is asked
+    raises; only a new process gets a new one. A few of these errors would pass: to start again is
+    right for them, too. Memory that runs out comes back.
+    """
+    raised = getattr(torch, "AcceleratorError", None)  # since torch 2.8
+    text = str(error)
+    if "out of memory" in text or not isinstance(error, RuntimeError):
+        return False
+    if raised is not None:
+        return isinstance(error, raised)
+    return text.startswith(("CUDA error:", "HIP error:")) and "CUBLAS" not in text
 
 
 def determinism_class(device: torch.device, dtype: torch.dtype, kernels: str, threads: int) -> str:
@@ -167,17 +200,28 @@ def _has_bf16(device: torch.device) -> bool:
 
 
 def _cpu_flags() -> frozenset[str]:
+    return frozenset(_cpu_info("flags", "features").split())
+
+
+def _cpu_info(*fields: str) -> str:
+    """The first such field of the first processor that has one; empty where nothing says it."""
     try:
         with Path("/proc/cpuinfo").open(encoding="ascii", errors="replace") as lines:
             for line in lines:
-                if line.lower().startswith(("flags", "features")):
-                    return frozenset(line.partition(":")[2].split())
+                if line.lower().startswith(fields):
+                    return line.partition(":")[2].strip()
     except OSError:
         pass
-    return frozenset()
+    return ""
 
 
-def _usable_cores() -> int:
+def cpu_model() -> str:
+    """What the processor calls itself; empty where the platform does not say."""
+    return _cpu_info("model name", "hardware") or platform.processor()
+
+
+def usable_cores() -> int:
+    """Physical cores that this process may run on."""
     physical = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else physical
     return max(1, min(physical, allowed))

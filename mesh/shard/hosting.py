@@ -7,15 +7,17 @@ failure, not the node's: it is started again and loads the same shards. Imports 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from mesh.errors import Busy, InternalError, LinkLost, MeshError, PortInUse, from_dict
-from mesh.supervise import ChannelMessage, Child, run_again
+from mesh.attempts import Attempts
+from mesh.channel import ChannelMessage
+from mesh.charge import Ending, SilenceLimits, ended
+from mesh.errors import Busy, InternalError, MeshError, PortInUse, WeightsCorrupted, from_dict
+from mesh.supervisor import Supervisor
 from mesh.types import (
     Endpoint,
     LayerRange,
@@ -24,6 +26,7 @@ from mesh.types import (
     ShardDescriptor,
     ShardHealth,
     ShardId,
+    ShardMemory,
     shard_id,
 )
 
@@ -32,6 +35,8 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
+_NOTABLE_MB = 64
+"""A footprint that changed by more is advertised at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,16 @@ class ShardHost:
     holds what, as `ShardService.reports`.
     """
 
-    def __init__(self, spec: HostSpec, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        spec: HostSpec,
+        on_change: Callable[[], None],
+        limits: SilenceLimits | None = None,
+        module: str = "mesh.shard.host",
+    ) -> None:
+        """`module` is what the process runs, something that calls `mesh.shard.host.main`."""
         self.spec = spec
+        self.process = Supervisor("the shards' process", module, self, limits)
         self.shards: dict[ShardId, HostedShard] = {}
         self.private: dict[ShardId, HostedShard] = {}
         self.failed: dict[ShardId, MeshError] = {}
@@ -69,27 +82,26 @@ class ShardHost:
         self.accounts: list[dict[str, Any]] = []
         self.port: int | None = None
         self._on_change = on_change
-        self._child: Child | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._gone = asyncio.Event()
         self._settled = asyncio.Event()
-        self._listening = asyncio.Event()
-        self._is_stopping = False
         self._revoked: list[str] = []
+        self.memory: dict[str, Any] | None = None
+        """What is free on the device, as `Headroom`, and ``ram_mb`` of main memory."""
+        self._attempts = Attempts()
         self._loading: dict[ShardId, asyncio.Future[HostedShard]] = {}
 
     def start(self) -> None:
         """Begin to run, once; `wait_settled` tells when every shard has loaded or failed."""
-        if self._task is not None:
-            return
-        self._task = asyncio.create_task(
-            run_again(self._run_child, "shard host", lambda: self._is_stopping), name="shard host"
-        )
+        self.process.start()
 
     @property
     def is_running(self) -> bool:
         """Whether the process was started and is to run."""
-        return self._task is not None and not self._is_stopping
+        return self.process.is_to_run
+
+    @property
+    def serving(self) -> list[HostedShard]:
+        """What may be offered now: nothing while the process does not answer."""
+        return list(self.shards.values()) if self.process.is_up else []
 
     async def wait_settled(self) -> None:
         """Until every shard has loaded or failed. Raises the first failure."""
@@ -108,16 +120,18 @@ class ShardHost:
         InternalError when it takes too long, or Busy when the process is being stopped.
         """
         name = _id_of(shard)
-        here = self.shards.get(name) or self.private.get(name)
+        here = self._here(name)
         if here is not None:
             return here
-        if self._is_stopping:  # a second process would take the port of the one that drains
+        if self.process.is_stopping:  # a second process would take the port of the one that drains
             raise Busy("this node is stopping.", fix="Ask another node, or start this one again.")
         self.start()
+        if (refusal := self._why_not(name)) is not None:
+            raise refusal
         try:
             async with asyncio.timeout(START_TIMEOUT_S + LOAD_TIMEOUT_S):
-                await self._listening.wait()
-                here = self.shards.get(name) or self.private.get(name)
+                await self.process.wait_up()
+                here = self._here(name)
                 return here if here is not None else await asyncio.shield(self._load(shard))
         except TimeoutError:
             raise InternalError(f"{name} did not load in time.", fix="See the log.") from None
@@ -130,108 +144,127 @@ class ShardHost:
         """Whether a wanted shard has loaded or failed."""
         return name in self.shards or name in self.failed
 
+    def try_again(self) -> None:
+        """Load what did not load, whatever happened when that was tried."""
+        self._attempts.forget()
+        self._load_missing()
+
     def pause(self, paused: bool) -> None:
         """Ask whoever has a session here to move it elsewhere; False takes that back."""
-        self._tell({"op": "pause", "paused": paused})
+        self.process.tell({"op": "pause", "paused": paused})
 
     def trust(self, members: Sequence[bytes]) -> None:
         """The certificates of those who may use the shards from now on; all others are cut off."""
         tls = {**self.spec.start.get("tls", {}), "members": list(members)}
         self.spec = replace(self.spec, start={**self.spec.start, "tls": tls})
-        self._tell({"op": "tls", "members": list(members)})
+        self.process.tell({"op": "tls", "members": list(members)})
 
     def revoke_tokens(self, token_ids: Sequence[str]) -> None:
         """Exactly these tokens are revoked: sessions that were opened with one of them end."""
         self._revoked = list(token_ids)
-        self._tell({"op": "tokens", "revoked": self._revoked})
+        self.process.tell({"op": "tokens", "revoked": self._revoked})
 
     async def drain(self, grace_s: float) -> None:
         """Have running sessions move elsewhere; wait up to `grace_s` until the last has ended.
 
         New sessions are refused from now on. The process ends by itself afterwards.
         """
-        task, self._task = self._task, None
-        if task is None:
-            return
-        self._is_stopping = True
-        child = self._child
-        self._tell({"op": "stop", "grace_s": grace_s})
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s + STOP_TIMEOUT_S):
-                await self._gone.wait()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        if child is not None:
-            # The task was most likely cancelled just while it waited for the process to end.
-            await child.stop(STOP_TIMEOUT_S)
+        self.process.tell({"op": "stop", "grace_s": grace_s})
+        await self.process.finish(grace_s + STOP_TIMEOUT_S)
 
     async def stop(self) -> None:
         """End the process and wait for it."""
         await self.drain(0.0)
 
-    # Private
+    # Charge
 
-    async def _run_child(self) -> None:
-        self._gone.clear()
-        try:
-            await self._start_child()
-            await self._gone.wait()
-        finally:
-            await self._end_child()
-
-    async def _start_child(self) -> None:
-        self._child = await Child.start(
-            "mesh.shard.host", name="shards", on_message=self._message, on_closed=self._gone.set
-        )
+    def process_started(self) -> None:
+        """See `Charge.process_started`."""
         start = dict(self.spec.start)
         if self.port is not None:
             # Peers know the old endpoint; coming back on it spares them an advertisement.
             start["listen_port"] = self.port
-        self._tell({"op": "tokens", "revoked": self._revoked})
-        self._tell({"op": "start", **start})
+        self.process.tell({"op": "tokens", "revoked": self._revoked})
+        self.process.tell({"op": "start", **start})
 
-    async def _end_child(self) -> None:
+    def process_ended(self, ending: Ending) -> None:
+        """See `Charge.process_ended`."""
         self.shards.clear()
         self.private.clear()
         self.sessions, self.accounts = [], []
-        self._listening.clear()
-        ended = InternalError("the shard process ended.", fix="It starts again; try again.")
+        self.memory = None
+        if ending.loading is not None:
+            error = self._attempts.died(ending.loading, ending, _now())
+            self._did_not_load(ShardId(ending.loading.name), error)
         for name in list(self._loading):
-            self._not_loaded(name, ended)
+            self._not_loaded(name, ended(self.process.name, ending))
         self._on_change()
-        if self._child is not None:  # until it has ended, `drain` may have to end it
-            await self._child.stop(STOP_TIMEOUT_S)
-            self._child = None
 
-    def _message(self, message: ChannelMessage) -> None:
+    def why_not_start(self, free_mb: int) -> MeshError | None:
+        """See `Charge.why_not_start`."""
+        return None
+
+    def process_changed(self) -> None:
+        """See `Charge.process_changed`."""
+        self._on_change()
+
+    def process_said(self, message: ChannelMessage) -> None:
+        """See `Charge.process_said`."""
         match message["op"]:
             case "listening":
                 self.port = message["port"]
                 self.reasons = message["reasons"]
-                for shard in self.spec.shards:
-                    self._load(shard)
-                self._listening.set()
+                self.process.ready()
+                self._load_missing()
                 self._note_settled()
             case "loaded":
                 self._loaded(_hosted(message))
             case "failed":
                 self._failed(message)
+            case "withdrawn":
+                self._withdrawn(ShardId(message["shard_id"]), from_dict(message["error"]))
             case "health":
-                self.sessions = message["sessions"]
+                self.sessions, self.memory = message["sessions"], message["memory"]
                 self.accounts = message["accounts"]
-                for fields in message["shards"]:
-                    self._health(fields)
+                notable = [self._health(fields) for fields in message["shards"]]
+                if any(notable):
+                    self._on_change()
+                self._load_missing()
+
+    # Private
+
+    def _here(self, name: ShardId) -> HostedShard | None:
+        if not self.process.is_up:
+            return None
+        return self.shards.get(name) or self.private.get(name)
+
+    def _why_not(self, name: ShardId) -> MeshError | None:
+        """Why a shard is not to be loaded now, after what happened when it was."""
+        free_mb = 0 if self.memory is None else self.memory["ram_mb"]
+        return self._attempts.why_not(name, _now(), free_mb)
+
+    def _load_missing(self) -> None:
+        """Ask for every wanted shard that is not here and may be tried."""
+        for shard in self.spec.shards:
+            name = _id_of(shard)
+            if self._here(name) is None and self._why_not(name) is None and self.process.is_up:
+                self._load(shard)
 
     def _load(self, shard: dict[str, Any]) -> asyncio.Future[HostedShard]:
         """Ask for it unless that was done: asked twice, the process refuses what it just loaded."""
         name = _id_of(shard)
         if name not in self._loading:
             self._loading[name] = asyncio.get_running_loop().create_future()
-            self._tell({"op": "load", "shard": shard})
+            if self._why_not(traces_of(name)) is not None:  # its weights once more were too many
+                shard = {**shard, "max_tap_sessions": 0}
+            because = self.failed.get(name)
+            why = because.message if isinstance(because, WeightsCorrupted) else None
+            self.process.tell({"op": "load", "shard": shard, "because": why})
         return self._loading[name]
 
     def _loaded(self, hosted: HostedShard) -> None:
         name = hosted.descriptor.shard_id
+        self._attempts.succeeded(name)
         loading = self._loading.pop(name, None)
         if loading is not None:
             loading.set_result(hosted)
@@ -246,17 +279,32 @@ class ShardHost:
         error = from_dict(message["error"])
         shard = message.get("shard")
         if isinstance(error, PortInUse):
-            self._gone.set()  # without a listener the process is of no use; another one is started
+            self.process.replace()  # without a listener it is of no use
             if self.port is not None:
                 logger.warning("%s The shards move to another port.", error.message)
                 self.port = None
                 return
+        if shard is not None:
+            self._attempts.failed(_id_of(shard), error, _now())
         for name in self.wanted() if shard is None else [_id_of(shard)]:
-            self._not_loaded(name, error)
-            if name in self.wanted():
-                self.failed[name] = error
-                logger.error("shard=%s failed: %s", name, error)
-                self._note_settled()
+            self._did_not_load(name, error)
+
+    def _did_not_load(self, name: ShardId, error: MeshError) -> None:
+        self._not_loaded(name, error)
+        if name in self.wanted():
+            self.failed[name] = error
+            logger.error("shard=%s failed: %s", name, error)
+            self._note_settled()
+
+    def _withdrawn(self, name: ShardId, error: MeshError) -> None:
+        """The process serves it no longer: its weights have changed."""
+        error = self._attempts.corrupted(name, error)
+        self.private.pop(name, None)
+        if self.shards.pop(name, None) is not None:
+            self.failed[name] = error
+        logger.error("shard=%s withdrawn: %s", name, error)
+        self._on_change()
+        self._load_missing()
 
     def _not_loaded(self, name: ShardId, error: MeshError) -> None:
         loading = self._loading.pop(name, None)
@@ -264,10 +312,12 @@ class ShardHost:
             loading.set_exception(error)
             loading.exception()  # often nobody waits, which is no error of its own
 
-    def _health(self, fields: dict[str, Any]) -> None:
+    def _health(self, fields: dict[str, Any]) -> bool:
+        """Take note of it; whether others should know before the next heartbeat."""
         hosted = self.shards.get(fields["shard_id"]) or self.private.get(fields["shard_id"])
         if hosted is None:
-            return
+            return False
+        before, now = hosted.health.memory, ShardMemory(**fields["memory"])
         hosted.health = ShardHealth(
             shard_id=hosted.descriptor.shard_id,
             online=fields["online"],
@@ -276,18 +326,24 @@ class ShardHost:
             p95_latency_ms=fields["p95_latency_ms"],
             queue_depth=fields["queue_depth"],
             active_streams=fields["active_streams"],
+            memory=now,
         )
         hosted.facts.update(fields)
+        return before is None or abs(before.total_mb - now.total_mb) > _NOTABLE_MB
 
     def _note_settled(self) -> None:
         if len(self.shards) + len(self.failed) >= len(self.spec.shards):
             self._settled.set()
         self._on_change()
 
-    def _tell(self, message: ChannelMessage) -> None:
-        if self._child is not None:
-            with contextlib.suppress(LinkLost):
-                self._child.channel.send(message)
+
+def traces_of(name: ShardId) -> ShardId:
+    """What the weights are called that a shard loads once more, for interventions."""
+    return ShardId(f"{name} for traces")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _id_of(shard: dict[str, Any]) -> ShardId:

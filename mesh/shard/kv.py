@@ -40,6 +40,11 @@ class SessionCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """What the buffers take on the device now."""
         return sum(t.nbytes for t in (*self._keys, *self._values) if t is not None)
 
+    @property
+    def capacity(self) -> int:
+        """Positions that the buffers have room for."""
+        return self._capacity
+
     def cut(self, position: int) -> None:
         """Forget everything from `position` on; a position beyond the end changes nothing."""
         self.length = min(self.length, position)

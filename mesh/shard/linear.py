@@ -45,6 +45,8 @@ class PackedLinear(nn.Module):
         self.packed = _OPS._reorder_linear_weight(weight.contiguous(), 1)  # noqa: SLF001
         # A copy: the original may lie in a mapping of the whole file, which it would keep alive.
         self.bias = None if bias is None else bias.clone()
+        self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        """What both take; a layout of oneDNN's own does not tell."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, in_features) -> (…, out_features)."""
@@ -52,6 +54,13 @@ class PackedLinear(nn.Module):
             x, self.packed, self.bias, "none", [], ""
         )
         return output
+
+
+def packed_memory(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Address and size of a packed weight; None for an ordinary tensor, or where torch hides it."""
+    if not tensor.is_mkldnn or not hasattr(_OPS, "data_ptr") or not hasattr(_OPS, "_nbytes"):
+        return None
+    return int(_OPS.data_ptr(tensor)), int(_OPS._nbytes(tensor))  # noqa: SLF001
 
 
 def choose_kernels(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Kernels:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Any, Self
 
 from mesh.models.load import LoadedSpan, load_span
 from mesh.models.manifest import Manifest, read_manifest
-from mesh.shard.device import DTYPES, choose_dtype, determinism_class, dtype_name, short_dtype_name
+from mesh.shard.device import Choice, choose_dtype, determinism_class, dtype_name
+from mesh.shard.footprint import estimate
 from mesh.shard.runtime import SpanRuntime
 from mesh.shard.settings import ShardSettings
 from mesh.types import (
@@ -25,8 +25,13 @@ from mesh.types import (
     ModelId,
     NodeId,
     ShardDescriptor,
+    ShardId,
+    ShardMemory,
     shard_id,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,27 @@ class ShardRequest:
     dtype: str = "auto"
     settings: ShardSettings = field(default_factory=ShardSettings)
     cache_dir: Path | None = None
+
+    @classmethod
+    def of(cls, asked: Mapping[str, Any], cache_dir: str | None) -> Self:
+        """As the daemon's ``load`` command has it, defaults where it says nothing.
+
+        Raises KeyError, TypeError and ValueError for fields that are none.
+        """
+        defaults = ShardSettings()
+        settings = {
+            name: type(getattr(defaults, name))(asked[name])
+            for name in ShardSettings.__dataclass_fields__
+            if asked.get(name) is not None
+        }
+        return cls(
+            Path(asked["directory"]),
+            ModelId(str(asked["model_id"])),
+            LayerRange.parse(str(asked["layers"])),
+            str(asked.get("dtype") or "auto"),
+            ShardSettings(**settings),
+            Path(cache_dir) if cache_dir else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +79,37 @@ class HostedOn:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What a load will do, known before it is done: `need` is what it takes of the device."""
+
+    manifest: Manifest
+    request: ShardRequest
+    host: HostedOn
+    dtype: Choice[torch.dtype]
+    need: ShardMemory
+
+    @property
+    def shard_id(self) -> ShardId:
+        """Of the shard that it gives."""
+        return shard_id(self.request.model_id, self.request.layers)
+
+    @property
+    def plain_need(self) -> ShardMemory:
+        """What its weights take once more, in the form in which interventions show them."""
+        return ShardMemory(weights_mb=self.need.weights_mb)
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedShard:
     """A shard ready to serve.
 
-    `load` gives its runtime: the loaded one the first time, a freshly loaded one afterwards.
-    `load_plain` reads its layers once more, as they are stored.
+    `load` gives its runtime: the loaded one the first time, while `is_spare`, a freshly loaded one
+    afterwards. `load_plain` reads its layers once more, as they are stored.
     """
 
     descriptor: ShardDescriptor
     load: Callable[[], SpanRuntime]
+    is_spare: Callable[[], bool]
     load_plain: Callable[[], LoadedSpan]
     hidden_size: int
     bytes_read: int
@@ -69,61 +117,69 @@ class LoadedShard:
     reasons: tuple[str, ...]
 
 
-def load_shard(request: ShardRequest, host: HostedOn) -> LoadedShard:
-    """Load the layers and describe them.
+def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:
+    """Read the checkpoint's headers, and its hashes where nobody did before.
 
-    Raises ModelNotFound, BadCheckpoint, UnsupportedFamily, or BadValue for an unknown dtype.
+    Raises ModelNotFound, BadCheckpoint, or BadValue for an unknown dtype.
     """
-    started = time.perf_counter()
     manifest = read_manifest(
         request.directory, model_id=request.model_id, cache_dir=request.cache_dir
     )
+    manifest.layer_tensors(request.layers)  # refuses layers that it does not have
     dtype = choose_dtype(request.dtype, manifest.dtype, host.device)
-    runtime, bytes_read = _load(manifest, request, host, dtype.value)
+    settings = request.settings
+    need = estimate(
+        manifest,
+        request.layers,
+        dtype.value.itemsize,
+        kv_tokens=settings.kv_tokens,
+        rows=settings.prefill_rows,
+    )
+    return LoadPlan(manifest, request, host, dtype, need)
+
+
+def load_shard(plan: LoadPlan) -> LoadedShard:
+    """Load the layers and describe them. Raises BadCheckpoint, UnsupportedFamily."""
+    started = time.perf_counter()
+    manifest, layers, dtype = plan.manifest, plan.request.layers, plan.dtype.value
+    runtime, bytes_read = _load(plan)
     spare = [runtime]
 
     def load() -> SpanRuntime:
-        return spare.pop() if spare else _load(manifest, request, host, dtype.value)[0]
+        return spare.pop() if spare else _load(plan)[0]
 
     return LoadedShard(
-        _describe(manifest, request, host, runtime),
+        _describe(plan, runtime),
         load,
-        lambda: load_span(manifest, request.layers, dtype=dtype.value, device=host.device),
+        lambda: bool(spare),
+        lambda: load_span(manifest, layers, dtype=dtype, device=plan.host.device),
         manifest.hidden_size,
         bytes_read,
         (time.perf_counter() - started) * 1000,
-        (dtype.reason, *runtime.reasons),
+        (plan.dtype.reason, *runtime.reasons),
     )
 
 
-def _load(
-    manifest: Manifest, request: ShardRequest, host: HostedOn, dtype: torch.dtype
-) -> tuple[SpanRuntime, int]:
-    loaded = load_span(manifest, request.layers, dtype=dtype, device=host.device)
-    runtime = SpanRuntime(
-        loaded,
-        device=host.device,
-        dtype=dtype,
-        batch_invariant=request.settings.batch_invariant,
+def _load(plan: LoadPlan) -> tuple[SpanRuntime, int]:
+    device, dtype = plan.host.device, plan.dtype.value
+    loaded = load_span(plan.manifest, plan.request.layers, dtype=dtype, device=device)
+    invariant = plan.request.settings.batch_invariant
+    return SpanRuntime(loaded, device=device, dtype=dtype, batch_invariant=invariant), (
+        loaded.bytes_read
     )
-    return runtime, loaded.bytes_read
 
 
-def _describe(
-    manifest: Manifest, request: ShardRequest, host: HostedOn, runtime: SpanRuntime
-) -> ShardDescriptor:
-    layers, settings = request.layers, request.settings
-    stored_bytes = sum(manifest.layer_bytes[layers.start : layers.stop])
-    itemsize = DTYPES.get(short_dtype_name(manifest.dtype), torch.float32).itemsize
+def _describe(plan: LoadPlan, runtime: SpanRuntime) -> ShardDescriptor:
+    manifest, host, settings = plan.manifest, plan.host, plan.request.settings
     kernels = f"{runtime.kernels}+{settings.prefill_rows}rows"
-    weight_bytes = stored_bytes * runtime.dtype.itemsize / itemsize
+    taken = replace(plan.need, weights_mb=math.ceil(runtime.weight_bytes / 2**20))
     return ShardDescriptor(
-        shard_id=shard_id(manifest.model_id, layers),
+        shard_id=plan.shard_id,
         model_id=manifest.model_id,
         weights_sha256=manifest.weights_sha256,
-        layer_range=layers,
+        layer_range=plan.request.layers,
         total_layers=manifest.total_layers,
-        vram_required_mb=math.ceil(weight_bytes / 2**20),
+        vram_required_mb=taken.total_mb,
         max_concurrent_streams=settings.max_concurrent_streams,
         host=host.node_id,
         node_name=host.node_name,

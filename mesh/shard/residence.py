@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 from mesh.shard.batcher import DeviceQueue
@@ -18,15 +19,24 @@ if TYPE_CHECKING:
     from mesh.shard.runtime import SpanRuntime
 
 
+MakeRoom = Callable[[], AbstractAsyncContextManager[None]]
+"""The block may load. Raises NotEnoughMemory."""
+
+
 class Residence:
     """The weights of one shard and the timer that frees them."""
 
     def __init__(
-        self, load: Callable[[], SpanRuntime], settings: ShardSettings, queue: DeviceQueue
+        self,
+        load: Callable[[], SpanRuntime],
+        settings: ShardSettings,
+        queue: DeviceQueue,
+        make_room: MakeRoom,
     ) -> None:
         self._load = load
         self._settings = settings
         self._queue = queue
+        self._make_room = make_room
         self._loading: asyncio.Task[Lane] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._evicting: asyncio.Task[None] | None = None
@@ -87,7 +97,8 @@ class Residence:
 
     async def _load_lane(self) -> Lane:
         try:
-            runtime = await self._queue.load(self._load)
+            async with self._make_room():
+                runtime = await self._queue.load(self._load)
             settings = self._settings
             self.lane = Lane(
                 runtime, inline_ms=settings.inline_ms, prefill_rows=settings.prefill_rows

@@ -7,7 +7,7 @@ it from one place at a time. Knows nothing of links, streams or budgets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,9 @@ import torch
 from mesh.errors import BadRequest
 from mesh.shard.hooks import Hook, Placed, hooked
 from mesh.shard.kv import BatchCache, SessionCache
-from mesh.shard.linear import choose_kernels
+from mesh.shard.linear import PackedLinear, choose_kernels
 from mesh.shard.memory import settle
+from mesh.shard.protection import Protection
 from mesh.shard.selfcheck import choose_attention, rope_types
 from mesh.shard.views import layer_list_name, layer_view
 from mesh.types import LayerRange
@@ -67,9 +68,12 @@ class SpanRuntime:
         with torch.inference_mode():
             kernels = choose_kernels(self._module, dtype, device)
         attention = choose_attention(self._module, device, dtype)
+        self.protection = Protection(self._module, loaded.pages)
         self.batched = attention.batched and not batch_invariant
         self.kernels = f"{kernels.name}+{attention.name}" + ("+alone" if not self.batched else "")
-        self.reasons = (kernels.reason, attention.reason)
+        self.reasons = (kernels.reason, attention.reason, self.protection.reason)
+        self.weight_bytes = _weight_bytes(self._module)
+        """What the weights take in the form in which they are computed with."""
         settle()
         self._views: dict[LayerRange, nn.Module] = {}
         self._ropes = _DynamicRopes(self._module)
@@ -155,6 +159,17 @@ class SpanRuntime:
             view = layer_view(self._module, layers.start - first, layers.stop - first)
             self._views[layers] = view
         return view
+
+
+def _weight_bytes(module: nn.Module) -> int:
+    plain = {t.untyped_storage().data_ptr(): t.nbytes for t in _tensors(module)}
+    packed = (part.weight_bytes for part in module.modules() if isinstance(part, PackedLinear))
+    return sum(plain.values()) + sum(packed)
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 class _DynamicRopes:

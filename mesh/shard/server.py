@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mesh.clock import Clock, SystemClock
-from mesh.errors import BadRequest, MeshError, NoRoute, WeightsMismatch, from_dict
-from mesh.ledger import ResourceLedger
+from mesh.errors import BadRequest, MeshError, from_dict
+from mesh.percentiles import percentile
+from mesh.shard.admission import layers_asked
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.compute import Lane, Outcome, PendingStep
-from mesh.shard.residence import Residence
+from mesh.shard.residence import MakeRoom, Residence
 from mesh.shard.sessions import Place, Reply, Session, SessionTable, gone
 from mesh.shard.settings import ShardSettings
 from mesh.shard.steering import Steering
-from mesh.types import THIS_NODE, Edit, LayerRange, Principal, ShardDescriptor, ShardHealth
+from mesh.types import THIS_NODE, Edit, Principal, ShardDescriptor, ShardHealth
 from mesh.wire.messages import Failure, Open, Result, Step
 
 if TYPE_CHECKING:
@@ -34,13 +36,15 @@ _SWEEPS_PER_LEASE = 8
 
 @dataclass(frozen=True, slots=True)
 class ShardLoad:
-    """What a shard holds right now. `kv_mb` is what the caches' buffers take."""
+    """What a shard holds right now. `kv_mb` is what the caches' buffers take, `weights_mb` what the
+    weights do."""
 
     loaded: bool
     parked: int
     kv_tokens_used: int
     kv_tokens: int
     kv_mb: float
+    weights_mb: float
 
 
 class ShardServer:
@@ -55,24 +59,23 @@ class ShardServer:
         hidden_size: int,
         queue: DeviceQueue,
         clock: Clock | None = None,
+        make_room: MakeRoom = nullcontext,
     ) -> None:
-        """`load` blocks while it reads the weights; it is called off the event loop, again after
-        each eviction. `queue` is shared by all shards of the device."""
+        """`load` blocks while it reads the weights; it is called off the event loop, in the block
+        of `make_room`, again after each eviction. `queue` is shared by all shards of the device."""
         self.descriptor = descriptor
         self.settings = settings
         self._hidden_size = hidden_size
         self._queue = queue
         self._clock = clock or SystemClock()
         self._sessions = SessionTable(settings)
-        self._residence = Residence(load, settings, queue)
+        self._residence = Residence(load, settings, queue, make_room)
         self._recent_ms: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._queue_depth = 0
+        self._used_at = 0.0
         self._sweep: asyncio.TimerHandle | None = None
-
-    @property
-    def accounts(self) -> ResourceLedger:
+        self.accounts = self._sessions.accounts
         """Streams and cache positions by who asked for them."""
-        return self._sessions.accounts
 
     def on_change(self, changed: Callable[[], None]) -> None:
         """Call `changed` when streams, caches or residence changed; replaces an earlier one."""
@@ -90,10 +93,24 @@ class ShardServer:
         finally:
             self._note_idle()
 
-    async def evict(self) -> None:
-        """Drop every session (their next step gets session_gone) and free the weights."""
+    def resident(self) -> SpanRuntime | None:
+        """The loaded span, if it is loaded now; whoever asks must not keep it."""
+        return self._residence.lane.runtime if self._residence.lane is not None else None
+
+    @property
+    def idle_s(self) -> float | None:
+        """For how long no stream has needed its weights, but for parked ones; None while one does,
+        or while they are not here."""
+        if self._sessions.active or self._residence.lane is None:
+            return None
+        return _now() - self._used_at
+
+    async def evict(self, why: MeshError | None = None) -> None:
+        """End every session and free the weights; askers are told `why` at once, if anything."""
         for session in list(self._sessions):
-            self._abandon(session, gone())
+            self._abandon(session, why or gone())
+            if why is not None:
+                session.on_end(why)
         await self._residence.evict()
 
     async def health(self) -> ShardHealth:
@@ -103,21 +120,22 @@ class ShardServer:
             shard_id=self.descriptor.shard_id,
             online=True,
             last_seen=self._clock.now(),
-            p50_latency_ms=_quantile(ordered, 0.5),
-            p95_latency_ms=_quantile(ordered, 0.95),
+            p50_latency_ms=percentile(ordered, 0.5),
+            p95_latency_ms=percentile(ordered, 0.95),
             queue_depth=self._queue_depth,
             active_streams=self._sessions.active,
         )
 
     def load_now(self) -> ShardLoad:
         """Residence and cache budget at this moment."""
-        table = self._sessions
+        table, lane = self._sessions, self._residence.lane
         return ShardLoad(
-            self._residence.lane is not None,
+            lane is not None,
             table.parked,
             table.kv_tokens_used,
             self.settings.kv_tokens,
             table.kv_bytes / 2**20,
+            0.0 if lane is None else lane.runtime.weight_bytes / 2**20,
         )
 
     def admit(
@@ -134,7 +152,7 @@ class ShardServer:
         BadRequest, BadSteering, Busy, CacheFull or ContextTooLong, and has then changed
         nothing.
         """
-        steering = Steering.check(edits, self._check_open(request), self._hidden_size)
+        steering = Steering.check(edits, layers_asked(request, self.descriptor), self._hidden_size)
         session = Session(request, owner, steering, recording)
         lane = self._residence.lane
         place = _place(lane, session) if lane is not None and recording is None else None
@@ -172,8 +190,9 @@ class ShardServer:
         """Compute `step`; `reply` gets its Result or Failure, on the event loop, perhaps right now.
 
         The last answered step is answered again from memory; one that is under way is not started
-        twice. Raises SessionGone, BadRequest, ContextTooLong or Busy for a step that is refused;
-        the session is then as before.
+        twice. A session that needs more positions than it has room for gets them here. Raises
+        SessionGone, BadRequest, ContextTooLong, CacheFull or Busy for a step that is refused; the
+        session is then as before.
         """
         if session.closed:
             raise gone()
@@ -182,6 +201,7 @@ class ShardServer:
         if self._is_repeated(session, step, reply):
             return
         session.check(step, self._hidden_size)
+        self._grow(session, session.place, step.position + step.tensor.shape[1])
         session.active_at = _now()
         session.waiting.append((step, reply))
         session.last_step = step.step
@@ -227,6 +247,7 @@ class ShardServer:
         session.park_when_idle = False
         session.last_result = None  # activations are kept no longer than they are of use
         self._sessions.park(session, _now())
+        self._used_at = _now()
         self._queue.sessions -= 1
         self._residence.changed()
 
@@ -241,7 +262,7 @@ class ShardServer:
         if not session.parked or max_tokens < 1:
             raise BadRequest("Only a parked session is resumed.", fix="Park it first.")
         self._let_go(self._sessions.resume(session, max_tokens, _now()))
-        session.place.cache.max_tokens = max_tokens
+        session.place.cache.max_tokens = session.max_tokens
         self._queue.sessions += 1
         self._residence.changed()
 
@@ -263,6 +284,11 @@ class ShardServer:
         self._free(session)
 
     # One step
+
+    def _grow(self, session: Session, place: Place, positions: int) -> None:
+        if positions > session.max_tokens:
+            self._let_go(self._sessions.grow(session, positions, _now()))
+            place.cache.max_tokens = session.max_tokens
 
     def _begin(self, session: Session, place: Place) -> None:
         step, _ = session.waiting[0]
@@ -324,27 +350,6 @@ class ShardServer:
 
     # Admission and release
 
-    def _check_open(self, request: Open) -> LayerRange:
-        here = self.descriptor
-        if request.weights_sha256 != here.weights_sha256 and request.model_id == here.model_id:
-            raise WeightsMismatch(
-                f"{here.node_name} serves {here.model_id} with other weights.",
-                fix="Use shards of one checkpoint; compare weights_sha256.",
-            )
-        if not 0 <= request.start < request.stop or request.max_tokens < 1:
-            raise BadRequest(
-                f"Layers [{request.start}, {request.stop}) with {request.max_tokens} tokens are not"
-                " a session.",
-                fix="Ask for at least one layer and one token.",
-            )
-        layers = LayerRange(request.start, request.stop)
-        if request.model_id != here.model_id or not here.layer_range.covers(layers):
-            raise NoRoute(
-                f"{here.node_name} serves {here.shard_id}, not {request.model_id}:{layers}.",
-                fix="Use a shard that covers these layers.",
-            )
-        return layers
-
     def _abandon(self, session: Session, error: MeshError) -> None:
         waiting = [*session.waiting]
         self.close(session)
@@ -380,6 +385,7 @@ class ShardServer:
         self._residence.changed()
 
     def _note_idle(self) -> None:
+        self._used_at = _now()
         if not any(True for _ in self._sessions):
             self._residence.idle()
 
@@ -391,9 +397,3 @@ def _now() -> float:
 def _place(lane: Lane, session: Session) -> Place:
     hooks = session.steering.hooks(lane.runtime)
     return Place(lane, lane.runtime.new_cache(session.max_tokens), hooks)
-
-
-def _quantile(ordered: list[float], share: float) -> float:
-    if not ordered:
-        return 0.0
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -4,7 +4,8 @@ Admission is decided here, at once and strictly; nothing is ever queued behind a
 first may have everything. When nothing is left, somebody who has less than its share (the whole
 divided by all who hold some or ask) gets it from those who have more: first caches that are parked,
 then sessions that were silent for a while, the longest first; and whoever holds nothing at all gets
-one stream even from sessions at work, if their owner keeps another. Knows neither links nor torch.
+one stream even from sessions at work, if their owner keeps another. Caches grow with their
+sessions; nobody's at work goes for that. Knows neither links nor torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from mesh.clock import LoopClock
+from mesh.clock import Clock, LoopClock
 from mesh.errors import (
     BadRequest,
     Busy,
@@ -25,6 +26,7 @@ from mesh.errors import (
     SessionGone,
 )
 from mesh.ledger import Hold, Limit, Resource, ResourceLedger
+from mesh.shard.admission import check_tensor
 from mesh.shard.settings import ShardSettings
 from mesh.types import Principal
 from mesh.wire.messages import Failure, Open, Result, Step
@@ -41,7 +43,9 @@ Reply = Callable[[Result | Failure], None]
 MAX_WAITING_STEPS = 8
 """Steps a session may have under way: chunks of a prefill follow each other without waiting."""
 
-_WIRE_DTYPES = frozenset({"fp16", "bf16", "fp32"})
+GROWTH = 256
+"""Positions that a cache grows by at least, where there is room; a quarter of it if that is more,
+so that what is copied meanwhile stays a small part of what is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class Session:
         self.owner = owner
         self.layers = steering.layers
         self.max_tokens = request.max_tokens
+        """Positions it has room for now."""
+        self.has_grown = False
         self.wire_dtype = request.wire_dtype
         self.steering = steering
         self.recording = recording
@@ -96,7 +102,7 @@ class Session:
         return None if busy else self.active_at
 
     def check(self, step: Step, hidden_size: int) -> None:
-        """Raise BadRequest, ContextTooLong or Busy when `step` cannot follow what was accepted."""
+        """Raise BadRequest or Busy when `step` cannot follow what was accepted."""
         if self.parked or self.park_when_idle:
             raise BadRequest("The session is parked.", fix="Resume it before sending steps.")
         if self.last_step is not None and step.step <= self.last_step:
@@ -106,18 +112,10 @@ class Session:
                 param="step",
             )
         check_tensor(step, hidden_size)
-        rows = step.tensor.shape[1]
         if not 0 <= step.position <= self.end:
             raise BadRequest(
                 f"The step starts at position {step.position}; the session holds {self.end}.",
                 fix="Replay the missing positions first.",
-                param="position",
-            )
-        if step.position + rows > self.max_tokens:
-            raise ContextTooLong(
-                f"The session holds {self.max_tokens} positions; the step ends at"
-                f" {step.position + rows}.",
-                fix="Open the session with more max_tokens, or shorten the prompt.",
                 param="position",
             )
         if len(self.waiting) >= MAX_WAITING_STEPS:
@@ -125,6 +123,11 @@ class Session:
                 f"{len(self.waiting)} steps of this session are under way.",
                 fix="Wait for a result before sending more.",
             )
+
+    @property
+    def next_growth(self) -> int:
+        """By how many positions it will grow next, as far as that is known: what it once did."""
+        return max(GROWTH, self.max_tokens // 4) if self.has_grown else 0
 
     def forget_waiting(self) -> list[tuple[Step, Reply]]:
         """Take back every accepted step; the session stands where its last result left it."""
@@ -134,26 +137,6 @@ class Session:
         self.last_step = self.last_answered
         self.end = 0 if self.place is None else self.place.cache.length
         return dropped
-
-
-def check_tensor(step: Step, hidden_size: int) -> None:
-    """Raise BadRequest unless the tensor is (1, rows > 0, hidden_size) in a floating wire dtype."""
-    tensor = step.tensor
-    shape_fits = len(tensor.shape) == 3 and tensor.shape[0] == 1 and tensor.shape[1] > 0
-    if not shape_fits or tensor.shape[2] != hidden_size:
-        raise BadRequest(
-            f"The tensor has shape {tuple(tensor.shape)}; (1, rows, {hidden_size}) is expected.",
-            fix="Send hidden states of this model.",
-            param="tensor",
-        )
-    itemsize = 4 if tensor.dtype == "fp32" else 2
-    whole = tensor.shape[1] * hidden_size * itemsize
-    if tensor.dtype not in _WIRE_DTYPES or tensor.gradient or len(tensor.data) != whole:
-        raise BadRequest(
-            f"A {tensor.dtype} tensor of {len(tensor.data)} bytes is not a hidden state here.",
-            fix="Send fp16, bf16 or fp32 activations of full length.",
-            param="tensor",
-        )
 
 
 Ended = tuple[Session, SessionGone]
@@ -169,12 +152,12 @@ class _Held:
 class SessionTable:
     """Who is in, and how much is left; `accounts` has it per owner."""
 
-    def __init__(self, settings: ShardSettings) -> None:
+    def __init__(self, settings: ShardSettings, clock: Clock | None = None) -> None:
         self._settings = settings
         self._active: dict[Session, _Held] = {}  # the oldest first
         self._parked: dict[Session, _Held] = {}  # the one parked longest comes first
         self.accounts = ResourceLedger(
-            LoopClock(),
+            clock or LoopClock(),
             {
                 Resource.STREAMS: Limit(total=settings.max_concurrent_streams),
                 Resource.CACHE_POSITIONS: Limit(total=settings.kv_tokens),
@@ -193,7 +176,7 @@ class SessionTable:
 
     @property
     def kv_tokens_used(self) -> int:
-        """The sum of `max_tokens` over all sessions."""
+        """The positions that all sessions have room for."""
         return int(self.accounts.together(Resource.CACHE_POSITIONS))
 
     @property
@@ -225,6 +208,21 @@ class SessionTable:
         session.active_at = now
         return going
 
+    def grow(self, session: Session, positions: int, now: float) -> list[Ended]:
+        """Room for so many positions in all, for a session at work; returns and raises as `admit`.
+
+        It gets some more at once where nobody has to go for it.
+        """
+        ample = session.max_tokens + max(GROWTH, session.max_tokens // 4)
+        free = self._settings.kv_tokens - self.kv_tokens_used - self._left_to_others(session, ample)
+        ample = min(ample, session.max_tokens + max(0, free))
+        wanted = max(positions, ample)
+        self._require_budget(wanted)
+        going = self._remove(self._for_positions(session, wanted, (), now))
+        self._active[session].positions.resize(wanted)
+        session.max_tokens, session.has_grown = wanted, True
+        return going
+
     def park(self, session: Session, now: float) -> None:
         """Give the session's stream back."""
         held = self._parked[session] = self._active.pop(session)
@@ -234,6 +232,8 @@ class SessionTable:
 
     def resume(self, session: Session, max_tokens: int, now: float) -> list[Ended]:
         """Take a stream again, with room for `max_tokens`. Returns and raises as `admit` does."""
+        if session.place is not None:  # what is allocated is taken, wanted or not
+            max_tokens = max(max_tokens, session.place.cache.capacity)
         going = self._make_room(session, max_tokens, now)
         held = self._active[session] = self._parked.pop(session)
         held.stream.resize(1)
@@ -269,19 +269,40 @@ class SessionTable:
 
         Nothing has changed when this raises.
         """
+        self._require_budget(max_tokens)
+        going = self._for_a_stream(session.owner, now)
+        return self._remove(going + self._for_positions(session, max_tokens, going, now))
+
+    def _require_budget(self, positions: int) -> None:
         budget = self._settings.kv_tokens
-        if max_tokens > budget:
+        if positions > budget:
             raise ContextTooLong(
-                f"The request needs {max_tokens} cached positions; the shard has {budget} in all.",
+                f"The request needs {positions} cached positions; the shard has {budget} in all.",
                 fix="Shorten the prompt, lower max_tokens, or raise kv_tokens where it runs.",
                 param="max_tokens",
             )
-        owner = session.owner
-        going = self._for_a_stream(owner, now)
-        going += self._for_positions(session, max_tokens, going, now)
+
+    def _remove(self, going: Sequence[Session]) -> list[Ended]:
         for each in going:
             self.remove(each)
         return [(each, gone() if each.parked else reclaimed()) for each in going]
+
+    def _left_to_others(self, session: Session, positions: int) -> int:
+        """Of what is free, what others' answers at work need next, so that it is not for this one.
+
+        Whoever takes no more than its share leaves room only to what it runs itself.
+        """
+        owner = session.owner
+        held = self.accounts.held(owner, Resource.CACHE_POSITIONS) + positions
+        if session in self._active or session.parked:
+            held -= session.max_tokens
+        is_greedy = held > self.accounts.share(owner, Resource.CACHE_POSITIONS)
+        is_new = session not in self._active
+        return sum(
+            each.next_growth
+            for each in self._active
+            if each is not session and (is_greedy or (is_new and each.owner == owner))
+        )
 
     def _for_a_stream(self, owner: Principal, now: float) -> list[Session]:
         streams = Resource.STREAMS
@@ -301,9 +322,12 @@ class SessionTable:
         self, session: Session, max_tokens: int, going: Sequence[Session], now: float
     ) -> list[Session]:
         positions = Resource.CACHE_POSITIONS
-        free = self._settings.kv_tokens - self.accounts.together(positions)
+        own = session.max_tokens if session.parked or session in self._active else 0
+        if max_tokens <= own:
+            return []
+        left = self._left_to_others(session, max_tokens)
+        free = self._settings.kv_tokens - self.accounts.together(positions) - left
         free += sum(each.max_tokens for each in going)
-        own = session.max_tokens if session.parked else 0
         held = self.accounts.held(session.owner, positions) - own
         share = self.accounts.share(session.owner, positions)
         candidates = [each for each in self._parked if each is not session]
@@ -317,11 +341,16 @@ class SessionTable:
                 chosen.append(each)
                 free += each.max_tokens
         if free + own < max_tokens:
+            fix = "Use another shard, or try again when an answer there has ended."
             try:
                 self.accounts.require(session.owner, positions, max_tokens - own)
             except Busy as full:
-                fix = "Ask for fewer max_tokens, or use another shard."
                 raise CacheFull(full.message, fix=fix) from None
+            raise CacheFull(
+                f"{max_tokens - own} cached positions do not fit beside {left} that answers at work"
+                " will need next.",
+                fix=fix,
+            )
         return chosen
 
     def _above_share(self, owner: Principal, resource: Resource, now: float) -> list[Session]:

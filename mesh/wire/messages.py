@@ -76,7 +76,10 @@ class OpenPart:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Ask for a session on layers [start, stop) of a checkpoint, up to `max_tokens` positions.
+    """Ask for a session on layers [start, stop) of a checkpoint, with `max_tokens` positions.
+
+    It gets more as its steps need them, while there is room; a step that finds none fails with
+    cache_full, and the session is as before. Hosts of earlier versions give no more.
 
     `edits` are changes of hidden states, see `mesh.models.edits`; what they consist of has come
     before in `OpenPart`s. `token` says that the sender may, see `mesh.shard.permits`.
@@ -156,7 +159,7 @@ class Park:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Take a stream for a parked session again, now with room for `max_tokens` positions in all.
+    """Take a stream for a parked session again, with room for at least `max_tokens` positions.
 
     Answered with `Opened` or `Failure`.
     """

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from mesh.api.app import create_app
 from mesh.api.server import ApiServer, serve_api
 from mesh.api.services import ApiSettings
+from mesh.api.tls import ApiTls
 from mesh.identity.api_keys import ApiKeys
 from tests.fakes import ScriptedGenerations, ScriptedView
 
@@ -38,16 +39,18 @@ class Served:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.port}"
+        return self.server.url()
 
 
 @asynccontextmanager
-async def serving(settings: ApiSettings = SETTINGS) -> AsyncIterator[Served]:
+async def serving(
+    settings: ApiSettings = SETTINGS, tls: ApiTls | None = None, host: str = "127.0.0.1"
+) -> AsyncIterator[Served]:
     """Run an API with these settings on a free loopback port."""
     served = Served()
     served.app = create_app(served.generations, served.view, settings, api_keys=served.keys)
     # What a bind beyond loopback does to the checks is in the settings; the socket stays local.
-    served.server = await serve_api(served.app, "127.0.0.1", 0)
+    served.server = await serve_api(served.app, host, 0, tls)
     try:
         yield served
     finally:

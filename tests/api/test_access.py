@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import httpx
 import pytest
 
 from mesh.api.app import create_app
 from mesh.api.server import serve_api
+from mesh.api.tls import api_tls
+from mesh.config import Config
 from mesh.errors import BadValue, PortInUse
 from tests.api.conftest import SETTINGS, SHARED_LOOP, Served, Shared, serving, with_key
 from tests.fakes import ScriptedGenerations, ScriptedView
@@ -115,16 +120,24 @@ async def test_lan_bind_without_a_key_is_refused() -> None:
     assert "key" in refused.value.fix
 
 
+async def test_lan_bind_without_tls_is_refused() -> None:
+    app = create_app(ScriptedGenerations(), ScriptedView(), with_key(KEY, ANYWHERE))
+    with pytest.raises(BadValue, match="in the clear"):
+        await serve_api(app, ANYWHERE, 0)
+
+
 async def test_taken_port_is_named(api: Served) -> None:
     app = create_app(ScriptedGenerations(), ScriptedView(), SETTINGS)
     with pytest.raises(PortInUse, match=f"Port {api.server.port}"):
         await serve_api(app, "127.0.0.1", api.server.port)
 
 
-async def test_address_of_another_machine_is_refused() -> None:
+async def test_address_of_another_machine_is_refused(tmp_path: Path) -> None:
     app = create_app(ScriptedGenerations(), ScriptedView(), with_key(KEY))
+    config = await asyncio.to_thread(Config, state_dir=tmp_path, api_host="192.0.2.7")
+    tls = await asyncio.to_thread(api_tls, config, [])
     with pytest.raises(BadValue, match=r"cannot listen on 192\.0\.2\.7"):
-        await serve_api(app, "192.0.2.7", 0)
+        await serve_api(app, "192.0.2.7", 0, tls)
 
 
 async def test_readiness_models_status_and_metrics(http: httpx.AsyncClient, api: Served) -> None:

@@ -110,6 +110,12 @@ async def test_failover_is_visible_and_every_chunk_has_a_choice(http: httpx.Asyn
     assert events[-1]["hearthnet"]["failovers"] == 1
 
 
+async def test_an_answer_that_ended_for_lack_of_room_says_so(http: httpx.AsyncClient) -> None:
+    *events, _ = await chunks(http, body("narrow"))
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert "attic has no room" in events[-1]["hearthnet"]["note"]
+
+
 async def test_error_in_mid_stream_is_the_last_event(http: httpx.AsyncClient) -> None:
     *events, last = await chunks(http, body("breaks"))
     assert last["error"]["code"] == "pipeline_stalled"

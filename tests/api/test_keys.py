@@ -14,10 +14,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mesh.api.app import create_app
-from mesh.api.auth import LOCAL, OWNER, _Scoped, caller_of
+from mesh.api.auth import _Scoped, caller_of
 from mesh.api.services import HearthControl
 from mesh.clock import SystemClock
 from mesh.identity.api_keys import ApiKeys, Quota, Scope, new_owner_key
+from mesh.types import OWNER, Principal, PrincipalKind
 from tests.api.conftest import SETTINGS, Served, serving
 from tests.fakes import ScriptedGenerations, ScriptedView
 
@@ -207,12 +208,12 @@ async def test_a_whole_answer_counts_its_prompt_once(
 
 
 async def test_handlers_see_who_calls() -> None:
-    seen: dict[str, tuple[str, bool]] = {}
+    seen: dict[str, tuple[Principal, bool]] = {}
     async with serving(WITH_OWNER) as api:
 
         async def show(request: Request) -> Response:
             caller = caller_of(request)
-            seen[request.headers["x-case"]] = (caller.key_id, caller.trusted)
+            seen[request.headers["x-case"]] = (caller.principal, caller.trusted)
             return Response()
 
         api.app.router.routes.append(Route("/show", show))
@@ -224,7 +225,10 @@ async def test_handlers_see_who_calls() -> None:
             for name, headers in cases.items():
                 await http.get("/show", headers={**headers, "X-Case": name})
         key_id = api.keys.keys[0].key_id
-    assert seen == {"keyless": (LOCAL, False), "owner": (OWNER, True), "nnsight": (key_id, True)}
+    keyless, trusted_so = seen.pop("keyless")
+    assert (keyless.kind, trusted_so) == (PrincipalKind.LOCAL, False)
+    owner, key = (Principal(PrincipalKind.KEY, name) for name in (OWNER, key_id))
+    assert seen == {"owner": (owner, True), "nnsight": (key, True)}
 
 
 async def test_on_the_lan_nobody_is_keyless() -> None:

@@ -75,6 +75,7 @@ class Household:
                 node=dict, models=self.models, store=self.store, peers=list, askers=self.askers,
                 host=self.host, events=EventStream(SystemClock()), metrics=Metrics(),
                 verdict=lambda _: Verdict.ALIVE, privacy=dict, lacking=lambda: self.lacking,
+                processes=lambda: [self.host.process],
                 accounts=list,
             )
         )  # fmt: skip

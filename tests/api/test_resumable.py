@@ -15,6 +15,7 @@ from mesh.api.resumable import KeptStreams
 from mesh.clock import SystemClock
 from mesh.errors import NotFound
 from mesh.identity.api_keys import Quota, Scope
+from mesh.types import THIS_NODE
 from tests.api.conftest import Served
 from tests.simulation.virtual_loop import run_virtually
 
@@ -134,15 +135,15 @@ def test_a_stream_is_forgotten_so_long_after_its_end() -> None:
 
     async def main() -> None:
         streams = KeptStreams()
-        streams.keep("owner", "s", slowly())
-        seen = [event async for event in streams.follow("owner", "s", -1)]
+        streams.keep(THIS_NODE, "s", slowly())
+        seen = [event async for event in streams.follow(THIS_NODE, "s", -1)]
         whole = [b"id: 0\ndata: one\n\n", b"id: 1\ndata: two\n\n"]
         assert [event for event in seen if event != resumable.PING] == whole
         await asyncio.sleep(resumable.KEEP_S - 1)
-        assert [event async for event in streams.follow("owner", "s", -1)] == whole
+        assert [event async for event in streams.follow(THIS_NODE, "s", -1)] == whole
         await asyncio.sleep(2)
         with pytest.raises(NotFound):
-            await anext(streams.follow("owner", "s", -1))
+            await anext(streams.follow(THIS_NODE, "s", -1))
         assert not streams._kept
         await streams.close()
 

@@ -7,54 +7,68 @@ import json
 import random
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mesh.events import apply as applying
+from mesh.events.docket import Docket
 from mesh.events.gossip import Gossip, GossipSettings
-from mesh.events.intake import Received
 from mesh.events.messages import Message, from_dict, to_dict
+from mesh.events.state import State
 from mesh.events.types import MODEL_PUBLISHED, Event
+from mesh.identity.membership import HearthRules
 from mesh.types import NodeId
-from tests.events.support import HouseRules, Node, facts, household, open_node, signed
+from tests.events.support import (
+    HEARTH,
+    Author,
+    Node,
+    Record,
+    facts,
+    household,
+    open_node,
+    received,
+    reference,
+    signed,
+)
 
 LOG_EVENTS = 100_000
+DECISIONS = 1_000
 GOSSIP_EVENTS = 1_000
 _AT_ONCE = 64
 
 
 def _apply(events: list[Event]) -> dict[str, float]:
     """Events per second into the state: singly, as they are appended, and in gossip's portions."""
-    rules = HouseRules()
+    membership = reference(household(4)[2]).membership
     rates = {}
     for name, size in (("apply_singly_per_s", 1), ("apply_in_portions_per_s", _AT_ONCE)):
-        state = applying.empty(rules)
+        state = State(membership)
         began = time.perf_counter()
         for start in range(0, len(events), size):
-            state = applying.apply(rules, state, events[start : start + size])
+            state = applying.apply(state, events[start : start + size])
         rates[name] = len(events) / (time.perf_counter() - began)
     return rates
 
 
-async def _take_in(path: Path, events: list[Event]) -> float:
+async def _take_in(path: Path, events: Sequence[Record]) -> float:
     """Events per second from a peer's pages to the disk, with every signature checked."""
     node = await open_node(path, 8)
     began = time.perf_counter()
     for start in range(0, len(events), 512):
-        part = Received(tuple(map(signed, events[start : start + 512])))
-        await node.log.ingest(part, NodeId("peer"))
+        await node.log.ingest(received(events[start : start + 512]), NodeId("peer"))
     took = time.perf_counter() - began
     await node.log.close()
     return len(events) / took
 
 
-async def _start(path: Path, events: list[Event]) -> dict[str, float]:
+async def _start(path: Path, events: Sequence[Record]) -> dict[str, float]:
     """Seconds until a log of many events can be used, from its snapshot."""
     await _take_in(path, events)
     began = time.perf_counter()
     node = await open_node(path, 8)
     from_snapshot = time.perf_counter() - began
-    assert sum(seq for seq, _ in node.log.ledger.heads().values()) == len(events)
+    assert sum(seq for _, seq, _ in node.log.chains.heads().values()) == LOG_EVENTS
     await node.log.close()
     return {"start_s": from_snapshot, "megabytes": path.stat().st_size / 1e6}  # noqa: ASYNC240
 
@@ -66,9 +80,24 @@ async def _appends(node: Node, count: int) -> float:
     return count / (time.perf_counter() - began)
 
 
+def _judge() -> dict[str, float]:
+    """Milliseconds per decision at the door, and for the roster, after so many before."""
+    house, _, events = household(1)
+    events += [house.add(Author(1000 + number)) for number in range(DECISIONS)]
+    docket = Docket(HEARTH, HearthRules(HEARTH))
+    docket.begin()
+    began = time.perf_counter()
+    docket.take([signed(event) for event in events])
+    taken = time.perf_counter() - began
+    began = time.perf_counter()
+    docket.commit(docket.derive())
+    derived = time.perf_counter() - began
+    return {"decision_ms": 1e3 * taken / DECISIONS, "roster_ms": 1e3 * derived}
+
+
 async def _converge(directory: Path) -> dict[str, float]:
     """Seconds from the first append at one node to the last event at the other two."""
-    _, founding = household(3)
+    *_, founding = household(3)
     nodes = [await open_node(directory / f"{number}.db", number) for number in range(3)]
     gossips: dict[NodeId, Gossip] = {}
 
@@ -81,8 +110,7 @@ async def _converge(directory: Path) -> dict[str, float]:
         return send
 
     for node in nodes:
-        await node.log.ingest(Received(tuple(map(signed, founding))), NodeId("pairing"))
-        await node.log.adopt()
+        await node.log.ingest(received(founding), NodeId("pairing"))
         own = node.author.id
         gossips[own] = Gossip(node.log, sender(own), GossipSettings())
     for own, gossip in gossips.items():
@@ -95,7 +123,7 @@ async def _converge(directory: Path) -> dict[str, float]:
     began = time.perf_counter()
     rate = await _appends(nodes[0], GOSSIP_EVENTS)
     appended = time.perf_counter() - began
-    while len({str(node.log.ledger.heads()) for node in nodes}) > 1:
+    while len({str(node.log.chains.heads()) for node in nodes}) > 1:
         changed.clear()
         await changed.wait()
     took = time.perf_counter() - began
@@ -107,11 +135,12 @@ async def _converge(directory: Path) -> dict[str, float]:
 
 
 async def _measure(directory: Path) -> dict[str, float]:
-    authors, events = household(4)
-    events += facts(authors, LOG_EVENTS - len(events), random.Random(1))
-    results = _apply(events)
-    results["take_in_per_s"] = await _take_in(directory / "part.db", events[:5_000])
-    results |= await _start(directory / "log.db", events)
+    _, authors, events = household(4)
+    said = facts(authors, LOG_EVENTS, random.Random(1))
+    results = _apply(said)
+    results["take_in_per_s"] = await _take_in(directory / "part.db", [*events, *said[:5_000]])
+    results |= await _start(directory / "log.db", [*events, *said])
+    results |= _judge()
     return results | await _converge(directory)
 
 

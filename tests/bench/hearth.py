@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
 
+from mesh import allowances
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.discovery.directory import ShardStore
@@ -25,6 +26,7 @@ from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
 from mesh.hearth.publishing import Serving
 from mesh.identity.keys import load_or_create
 from mesh.identity.roster import TrustLevel
+from mesh.ledger import ResourceLedger
 from mesh.paths import StatePaths
 
 EVENTS = 1_000
@@ -44,7 +46,8 @@ def _node(name: str, directory: Path, peers: list[str], happened: asyncio.Event)
         lambda: Serving((), ()), lambda event: happened.set(), lambda: None, lambda *_: None
     )
     store = ShardStore(_CLOCK, expiry_s=120.0)
-    return Network(key, paths, settings, store, _CLOCK, hooks)
+    accounts = ResourceLedger(_CLOCK, allowances.DAEMON)
+    return Network(key, paths, settings, store, _CLOCK, hooks, accounts)
 
 
 async def _pair(first: Network, name: str, directory: Path) -> float:
@@ -69,9 +72,9 @@ async def _converge(networks: list[Network]) -> dict[str, float]:
     for number in range(EVENTS):
         await first.publish(MODEL_PUBLISHED, {"model_id": str(number % 50)})
     appended = time.perf_counter() - began
-    goal = first.head(first.key.node_id)
+    goal = first.end_of_facts(first.key.node_id)
     async with asyncio.timeout(120):
-        while any(hearth.head(first.key.node_id) != goal for hearth in others):
+        while any(hearth.end_of_facts(first.key.node_id) != goal for hearth in others):
             changed.clear()
             await changed.wait()
     took = time.perf_counter() - began

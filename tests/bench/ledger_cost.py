@@ -23,7 +23,7 @@ from mesh.clock import SystemClock
 from mesh.ledger import Resource, ResourceLedger, of_peer
 from mesh.models import builtin
 from mesh.shard.batcher import DeviceQueue
-from mesh.shard.loading import HostedOn, LoadedShard, ShardRequest, load_shard
+from mesh.shard.loading import HostedOn, LoadedShard, ShardRequest, load_shard, plan_shard
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
 from mesh.shard.settings import ShardSettings
@@ -78,7 +78,7 @@ async def _run() -> dict[str, float]:
     directory = Path(builtin.__file__).parent / "checkpoint"
     layers = LayerRange(0, json.loads((directory / "config.json").read_text())["num_hidden_layers"])
     place = HostedOn(_HOST, "bench", Endpoint("wss://127.0.0.1:1"), torch.device("cpu"), 1)
-    loaded = load_shard(ShardRequest(directory, _MODEL, layers), place)
+    loaded = load_shard(plan_shard(ShardRequest(directory, _MODEL, layers), place))
     queue = DeviceQueue()
     server = ShardServer(
         loaded.descriptor, loaded.load, ShardSettings(), hidden_size=loaded.hidden_size, queue=queue

@@ -154,8 +154,8 @@ def _place(lab: Lab, replicas: ShardHost) -> None:
     """Asker and hops on one core, so that all their work counts; who checks on the other."""
     pin(os.getpid(), 0)  # first, for it takes its children with it
     for host, core in ((lab.host, 0), (replicas, 1)):
-        assert host._child is not None
-        pin(host._child.pid, core)
+        assert host.process.pid is not None
+        pin(host.process.pid, core)
 
 
 def measure() -> dict[str, Any]:

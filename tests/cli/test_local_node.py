@@ -2,13 +2,53 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from mesh.cli.local_node import LocalNode
+from mesh.paths import StatePaths
 
 MESH = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__ENABLED"
+
+
+ANYWHERE = "0.0.0.0"  # noqa: S104 - asked over loopback only
+
+
+def hearthnet(node: LocalNode, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "mesh.cli.main", *arguments],
+        env={**os.environ, "HEARTHNET_STATE_DIR": str(node.state_dir)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_an_api_beyond_loopback_speaks_tls_and_its_owner_s_tools_know_it(tmp_path: Path) -> None:
+    flags = ("--layers", "none", "--api-host", ANYWHERE)
+    fingerprints = []
+    for _ in range(2):
+        with LocalNode("solo", tmp_path / "solo", flags) as node:
+            record = node.wait_up()
+            assert record.api_url == f"https://127.0.0.1:{record.api_port}"
+            tls = node.get("/mesh/v1/status")["node"]["api_tls"]
+            fingerprints.append(tls["sha256"])
+            assert tls["certificate"] == str(StatePaths(node.state_dir).api_certificate)
+            assert f"SHA-256 {tls['sha256']}" in node.log
+            assert f"export OPENAI_BASE_URL={record.public_url}/v1 OPENAI_API_KEY=KEY" in node.log
+            for where in ((), ("--api-port", str(record.api_port)), ("--host", record.api_url)):
+                assert tls["sha256"] in hearthnet(node, "status", *where)
+            plain = httpx.get(f"http://127.0.0.1:{record.api_port}/healthz", trust_env=False)
+            assert plain.json()["error"]["code"] == "tls_required"
+    assert fingerprints[0] == fingerprints[1], "a restart needs no new trust"
 
 
 @pytest.mark.slow

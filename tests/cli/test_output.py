@@ -18,6 +18,7 @@ from mesh.cli.status import print_models
 from mesh.cli.up import make_first_key
 from mesh.config import Config
 from mesh.identity.api_keys import ApiKeys, Scope
+from mesh.identity.recovery import recovery_key
 from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord, read_daemon, sole_use
 from tests.cli.conftest import COMMAND
@@ -224,8 +225,16 @@ def test_a_detached_daemon_that_takes_its_time_is_waited_for(
             env=environment, capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert finished.returncode == 0
-        assert finished.stdout.startswith("hearthnet is up")
+        founded, up = finished.stdout.splitlines()[:2]
+        assert founded.startswith("founded ")
+        assert up.startswith("hearthnet is up")
         assert finished.stderr.count("still starting") == 1
+        # The recovery code is on the screen and nowhere else.
+        (code,) = re.findall(r"recovery code .*: ((?:[0-9A-Z]{4}-){6}[0-9A-Z]{4})", finished.stderr)
+        files = [path for path in (tmp_path / "state").rglob("*") if path.is_file()]
+        assert files
+        assert not [path for path in files if code.encode() in path.read_bytes()]
+        assert recovery_key(code)
     finally:
         down = [*COMMAND, "down", *state]
         assert subprocess.run(down, env=environment, timeout=60, check=False).returncode == 0

@@ -28,6 +28,7 @@ from mesh.types import (
     NodeId,
     ShardDescriptor,
     ShardHealth,
+    ShardMemory,
     shard_id,
 )
 from tests.discovery.network import advertised
@@ -65,6 +66,7 @@ def advertisements(draw: st.DrawFn) -> Advertisement:
     health = ShardHealth(
         identifier, draw(st.booleans()), draw(moments), draw(durations), draw(durations),
         draw(counts), draw(counts),
+        draw(st.none() | st.builds(ShardMemory, counts, counts, counts)),
     )  # fmt: skip
     return Advertisement(descriptor, health)
 
@@ -75,6 +77,16 @@ def test_round_trip_over_json_and_msgpack(advertisement: Advertisement) -> None:
     data = encode(advertisement)
     assert decode(json.loads(json.dumps(data)), host=HOST) == advertisement
     assert decode(msgpack.unpackb(msgpack.packb(data)), host=HOST) == advertisement
+
+
+def test_a_node_that_says_nothing_of_its_memory_is_understood() -> None:
+    data = encode(advertised(HOST, "0-3"))
+    assert "memory" not in data["health"]
+    assert decode(data, host=HOST).health.memory is None
+    data["health"]["memory"] = {"weights_mb": 1, "caches_mb": -1, "headroom_mb": 3}
+    with pytest.raises(BadAdvertisement) as refused:
+        decode(data, host=HOST)
+    assert refused.value.param == "caches_mb"
 
 
 def test_keys_of_newer_nodes_are_ignored() -> None:

@@ -1,4 +1,4 @@
-"""A hearth for the tests of the log: real keys, plain rules of membership, replicas in memory."""
+"""A hearth for the tests of the log: real keys, real decisions, replicas in memory."""
 
 from __future__ import annotations
 
@@ -6,26 +6,30 @@ import functools
 import hashlib
 import random
 from collections.abc import Coroutine, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from mesh.events import apply as applying
+from mesh.events.authoring import LogSettings
+from mesh.events.chains import Chains
+from mesh.events.decision import DecisionDraft, SignedDecision
+from mesh.events.decision import seal as seal_decision
+from mesh.events.docket import Docket
+from mesh.events.graph import Graph
 from mesh.events.intake import Intake, Outcome, Received, Report
-from mesh.events.ledger import Ledger
-from mesh.events.log import EventLog, LogSettings
+from mesh.events.log import EventLog
 from mesh.events.messages import Ask, Message, Page, Probe, Pull, from_dict, to_dict
 from mesh.events.state import AuthorFold, State
 from mesh.events.store import MAX_PAGE_EVENTS
-from mesh.events.sync import Exchange, answer_probe, heads_of
+from mesh.events.sync import Exchange, Replica, answer_probe, heads_of
 from mesh.events.types import (
     GENESIS,
     MODEL_PUBLISHED,
-    PLACEMENT_WISHED,
+    STEERING_PUBLISHED,
     TOKEN_REVOKED,
     Draft,
     Event,
@@ -33,7 +37,13 @@ from mesh.events.types import (
     Payload,
     seal,
 )
-from mesh.identity.keys import NodeKey, node_id
+from mesh.identity import decisions
+from mesh.identity.certificates import make_certificate
+from mesh.identity.decisions import Added, Decision, Founded, LevelChanged, Revoked
+from mesh.identity.keys import NodeKey
+from mesh.identity.membership import HearthRules, verify
+from mesh.identity.recovery import recovery_key
+from mesh.identity.roster import Cut, Roster, TrustLevel
 from mesh.ledger import ResourceLedger
 from mesh.types import NodeId
 
@@ -42,10 +52,12 @@ T = TypeVar("T")
 OPENED: list[EventLog] = []
 """Every log that `open_node` opened; closing one twice does nothing."""
 
-FOUNDED, ADDED, REVOKED = "hearth.founded", "member.added", "member.revoked"
-HEARTH = "hearth-of-the-tests"
-TYPES = (MODEL_PUBLISHED, PLACEMENT_WISHED, TOKEN_REVOKED, "a.newer.type")
-FIELDS = {MODEL_PUBLISHED: "model_id", PLACEMENT_WISHED: "model_id", TOKEN_REVOKED: "token_id"}
+TYPES = (MODEL_PUBLISHED, STEERING_PUBLISHED, TOKEN_REVOKED, "a.newer.type")
+FIELDS = {MODEL_PUBLISHED: "model_id", STEERING_PUBLISHED: "name", TOKEN_REVOKED: "token_id"}
+FOUNDED_MS = 1_893_456_000_000
+CODE = "0000-0000-0000-0000-0000-0000-02MC"
+
+Record = Event | SignedDecision
 
 
 class FakeClock:
@@ -68,58 +80,13 @@ def key(number: int) -> NodeKey:
     return NodeKey(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"%d" % number).digest()))
 
 
-@dataclass(frozen=True)
-class Members:
-    """Who is in. The founder alone puts somebody out and wishes placements; all may let in."""
-
-    founder: NodeId | None = None
-    keys: dict[NodeId, bytes] = field(default_factory=dict)
-    cuts: dict[NodeId, int] = field(default_factory=dict)
-
-    def limit(self, author: NodeId) -> int | None:
-        return self.cuts.get(author)
-
-    def standing(self, author: NodeId) -> tuple[bool, int | None]:
-        return author in self.keys, self.cuts.get(author)
-
-    def admits(self, event: Event) -> bool:
-        return event.author == self.founder or event.type != PLACEMENT_WISHED
+def founding() -> Founded:
+    """The one of key 0."""
+    public = recovery_key(CODE).public_key().public_bytes_raw()
+    return Founded("Home", bytes(16), make_certificate(key(0)), "0", public, FOUNDED_MS)
 
 
-class HouseRules:
-    """The rules that go with `Members`."""
-
-    version = "tests/1"
-
-    def concerns(self, event_type: str) -> bool:
-        return event_type in (FOUNDED, ADDED, REVOKED)
-
-    def derive(self, events: Sequence[Event]) -> Members:
-        founders = [event for event in events if introduces_itself(event)]
-        if not founders:
-            return Members()
-        founder = founders[0]
-        cuts: dict[NodeId, int] = {}
-        for event in events:
-            if event.type == REVOKED and event.author == founder.author:
-                subject, last = NodeId(event.payload["node"]), event.payload["last_seq"]
-                cuts[subject] = min(last, cuts.get(subject, last))
-        keys = {founder.author: founder.payload["key"]}
-        for event in events:
-            cut = cuts.get(event.author)
-            if event.type == ADDED and event.author in keys and (cut is None or event.seq <= cut):
-                keys[node_id(event.payload["key"])] = event.payload["key"]
-        return Members(founder.author, keys, cuts)
-
-
-def introduces_itself(event: Event) -> bool:
-    """Whether an event is the founding one: it brings its author's key along."""
-    return (
-        event.type == FOUNDED
-        and isinstance(event.payload, dict)
-        and type(event.payload.get("key")) is bytes
-        and node_id(event.payload["key"]) == event.author
-    )
+HEARTH = decisions.hearth_id(founding())
 
 
 class Verifier:
@@ -129,67 +96,99 @@ class Verifier:
         self.calls = 0
 
     def __call__(self, event: Event, membership: Any) -> bool | None:
-        public = membership.keys.get(event.author)
-        if public is None and introduces_itself(event):
-            public = event.payload["key"]
-        if public is None:
-            return None
-        self.calls += 1
-        try:
-            Ed25519PublicKey.from_public_bytes(public).verify(event.signature, event.signed_bytes)
-        except InvalidSignature:
-            return False
-        return True
+        self.calls += event.author in membership.keys
+        return verify(event, membership)
 
 
 class Author:
     """Somebody who signs a chain; copies of it fork."""
 
     def __init__(self, number: int) -> None:
+        self.number = number
         self.key = key(number)
         self.id = self.key.node_id
-        self.seq = 0
-        self.prev: EventId = GENESIS
+        self.generation = 1
+        self.ids: list[EventId] = []
         self.lamport = 0
+
+    @property
+    def seq(self) -> int:
+        return len(self.ids)
+
+    @property
+    def prev(self) -> EventId:
+        return self.ids[-1] if self.ids else GENESIS
 
     def fork(self) -> Author:
         other = Author.__new__(Author)
         other.__dict__.update(self.__dict__)
+        other.ids = list(self.ids)
         return other
+
+    def begin_again(self) -> None:
+        self.generation += 1
+        self.ids = []
 
     def draft(self, event_type: str, payload: Payload, lamport: int = 0) -> Draft:
         lamport = max(self.lamport + 1, lamport)
         return Draft(
-            HEARTH, self.id, self.seq + 1, self.prev, lamport, 1_893_456_000_000, event_type,
-            payload,
+            HEARTH, self.id, self.generation, self.seq + 1, self.prev, lamport, FOUNDED_MS,
+            event_type, payload,
         )  # fmt: skip
 
     def sign(self, event_type: str, payload: Payload, lamport: int = 0) -> Event:
         event = seal(self.draft(event_type, payload, lamport), self.key.sign)
-        self.seq, self.prev, self.lamport = event.seq, event.id, event.lamport
+        self.ids.append(event.id)
+        self.lamport = event.lamport
         return event
 
     def publish(self, model: str, lamport: int = 0) -> Event:
         return self.sign(MODEL_PUBLISHED, {"model_id": model}, lamport)
 
-    def found(self) -> Event:
-        return self.sign(FOUNDED, {"key": self.key.public_bytes})
-
-    def add(self, other: Author, lamport: int = 0) -> Event:
-        return self.sign(ADDED, {"key": other.key.public_bytes}, lamport)
-
-    def revoke(self, other: NodeId, last_seq: int, lamport: int = 0) -> Event:
-        return self.sign(REVOKED, {"node": other, "last_seq": last_seq}, lamport)
+    def cut(self, last_seq: int) -> Cut:
+        return Cut(self.generation, last_seq, self.ids[last_seq - 1]) if last_seq else NOTHING
 
 
-def household(count: int) -> tuple[list[Author], list[Event]]:
-    """A founder and the others it let in."""
-    authors = [Author(number) for number in range(count)]
-    events = [authors[0].found()]
-    events += [authors[0].add(other) for other in authors[1:]]
-    for author in authors:
-        author.lamport = max(author.lamport, count)
-    return authors, events
+NOTHING = Cut(0, 0, b"")
+
+
+class House:
+    """The decisions of a hearth that key 0 founds, each seeing all those before."""
+
+    def __init__(self) -> None:
+        self.graph = Graph()
+        self.founder = Author(0)
+        self.founded = self.say(founding(), wall_ms=FOUNDED_MS)
+
+    def say(
+        self, decision: Decision, by: Author | None = None, *, wall_ms: int = 0
+    ) -> SignedDecision:
+        parents = self.graph.tips
+        kind, payload = decisions.encode(decision)
+        author = by or self.founder
+        draft = DecisionDraft(
+            HEARTH, author.id, self.graph.depth_after(parents), wall_ms, kind, payload, parents
+        )
+        signed_one = seal_decision(draft, author.key.sign)
+        self.graph.add(signed_one)
+        return signed_one
+
+    def add(self, other: Author, level: TrustLevel = TrustLevel.TRUSTED) -> SignedDecision:
+        return self.say(Added(make_certificate(other.key), str(other.number), level))
+
+    def change(self, other: Author, level: TrustLevel) -> SignedDecision:
+        return self.say(LevelChanged(other.id, level))
+
+    def revoke(self, other: Author, last_seq: int) -> SignedDecision:
+        return self.say(Revoked(other.id, other.cut(last_seq)))
+
+
+def household(count: int) -> tuple[House, list[Author], list[Record]]:
+    """A hearth, its founder and the others it let in, and the decisions that did."""
+    house = House()
+    authors = [house.founder] + [Author(number) for number in range(1, count)]
+    events: list[Record] = [house.founded, *(house.add(other) for other in authors[1:])]
+    return house, authors, events
 
 
 def facts(authors: list[Author], count: int, rng: random.Random) -> list[Event]:
@@ -204,8 +203,17 @@ def facts(authors: list[Author], count: int, rng: random.Random) -> list[Event]:
     return events
 
 
-def signed(event: Event) -> tuple[bytes, bytes]:
+def signed(event: Record) -> tuple[bytes, bytes]:
     return event.body, event.signature
+
+
+def received(events: Sequence[Record]) -> Received:
+    """Records as a page brings them."""
+    return Received(
+        tuple(signed(event) for event in events if isinstance(event, Event)),
+        (),
+        tuple(signed(event) for event in events if isinstance(event, SignedDecision)),
+    )
 
 
 def meaning(state: State) -> object:
@@ -233,32 +241,44 @@ class MemoryReplica:
         self, clock: FakeClock | None = None, accounts: ResourceLedger | None = None
     ) -> None:
         self.clock = clock or FakeClock()
-        self.rules = HouseRules()
         self.verifier = Verifier()
         self.reports: list[Report] = []
-        self.ledger = Ledger(HEARTH, self.rules, self.verifier, self.clock, accounts)
-        self.intake = Intake(self.ledger, self.clock, self.reports.append)
+        self.docket = Docket(HEARTH, HearthRules(HEARTH))
+        self.chains = Chains(HEARTH, self.docket.membership, self.verifier, self.clock, accounts)
+        self.replica = Replica(self.chains, self.docket)
+        self.intake = Intake(self.docket, self.chains, self.clock, self.reports.append)
         self.rows: dict[NodeId, list[Event]] = {}
         self.proofs: dict[NodeId, tuple[Event, Event]] = {}
 
     @property
     def state(self) -> State:
-        return self.ledger.state
+        return self.chains.state
 
-    def take(self, events: Sequence[Event], source: str = "peer") -> Outcome:
-        return self.receive(Received(tuple(signed(event) for event in events)), source)
+    @property
+    def roster(self) -> Roster:
+        assert isinstance(self.docket.membership, Roster)
+        return self.docket.membership
+
+    def take(self, events: Sequence[Record], source: str = "peer") -> Outcome:
+        return self.receive(received(events), source)
 
     def receive(self, received: Received, source: str = "peer") -> Outcome:
-        self.ledger.begin()
-        outcome = finish(self.intake.take(received, NodeId(source)))
+        self.chains.begin()
+        self.docket.begin()
+        decided = self.intake.deliberate(received.decisions)
+        outcome = finish(self.intake.take(received, NodeId(source), decided))
         proofs = finish(self.intake.prove(self._stored))
-        for event in self.ledger.accepted:
-            self.rows.setdefault(event.author, []).append(event)
+        for author in self.chains.replaced:
+            self.rows.pop(author, None)
+        for event in self.chains.accepted:
+            if event.generation == self.chains.generation(event.author):
+                self.rows.setdefault(event.author, []).append(event)
         self.proofs.update({first.author: (first, second) for first, second in proofs})
         self.intake.report_proofs(proofs)
-        self.ledger.commit()
-        for author in self.ledger.state.stale:
-            self.ledger.refold(author, self.rows.get(author, []))
+        self.chains.commit()
+        self.docket.commit(self.state.membership)
+        for author in self.state.stale:
+            self.chains.refold(author, self.rows.get(author, []))
         return outcome
 
     async def _stored(self, author: NodeId, seq: int) -> Event | None:
@@ -266,32 +286,35 @@ class MemoryReplica:
 
     def answer(self, request: Message) -> Message:
         match request:
-            case Pull(number, ranges, proofs):
-                events = [
-                    event
-                    for author, first, last in ranges
-                    for event in self.rows.get(author, [])[
-                        first - 1 : min(last, self.ledger.height(author))
-                    ]
-                ]
-                events.sort(key=lambda event: event.order)
-                evidence = [self.proofs[author] for author in proofs if author in self.proofs]
-                return Page(
-                    number,
-                    Received(
-                        tuple(signed(event) for event in events[:MAX_PAGE_EVENTS]),
-                        tuple((signed(a), signed(b)) for a, b in evidence),
-                    ),
-                )
+            case Pull():
+                return Page(request.number, self._page(request))
             case Probe():
-                return answer_probe(self.ledger, request)
+                return answer_probe(self.chains, request)
             case Ask(number):
-                return heads_of(self.ledger, number)
+                return heads_of(self.replica, number)
         raise AssertionError(request)
+
+    def _page(self, pull: Pull) -> Received:
+        decided = [signed(d) for d in self.docket.graph.between(pull.have, pull.want)]
+        events = [
+            event
+            for author, generation, first, last in pull.ranges
+            if generation == self.chains.generation(author)
+            for event in self.rows.get(author, [])[
+                first - 1 : min(last, self.chains.height(author))
+            ]
+        ]
+        events.sort(key=lambda event: event.order)
+        evidence = [self.proofs[author] for author in pull.proofs if author in self.proofs]
+        return Received(
+            tuple(signed(event) for event in events[:MAX_PAGE_EVENTS]),
+            tuple((signed(a), signed(b)) for a, b in evidence),
+            tuple(decided[:MAX_PAGE_EVENTS]),
+        )
 
     def pull_from(self, other: MemoryReplica, name: str = "peer") -> Generator[None, None, bool]:
         """One exchange, message by message; what it gives at the end is `fruitless`."""
-        exchange = Exchange(1, self.ledger)
+        exchange = Exchange(1, self.replica)
         message = exchange.start()
         while True:
             yield
@@ -313,8 +336,11 @@ class MemoryReplica:
                 return bool(stop.value)
 
 
-def reference(events: Sequence[Event], frozen: dict[NodeId, int] | None = None) -> State:
-    return applying.fold(HouseRules(), events, frozen or {})
+def reference(events: Sequence[Record], frozen: dict[NodeId, Any] | None = None) -> State:
+    docket = Docket(HEARTH, HearthRules(HEARTH))
+    docket.load(event for event in events if isinstance(event, SignedDecision))
+    facts = [event for event in events if isinstance(event, Event)]
+    return applying.fold(docket.membership, facts, frozen or {})
 
 
 @dataclass
@@ -331,17 +357,23 @@ class Node:
         return [report.kind for report in self.reports]
 
 
-async def open_node(path: Path, number: int = 0, hearth_id: str = HEARTH) -> Node:
+async def open_node(
+    path: Path,
+    number: int = 0,
+    hearth_id: str = HEARTH,
+    accounts: ResourceLedger | None = None,
+) -> Node:
     """Open (or create) the log of key `number`."""
     author, clock, verifier = Author(number), FakeClock(), Verifier()
     reports: list[Report] = []
     log = await EventLog.open(
         LogSettings(path, hearth_id, author.id),
-        rules=HouseRules(),
+        rules=HearthRules(hearth_id),
         verify=verifier,
         sign=author.key.sign,
         clock=clock,
         on_report=reports.append,
+        accounts=accounts,
     )
     OPENED.append(log)
     return Node(log, author, clock, verifier, reports)
@@ -349,3 +381,16 @@ async def open_node(path: Path, number: int = 0, hearth_id: str = HEARTH) -> Nod
 
 def altered(event: Event, **changes: Any) -> Event:
     return replace(event, **changes)
+
+
+async def found(node: Node) -> SignedDecision:
+    """The founding by key 0, as its first decision."""
+    kind, payload = decisions.encode(founding())
+    return await node.log.decide(kind, lambda parents, wall_ms: payload, wall_ms=FOUNDED_MS)
+
+
+async def let_in(node: Node, other: Author) -> SignedDecision:
+    """One more member, let in by a node's own decision."""
+    added = Added(make_certificate(other.key), str(other.number), TrustLevel.TRUSTED)
+    kind, payload = decisions.encode(added)
+    return await node.log.decide(kind, lambda parents, wall_ms: payload)

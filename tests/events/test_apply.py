@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.events.ledger import Verdict
 from mesh.events.snapshot import dump, load
-from mesh.events.types import PLACEMENT_WISHED, TOKEN_REVOKED, Event
+from mesh.events.state import State
+from mesh.events.types import TOKEN_REVOKED
+from mesh.events.verdict import Verdict
+from mesh.identity.roster import TrustLevel
 from tests.events.support import (
     Author,
-    HouseRules,
     MemoryReplica,
+    Record,
     facts,
     household,
     meaning,
@@ -22,14 +25,16 @@ from tests.events.support import (
 )
 
 
-def story(seed: int) -> tuple[list[Author], list[Event]]:
+def story(seed: int) -> tuple[list[Author], list[Record]]:
     """A household's log in which somebody may be put out, at a point in its past."""
     rng = random.Random(seed)
-    authors, events = household(4)
+    house, authors, events = household(4)
     events += facts(authors, rng.randrange(1, 25), rng)
     if rng.random() < 0.7:
         out = rng.choice(authors[1:])
-        events.append(authors[0].revoke(out.id, rng.randrange(out.seq + 1), rng.choice([0, 99])))
+        events.append(house.revoke(out, rng.randrange(out.seq + 1)))
+    if rng.random() < 0.3:
+        authors[0].begin_again()
         events += facts(authors, 5, rng)
     return authors, events
 
@@ -52,7 +57,7 @@ def test_order_duplicates_and_loss_do_not_matter(seed: int, rng: random.Random) 
     complete.take(events)
     replica.catch_up(complete)
     assert meaning(replica.state) == meaning(complete.state) == meaning(reference(events))
-    assert replica.ledger.heads() == complete.ledger.heads()
+    assert replica.chains.heads() == complete.chains.heads()
 
 
 @settings(deadline=None, max_examples=40)
@@ -71,24 +76,41 @@ def test_every_prefix_folds_to_what_its_events_mean(seed: int) -> None:
 @given(st.integers(0, 10**9))
 def test_a_snapshot_is_the_state(seed: int) -> None:
     _, events = story(seed)
-    rules = HouseRules()
     state = reference(events)
-    saved = dump(state, rules.version)
+    bare = State(state.membership)
+    saved = dump(state, "rules")
     assert saved is not None
-    assert load(saved, rules, {}) == state
-    assert load(saved[:-1] + bytes([saved[-1] ^ 1]), rules, {}) is None
-    assert load(saved, rules, {Author(1).id: 1}) is None
+    assert load(saved, bare, "rules") == state
+    assert load(saved[:-1] + bytes([saved[-1] ^ 1]), bare, "rules") == bare
+    # Who forked since is folded anew, the others are not.
+    author = Author(1).id
+    forked = replace(bare, frozen={author: (1, 0)})
+    same = forked.limit(author) == state.limit(author)
+    gone = set() if same else {author}
+    assert load(saved, forked, "rules").authors.keys() == state.authors.keys() - gone
 
 
 def test_a_snapshot_of_other_rules_is_not_used() -> None:
-    saved = dump(reference([]), "other rules")
+    _, (founder,), events = household(1)
+    state = reference([*events, founder.publish("m")])
+    saved = dump(state, "other rules")
     assert saved is not None
-    assert load(saved, HouseRules(), {}) is None
+    assert load(saved, State(state.membership), "rules").authors == {}
+
+
+def test_who_was_put_out_since_a_snapshot_is_folded_anew() -> None:
+    house, (_, other), events = household(2)
+    said = [other.publish("kept"), other.publish("void")]
+    saved = dump(reference([*events, *said]), "rules")
+    assert saved is not None
+    after = reference([*events, *said, house.revoke(other, 1)])
+    assert load(saved, State(after.membership), "rules").authors == {}
+    assert set(after.models()) == {"kept"}
 
 
 @pytest.mark.parametrize("newer_by", [0, 1])
 def test_the_newest_wins_whoever_comes_last(newer_by: int) -> None:
-    authors, events = household(2)
+    _, authors, events = household(2)
     older = authors[1 - newer_by].publish("m", 50)
     newer = authors[newer_by].publish("m", 60)
     for order in ([older, newer], [newer, older]):
@@ -99,38 +121,40 @@ def test_the_newest_wins_whoever_comes_last(newer_by: int) -> None:
 
 
 def test_what_its_author_may_not_say_is_kept_but_has_no_effect() -> None:
-    (founder, other), events = household(2)
-    wish = other.sign(PLACEMENT_WISHED, {"model_id": "m"})
+    house, (founder,), events = household(1)
+    guest = Author(7)
+    events.append(house.add(guest, TrustLevel.MEMBER))
+    said = guest.publish("m")
     replica = MemoryReplica()
-    replica.take([*events, wish])
-    assert replica.ledger.height(other.id) == wish.seq
-    assert replica.state.placements() == {}
-    replica.take([founder.sign(PLACEMENT_WISHED, {"model_id": "m"})])
-    assert set(replica.state.placements()) == {"m"}
+    replica.take([*events, said])
+    assert replica.chains.height(guest.id) == said.seq
+    assert replica.state.models() == {}
+    replica.take([house.change(guest, TrustLevel.TRUSTED)])
+    assert set(replica.state.models()) == {"m"}
+    assert founder.seq == 0
 
 
 def test_revocation_reaches_back_behind_a_back_dated_event() -> None:
-    (founder, other), events = household(2)
+    house, (_, other), events = household(2)
     kept = other.publish("kept", 40)
-    founder.lamport = 100
-    revocation = founder.revoke(other.id, kept.seq)
+    revocation = house.revoke(other, kept.seq)
     back_dated = other.publish("void", 41)
     for order in ([kept, back_dated, revocation], [kept, revocation, back_dated]):
         replica = MemoryReplica()
         replica.take(events + order)
         assert set(replica.state.models()) == {"kept"}
-        assert replica.ledger.height(other.id) == kept.seq
+        assert replica.chains.height(other.id) == kept.seq
         late = other.fork().publish("later still")
         assert replica.take([late]).verdicts == {Verdict.VOID: 1}
 
 
 def test_unknown_types_and_malformed_payloads_are_kept_but_say_nothing() -> None:
-    (founder,), events = household(1)
+    _, (founder,), events = household(1)
     events += [founder.sign("a.newer.type", {"model_id": "m"})]
     events += [founder.sign(TOKEN_REVOKED, {"model_id": "m"}), founder.sign(TOKEN_REVOKED, ["x"])]
     replica = MemoryReplica()
     replica.take(events)
-    assert replica.ledger.height(founder.id) == 4
+    assert replica.chains.height(founder.id) == 3
     assert replica.state.revoked_tokens() == {}
     event = founder.sign(TOKEN_REVOKED, {"token_id": "t", "of a newer version": [1]})
     replica.take([event])
@@ -139,13 +163,26 @@ def test_unknown_types_and_malformed_payloads_are_kept_but_say_nothing() -> None
 
 @pytest.mark.parametrize("stranger_first", [False, True])
 def test_events_wait_for_their_author_to_be_let_in(stranger_first: bool) -> None:
-    (founder,), events = household(1)
+    house, _, events = household(1)
     guest = Author(7)
     said = [guest.publish("m", 20), guest.publish("n", 21)]
-    welcome = [founder.add(guest)]
+    welcome = [house.add(guest)]
     replica = MemoryReplica()
     replica.take(events)
     parts = [said, welcome] if stranger_first else [welcome, said]
     for part in parts:
         replica.take(part)
     assert set(replica.state.models()) == {"m", "n"}
+
+
+def test_a_new_generation_replaces_what_its_author_said_before() -> None:
+    _, (founder, other), events = household(2)
+    before = [founder.publish("old", 20), founder.publish("older", 21), other.publish("its", 22)]
+    founder.begin_again()
+    after = [founder.publish("new", 30)]
+    for order in ([*before, *after], [*after, *before], [*before[:1], *after, *before[1:]]):
+        replica = MemoryReplica()
+        replica.take([*events, *order])
+        assert set(replica.state.models()) == {"new", "its"}
+        assert replica.chains.heads()[founder.id][:2] == (2, 1)
+        assert meaning(replica.state) == meaning(reference([*events, before[2], *after]))

@@ -16,21 +16,22 @@ from pathlib import Path
 
 import pytest
 
-from mesh.errors import LogBehind, LogFull
+from mesh.errors import LogFull
 from mesh.events import repair
-from mesh.events.intake import Received
+from mesh.events.messages import Pull
 from mesh.events.opening import OWN_HEAD
 from mesh.events.types import MODEL_PUBLISHED, Event
 from mesh.types import NodeId
 from tests.events.support import (
-    FOUNDED,
     HEARTH,
+    Record,
     facts,
+    found,
     household,
     meaning,
     open_node,
+    received,
     reference,
-    signed,
 )
 
 PEER = NodeId("peer")
@@ -72,7 +73,7 @@ async def kill_again_and_again(path: Path, times: int) -> None:
         acknowledged = run_and_kill(path, rng)
         node = await open_node(path)
         assert node.kinds() == []
-        height = node.log.ledger.stored(node.author.id)
+        height = node.log.chains.stored(node.author.id)
         assert acknowledged <= height <= acknowledged + 1
         await node.log.close()
 
@@ -102,8 +103,8 @@ def file_size_limit(size: int) -> Iterator[None]:
 async def test_a_disk_that_takes_no_more_loses_nothing_and_recovers(tmp_path: Path) -> None:
     path = tmp_path / "events.db"
     node = await open_node(path)
-    await node.log.append(FOUNDED, {"key": node.author.key.public_bytes})
-    written = 1
+    await found(node)
+    written = 0
     with file_size_limit(300_000):
         with suppress(LogFull):
             while written < 1000:
@@ -111,8 +112,8 @@ async def test_a_disk_that_takes_no_more_loses_nothing_and_recovers(tmp_path: Pa
                 written += 1
         assert 10 < written < 1000
         # Reading goes on, and memory says what the disk says.
-        assert node.log.ledger.stored(node.author.id) == written
-        page = await node.log.page(((node.author.id, 1, written),), ())
+        assert node.log.chains.stored(node.author.id) == written
+        page = await node.log.page(Pull(1, ((node.author.id, 1, 1, written),)))
         assert page.events
         with pytest.raises(LogFull) as caught:
             await node.log.append(MODEL_PUBLISHED, {"model_id": "m", "fill": "x" * 4000})
@@ -120,7 +121,7 @@ async def test_a_disk_that_takes_no_more_loses_nothing_and_recovers(tmp_path: Pa
     await node.log.append(MODEL_PUBLISHED, {"model_id": "again"})
     await node.log.close()
     node = await open_node(path)
-    assert node.log.ledger.stored(node.author.id) == written + 1
+    assert node.log.chains.stored(node.author.id) == written + 1
     await node.log.close()
 
 
@@ -142,14 +143,14 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
     assert result.stdout.split() == [b"full", b"readable", b"recovered"]
 
 
-def story() -> list[Event]:
-    authors, events = household(3)
+def story() -> list[Record]:
+    _, authors, events = household(3)
     return events + facts(authors, 400, random.Random(8))
 
 
-async def fill(path: Path, events: list[Event]) -> None:
+async def fill(path: Path, events: list[Record]) -> None:
     node = await open_node(path, 9)
-    await node.log.ingest(Received(tuple(map(signed, events))), PEER)
+    await node.log.ingest(received(events), PEER)
     assert meaning(node.log.state) == meaning(reference(events))
     await node.log.close()
 
@@ -158,9 +159,10 @@ async def fill(path: Path, events: list[Event]) -> None:
 async def test_a_damaged_row_costs_that_row_only(tmp_path: Path, column: str) -> None:
     path, events = tmp_path / "events.db", story()
     await fill(path, events)
-    author = events[0].author
+    said = [event for event in events if isinstance(event, Event)]
+    author = said[0].author
     # A wrong id in the middle of a chain would show in its successor, too.
-    seq = max(e.seq for e in events if e.author == author) if column == "id" else 9
+    seq = max(e.seq for e in said if e.author == author) if column == "id" else 9
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(
             f"UPDATE events SET {column} = zeroblob(length({column})) WHERE author = ? AND seq = ?",  # noqa: S608
@@ -171,10 +173,10 @@ async def test_a_damaged_row_costs_that_row_only(tmp_path: Path, column: str) ->
     assert node.kinds() == ["log_repaired"]
     assert "events.db.damaged-1" in names(tmp_path)
     # The id column alone is no loss: it is made of the body.
-    lost = [e for e in events if e.author == author and e.seq == seq and column != "id"]
+    lost = [e for e in said if e.author == author and e.seq == seq and column != "id"]
     if lost:
-        assert node.log.ledger.stored(author) == 8
-        await node.log.ingest(Received((signed(lost[0]),)), PEER)
+        assert node.log.chains.stored(author) == 8
+        await node.log.ingest(received([lost[0]]), PEER)
     # What came after it had been saved, and follows as soon as the gap is closed.
     assert meaning(node.log.state) == meaning(reference(events))
     await node.log.close()
@@ -205,12 +207,11 @@ async def test_damaged_pages_cost_what_was_in_them_only(tmp_path: Path, seed: in
     with closing(sqlite3.connect(path)) as connection:
         rows = [
             connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]  # noqa: S608
-            for table in ("events", "orphans")
+            for table in ("events", "orphans", "decisions")
         ]
     assert len(events) - 40 < sum(rows) < len(events)
     for start in range(0, len(events), 100):
-        part = tuple(map(signed, events[start : start + 100]))
-        await node.log.ingest(Received(part), PEER)
+        await node.log.ingest(received(events[start : start + 100]), PEER)
     assert meaning(node.log.state) == meaning(reference(events))
     await node.log.close()
 
@@ -222,15 +223,13 @@ async def test_a_damaged_first_page_costs_no_event(tmp_path: Path) -> None:
     node = await open_node(path, 9)
     assert node.kinds() == ["log_repaired"]
     assert meaning(node.log.state) == meaning(reference(events))
-    # Nobody knows how far this node had signed: it must not go on by itself.
-    with pytest.raises(LogBehind):
-        await node.log.append(MODEL_PUBLISHED, {"model_id": "m"})
+    await node.log.close()
 
 
 async def test_large_events_and_those_in_the_write_ahead_log_are_saved(tmp_path: Path) -> None:
     path = tmp_path / "events.db"
     node = await open_node(path)
-    await node.log.append(FOUNDED, {"key": node.author.key.public_bytes})
+    await found(node)
     for size in (10, 3900, 4100, 9000, 16000):
         await node.log.append(MODEL_PUBLISHED, {"model_id": str(size), "fill": bytes(size)})
     copy = tmp_path / "copy.db"
@@ -251,29 +250,58 @@ async def test_no_database_at_all_is_put_aside(tmp_path: Path) -> None:
     write(path, b"This was a log once." * 1000)
     node = await open_node(path)
     assert node.kinds() == ["log_repaired"]
-    # Nobody knows how far this node had signed: it must not start again at one.
-    with pytest.raises(LogBehind):
-        await node.log.append(FOUNDED, {"key": node.author.key.public_bytes})
+    # Nobody knows how far this node had signed: it does not go on in the old chain.
+    await found(node)
+    event = await node.log.append(MODEL_PUBLISHED, {"model_id": "m"})
+    assert event.place == (2, 1)
     await node.log.close()
     assert size_of(Path(f"{path}.damaged-1")) == 20_000
 
 
-async def test_a_node_that_lost_its_newest_own_event_waits_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_a_node_that_lost_its_newest_own_event_begins_again(
+    tmp_path: Path, comes_back: bool
+) -> None:
     path = tmp_path / "events.db"
     node = await open_node(path)
-    await node.log.append(FOUNDED, {"key": node.author.key.public_bytes})
-    last = await node.log.append(MODEL_PUBLISHED, {"model_id": "m"})
+    await found(node)
+    await node.log.append(MODEL_PUBLISHED, {"model_id": "kept"})
+    last = await node.log.append(MODEL_PUBLISHED, {"model_id": "lost"})
     await node.log.close()
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("UPDATE events SET body = x'00' WHERE seq = 2")
         connection.commit()
         assert connection.execute("SELECT value FROM notes WHERE name=?", (OWN_HEAD,)).fetchone()
     node = await open_node(path)
-    with pytest.raises(LogBehind):
-        await node.log.append(MODEL_PUBLISHED, {"model_id": "fork"})
-    await node.log.ingest(Received((signed(last),)), PEER)
+    if comes_back:
+        await node.log.ingest(received([last]), PEER)
     event = await node.log.append(MODEL_PUBLISHED, {"model_id": "n"})
-    assert event.seq == 3
+    # A second event with number 2 would be a fork; what is news is said again.
+    assert event.place == (2, 3 if comes_back else 2)
+    assert set(node.log.state.models()) == {"kept", "n", *(["lost"] if comes_back else [])}
+    await node.log.close()
+
+
+async def test_damaged_decisions_come_back_from_peers_and_lose_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "events.db"
+    _, authors, events = household(4)
+    said = [author.publish("m", 10) for author in authors]
+    await fill(path, [*events, *said])
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE decisions SET body = x'00' WHERE id = ?", (events[1].id,))
+        connection.commit()
+    node = await open_node(path, 9)
+    assert node.kinds() == ["log_repaired"]
+    # What came after the lost decision waits for it, and with it those that it let in.
+    assert len(node.log.docket.graph) == 1
+    assert set(node.log.docket.wanted) == {events[1].id}
+    await node.log.ingest(received([events[1]]), PEER)
+    assert len(node.log.docket.graph) == 4
+    await node.log.ingest(received(said), PEER)
+    assert meaning(node.log.state) == meaning(reference([*events, *said]))
+    await node.log.close()
+    node = await open_node(path, 9)
+    assert meaning(node.log.state) == meaning(reference([*events, *said]))
     await node.log.close()
 
 
@@ -284,7 +312,7 @@ async def test_a_repair_that_was_interrupted_is_finished(
     await fill(path, events)
     real = repair._swap
     monkeypatch.setattr(repair, "_swap", lambda path: path)
-    await asyncio.to_thread(repair.repair, path, events[0].hearth_id)
+    await asyncio.to_thread(repair.repair, path, HEARTH)
     monkeypatch.setattr(repair, "_swap", real)
     for name in names(tmp_path) - {"events.db.repaired"}:
         (tmp_path / name).unlink()

@@ -15,11 +15,11 @@ from mesh.events.messages import Ask, Heads, Message, Page, Pull, from_dict, to_
 from mesh.events.types import MODEL_PUBLISHED, decode
 from mesh.types import NodeId
 from tests.events.support import (
-    ADDED,
-    FOUNDED,
     Node,
     facts,
+    found,
     household,
+    let_in,
     meaning,
     open_node,
     signed,
@@ -65,9 +65,9 @@ async def hearth(tmp_path: Path, count: int) -> AsyncIterator[tuple[Network, lis
     for number in range(count):
         nodes.append(await open_node(tmp_path / f"{number}.db", number))
         network.add(nodes[-1])
-    await nodes[0].log.append(FOUNDED, {"key": nodes[0].author.key.public_bytes})
+    await found(nodes[0])
     for node in nodes[1:]:
-        await nodes[0].log.append(ADDED, {"key": node.author.key.public_bytes})
+        await let_in(nodes[0], node.author)
     try:
         yield network, nodes
     finally:
@@ -89,7 +89,7 @@ async def until(condition: Callable[[], bool], nodes: list[Node]) -> None:
 
 
 def equal(nodes: list[Node]) -> bool:
-    heads = [node.log.ledger.heads() for node in nodes]
+    heads = [(node.log.chains.heads(), set(node.log.docket.tips)) for node in nodes]
     return all(head == heads[0] for head in heads)
 
 
@@ -116,7 +116,7 @@ async def test_both_sides_of_a_partition_go_on_and_heal(tmp_path: Path) -> None:
 
 
 async def test_one_question_at_a_time_and_pages_are_bounded(tmp_path: Path) -> None:
-    authors, events = household(2)
+    _, authors, events = household(2)
     events += facts(authors, 1400, random.Random(1))
     network = Network()
     full, fresh = await open_node(tmp_path / "full.db", 8), await open_node(tmp_path / "new.db", 9)
@@ -147,9 +147,9 @@ async def test_only_the_answer_to_the_open_question_is_heard(tmp_path: Path) -> 
     node = await open_node(tmp_path / "events.db", 9)
     sent: asyncio.Queue[Message] = asyncio.Queue()
     gossip = Gossip(node.log, lambda _, message: sent.put_nowait(message), SETTINGS)
-    peer, (founder,) = NodeId("peer"), household(1)[0]
-    event = founder.fork()
-    heads = {founder.id: (1, event.prev[:8])}
+    peer, (founder,) = NodeId("peer"), household(1)[1]
+    event = founder.publish("m")
+    heads = {founder.id: (1, 1, event.id[:8])}
     gossip.peer_up(peer)
     ask = await sent.get()
     for wrong in (ask.number + 1, 10**6):

@@ -13,33 +13,35 @@ from pathlib import Path
 
 import pytest
 
+from mesh import allowances
 from mesh.errors import (
     BadEvent,
     BadValue,
     Busy,
-    LogBehind,
-    LogForked,
     LogRefused,
     SchemaTooNew,
 )
 from mesh.events import log as log_module
 from mesh.events.intake import Received
 from mesh.events.log import Change
+from mesh.events.messages import Pull
 from mesh.events.store import MAX_PAGE_BYTES
 from mesh.events.types import MODEL_PUBLISHED, decode
+from mesh.ledger import Limit, Resource, ResourceLedger
 from mesh.types import NodeId
 from tests.events.support import (
-    ADDED,
-    FOUNDED,
     HEARTH,
     Author,
+    FakeClock,
     Node,
     facts,
+    found,
     household,
+    let_in,
     meaning,
     open_node,
+    received,
     reference,
-    signed,
 )
 
 PEER = NodeId("peer")
@@ -62,10 +64,6 @@ def content(path: Path) -> bytes:
     return path.read_bytes()
 
 
-async def found(node: Node) -> None:
-    await node.log.append(FOUNDED, {"key": node.author.key.public_bytes})
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "events.db"
@@ -75,23 +73,23 @@ async def test_what_was_appended_is_there_after_a_restart(path: Path) -> None:
     async with opened(path) as node:
         await found(node)
         events = [await node.log.append(MODEL_PUBLISHED, {"model_id": str(n)}) for n in range(30)]
-        state, heads = node.log.state, node.log.ledger.heads()
-        lamport = node.log.ledger.lamport
+        state, heads = node.log.state, node.log.chains.heads()
+        lamport = node.log.chains.lamport
     async with opened(path) as node:
         assert node.log.state == state
-        assert node.log.ledger.heads() == heads
-        assert node.log.ledger.lamport == lamport
+        assert node.log.chains.heads() == heads
+        assert node.log.chains.lamport == lamport
         event = await node.log.append(MODEL_PUBLISHED, {"model_id": "next"})
-        assert (event.seq, event.prev) == (32, events[-1].id)
+        assert (event.seq, event.prev) == (31, events[-1].id)
     assert mode(path) == 0o600
 
 
 async def test_a_start_from_the_snapshot_equals_a_start_from_the_events(path: Path) -> None:
-    authors, events = household(3)
+    house, authors, events = household(3)
     events += facts(authors, 300, random.Random(1))
-    events.append(authors[0].revoke(authors[2].id, 5))
+    events.append(house.revoke(authors[2], 5))
     async with opened(path) as node:
-        await node.log.ingest(Received(tuple(map(signed, events))), PEER)
+        await node.log.ingest(received(events), PEER)
         assert meaning(node.log.state) == meaning(reference(events))
     async with opened(path) as node:
         from_snapshot = node.log.state
@@ -124,19 +122,17 @@ async def test_listeners_hear_of_each_transaction(path: Path) -> None:
         node.log.on_change.append(changes.append)
         await found(node)
         await node.log.append(MODEL_PUBLISHED, {"model_id": "m"})
-    assert [[event.seq for event in change.events] for change in changes] == [[1], [2]]
+    assert [len(change.decisions) for change in changes] == [1, 0]
+    assert [[event.seq for event in change.events] for change in changes] == [[], [1]]
     assert set(changes[-1].state.models()) == {"m"}
 
 
 async def test_own_events_go_first_while_a_peer_sends_much(path: Path) -> None:
-    authors, events = household(2)
+    _, authors, events = household(2)
     events += facts(authors[1:], 600, random.Random(1))
     async with opened(path) as node:
         await found(node)
-        copy = Author(0)
-        copy.found()
-        events[0] = events[0]
-        flood = asyncio.create_task(node.log.ingest(Received(tuple(map(signed, events))), PEER))
+        flood = asyncio.create_task(node.log.ingest(received(events), PEER))
         await asyncio.sleep(0)
         await node.log.append(MODEL_PUBLISHED, {"model_id": "mine"})
         assert not flood.done()
@@ -149,30 +145,32 @@ async def test_a_stranger_cannot_append_and_nothing_of_it_stays(path: Path) -> N
             await node.log.append(MODEL_PUBLISHED, {"model_id": "m"})
         with pytest.raises(BadEvent):
             await node.log.append(MODEL_PUBLISHED, {"model_id": object()})
-        assert len(node.log.ledger.pending) == 0
-        (founder,), events = household(1)
-        events.append(founder.add(node.author))
-        await node.log.ingest(Received(tuple(map(signed, events))), PEER)
+        assert len(node.log.chains.pending) == 0
+        house, _, events = household(1)
+        events.append(house.add(node.author))
+        await node.log.ingest(received(events), PEER)
         event = await node.log.append(MODEL_PUBLISHED, {"model_id": "m"})
         assert event.seq == 1
-        assert event.lamport == 3
+        assert event.lamport == 1
 
 
 async def test_a_node_that_was_put_out_cannot_append(path: Path) -> None:
-    authors, events = household(2)
+    house, authors, events = household(2)
     async with opened(path, 1) as node:
-        await node.log.ingest(Received(tuple(map(signed, events))), PEER)
-        await node.log.append(MODEL_PUBLISHED, {"model_id": "m"})
+        await node.log.ingest(received(events), PEER)
+        kept = await node.log.append(MODEL_PUBLISHED, {"model_id": "m"})
         await node.log.append(MODEL_PUBLISHED, {"model_id": "void"})
-        out = authors[0].revoke(authors[1].id, 1)
-        await node.log.ingest(Received((signed(out),)), PEER)
+        authors[1].ids = [kept.id]
+        out = house.revoke(authors[1], 1)
+        await node.log.ingest(received([out]), PEER)
         # What it signed after that is not passed on.
-        assert len((await node.log.page(((node.author.id, 1, 99),), ())).events) == 1
-        with pytest.raises(LogRefused, match="put out"):
+        pull = Pull(1, ((node.author.id, 1, 1, 99),))
+        assert len((await node.log.page(pull)).events) == 1
+        with pytest.raises(LogRefused, match="void"):
             await node.log.append(MODEL_PUBLISHED, {"model_id": "n"})
 
 
-async def test_a_restored_backup_does_not_sign_over_what_peers_hold(path: Path) -> None:
+async def test_a_restored_backup_goes_on_from_what_peers_hold(path: Path) -> None:
     backup = path.with_name("backup.db")
     async with opened(path) as node:
         await found(node)
@@ -181,39 +179,85 @@ async def test_a_restored_backup_does_not_sign_over_what_peers_hold(path: Path) 
     async with opened(path) as node:
         lost = [await node.log.append(MODEL_PUBLISHED, {"model_id": "b"}) for _ in range(2)]
     async with opened(backup) as node:
-        await node.log.ingest(Received((signed(lost[0]),)), PEER)
-        assert node.kinds() == ["log_behind"]
-        with pytest.raises(LogBehind, match="backup") as caught:
-            await node.log.append(MODEL_PUBLISHED, {"model_id": "c"})
-        assert "new key" in caught.value.fix
-    async with opened(backup) as node:
-        with pytest.raises(LogBehind):
-            await node.log.append(MODEL_PUBLISHED, {"model_id": "c"})
-        await node.log.ingest(Received((signed(lost[1]),)), PEER)
-        await node.log.adopt()
+        await node.log.ingest(received(lost), PEER)
+        assert node.kinds() == ["log_restored"]
         event = await node.log.append(MODEL_PUBLISHED, {"model_id": "c"})
-        assert event.seq == lost[-1].seq + 1
+        assert event.place == (1, lost[-1].seq + 1)
     async with opened(backup) as node:
         await node.log.append(MODEL_PUBLISHED, {"model_id": "d"})
+        assert node.kinds() == []
 
 
-async def test_a_node_that_forked_itself_cannot_append(path: Path) -> None:
-    authors, events = household(2)
-    other = authors[0].fork()
+async def test_a_node_whose_facts_forked_begins_again_with_what_is_news(path: Path) -> None:
+    """It was restored and signed before it could hear from anybody."""
+    _, (founder, other), events = household(2)
+    twin = founder.fork()
     async with opened(path) as node:
-        await node.log.ingest(Received(tuple(map(signed, events))), PEER)
-        await node.log.adopt()
-        await node.log.append(MODEL_PUBLISHED, {"model_id": "a"})
-        await node.log.ingest(Received((signed(other.publish("b", 9)),)), PEER)
-        assert node.kinds()[-1] == "log_forked"
-        with pytest.raises(LogForked):
-            await node.log.append(MODEL_PUBLISHED, {"model_id": "c"})
-    async with opened(path) as node:
-        assert node.log.state.frozen == {authors[0].id: 2}
-        with pytest.raises(LogForked):
-            await node.log.append(MODEL_PUBLISHED, {"model_id": "c"})
-        page = await node.log.page((), (authors[0].id,))
+        await node.log.ingest(received(events), PEER)
+        kept = await node.log.append(MODEL_PUBLISHED, {"model_id": "kept"})
+        superseded = await node.log.append(MODEL_PUBLISHED, {"model_id": "superseded"})
+        twin.ids = [kept.id]
+        newer = other.publish("superseded", superseded.lamport + 1)
+        await node.log.ingest(received([newer, twin.publish("elsewhere", 9)]), PEER)
+        assert "facts_forked" in node.kinds()
+        assert node.log.state.frozen == {founder.id: (1, 1)}
+        assert set(node.log.state.models()) == {"kept", "superseded"}
+        page = await node.log.page(Pull(1, proofs=(founder.id,)))
         assert len(page.proofs) == 1
+    async with opened(path) as node:
+        assert node.log.state.frozen == {founder.id: (1, 1)}
+        event = await node.log.append(MODEL_PUBLISHED, {"model_id": "next"})
+        # What somebody else has said since is not said over.
+        assert event.place == (2, 2)
+        assert node.log.state.models()["superseded"].event_id == newer.id
+        assert set(node.log.state.models()) == {"kept", "superseded", "next"}
+        assert node.log.state.frozen == {}
+        state = node.log.state
+    with closing(sqlite3.connect(path)) as connection:
+        rows = connection.execute(
+            "SELECT count(*) FROM events WHERE generation = 1 AND author = ?", (founder.id,)
+        )
+        assert rows.fetchone() == (0,)
+        assert connection.execute("SELECT count(*) FROM forks").fetchone() == (0,)
+    async with opened(path) as node:
+        assert node.log.state == state
+
+
+async def test_a_chain_that_is_full_begins_again(tmp_path: Path) -> None:
+    clock = FakeClock()
+    limits = {**allowances.LOG, Resource.EVENTS_STORED: Limit(10)}
+    node = await open_node(tmp_path / "log.db", accounts=ResourceLedger(clock, limits))
+    await found(node)
+    for number in range(25):
+        await node.log.append(MODEL_PUBLISHED, {"model_id": f"m{number % 3}", "n": number})
+    generation, seq, _ = node.log.chains.heads()[node.author.id]
+    assert (generation, seq) == (4, 4)
+    said = {name: fact.payload["n"] for name, fact in node.log.state.models().items()}
+    assert said == {"m0": 24, "m1": 22, "m2": 23}
+
+
+async def test_decisions_are_there_after_a_restart(path: Path) -> None:
+    async with opened(path) as node:
+        await found(node)
+        await let_in(node, Author(1))
+        tips, membership = node.log.docket.tips, node.log.state.membership
+    async with opened(path) as node:
+        assert (node.log.docket.tips, node.log.state.membership) == (tips, membership)
+        page = await node.log.page(Pull(1, want=tips))
+        assert len(page.decisions) == 2
+        assert (await node.log.page(Pull(1, want=tips, have=tips))).decisions == ()
+
+
+async def test_a_node_that_is_no_anchor_cannot_decide_and_nothing_of_it_stays(path: Path) -> None:
+    _, _, events = household(2)
+    async with opened(path, 1) as node:
+        await node.log.ingest(received(events), PEER)
+        with pytest.raises(LogRefused, match="unlawful"):
+            await let_in(node, Author(7))
+        assert len(node.log.docket.graph) == 2
+        await node.log.append(MODEL_PUBLISHED, {"model_id": "m"})
+    async with opened(path, 1) as node:
+        assert len(node.log.docket.graph) == 2
 
 
 async def test_a_log_of_a_newer_version_is_left_alone(path: Path) -> None:
@@ -245,9 +289,9 @@ async def test_a_cancelled_append_is_whole_or_absent(path: Path) -> None:
             task.cancel()
             await asyncio.wait([task])
         await node.log.append(MODEL_PUBLISHED, {"model_id": "last"})
-        heads = node.log.ledger.heads()
+        heads = node.log.chains.heads()
     async with opened(path) as node:
-        assert node.log.ledger.heads() == heads
+        assert node.log.chains.heads() == heads
     with pytest.raises(Busy):
         await node.log.append(MODEL_PUBLISHED, {"model_id": "late"})
 
@@ -259,15 +303,15 @@ async def test_refusals_on_disk_store_nothing(path: Path) -> None:
         outcome = await node.log.ingest(Received(junk), PEER)
         assert sum(outcome.verdicts.values()) == 50
         assert node.kinds() == ["peer_muted"]
-        await node.log.append(ADDED, {"key": Author(1).key.public_bytes})
+        await node.log.append(MODEL_PUBLISHED, {"model_id": "m"})
     with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("SELECT count(*) FROM events").fetchone() == (2,)
+        assert connection.execute("SELECT count(*) FROM events").fetchone() == (1,)
 
 
 async def test_a_page_costs_what_it_carries_however_many_authors_are_asked_for(
     tmp_path: Path,
 ) -> None:
-    authors, events = household(12)
+    _, authors, events = household(12)
     large = [
         author.sign("a.type", {"x": bytes(15_000), "n": number}, 20 + number)
         for number in range(24)
@@ -276,16 +320,16 @@ async def test_a_page_costs_what_it_carries_however_many_authors_are_asked_for(
     node = await open_node(tmp_path / "log.db", 50)
     for start in range(0, len(large), 64):
         part = [*(events if start == 0 else ()), *large[start : start + 64]]
-        await node.log.ingest(Received(tuple(map(signed, part))), NodeId("peer"))
-    expected = sorted([*events, *large], key=lambda event: event.order)
+        await node.log.ingest(received(part), NodeId("peer"))
+    expected = sorted(large, key=lambda event: event.order)
     heights = {author.id: 1 for author in authors}
     got: list[bytes] = []
     tracemalloc.start()
     while len(got) < len(expected):
-        ranges = [(author, first, 2**40) for author, first in sorted(heights.items())]
+        ranges = [(author, 1, first, 2**40) for author, first in sorted(heights.items())]
         tracemalloc.reset_peak()
         before = tracemalloc.get_traced_memory()[0]
-        page = (await node.log.page(ranges, ())).events
+        page = (await node.log.page(Pull(1, tuple(ranges)))).events
         assert tracemalloc.get_traced_memory()[1] - before < 4 * MAX_PAGE_BYTES
         assert sum(len(body) for body, _ in page) <= MAX_PAGE_BYTES
         for body, signature in page:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.errors import BadFrame
+from mesh.events.decision import DecisionId
 from mesh.events.intake import Received
 from mesh.events.messages import Ask, Heads, Page, Probe, Probed, Pull, from_dict, to_dict
 from mesh.events.store import MAX_PAGE_EVENTS
@@ -29,7 +30,7 @@ def settle(replicas: list[MemoryReplica]) -> None:
 
 
 def assert_equal(replicas: list[MemoryReplica]) -> None:
-    heads = [replica.ledger.heads() for replica in replicas]
+    heads = [replica.chains.heads() for replica in replicas]
     states = [meaning(replica.state) for replica in replicas]
     assert all(head == heads[0] for head in heads)
     assert all(state == states[0] for state in states)
@@ -39,7 +40,7 @@ def assert_equal(replicas: list[MemoryReplica]) -> None:
 @given(st.integers(0, 10**9))
 def test_any_interleaving_of_exchanges_converges(seed: int) -> None:
     rng = random.Random(seed)
-    authors, events = household(4)
+    _, authors, events = household(4)
     replicas = [MemoryReplica() for _ in range(3)]
     replicas[rng.randrange(3)].take(events)
     running: list[Any] = []
@@ -49,7 +50,7 @@ def test_any_interleaving_of_exchanges_converges(seed: int) -> None:
                 # Somebody writes, at the replica that knows all it wrote before.
                 author = rng.choice(authors)
                 home = replicas[authors.index(author) % 3]
-                if home.ledger.height(author.id) == author.seq and home.ledger.heads():
+                if home.chains.height(author.id) == author.seq and home.roster.members:
                     home.take(facts([author], 1, rng))
             case 1:
                 one, other = rng.sample(replicas, 2)
@@ -62,14 +63,14 @@ def test_any_interleaving_of_exchanges_converges(seed: int) -> None:
                     running.remove(step)
     settle(replicas)
     assert_equal(replicas)
-    assert sum(replicas[0].ledger.height(a.id) for a in authors) == sum(a.seq for a in authors)
+    assert sum(replicas[0].chains.height(a.id) for a in authors) == sum(a.seq for a in authors)
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10**9))
 def test_partitions_with_a_fork_and_a_revocation_heal(seed: int) -> None:
     rng = random.Random(seed)
-    authors, events = household(4)
+    house, authors, events = household(4)
     replicas = [MemoryReplica() for _ in range(4)]
     for replica in replicas:
         replica.take(events)
@@ -81,7 +82,7 @@ def test_partitions_with_a_fork_and_a_revocation_heal(seed: int) -> None:
             rng.choice(side).take([event])
         settle(side)
     victim = authors[3]
-    sides[0][0].take([authors[0].revoke(victim.id, rng.randrange(victim.seq + 1))])
+    sides[0][0].take([house.revoke(victim, rng.randrange(victim.seq + 1))])
     settle(replicas)
     assert_equal(replicas)
     forked = authors[2].seq and copies[1][2].seq
@@ -91,7 +92,7 @@ def test_partitions_with_a_fork_and_a_revocation_heal(seed: int) -> None:
 @pytest.mark.parametrize("length", [1, 2, 33, 34, 700])
 @pytest.mark.parametrize("more", [0, 5])
 def test_the_first_difference_of_two_chains_is_found(length: int, more: int) -> None:
-    (founder, liar), events = household(2)
+    _, (founder, liar), events = household(2)
     del founder
     one, other = MemoryReplica(), MemoryReplica()
     common = [liar.publish(str(n), 20 + n) for n in range(length)]
@@ -101,40 +102,41 @@ def test_the_first_difference_of_two_chains_is_found(length: int, more: int) -> 
     one.take([liar.publish("one") for _ in range(3)])
     other.take([copy.publish("other") for _ in range(3 + more)])
     assert one.catch_up(other) is False
-    assert one.state.frozen == {liar.id: length}
+    assert one.state.frozen == {liar.id: (1, length)}
     other.catch_up(one)
     assert_equal([one, other])
     assert {event.seq for event in one.proofs[liar.id]} == {length + 1}
 
 
 def test_forks_are_passed_on_to_those_who_saw_only_one_chain() -> None:
-    (_, liar), events = household(2)
+    _, (_, liar), events = household(2)
     copy = liar.fork()
     witness, bystander = MemoryReplica(), MemoryReplica()
     first = liar.publish("one", 20)
     witness.take([*events, first, copy.publish("two", 20)])
     bystander.take([*events, first])
     bystander.catch_up(witness)
-    assert bystander.state.frozen == {liar.id: 0}
+    assert bystander.state.frozen == {liar.id: (1, 0)}
     assert bystander.state.models() == {}
 
 
 def test_pages_are_bounded_and_come_in_canonical_order() -> None:
-    authors, events = household(3)
+    _, authors, events = household(3)
     events += facts(authors, 1500, random.Random(4))
     full, fresh = MemoryReplica(), MemoryReplica()
     full.take(events)
-    ranges = tuple((a.id, 1, a.seq) for a in authors)
+    ranges = tuple((a.id, 1, 1, a.seq) for a in authors)
     page = full.answer(Pull(1, ranges))
     assert isinstance(page, Page)
     assert len(page.received.events) == MAX_PAGE_EVENTS
     fresh.catch_up(full)
     assert_equal([full, fresh])
-    assert len(fresh.ledger.pending) == 0
+    assert len(fresh.chains.pending) == 0
 
 
 def test_a_peer_that_announces_what_it_cannot_show_is_noticed() -> None:
-    authors, events = household(2)
+    _, authors, events = household(2)
+    events.append(authors[0].publish("m"))
     honest, liar = MemoryReplica(), MemoryReplica()
     for replica in (honest, liar):
         replica.take(events)
@@ -143,8 +145,10 @@ def test_a_peer_that_announces_what_it_cannot_show_is_noticed() -> None:
     def lie(request: Any) -> Any:
         answer = real(request)
         if isinstance(answer, Heads):
-            (seq, _), author = answer.heads[authors[0].id], authors[0].id
-            return Heads(answer.number, {**answer.heads, author: (seq, b"x" * 8)})
+            author = authors[0].id
+            place = answer.heads[author][:2]
+            forged = {**answer.heads, author: (*place, b"x" * 8)}
+            return Heads(answer.number, forged, tips=answer.tips)
         return answer
 
     liar.answer = lie  # type: ignore[method-assign]
@@ -154,10 +158,10 @@ def test_a_peer_that_announces_what_it_cannot_show_is_noticed() -> None:
 
 messages = [
     Ask(1),
-    Heads(2, {A: (3, b"12345678")}, {A: 4}),
-    Pull(3, ((A, 1, 9),), (A,)),
-    Page(4, Received(((b"body", b"s" * 64),), (((b"a", b"b"), (b"c", b"d")),))),
-    Probe(5, A, (1, 2)),
+    Heads(2, {A: (1, 3, b"12345678")}, {A: (1, 4)}, (DecisionId(b"t" * 32),)),
+    Pull(3, ((A, 1, 1, 9),), (A,), (DecisionId(b"w" * 32),), (DecisionId(b"h" * 32),)),
+    Page(4, Received(((b"body", b"s" * 64),), (((b"a", b"b"), (b"c", b"d")),), ((b"e", b"f"),))),
+    Probe(5, A, 1, (1, 2)),
     Probed(6, A, {1: b"12345678"}),
 ]
 
@@ -190,18 +194,24 @@ def test_messages_of_the_wrong_form_are_refused(message: Any, data: st.DataObjec
 
 def test_messages_with_too_much_in_them_are_refused() -> None:
     row = [b"x", b"y"]
+    page, probe, pull = to_dict(Page(1, Received())), to_dict(Probe(1, A, 1, ())), to_dict(Pull(1))
+    for whole in (page, probe, pull):
+        assert to_dict(from_dict(whole)) == whole
     for broken in (
-        {"kind": "page", "number": 1, "events": [row] * 513, "proofs": []},
-        {"kind": "probe", "number": 1, "author": A, "seqs": list(range(1, 40))},
-        {"kind": "pull", "number": 1, "ranges": [[A, 1, 2]] * 257, "proofs": []},
-        {"kind": "pull", "number": 1, "ranges": [[A, 1, 2]] * 2, "proofs": []},
-        {"kind": "pull", "number": 1, "ranges": [["b", 1, 2], ["a", 1, 2]], "proofs": []},
-        {"kind": "pull", "number": 1, "ranges": [[A, 1, 2], [A, 3, 4]], "proofs": []},
-        {"kind": "pull", "number": 1, "ranges": [[A, 2, 1]], "proofs": []},
-        {"kind": "pull", "number": 1, "ranges": [], "proofs": [A, A]},
-        {"kind": "probe", "number": 1, "author": A, "seqs": [3, 3]},
+        {**page, "events": [row] * 513},
+        {**page, "decisions": [row] * 513},
+        {**page, "events": [[bytes(16385), b"y"]]},
+        {**probe, "seqs": list(range(1, 40))},
+        {**probe, "seqs": [3, 3]},
+        {**pull, "ranges": [[f"{n:03}", 1, 1, 2] for n in range(257)]},
+        {**pull, "ranges": [[A, 1, 1, 2]] * 2},
+        {**pull, "ranges": [["b", 1, 1, 2], ["a", 1, 1, 2]]},
+        {**pull, "ranges": [[A, 1, 1, 2], [A, 2, 3, 4]]},
+        {**pull, "ranges": [[A, 1, 2, 1]]},
+        {**pull, "proofs": [A, A]},
+        {**pull, "want": [b"w" * 32] * 2},
+        {**pull, "have": [bytes([n]) * 32 for n in range(65)]},
         {"kind": "ask", "number": 1, "more": 1},
-        {"kind": "page", "number": 1, "events": [[bytes(16385), b"y"]], "proofs": []},
         [],
         {},
     ):

@@ -33,8 +33,9 @@ payloads = st.dictionaries(
 
 def fields(**changes: Any) -> list[Any]:
     values = {
-        "ver": 1, "hearth": HEARTH, "author": "hn1a", "seq": 2, "prev": b"p" * 32, "lamport": 3,
-        "wall": 4, "type": "model.published", "payload": {"model_id": "m"},
+        "ver": 2, "hearth": HEARTH, "author": "hn1a", "generation": 3, "seq": 2,
+        "prev": b"p" * 32, "lamport": 3, "wall": 4, "type": "model.published",
+        "payload": {"model_id": "m"},
     }  # fmt: skip
     return list({**values, **changes}.values())
 
@@ -69,8 +70,8 @@ def _check(data: bytes) -> None:
     except BadEvent:
         return
     values = [
-        1, event.hearth_id, event.author, event.seq, event.prev, event.lamport, event.wall_ms,
-        event.type, event.payload,
+        2, event.hearth_id, event.author, event.generation, event.seq, event.prev,
+        event.lamport, event.wall_ms, event.type, event.payload,
     ]  # fmt: skip
     assert msgpack.packb(values) == data
 
@@ -78,7 +79,8 @@ def _check(data: bytes) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"ver": 2}, {"ver": True}, {"hearth": ""}, {"hearth": b"h"}, {"hearth": "h" * 129},
+        {"ver": 1}, {"ver": True}, {"generation": 0}, {"generation": "1"},
+        {"hearth": ""}, {"hearth": b"h"}, {"hearth": "h" * 129},
         {"author": ""}, {"author": "a b"}, {"author": "\x1b[2J"}, {"author": None},
         {"seq": 0}, {"seq": -1}, {"seq": True}, {"seq": 2**63}, {"seq": 2.0},
         {"seq": 1}, {"prev": GENESIS}, {"prev": b"p" * 31}, {"prev": "p" * 32},

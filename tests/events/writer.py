@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from mesh.events.types import MODEL_PUBLISHED
-from tests.events.support import FOUNDED, open_node
+from tests.events.support import found, open_node
 
 
 async def main(path: Path, snapshot_every: int) -> None:
@@ -19,8 +19,8 @@ async def main(path: Path, snapshot_every: int) -> None:
 
     log.SNAPSHOT_EVERY = snapshot_every
     node = await open_node(path)
-    if not node.log.ledger.stored(node.author.id):
-        await node.log.append(FOUNDED, {"key": node.author.key.public_bytes})
+    if not len(node.log.docket.graph):
+        await found(node)
     while True:
         event = await node.log.append(MODEL_PUBLISHED, {"model_id": "m", "fill": "x" * 500})
         os.write(1, b"%d\n" % event.seq)

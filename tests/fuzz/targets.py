@@ -14,7 +14,9 @@ from mesh.clock import SystemClock
 from mesh.discovery import advertisement
 from mesh.discovery.greeting import from_hello
 from mesh.errors import MeshError
+from mesh.events import decision as decision_codec
 from mesh.events import ephemera, messages, types
+from mesh.identity import decisions
 from mesh.identity.certificates import check_certificate
 from mesh.identity.invitations import Invitation, Window, parse_ticket
 from mesh.identity.pairing import Inviter, Joiner
@@ -89,6 +91,16 @@ def event(data: bytes) -> None:
     assert decoded.body == data
 
 
+def decision(data: bytes) -> None:
+    """A decision about members, and what it says."""
+    decoded = decision_codec.decode(data, bytes(types.SIGNATURE_BYTES))
+    assert decoded.body == data
+    said = decisions.decode(decoded.type, decoded.payload)
+    if said is not None:
+        kind, payload = decisions.encode(said)
+        assert decisions.decode(kind, payload) == said
+
+
 def notice(data: bytes) -> None:
     """A signed notice, and the shards it may list."""
     said = ephemera.decode_notice(data)
@@ -113,7 +125,7 @@ def _framed(kind: FrameType, sequence: int, chunk: bytes) -> bytes:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
-    for target in (frame, session, handshake, pairing, certificate, event, notice, gossip)
+    for target in (frame, session, handshake, pairing, certificate, event, decision, notice, gossip)
 }
 
 

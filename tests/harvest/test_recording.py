@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,8 +16,10 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from mesh import allowances
 from mesh.clock import SystemClock
 from mesh.errors import BadRequest, MeshError
+from mesh.ledger import ResourceLedger
 from mesh.models.harvest import HarvestBatch, matches
 from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.harvest import harvest
@@ -24,6 +28,7 @@ from mesh.pipeline.model import AskerModel
 from mesh.pipeline.opening import Patience
 from mesh.pipeline.order import HarvestOrder
 from mesh.pipeline.oversight import Oversight
+from mesh.pipeline.prompts import Prompts
 from mesh.pipeline.sessions import Sessions
 from mesh.routing.cover import Candidate, CoverRules
 from mesh.routing.router import ShardRouter
@@ -53,6 +58,7 @@ class Field:
         self.files = files
         router = ShardRouter(self, CoverRules())
         oversight = Oversight(SystemClock(), ceiling_s=30.0)
+        self.prompts = Prompts(model.text, ResourceLedger(SystemClock(), allowances.ASKER))
         self.sessions = Sessions(Lines(secure.dial), router, SystemClock(), Patience(), oversight)
 
     def candidates(self, _model_id: ModelId) -> list[Candidate]:
@@ -61,8 +67,9 @@ class Field:
     async def reap(self, pattern: str, batch: int = 0, **changes: Any) -> dict[str, Any]:
         fields = {"texts": TEXTS, "max_tokens": 200, "layer_prefix": "model.layers.", **changes}
         return await harvest(
-            self.model, self.sessions, HarvestOrder(RUN, batch, pattern=pattern, **fields)
-        )
+            self.model, self.sessions, self.prompts,
+            HarvestOrder(RUN, batch, pattern=pattern, **fields),
+        )  # fmt: skip
 
 
 @asynccontextmanager
@@ -76,7 +83,11 @@ async def field(tmp_path: Path, directory: Path) -> AsyncIterator[Field]:
     async with secure.hosting(cache, *loads, harvest_dir=str(files)) as host:
         options = AskerOptions("fp32", "cpu", 1, cache)
         model, _ = await asyncio.to_thread(load_asker, directory, MODEL, options)
-        yield Field(model, host, files)
+        here = Field(model, host, files)
+        try:
+            yield here
+        finally:
+            here.prompts.close()
 
 
 @pytest.fixture
@@ -179,8 +190,8 @@ async def test_only_whole_batches_are_left_whatever_ends_one(
         # The process that writes is killed; it comes back, and the batch is run again.
         task = asyncio.create_task(mesh.reap("model.layers.*", batch=2, texts=TEXTS * 20))
         await until(lambda: bool(names(".tmp")))
-        assert mesh.host._child is not None
-        mesh.host._child._process.kill()
+        assert mesh.host.process.pid is not None
+        os.kill(mesh.host.process.pid, signal.SIGKILL)
         await asyncio.gather(task, return_exceptions=True)
         await until(lambda: len(mesh.host.shards) == len(HALVES))
         result = await mesh.reap("model.layers.*", batch=2, texts=TEXTS * 20)

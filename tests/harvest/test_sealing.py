@@ -7,7 +7,7 @@ import pytest
 from mesh.models.harvest import HarvestBatch
 from mesh.pipeline.audit import Finding
 from mesh.pipeline.chain import HopLost
-from mesh.pipeline.station import SessionTerms
+from mesh.pipeline.terms import SessionTerms
 from mesh.types import WireDtype
 from tests.health.watched import halves, watched
 from tests.pipeline.toy_mesh import MODEL, TOTAL_LAYERS, WEIGHTS, encode

@@ -11,7 +11,7 @@ import pytest
 from mesh.health.standing import LIED
 from mesh.pipeline.chain import Chain
 from mesh.pipeline.evidence import Record
-from mesh.pipeline.station import SessionTerms
+from mesh.pipeline.terms import SessionTerms
 from mesh.types import WireDtype
 from tests.health.watched import (
     ASKER,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mesh.config import Config
 from mesh.discovery.advertisement import Advertisement, encode
@@ -17,6 +19,8 @@ from mesh.health.sanity import Envelope
 from mesh.models.local import find_local_models
 from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.engine import Engine, EngineSettings
+from mesh.shard.device import DTYPES
+from mesh.shard.hosting import ShardHost
 from mesh.types import (
     Done,
     GenerationRequest,
@@ -28,6 +32,8 @@ from mesh.types import (
 )
 from tests import secure
 from tests.fakes import no_judge
+from tests.interventions.tap_client import RawClient, in_thread
+from tests.interventions.weight_attacks import PROTOCOL, Attacker, Exchange
 
 TOKENS = 60
 PROMPTS = ["The fox", "Once upon a time"]
@@ -38,13 +44,15 @@ async def no_home() -> list[RouteHop]:
 
 
 @asynccontextmanager
-async def asker(cache: Path, **settings: Any) -> AsyncIterator[tuple[Engine, ModelId]]:
+async def asker(
+    cache: Path, *, dtype: str = "fp32", **settings: Any
+) -> AsyncIterator[tuple[Engine, ModelId, list[ShardHost]]]:
     """An asker of the built-in model in two halves, each held by two hosts."""
     (model,) = await asyncio.to_thread(lambda: find_local_models(Config(), cache))
     middle = model.total_layers // 2
     loads = [
         {"directory": model.directory, "model_id": model.model_id, "layers": str(span),
-         "dtype": "fp32", "advertise_host": "127.0.0.1"}
+         "dtype": dtype, "advertise_host": "127.0.0.1"}
         for span in (LayerRange(0, middle), LayerRange(middle, model.total_layers))
     ]  # fmt: skip
     async with AsyncExitStack() as stack:
@@ -72,7 +80,7 @@ async def asker(cache: Path, **settings: Any) -> AsyncIterator[tuple[Engine, Mod
                 for hosted in each.shards.values()
             ]
         )
-        yield engine, model.model_id
+        yield engine, model.model_id, hosts
         await engine.close()
 
 
@@ -87,7 +95,7 @@ async def answer(engine: Engine, model: ModelId, prompt: str) -> Done:
 
 @pytest.mark.slow
 async def test_honest_hosts_are_never_accused_with_halves_on_the_wire(tmp_path: Path) -> None:
-    async with asker(tmp_path, spot_check_probability=1.0) as (engine, model):
+    async with asker(tmp_path, spot_check_probability=1.0) as (engine, model, _):
         for prompt in PROMPTS:
             done = await answer(engine, model, prompt)
             assert done.failovers == 0
@@ -101,3 +109,51 @@ async def test_honest_hosts_are_never_accused_with_halves_on_the_wire(tmp_path: 
         assert engine.oversight.envelope.is_known
         weights = engine._model.weights_sha256
         assert (await asyncio.to_thread(Envelope.read, tmp_path, weights)).is_known
+
+
+async def attack(host: ShardHost, width: int, dtype: torch.dtype) -> None:
+    """Everything that a job can say to change the weights of the host's shards, once each."""
+    for hosted in host.shards.values():
+        span = hosted.descriptor.layer_range
+        client = RawClient(hosted.descriptor)
+        for deed in PROTOCOL.values():
+            session = await client.open(span)
+            await in_thread(session, partial(_do, deed, span.start, width, dtype))
+            session.close()
+        await client.close()
+
+
+def _do(
+    deed: Callable[[Attacker], None],
+    layer: int,
+    width: int,
+    dtype: torch.dtype,
+    exchange: Exchange,
+) -> None:
+    deed(Attacker(exchange, layer, width, dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+async def test_attacks_on_weights_change_no_answer_and_leave_their_host_above_suspicion(
+    dtype: str, tmp_path: Path
+) -> None:
+    """Plain kernels, whose weights chat and jobs share, and packed ones."""
+    checked = asker(tmp_path, dtype=dtype, spot_check_probability=1.0)
+    async with checked as (engine, model, hosts):
+        before = [await answer(engine, model, prompt) for prompt in PROMPTS]
+        attacking = asyncio.create_task(attack(hosts[0], engine._model.hidden_size, DTYPES[dtype]))
+        during = []
+        while not attacking.done():
+            during += [await answer(engine, model, prompt) for prompt in PROMPTS]
+        await attacking
+        after = [await answer(engine, model, prompt) for prompt in PROMPTS]
+        await asyncio.gather(*engine.auditor._tasks)
+        said = [done.token_ids for done in before]
+        rounds = len(during) // len(said) + 1
+        assert [done.token_ids for done in (*during, *after)] == said * rounds
+        assert sum(done.failovers for done in (*before, *during, *after)) == 0
+        assert engine.oversight.take_events() == []
+        for host in hosts:
+            assert not host.failed
+            assert len(host.shards) == 2

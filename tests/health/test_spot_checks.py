@@ -11,7 +11,7 @@ import pytest
 from mesh.errors import NoRoute
 from mesh.health.standing import DOUBTED, LIED
 from mesh.pipeline.audit import FIRST_REFUSAL_S, NEWCOMER_SESSIONS
-from mesh.pipeline.station import SessionTerms
+from mesh.pipeline.terms import SessionTerms
 from mesh.types import Done, LayerRange, RouteHop, ShardFailover, WireDtype
 from mesh.wire.memory import MemoryLink
 from mesh.wire.messages import Result, Step, WireTensor

@@ -16,8 +16,10 @@ from mesh.errors import NotEnoughMemory
 from mesh.pipeline.engine import Engine, EngineSettings
 from mesh.pipeline.model import AskerModel
 from mesh.types import (
+    THIS_NODE,
     LayerRange,
     NodeId,
+    Principal,
     RouteHop,
     ShardFailover,
     ShardHealth,
@@ -65,8 +67,14 @@ class Watched:
         return RouteHop(self.home.descriptor, layers)
 
     def publish(self, verdicts: dict[str, str] | None = None) -> None:
-        """Tell the engine of every shard of the network, with verdicts by node."""
+        """Tell the engine of every shard of the network, with verdicts by node.
+
+        The way to a node is the longer the later its name comes: a test's names say who is asked
+        first, and who only when nobody before it can.
+        """
         now = datetime.now(UTC)
+        listed = [shard for shard in self.network.shards.values() if shard.is_advertised]
+        names = sorted({shard.descriptor.host for shard in listed})
         self.engine.shards.replace(
             [
                 {
@@ -77,17 +85,23 @@ class Watched:
                         )
                     ),
                     "verdict": (verdicts or {}).get(shard.descriptor.host, "healthy"),
+                    "hop_weight": 1.0 + names.index(shard.descriptor.host),
                 }
-                for shard in self.network.shards.values()
-                if shard.is_advertised
+                for shard in listed
             ]
         )
 
     async def ask(
-        self, count: int, *, prompt: Sequence[int] = PROMPT, name: str = "r"
+        self,
+        count: int,
+        *,
+        prompt: Sequence[int] = PROMPT,
+        name: str = "r",
+        principal: Principal = THIS_NODE,
     ) -> list[StreamFrame]:
         """All frames of one request."""
-        return [frame async for frame in self.engine.chat(toy_request(prompt, count, name))]
+        request = toy_request(prompt, count, name, principal)
+        return [frame async for frame in self.engine.chat(request)]
 
     @asynccontextmanager
     async def watching_stalls(self) -> AsyncIterator[None]:

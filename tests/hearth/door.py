@@ -17,7 +17,8 @@ from mesh.discovery.peering import Peering, PeeringSettings
 from mesh.errors import MeshError
 from mesh.events import messages
 from mesh.events.intake import Report
-from mesh.hearth.hearth import Hearth, found
+from mesh.hearth.founding import found
+from mesh.hearth.hearth import Hearth
 from mesh.identity.certificates import make_certificate
 from mesh.identity.decisions import Added
 from mesh.identity.keys import NodeKey
@@ -110,7 +111,7 @@ async def opened(logs: Path) -> AsyncIterator[Door]:
     """A founded hearth with one member more, over real TLS on loopback."""
     own, key = new_key(), new_key()
     reports: list[Report] = []
-    record = await found(own, "attic", logs, CLOCK, reports.append)
+    record = (await found(own, "attic", logs, CLOCK, reports.append)).record
     accounts = ResourceLedger(CLOCK, allowances.DAEMON)
     hearth = await Hearth.open(own, record, logs, CLOCK, reports.append, accounts)
     heard = []

@@ -12,14 +12,16 @@ from mesh.clock import SystemClock
 from mesh.discovery.advertisement import Advertisement
 from mesh.events.intake import Report
 from mesh.events.log import Change
+from mesh.events.messages import Pull
 from mesh.events.types import MODEL_PUBLISHED, SHARD_ADVERTISED
-from mesh.hearth.hearth import Hearth, found
+from mesh.hearth.founding import found
+from mesh.hearth.hearth import Hearth
 from mesh.hearth.publishing import Publisher, Serving
 from mesh.hearth.record import HearthRecord
 from mesh.identity.certificates import make_certificate
 from mesh.identity.decisions import Added, LevelChanged
 from mesh.identity.keys import NodeKey
-from mesh.identity.roster import Cut, TrustLevel
+from mesh.identity.roster import TrustLevel
 from mesh.types import Endpoint
 from tests.discovery.network import advertised, new_key
 
@@ -85,7 +87,7 @@ async def home(key: NodeKey, record: HearthRecord, logs: Path) -> AsyncIterator[
 
 async def test_serving_is_recorded_once_and_withdrawing_too(tmp_path: Path) -> None:
     key = new_key()
-    record = await found(key, "attic", tmp_path, CLOCK, unexpected)
+    record = (await found(key, "attic", tmp_path, CLOCK, unexpected)).record
     first, second = (advertised(key.node_id, layers) for layers in ("0-7", "8-15"))
     async with home(key, record, tmp_path) as node:
         await node.serve(first)
@@ -114,7 +116,7 @@ async def test_serving_is_recorded_once_and_withdrawing_too(tmp_path: Path) -> N
 
 async def test_other_weights_are_other_facts(tmp_path: Path) -> None:
     key = new_key()
-    record = await found(key, "attic", tmp_path, CLOCK, unexpected)
+    record = (await found(key, "attic", tmp_path, CLOCK, unexpected)).record
     async with home(key, record, tmp_path) as node:
         await node.serve(advertised(key.node_id))
         await node.serve(advertised(key.node_id, weights="b" * 64))
@@ -124,7 +126,7 @@ async def test_other_weights_are_other_facts(tmp_path: Path) -> None:
 
 async def test_member_below_trusted_writes_nothing_until_it_is(tmp_path: Path) -> None:
     key, guest = new_key(), new_key()
-    record = await found(key, "attic", tmp_path, CLOCK, unexpected)
+    record = (await found(key, "attic", tmp_path, CLOCK, unexpected)).record
     logs = tmp_path / "guest"
     logs.mkdir()
     async with home(key, record, tmp_path) as attic, home(guest, record, logs) as node:
@@ -135,8 +137,7 @@ async def test_member_below_trusted_writes_nothing_until_it_is(tmp_path: Path) -
         node.said.clear()
         await node.serve(advertised(guest.node_id))
         assert node.said == []
-        cut = Cut(*attic.hearth.head(guest.node_id))
-        await attic.hearth.decide(LevelChanged(guest.node_id, TrustLevel.TRUSTED, cut))
+        await attic.hearth.decide(LevelChanged(guest.node_id, TrustLevel.TRUSTED))
         await hand_over(attic, node)
         node.said.clear()
         await node.serve(advertised(guest.node_id))
@@ -146,14 +147,16 @@ async def test_member_below_trusted_writes_nothing_until_it_is(tmp_path: Path) -
 async def hand_over(giver: Home, taker: Home) -> None:
     """All that the giver itself signed."""
     author = giver.hearth.key.node_id
-    page = await giver.hearth._log.page(((author, 1, giver.hearth.head(author)[0]),), ())
+    end = giver.hearth.end_of_facts(author)
+    facts = ((author, end.generation, 1, end.last_seq),) if end.last_seq else ()
+    page = await giver.hearth._log.page(Pull(1, facts, want=giver.hearth._log.docket.tips))
     await taker.hearth._log.ingest(page, author)
     await taker.hearth._apply()
 
 
 async def test_before_it_is_known_what_to_serve_nothing_is_withdrawn(tmp_path: Path) -> None:
     key = new_key()
-    record = await found(key, "attic", tmp_path, CLOCK, unexpected)
+    record = (await found(key, "attic", tmp_path, CLOCK, unexpected)).record
     async with home(key, record, tmp_path) as node:
         await node.serve(advertised(key.node_id))
     async with home(key, record, tmp_path) as node:

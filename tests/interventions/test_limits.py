@@ -22,13 +22,16 @@ from nnsight.modeling.transformers import TransformersModel
 from torch.autograd.graph import get_gradient_edge
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mesh.errors import BadRequest, DeviceFailed
+from mesh.errors import BadRequest, LimitReached
 from mesh.interventions.hooks import RemoteLayerError
 from mesh.shard.taps.joints import ShardJoints
-from mesh.shard.taps.ledger import ShardLedger
+from mesh.shard.taps.meter import MemoryMeter
 from mesh.shard.taps.session import TapLimits
+from mesh.shard.taps.shared_tensors import ShardTensors
+from mesh.shard.taps.weight_copies import WeightCopies
+from mesh.types import LayerRange
 from tests.interventions.cases import CASES, GRADIENTS, PROMPT, Parts
-from tests.interventions.worlds import CPU, checkpoint, equal, remote, whole
+from tests.interventions.worlds import CPU, checkpoint, equal, remote, tree, whole
 
 
 @pytest.fixture(autouse=True)
@@ -250,9 +253,7 @@ def test_closing_a_session_frees_its_graphs() -> None:
     with spread.model.trace(PROMPT):
         spread.layers[0].output.requires_grad_(True)
         loss = spread.model.output.logits.sum().save()
-    kept = [
-        session._joints.kept_bytes(session._tree.storages) for session in world.channel.sessions
-    ]
+    kept = [len(session._graphs) for session in world.channel.sessions]
     assert loss.requires_grad
     assert all(kept[1:])  # the first one's layers are before the gradient
     leaves = [
@@ -263,10 +264,11 @@ def test_closing_a_session_frees_its_graphs() -> None:
     ]
     assert leaves
     for session in world.channel.sessions:
+        assert session.meter.held_bytes
         session.close()
-        assert session._joints.kept_bytes(session._tree.storages) == 0
     gc.collect()
     assert not any(leaf() is not None for leaf in leaves)
+    assert [session.meter.held_bytes for session in world.channel.sessions] == [0, 0, 0]
 
 
 # Refused
@@ -351,10 +353,10 @@ def test_what_cannot_be_sent_is_named() -> None:
 
 
 def test_more_than_the_shard_will_hold_is_refused_and_the_session_goes_on() -> None:
-    world = remote("llama", 2, TapLimits(tensor_bytes=20_000))
+    world = remote("llama", 2, TapLimits(memory_bytes=200_000))
     spread = Parts(world.model)
-    with pytest.raises(Exception, match="20000 bytes"):
-        CASES["inside_layers"](spread)
+    with pytest.raises(LimitReached, match="more than the 200000"):
+        CASES["cache_everything"](spread)
     equal(CASES["logits"](spread), CASES["logits"](Parts(whole("llama"))), 0.0)
 
 
@@ -426,12 +428,14 @@ def test_the_gradient_of_a_view_that_was_edited_is_refused() -> None:
 
 
 def test_one_memory_is_not_shown_twice_under_gradients_unless_as_a_view() -> None:
-    ledger = ShardLedger(CPU, 1 << 20, ShardJoints())
+    meter = MemoryMeter(1 << 20)
+    weights = WeightCopies(tree("llama", LayerRange(0, 4)))
+    shared = ShardTensors(CPU, meter, ShardJoints(meter), weights)
     base = torch.ones(4, 6, requires_grad=True) * 2
     for apart in (base[:, :3], base[:, 3:]):
-        ledger.write(apart, [])
+        shared.write(apart, [])
     with pytest.raises(BadRequest, match="unless it is a view"):
-        ledger.write(base.view(24), [])
+        shared.write(base.view(24), [])
 
 
 def test_results_load_where_hearthnet_is_not_installed() -> None:
@@ -550,12 +554,12 @@ def test_scores_of_eager_attention_are_bounded() -> None:
         return seen
 
     local, spread, _ = both()
-    tight = Parts(remote("llama", 2, TapLimits(tensor_bytes=1 << 20)).model)
+    tight = Parts(remote("llama", 2, TapLimits(memory_bytes=2 << 20)).model)
     for parts in (local, spread, tight):
         parts.model._module.set_attn_implementation("eager")
     fits, too_long = 100, 200  # 4 heads of 12 bytes for each pair: 0.5 and 1.9 MB
     equal(job(tight, fits), job(local, fits), 0.0)
-    with pytest.raises(RemoteLayerError, match=r"1048576 .*host.tap_memory_mb"):
+    with pytest.raises(LimitReached, match=r"2097152 .*host.tap_memory_mb"):
         job(tight, too_long)
     equal(job(spread, too_long), job(local, too_long), 0.0)
     tight.model._module.set_attn_implementation("sdpa")
@@ -580,11 +584,11 @@ def test_graphs_that_keep_too_much_are_refused() -> None:
                     start.requires_grad_(True)
                     kept.append(spread.model.output.logits.sum())
 
-    world = remote("llama", 1, TapLimits(tensor_bytes=3 << 20))
+    world = remote("llama", 1, TapLimits(memory_bytes=3 << 20))
     spread = Parts(world.model)
     graphs(spread, 1)
     (session,) = world.channel.sessions
-    one = session._joints.kept_bytes(session._tree.storages)
-    assert 30 * 64 * 4 * 5 * 10 < one < 3 << 20  # positions, width, bytes, layers, what each saves
-    with pytest.raises(DeviceFailed, match="graphs for gradients"):
-        graphs(spread, 1 + (3 << 20) // one)
+    least = 30 * 64 * 4 * 5 * 10  # positions, width, bytes, layers, what each saves
+    assert least < session.meter.held_bytes
+    with pytest.raises(LimitReached, match="graphs"):
+        graphs(spread, 1 + (3 << 20) // least)

@@ -23,7 +23,7 @@ from mesh.pipeline.oversight import Oversight
 from mesh.pipeline.passage import Passage
 from mesh.pipeline.recovery import Recovery, RecoverySettings
 from mesh.pipeline.sessions import Sessions
-from mesh.pipeline.station import SessionTerms
+from mesh.pipeline.terms import SessionTerms
 from mesh.routing.cover import Candidate, CoverRules
 from mesh.routing.router import ShardRouter
 from mesh.shard.hosting import ShardHost

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import pytest
 
+from mesh import allowances
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.discovery.announcement import Announcement, instance_name
@@ -32,6 +33,7 @@ from mesh.hearth.control import Control
 from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
 from mesh.identity.keys import NodeKey, load_or_create
 from mesh.identity.roster import TrustLevel
+from mesh.ledger import ResourceLedger
 from mesh.paths import StatePaths
 from mesh.wire.messages import PROTOCOL_VERSION, Hello
 from mesh.wire.websocket import connect
@@ -103,7 +105,8 @@ async def house(state_dir: Path, name: str) -> AsyncIterator[House]:
     clock = SystemClock()
     events = Events()
     hooks = NetworkHooks(lambda: None, events.note, lambda: None, lambda kind, fields: None)
-    network = Network(key, paths, settings, ShardStore(clock, expiry_s=120), clock, hooks)
+    store, accounts = ShardStore(clock, expiry_s=120), ResourceLedger(clock, allowances.DAEMON)
+    network = Network(key, paths, settings, store, clock, hooks, accounts)
     here = House(key, network, events)
     await network.start()
     try:

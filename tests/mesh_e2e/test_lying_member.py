@@ -17,9 +17,11 @@ import pytest
 from mesh.cli.local_node import LocalNode
 from mesh.discovery.greeting import PeerHello, to_hello
 from mesh.errors import MeshError
+from mesh.events import decision
+from mesh.events.decision import DecisionDraft, DecisionId
+from mesh.events.docket import Signed
 from mesh.events.intake import Received
 from mesh.events.messages import Ask, Heads, Page, Probe, Probed, Pull, from_dict, to_dict
-from mesh.events.opening import Signed
 from mesh.events.types import GENESIS, Draft, Event, EventId, seal
 from mesh.hearth.record import read_record
 from mesh.identity.keys import NodeKey, load_or_create
@@ -39,7 +41,7 @@ CPU_S = 5.0
 
 
 class Lies:
-    """Bad events without end: forged, of another hearth, replayed, malformed."""
+    """Bad events and decisions without end: forged, foreign, replayed, malformed, void."""
 
     def __init__(self, key: NodeKey, hearth: str, victim: NodeId, stored: list[Signed]) -> None:
         self._key = key
@@ -59,13 +61,29 @@ class Lies:
 
     def page(self, number: int, count: int) -> Page:
         lies = iter(self)
-        return Page(number, Received(tuple(next(lies) for _ in range(count))))
+        events = tuple(next(lies) for _ in range(count))
+        return Page(number, Received(events, decisions=self._decisions(count // 8)))
+
+    def _decisions(self, count: int) -> tuple[Signed, ...]:
+        """That nobody may take, who never was an anchor, after what nobody else has seen."""
+        made = []
+        for _ in range(count):
+            author = self._rng.choice([self._key.node_id, self._victim])
+            parent = DecisionId(self._rng.randbytes(32))
+            payload = {"node_id": self._victim, "generation": 1, "seq": 1, "hash": bytes(32)}
+            draft = DecisionDraft(
+                self._hearth, author, self._rng.randrange(2, 99), 0, "member.revoked", payload,
+                (parent,),
+            )  # fmt: skip
+            lie = decision.seal(draft, self._key.sign)
+            made.append((lie.body, lie.signature))
+        return tuple(made)
 
     def _event(self, hearth: str, author: NodeId) -> Event:
         prev = EventId(self._rng.randbytes(32)) if self._rng.random() < 0.5 else GENESIS
         seq = 1 if prev == GENESIS else self._rng.randrange(2, 50)
         payload = {"model_id": f"lie-{self.sent}"}
-        draft = Draft(hearth, author, seq, prev, seq, 0, "model.published", payload)
+        draft = Draft(hearth, author, 1, seq, prev, seq, 0, "model.published", payload)
         return seal(draft, self._key.sign)
 
     def _forged(self) -> Signed:
@@ -105,12 +123,12 @@ class Liar:
         self.number = question.number
         match question:
             case Ask(number):
-                heads = {self._victim: (10**6, bytes(8))}
-                answer: Heads | Page | Probed = Heads(number, heads)
+                heads = {self._victim: (1, 10**6, bytes(8))}
+                answer: Heads | Page | Probed = Heads(number, heads, tips=(DecisionId(bytes(32)),))
             case Pull(number):
                 answer = self.lies.page(number, 256)
                 self.asked.set()
-            case Probe(number, author, seqs):
+            case Probe(number, author, _, seqs):
                 answer = Probed(number, author, {seq: bytes(8) for seq in seqs})
             case _:
                 return
@@ -121,10 +139,13 @@ class Liar:
 
 
 def stored(node: LocalNode) -> list[tuple[bytes, bytes]]:
-    """All events of the daemon's log, as they lie on its disk."""
+    """All events and decisions of the daemon's log, as they lie on its disk."""
     (file,) = StatePaths(node.state_dir).events_dir.glob("*.db")
     with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
-        query = "SELECT body, signature FROM events ORDER BY author, seq"
+        query = (
+            "SELECT body, signature FROM events UNION ALL "
+            "SELECT body, signature FROM decisions ORDER BY body"
+        )
         return connection.execute(query).fetchall()
 
 

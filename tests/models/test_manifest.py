@@ -17,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from mesh.config import Config
 from mesh.errors import BadCheckpoint, ModelNotFound
 from mesh.models import hashing, header
 from mesh.models.hashing import hash_tensors
+from mesh.models.local import find_local_models
 from mesh.models.manifest import read_manifest
 from mesh.types import LayerRange, ModelId
 from tests.models.conftest import Checkpoint
@@ -318,3 +320,30 @@ def test_scalar_and_empty_tensors(tmp_path: Path) -> None:
     entries = header.read_header(file)
     assert (entries["scalar"].shape, entries["scalar"].nbytes) == ((), 4)
     assert (entries["empty"].shape, entries["empty"].nbytes) == ((0, 3), 0)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("models--acme--tiny-llama-3.2", "acme/tiny-llama-3.2"),
+        ("models--gpt2", "gpt2"),
+        ("datasets--acme--tiny", None),
+        ("models--a--b--c", None),
+    ],
+)
+def test_a_snapshot_of_the_hub_cache_has_its_repository_s_name(
+    checkpoint: Checkpoint, tmp_path: Path, folder: str, name: str | None
+) -> None:
+    commit = "0123456789abcdef" * 2 + "01234567"
+    blobs, snapshot = tmp_path / folder / "blobs", tmp_path / folder / "snapshots" / commit
+    shutil.copytree(checkpoint("llama", layers=3), blobs)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():  # as the hub's own client lays it out
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    (tmp_path / "latest").symlink_to(snapshot)
+    for path in (snapshot, tmp_path / "latest"):
+        assert read_manifest(path).model_id == (name or commit)
+        (local,) = find_local_models(Config(model=[str(path)]), tmp_path / "cache")
+        assert local.model_id == (name or commit)
+    (local,) = find_local_models(Config(model=[f"{snapshot}=mine"]), tmp_path / "cache")
+    assert local.model_id == "mine"

@@ -23,6 +23,7 @@ from mesh.api.ndif.results import ResultUrls, load_key
 from mesh.api.ndif.routes import JobsApi
 from mesh.api.server import ApiServer, serve_api
 from mesh.api.services import ApiSettings
+from mesh.api.tls import ApiTls
 from mesh.clock import Clock, SystemClock
 from mesh.errors import Busy, JobFailed, NoRoute
 from mesh.identity.api_keys import ApiKeys
@@ -137,12 +138,13 @@ class Node:
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     queue: JobQueue = field(init=False)
     keys: ApiKeys = field(init=False)
+    tls: ApiTls | None = None
     urls: ResultUrls = field(init=False)
     server: ApiServer = field(init=False)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.port}"
+        return self.server.url()
 
     async def start(self) -> None:
         spool = Spool(self.root / "jobs", self.disk_bytes)
@@ -164,7 +166,7 @@ class Node:
             api_keys=self.keys,
             jobs=JobsApi(self.queue, self.urls),
         )
-        self.server = await serve_api(app, "127.0.0.1", 0)
+        self.server = await serve_api(app, "127.0.0.1", 0, self.tls)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         await self.queue.stop(grace_s)

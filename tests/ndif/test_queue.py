@@ -16,9 +16,13 @@ from mesh.interventions.jobs.queue.feed import MAX_WAITING, Feed
 from mesh.interventions.jobs.queue.service import JobQueue, QueueSettings
 from mesh.interventions.jobs.queue.spool import Spool
 from mesh.interventions.jobs.queue.types import Job, Status, Submission, Update
-from mesh.types import ModelId
+from mesh.types import ANONYMOUS, ModelId, Principal, PrincipalKind
 from tests.ndif.serving import ScriptedRunner
 from tests.ndif.test_client import until
+
+ANNA, BEN, CARL, DORA = (
+    Principal(PrincipalKind.KEY, name) for name in ("anna", "ben", "carl", "dora")
+)
 
 _made: list[JobQueue] = []
 
@@ -53,7 +57,7 @@ def runner_of(queue: JobQueue) -> ScriptedRunner:
 
 
 async def hand_in(
-    queue: JobQueue, words: str, owner: str = "anna", feed: Feed | None = None, model: str = "m"
+    queue: JobQueue, words: str, owner: Principal = ANNA, feed: Feed | None = None, model: str = "m"
 ) -> Job:
     payload = f"script = '{words}'".encode()
     arrived = await asyncio.to_thread(queue.spool.receive)
@@ -75,8 +79,8 @@ async def test_keys_take_turns(tmp_path: Path) -> None:
     await hand_in(queue, "wait 0")
     await runner_of(queue).began.get()
     for number in range(4):
-        await hand_in(queue, f"greedy {number}", "ben")
-    await hand_in(queue, "modest", "carl")
+        await hand_in(queue, f"greedy {number}", BEN)
+    await hand_in(queue, "modest", CARL)
     runner_of(queue).proceed.set()
     await all_done(queue)
     assert runner_of(queue).words == [
@@ -109,18 +113,18 @@ async def test_there_is_an_end_to_the_line_and_half_of_it_is_for_one_key(tmp_pat
     queue = a_queue(tmp_path, max_queued=4)
     await queue.start()
     for number in range(2):
-        await hand_in(queue, f"wait {number}", "anna")
+        await hand_in(queue, f"wait {number}", ANNA)
     with pytest.raises(Busy, match="2 of your jobs"):
-        await hand_in(queue, "too much", "anna")
-    for owner in ("ben", "carl"):
+        await hand_in(queue, "too much", ANNA)
+    for owner in (BEN, CARL):
         await hand_in(queue, "wait", owner)
     with pytest.raises(Busy, match="there are 4 places"):
-        await hand_in(queue, "too much", "dora")
+        await hand_in(queue, "too much", DORA)
     assert len(list((tmp_path / "jobs/payloads").iterdir())) == 4
     assert not list((tmp_path / "jobs/incoming").iterdir())
     runner_of(queue).proceed.set()
     await all_done(queue)
-    await hand_in(queue, "room again", "anna")
+    await hand_in(queue, "room again", ANNA)
     await all_done(queue)
     assert queue.spool.used_bytes == sum(
         file.stat().st_size for file in (tmp_path / "jobs/results").iterdir()
@@ -154,8 +158,8 @@ async def test_a_restart_runs_what_was_accepted(tmp_path: Path) -> None:
     await all_done(second)
     assert runner_of(second).words == ["wait 0", "later 0", "later 1", "later 2"]
     for job in (running, *waiting):
-        assert (await second.find(job.job_id, "anna")).status is Status.COMPLETED
-    assert (await second.find(socket.job_id, "anna")).status is Status.ERROR
+        assert (await second.find(job.job_id, ANNA)).status is Status.COMPLETED
+    assert (await second.find(socket.job_id, ANNA)).status is Status.ERROR
     assert dict(runner_of(second).specs[0].env) == {"a": "b"}
     await second.stop(0)
 
@@ -288,6 +292,29 @@ async def test_a_table_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
     made.close()
     with pytest.raises(SchemaTooNew):
         await a_queue(tmp_path).start()
+
+
+@pytest.mark.parametrize(
+    ("before", "owner"),
+    [("0a1b2c3d", Principal(PrincipalKind.KEY, "0a1b2c3d")), ("local", ANONYMOUS)],
+)
+async def test_jobs_of_the_first_schema_keep_their_owners(
+    tmp_path: Path, before: str, owner: Principal
+) -> None:
+    queue = a_queue(tmp_path)
+    await queue.start()
+    job = await hand_in(queue, "early")
+    await all_done(queue)
+    await queue.stop(0)
+    with sqlite3.connect(tmp_path / "jobs/jobs.sqlite") as table:
+        table.execute("UPDATE jobs SET owner = ?", (before,))
+        table.execute("PRAGMA user_version = 1")
+    table.close()
+    for _ in range(2):
+        again = a_queue(tmp_path)
+        await again.start()
+        assert (await again.find(job.job_id, owner)).asked.owner == owner
+        await again.stop(0)
 
 
 async def test_a_job_is_on_the_disk_before_it_is_accepted(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from mesh.charge import SilenceLimits
 from mesh.config import Config
-from mesh.errors import InternalError
+from mesh.errors import DeviceLost, InternalError
 from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
-from mesh.pipeline import asker as asker_module
 from mesh.pipeline.asker import AskerProcess
 from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, SamplingParams
 from mesh.wiring import asker_spec
@@ -26,6 +26,7 @@ from tests import secure
 
 MODEL = ModelId("builtin")
 TIMEOUT_S = 60.0
+REQUEST = GenerationRequest("r", MODEL, prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=4))
 
 
 class Owner:
@@ -61,27 +62,46 @@ def asker(tmp_path: Path) -> AskerProcess:
 
 
 async def test_a_process_that_stands_still_is_replaced_and_an_idle_one_is_not(
-    asker: AskerProcess, monkeypatch: pytest.MonkeyPatch
+    asker: AskerProcess,
 ) -> None:
-    monkeypatch.setattr(asker_module, "SILENCE_LIMIT_S", 4.0)
-    request = GenerationRequest(
-        "r", MODEL, prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=4)
-    )
+    limits = SilenceLimits(suspect_s=2.0, replace_s=4.0)
+    asker = AskerProcess(asker.spec, Owner(), limits)
     asker.start()
     try:
         await asker.wait_ready()
-        assert asker._child is not None
-        stuck = asker._child.pid
+        stuck = asker.process.pid
+        assert stuck is not None
         await asyncio.sleep(5.0)  # there is no event for what does not happen
-        assert asker._child is not None
-        assert asker._child.pid == stuck
+        assert asker.process.pid == stuck
+        assert asker.is_ready
         os.kill(stuck, signal.SIGSTOP)
         async with asyncio.timeout(TIMEOUT_S):
             with pytest.raises(InternalError, match="stopped answering"):
-                await anext(asker.generate(request))
+                await anext(asker.generate(REQUEST))
+            assert not asker.is_ready
             await asker.wait_ready()
-        assert asker._child is not None
-        assert asker._child.pid != stuck
+        assert asker.process.pid != stuck
+    finally:
+        await asker.stop()
+
+
+async def test_a_process_whose_device_does_nothing_more_ends_itself_and_is_replaced(
+    asker: AskerProcess,
+) -> None:
+    settings = {**asker.spec.settings, "activation_dtype": "fp32", "cache_dir": ""}
+    spec = replace(asker.spec, settings=settings)
+    asker = AskerProcess(spec, Owner(), module="tests.pipeline.doomed_asker")
+    asker.start()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await asker.wait_ready()
+            first = asker.process.pid
+            with pytest.raises(InternalError, match="device-side assert triggered"):
+                await anext(asker.generate(REQUEST))
+            await asker.wait_ready()
+        assert asker.process.pid != first
+        assert asker.process.ending is not None
+        assert isinstance(asker.process.ending.said, DeviceLost)
     finally:
         await asker.stop()
 

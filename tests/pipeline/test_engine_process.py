@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mesh.channel import ChannelMessage
 from mesh.errors import PipelineStalled
 from mesh.pipeline import engine_process
 from mesh.pipeline.engine_process import (
@@ -19,7 +20,6 @@ from mesh.pipeline.engine_process import (
 )
 from mesh.pipeline.frames import encode_request
 from mesh.pipeline.order import HarvestOrder
-from mesh.supervise import ChannelMessage
 from tests.health.watched import watched
 from tests.pipeline.toy_mesh import ToyNetwork, ToyShard, toy_request
 from tests.simulation.virtual_loop import run_virtually

@@ -10,7 +10,7 @@ import pytest
 from mesh.pipeline import sessions as module
 from mesh.pipeline.engine_process import EXPIRY_TICK_S
 from mesh.pipeline.sessions import MAX_PARKED, PARKED_SECONDS, expire_regularly
-from mesh.types import Done
+from mesh.types import THIS_NODE, Done, Principal, PrincipalKind
 from mesh.wire.memory import MemoryLink
 from mesh.wire.messages import Result
 from tests.health.watched import Watched, tokens_of, watched
@@ -28,14 +28,14 @@ class Conversations:
     def __init__(self, mesh: Watched) -> None:
         self.mesh = mesh
 
-    async def begin(self, number: int) -> None:
-        await self.mesh.ask(COUNT, prompt=_opening(number))
+    async def begin(self, number: int, who: Principal = THIS_NODE) -> None:
+        await self.mesh.ask(COUNT, prompt=_opening(number), principal=who)
         await asyncio.sleep(1.0)
 
-    async def cached(self, number: int) -> int:
+    async def cached(self, number: int, who: Principal = THIS_NODE) -> int:
         """Ask what follows, and how many of its tokens did not have to be computed again."""
         prompt = [*_opening(number), *expected_tokens(_opening(number), COUNT), 7]
-        frames = await self.mesh.ask(COUNT, prompt=prompt)
+        frames = await self.mesh.ask(COUNT, prompt=prompt, principal=who)
         assert tokens_of(frames) == expected_tokens(prompt, COUNT)
         assert isinstance(frames[-1], Done)
         return frames[-1].cached_tokens
@@ -72,6 +72,47 @@ def test_only_so_many_are_kept_and_the_oldest_goes_first() -> None:
             assert talks.held() == [min(number + 1, MAX_PARKED)] * 2
         assert await talks.cached(2) == FED
         assert await talks.cached(1) == 0
+
+    converse(body)
+
+
+KEY, OTHER = Principal(PrincipalKind.KEY, "0a1b2c3d"), Principal(PrincipalKind.KEY, "4e5f6071")
+STRANGERS = [OTHER, Principal.user(1000), Principal.connection("a"), THIS_NODE]
+
+
+def test_what_one_principal_asked_is_in_nobody_else_s_cache() -> None:
+    async def body(talks: Conversations) -> None:
+        await talks.begin(0, KEY)
+        for stranger in STRANGERS:
+            assert await talks.cached(0, stranger) == 0, stranger
+            (kept,) = [s for s in talks.mesh.engine.sessions.known()
+                       if s.chain.terms.principal == stranger]  # fmt: skip
+            talks.mesh.engine.sessions._parked.remove(kept)
+            kept.chain.close()
+        assert await talks.cached(0, KEY) == FED, "nobody took it away"
+
+    converse(body)
+
+
+def test_connections_of_unknown_users_share_nothing_either() -> None:
+    async def body(talks: Conversations) -> None:
+        await talks.begin(0, Principal.connection("a"))
+        assert await talks.cached(0, Principal.connection("b")) == 0
+        assert await talks.cached(0, Principal.connection("a")) == FED
+
+    converse(body)
+
+
+@pytest.mark.parametrize(
+    "pushy", [[OTHER] * 6, [Principal.connection(str(number)) for number in range(6)]]
+)
+def test_whoever_parks_most_makes_room_first(pushy: list[Principal]) -> None:
+    async def body(talks: Conversations) -> None:
+        await talks.begin(0, KEY)
+        for number, who in enumerate(pushy, 1):
+            await talks.begin(number, who)
+        assert talks.held() == [MAX_PARKED] * 2
+        assert await talks.cached(0, KEY) == FED
 
     converse(body)
 

@@ -17,6 +17,7 @@ from mesh.clock import SystemClock
 from mesh.errors import (
     BadRequest,
     Busy,
+    CacheFull,
     ConnectFailed,
     ContextTooLong,
     MeshError,
@@ -32,11 +33,13 @@ from mesh.pipeline.sessions import Sessions
 from mesh.routing.cover import Candidate, CoverRules
 from mesh.routing.router import ShardRouter
 from mesh.types import (
+    THIS_NODE,
     Endpoint,
     GenerationRequest,
     LayerRange,
     ModelId,
     NodeId,
+    Principal,
     RouteHop,
     SamplingParams,
     ShardDescriptor,
@@ -127,6 +130,11 @@ class ToyShard:
         self.opens_after_s = 0.0
         self.is_loading = False
         self.kv_tokens = 1 << 20
+        self.room: int | None = None
+        """A step that ends behind this position is refused."""
+        self.new_session: Callable[[LayerRange], ToySession] = ToySession
+        self.reserved: list[int] = []
+        """The positions that each session was opened or resumed with."""
         self.is_advertised = True
         self.links: list[MemoryLink] = []
         self.far_ends: list[MemoryLink] = []
@@ -166,7 +174,7 @@ class ToyDoor:
                 here = f"{message.max_tokens} of {self._shard.kv_tokens}."
                 self._fail(key[1], ContextTooLong(here, fix="Ask for less."))
                 return
-            sessions[key] = ToySession(LayerRange(message.start, message.stop))
+            sessions[key] = self._shard.new_session(LayerRange(message.start, message.stop))
             self._open(message)
         elif isinstance(message, Resume):
             if key not in sessions:
@@ -189,6 +197,7 @@ class ToyDoor:
             del self._shard.sessions[key]
 
     def _open(self, request: Open | Resume) -> None:
+        self._shard.reserved.append(request.max_tokens)
         opened = Opened(request.session, request.max_tokens)
         if self._shard.is_loading:
             self._link.send(Loading(request.session))
@@ -206,6 +215,9 @@ class ToyDoor:
         shard = self._shard
         if shard.refuses_steps_with is not None:
             self._fail(step.session, shard.refuses_steps_with)
+            return
+        if shard.room is not None and step.position + step.tensor.shape[1] > shard.room:
+            self._fail(step.session, CacheFull("others have it all.", fix="Elsewhere."))
             return
         shard.under_way += 1
         shard.most_under_way = max(shard.most_under_way, shard.under_way)
@@ -316,8 +328,10 @@ def toy_orchestrator(
     *,
     noise: float = 0.0,
     home: ToyShard | None = None,
+    context: int = 4096,
 ) -> tuple[PipelineOrchestrator, Sessions]:
-    """An orchestrator over the network with fp32 on the wire, which may go `home`."""
+    """An orchestrator over the network with fp32 on the wire, which may go `home`; the
+    model holds `context` positions."""
 
     async def go_home() -> Sequence[RouteHop]:
         assert home is not None
@@ -331,7 +345,7 @@ def toy_orchestrator(
         Patience(answer_s=2.0),
         oversight or Oversight(SystemClock(), ceiling_s=30.0),
     )
-    model = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, 4096, ToyEnds(), ToyText())
+    model = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, context, ToyEnds(), ToyText())
     orchestrator = PipelineOrchestrator(
         model,
         sessions,
@@ -344,12 +358,15 @@ def toy_orchestrator(
     return orchestrator, sessions
 
 
-def toy_request(prompt: Sequence[int], count: int, request_id: str = "r") -> GenerationRequest:
+def toy_request(
+    prompt: Sequence[int], count: int, request_id: str = "r", principal: Principal = THIS_NODE
+) -> GenerationRequest:
     return GenerationRequest(
         request_id,
         MODEL,
         prompt_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=count, ignore_eos=True),
+        principal=principal,
     )
 
 

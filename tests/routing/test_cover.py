@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mesh.errors import NoRoute, WeightsMismatch
 from mesh.routing.cover import (
+    FAR_HOP_WEIGHT,
     Candidate,
     CoverRules,
     greedy_cover,
@@ -76,6 +77,47 @@ def test_a_shorter_queue_beats_a_longer_reach() -> None:
 def test_the_lan_is_preferred_to_what_lies_beyond() -> None:
     shards = [shard("0-15", "far", hop_weight=5.0), shard("0-15", "near")]
     assert nodes_of(greedy_cover(shards, LayerRange(0, 16), RULES)) == ["near"]
+
+
+def test_what_is_far_serves_only_when_nobody_near_can() -> None:
+    far = shard("0-15", "far", hop_weight=2.0)
+    near = shard("0-15", "near", queue=7, hop_weight=1.5)
+    assert nodes_of(greedy_cover([far, near], LayerRange(0, 16), RULES)) == ["near"]
+    full = shard("0-15", "near", streams=0)
+    assert nodes_of(greedy_cover([far, full], LayerRange(0, 16), RULES)) == ["far"]
+    failed = replace(near, penalty=1)
+    assert nodes_of(greedy_cover([far, failed], LayerRange(0, 16), RULES)) == ["far"]
+
+
+def test_of_near_ones_the_queue_decides_then_the_way_then_the_reach_then_the_lot() -> None:
+    shards = [
+        shard("0-15", "queued", queue=1, hop_weight=0.5),
+        shard("0-15", "slower", hop_weight=1.5),
+        shard("0-14", "shorter"),
+        replace(shard("0-15", "a-later"), lot=2.0),
+        replace(shard("0-15", "next"), lot=1.0),
+    ]
+    left, order = list(shards), []
+    while left:
+        (hop,) = greedy_cover(left, LayerRange(0, 12), RULES)
+        order.append(hop.shard.node_name)
+        left = [each for each in left if each.descriptor.node_name != order[-1]]
+    assert order == ["next", "a-later", "shorter", "slower", "queued"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([0.5, 1.0, 1.5, 2.0, 4.0]))))
+def test_no_near_shard_with_a_shorter_queue_is_passed_over(ways: list[tuple[int, float]]) -> None:
+    shards = [
+        shard("0-15", f"n{n}", queue=queue, hop_weight=weight)
+        for n, (queue, weight) in enumerate(ways)
+    ]
+    if not shards:
+        return
+    (hop,) = greedy_cover(shards, LayerRange(0, 16), RULES)
+    taken = next(each for each in shards if each.descriptor is hop.shard)
+    near = [each for each in shards if each.hop_weight < FAR_HOP_WEIGHT]
+    assert taken.queue_depth == min(each.queue_depth for each in near or shards)
+    assert taken in (near or shards)
 
 
 def test_the_asker_is_not_its_own_first_hop_unless_allowed_or_alone() -> None:

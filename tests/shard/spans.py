@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -47,7 +48,9 @@ def runtime(
 def of_module(module: Any) -> SpanRuntime:
     """A runtime of a Hugging Face base model made by hand."""
     layers = LayerRange(0, module.config.num_hidden_layers)
-    loaded: Any = SimpleNamespace(module=module, config=module.config, layers=layers)
+    loaded: Any = SimpleNamespace(
+        module=module, config=module.config, layers=layers, pages=WeakSet(), sha256={}
+    )
     return SpanRuntime(loaded, device=CPU, dtype=torch.float32)
 
 

@@ -53,7 +53,7 @@ def test_a_gpu_keeps_fp16_and_refuses_unknown_dtypes() -> None:
 def test_more_threads_are_taken_only_when_clearly_faster(
     together: float, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "_usable_cores", lambda: 2)
+    monkeypatch.setattr(devices, "usable_cores", lambda: 2)
     monkeypatch.setattr(devices, "_gemv_ms", lambda threads: 10.0 if threads == 1 else together)
     choice = choose_threads(0, CPU)
     assert choice.value == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 
@@ -18,10 +19,10 @@ async def test_going_home_while_the_node_drains_starts_no_second_process() -> No
     host = ShardHost(HostSpec(secure.start_command(None), ()), lambda: None)
     host.start()
     async with asyncio.timeout(60):
-        await host._listening.wait()
-    first = host._child
+        await host.process.wait_up()
+    first = host.process.pid
     assert first is not None
-    os.kill(first.pid, signal.SIGSTOP)  # as one whose sessions have not ended yet
+    os.kill(first, signal.SIGSTOP)  # as one whose sessions have not ended yet
     draining = asyncio.create_task(host.drain(30.0))
     await asyncio.sleep(0)
     try:
@@ -29,11 +30,12 @@ async def test_going_home_while_the_node_drains_starts_no_second_process() -> No
         with pytest.raises(Busy, match="stopping"):
             async with asyncio.timeout(10):
                 await host.ensure(home)
-        assert host._child is first
+        assert host.process.pid == first
         assert not draining.done()
-        os.kill(first.pid, signal.SIGCONT)
+        os.kill(first, signal.SIGCONT)
         async with asyncio.timeout(20):
             await draining
     finally:
-        first.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(first, signal.SIGKILL)
         await host.stop()

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from mesh.errors import BadCheckpoint, ConnectFailed, DeviceFailed, MeshError
+from mesh.charge import SilenceLimits
+from mesh.errors import BadCheckpoint, ConnectFailed, DeviceFailed, DeviceLost, MeshError
 from mesh.shard.hosting import HostSpec, ShardHost
 from mesh.shard.runtime import SpanRuntime
 from mesh.supervise import Child
@@ -23,7 +24,9 @@ from mesh.wire.connection import WebSocketLink
 from mesh.wire.websocket import connect
 from tests import secure
 from tests.identity.support import Party, Recorder
+from tests.shard import doomed_host
 from tests.shard.asker import Asker
+from tests.shard.hosts import hosted
 from tests.shard.spans import checkpoint, relative_error, rows, runtime, step
 
 TIMEOUT_S = 60.0
@@ -137,8 +140,8 @@ async def test_a_shard_that_is_wanted_at_home_while_it_loads_is_served_all_the_s
     try:
         async with asyncio.timeout(TIMEOUT_S):
             await host.wait_settled()
-            assert host._child is not None
-            os.kill(host._child.pid, signal.SIGKILL)  # during an answer, say
+            assert host.process.pid is not None
+            os.kill(host.process.pid, signal.SIGKILL)  # during an answer, say
             while host.shards:
                 changed.clear()
                 await changed.wait()
@@ -267,15 +270,68 @@ async def test_shards_move_to_another_port_when_theirs_was_taken_meanwhile() -> 
     host.start()
     try:
         port = await listens_elsewhere(None)
-        child = host._child
-        assert child is not None
-        child.kill()
-        await child.wait(TIMEOUT_S)
+        assert host.process.pid is not None
+        os.kill(host.process.pid, signal.SIGKILL)
+        async with asyncio.timeout(TIMEOUT_S):
+            while host.process.ending is None:
+                changed.clear()
+                await changed.wait()
         with socket.create_server(("127.0.0.1", port)):
             await listens_elsewhere(port)
         assert not host.failed
     finally:
         await host.stop()
+
+
+async def test_a_process_that_stands_still_serves_nothing_and_is_replaced(
+    served: tuple[dict[str, Any], SpanRuntime],
+) -> None:
+    shard, _ = served
+    limits = SilenceLimits(suspect_s=2.0, replace_s=4.0)
+    async with hosted(shard, limits=limits) as (host, sees):
+        (before,) = host.serving
+        stuck = host.process.pid
+        assert stuck is not None
+        os.kill(stuck, signal.SIGSTOP)
+        await sees(lambda: not host.serving)
+        assert host.process.pid == stuck, "it is not offered before it is given up"
+        await sees(lambda: bool(host.serving))
+        assert host.process.pid != stuck
+        assert host.process.ending is not None
+        assert host.process.ending.hung
+        (after,) = host.serving
+        assert after.descriptor.endpoint == before.descriptor.endpoint
+
+
+@pytest.mark.parametrize(
+    ("doom", "reason"),
+    [
+        (doomed_host.ASSERTS, "device-side assert triggered"),
+        (doomed_host.STANDS_STILL, "at one step for"),
+    ],
+)
+async def test_a_process_whose_device_does_nothing_more_is_replaced(
+    served: tuple[dict[str, Any], SpanRuntime], doom: str, reason: str
+) -> None:
+    shard, span = served
+    doomed = {**shard, "model_id": doom}
+    async with hosted(doomed, module="tests.shard.doomed_host") as (host, sees):
+        first = host.process.pid
+        assert host.port is not None
+        asker = Asker()
+        asker.use(await secure.dial("127.0.0.1", host.port, asker))
+        (here,) = host.serving
+        sha = here.descriptor.weights_sha256
+        await asker.open(model_id=doom, weights_sha256=sha, start=1, stop=4)
+        found = await asker.step(0, 0, rows(3))
+        assert relative_error(found, step(span, span.new_cache(64), 0, rows(3))) < 1e-5
+        asker.send_step(1, 3, rows(1))
+        await sees(lambda: not host.serving)
+        await sees(lambda: bool(host.serving))
+        assert host.process.pid != first
+        assert host.process.ending is not None
+        assert isinstance(host.process.ending.said, DeviceLost)
+        assert reason in str(host.process.ending)
 
 
 def test_importing_the_package_loads_no_torch() -> None:

@@ -142,7 +142,7 @@ async def test_a_resumed_session_has_the_room_it_asks_for_now() -> None:
             await asker.resume(1, max_tokens=101)
         await asker.resume(1, max_tokens=100)
         await asker.step(1, 10, rows(90))
-        with pytest.raises(ContextTooLong):
+        with pytest.raises(CacheFull):
             await asker.step(2, 100, rows(1))
         with pytest.raises(BadRequest):
             await asker.resume(1)

@@ -134,7 +134,7 @@ async def test_a_step_at_an_earlier_position_cuts_the_cache_first() -> None:
 
 
 async def test_refused_steps_leave_the_session_as_it_was(span: SpanRuntime) -> None:
-    async with Attic() as attic:
+    async with Attic(kv_tokens=16) as attic:
         asker = attic.asker()
         await asker.open(max_tokens=16)
         await asker.step(5, 0, rows(4))

@@ -17,7 +17,7 @@ from tests.simulation.schedule import FAULTS, draw
 from tests.simulation.toy import whole_model
 from tests.simulation.virtual_loop import Deadlock, run_virtually
 
-QUICK = 200
+QUICK = 250
 MANY = 5000
 BLOCK = 500
 

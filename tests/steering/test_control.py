@@ -12,7 +12,8 @@ import pytest
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.events.intake import Report
-from mesh.hearth.hearth import Hearth, found
+from mesh.hearth.founding import found
+from mesh.hearth.hearth import Hearth
 from mesh.hearth.network import Network
 from mesh.models.local import find_local_models
 from mesh.paths import cache_dir
@@ -46,7 +47,7 @@ def unexpected(report: Report) -> None:
 @pytest.fixture
 async def hearth(tmp_path: Path) -> AsyncIterator[Hearth]:
     key = new_key()
-    record = await found(key, "attic", tmp_path, CLOCK, unexpected)
+    record = (await found(key, "attic", tmp_path, CLOCK, unexpected)).record
     opened = await Hearth.open(key, record, tmp_path, CLOCK, unexpected)
     yield opened
     await opened.close()

@@ -15,7 +15,7 @@ from mesh.errors import BadSteering
 from mesh.pipeline.checkpoint import AskerOptions, load_asker
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.shadow import Shadow
-from mesh.pipeline.station import SessionTerms
+from mesh.pipeline.terms import SessionTerms
 from mesh.shard.hooks import hooked
 from mesh.shard.runtime import SpanRuntime, StepInput
 from mesh.shard.steering import Steering, _Added

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mesh.api.auth import LOCAL, caller_of
+from mesh.api.auth import caller_of
 from mesh.api.ndif.model_keys import TASK, Served
 from mesh.api.services import LOADING, MeshView
 from mesh.interventions.jobs.types import JobRunner
@@ -80,7 +80,7 @@ def routes(deployments: Deployments) -> list[Route]:
     async def whoami(request: Request) -> Response:
         caller = caller_of(request)
         tags = [*sorted(caller.scopes), *(["trusted"] if caller.trusted else [])]
-        email = None if caller.key_id == LOCAL else caller.key_id
+        email = None if caller.is_keyless else caller.principal.name
         return JSONResponse({"email": email, "tags": tags})
 
     async def ping(_request: Request) -> Response:

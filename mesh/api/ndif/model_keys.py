@@ -15,12 +15,12 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mesh.errors import BadRequest, ModelNotFound
+from mesh.models.hub_cache import hub_snapshot
 from mesh.types import ModelId
 
 TASK = "text-generation"
 _CLASSES = ("TransformersModel", "LanguageModel")
 _PREFIX = "nnsight.modeling.transformers.TransformersModel"
-_HUB_CACHE = re.compile(r"models--([^/]+?)--([^/]+)")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -78,16 +78,15 @@ class Served:
     def read(cls, model_id: ModelId, directory: Path) -> Served:
         """Look at the checkpoint's place and at its ``config.json``. Blocks."""
         real = directory.resolve()
-        cached = _HUB_CACHE.search(real.as_posix())
-        hub_ids = [f"{cached[1]}/{cached[2]}"] if cached else []
-        snapshot = real.name if cached and real.parent.name == "snapshots" else None
+        cached = hub_snapshot(real)
+        hub_ids = [cached.repo_id] if cached else []
         try:
             named = json.loads((real / "config.json").read_text("utf-8"))["_name_or_path"]
         except (OSError, ValueError, KeyError, TypeError):
             named = None
         if isinstance(named, str) and _HUB_ID.fullmatch(named) and named not in hub_ids:
             hub_ids.append(named)
-        return cls(model_id, directory, tuple(hub_ids), snapshot)
+        return cls(model_id, directory, tuple(hub_ids), cached.commit if cached else None)
 
     @property
     def repo_id(self) -> str:

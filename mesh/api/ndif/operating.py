@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mesh.api.auth import caller_of
 from mesh.api.ndif.requests import owner_of
+from mesh.identity.api_keys import Scope
 from mesh.interventions.jobs.queue.service import JobQueue
 
 
@@ -17,17 +16,13 @@ def routes(queue: JobQueue) -> list[Route]:
     """The endpoints' routes."""
 
     async def jobs(request: Request) -> Response:
-        owner = owner_of(caller_of(request))
-        overview = await queue.overview()
-        shown: dict[str, list[dict[str, Any]]] = {
-            name: [row for row in overview[name] if owner in (None, row["owner"])]
-            for name in ("jobs", "ended")
-        }
-        return JSONResponse({"models": overview["models"], **shown})
+        caller = caller_of(request)
+        who = None if caller.allows(Scope.ADMIN) else caller.principal
+        return JSONResponse(await queue.overview(who))
 
     async def kill(request: Request) -> Response:
         caller = caller_of(request)
-        said = f"The job was ended by {caller.key_id}."
+        said = f"The job was ended by {caller.principal.account.name}."
         job = await queue.kill(request.path_params["job_id"], owner_of(caller), said)
         return JSONResponse({"id": job.job_id, "status": job.status.value})
 

@@ -19,14 +19,15 @@ from mesh.errors import MeshError
 from mesh.identity.api_keys import Scope
 from mesh.interventions.jobs.queue.service import JobQueue
 from mesh.interventions.jobs.queue.types import Status, Submission
+from mesh.types import Principal
 
 _DRAIN_S = 1.0
 _DRAIN_BYTES = 64 << 20
 
 
-def owner_of(caller: Caller) -> str | None:
-    """Whose jobs the caller may see: its own, or everybody's."""
-    return None if caller.allows(Scope.ADMIN) else caller.key_id
+def owner_of(caller: Caller) -> Principal | None:
+    """Whose jobs the caller may ask for by their id: its own account's, or everybody's."""
+    return None if caller.allows(Scope.ADMIN) else caller.principal.account
 
 
 def routes(
@@ -59,16 +60,17 @@ async def _take(
     request: Request, queue: JobQueue, sessions: Sessions, deployments: Deployments
 ) -> dict[str, object]:
     caller = caller_of(request)
+    owner = caller.principal.account
     envelope, arrived = await receive(request, queue)
     session: Session | None = None
     try:
         served = await deployments.served()
         meant = model_keys.find(model_keys.ModelKey.parse(envelope.model_key), served)
         if envelope.session_id:
-            session = sessions.find(envelope.session_id, caller.key_id)
+            session = sessions.find(envelope.session_id, owner)
             session.base_url = str(request.base_url)
         asked = Submission(
-            caller.key_id, meant.model_id, session is not None, envelope.compress, envelope.env,
+            owner, meant.model_id, session is not None, envelope.compress, envelope.env,
             caller.trusted,
         )  # fmt: skip
         queue.check_room(asked)
@@ -81,7 +83,7 @@ async def _take(
     if session is not None:
         session.jobs.add(job.job_id)
         if not session.is_open:
-            await queue.kill(job.job_id, caller.key_id, "Its client went away.")
+            await queue.kill(job.job_id, owner, "Its client went away.")
     return answers.answer(job.job_id, Status.RECEIVED, f"The node has a job for {meant.model_id}.")
 
 

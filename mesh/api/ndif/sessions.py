@@ -22,6 +22,7 @@ from mesh.interventions.jobs.queue.feed import Feed
 from mesh.interventions.jobs.queue.inline import inline_answer
 from mesh.interventions.jobs.queue.service import JobQueue
 from mesh.interventions.jobs.queue.types import Status, Update
+from mesh.types import Principal
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Session:
     `handed` are those whose result went out on the socket.
     """
 
-    owner: str
+    owner: Principal
     session_id: str = field(default_factory=lambda: secrets.token_hex(16))
     feed: Feed = field(default_factory=Feed)
     jobs: set[str] = field(default_factory=set)
@@ -58,7 +59,7 @@ class Sessions:
         self._urls = urls
         self._open: dict[str, Session] = {}
 
-    def find(self, session_id: str, owner: str) -> Session:
+    def find(self, session_id: str, owner: Principal) -> Session:
         """The caller's own session. Raises BadRequest."""
         session = self._open.get(session_id)
         if session is None or session.owner != owner:
@@ -75,7 +76,7 @@ class Sessions:
     async def serve(self, socket: WebSocket) -> None:
         """One socket, from its opening to its end."""
         await socket.accept()
-        session = Session(caller_of(socket).key_id)
+        session = Session(caller_of(socket).principal.account)
         self._open[session.session_id] = session
         name = f"session {session.session_id[:8]}"
         gone = asyncio.create_task(_until_gone(socket), name=f"{name} reading")

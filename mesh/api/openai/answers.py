@@ -52,6 +52,7 @@ def extension(done: Done) -> dict[str, Any]:
         ],
         "failovers": done.failovers,
         "fallback": done.fallback,
+        **({"note": done.note} if done.note else {}),
         "timings": {
             "first_token_ms": _finite(done.first_token_ms),
             "tokens_per_second": _finite(done.tokens_per_second),

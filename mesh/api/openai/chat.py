@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from typing import Any
 
 from starlette.requests import Request
@@ -24,9 +24,11 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
 
     async def create(request: Request) -> Response:
         body = await read_body(request, ChatBody, settings)
-        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        request_id = f"chatcmpl-{secrets.token_hex(16)}"  # who has it may resume the stream
         caller = caller_of(request)
-        frames = charged(generations.generate(body.to_request(request_id)), caller)
+        frames = charged(
+            generations.generate(body.to_request(request_id, caller.principal)), caller
+        )
         style = _ChatStyle(with_logprobs=bool(body.logprobs))
         if not body.stream:
             head = Head(request_id, "chat.completion", body.model)

@@ -20,7 +20,7 @@ from pydantic import (
 
 from mesh.api.bodies import Strict
 from mesh.errors import BadRequest
-from mesh.types import GenerationRequest, ModelId, SamplingParams, Steer, WireDtype
+from mesh.types import GenerationRequest, ModelId, Principal, SamplingParams, Steer, WireDtype
 
 MAX_EDITS = 16
 """Steering edits of one request."""
@@ -211,8 +211,8 @@ class ChatBody(_SamplingBody):
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
         return self
 
-    def to_request(self, request_id: str) -> GenerationRequest:
-        """The generation this body asks for."""
+    def to_request(self, request_id: str, principal: Principal) -> GenerationRequest:
+        """The generation this body asks for, on behalf of `principal`."""
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return GenerationRequest(
             request_id=request_id,
@@ -222,6 +222,7 @@ class ChatBody(_SamplingBody):
             wire_dtype=self._wire(),
             fallback_to_local=self.fallback_to_local,
             steer=self._steer(),
+            principal=principal,
         )
 
 
@@ -269,8 +270,11 @@ class CompletionBody(_SamplingBody):
     echo: Annotated[None, _only(False)] = None
     suffix: Refused = None
 
-    def to_request(self, request_id: str) -> GenerationRequest:
-        """The generation this body asks for. Raises BadRequest when its prompt is empty."""
+    def to_request(self, request_id: str, principal: Principal) -> GenerationRequest:
+        """The generation this body asks for, on behalf of `principal`.
+
+        Raises BadRequest when its prompt is empty.
+        """
         prompt: Any = self.prompt
         if _form(prompt) in ("texts", "lists"):
             (prompt,) = prompt
@@ -286,4 +290,5 @@ class CompletionBody(_SamplingBody):
             wire_dtype=self._wire(),
             fallback_to_local=self.fallback_to_local,
             steer=self._steer(),
+            principal=principal,
         )

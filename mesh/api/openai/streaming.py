@@ -84,9 +84,10 @@ def streamed(
     if kept is None:
         return EventStream(chunks)
     streams, caller = kept
-    streams.keep(caller.key_id, head.id, chunks)
+    owner = caller.principal.account
+    streams.keep(owner, head.id, chunks)
     # The id is in every chunk, but a connection may break before the first.
-    events = streams.follow(caller.key_id, head.id, -1)
+    events = streams.follow(owner, head.id, -1)
     return EventStream(events, headers={"X-Request-Id": head.id})
 
 

@@ -1,7 +1,7 @@
 """`GET /v1/streams/{id}`: the rest of a stream whose connection broke.
 
 The id is that of the answer (``chatcmpl-...``, ``cmpl-...``); ``Last-Event-ID`` says which event
-came last. Only streams that were asked for with ``resumable: true`` are kept, each for the key that
+came last. Only streams that were asked for with ``resumable: true`` are kept, each for whoever
 asked.
 """
 
@@ -20,7 +20,7 @@ def routes(kept: KeptStreams) -> list[Route]:
     """The endpoint's route."""
 
     async def resume(request: Request) -> Response:
-        last, owner = last_event_id(request), caller_of(request).key_id
+        last, owner = last_event_id(request), caller_of(request).principal.account
         after = -1 if last is None else last
         return EventStream(kept.follow(owner, request.path_params["stream_id"], after))
 

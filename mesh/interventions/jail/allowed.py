@@ -1,10 +1,16 @@
-"""What code of keys that are not trusted may name: modules, attributes, builtins. Data only.
+"""What code of keys that are not trusted may name: modules, attributes, builtins. Lists only.
 
 The modules are those of the NDIF allow-list and a few that only compute. Denied names inside them
 are doors to files, processes, memory addresses and evaluation; the process wall stands behind all.
 """
 
 from __future__ import annotations
+
+
+def is_private(name: str) -> bool:
+    """Whether it has one underscore in front and none behind; others are Python's, or guards'."""
+    return name.startswith("_") and not name.startswith("__") and not name.endswith("_")
+
 
 # fmt: off
 # Module -> whether its submodules are allowed as well.
@@ -14,12 +20,15 @@ MODULES = {
     "torch.distributions": True, "torch.optim": True, "torch.functional": False,
     "numpy": False, "numpy.linalg": False, "numpy.fft": False, "numpy.random": False,
     "collections": True, "math": False, "cmath": False, "time": False, "typing": False,
-    "einops": True, "sympy": False, "pandas": False, "enum": False, "operator": False,
+    "einops": True, "sympy": False, "enum": False, "operator": False,
     "_operator": False, "itertools": False, "functools": False, "statistics": False,
     "random": False, "re": False, "json": False, "dataclasses": False, "copy": False,
     "string": False, "decimal": False, "fractions": False, "nnsight": False,
     "nnsight.intervention.envoy": False, "__future__": False,
 }
+
+# Those of them that a node has only with the extra of the same name.
+EXTRAS = frozenset(("einops",))
 
 # Denied on whatever object they are asked for.
 DENIED_ANYWHERE = frozenset((
@@ -55,7 +64,6 @@ DENIED_IN_MODULES = {
         "empty_strided", "Storage", "classproperty", "typename", "import_ir_module",
     )),
     "numpy": frozenset(("save", "load", "set_printoptions", "show_config", "info", "test")),
-    "pandas": frozenset(("HDFStore", "eval", "ExcelFile", "ExcelWriter", "test", "show_versions")),
     "sympy": frozenset(("S", "plot", "plotting", "test", "doctest", "init_session", "python",
                         "print_python", "source", "N", "simplify_logic")),
     "json": frozenset(("load", "dump")),
@@ -65,7 +73,6 @@ DENIED_IN_MODULES = {
     "string": frozenset(("Formatter",)),
     "copy": frozenset(("copyreg", "dispatch_table")),
 }
-DENIED_PREFIXES_IN_MODULES = {"pandas": ("read_",)}
 
 # On a module of the model, nothing else than these, its children and its parameters.
 ENVOY = frozenset((
@@ -102,6 +109,22 @@ DUNDERS = frozenset(
     )
 )
 
+# What rewritten code calls; see `guards.guarded_builtins`.
+GUARDS = frozenset((
+    "__metaclass__", "_getattr_", "_getitem_", "_getiter_", "_write_", "_inplacevar_", "_import_",
+    "_import_from_", "_unpack_sequence_", "_iter_unpack_sequence_", "_match_sequence_",
+    "_match_mapping_", "_match_class_",
+))
+
+# Names with two underscores that a class may be given beside its methods.
+CLASS_NAMES = frozenset(("__match_args__", "__slots__"))
+
+# What named tuples call their methods, because their fields have the plain names.
+NAMED_TUPLE = frozenset(("_asdict", "_fields", "_field_defaults", "_make", "_replace"))
+
+# Modules whose classes put nothing of their own into the objects of classes derived from them.
+PLAIN_BASES = ("builtins", "typing", "abc", "collections.abc", "torch.nn.modules.")
+
 # What a payload may be made of when it is unpickled: exact names, and roots with all below them.
 PICKLED_ROOTS = ("nnsight.intervention", "nnsight.tracing", "nnsight.modeling")
 PICKLED = frozenset((
@@ -109,7 +132,8 @@ PICKLED = frozenset((
     "collections.Counter", "builtins.set", "builtins.frozenset", "builtins.slice", "builtins.range",
     "builtins.complex", "builtins.bytearray", "builtins.object", "builtins.int", "builtins.float",
     "builtins.str", "builtins.list", "builtins.dict", "builtins.tuple", "builtins.bool",
-    "builtins.bytes", "builtins.type", "types.MethodType", "types.SimpleNamespace",
+    "builtins.bytes", "builtins.type", "builtins.property", "builtins.staticmethod",
+    "builtins.classmethod", "types.MethodType", "types.SimpleNamespace",
     "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter", "torch.Size",
     "torch.device", "torch._tensor._rebuild_from_type_v2", "torch.nn.parameter.Parameter",
     "torch.Tensor", "torch.FloatStorage", "torch.LongStorage", "torch.BFloat16Storage",
@@ -123,5 +147,11 @@ PICKLED = frozenset((
     "cloudpickle.cloudpickle._make_skeleton_enum", "cloudpickle.cloudpickle._builtin_type",
     "cloudpickle.cloudpickle._make_empty_cell", "cloudpickle.cloudpickle._make_cell",
     "abc.ABCMeta", "enum.EnumType", "enum.EnumMeta", "enum.Enum",
+    # What `dataclass` writes down in a class, beside methods that nobody has the source of.
+    "dataclasses.Field", "dataclasses._DataclassParams", "types.MappingProxyType",
+    "cloudpickle.cloudpickle._get_dataclass_field_type_sentinel",
 ))
+
+# Where the rest of what code may import is defined, if not where it is imported from.
+DEFINED_IN = {"torch._C._nn": "torch.nn.functional"}
 # fmt: on

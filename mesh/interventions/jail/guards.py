@@ -7,6 +7,7 @@ with a sentence. Lives in the job's process, beside the code it guards: a fence,
 from __future__ import annotations
 
 import builtins
+import importlib
 import operator
 import string
 from _string import formatter_field_name_split  # type: ignore[import-not-found]
@@ -26,8 +27,13 @@ from RestrictedPython.transformer import INSPECT_ATTRIBUTES
 
 from mesh.errors import PolicyViolation
 from mesh.interventions.jail import allowed
+from mesh.interventions.jail.ownership import UserClass, UserModule, is_own, is_the_author_s
 
 _MISSING = object()
+_SELF_MATCHING = (
+    bool, bytearray, bytes, dict, float, frozenset, int, list, set, str, tuple,
+)  # fmt: skip
+"""Classes of which ``case int(x)`` captures the object itself."""
 _IN_PLACE = {
     "+=": operator.iadd, "-=": operator.isub, "*=": operator.imul, "/=": operator.itruediv,
     "%=": operator.imod, "**=": operator.ipow, "<<=": operator.ilshift, ">>=": operator.irshift,
@@ -44,8 +50,10 @@ def refuse(what: str) -> PolicyViolation:
     )
 
 
-class UserClass(type):
-    """The class of classes that guarded code defines; their instances are the user's own."""
+def refuse_metaclass(bases: tuple[Any, ...]) -> None:
+    """Raise PolicyViolation for a class whose objects would be classes, made of any names."""
+    if any(isinstance(base, type) and issubclass(base, type) for base in bases):
+        raise refuse("a class of classes")
 
 
 class _Metaclass:
@@ -55,6 +63,7 @@ class _Metaclass:
         return _fitting(bases).__prepare__(name, bases)
 
     def __call__(self, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+        refuse_metaclass(bases)
         return _fitting(bases)(name, bases, namespace)
 
 
@@ -67,6 +76,8 @@ def module_allowed(name: str) -> bool:
     if name in allowed.MODULES:
         return True
     parts = name.split(".")
+    if any(part.startswith("_") for part in parts):
+        return False
     return any(allowed.MODULES.get(".".join(parts[:n]), False) for n in range(1, len(parts)))
 
 
@@ -75,17 +86,19 @@ def _check_module_attribute(module: ModuleType, name: str) -> None:
     if not module_allowed(full):
         raise refuse(f"module `{full}`")
     root = full.partition(".")[0]
-    denied = name in allowed.DENIED_IN_MODULES.get(root, ())
-    if denied or name.startswith(allowed.DENIED_PREFIXES_IN_MODULES.get(root, ("\0",))):
+    if name in allowed.DENIED_IN_MODULES.get(root, ()):
         raise refuse(f"`{full}.{name}`")
 
 
 def _check_owner(owner: Any, name: str) -> None:
-    if name.startswith("_") and name != "_" and name not in allowed.DUNDERS:
-        raise refuse(f"`{name}`, as any name that starts with an underscore,")
+    hidden = name.startswith("_") and name != "_" and name not in allowed.DUNDERS
+    if hidden and not is_own(owner, name):
+        raise refuse(f"`{name}`, as any name of others' that starts with an underscore,")
+    if type(owner) is UserModule:
+        return
     if isinstance(owner, ModuleType):
         _check_module_attribute(owner, name)
-    listed = isinstance(owner, Envoy) or isinstance(type(owner), UserClass)
+    listed = isinstance(owner, Envoy) or is_the_author_s(owner)
     if name in INSPECT_ATTRIBUTES or (name in allowed.DENIED_ANYWHERE and not listed):
         raise refuse(f"`.{name}`")
     if isinstance(owner, Tracer) and name not in allowed.TRACER:
@@ -102,7 +115,8 @@ def _check_value(owner: Any, name: str, value: Any) -> None:
         plain = True
     if not plain:
         raise refuse(f"`.{name}` of a {type(owner).__name__}")
-    if isinstance(value, ModuleType) and not module_allowed(value.__name__):
+    own = type(value) is UserModule
+    if isinstance(value, ModuleType) and not own and not module_allowed(value.__name__):
         raise refuse(f"module `{value.__name__}`")
 
 
@@ -164,8 +178,10 @@ class _Writable:
 
     def _check(self, name: str) -> None:
         names = object.__getattribute__(self, "_names")
-        hidden = name.startswith("_") or name in INSPECT_ATTRIBUTES
-        if hidden or (names is not None and name not in names):
+        owner = object.__getattribute__(self, "_owner")
+        hidden = name.startswith("_") and not (names is None and is_own(owner, name))
+        forbidden = hidden or name in INSPECT_ATTRIBUTES
+        if forbidden or (names is not None and name not in names):
             raise refuse(f"assigning to `.{name}` here")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -190,7 +206,7 @@ def guarded_write(owner: Any) -> Any:
     """What ``owner.x = y`` and ``owner[x] = y`` are carried out on."""
     if type(owner) in (dict, list):
         return owner
-    if isinstance(type(owner), UserClass):
+    if isinstance(type(owner), UserClass) or isinstance(owner, UserClass):
         return _Writable(owner, None)
     if isinstance(owner, ModuleType | type | FunctionType | Tracer):
         raise refuse(f"changing `{getattr(owner, '__name__', type(owner).__name__)}`")
@@ -199,21 +215,85 @@ def guarded_write(owner: Any) -> Any:
     return _Writable(owner, allowed.ENVOY_WRITABLE)
 
 
-def guarded_import(
-    name: str,
-    globals_: Any = None,
-    locals_: Any = None,
-    fromlist: Sequence[str] = (),
-    level: int = 0,
-) -> ModuleType:
-    """`import` of what is on the list."""
-    if level or not module_allowed(name):
+def guarded_import(name: str, leaf: bool) -> ModuleType:
+    """``import name``; the module itself where it is renamed (`leaf`), else the one it is in."""
+    module = _imported(name)
+    return module if leaf else importlib.import_module(name.partition(".")[0])
+
+
+def guarded_import_from(module: str, name: str) -> Any:
+    """``from module import name``"""
+    found = _imported(module)
+    try:
+        return guarded_getattr(found, name)
+    except AttributeError:
+        if module_allowed(f"{module}.{name}"):
+            return _imported(f"{module}.{name}")
+        raise ImportError(f"cannot import name {name!r} from {module!r}") from None
+
+
+def _imported(name: str) -> ModuleType:
+    if not module_allowed(name):
         raise refuse(f"module `{name}`")
-    module = builtins.__import__(name, globals_, locals_, fromlist, 0)
-    for wanted in fromlist or ():
-        # The names are taken from the module without asking anybody again.
-        guarded_getattr(module, wanted)
-    return module
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        root = name.partition(".")[0]
+        if error.name != root or root not in allowed.EXTRAS:
+            raise
+        raise PolicyViolation(
+            f"module `{root}` is not installed on this node",
+            fix=f"Whoever runs the node installs it with: pip install 'hearthnet[{root}]'",
+        ) from None
+
+
+def match_sequence(subject: Any, before: int, after: int | None) -> list[Any] | None:
+    """The items of a sequence of `before` items or, with `after`, of at least as many as both.
+
+    Then what is between the two is one item, a list.
+    """
+    if not isinstance(subject, Sequence) or isinstance(subject, str | bytes | bytearray):
+        return None
+    items = [subject[place] for place in range(len(subject))]
+    if after is None:
+        return items if len(items) == before else None
+    if len(items) < before + after:
+        return None
+    stop = len(items) - after
+    return [*items[:before], items[before:stop], *items[stop:]]
+
+
+def match_mapping(subject: Any, keys: tuple[Any, ...], with_rest: bool) -> list[Any] | None:
+    """The values of `keys`, all of which it has; with `with_rest`, a dict of all others behind."""
+    if not isinstance(subject, Mapping):
+        return None
+    values = [subject.get(key, _MISSING) for key in keys]
+    if any(value is _MISSING for value in values):
+        return None
+    rest = {key: subject[key] for key in subject if key not in keys} if with_rest else None
+    return values if rest is None else [*values, rest]
+
+
+def match_class(subject: Any, kind: Any, count: int, names: tuple[str, ...]) -> list[Any] | None:
+    """The first `count` attributes that the class matches by place, and those of `names`.
+
+    Each is read as guarded code reads it. Raises PolicyViolation, TypeError.
+    """
+    if not isinstance(kind, type):
+        raise TypeError("called match pattern must be a class")
+    if not isinstance(subject, kind):
+        return None
+    places = getattr(kind, "__match_args__", ())
+    values: list[Any] = []
+    if count and not places and issubclass(kind, _SELF_MATCHING):
+        values, count = [subject], count - 1
+    if count > len(places):
+        raise TypeError(f"{kind.__name__}() accepts fewer than {count} positional sub-patterns")
+    try:
+        values += [guarded_getattr(subject, name) for name in (*places[:count], *names)]
+    except AttributeError:
+        return None
+    return values
 
 
 def _in_place(op: str, old: Any, new: Any) -> Any:
@@ -235,8 +315,12 @@ def _delete_attribute(owner: Any, name: str) -> None:
     delattr(guarded_write(owner), name)
 
 
-def guarded_builtins() -> dict[str, Any]:
-    """The builtins of guarded code: the allowed ones, and the guards its rewriting calls."""
+def guarded_builtins(suffix: str = "") -> dict[str, Any]:
+    """The builtins of guarded code: the allowed ones, and the guards its rewriting calls.
+
+    With a `suffix` that nobody knows, no variable that comes along can take a guard's place.
+    """
+    guards = {name + suffix: guard for name, guard in _GUARDS.items()}
     exceptions = {n: v for n, v in safe_builtins.items() if isinstance(v, type)
                   and issubclass(v, BaseException)}  # fmt: skip
     return {
@@ -247,19 +331,31 @@ def guarded_builtins() -> dict[str, Any]:
         "RecursionError": RecursionError,
         # A class takes its module from here; `dataclass` wants one that exists.
         "__name__": "builtins",
-        "__metaclass__": _Metaclass(),
-        "__import__": guarded_import,
+        # Statements go by `_import_`; this is what compiled code fetches its own parts with, at
+        # their first use, as numpy's ``mean`` does. No author can name it.
+        "__import__": builtins.__import__,
         "type": _type,
         "getattr": guarded_getattr,
         "hasattr": guarded_hasattr,
         "setattr": _set_attribute,
         "delattr": _delete_attribute,
         "format": builtins.format,
-        "_getattr_": guarded_getattr,
-        "_getitem_": operator.getitem,
-        "_getiter_": iter,
-        "_write_": guarded_write,
-        "_inplacevar_": _in_place,
-        "_unpack_sequence_": guarded_unpack_sequence,
-        "_iter_unpack_sequence_": guarded_iter_unpack_sequence,
+        **guards,
     }
+
+
+_GUARDS: dict[str, Any] = {
+    "__metaclass__": _Metaclass(),
+    "_getattr_": guarded_getattr,
+    "_getitem_": operator.getitem,
+    "_getiter_": iter,
+    "_write_": guarded_write,
+    "_inplacevar_": _in_place,
+    "_import_": guarded_import,
+    "_import_from_": guarded_import_from,
+    "_unpack_sequence_": guarded_unpack_sequence,
+    "_iter_unpack_sequence_": guarded_iter_unpack_sequence,
+    "_match_sequence_": match_sequence,
+    "_match_mapping_": match_mapping,
+    "_match_class_": match_class,
+}

@@ -162,23 +162,27 @@ class JailedJob:
             text = "\n".join(safe_line(line) for line in lines)
             return (Ending.FINISHED if finished else Ending.FAILED), text
         if self._killed_as is Ending.WALL_LIMIT:
-            return Ending.WALL_LIMIT, f"ended after {self._limits.wall_s:g} s, its time limit"
+            return Ending.WALL_LIMIT, _after(f"{self._limits.wall_s:g} s, its time limit")
         if self._killed_as is not None:
-            return self._killed_as, "ended on request"
+            return self._killed_as, "The job was ended on request."
         if os.WIFSIGNALED(status):
             return _judge_signal(os.WTERMSIG(status), float(report["cpu_s"]), self._limits.cpu_s)
-        return Ending.CRASHED, "the process left without a result"
+        return Ending.CRASHED, "The job's process ended by itself and left no valid result."
+
+
+def _after(limit: str) -> str:
+    return f"The job was ended after {limit}."
 
 
 def _judge_signal(number: int, cpu_s: float, allowed_cpu_s: int) -> tuple[Ending, str]:
     if number == signal.SIGSYS:
-        return Ending.FORBIDDEN_CALL, "ended: it made a system call that no job needs"
+        return Ending.FORBIDDEN_CALL, "The job was ended: it made a system call that no job needs."
     if number != signal.SIGKILL:
-        return Ending.CRASHED, f"ended by {signal.Signals(number).name}"
+        return Ending.CRASHED, f"The job's process ended by {signal.Signals(number).name}."
     # The kernel counts in ticks and looks at them once in a while.
     if cpu_s >= allowed_cpu_s - 0.5:
-        return Ending.CPU_LIMIT, f"ended after {allowed_cpu_s} s of computing, its limit"
-    return Ending.CRASHED, "ended by the system, most likely for want of memory"
+        return Ending.CPU_LIMIT, _after(f"{allowed_cpu_s} s of computing, its limit")
+    return Ending.CRASHED, "The job was ended by the system, most likely for want of memory."
 
 
 async def _made_files(result_bytes: int, payload: bytes) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import os
 import platform
 import struct
 import sys
+from functools import cache
 from pathlib import Path
 
 from mesh.interventions.jail.syscalls import MACHINES, Machine
@@ -34,6 +35,7 @@ def machine() -> Machine | None:
     return MACHINES.get(platform.machine()) if sys.platform == "linux" else None
 
 
+@cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 

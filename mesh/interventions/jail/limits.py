@@ -45,7 +45,7 @@ class JobOutcome:
 
     `result` is what the entry point returned, as opaque bytes from an untrusted process: nothing
     in this process may unpickle or evaluate it. It is empty unless `ending` is FINISHED; then
-    `text` is empty, else one line or a traceback for whoever sent the job.
+    `text` is empty, else a sentence or a traceback for whoever sent the job.
     """
 
     ending: Ending

@@ -8,8 +8,11 @@ the places where it does; not what the job computes.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import io
+import secrets
+import sys
 import types
 from collections.abc import Callable
 from types import CodeType, FrameType, ModuleType
@@ -23,12 +26,20 @@ from nnsight.schema import request
 from nnsight.tracing.tracer import Tracer
 from nnsight.tracing.util import Scope
 
-from mesh.errors import PolicyViolation
 from mesh.interventions.jail import allowed
 from mesh.interventions.jail.desugar import compile_guarded
-from mesh.interventions.jail.guards import UserClass, guarded_builtins, module_allowed, refuse
+from mesh.interventions.jail.guards import (
+    guarded_builtins,
+    guarded_import_from,
+    module_allowed,
+    refuse,
+    refuse_metaclass,
+)
+from mesh.interventions.jail.ownership import UserClass, UserModule
+from mesh.interventions.jail.standins import Missing, Nothing, compiled, unavailable
 
 _BUILTINS = guarded_builtins()
+_suffix = ""
 # What `model.generate` and `model.pipe` run comes by its source, which is nnsight's own: ours is
 # taken instead.
 _MODEL_FILE = "nnsight/modeling/transformers.py"
@@ -47,6 +58,10 @@ def raise_fence() -> None:
     `FencedUnpickler` (``RequestModel.deserialize(..., unpickler=FencedUnpickler)``) and run it as
     usual: blocks, nested blocks, edits and shipped functions are all covered.
     """
+    global _suffix  # noqa: PLW0603 - of this process, whose only job is this one
+    _suffix = secrets.token_hex(8)
+    _BUILTINS.clear()
+    _BUILTINS.update(guarded_builtins(_suffix))
     for module in (request, serialization, interleaver):
         # Found before the builtin of the same name.
         vars(module)["compile"] = _compile
@@ -63,11 +78,11 @@ def _refuse_text(*_: Any) -> NoReturn:
 
 
 def _compile(source: str | ast.Module, filename: str, mode: str) -> CodeType:
-    return compile_guarded(source, filename)
+    return compile_guarded(source, filename, _suffix)
 
 
 def _compile_block(tracer: Tracer, module: ast.Module, frame: FrameType) -> CodeType:
-    code = compile_guarded(module, frame.f_code.co_filename)
+    code = compile_guarded(module, frame.f_code.co_filename, _suffix)
     return code.replace(co_name=frame.f_code.co_name)
 
 
@@ -107,15 +122,32 @@ def _fenced_fill(function: Any, names: dict[str, Any]) -> None:
 
 
 def _fenced_subimport(name: str) -> ModuleType:
-    if not module_allowed(name):
-        raise refuse(f"module `{name}`")
-    return importlib.import_module(name)
+    """The module, or one of that name with nothing in it: that it was imported harms nobody."""
+    return importlib.import_module(name) if module_allowed(name) else ModuleType(name)
 
 
-def _fenced_class(constructor: type, *arguments: Any) -> type:
+def _fenced_module(name: str, names: dict[str, Any]) -> ModuleType:
+    """A module of the author's own, without what the import system keeps in it."""
+    made = UserModule(name)
+    vars(made).update({key: value for key, value in names.items() if not key.startswith("__")})
+    return made
+
+
+class _TorchFunctions:
+    """In the place of the class that torch keeps its functions in."""
+
+
+def _fenced_getattr(owner: Any, name: str) -> Any:
+    if owner is not _TorchFunctions:
+        raise refuse(f"`.{name}` of something in a payload")
+    return guarded_import_from("torch", name)
+
+
+def _fenced_class(constructor: type, name: str, bases: tuple[type, ...], *more: Any) -> type:
+    refuse_metaclass(bases)
     # What guarded code may assign to is told by the class of its class.
     wanted = UserClass if constructor is type else constructor
-    made: type = _make_skeleton_class(wanted, *arguments)
+    made: type = _make_skeleton_class(wanted, name, bases, *more)
     return made
 
 
@@ -123,21 +155,41 @@ def _load_storage(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
+_BY_VALUE = "cloudpickle.cloudpickle.dynamic_subimport"
 _REPLACED: dict[str, Any] = {
     "nnsight.intervention.serialization._fill": _fenced_fill,
     "cloudpickle.cloudpickle.subimport": _fenced_subimport,
     "cloudpickle.subimport": _fenced_subimport,
+    _BY_VALUE: _fenced_module,
+    "_frozen_importlib.ModuleSpec": Nothing,
+    "_frozen_importlib_external.SourceFileLoader": Nothing,
     "cloudpickle.cloudpickle._make_skeleton_class": _fenced_class,
     "torch.storage._load_from_bytes": _load_storage,
+    "builtins.getattr": _fenced_getattr,
+    "torch._C._VariableFunctionsClass": _TorchFunctions,
+    "__future__._Feature": Nothing,
+    "types.CodeType": Nothing,
+    "builtins.CodeType": Nothing,
+    "cloudpickle.cloudpickle._make_function": compiled,
+    "cloudpickle.cloudpickle._function_setstate": Nothing,
+    "dataclasses._MISSING_TYPE": Missing,
+    "dataclasses._HAS_DEFAULT_FACTORY_CLASS": Nothing,
 }
 
 
 class FencedUnpickler(serialization.CustomCloudUnpickler):  # type: ignore[misc]
     """nnsight's unpickler, for payloads made of nothing but what a trace needs."""
 
+    _brings_a_module = False
+
     def find_class(self, module: str, name: str) -> Any:
-        """A global by name. Raises PolicyViolation for those not on the list."""
+        """A global by name. Raises PolicyViolation for those not on the list.
+
+        From the first module by value on, those are stand-ins that refuse when they are used.
+        """
         full = f"{module}.{name}"
+        if full == _BY_VALUE:
+            self._brings_a_module = True
         if full in _REPLACED:
             return _REPLACED[full]
         if full in allowed.PICKLED or _is_plain_torch(full):
@@ -147,13 +199,28 @@ class FencedUnpickler(serialization.CustomCloudUnpickler):  # type: ignore[misc]
             # A dotted name may lead through a module to anywhere; what it finds tells.
             if isinstance(found, type) and found.__module__.startswith("nnsight."):
                 return found
-        if name in ("_make_function", "CodeType", "_function_setstate") or module == "dataclasses":
-            raise PolicyViolation(
-                "a function came as compiled code, as those do whose source nobody has: "
-                "the methods that `dataclass` generates, what `exec` or a console defined",
-                fix="Define it in a file or a notebook cell, or inside the trace.",
-            )
-        raise refuse(f"`{full}` in a payload")
+        found = _importable(module, name)
+        if found is None and self._brings_a_module:
+            return unavailable(full)
+        if found is None:
+            raise refuse(f"`{full}` in a payload")
+        return found
+
+
+def _importable(module: str, name: str) -> Any:
+    """What guarded code could import as well, by where it is defined; None for all else."""
+    if "." in name:
+        return None
+    own = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    root = module.partition(".")[0].lstrip("_")
+    for place in (module, module.lstrip("_"), allowed.DEFINED_IN.get(module, ""), root):
+        if not module_allowed(place):
+            continue
+        with contextlib.suppress(ImportError):
+            found = guarded_import_from(place, name)
+            if place == module or found is own:
+                return found
+    return None
 
 
 def _is_plain_torch(full: str) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from mesh.interventions.jail import canaries, child, kernel, lockdown
 from mesh.interventions.jail.limits import JobLimits
+from mesh.interventions.jail.pages import HugePages
 from mesh.interventions.jail.syscalls import Machine
 
 MAX_COMMAND_BYTES = 64 << 10
@@ -36,8 +37,8 @@ _PRELOAD = (
     "types", "typing", "unicodedata", "uuid", "warnings", "weakref", "zlib", "zoneinfo",
 )  # fmt: skip
 _PRELOAD_WITH_TORCH = (
-    "numpy", "numpy.random", "numpy.linalg", "numpy.fft", "nnsight", "einops", "pandas",
-    "sympy", "cloudpickle", "greenlet", "zstandard", "RestrictedPython",
+    "numpy", "numpy.random", "numpy.linalg", "numpy.fft", "nnsight", "einops", "sympy",
+    "cloudpickle", "greenlet", "zstandard", "RestrictedPython",
 )  # fmt: skip
 
 
@@ -151,9 +152,13 @@ class _Nursery:
         poller.register(self._control, select.POLLIN)
         poller.register(woken, select.POLLIN)
         parent = os.getppid()
+        pages, is_idle_work_left = HugePages(), True
         # The time-out only matters where a closed datagram socket does not wake its peer.
         while os.getppid() == parent:
-            ready = [fd for fd, _ in poller.poll(5000)]
+            ready = [fd for fd, _ in poller.poll(0 if is_idle_work_left else 5000)]
+            if not ready and is_idle_work_left:
+                is_idle_work_left = pages.step()
+                continue
             if woken in ready:
                 os.read(woken, 4096)
             self._reap()

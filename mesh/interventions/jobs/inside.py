@@ -35,6 +35,7 @@ from mesh.interventions.jail.limits import ToldError
 from mesh.interventions.jail.lockdown import readable_paths
 from mesh.interventions.jail.policy import FencedUnpickler, raise_fence
 from mesh.interventions.jobs.order import JobOrder
+from mesh.interventions.jobs.rehearsal import rehearse
 from mesh.interventions.skeleton import Skeleton, job_model, load_skeleton
 from mesh.models.manifest import read_manifest
 from mesh.shard.device import DTYPES
@@ -65,6 +66,7 @@ def warm(argument: str) -> None:
         cache_dir=Path(order["cache_dir"]),
     )
     _skeleton = load_skeleton(manifest, dtype=DTYPES[order["dtype"]])
+    rehearse(lambda saved: _packed(saved, compress=True))
 
 
 def run(payload: bytes, channel: socket.socket) -> bytes:
@@ -94,7 +96,8 @@ def _unknown_part(error: UnknownPersistentIdError) -> BadRequest:
 
 def _freshen() -> None:
     """What a process of its own would not share with the others forked from the same parent."""
-    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+    # torch's own way first takes a traceback for the devices that there are none of.
+    for seed in (torch.default_generator.manual_seed, random.seed, numpy.random.seed):
         seed(int.from_bytes(os.urandom(4)))
     warnings.formatwarning = lambda message, category, *_: f"{category.__name__}: {message}\n"
 

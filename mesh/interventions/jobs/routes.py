@@ -15,6 +15,7 @@ from mesh.clock import LoopClock
 from mesh.errors import Busy, MeshError, NoRoute
 from mesh.health.standing import Standings
 from mesh.interventions.relay import HopRefused, HopSessions
+from mesh.pipeline.claims import Claims
 from mesh.pipeline.lines import Lines
 from mesh.pipeline.pushed import PushedShards
 from mesh.routing.cover import Candidate, CoverRules, ShardKey, key_of
@@ -53,6 +54,7 @@ class Routes:
         self._lines = lines
         self._rules = rules
         self._standings = Standings(LoopClock())
+        self._claims = Claims(own)
 
     async def open(
         self, wanted: Wanted, shards: Sequence[dict[str, Any]], exclude: Collection[ShardKey] = ()
@@ -62,7 +64,7 @@ class Routes:
         `shards` is what the daemon knows of who serves the model now, as `AskerOwner.routable`.
         Raises NoRoute, WeightsMismatch, or Busy when only occupied shards are in the way.
         """
-        pushed = PushedShards(self._own, self._standings)
+        pushed = PushedShards(self._own, self._standings, self._claims)
         pushed.replace(shards)
         refused: dict[ShardKey, HopRefused] = {}
         while True:
@@ -71,7 +73,7 @@ class Routes:
             except NoRoute as nobody:
                 raise _with_refusals(nobody, list(refused.values())) from None
             try:
-                sessions = await HopSessions.open(hops, self._lines)
+                sessions = await HopSessions.open(hops, self._lines, self._claims)
             except HopRefused as refusal:
                 # Each round excludes one shard more, so this ends.
                 refused[key_of(refusal.hop.shard)] = refusal

@@ -225,15 +225,9 @@ def _keys(lost: Sequence[_Loss]) -> list[ShardKey]:
 
 
 def _failure(outcome: JobOutcome, took: Mapping[str, Any]) -> JobFailed:
-    if outcome.ending is Ending.FAILED:
-        return JobFailed(outcome.text, fix="", took=took)
-    return JobFailed(
-        f"The job was {outcome.text}.",
-        fix="Do less in one job, or ask whoever runs this node to raise its limits."
-        if outcome.ending in (Ending.WALL_LIMIT, Ending.CPU_LIMIT)
-        else "",
-        took=took,
-    )
+    is_limit = outcome.ending in (Ending.WALL_LIMIT, Ending.CPU_LIMIT)
+    fix = "Do less in one job, or ask whoever runs this node to raise its limits."
+    return JobFailed(outcome.text, fix=fix if is_limit else "", took=took)
 
 
 def _given_up(lost: Sequence[_Loss], nobody: MeshError | None = None) -> JobFailed:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh import allowances
+from mesh.channel import Channel, ChannelMessage
 from mesh.clock import SystemClock
 from mesh.discovery.tasks import spawn
 from mesh.errors import InternalError, JobFailed, LinkLost, MeshError
@@ -32,7 +33,7 @@ from mesh.pipeline.dialing import secured
 from mesh.pipeline.following import Following
 from mesh.pipeline.lines import Lines
 from mesh.routing.cover import CoverRules, home_layers
-from mesh.supervise import Channel, ChannelMessage, attach_to_parent
+from mesh.supervise import attach_to_parent
 from mesh.types import ModelId, NodeId
 from mesh.wire.messages import Hello
 
@@ -206,7 +207,6 @@ def _rules(settings: dict[str, Any], total_layers: int) -> CoverRules:
 
 def main() -> None:
     """Run until the daemon is gone."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
     asyncio.run(JobsWorker().run())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mesh.errors import BadRequest
+from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter
 from mesh.shard.taps.tree import SpanTree
 from mesh.types import LayerRange
 
@@ -24,18 +25,24 @@ Lengths = dict[int, list[int]]
 class TapCaches:
     """Caches by the numbers the job gave them."""
 
-    def __init__(self, tree: SpanTree, layers: LayerRange) -> None:
+    def __init__(self, tree: SpanTree, layers: LayerRange, meter: MemoryMeter) -> None:
         self._tree = tree
+        self._meter = meter
+        self._entry_bytes = ENTRY_BYTES * (1 + len(tree.layers))
         first = tree.layers.start
         self._indices = range(layers.start - first, layers.stop - first)
         self._caches: dict[int, Any] = {}
 
+    def __len__(self) -> int:
+        return len(self._caches)
+
     def get(self, number: int) -> Any:
-        """The cache of that number, an empty one the first time. Raises BadRequest."""
+        """The cache of that number, an empty one the first time; BadRequest, LimitReached."""
         cache = self._caches.get(number)
         if cache is None:
             if len(self._caches) >= _MAX_CACHES:
                 raise BadRequest("The job keeps too many caches.", fix="Let go of earlier ones.")
+            self._meter.take(self._entry_bytes)
             cache = self._caches[number] = self._tree.new_cache()
         return cache
 
@@ -45,11 +52,13 @@ class TapCaches:
 
     def free(self, number: int) -> None:
         """Forget the cache, if it is there."""
-        self._caches.pop(number, None)
+        if self._caches.pop(number, None) is not None:
+            self._meter.give(self._entry_bytes)
 
     def clear(self) -> None:
         """Forget all of them."""
-        self._caches.clear()
+        for number in list(self._caches):
+            self.free(number)
 
     def operate(self, number: int, name: str, arguments: tuple[Any, ...]) -> None:
         """Do to the session's layers what the job does to its cache. Raises BadRequest."""
@@ -86,10 +95,6 @@ class TapCaches:
     def positions(self) -> int:
         """How many rows all of them hold together."""
         return sum(map(_rows, self._caches.values()))
-
-    def longest(self) -> int:
-        """How many positions the longest of them holds."""
-        return max((max(lengths) for lengths in self.lengths().values()), default=0)
 
     def lengths(self) -> Lengths:
         """How many positions each layer of each cache holds now."""

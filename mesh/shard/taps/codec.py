@@ -2,7 +2,7 @@
 
 Reading one cannot run code: there are numbers, text, containers, tensors and a few fixed kinds, and
 whatever is no such value stays where it is and is named by a number. What a tensor's number means
-is `ledger`'s business.
+is `shared_tensors`'s business.
 
 A message is ``u32 header length``, the header (a strict msgpack map), and the bytes of its tensors
 in the order in which the header mentions them.
@@ -27,7 +27,7 @@ from transformers.utils.generic import ModelOutput
 from mesh.errors import BadRequest
 from mesh.shard.taps.parts import MAX_MESSAGE_BYTES
 
-_MAX_HEADER_BYTES = 16 << 20
+_MAX_HEADER_BYTES = 4 << 20
 _MAX_ITEMS = 1 << 17
 _MAX_DEPTH = 32
 _MAX_RANK = 16
@@ -104,6 +104,14 @@ def pack(header: dict[str, Any], buffers: Buffers) -> bytes:
             fix="Read less at once, for example only the positions you need.",
         )
     return b"".join((_LENGTH.pack(len(head)), head, *buffers))
+
+
+def header_bytes(message: bytes | bytearray | memoryview) -> int:
+    """How long the header of a message says it is, within what may be; 0 where none begins."""
+    if len(message) < _LENGTH.size:
+        return 0
+    (length,) = _LENGTH.unpack_from(message)
+    return min(int(length), len(message))
 
 
 def unpack(message: bytes | bytearray | memoryview) -> tuple[dict[str, Any], Buffers]:

@@ -15,14 +15,14 @@ was shown. Its values are right, the job is told that its gradient would be inco
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from mesh.errors import BadRequest
-from mesh.shard.taps.graphs import kept_bytes
+from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter
 
 Ask = Callable[[int, torch.Tensor, list[int]], list[torch.Tensor | None]]
 """(joint, its gradient, earlier joints) -> what arrives at each of those, None for nothing."""
@@ -76,7 +76,7 @@ class _Joint:
 
 
 class JobJoints:
-    """The job's end for one hop; see `mesh.shard.taps.ledger.Origins`."""
+    """The job's end for one hop; see `mesh.shard.taps.shared_tensors.Origins`."""
 
     def __init__(self, ask: Ask, on_incomplete: Callable[[torch.Tensor], None]) -> None:
         """`on_incomplete` gets each tensor whose own gradient would miss something."""
@@ -173,16 +173,20 @@ class JobJoints:
 
 
 class ShardJoints:
-    """The shard's end of one session; see `mesh.shard.taps.ledger.Origins`.
+    """The shard's end of one session; see `mesh.shard.taps.shared_tensors.Origins`.
 
     What is shown is kept, graph and all, until the job drops it or ends: it may go back through an
     earlier trace.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, meter: MemoryMeter) -> None:
+        self._meter = meter
         self._last_point = -1
         self._edges: dict[int, GradientEdge | torch.Tensor] = {}
+        self._graphs: dict[int, object] = {}
         self._known: dict[int, tuple[Node, int] | None] = {}
+        self.graph: object = None
+        """What stands for the graph that is being built; kept as long as its joints."""
 
     def clear(self) -> None:
         """A trace has ended; the graph stays."""
@@ -191,17 +195,20 @@ class ShardJoints:
     def drop(self, joints: list[int]) -> None:
         """Nobody will ask for these any more: free what only they hold of the graph."""
         for joint in joints:
-            self._edges.pop(joint, None)
+            if self._edges.pop(joint, None) is not None:
+                del self._graphs[joint]
+                self._meter.give(ENTRY_BYTES)
 
     def forget(self) -> None:
         """Free the graph."""
         self._known.clear()
-        self._edges.clear()
+        self.drop(list(self._edges))
 
-    def kept_bytes(self, shared: Collection[int]) -> int:
-        """What the graphs keep besides the storages at the addresses `shared`."""
-        edges = [edge for edge in self._edges.values() if isinstance(edge, GradientEdge)]
-        return kept_bytes((edge.node for edge in edges), shared)
+    def _keep(self, joint: int, edge: GradientEdge | torch.Tensor) -> None:
+        if joint not in self._edges:
+            self._meter.take(ENTRY_BYTES)
+        self._edges[joint] = edge
+        self._graphs[joint] = self.graph
 
     def leaving(self, tag: int, tensor: torch.Tensor) -> int:
         """See `Origins`."""
@@ -211,14 +218,14 @@ class ShardJoints:
         edge = get_gradient_edge(tensor)
         late = self._is_late(edge)
         self._last_point += 2
-        self._edges[self._last_point] = edge
+        self._keep(self._last_point, edge)
         self._known[tag] = place
         return -self._last_point if late else self._last_point
 
     def arriving(self, joint: int, tensor: torch.Tensor) -> torch.Tensor:
         """See `Origins`."""
         leaf = tensor.new_zeros(()).expand(tensor.shape).requires_grad_()
-        self._edges[joint] = leaf
+        self._keep(joint, leaf)
         with torch.enable_grad():
             return _join(lambda grad: [grad], tensor, leaf)
 
@@ -226,7 +233,7 @@ class ShardJoints:
         """See `Origins`: the job called `requires_grad_` on what it was shown."""
         if tensor.requires_grad:
             raise unsupported("Detaching a tensor in place stops at layers on other machines")
-        self._edges[joint] = tensor.requires_grad_()
+        self._keep(joint, tensor.requires_grad_())
 
     def is_shown(self, tag: int) -> bool:
         """See `ShardOrigins`."""

@@ -10,13 +10,18 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from nnsight.util import apply
 
-from mesh.shard.taps.codec import Buffers, Path, Writer, pack
+from mesh.shard.taps.codec import Buffers, Path, Writer
+from mesh.shard.taps.guard import GraphShare
 from mesh.shard.taps.joints import in_order_of_making
-from mesh.shard.taps.ledger import ShardLedger
+from mesh.shard.taps.meter import MemoryMeter, Tally
+from mesh.shard.taps.shared_tensors import ShardTensors
 from mesh.shard.taps.tree import SpanTree
 
 _PAUSE_S = 0.05
-_MAX_PATTERNS = 4096
+_MAX_PATTERNS = 256
+_MAX_PATTERN_BYTES = 1 << 20
+NAME_BYTES = 256
+"""What a location that is kept takes besides its characters: its objects, its places in tables."""
 
 Header = dict[str, Any]
 Request = tuple[Header, Buffers]
@@ -25,8 +30,14 @@ Request = tuple[Header, Buffers]
 class Patterns:
     """How often which locations were passed, sent once and named by a number from then on."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: MemoryMeter) -> None:
+        self._kept = Tally(meter)
         self._numbers: dict[tuple[tuple[str, int], ...], int] = {}
+
+    def clear(self) -> None:
+        """Forget them; nothing is sent from now on."""
+        self._numbers.clear()
+        self._kept.set(0)
 
     def encode(self, visits: dict[str, int]) -> Any:
         """A number, or ``[number, visits]`` the first time; number 0 is not to be kept."""
@@ -34,8 +45,9 @@ class Patterns:
         known = self._numbers.get(key)
         if known is not None:
             return known
-        number = 0
-        if len(self._numbers) < _MAX_PATTERNS:
+        number, size = 0, NAME_BYTES + sum(NAME_BYTES + len(location) for location, _ in key)
+        if len(self._numbers) < _MAX_PATTERNS and size < _MAX_PATTERN_BYTES:
+            self._kept.grow(size)
             number = self._numbers[key] = len(self._numbers) + 1
         return [number, [list(item) for item in key]]
 
@@ -43,7 +55,7 @@ class Patterns:
 class Host(Protocol):
     """What a run needs of its session."""
 
-    ledger: ShardLedger
+    tensors: ShardTensors
     patterns: Patterns
     observed: frozenset[str]
     sourced: dict[str, Any]
@@ -54,6 +66,9 @@ class Host(Protocol):
     def observe(self, run: Run, provider: str, value: Any) -> None:
         """Let the job know of `value`."""
 
+    def pack(self, header: Header, buffers: Buffers) -> bytes:
+        """The bytes of a message to hand out. Raises BadRequest, LimitReached."""
+
     def new_writer(self, run: Run) -> Writer:
         """A writer for the run's next message."""
 
@@ -61,10 +76,17 @@ class Host(Protocol):
 class Run:
     """See the module; a `mesh.shard.taps.tree.Visitor`."""
 
-    def __init__(self, host: Host, header: Header, body: Callable[[Run, Request], bytes]) -> None:
+    def __init__(
+        self,
+        host: Host,
+        header: Header,
+        graph: GraphShare | None,
+        body: Callable[[Run, Request], bytes],
+    ) -> None:
         self.watching = bool(header.get("watch"))
         self.sourced = host.sourced
-        self.grad = bool(header.get("grad"))
+        self.grad = graph is not None
+        self.graph = graph
         self.wanted: dict[str, frozenset[int]] = {}
         self.observed: list[list[Any]] = []
         self.standing: dict[Path, tuple[int, Any]] = {}
@@ -131,7 +153,7 @@ class Run:
         visits, self._visits = self._visits, {}
         observed, self.observed = self.observed, []
         self.standing = {}
-        changed = self._host.ledger.write_changed(writer.buffers)
+        changed = self._host.tensors.write_changed(writer.buffers)
         if self.grad:
             tensors: list[torch.Tensor] = []
             apply(value, tensors.append, torch.Tensor)
@@ -144,4 +166,4 @@ class Run:
             "value": writer.value(value),
             **fields,
         }
-        return pack(header, writer.buffers)
+        return self._host.pack(header, writer.buffers)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from mesh.errors import BadRequest, Busy, DeviceFailed, MeshError, NoRoute, Sess
 from mesh.ledger import Hold, Limit, Resource, ResourceLedger, of_peer
 from mesh.shard.batcher import DeviceQueue
 from mesh.shard.failures import foreseen
+from mesh.shard.residence import MakeRoom
 from mesh.shard.sessions import Reply
 from mesh.shard.taps.parts import FETCH, MAX_MESSAGE_BYTES, PART_BYTES
 from mesh.types import LayerRange, Principal, ShardDescriptor
@@ -26,6 +28,7 @@ from mesh.wire.messages import Failure, OpenTaps, Result, Step, WireTensor
 
 if TYPE_CHECKING:
     from mesh.models.load import LoadedSpan
+    from mesh.shard.runtime import SpanRuntime
     from mesh.shard.server import ShardServer
     from mesh.shard.taps.session import TapSession
     from mesh.shard.taps.tree import SpanTree
@@ -38,14 +41,14 @@ class TapSettings:
     """The limits of one shard's intervention sessions.
 
     A session that says nothing for `silence_s` ends. Without sessions, the instrumented modules are
-    dropped after `idle_s`. `tensor_bytes` bounds what one session has in flight at once and, in
-    an estimate, what its graphs keep; `positions` the rows of one forward, and those it has cached.
+    dropped after `idle_s`. `memory_bytes` bounds all that one session holds, `positions` the rows
+    of one forward, and those it has cached.
     """
 
     max_sessions: int = 4
     silence_s: float = 600.0
     idle_s: float = 600.0
-    tensor_bytes: int = 4 << 30
+    memory_bytes: int = 4 << 30
     positions: int = 32768
 
     @classmethod
@@ -55,7 +58,7 @@ class TapSettings:
         megabytes = asked.get("tap_memory_mb")
         return cls(
             max_sessions=int(asked.get("max_tap_sessions", default.max_sessions)),
-            tensor_bytes=default.tensor_bytes if megabytes is None else int(megabytes) << 20,
+            memory_bytes=default.memory_bytes if megabytes is None else int(megabytes) << 20,
             positions=positions,
         )
 
@@ -67,9 +70,11 @@ class TapPlace:
     number: int
     layers: LayerRange
     room: Hold
+    held: Hold
+    """What the session holds; it refuses by itself what is too much, this is for others to see."""
     session: TapSession | None = None
-    parts: list[WireTensor] = field(default_factory=list)
-    parts_bytes: int = 0
+    message: bytearray = field(default_factory=bytearray)
+    """What has come in of the next one."""
     answer: memoryview = field(default_factory=lambda: memoryview(b""))
     busy: bool = False
     closed: bool = False
@@ -85,22 +90,32 @@ class TapServer:
         load: Callable[[], LoadedSpan],
         queue: DeviceQueue,
         settings: TapSettings | None = None,
+        make_room: MakeRoom = nullcontext,
     ) -> None:
-        """`load` reads the span's plain weights once more; called where chat's cannot be shared."""
+        """`load` reads the span's plain weights once more, in the block of `make_room`; called
+        where chat's cannot be shared."""
         self._shard = shard
         self._load = load
         self._queue = queue
         self._settings = settings or TapSettings()
-        most = self._settings.max_sessions
+        self._make_room = make_room
+        self.weights_mb = 0.0
+        """What weights take that only interventions use."""
+        most, each = self._settings.max_sessions, self._settings.memory_bytes
         own = of_peer(shard.descriptor.host)
         # A job cannot move on half-way, so nobody's is ended for somebody else's: another node than
         # this one always leaves a place.
         self.accounts = ResourceLedger(
             SystemClock(),
-            {Resource.TAP_SESSIONS: Limit(max(1, most - 1), total=most)},
-            personal=lambda who, _: most if who == own else None,
+            {
+                Resource.TAP_SESSIONS: Limit(max(1, most - 1), total=most),
+                Resource.TAP_BYTES: Limit(total=most * each),
+            },
+            personal=lambda who, what: (
+                most if who == own and what is Resource.TAP_SESSIONS else None
+            ),
         )
-        """Intervention sessions by who asked for them."""
+        """Intervention sessions, and what they hold, by who asked for them."""
         self._places: set[TapPlace] = set()
         self._tree: SpanTree | None = None
         self._loading = asyncio.Lock()
@@ -110,6 +125,12 @@ class TapServer:
     def sessions(self) -> int:
         """Sessions admitted and not closed."""
         return len(self._places)
+
+    def weights(self) -> list[LoadedSpan]:
+        """What chat and jobs compute with now; whoever asks must not keep it."""
+        runtime = self._shard.resident()
+        loaded = [] if runtime is None else [runtime.loaded]
+        return loaded if self._tree is None else [*loaded, self._tree.loaded]
 
     def admit(self, request: OpenTaps, owner: Principal) -> TapPlace:
         """Take a place for a new session of `owner`.
@@ -123,7 +144,9 @@ class TapServer:
                 fix="Use a shard of another node.",
             )
         room = self.accounts.hold(owner, Resource.TAP_SESSIONS, 1)
-        place = TapPlace(request.session, layers, room)
+        place = TapPlace(
+            request.session, layers, room, self.accounts.hold(owner, Resource.TAP_BYTES)
+        )
         self._places.add(place)
         return place
 
@@ -135,7 +158,7 @@ class TapServer:
                 raise _gone()  # noqa: TRY301 - as what loading raises
             from mesh.shard.taps.session import TapLimits, TapSession
 
-            limits = TapLimits(self._settings.tensor_bytes, self._settings.positions)
+            limits = TapLimits(self._settings.memory_bytes, self._settings.positions)
             place.session = TapSession(tree, place.layers, limits)
             self._listen(place)
         except BaseException:
@@ -155,16 +178,11 @@ class TapServer:
             return
         if step.tensor.dtype != "int8" or len(step.tensor.shape) != 1:
             raise BadRequest("An intervention message is bytes.", fix="Update the asking node.")
-        place.parts.append(step.tensor)
-        place.parts_bytes += len(step.tensor.data)
-        if place.parts_bytes > MAX_MESSAGE_BYTES:
-            raise BadRequest("An intervention message is too large.", fix="Send less at once.")
+        _take_in(place, session, step.tensor)
         if step.position:
             reply(_result(step, b"\0"))
             return
-        message = b"".join(part.data for part in place.parts)
-        place.parts.clear()
-        place.parts_bytes = 0
+        message, place.message = place.message, bytearray()
         place.busy = True
         self._visit(place, step, reply, lambda: session.exchange(message))
 
@@ -175,6 +193,7 @@ class TapServer:
         place.closed = True
         self._places.discard(place)
         place.room.close()
+        place.held.close()
         if place.silence is not None:
             place.silence.cancel()
         session, place.session = place.session, None
@@ -183,6 +202,13 @@ class TapServer:
         if not self._places:
             loop = asyncio.get_running_loop()
             self._idle = loop.call_later(self._settings.idle_s, self._forget_tree)
+
+    def evict(self) -> None:
+        """Let the modules go if no session needs them."""
+        if not self._places:
+            if self._idle is not None:
+                self._idle.cancel()
+            self._forget_tree()
 
     def shutdown(self) -> None:
         """End every session and let the modules go."""
@@ -201,6 +227,8 @@ class TapServer:
 
         def done(future: Future[bytes | None]) -> None:
             error = future.exception()
+            if session is not None and not place.closed:
+                place.held.resize(session.meter.held_bytes)
             if session is not None and (place.closed or error is not None):
                 place.busy = False
                 self._queue.visit(session.close, _log_failure)
@@ -240,13 +268,19 @@ class TapServer:
         async with self._loading:
             if self._tree is None:
                 runtime = await self._shard.borrow()
-                self._tree = await self._queue.load(lambda: _grow(runtime, self._load))
+                if (shared := await self._queue.load(lambda: _twin(runtime))) is not None:
+                    self._tree = await self._queue.load(lambda: _grow(runtime, shared))
+                else:
+                    async with self._make_room():
+                        self._tree = await self._queue.load(lambda: _grow(runtime, self._load()))
+                    self.weights_mb = runtime.weight_bytes / 2**20
             return self._tree
 
     def _forget_tree(self) -> None:
         self._idle = None
         if not self._places:
             self._tree = None
+            self.weights_mb = 0.0
 
     def _check(self, request: OpenTaps) -> LayerRange:
         here: ShardDescriptor = self._shard.descriptor
@@ -263,15 +297,31 @@ class TapServer:
         return layers
 
 
-def _grow(runtime: object, load: Callable[[], LoadedSpan]) -> SpanTree:
-    # nnsight takes seconds to import and is needed by interventions only.
-    from mesh.shard.runtime import SpanRuntime
-    from mesh.shard.taps.tree import SpanTree
+def _take_in(place: TapPlace, session: TapSession, part: WireTensor) -> None:
+    """Add a part to the message that is coming in. Raises what refuses all of it."""
+    try:
+        session.mail.arrives(len(part.data))
+        if len(place.message) + len(part.data) > MAX_MESSAGE_BYTES:
+            raise BadRequest("An intervention message is too large.", fix="Send less at once.")
+    except MeshError:
+        place.message = bytearray()
+        session.mail.read()
+        raise
+    place.message += part.data
+    place.held.resize(session.meter.held_bytes)
+
+
+def _twin(runtime: SpanRuntime) -> LoadedSpan | None:
     from mesh.shard.taps.twin import twin
 
-    if not isinstance(runtime, SpanRuntime):
-        raise TypeError(f"not a span: {runtime!r}")
-    return SpanTree(twin(runtime.loaded) or load(), runtime.device)
+    return twin(runtime.loaded)
+
+
+def _grow(runtime: SpanRuntime, loaded: LoadedSpan) -> SpanTree:
+    # nnsight takes seconds to import and is needed by interventions only.
+    from mesh.shard.taps.tree import SpanTree
+
+    return SpanTree(loaded, runtime.device)
 
 
 def _next_part(place: TapPlace, step: Step) -> Result:

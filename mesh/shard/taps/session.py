@@ -19,34 +19,36 @@ import torch
 from nnsight.util import apply
 from transformers.utils.output_capturing import _active_collector
 
-from mesh.errors import BadRequest, DeviceFailed, MeshError
+from mesh.errors import BadRequest, MeshError
 from mesh.shard.taps import sources
-from mesh.shard.taps.caches import Lengths, TapCaches
-from mesh.shard.taps.codec import Buffers, Kind, Path, Reader, Writer, is_cache, pack, unpack
+from mesh.shard.taps.caches import TapCaches
+from mesh.shard.taps.codec import Buffers, Kind, Path, Reader, Writer, is_cache
+from mesh.shard.taps.guard import GraphShare, OperationGuard
 from mesh.shard.taps.joints import ShardJoints
-from mesh.shard.taps.ledger import Loose, ShardLedger
-from mesh.shard.taps.run import Header, Patterns, Request, Run
+from mesh.shard.taps.mail import CountedBuffers, Mail
+from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter, Tally
+from mesh.shard.taps.refusals import FIX, MALFORMED, malformed, nothing_else, raised, refusal
+from mesh.shard.taps.run import NAME_BYTES, Header, Patterns, Request, Run
+from mesh.shard.taps.shared_tensors import Loose, ShardTensors
 from mesh.shard.taps.tree import SpanTree
+from mesh.shard.taps.weight_copies import WeightCopies
 from mesh.types import LayerRange
 
 logger = logging.getLogger(__name__)
 
-_FIX = "Run the same hearthnet version on both machines."
 _MAX_NESTED = 16
+_MAX_NAME_CHARACTERS = 1000
 _MAX_OBSERVED_BYTES = 16 << 20
-_SCORE_BYTES = 12
-"""What eager attention has of one score at once, in fp32: it, it masked, its softmax."""
-_KEPT_SCORE_BYTES = 8
-"""What of that autograd keeps of every layer."""
-_MALFORMED = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
-"""What reading a message that is not what it should be raises."""
+_SOURCE_OBJECTS = 16
+"""What a byte of source takes once it is parsed, compiled and kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class TapLimits:
-    """Bounds of one session; `positions` are rows, of one forward and of all its caches."""
+    """Bounds of one session: bytes of all that it holds, and rows, those of one forward and of all
+    its caches together."""
 
-    tensor_bytes: int = 4 << 30
+    memory_bytes: int = 4 << 30
     positions: int = 32768
 
 
@@ -58,27 +60,34 @@ class TapSession:
     """What a job can do with some layers of a shard; a `mesh.shard.taps.run.Host`.
 
     `exchange` and `go_on` return the answer, or None when the device should be given to others
-    before `go_on` is called again. Everything is called on one thread.
+    before `go_on` is called again. Both and `close` are called on one thread.
     """
 
     def __init__(self, tree: SpanTree, layers: LayerRange, limits: TapLimits) -> None:
         self._tree = tree
         self._layers = layers
         self._limits = limits
-        self._joints = ShardJoints()
-        self.ledger = ShardLedger(tree.device, limits.tensor_bytes, self._joints)
-        self.patterns = Patterns()
+        self.meter = MemoryMeter(limits.memory_bytes)
+        self.mail = Mail(self.meter)
+        self._guard = OperationGuard(tree.storages, self.meter)
+        self._weights = WeightCopies(tree)
+        self._joints = ShardJoints(self.meter)
+        self.tensors = ShardTensors(tree.device, self.meter, self._joints, self._weights)
+        self.patterns = Patterns(self.meter)
         self.sourced: dict[str, Any] = {}
         self.observed: frozenset[str] = frozenset()
         self._observed_with_grad = False
         self._modules_sourced: set[str] = set()
-        self._caches = TapCaches(tree, layers)
+        self._names = Tally(self.meter)
+        self._sources = Tally(self.meter)
+        self._caches = TapCaches(tree, layers, self.meter)
+        self._graphs: set[GraphShare] = set()
         self._runs: list[Run] = []
 
-    def exchange(self, message: bytes | memoryview) -> bytes | None:
+    def exchange(self, message: bytes | bytearray | memoryview) -> bytes | None:
         """Do what `message` asks. Errors are answers, too."""
         try:
-            header, buffers = unpack(message)
+            header, buffers = self.mail.open(message)
             self._prepare(header)
             op = header["op"]
             if op in ("span", "call"):
@@ -87,9 +96,11 @@ class TapSession:
                 return self._drive(self._top(), (header, buffers))
             return self._at_once(op, header, buffers)
         except MeshError as error:
-            return _refusal(error)
-        except _MALFORMED as error:
-            return _refusal(_malformed(error))
+            return refusal(error)
+        except MALFORMED as error:
+            return refusal(malformed(error))
+        finally:
+            self.mail.read()
 
     def go_on(self) -> bytes | None:
         """Continue after a pause."""
@@ -97,44 +108,62 @@ class TapSession:
 
     def close(self) -> None:
         """Free everything; forwards under way are unwound."""
-        while self._runs:
-            self._runs.pop().unwind()
+        with self._guard:
+            while self._runs:
+                self._runs.pop().unwind()
         for path in self._modules_sourced:
             self._tree.unsource(path)
         self._modules_sourced.clear()
+        self._caches.clear()
         self._release()
         self._joints.forget()
-        self._caches.clear()
+        self.patterns.clear()
+        self._names.set(0)
+        self.mail.close()
 
     # Requests
 
     def _prepare(self, header: Header) -> None:
-        if header.get("release"):
-            self._release()
         self._joints.drop(header.get("unreachable", []))
         for number in header.get("free", ()):
             self._caches.free(number)
+        if header.get("release"):
+            self._release()
         if header.get("obs") is not None:
             self.observed = frozenset(self._located(header["obs"]))
             self._observed_with_grad = bool(header.get("obs_grad"))
         for base in self._located(header.get("sourced", [])):
             self.sourced.setdefault(base, None)
+        self._count_names()
 
     def _release(self) -> None:
-        self.ledger.clear()
+        self.tensors.clear()
         self._joints.clear()
+        self._weights.clear()
         self.sourced.clear()
+        self._sources.set(0)
         self.observed = frozenset()
+        if not len(self._caches):  # what they hold may have a history
+            self._graphs = {run.graph for run in self._runs if run.graph is not None}
 
     def _located(self, locations: list[Any]) -> list[str]:
         for location in locations:
+            if type(location) is not str or len(location) > _MAX_NAME_CHARACTERS:
+                raise BadRequest(f"{str(location)[:100]} is no location.", fix=FIX)
             self._tree.check(location, self._layers)
         return locations
+
+    def _count_names(self) -> None:
+        wanted = (location for run in self._runs for location in run.wanted)
+        names = (*self.sourced, *self.observed, *wanted)
+        visits = sum(len(visits) for run in self._runs for visits in run.wanted.values())
+        self._names.set(sum(map(len, names)) + (len(names) + visits) * NAME_BYTES)
 
     def _want(self, run: Run, header: Header) -> None:
         """Take over which visits to stop at, counted from this message on."""
         wanted = {location: frozenset(map(int, visits)) for location, visits in header["want"]}
         run.wanted = dict(zip(self._located(list(wanted)), wanted.values(), strict=True))
+        self._count_names()
         for location in (*wanted, *self.observed):
             path, is_inside, _ = location.partition(".source.")
             if is_inside and path not in self._modules_sourced:
@@ -144,20 +173,29 @@ class TapSession:
     def _start(self, header: Header, buffers: Buffers) -> bytes | None:
         if len(self._runs) >= _MAX_NESTED:
             raise BadRequest("Module calls are nested too deeply.", fix="Call fewer from within.")
-        run = Run(self, header, self._execute)
-        self._want(run, header)
+        self._tree.use_attention(str(header.get("attn", "sdpa")))
+        graph = GraphShare(self.meter) if header.get("grad") else None
+        run = Run(self, header, graph, self._execute)
+        if graph is not None:
+            self._graphs.add(graph)
         self._runs.append(run)
+        self._want(run, header)
         return self._drive(run, (header, buffers))
 
     def _top(self) -> Run:
         if not self._runs:
-            raise BadRequest("No forward is under way.", fix=_FIX)
+            raise BadRequest("No forward is under way.", fix=FIX)
         return self._runs[-1]
 
     def _drive(self, run: Run, request: Request | None) -> bytes | None:
+        self._guard.graph = self._joints.graph = run.graph
+        self._weights.apply()
         try:
-            return run.go_on(self._tree, request)
+            with self._guard:
+                return run.go_on(self._tree, request)
         finally:
+            self._guard.graph = self._joints.graph = None
+            self._tree.restore()
             if run.is_over and run in self._runs:
                 self._runs.remove(run)
 
@@ -170,16 +208,17 @@ class TapSession:
         }
         operation = operations.get(op)
         if operation is None:
-            raise BadRequest(f"Unknown operation {op[:50]!r}.", fix=_FIX)
-        # Beside the ledger: gradients and weights are nobody's shared tensors.
+            raise BadRequest(f"Unknown operation {op[:50]!r}.", fix=FIX)
+        # Gradients and weights cross once: neither end keeps them.
         loose = Loose(self._tree.device)
-        reader = Reader(buffers, loose.read, _nothing_else, self._tree.device)
+        reader = Reader(buffers, loose.read, nothing_else, self._tree.device)
         try:
-            value = operation(header, reader)
+            with self._guard:
+                value = operation(header, reader)
+                writer = Writer(loose.write, nothing_else, self.mail.new_buffers())
+                return self.pack({"op": "value", "value": writer.value(value)}, writer.buffers)
         except RuntimeError as error:
-            raise _raised(error) from error
-        writer = Writer(loose.write, _nothing_else)
-        return pack({"op": "value", "value": writer.value(value)}, writer.buffers)
+            raise raised(error) from error
 
     def _backward(self, header: Header, reader: Reader) -> list[torch.Tensor | None]:
         return self._joints.backward(
@@ -191,13 +230,18 @@ class TapSession:
         name = str(header["name"])
         weight = {**module._parameters, **module._buffers}.get(name)
         if weight is None:
-            raise BadRequest(f"{header['path']} has no weight {name[:100]}.", fix=_FIX)
-        return weight.detach()
+            raise BadRequest(f"{header['path']} has no weight {name[:100]}.", fix=FIX)
+        return self._weights.seen(weight).detach()
 
     def _cache_operation(self, header: Header, reader: Reader) -> None:
         operation = header["cache"], header["name"], reader.value(header["args"])
         self._require_positions(self._caches.positions_after(*operation))
-        self._caches.operate(*operation)
+        graph = self._guard.graph = GraphShare(self.meter)
+        try:
+            self._caches.operate(*operation)
+        finally:
+            self._guard.graph = None
+        self._graphs.add(graph)
 
     def _cache_contents(self, header: Header, _reader: Reader) -> list[torch.Tensor]:
         return self._caches.contents(header["cache"], header["layer"])
@@ -207,50 +251,23 @@ class TapSession:
     def _execute(self, run: Run, request: Request) -> bytes:
         lengths = self._caches.lengths()
         try:
-            return self._done(run, self._forward(run, *request), lengths)
+            value = self._forward(run, *request)
+            return run.message("done", value, kv=self._caches.growth(lengths))
         except _Aborted:
             return run.message("aborted", kv=self._caches.growth(lengths))
         except MeshError as error:
-            return _refusal(error)
+            return refusal(error)
         except Exception as error:  # noqa: BLE001 - whatever model code raises is the job's error
-            return _refusal(_raised(error))
+            return refusal(raised(error))
 
     def _forward(self, run: Run, header: Header, buffers: Buffers) -> Any:
-        reader = self._reader(run, buffers)
-        self.ledger.read_changed(header["changed"], reader)
-        value = reader.value(header["value"])
-        self._check_size(run, value)
+        value = self._read(run, header, buffers)
+        self._require_positions(_rows(value) + self._caches.positions())
         if header["op"] == "call":
             args, kwargs = value
+            del value
             return self._tree.module(header["path"], self._layers)(*args, **kwargs)
         return self._span(run, header, value)
-
-    def _done(self, run: Run, value: Any, lengths: Lengths) -> bytes:
-        answer = run.message("done", value, kv=self._caches.growth(lengths))
-        kept = self._joints.kept_bytes(self._tree.storages) if run.grad else 0
-        if kept > self._limits.tensor_bytes:
-            raise DeviceFailed(
-                f"The graphs for gradients keep {kept} bytes on a shard, more than the"
-                f" {self._limits.tensor_bytes} that one job may.",
-                fix="Go back through fewer or shorter prompts in one job.",
-            )
-        return answer
-
-    def _check_size(self, run: Run, value: Any) -> None:
-        """Raise BadRequest when a forward over `value` would occupy the device too much."""
-        rows, pairs, with_history = _extent(value)
-        self._require_positions(rows + self._caches.positions())
-        if run.attention != "eager":
-            return
-        kept = _KEPT_SCORE_BYTES * (len(self._layers) - 1) if run.grad and with_history else 0
-        scores = (pairs + rows * self._caches.longest()) * self._tree.heads
-        wanted = scores * (_SCORE_BYTES + kept)
-        if wanted > self._limits.tensor_bytes:
-            raise BadRequest(
-                f"The scores of eager attention would take {wanted} bytes on a shard, more than the"
-                f" {self._limits.tensor_bytes} that one job may (host.tap_memory_mb there).",
-                fix='Use attn_implementation="sdpa", or fewer or shorter prompts in one trace.',
-            )
 
     def _require_positions(self, wanted: int) -> None:
         if wanted > self._limits.positions:
@@ -284,38 +301,55 @@ class TapSession:
         """See `Host`."""
         if provider.endswith(".fn") and provider[:-3] in self.sourced:
             info = sources.drill(self._tree.reporter, self.sourced, provider[:-3], value)
+            self._sources.grow(_SOURCE_OBJECTS * len(info.get("source", "")) + ENTRY_BYTES)
             self._converse(run, run.message("drill", provider=provider, info=info))
             return value
-        before = _extent(value)
-        header, reader = self._converse(run, run.message("hit", value, provider=provider))
-        answer = reader.value(header["value"])
-        if any(now > then for now, then in zip(_extent(answer), before, strict=True)):
-            self._check_size(run, answer)
+        before = _rows(value)
+        self.tensors.has_shown_weights = False
+        message = run.message("hit", value, provider=provider)
+        shows_weights = self.tensors.has_shown_weights
+        answer = self._converse(run, message)
+        if shows_weights and self._weights.unchanged(answer, value):
+            return value
+        if (rows := _rows(answer)) > before:
+            self._require_positions(rows + self._caches.positions())
         return answer
 
     def observe(self, run: Run, provider: str, value: Any) -> None:
         """See `Host`; handed over with the next message, or now when there is much of it."""
         writer = run.writer
         if not self._observed_with_grad:
-            writer = Writer(self.ledger.write_detached, self._other(run), writer.buffers)
+            writer = Writer(self.tensors.write_detached, self._other(run), writer.buffers)
         run.observed.append([provider, writer.value(value)])
         if sum(map(len, run.writer.buffers)) > _MAX_OBSERVED_BYTES:
             self._converse(run, run.message("more"))
 
-    def _converse(self, run: Run, message: bytes) -> tuple[Header, Reader]:
+    def _converse(self, run: Run, message: bytes) -> Any:
         header, buffers = run.converse(message)
         if header["op"] == "abort":
             raise _Aborted
         self._want(run, header)
-        reader = self._reader(run, buffers)
-        self.ledger.read_changed(header["changed"], reader)
-        return header, reader
+        return self._read(run, header, buffers)
 
     # Values
 
+    def _read(self, run: Run, header: Header, buffers: Buffers) -> Any:
+        """The value of a message, of which nothing else is kept."""
+        reader = self._reader(run, buffers)
+        try:
+            self.tensors.read_changed(header.pop("changed"), reader)
+            return reader.value(header.pop("value", None))
+        finally:
+            buffers.clear()
+
     def new_writer(self, run: Run) -> Writer:
         """See `Host`."""
-        return Writer(self.ledger.write, self._other(run))
+        return Writer(self.tensors.write, self._other(run), self.mail.new_buffers())
+
+    def pack(self, header: Header, buffers: Buffers) -> bytes:
+        """See `Host`."""
+        assert isinstance(buffers, CountedBuffers)  # noqa: S101 - all writers here have such
+        return self.mail.pack(header, buffers)
 
     def _other(self, run: Run) -> Callable[[Any, Path], list[Any]]:
         def other(value: Any, path: Path) -> list[Any]:
@@ -341,40 +375,15 @@ class TapSession:
                 )
             return value
 
-        return Reader(buffers, self.ledger.read, other, self._tree.device)
+        return Reader(buffers, self.tensors.read, other, self._tree.device)
 
 
-def _extent(value: Any) -> tuple[int, int, bool]:
-    """How many rows the largest tensor in `value` has, how many pairs of positions, and whether
-    any has a gradient."""
-    rows, pairs, with_history = [0], [0], [False]
+def _rows(value: Any) -> int:
+    """How many rows the largest tensor in `value` has."""
+    rows = [0]
 
     def measure(tensor: torch.Tensor) -> None:
         rows.append(tensor.numel() // max(1, tensor.shape[-1]) if tensor.dim() else 1)
-        if tensor.dim() > 2:
-            pairs.append(rows[-1] * tensor.shape[-2])
-        with_history.append(tensor.requires_grad)
 
     apply(value, measure, torch.Tensor)
-    return max(rows), max(pairs), any(with_history)
-
-
-def _nothing_else(value: Any, _path: Path) -> Any:
-    raise BadRequest(f"A {type(value).__name__} cannot be sent here.", fix=_FIX)
-
-
-def _refusal(error: MeshError) -> bytes:
-    return pack({"op": "error", "error": error.to_dict()}, [])
-
-
-def _malformed(error: Exception) -> MeshError:
-    return BadRequest(f"An intervention message is malformed: {error!r:.200}.", fix=_FIX)
-
-
-def _raised(error: Exception) -> MeshError:
-    if isinstance(error, torch.OutOfMemoryError):
-        return DeviceFailed("The device has no memory left.", fix="Use a shorter input.")
-    return BadRequest(
-        f"{type(error).__name__}: {error!s:.2000}",
-        fix="The model's own code raised this on the machine that holds the layer.",
-    )
+    return max(rows)

@@ -8,10 +8,9 @@ controller. One tree serves every intervention session of a shard, one at a time
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +23,8 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from mesh.errors import BadRequest
 from mesh.models.load import LoadedSpan
+from mesh.shard.belongings import Belonging, belongings
+from mesh.shard.protection import Protection
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
 
@@ -71,18 +72,24 @@ class SpanTree:
 
     def __init__(self, loaded: LoadedSpan, device: torch.device) -> None:
         """`loaded` is used by nobody else; only its weights may be shared."""
+        self._protection = Protection(loaded.module, loaded.pages)
+        self.loaded = loaded
         self.layers = loaded.layers
         self.device = device
         self.reporter = _Reporter()
         self._model: Any = loaded.module
         self._config = loaded.config
-        self.heads: int = loaded.config.get_text_config().num_attention_heads
         modules = self._model.get_submodule(layer_list_name(self._model))
         self._layers: dict[int, nn.Module] = dict(
             zip(range(loaded.layers.start, loaded.layers.stop), modules, strict=True)
         )
-        weights = chain(self._model.parameters(), self._model.buffers())
-        self.storages = frozenset(weight.untyped_storage().data_ptr() for weight in weights)
+        self._weights: dict[int, list[Belonging]] = defaultdict(list)
+        for belonging in belongings(self._model):
+            if address := _address(belonging.tensor):
+                self._weights[address].append(belonging)
+        self.storages = frozenset(self._weights)
+        """The addresses of the memory that belongs to the model."""
+        self._replaced: list[Belonging] = []
         self._envoys: dict[str, Envoy] = {}
         self._roots = []
         for number, layer in self._layers.items():
@@ -133,6 +140,32 @@ class SpanTree:
             state = self._envoys[path]._module.__dict__[STATE]
             state.body, state.compiled, state.sourced = state.original, None, False
 
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in memory of the model's."""
+        return _address(tensor) in self.storages
+
+    def owner(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The weight that `tensor` is a part of; itself where it is not a part of just one."""
+        for belonging in self._weights.get(_address(tensor), ()):
+            if _covers(belonging.tensor, tensor):
+                return belonging.tensor
+        return tensor
+
+    def replace(self, weight: torch.Tensor, other: torch.Tensor) -> None:
+        """Have the modules compute with `other` in the place of a weight, until `restore`."""
+        for belonging in self._weights.get(_address(weight), ()):
+            table = belonging.table
+            if belonging.tensor is weight and table and table[belonging.key] is not other:
+                table[belonging.key] = other
+                self._replaced.append(belonging)
+
+    def restore(self) -> None:
+        """Have them compute with the model's own weights again."""
+        while self._replaced:
+            belonging = self._replaced.pop()
+            if belonging.table is not None:
+                belonging.table[belonging.key] = belonging.tensor
+
     def use_attention(self, name: str) -> None:
         """Compute attention with this implementation from now on. Raises BadRequest."""
         if name not in ATTENTION:
@@ -149,6 +182,22 @@ class SpanTree:
     def capture_outputs(self) -> None:
         """Install transformers' own hooks for attentions and the like, once."""
         maybe_install_capturing_hooks(self._model)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where its storage is; 0 for one without memory that can be pointed to."""
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def _covers(weight: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether `tensor`, in the same storage, is a part of `weight`."""
+    if weight.dtype != tensor.dtype or not weight.is_contiguous():
+        return weight is tensor
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    start = tensor.storage_offset() - weight.storage_offset()
+    return start >= 0 and start + sum((n - 1) * step for n, step in steps) < weight.numel()
 
 
 def _configs(model: nn.Module) -> list[Any]:

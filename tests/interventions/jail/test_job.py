@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import platform
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -128,12 +131,12 @@ async def test_an_error_comes_with_its_line_and_without_control_codes(jail: Jail
 @pytest.mark.parametrize(
     ("story", "payload", "ending", "text"),
     [
-        ("leaving", b"3", Ending.CRASHED, "the process left without a result"),
-        ("leaving", b"0", Ending.CRASHED, "the process left without a result"),
-        ("crashing", b"", Ending.CRASHED, "ended by SIGSEGV"),
+        ("leaving", b"3", Ending.CRASHED, "ended by itself and left no valid result."),
+        ("leaving", b"0", Ending.CRASHED, "ended by itself and left no valid result."),
+        ("crashing", b"", Ending.CRASHED, "The job's process ended by SIGSEGV."),
         ("exits", b"", Ending.FAILED, "SystemExit: 0"),
         ("wrong_type", b"", Ending.FAILED, "the entry point returned no bytes"),
-        ("forging", b"", Ending.CRASHED, "the process left without a result"),
+        ("forging", b"", Ending.CRASHED, "ended by itself and left no valid result."),
     ],
 )
 async def test_other_ends(
@@ -152,7 +155,7 @@ async def test_limits_end_a_job_within_a_second(jail: Jail) -> None:
     assert time.monotonic() - begun_s < 1.5
     outcome = await run(jail, "spinning", limits=JobLimits(wall_s=20, cpu_s=1))
     assert outcome.ending is Ending.CPU_LIMIT
-    assert outcome.text == "ended after 1 s of computing, its limit"
+    assert outcome.text == "The job was ended after 1 s of computing, its limit."
     assert 0.9 < outcome.cpu_s < 2
 
 
@@ -468,3 +471,31 @@ async def test_a_wall_that_cannot_be_put_up_lets_nothing_run() -> None:
             await jail.start_job(STORIES + "touching", b"", trusted=True)
     finally:
         await jail.stop()
+
+
+_COLLAPSING = """
+import mmap, re
+from pathlib import Path
+from mesh.interventions.jail.pages import HugePages
+area = mmap.mmap(-1, 16 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+area.write(bytes(range(256)) * (16 << 12))
+def huge_kb():
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return int(re.search(r"AnonHugePages:\\s+(\\d+)", rollup)[1])
+before, pages = huge_kb(), HugePages()
+while pages.step():
+    pass
+assert area[:] == bytes(range(256)) * (16 << 12)
+print(huge_kb() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="madvise(2) of Linux")
+async def test_memory_is_gathered_into_huge_pages_and_says_the_same() -> None:
+    if tuple(map(int, platform.release().split(".")[:2])) < (6, 1):
+        pytest.skip("this kernel does not collapse pages on request")
+    ended = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", _COLLAPSING], capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) >= 8 << 10

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import math
 import pickle
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,12 +22,13 @@ from nnsight.tracing.tracer import Tracer
 
 from mesh.errors import PolicyViolation
 from mesh.interventions.jail import policy
+from mesh.interventions.jail.allowed import GUARDS
 from mesh.interventions.jail.desugar import compile_guarded
 from mesh.interventions.jail.guards import guarded_builtins
 from mesh.interventions.jail.job import Jail
 from mesh.interventions.jail.limits import Ending, JobOutcome
 from mesh.interventions.jail.policy import FencedUnpickler
-from tests.interventions.jail import toy_model, trace_bodies
+from tests.interventions.jail import own_module, toy_model, trace_bodies
 
 RUN = "tests.interventions.jail.fenced:run"
 WARM = "tests.interventions.jail.fenced:warm"
@@ -43,11 +46,13 @@ class Shipping(Backend):
 @pytest.fixture(autouse=True, scope="module")
 def _bodies_travel_by_value() -> Iterator[None]:
     """As code of a notebook or a script does."""
-    nnsight.register(trace_bodies)
+    for module in (trace_bodies, own_module):
+        nnsight.register(module)
     yield
     from cloudpickle import unregister_pickle_by_value
 
-    unregister_pickle_by_value(trace_bodies)
+    for module in (trace_bodies, own_module):
+        unregister_pickle_by_value(module)
 
 
 def payload_of(name: str) -> bytes:
@@ -113,6 +118,26 @@ async def _refusals(jail: Jail) -> None:
         hidden = model.layers[0].output.__dict__
     outcome = await behind_the_fence(jail, shipping.payload)
     assert '"__dict__" is an invalid attribute name' in outcome.text
+    for number, refused in enumerate(
+        ("`logging.getLogger`", "module `os`", "came as compiled code", "`pathlib.PosixPath`")
+    ):
+        with model.trace(x, backend=shipping):
+            used = [  # noqa: F841 - a trace of one line
+                lambda: own_module.logger.info("x"), own_module.never_in_a_job,
+                lambda: own_module.Setting(2), lambda: own_module.HERE.name,
+            ][number]()  # fmt: skip
+        outcome = await behind_the_fence(jail, shipping.payload)
+        assert outcome.ending is Ending.FAILED
+        assert f"{refused}" in outcome.text, outcome.text
+
+
+def test_what_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert guarded("from einops import rearrange\nimport einops")["rearrange"]
+    monkeypatch.setitem(sys.modules, "einops", None)
+    for line in ("import einops", "from einops import rearrange"):
+        with pytest.raises(PolicyViolation, match="not installed on this node") as refused:
+            guarded(line)
+        assert "hearthnet[einops]" in refused.value.fix
 
 
 async def test_without_the_fence_what_it_refuses_is_done() -> None:
@@ -151,6 +176,14 @@ def test_text_is_not_a_way_around_the_fence(body: str, monkeypatch: pytest.Monke
             monkeypatch.setitem(vars(importlib.import_module(name)), builtin, policy._refuse_text)
     with pytest.raises(PolicyViolation):
         guarded(body)
+
+
+def _text(value: str) -> bytes:
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+def _global(module: str, name: str) -> bytes:
+    return _text(module) + _text(name) + b"\x93"
 
 
 def assert_same(ours: Any, theirs: Any, where: str) -> None:
@@ -204,7 +237,7 @@ def guarded(source: str) -> dict[str, Any]:
         "class A(metaclass=type):\n    pass", "class A:\n    def __reduce__(self): return 1",
         "def __getattr__(x): return 1", "_getattr_ = getattr", "async def f(): pass",
         "from math import *", "model.trace(1).info", "1\nx = print\nx.__self__",
-        "y = [0]\ny.__class__ += 1", "match 1:\n    case int(real=x): pass",
+        "y = [0]\ny.__class__ += 1",
     ],
 )  # fmt: skip
 def test_what_is_not_for_everybody_is_refused_with_a_sentence(body: str) -> None:
@@ -241,8 +274,10 @@ def test_augmented_assignment_evaluates_in_python_s_order_and_once() -> None:
 @pytest.mark.parametrize(
     "name",
     ["os.system", "torch.os.system", "nnsight.intervention.envoy.torch.os.system",
-     "torch.hub.load", "builtins.eval", "builtins.getattr", "numpy.testing.run_string",
-     "functools.partial", "operator.attrgetter", "nnsight.ndif.httpx.get"],
+     "torch.hub.load", "builtins.eval", "numpy.testing.run_string", "_operator.attrgetter",
+     "operator.attrgetter", "nnsight.ndif.httpx.get", "torch.save", "torch._C._nn._parse_to",
+     "torch.nn._reduction.get_enum", "posix.getpid", "_io.open", "random._os", "json.load",
+     "einops.einops._rearrange", "nnsight.tracing.tracer._saves", "numpy._globals._NoValue"],
 )  # fmt: skip
 def test_a_payload_cannot_name_what_is_not_on_the_list(name: str) -> None:
     module, _, attribute = name.rpartition(".")
@@ -254,8 +289,53 @@ def test_a_payload_cannot_name_what_is_not_on_the_list(name: str) -> None:
             FencedUnpickler(io.BytesIO(text), {}).load()
 
 
-def _text(value: str) -> bytes:
-    return b"\x8c" + bytes([len(value)]) + value.encode()
+@pytest.mark.parametrize("owner", [_global("collections", "OrderedDict"), b"]", b"}", b")"])
+def test_a_payload_reads_attributes_of_torch_s_functions_only(owner: bytes) -> None:
+    """As those are named by; it says nothing of any other attribute."""
+    functions = _global("torch._C", "_VariableFunctionsClass")
+    take = b"\x80\x04" + _global("builtins", "getattr")
+    matmul = FencedUnpickler(io.BytesIO(take + functions + _text("matmul") + b"\x86R."), {})
+    assert matmul.load() is torch.matmul
+    for whose, name in ((owner, "__class__"), (owner, "clear"), (functions, "save")):
+        payload = take + whose + _text(name) + b"\x86R."
+        with pytest.raises(PolicyViolation):
+            FencedUnpickler(io.BytesIO(payload), {}).load()
+
+
+def test_compiled_code_that_comes_along_refuses_to_run_and_not_to_come() -> None:
+    """A module by value brings all that is in it, also what no trace uses."""
+    unpickle = FencedUnpickler(io.BytesIO(b""), {}).find_class
+    made = unpickle("cloudpickle.cloudpickle", "_make_function")(
+        unpickle("types", "CodeType")(0, b"\x97"), {}, "f", None, None
+    )
+    with pytest.raises(PolicyViolation, match="came as compiled code"):
+        made(1, two=2)
+    spec = unpickle("_frozen_importlib", "ModuleSpec")("x", None)
+    spec.__setstate__({"loader": 1})
+    assert not vars(spec)
+    os_module = unpickle("cloudpickle.cloudpickle", "subimport")("os")
+    assert not hasattr(os_module, "getpid")
+    assert unpickle("cloudpickle.cloudpickle", "subimport")("math") is math
+    make = unpickle("cloudpickle.cloudpickle", "_make_skeleton_class")
+    with pytest.raises(PolicyViolation, match="a class of classes"):
+        make(type, "Meta", (type,), {}, None, None)
+
+
+def test_what_comes_along_cannot_take_a_guard_s_place() -> None:
+    """Names that only the guards have, among a function's: its code does not look there."""
+
+    def identity(x: Any) -> Any:
+        return x
+
+    for name in GUARDS:
+        source = "def probe():\n    torch.hearthnet_test = 1\n    return [a for a in (1, 2)][0]\n"
+        scope = {
+            "__builtins__": guarded_builtins("1f2e"), "torch": torch, name: identity,
+        }  # fmt: skip
+        exec(compile_guarded(source, "<body>", "1f2e"), scope)  # noqa: S102
+        with pytest.raises(PolicyViolation, match="changing `torch`"):
+            scope["probe"]()
+        assert not hasattr(torch, "hearthnet_test")
 
 
 def test_a_payload_cannot_change_what_nnsight_s_own_functions_see() -> None:
@@ -279,7 +359,3 @@ def test_what_a_model_generates_with_is_the_server_s_own_whatever_comes() -> Non
         loaded, {"evil": 1}
     )
     assert "evil" not in loaded.__globals__
-
-
-def _global(module: str, name: str) -> bytes:
-    return _text(module) + _text(name) + b"\x93"

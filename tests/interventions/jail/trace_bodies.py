@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import collections
 import math
+import operator
+from collections import Counter
 from collections.abc import Callable
+from functools import partial, reduce
+from itertools import chain
+from math import sqrt
 from typing import Any
 
 import nnsight
 import numpy as np
 import torch
 import torch.nn.functional as F
+from einops import rearrange
+from nnsight import save
 from nnsight.tracing.backend import Backend
+from numpy import exp, mean
+from torch import matmul, nn
+from torch.nn.functional import gelu, softmax
+
+from tests.interventions.jail import own_module
 
 Names = dict[str, Any]
 BENIGN: dict[str, Callable[..., Names]] = {}
@@ -418,4 +430,166 @@ def other_classes_inside(m: Any, x: torch.Tensor, backend: Backend) -> Names:
         pair = Pair(1)
         m.layers[0].output *= Mode.DOUBLE.value
         out = (m.output + pair.right).save()
+    return locals()
+
+
+@benign
+def what_numpy_fetches_at_first_use(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        array = m.layers[1].output.detach().numpy()
+        sizes = [array.mean(), array.sum(), array.std(), array.var(), array.max(), array.min()]
+        sizes += [array.any(), array.all(), array.prod(), np.median(array), np.ptp(array)]
+        sizes = nnsight.save([float(size) for size in sizes])
+        clipped = nnsight.save(array.clip(-0.5, 0.5).tolist())
+        shown = nnsight.save([repr(array), str(array), f"{array[0, 0, 0]:.3f}"])
+        order = nnsight.save(np.argsort(array, axis=-1).tolist())
+        lengths = nnsight.save(np.linalg.norm(array, axis=-1).tolist())
+        rank = nnsight.save(np.linalg.svd(array[0], compute_uv=False).round(3).tolist())
+        wave = nnsight.save(np.abs(np.fft.rfft(array[0, 0])).round(3).tolist())
+        drawn = nnsight.save(np.random.default_rng(0).normal(size=3).tolist())
+        counted = nnsight.save([part.tolist() for part in np.unique(array > 0, return_counts=True)])
+        joined = nnsight.save(np.einsum("bij->j", array).tolist())
+    return locals()
+
+
+def _halved(value: torch.Tensor, _by: float = 2.0, **_more: float) -> torch.Tensor:
+    return value / _by
+
+
+@benign
+def names_of_one_s_own(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    _strength = 0.5
+    with m.trace(x, backend=backend):
+        import math as _math
+        from collections import namedtuple
+
+        _hidden = m.layers[0].output * _strength
+
+        class Mean:
+            _made = 0
+
+            def __init__(self) -> None:
+                self._values = []
+                Mean._made += 1
+
+            def add(self, value: torch.Tensor) -> None:
+                self._values.append(value)
+                self._last = value
+                self._last += 0
+
+            def _mean(self) -> torch.Tensor:
+                return sum(self._values) / len(self._values)
+
+        class Shifted(Mean):
+            def _mean(self) -> torch.Tensor:
+                return super()._mean() + _math.pi
+
+        mean = Shifted()
+        for _layer in m.layers:
+            mean.add(_halved(_layer.output, _by=4.0))
+        out = mean._mean().save()
+        last = (mean._last + _hidden).save()
+        Point = namedtuple("Point", "layer side")
+        moved = Point(1, "left")._replace(layer=2)
+        told = nnsight.save([Mean._made, moved._asdict(), list(moved._fields)])
+    return locals()
+
+
+@benign
+def a_match(m: Any, x: torch.Tensor, backend: Backend) -> Names:  # noqa: C901
+    with m.trace(x, backend=backend):
+        from dataclasses import dataclass
+
+        @dataclass
+        class Edit:
+            layer: int
+            strength: float = 1.0
+
+        class Plain:
+            __match_args__ = ("kind",)
+
+            def __init__(self, kind: str) -> None:
+                self.kind = kind
+
+        def read(thing: Any) -> Any:  # noqa: C901, PLR0911
+            first = "untouched"
+            match thing:
+                case 0 | -1 | None | True:
+                    return ["nothing", thing]
+                case [first, *_, 99]:
+                    return ["never", first]
+                case [int(first), *rest] if len(rest) > 1:
+                    return ["long", first, rest]
+                case [a, [b, c]] | [a, b, c]:
+                    return ["three", a, b, c]
+                case {"layer": int() as layer, **others}:
+                    return ["map", layer, others]
+                case Edit(0, strength=strength) | Edit(strength, 0.0):
+                    return ["edit", strength]
+                case Edit(layer, strength):
+                    return ["any edit", layer, strength, first]
+                case Plain("a" | "b" as kind):
+                    return ["plain", kind]
+                case str(text) | bytes(text):
+                    return ["text", len(text)]
+                case float(value) if value > 1:
+                    return ["large", value]
+                case tuple() | {}:
+                    return ["empty", first]
+            return ["else", first]
+
+        things = [0, -1, None, True, [1, 2, 3], [1, [2, 3]], [1, 2, 3, 4], (5, 6), [7], "abc", b"x"]
+        things += [{"layer": 3, "side": 1}, {"layer": "x"}, Edit(0, 2.0), Edit(3, 0.0), Edit(3)]
+        things += [Plain("b"), Plain("c"), 2.5, 0.5, (), {}, range(3), {1}, [[1], 99]]
+        found = nnsight.save([read(thing) for thing in things])
+        match m.output:
+            case torch.Tensor(shape=(batch, length, _), ndim=3):
+                shape = nnsight.save([batch, length])
+        match float(m.output.sum()):
+            case total:
+                total = nnsight.save(round(total, 3))
+    return locals()
+
+
+@benign
+def a_module_of_one_s_own(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    setting = own_module.Setting(1)
+    with m.trace(x, backend=backend):
+        reading, louder = own_module.Reading(), own_module.Louder()
+        means = nnsight.save([r.take(m.layers[1].output) for r in (reading, louder)])
+        out = own_module.scaled(m.layers[2].output).save()
+        inner = own_module._shifted(torch.ones(2)).save()
+        setting._strength += 0.25
+        sizes = nnsight.save([setting._doubled(), own_module.SCALE + own_module._OFFSET])
+        score = own_module.Probe()(torch.ones(1, 8)).detach().save()
+    return locals()
+
+
+@benign
+def names_imported_at_the_top(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        double_ = partial(torch.mul, 2)
+        out = softmax(double_(matmul(m.layers[0].output, torch.eye(8))), dim=-1).save()
+        act = gelu(out).save()
+        counted = save(dict(Counter(chain("ab", "b"))))
+        total = save(reduce(operator.add, [sqrt(4.0), float(mean(exp(np.zeros(3))))]))
+        heads = rearrange(m.layers[1].output, "b s (h d) -> b h s d", h=2).save()
+        kinds: dict[str, Any] = save({"int": isinstance(1, Any if False else int)})
+        line = nn.Linear(8, 2)
+        nn.init.ones_(line.weight)
+        nn.init.zeros_(line.bias)
+        lined = line(m.layers[2].output).detach().save()
+    return locals()
+
+
+@benign
+def einops_where_it_is_installed(m: Any, x: torch.Tensor, backend: Backend) -> Names:
+    with m.trace(x, backend=backend):
+        from einops import einsum, rearrange, reduce, repeat
+
+        out = m.layers[0].output
+        heads = rearrange(out, "b s (h d) -> b h s d", h=2).save()
+        means = reduce(out, "b s d -> b d", "mean").save()
+        again = repeat(means, "b d -> b k d", k=3).save()
+        scores = einsum(out, out, "b i d, b j d -> b i j").save()
     return locals()

@@ -37,19 +37,89 @@ loot = model.interleaver
 model.lm_head.load_state_dict({})
 # saved
 model.save_pretrained(OUT)
+## underscores
+# base_of_a_view
+loot = model.lm_head.weight[:2]._base
+# modules
+loot = model._modules
+# parameters
+loot = model.model.layers[3]._parameters
+# compiled_torch
+loot = torch._C
+# compiled_torch_imported
+from torch import _C
+loot = _C
+# file_writer
+import torch as _t
+loot = _t._C.PyTorchFileWriter(OUT)
+# numpys_globals
+import numpy as np
+loot = np._globals
+# of_ones_own_module
+class _Own(torch.nn.Module):
+    def _inside(self): return self._call_impl
+loot = _Own()._inside()
+# through_super
+class _Own(torch.nn.Module):
+    def _inside(self): return super()._load_from_state_dict
+loot = _Own()._inside()
+# of_a_derived_envoy
+class _Own(type(model)):
+    pass
+loot = _Own._persistent_objects
+# class_of_classes
+class _Kind(type(int)):
+    pass
+loot = _Kind("A", (), {"__reduce__": lambda self: (print, ("x",))})
+# array_of_ones_own
+import numpy as np
+class _Own(np.ndarray):
+    pass
+np.ones(1).view(_Own).tofile(OUT)
+# lazily
+import numpy as np
+loot = np.ones(3).mean().__class__
+# guards
+_write_ = lambda x: x
+# guards_by_import
+from math import pi as _getattr_
+## patterns
+# class
+match model:
+    case object(__class__=loot): pass
+# module
+match model.model.layers[3]:
+    case object(_module=loot): pass
+# hops
+match model:
+    case object(interleaver=loot): pass
+# compiled
+match torch:
+    case object(_C=loot): pass
+# files
+match torch:
+    case object(load=_load): loot = _load(SECRET)
+# globals
+match (lambda: 0):
+    case object(__globals__=loot): pass
+# frames
+match (x for x in ()):
+    case object(gi_frame=loot): pass
+# by_place
+class _Own:
+    __match_args__ = ("__class__",)
+match _Own():
+    case _Own(loot): pass
+# weights
+match model.lm_head.weight:
+    case torch.Tensor(data_ptr=_address): loot = _address()
 ## pandas
-# read
+# import
 import pandas
 loot = pandas.read_csv(SECRET)
-# pickle
-import pandas
-loot = pandas.read_pickle(SECRET)
-# eval
-import pandas
-loot = pandas.eval("@model.__class__")
-# write
-import pandas
-pandas.DataFrame([1]).to_csv(OUT)
+# from
+from pandas import read_pickle
+loot = read_pickle(SECRET)
 ## sympy
 # sympify
 import sympy
@@ -164,6 +234,23 @@ for hop, own, foreign in zip(hops, T.weights, reversed(T.weights)):
     hop.fetch_weight(own, "weight")
     try: hop.fetch_weight(foreign, "weight"); proof()
     except Exception as error: print("answered", type(error).__name__, error)
+# overwritten
+import gc
+from mesh.shard.taps.codec import write_tensor
+hops = [o for o in gc.get_objects() if type(o).__module__ == "mesh.interventions.hop"]
+assert len(hops) == len(T.weights), hops
+for hop, path in zip(hops, T.weights):
+    before, sent = hop.fetch_weight(path, "weight"), []
+    new = [0, 1000, 0, write_tensor(torch.ones(1, 2, before.shape[1]), sent)]
+    want = [[path + ".source.F_linear_0.input", [0]]]
+    call = {"op": "call", "path": path, "changed": [], "watch": True, "grad": True, "want": want}
+    answer, _ = hop.exchange({**call, "value": [2, [[2, [new]], [3, []]]]}, sent)
+    tag, sent = answer["value"][1][0][1][1][1], []
+    changed = [[0, tag, 2, write_tensor(before * 0, sent)]]
+    value = [2, [[2, [[0, 1000, 0, None], [0, tag, 0, None], None]], [3, []]]]
+    hop.exchange({"op": "resume", "changed": changed, "want": [], "value": value}, sent)
+    hop.release()
+    if not torch.equal(before, hop.fetch_weight(path, "weight")): proof()
 # of_a_hop_that_is_none
 import gc
 (own,) = [o for o in gc.get_objects() if type(o).__name__ == "SocketChannel"]

@@ -87,6 +87,12 @@ def _calling(function: str, *arguments: Any) -> bytes:
     return b"".join([*parts, b"tR."])
 
 
+def _after_a_module(function: str, *arguments: Any) -> bytes:
+    """The same behind the name of what makes modules, from which on more is let through."""
+    by_value = _text("cloudpickle.cloudpickle") + _text("dynamic_subimport") + b"\x930"
+    return b"\x80\x04" + by_value + _calling(function, *arguments)[2:]
+
+
 def _text(value: str) -> bytes:
     return b"\x8c" + bytes([len(value)]) + value.encode()
 
@@ -122,6 +128,10 @@ def payloads(told: dict[str, Any]) -> dict[str, bytes]:
         "deep": b"\x80\x04" + b"]" * 5_000_000 + b"a" * 4_999_999 + b".",
         "persistent": b"\x80\x04" + _text("Module:model") + b"Q.",
         "foreign_id": b"\x80\x04" + _text("Module:os") + b"Q.",
+        "after_a_module": _after_a_module("posix:system", f"echo {nonce} > {out}"),
+        "class_after_a_module": _after_a_module("subprocess:Popen", ["/bin/sh", "-c", "id"]),
+        "module": _calling("cloudpickle.cloudpickle:dynamic_subimport", "torch", {"load": 1}),
+        "getattr": _calling("builtins:getattr", "", "__class__"),
         "nothing": b"",
         "noise": bytes(range(256)) * 64,
     }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.interventions.jail.hostile_bodies import DEEDS, WASTE
 from tests.interventions.jail.trapped import TrapField
 from tests.interventions.jobs import doors, hostile_jobs
 from tests.interventions.jobworld import client
+from tests.interventions.weight_attacks import JOBS
 from tests.interventions.worlds import equal, whole
 from tests.mesh_e2e.conftest import StartNode, start_node  # noqa: F401 - a fixture
 
@@ -32,12 +34,13 @@ SHORT = {
     "deeds": [
         "execution/fork", "file_read/open", "network/tcp", "time/loop_that_catches_everything",
         "space/huge_result",
-        "weights/of_another_hop", "environment/of_the_daemon", "daemon/kill",
+        "weights/of_another_hop", "weights/overwritten", "environment/of_the_daemon", "daemon/kill",
     ],
     "refused": [
         "weights/state_dict", "formats/globals", "formats/formatter", "sympy/of_a_function",
     ],
     "payloads": ["os_system", "huge_bytes"],
+    "edits": ["linear/in_place", "linear/transposed", "linear/requires_grad", "silu_in_place"],
 }  # fmt: skip
 LIMITS = {
     "HEARTHNET_JOBS__WALL_SECONDS": "6", "HEARTHNET_JOBS__CPU_SECONDS": "3",
@@ -139,6 +142,18 @@ class Siege:
             lambda name: self.as_client(lambda model: doors.knock(model, name, self.told()), ""),
         )
 
+    def edits(self, names: Iterable[str]) -> dict[str, str]:
+        """Of traces by somebody without a key that want to change the model; who is answered
+        another model afterwards sees it in `is_well`."""
+
+        def edit(name: str) -> str:
+            with remotely(self.node, key="") as told, suppress(RemoteError):
+                JOBS[name](Parts(client("llama")))
+            ended = told and told[-1].status.value in _AN_END
+            return "" if ended else f"it did not end: {told[-1:]}"
+
+        return self._each(names, edit)
+
     def payloads(self, names: Iterable[str]) -> dict[str, str]:
         """Of payloads that are attacks themselves."""
         return self._each(
@@ -205,6 +220,7 @@ def test_attacks_on_a_daemon(siege: Siege) -> None:
             **siege.deeds(SHORT["deeds"]),
             **siege.refused(SHORT["refused"]),
             **siege.payloads(SHORT["payloads"]),
+            **siege.edits(SHORT["edits"]),
         },
     )
 
@@ -227,6 +243,11 @@ def test_every_deed_on_a_daemon(siege: Siege) -> None:
 @pytest.mark.chaos
 def test_every_door_of_a_daemon(siege: Siege) -> None:
     unharmed(siege, lambda: siege.refused(doors.REFUSED))
+
+
+@pytest.mark.chaos
+def test_every_edit_of_a_weight_on_a_daemon(siege: Siege) -> None:
+    unharmed(siege, lambda: siege.edits(JOBS))
 
 
 @pytest.mark.chaos

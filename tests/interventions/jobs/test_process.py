@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 from nnsight.modeling.transformers import TransformersModel
 
+from mesh.charge import SilenceLimits
 from mesh.errors import JobFailed, ModelNotFound, NoRoute
 from mesh.identity.tls import TlsMaterial
 from mesh.interventions.jobs import worker
@@ -35,7 +36,9 @@ LLAMA = ModelId("llama")
 class Here:
     """A daemon's jobs, as a `JobsOwner` with what it needs."""
 
-    def __init__(self, host: ShardHost, directory: Path) -> None:
+    def __init__(
+        self, host: ShardHost, directory: Path, limits: SilenceLimits | None = None
+    ) -> None:
         settings = {
             "max_shards": 16, "allow_self_as_first": True, "keep_first": 0, "keep_last": 0,
             "max_running": 2, "idle_s": 600.0,
@@ -44,14 +47,14 @@ class Here:
         }  # fmt: skip
         tls = TlsMaterial.of(secure.KEY, []).to_fields()
         spec = JobsSpec(asdict(secure.HELLO), settings, tls)
-        self.jobs = JobsProcess(spec, {LLAMA: Path(checkpoint("llama").directory)}, self)
+        self.jobs = JobsProcess(spec, {LLAMA: Path(checkpoint("llama").directory)}, self, limits)
         self.lines: list[str] = []
         self.spoke = asyncio.Event()
-        self._host = host
+        self.host = host
         self._directory = directory
 
     def routable(self, model_id: ModelId) -> list[dict[str, Any]]:
-        return served(self._host, family=model_id, spans=ROUTES[2])
+        return served(self.host, family=model_id, spans=ROUTES[2])
 
     def _on_text(self, text: str) -> None:
         self.lines += text.split("\n")
@@ -121,8 +124,8 @@ async def test_errors_come_back_as_they_were_raised(here: Here) -> None:
 
 async def test_a_cancelled_job_is_gone_within_a_second(here: Here) -> None:
     request = await asyncio.to_thread(request_of, lingering)
-    assert here.jobs._child is not None
-    worker = psutil.Process(here.jobs._child.pid)
+    assert here.jobs.process.pid is not None
+    worker = psutil.Process(here.jobs.process.pid)
     without = await asyncio.to_thread(_descendants, worker)
     job = asyncio.create_task(here.run("cancelled", request))
     await here.said("half way")
@@ -144,17 +147,38 @@ async def test_a_job_survives_the_death_of_the_jobs_process(here: Here) -> None:
     request = await asyncio.to_thread(request_of, lingering)
     job = asyncio.create_task(here.run("survivor", request))
     await here.said("half way")
-    assert here.jobs._child is not None
-    first = here.jobs._child.pid
+    assert here.jobs.process.pid is not None
+    first = here.jobs.process.pid
     family = await asyncio.to_thread(lambda: psutil.Process(first).children(recursive=True))
     os.kill(first, signal.SIGKILL)
     report = await job
     assert report.result_bytes > 0
     assert here.lines[0] == here.lines[2] == "half way"
     assert "run again" in here.lines[1]
-    assert here.jobs._child.pid != first
+    assert here.jobs.process.pid != first
     _, left = await asyncio.to_thread(psutil.wait_procs, family, 5)
     assert not left  # neither the warmed parent nor the job outlived it
+
+
+async def test_a_jobs_process_that_stands_still_is_replaced_and_its_job_run_again(
+    here: Here, tmp_path: Path
+) -> None:
+    request = await asyncio.to_thread(request_of, lingering)
+    other = Here(here.host, tmp_path, SilenceLimits(suspect_s=2.0, replace_s=4.0))
+    try:
+        job = asyncio.create_task(other.run("stuck", request))
+        await other.said("half way")
+        stuck = other.jobs.process.pid
+        assert stuck is not None
+        os.kill(stuck, signal.SIGSTOP)
+        report = await job
+        assert report.result_bytes > 0
+        assert other.lines[0] == other.lines[2] == "half way"
+        assert other.jobs.process.pid != stuck
+        assert other.jobs.process.ending is not None
+        assert other.jobs.process.ending.hung
+    finally:
+        await other.jobs.stop()
 
 
 async def test_a_job_that_is_run_again_asks_who_serves_its_model_by_then(
@@ -169,8 +193,8 @@ async def test_a_job_that_is_run_again_asks_who_serves_its_model_by_then(
         job = asyncio.create_task(here.run("moved", request))
         await here.said("half way")
         monkeypatch.setattr(here, "routable", lambda _: [*alone, *everybody])
-        assert doomed._child is not None
-        os.kill(doomed._child.pid, signal.SIGKILL)
+        assert doomed.process.pid is not None
+        os.kill(doomed.process.pid, signal.SIGKILL)
         report = await job
     assert report.hops == ("node", "node")
 

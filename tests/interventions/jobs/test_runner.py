@@ -280,6 +280,31 @@ async def test_limits_end_a_job_with_a_sentence(
     assert not list(here.directory.glob("*.part"))
 
 
+def leaving(model: TransformersModel) -> None:
+    with model.session():
+        import os
+
+        os._exit(0)
+
+
+async def test_a_job_that_ends_its_own_process_is_told_so_in_a_sentence(here: Bench) -> None:
+    with pytest.raises(JobFailed) as failed:
+        await run(here, leaving)
+    said = "The job's process ended by itself and left no valid result."
+    assert failed.value.message == said
+
+
+def looking(model: TransformersModel) -> None:
+    with model.session():
+        import sys
+
+        ready = nnsight.save("torch.utils.serialization.config" in sys.modules)
+
+
+async def test_a_job_finds_loaded_what_its_result_is_written_with(here: Bench) -> None:
+    assert (await run(here, looking))["ready"]
+
+
 async def test_cancelling_ends_the_process_at_once(here: Bench) -> None:
     request = await asyncio.to_thread(request_of, spinning)
     job = asyncio.create_task(here.run(request, here.place("llama", 1)))
@@ -332,8 +357,8 @@ def lingering(model: TransformersModel) -> None:
 
 
 async def kill(host: ShardHost) -> None:
-    assert host._child is not None
-    os.kill(host._child.pid, signal.SIGKILL)
+    assert host.process.pid is not None
+    os.kill(host.process.pid, signal.SIGKILL)
 
 
 async def test_a_job_whose_hop_dies_is_run_again_elsewhere(

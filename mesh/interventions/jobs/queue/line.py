@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 
 
 class FairLine:
     """Job ids by owner; owners take turns, each owner's jobs keep their order."""
 
     def __init__(self) -> None:
-        self._jobs: dict[str, deque[str]] = {}
-        self._owner_of: dict[str, str] = {}
+        self._jobs: dict[Hashable, deque[str]] = {}
+        self._owner_of: dict[str, Hashable] = {}
 
     def __len__(self) -> int:
         return len(self._owner_of)
 
-    def put(self, owner: str, job_id: str) -> None:
+    def put(self, owner: Hashable, job_id: str) -> None:
         """Add a job at the end of its owner's; an owner who had none is last in turn."""
         self._jobs.setdefault(owner, deque()).append(job_id)
         self._owner_of[job_id] = owner
 
-    def put_back(self, owner: str, job_id: str) -> None:
+    def put_back(self, owner: Hashable, job_id: str) -> None:
         """Return what was taken: it is next again."""
         waiting = self._jobs.pop(owner, deque())
         waiting.appendleft(job_id)

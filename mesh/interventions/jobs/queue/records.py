@@ -18,11 +18,11 @@ import aiosqlite
 from mesh.errors import SchemaTooNew, StorageFull
 from mesh.events.opening import is_damage
 from mesh.interventions.jobs.queue.types import Job, Status, Submission
-from mesh.types import ModelId
+from mesh.types import ModelId, Principal
 
 logger = logging.getLogger(__name__)
 
-_SCHEMA = 1
+_SCHEMA = 2
 _PRAGMAS = ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = FULL", "PRAGMA trusted_schema = OFF")
 _CREATE = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -32,6 +32,11 @@ CREATE TABLE IF NOT EXISTS jobs (
   description TEXT NOT NULL, attempts INTEGER NOT NULL, ended_at REAL,
   payload_bytes INTEGER NOT NULL, result_bytes INTEGER NOT NULL, meta TEXT NOT NULL)
 """
+_SINCE_1 = """
+UPDATE jobs SET owner = CASE owner WHEN 'local' THEN 'local:anonymous' ELSE 'key:' || owner END
+"""
+"""In schema 1 an owner was a key's id, or ``local`` for all who had none."""
+
 _COLUMNS = (
     "job_id, owner, model_id, blocking, compress, env, trusted, received_at, status, description,"
     " attempts, ended_at, payload_bytes, result_bytes, meta"
@@ -105,10 +110,11 @@ class JobRecords:
         """Drop jobs that ended before then and left nothing. Raises StorageFull."""
         await self._run("DELETE FROM jobs WHERE result_bytes = 0 AND ended_at < ?", (ended_before,))
 
-    async def recent(self, limit: int) -> list[Job]:
-        """The jobs that ended last, newest first."""
-        where = "ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT ?"
-        return await self._select(where, (limit,), "")
+    async def recent(self, limit: int, owner: Principal | None) -> list[Job]:
+        """The jobs that ended last, newest first; those of `owner`, None for all."""
+        who = None if owner is None else str(owner)
+        where = "ended_at IS NOT NULL AND owner = ifnull(?, owner) ORDER BY ended_at DESC LIMIT ?"
+        return await self._select(where, (who, limit), "")
 
     async def _select(
         self, where: str, values: Sequence[object], order: str = " ORDER BY number"
@@ -133,6 +139,8 @@ async def _connect(path: Path) -> aiosqlite.Connection:
         ((found,),) = await connection.execute_fetchall("PRAGMA user_version")
         _require_known(found, path)
         await connection.execute_fetchall(_CREATE)
+        if found == 1:
+            await connection.execute_fetchall(_SINCE_1)
         await connection.execute_fetchall(f"PRAGMA user_version = {_SCHEMA}")
     except BaseException:
         await connection.close()
@@ -150,7 +158,7 @@ def _require_known(schema: int, path: Path) -> None:
 def _row(job: Job) -> tuple[object, ...]:
     asked = job.asked
     return (
-        job.job_id, asked.owner, asked.model_id, asked.blocking, asked.compress,
+        job.job_id, str(asked.owner), asked.model_id, asked.blocking, asked.compress,
         json.dumps(dict(asked.env)), asked.trusted, job.received_at, job.status, job.description,
         job.attempts, job.ended_at, job.payload_bytes, job.result_bytes, json.dumps(dict(job.meta)),
     )  # fmt: skip
@@ -162,8 +170,9 @@ def _job(row: sqlite3.Row) -> Job:
         attempts, ended_at, payload_bytes, result_bytes, meta,
     ) = row  # fmt: skip
     asked = Submission(
-        owner, ModelId(model_id), bool(blocking), bool(compress), json.loads(env), bool(trusted)
-    )
+        Principal.parse(owner), ModelId(model_id), bool(blocking), bool(compress), json.loads(env),
+        bool(trusted),
+    )  # fmt: skip
     return Job(
         job_id, asked, received_at, Status(status), description, attempts, ended_at, payload_bytes,
         result_bytes, json.loads(meta),

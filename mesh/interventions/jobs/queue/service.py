@@ -24,7 +24,7 @@ from mesh.interventions.jobs.queue.spool import Incoming, Spool
 from mesh.interventions.jobs.queue.types import Job, Status, Submission, Update
 from mesh.interventions.jobs.queue.working import Work, Worker
 from mesh.interventions.jobs.types import JobRunner
-from mesh.types import ModelId
+from mesh.types import ModelId, Principal, shown_id
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class JobQueue:
         self._records: JobRecords | None = None
         self._lanes: dict[ModelId, Lane] = {}
         self._tickets: dict[str, Ticket] = {}
-        self._arriving: Counter[tuple[ModelId, str]] = Counter()
+        self._arriving: Counter[tuple[ModelId, Principal]] = Counter()
         self._slots = asyncio.Semaphore(settings.concurrent)
         self._tasks: list[asyncio.Task[None]] = []
         self._is_stopping = False
@@ -176,7 +176,7 @@ class JobQueue:
         self._tell_positions(self._lanes[asked.model_id], job.job_id)
         return job
 
-    async def find(self, job_id: str, owner: str | None) -> Job:
+    async def find(self, job_id: str, owner: Principal | None) -> Job:
         """Where a job stands, also one that has ended. Raises NotFound; `owner` None sees all."""
         ticket = self._tickets.get(job_id)
         job = ticket.standing() if ticket is not None else await self._file.find(job_id)
@@ -184,7 +184,7 @@ class JobQueue:
             raise _no_such(job_id)
         return job
 
-    async def kill(self, job_id: str, owner: str | None, why: str) -> Job:
+    async def kill(self, job_id: str, owner: Principal | None, why: str) -> Job:
         """End a job now. Raises NotFound when none of that id has yet to end."""
         ticket = self._tickets.get(job_id)
         if ticket is None or owner not in (None, ticket.job.asked.owner):
@@ -209,13 +209,19 @@ class JobQueue:
         if job is not None and job.asked.blocking and job.result_bytes:
             await self._drop_result(replace(job, description="Its result was handed over."))
 
-    async def overview(self) -> dict[str, list[dict[str, Any]]]:
-        """``{"models": [...], "jobs": [...], "ended": [...]}`` for people and dashboards."""
+    async def overview(self, who: Principal | None) -> dict[str, list[dict[str, Any]]]:
+        """``{"models": [...], "jobs": [...], "ended": [...]}``, of jobs those of `who` only.
+
+        None sees all. A connection whose user is unknown is no account, so it sees none.
+        """
         waiting = [job_id for lane in self._lanes.values() for job_id in lane.line.order()]
         running = [job_id for lane in self._lanes.values() for job_id in lane.running]
         listed = [
-            self._tickets[job_id] for job_id in [*running, *waiting] if job_id in self._tickets
+            self._tickets[job_id].standing()
+            for job_id in [*running, *waiting]
+            if job_id in self._tickets
         ]
+        ended = await self._file.recent(_RECENT, who)
         return {
             "models": [
                 {
@@ -226,8 +232,8 @@ class JobQueue:
                 }
                 for lane in self._lanes.values()
             ],
-            "jobs": [_listing(ticket.standing()) for ticket in listed],
-            "ended": [_listing(job) for job in await self._file.recent(_RECENT)],
+            "jobs": [_listing(job) for job in listed if who in (None, job.asked.owner)],
+            "ended": [_listing(job) for job in ended],
         }
 
     def counts(self) -> tuple[int, int]:
@@ -318,7 +324,7 @@ class JobQueue:
         self.spool.release(job.payload_bytes)
         ticket.tell(Update(job.job_id, status, description, job.meta, result_bytes))
         ticket.ended.set()
-        fields = {"job_id": job.job_id, "model": job.asked.model_id, "status": status.value}
+        fields = {"job": shown_id(job.job_id), "model": job.asked.model_id, "status": status.value}
         self._tell("job_ended", {**fields, **job.meta})
 
     async def _drop_result(self, job: Job) -> None:
@@ -378,7 +384,7 @@ def _listing(job: Job) -> dict[str, Any]:
     return {
         "id": job.job_id,
         "model": job.asked.model_id,
-        "owner": job.asked.owner,
+        "owner": job.asked.owner.name,
         "status": job.status.value,
         "description": job.description[:200],
         "blocking": job.asked.blocking,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from mesh.types import ModelId
+from mesh.types import ModelId, Principal
 
 
 class Status(StrEnum):
@@ -31,12 +31,12 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What somebody asks to be run. `owner` is the key it came with; `blocking`: he waits for it.
+    """What somebody asks to be run. `owner` is the account he has; `blocking`: he waits for it.
 
     `env` is what the client says of its model; `trusted` is what the key allows its code.
     """
 
-    owner: str
+    owner: Principal
     model_id: ModelId
     blocking: bool
     compress: bool

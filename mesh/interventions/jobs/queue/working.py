@@ -19,6 +19,7 @@ from mesh.interventions.jobs.queue.lane import Lane, Ticket
 from mesh.interventions.jobs.queue.spool import Spool
 from mesh.interventions.jobs.queue.types import Job, Status, Update
 from mesh.interventions.jobs.types import JobReport, JobRunner, JobSpec
+from mesh.types import shown_id
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ class Worker:
         await work.record(ticket.job)
         result = await asyncio.to_thread(work.spool.prepare_result, job_id)
         ticket.tell(Update(job_id, Status.RUNNING, "The job is running."))
-        work.tell("job_started", {"job_id": job_id, "model": asked.model_id})
+        work.tell("job_started", {"job": shown_id(job_id), "model": asked.model_id})
         payload = work.spool.payload(job_id)
         spec = JobSpec(
             job_id, asked.model_id, payload, result, asked.compress, asked.env, asked.trusted

@@ -1,4 +1,4 @@
-"""The log in memory: every author's chain of ids, what waits, what forked, and the state.
+"""The facts of the log in memory: every author's chain of ids, what waits, what forked, the state.
 
 Decides on each event that is offered and never does I/O; whoever stores the events brackets the
 offers with `begin` and `commit` or `rollback`, so that memory never says more than the disk.
@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from mesh import allowances
 from mesh.clock import Clock
 from mesh.errors import Busy
 from mesh.events import apply as applying
 from mesh.events.pending import Pending
-from mesh.events.rules import Rules, Verify
+from mesh.events.rules import Membership, Verify
 from mesh.events.state import State
-from mesh.events.types import GENESIS, MAX_INT63, Event, EventId
+from mesh.events.types import GENESIS, MAX_EVENT_BYTES, MAX_INT63, Event, EventId, Place
+from mesh.events.verdict import Verdict
 from mesh.ledger import Hold, Resource, ResourceLedger, of_peer
 from mesh.types import NodeId
 
@@ -29,46 +29,11 @@ MAX_LAMPORT_LEAP = 1 << 20
 _ID_BYTES = 32
 
 
-class Verdict(StrEnum):
-    """What became of an offered event."""
-
-    ACCEPTED = "accepted"
-    KNOWN = "known"
-    HELD = "held"
-    """It waits for an earlier event of its chain or for its author's key."""
-    VOID = "void"
-    """It lies beyond where its author was cut or forked."""
-    DIVERGED = "diverged"
-    """It continues another chain than ours; looking for where they part will show a fork."""
-    FORKED = "forked"
-    """It is properly signed and differs from ours of the same author and sequence number."""
-    FULL = "full"
-    """Its author has signed as much as a hearth keeps of one."""
-    LATER = "later"
-    """Its author has signed too much within a minute; it is fetched again."""
-    MALFORMED = "malformed"
-    FOREIGN = "foreign"
-    """It belongs to another hearth."""
-    TOO_FAR = "too_far"
-    BROKEN = "broken"
-    """Its lamport does not grow along its chain."""
-    FORGED = "forged"
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether no honest peer would have sent it."""
-        return self in _BAD
-
-
-_BAD = frozenset(
-    {Verdict.MALFORMED, Verdict.FOREIGN, Verdict.TOO_FAR, Verdict.BROKEN, Verdict.FORGED}
-)
-
-
 @dataclass(slots=True)
 class Chain:
     """The ids of one author's events in order, end to end, the last one's lamport, all sizes."""
 
+    generation: int = 1
     ids: bytearray = field(default_factory=bytearray)
     lamport: int = 0
     size_bytes: int = 0
@@ -81,34 +46,46 @@ class Chain:
         return EventId(bytes(self.ids[(seq - 1) * _ID_BYTES : seq * _ID_BYTES])) or GENESIS
 
 
+@dataclass(frozen=True, slots=True)
+class _Undo:
+    """A chain as it was before a transaction."""
+
+    chain: Chain
+    height: int
+    lamport: int
+    size_bytes: int
+
+
 @dataclass(slots=True)
 class _Transaction:
     state: State
     lamport: int
-    touched: dict[NodeId, tuple[int, int, int]] = field(default_factory=dict)
+    touched: dict[NodeId, _Undo] = field(default_factory=dict)
     accepted: list[Event] = field(default_factory=list)
     applied: int = 0
     ready: set[NodeId] = field(default_factory=set)
     conflicts: dict[NodeId, Event] = field(default_factory=dict)
 
 
-class Ledger:
-    """One node's replica, without its storage. `accounts` say how much of each author is kept."""
+class Chains:
+    """One node's replica of the facts, without its storage.
+
+    `accounts` say how much of each author is kept.
+    """
 
     def __init__(
         self,
         hearth_id: str,
-        rules: Rules,
+        membership: Membership,
         verify: Verify,
         clock: Clock,
         accounts: ResourceLedger | None = None,
     ) -> None:
         self.hearth_id = hearth_id
         self.accounts = ResourceLedger(clock, allowances.LOG) if accounts is None else accounts
-        self.state = applying.empty(rules)
+        self.state = State(membership)
         self.lamport = 0
         self.pending = Pending(clock, self.accounts)
-        self._rules = rules
         self._verify = verify
         self._chains: dict[NodeId, Chain] = {}
         self._open: _Transaction | None = None
@@ -137,33 +114,49 @@ class Ledger:
         chain = self._chains.get(author)
         return 0 if chain is None else len(chain)
 
+    def generation(self, author: NodeId) -> int:
+        """The generation of the author's chain here; 0 without any."""
+        chain = self._chains.get(author)
+        return 0 if chain is None else chain.generation
+
     def height(self, author: NodeId) -> int:
         """The author's last sequence number that is here and counts."""
-        limit = self.state.limit(author)
-        return self.stored(author) if limit is None else min(self.stored(author), limit)
+        limit, chain = self.state.limit(author), self._chains.get(author)
+        if chain is None:
+            return 0
+        if limit is None or limit[0] > chain.generation:
+            return len(chain)
+        return min(len(chain), limit[1]) if limit[0] == chain.generation else 0
 
     def is_full(self, author: NodeId) -> bool:
         """Whether the author's next event was refused because nothing more of it is kept."""
         return self._full.get(author) == self.stored(author)
+
+    def is_full_for(self, author: NodeId) -> bool:
+        """Whether nothing more of this author would be kept, but in a new chain."""
+        chain = self._chains.get(author)
+        return chain is not None and not self._has_room(author, chain, MAX_EVENT_BYTES)
 
     def id_at(self, author: NodeId, seq: int) -> EventId | None:
         """The id of an event here; None when it is not."""
         chain = self._chains.get(author)
         return chain.id_at(seq) if chain is not None and 0 < seq <= len(chain) else None
 
-    def heads(self) -> dict[NodeId, tuple[int, EventId]]:
-        """Each author's last event that counts: sequence number and id."""
+    def heads(self) -> dict[NodeId, tuple[int, int, EventId]]:
+        """Each author's last event that counts: generation, sequence number and id."""
         heights = {author: self.height(author) for author in self._chains}
         return {
-            author: (height, self._chains[author].id_at(height))
+            author: (self._chains[author].generation, height, self._chains[author].id_at(height))
             for author, height in heights.items()
             if height
         }
 
-    def next_link(self, author: NodeId) -> tuple[int, EventId]:
-        """Sequence number and predecessor of the author's next event."""
+    def next_link(self, author: NodeId) -> tuple[int, int, EventId]:
+        """Generation, sequence number and predecessor of the author's next event."""
         height = self.stored(author)
-        return height + 1, self.id_at(author, height) or GENESIS
+        return (
+            max(1, self.generation(author)), height + 1, self.id_at(author, height) or GENESIS
+        )  # fmt: skip
 
     # Changing it.
 
@@ -173,14 +166,14 @@ class Ledger:
 
     def rollback(self) -> None:
         """Forget everything since `begin`; held events that were used are not held again."""
-        undo = self._transaction()
-        for author, (height, lamport, size_bytes) in undo.touched.items():
-            chain = self._chains[author]
-            del chain.ids[height * _ID_BYTES :]
-            chain.lamport, chain.size_bytes = lamport, size_bytes
-            if not height:
+        transaction = self._transaction()
+        for author, undo in transaction.touched.items():
+            chain = self._chains[author] = undo.chain
+            del chain.ids[undo.height * _ID_BYTES :]
+            chain.lamport, chain.size_bytes = undo.lamport, undo.size_bytes
+            if not undo.height:
                 del self._chains[author]
-        self.state, self.lamport = undo.state, undo.lamport
+        self.state, self.lamport = transaction.state, transaction.lamport
         self._open = None
 
     def commit(self) -> None:
@@ -197,6 +190,15 @@ class Ledger:
     def accepted(self) -> list[Event]:
         """The events accepted in this transaction, in order."""
         return self._transaction().accepted
+
+    @property
+    def replaced(self) -> list[NodeId]:
+        """The authors whose chain began again in this transaction."""
+        return [
+            author
+            for author, undo in self._transaction().touched.items()
+            if undo.chain is not self._chains[author] and undo.height
+        ]
 
     @property
     def conflicts(self) -> dict[NodeId, Event]:
@@ -231,24 +233,35 @@ class Ledger:
             self._flush()
         return verdicts
 
-    def freeze(self, author: NodeId, seq: int) -> None:
-        """Let nothing count that the author signed from `seq` on."""
+    def follow(self, membership: Membership) -> None:
+        """Members came, went or changed."""
         self._flush()
-        self.state = applying.freeze(self._rules, self.state, author, seq - 1)
+        self.state = applying.with_membership(self.state, membership)
+        self._transaction().ready.update(self.pending.authors())
+
+    def freeze(self, author: NodeId, forked_at: Place) -> None:
+        """Let nothing count that the author signed from there on in that generation."""
+        self._flush()
+        generation, seq = forked_at
+        if generation >= self.generation(author):
+            self.state = applying.freeze(self.state, author, (generation, seq - 1))
 
     def judge_proof(self, first: Event, second: Event) -> Verdict:
         """Whether two events prove a fork that is not known yet: FORKED, KNOWN, HELD or bad."""
-        if (first.author, first.seq) != (second.author, second.seq) or first.id == second.id:
+        if (first.author, first.place) != (second.author, second.place) or first.id == second.id:
             return Verdict.MALFORMED
         if {first.hearth_id, second.hearth_id} != {self.hearth_id}:
             return Verdict.FOREIGN
         frozen = self.state.frozen.get(first.author)
-        if frozen is not None and frozen < first.seq:
+        if frozen is not None and frozen < first.place:
             return Verdict.KNOWN
         checks = [self._is_signed(first), self._is_signed(second)]
         if None in checks:
             return Verdict.HELD
-        return Verdict.FORKED if all(checks) else Verdict.FORGED
+        if not all(checks):
+            return Verdict.FORGED
+        has_begun_again = first.generation < self.generation(first.author)
+        return Verdict.VOID if has_begun_again else Verdict.FORKED
 
     def refold(self, author: NodeId, chain: Iterable[Event]) -> None:
         """Fold a stale author's chain, as stored, again."""
@@ -261,15 +274,25 @@ class Ledger:
         if event.hearth_id != self.hearth_id:
             return Verdict.FOREIGN
         chain = self._chains.get(event.author)
+        if chain is not None and event.generation != chain.generation:
+            if event.generation < chain.generation or event.seq > 1:
+                return Verdict.VOID
+            chain = None
         known = chain is not None and event.seq <= len(chain)
         if chain is not None and known and chain.id_at(event.seq) == event.id:
             return Verdict.KNOWN
-        limit = self.state.limit(event.author)
-        if limit is not None and event.seq > limit:
+        if self._is_beyond(event):
             return Verdict.VOID
         if event.lamport > min(self.lamport + MAX_LAMPORT_LEAP, MAX_INT63 - MAX_LAMPORT_LEAP):
             return Verdict.TOO_FAR
         return Verdict.FORKED if known else _judge_link(chain or Chain(), event)
+
+    def _is_beyond(self, event: Event) -> bool:
+        """Whether an event comes after its author was put out, or forked this chain."""
+        cut = self.state.membership.limit(event.author)
+        frozen = self.state.frozen.get(event.author, (0, 0))
+        forked = frozen[0] == event.generation and event.seq > frozen[1]
+        return forked or (cut is not None and event.place > cut)
 
     def _judge_conflict(self, event: Event) -> Verdict:
         signed = self._is_signed(event)
@@ -287,12 +310,20 @@ class Ledger:
         if not signed:
             return Verdict.HELD if signed is None else Verdict.FORGED
         transaction = self._transaction()
-        chain = self._chains.get(event.author) or Chain()
-        if not self._has_room(event, chain):
+        before = self._chains.get(event.author) or Chain(event.generation)
+        chain = before if before.generation == event.generation else Chain(event.generation)
+        if not self._has_room(event.author, chain, len(event.body)):
             self._full[event.author] = len(chain)
             return Verdict.FULL
+        if chain is not before or self.state.frozen.get(event.author, event.place) < (
+            event.generation, 0
+        ):  # fmt: skip
+            self._flush()
+            self.state = applying.begin_again(self.state, event.author)
         self._chains[event.author] = chain
-        transaction.touched.setdefault(event.author, (len(chain), chain.lamport, chain.size_bytes))
+        transaction.touched.setdefault(
+            event.author, _Undo(before, len(before), before.lamport, before.size_bytes)
+        )
         transaction.accepted.append(event)
         chain.ids += event.id
         chain.lamport = event.lamport
@@ -300,12 +331,12 @@ class Ledger:
         self.lamport = max(self.lamport, event.lamport)
         return Verdict.ACCEPTED
 
-    def _has_room(self, event: Event, chain: Chain) -> bool:
+    def _has_room(self, author: NodeId, chain: Chain, size_bytes: int) -> bool:
         """The same answer on every node, whatever came in which order: chains are equal."""
-        author, limit = of_peer(event.author), self.accounts.limit
-        return event.seq <= limit(author, Resource.EVENTS_STORED) and chain.size_bytes + len(
-            event.body
-        ) <= limit(author, Resource.EVENT_BYTES_STORED)
+        principal, limit = of_peer(author), self.accounts.limit
+        return len(chain) < limit(
+            principal, Resource.EVENTS_STORED
+        ) and chain.size_bytes + size_bytes <= limit(principal, Resource.EVENT_BYTES_STORED)
 
     def _count_stored(self, authors: Iterable[NodeId]) -> None:
         for author in authors:
@@ -324,26 +355,16 @@ class Ledger:
         return holds
 
     def _is_signed(self, event: Event) -> bool | None:
-        signed = self._verify(event, self.state.membership)
-        if signed is None and self._flush():
-            # The event that introduces its author may have come just before it.
-            signed = self._verify(event, self.state.membership)
-        return signed
+        return self._verify(event, self.state.membership)
 
-    def _flush(self) -> bool:
-        """Apply what was accepted and note whose waiting events that may help; False if nothing."""
+    def _flush(self) -> None:
+        """Apply what was accepted and note whose waiting events that may help."""
         transaction = self._transaction()
         fresh = transaction.accepted[transaction.applied :]
-        if not fresh:
-            return False
         transaction.applied = len(transaction.accepted)
-        before = self.state.membership
-        self.state = applying.apply(self._rules, self.state, fresh)
-        introduced = self.state.membership is not before
-        transaction.ready.update(
-            self.pending.authors() if introduced else (event.author for event in fresh)
-        )
-        return True
+        if fresh:
+            self.state = applying.apply(self.state, fresh)
+            transaction.ready.update(event.author for event in fresh)
 
     def _transaction(self) -> _Transaction:
         assert self._open is not None, "begin() comes first"  # noqa: S101  (our own invariant)

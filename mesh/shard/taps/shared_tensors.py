@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from mesh.errors import BadRequest, DeviceFailed
+from mesh.errors import BadRequest
 from mesh.shard.taps.codec import Buffers, Kind, Reader, read_tensor, write_tensor
+from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter
 
 _FIX = "Run the same hearthnet version on both machines."
 
@@ -45,6 +46,16 @@ class ShardOrigins(Origins, Protocol):
         """The one of these that the job has and `tensor` is a view of, by its history."""
 
 
+class Weights(Protocol):
+    """What is asked of a session's `WeightCopies`."""
+
+    def shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What to show for `tensor`: never one that lies in memory of the model's."""
+
+    def apply(self) -> None:
+        """Take over what was done to what was shown."""
+
+
 class JobOrigins(Origins, Protocol):
     """What more is asked of the job's end."""
 
@@ -52,19 +63,20 @@ class JobOrigins(Origins, Protocol):
         """`view`, of a tensor that is known, is what the shard calls `joint`."""
 
 
-class Ledger:
+class SharedTensors:
     """One end's tensors by tag. The two ends number theirs even and odd."""
 
-    def __init__(self, first: int, device: torch.device, max_bytes: int, origins: Origins) -> None:
+    def __init__(self, first: int, device: torch.device, origins: Origins) -> None:
         self._next = first
         self._device = device
-        self._max_bytes = max_bytes
         self._origins = origins
         self._tensors: dict[int, torch.Tensor] = {}
         self._tags: dict[int, int] = {}
         self._versions: dict[int, int] = {}
         self._in_storage: dict[int, list[int]] = {}
-        self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
     def clear(self) -> None:
         """Forget every tensor; the other end does so at the same point."""
@@ -72,7 +84,6 @@ class Ledger:
         self._tags.clear()
         self._versions.clear()
         self._in_storage.clear()
-        self.size_bytes = 0
 
     def write(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
         """The entry of a tensor on its way out."""
@@ -118,7 +129,7 @@ class Ledger:
             self._origins.settled(tag, tensor)
 
     def read(self, entry: list[Any], next_buffer: Callable[[], memoryview]) -> torch.Tensor:
-        """The tensor of an entry that came in. Raises BadRequest, DeviceFailed beyond the limit."""
+        """The tensor of an entry that came in. Raises BadRequest, LimitReached."""
         _, tag, joint, description = entry
         if type(tag) is not int or type(joint) is not int:
             raise BadRequest("A tensor without a number.", fix=_FIX)
@@ -137,6 +148,8 @@ class Ledger:
         if joint:
             fresh = self._origins.arriving(joint, fresh)
         if known is None:
+            if tag % 2 == self._next % 2:
+                raise BadRequest(f"Tensor {tag} is not for the other end to number.", fix=_FIX)
             self._keep(tag, fresh)
             self._origins.settled(tag, fresh)
             return fresh
@@ -158,26 +171,53 @@ class Ledger:
         raise BadRequest("A tensor lies in one that is not known here.", fix=_FIX)
 
     def _keep(self, tag: int, tensor: torch.Tensor) -> None:
-        self.size_bytes += tensor.nbytes
-        if self.size_bytes > self._max_bytes:
-            raise DeviceFailed(
-                f"The trace holds more than {self._max_bytes} bytes of activations at once.",
-                fix="Read fewer points in one trace, or fewer positions.",
-            )
         self._in_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tag)
         self._tensors[tag] = tensor
         self._tags[id(tensor)] = tag
         self._versions[tag] = tensor._version
 
 
-class ShardLedger(Ledger):
+class ShardTensors(SharedTensors):
     """The shard's end: what lies in the memory of a tensor that the job has is shown as such a part
     of it, so that edits of the one are edits of the other there, too."""
 
     _origins: ShardOrigins
 
-    def __init__(self, device: torch.device, max_bytes: int, origins: ShardOrigins) -> None:
-        super().__init__(1, device, max_bytes, origins)
+    def __init__(
+        self, device: torch.device, meter: MemoryMeter, origins: ShardOrigins, weights: Weights
+    ) -> None:
+        super().__init__(1, device, origins)
+        self._meter = meter
+        self._weights = weights
+        self.has_shown_weights = False
+        """Whether something of the model's was shown; for whoever shows to take back."""
+
+    def clear(self) -> None:
+        """See `SharedTensors.clear`."""
+        self._meter.give(len(self) * ENTRY_BYTES)
+        super().clear()
+
+    def read_changed(self, entries: list[Any], reader: Reader) -> None:
+        """See `SharedTensors.read_changed`."""
+        super().read_changed(entries, reader)
+        self._weights.apply()
+
+    def write(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
+        """See `SharedTensors.write`."""
+        return super().write(self._shown(tensor), buffers)
+
+    def write_detached(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
+        """See `SharedTensors.write_detached`."""
+        return super().write_detached(self._shown(tensor), buffers)
+
+    def _shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        shown = self._weights.shown(tensor)
+        self.has_shown_weights |= shown is not tensor
+        return shown
+
+    def _keep(self, tag: int, tensor: torch.Tensor) -> None:
+        self._meter.take(ENTRY_BYTES)
+        super()._keep(tag, tensor)
 
     def _alias(self, tensor: torch.Tensor, *, detached: bool) -> list[Any] | None:
         tags = self._in_storage.get(tensor.untyped_storage().data_ptr(), [])
@@ -204,13 +244,13 @@ class ShardLedger(Ledger):
         return None
 
 
-class JobLedger(Ledger):
+class JobTensors(SharedTensors):
     """The job's end."""
 
     _origins: JobOrigins
 
-    def __init__(self, device: torch.device, max_bytes: int, origins: JobOrigins) -> None:
-        super().__init__(2, device, max_bytes, origins)
+    def __init__(self, device: torch.device, origins: JobOrigins) -> None:
+        super().__init__(2, device, origins)
 
     def _read_alias(self, tag: int, joint: int, description: list[Any]) -> torch.Tensor:
         owner_tag, start, shape, stride = description
@@ -259,9 +299,9 @@ class Loose:
         self._device = device
 
     def write(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
-        """See `Ledger.write`."""
+        """See `SharedTensors.write`."""
         return [int(Kind.TENSOR), 0, 0, write_tensor(tensor, buffers)]
 
     def read(self, entry: list[Any], next_buffer: Callable[[], memoryview]) -> torch.Tensor:
-        """See `Ledger.read`."""
+        """See `SharedTensors.read`."""
         return read_tensor(entry[3], next_buffer(), self._device)

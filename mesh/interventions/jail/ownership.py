@@ -1,0 +1,58 @@
+"""Whose a class, a module or an attribute is: the author's of the guarded code, or somebody else's.
+
+A name with one underscore in front is its owner's own affair. Whoever wrote a class or a module may
+use it there; of everything else it is the inside. Refuses nothing itself.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from mesh.interventions.jail import allowed
+
+_SUPER_OF = vars(super)["__self_class__"].__get__
+_SUPER_AFTER = vars(super)["__thisclass__"].__get__
+
+
+class UserClass(type):
+    """The class of classes that guarded code defines; their instances are the user's own."""
+
+
+class UserModule(ModuleType):
+    """A module of the job's author that came along by value."""
+
+
+def is_own(owner: Any, name: str) -> bool:
+    """Whether an attribute with one underscore in front is the author's, not somebody's inside."""
+    if not allowed.is_private(name):
+        return False
+    if type(owner) is UserModule:
+        return name in vars(owner)
+    line = _classes(owner)
+    if tuple in line and name in allowed.NAMED_TUPLE:
+        return True
+    provider = next((kind for kind in line if name in vars(kind)), None)
+    # No class's, it is the object's: and what others' classes put there is their inside as well.
+    return isinstance(provider, UserClass) if provider is not None else _is_plain(line)
+
+
+def _classes(owner: Any) -> tuple[type, ...]:
+    """Where an attribute of `owner` is looked for. Not by `isinstance`: objects may lie."""
+    kind = type(owner)
+    if kind is super:
+        line: tuple[type, ...] = _SUPER_OF(owner).__mro__
+        return line[line.index(_SUPER_AFTER(owner)) + 1 :]
+    return (owner if issubclass(kind, type) else kind).__mro__
+
+
+def is_the_author_s(owner: Any) -> bool:
+    """Whether it is an object of his class (or a class) that holds nothing but what he gives it."""
+    return _is_plain(_classes(owner))
+
+
+def _is_plain(line: tuple[type, ...]) -> bool:
+    return isinstance(line[0], UserClass) and all(
+        isinstance(kind, UserClass) or kind.__module__.startswith(allowed.PLAIN_BASES)
+        for kind in line
+    )

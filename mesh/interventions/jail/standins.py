@@ -1,0 +1,72 @@
+"""What stands, in a payload that is read behind the fence, for what is not let in.
+
+A module that comes by value brings all that is in it, also loggers, paths and compiled functions
+that no trace looks at. Such things become objects without any effect: they can be made, filled and
+passed on, and refuse to be used with a sentence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from mesh.errors import PolicyViolation
+from mesh.interventions.jail.guards import refuse
+from mesh.interventions.jail.ownership import UserClass
+
+
+class _Refusing(UserClass):
+    """The class of `unavailable` classes, whose own attributes refuse as their objects' do."""
+
+    what: str
+
+    def __getattr__(cls, _: str) -> NoReturn:
+        raise refuse(f"`{cls.what}`")
+
+
+def unavailable(what: str) -> type:
+    """A class in the place of the one of this name, or of a function: calling it has no effect."""
+
+    def ignore(*_: Any, **__: Any) -> None:
+        return None
+
+    def refused(*_: Any, **__: Any) -> NoReturn:
+        raise refuse(f"`{what}`")
+
+    # What reading a payload does to objects, and what using them is.
+    filling = ("__init__", "__setstate__", "__setitem__", "append", "extend", "add")
+    using = ("__getattr__", "__call__", "__iter__", "__len__", "__getitem__")
+    names: dict[str, Any] = {**dict.fromkeys(filling, ignore), **dict.fromkeys(using, refused)}
+    names["__new__"] = lambda cls, *_, **__: object.__new__(cls)
+    return _Refusing("Unavailable", (), {**names, "what": what})
+
+
+class Nothing:
+    """In the place of what nothing here looks at: where a module came from, compiled code."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+
+class Missing:
+    """There is one of these, and `dataclasses` tells it by identity."""
+
+    def __new__(cls) -> Any:
+        return dataclasses.MISSING
+
+
+def compiled(*_: Any) -> Callable[..., NoReturn]:
+    """In the place of a function that came without its source."""
+
+    def refused(*_: Any, **__: Any) -> NoReturn:
+        raise PolicyViolation(
+            "a function came as compiled code, as those do whose source nobody has: "
+            "the methods that `dataclass` generates, what `exec` or a console defined",
+            fix="Define it in a file or a notebook cell, or inside the trace.",
+        )
+
+    return refused

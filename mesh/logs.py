@@ -1,0 +1,227 @@
+"""What a process of the node logs: to its standard error, bounded whatever others do.
+
+Who can cause a line can cause a million. So each place in the code that logs has a rate, and so has
+each subject there (the first value of its text: a peer, an endpoint, a job): one that is noisy
+hides neither other subjects nor itself altogether, for how many lines were left out is said. What
+does not come through `logging`, such as a last word of the interpreter, passes as it is.
+
+A detached daemon and its children share one file as their standard error. Whichever finds it full
+moves it aside, and each goes over to the new one before its next line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+if sys.platform != "win32":
+    import fcntl
+
+MAX_FILE_BYTES = 16 << 20
+KEPT_FILES = 3
+"""Moved aside, besides the one that is written."""
+MAX_LINE_CHARACTERS = 8192
+FORMAT = "%(asctime)s %(levelname)-7s %(name)s %(message)s"
+
+PLACE_BURST, PLACE_PER_S = 60.0, 1.0
+SUBJECT_BURST, SUBJECT_PER_S = 20.0, 0.1
+MAX_SUBJECTS = 1024
+"""Remembered; who is forgotten begins anew, within its place's rate."""
+
+_QUIET = ("uvicorn", "websockets", "zeroconf", "asyncio")
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\t")}
+
+Place = tuple[str, int]
+"""File and line."""
+
+
+class _Rate:
+    """Lines that may be written: `burst` at once, then `per_s`."""
+
+    __slots__ = ("_at", "_burst", "_level", "_per_s")
+
+    def __init__(self, burst: float, per_s: float, now: float) -> None:
+        self._burst, self._per_s = burst, per_s
+        self._level, self._at = burst, now
+
+    def has_one(self, now: float) -> bool:
+        """Whether one more may be written."""
+        self._level = min(self._burst, self._level + (now - self._at) * self._per_s)
+        self._at = now
+        return self._level >= 1
+
+    def take(self) -> None:
+        """It is written."""
+        self._level -= 1
+
+
+class LineRates:
+    """Which log records are written. For one thread at a time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._places: dict[Place, _Rate] = {}
+        self._subjects: OrderedDict[tuple[Place, str], _Rate] = OrderedDict()
+        self._left_out: dict[Place, int] = {}
+
+    def admit(self, record: logging.LogRecord) -> int | None:
+        """None if it is to be left out, else how many from its place were since the last."""
+        now = self._clock()
+        place = (record.pathname, record.lineno)
+        rates = [self._of_place(place, now), *self._of_subject(place, record, now)]
+        if not all(rate.has_one(now) for rate in rates):
+            self._left_out[place] = self._left_out.get(place, 0) + 1
+            return None
+        for rate in rates:
+            rate.take()
+        return self._left_out.pop(place, 0)
+
+    def _of_place(self, place: Place, now: float) -> _Rate:
+        if place not in self._places:  # as many as the code has
+            self._places[place] = _Rate(PLACE_BURST, PLACE_PER_S, now)
+        return self._places[place]
+
+    def _of_subject(self, place: Place, record: logging.LogRecord, now: float) -> Iterator[_Rate]:
+        if not isinstance(record.args, tuple) or not record.args:
+            return
+        key = (place, str(record.args[0])[:200])
+        rate = self._subjects.pop(key, None) or _Rate(SUBJECT_BURST, SUBJECT_PER_S, now)
+        self._subjects[key] = rate
+        if len(self._subjects) > MAX_SUBJECTS:
+            self._subjects.popitem(last=False)
+        yield rate
+
+
+class _Lines(logging.Formatter):
+    """One line for each message, whatever it quotes; a traceback has lines of its own below it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return super().formatMessage(record).translate(_CONTROLS)
+
+    def formatException(self, ei: Any) -> str:
+        """See `logging.Formatter`."""
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(line.translate(_CONTROLS) for line in lines)
+
+
+class LogFile:
+    """The file that descriptor `fd` writes to, shared with other processes."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the descriptor is this very file."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.fstat(self._fd), self.path.stat())
+        return False
+
+    def tend(self) -> None:
+        """Move the file aside if it is full; go over to the new one. Raises OSError."""
+        if self.is_here and os.fstat(self._fd).st_size < MAX_FILE_BYTES:
+            return
+        with _sole(self.path.parent) as alone:
+            if not alone:
+                return  # somebody is at it
+            if self.is_here:
+                move_aside(self.path)
+            fresh = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.dup2(fresh, self._fd)
+        finally:
+            os.close(fresh)
+
+
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Writes what its rates admit; `file` is what the stream writes to, where that is known."""
+
+    def __init__(self, stream: TextIO, rates: LineRates, file: LogFile | None = None) -> None:
+        super().__init__(stream)
+        self.setFormatter(_Lines(FORMAT))
+        self._rates = rates
+        self.file = file
+        self._left_out = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        left_out = self._rates.admit(record)
+        if left_out is None:
+            return
+        self._left_out = left_out
+        if self.file is not None:
+            try:
+                self.file.tend()
+            except OSError:  # a full disk, say: what is open is still written to
+                self.handleError(record)
+        super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Handler`."""
+        text = super().format(record)
+        if len(text) > MAX_LINE_CHARACTERS:
+            more = len(text) - MAX_LINE_CHARACTERS
+            text = f"{text[:MAX_LINE_CHARACTERS]} [and {more} characters more]"
+        return f"{text} [{self._left_out} like it left out]" if self._left_out else text
+
+
+def log_to_stderr(level: str, path: Path | None = None) -> None:
+    """Have this process log to its standard error from now on; once, as the process begins.
+
+    Where that is the file at `path`, the file is kept small; anything else is left alone.
+    """
+    file = None if path is None else LogFile(path.absolute(), sys.stderr.fileno())
+    if sys.platform == "win32" or (file is not None and not file.is_here):
+        file = None  # Windows does not rename open files
+    handler = LogHandler(sys.stderr, LineRates(), file)
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.captureWarnings(capture=True)
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def log_file() -> Path | None:
+    """The file that this process's standard error is, if it is one that is kept small."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogHandler) and handler.file is not None:
+            return handler.file.path
+    return None
+
+
+def move_aside(path: Path) -> None:
+    """Make room for a new file; the oldest of those kept is lost. Raises OSError."""
+    for number in reversed(range(1, KEPT_FILES)):
+        with contextlib.suppress(FileNotFoundError):
+            _aside(path, number).replace(_aside(path, number + 1))
+    path.replace(_aside(path, 1))
+
+
+def _aside(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")
+
+
+@contextlib.contextmanager
+def _sole(directory: Path) -> Iterator[bool]:
+    """Whether this process alone may change names there meanwhile; never waits."""
+    if sys.platform == "win32":
+        yield False
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(handle)

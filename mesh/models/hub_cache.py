@@ -1,0 +1,41 @@
+"""What a place in the Hugging Face hub's cache says of the checkpoint there.
+
+A snapshot is ``models--<org>--<name>/snapshots/<commit>``, without ``<org>--`` for the oldest
+models. Reads no file.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mesh.types import ModelId
+
+# The hub allows no "--" in a name.
+_FOLDER = re.compile(r"models--(?:(?P<org>(?:(?!--).)+)--)?(?P<name>(?:(?!--).)+)")
+
+
+@dataclass(frozen=True, slots=True)
+class HubSnapshot:
+    """The ``org/name`` of a repository, and the commit."""
+
+    repo_id: str
+    commit: str
+
+
+def hub_snapshot(directory: Path) -> HubSnapshot | None:
+    """Of which repository `directory` is a snapshot, links followed; None when of none."""
+    real = directory.resolve()
+    if real.parent.name != "snapshots":
+        return None
+    folder = _FOLDER.fullmatch(real.parent.parent.name)
+    if folder is None:
+        return None
+    return HubSnapshot("/".join(filter(None, (folder["org"], folder["name"]))), real.name)
+
+
+def checkpoint_name(directory: Path) -> ModelId:
+    """What a checkpoint is called unless somebody says: by its repository, else by its folder."""
+    snapshot = hub_snapshot(directory)
+    return ModelId(directory.resolve().name if snapshot is None else snapshot.repo_id)

@@ -1,0 +1,87 @@
+"""What a shard will take, from its checkpoint's headers alone: before a byte of it is loaded.
+
+Upper estimates, in MB of 2**20 bytes. Reads no tensor and asks no device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mesh.models.header import TensorEntry
+from mesh.models.manifest import Manifest
+from mesh.types import LayerRange, ShardMemory
+
+SPARE_MB = 64
+"""What allocators, kernels and a runtime's own tables take beside everything that is counted."""
+
+_FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+
+
+def estimate(
+    manifest: Manifest, layers: LayerRange, itemsize: int, *, kv_tokens: int, rows: int
+) -> ShardMemory:
+    """Of these layers in a dtype of `itemsize` bytes, with caches of `kv_tokens` positions in all.
+
+    `rows` is how many are computed at once. The head room holds one layer twice, as while it is
+    repacked or its caches grow.
+    """
+    weights = weight_bytes(manifest.layer_tensors(layers), itemsize)
+    one_layer = math.ceil(weights / len(layers))
+    text = _text(manifest.config)
+    hidden = manifest.hidden_size
+    wide = _number(text, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    # fp32, whatever the weights are: inputs, projections and both sides of the gate; then a mask.
+    longest = min(kv_tokens, manifest.max_positions or kv_tokens)
+    activations = rows * (8 * hidden + 3 * wide) * 4 + rows * longest * 4
+    return ShardMemory(
+        weights_mb=_mb(weights),
+        caches_mb=_mb(kv_tokens * position_bytes(manifest, layers, itemsize)),
+        headroom_mb=SPARE_MB + _mb(one_layer + activations),
+    )
+
+
+def ends_mb(manifest: Manifest, itemsize: int) -> int:
+    """What embedding, norm and head take at an asker, of which the head may be held twice."""
+    ends = manifest.ends_tensors()
+    largest = max((weight_bytes([entry], itemsize) for entry in ends), default=0)
+    return _mb(weight_bytes(ends, itemsize) + largest) + SPARE_MB
+
+
+def weight_bytes(tensors: Iterable[TensorEntry], itemsize: int) -> int:
+    """Of these tensors once the floating ones are in a dtype of `itemsize` bytes."""
+    return sum(
+        math.prod(entry.shape) * itemsize if entry.dtype in _FLOATING else entry.nbytes
+        for entry in tensors
+    )
+
+
+def position_bytes(manifest: Manifest, layers: LayerRange, itemsize: int) -> int:
+    """What one position takes in the caches of these layers."""
+    text = _text(manifest.config)
+    heads = _number(text, "num_attention_heads", "n_head", "num_heads") or 1
+    # A config that spells it n_head knows nothing of groups, whatever else it carries.
+    groups = None if "n_head" in text else _number(text, "num_key_value_heads")
+    groups = groups or _number(text, "n_head_kv") or heads
+    width = _number(text, "head_dim") or manifest.hidden_size // heads
+    keys = values = groups * width
+    latent = _number(text, "qk_nope_head_dim")
+    if latent is not None:  # most cache what latent attention expands to, per head; some do not
+        keys = heads * (latent + (_number(text, "qk_rope_head_dim") or 0))
+        values = heads * (_number(text, "v_head_dim") or latent)
+    return (keys + values) * itemsize * len(layers)
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int | None:
+    found = (config.get(name) for name in names)
+    return next((value for value in found if type(value) is int and value > 0), None)
+
+
+def _mb(size: float) -> int:
+    return math.ceil(size / 2**20)

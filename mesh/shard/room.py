@@ -1,0 +1,135 @@
+"""Who may take memory of the device: looked at before anything is loaded, refused before it is.
+
+Loads are let in one after the other, each once what it needs is free beside what loaded shards were
+promised for their caches. Shards that nobody uses go for it, longest idle first, and also when
+memory gets scarce for another reason. Knows no links and loads nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from mesh.attempts import LESS
+from mesh.charge import Loading
+from mesh.errors import NotEnoughMemory
+from mesh.headroom import Headroom, ram
+from mesh.types import ShardMemory
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+SCARCE_SHARE = 0.05
+SCARCE_MB = (64, 1024)
+"""Memory is scarce when less than this share of it is free, within these bounds."""
+
+
+class Occupant(Protocol):
+    """A shard, as far as its room goes."""
+
+    @property
+    def idle_s(self) -> float | None:
+        """For how long nobody has used its weights; None while somebody does, or there are none."""
+
+    @property
+    def promised_mb(self) -> int:
+        """What its caches may still take, beyond what they have."""
+
+    async def evict(self) -> None:
+        """Free its weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What was free when it was last looked at: on the device, and of main memory."""
+
+    device: Headroom
+    ram_mb: int
+
+
+class Room:
+    """One device's. `measure` blocks for a moment; `say` is told what begins to load, and None."""
+
+    def __init__(
+        self,
+        measure: Callable[[], Headroom],
+        occupants: Callable[[], Sequence[Occupant]],
+        say: Callable[[Loading | None], None],
+    ) -> None:
+        self._measure = measure
+        self._occupants = occupants
+        self._say = say
+        self._turn = asyncio.Lock()
+        self._looked_at = float("-inf")
+        self.memory: Memory | None = None
+        """As it was when it was last looked at."""
+
+    async def look(self) -> Memory:
+        """What is free now."""
+        self._looked_at = asyncio.get_running_loop().time()
+        self.memory = await asyncio.to_thread(self._look)
+        return self.memory
+
+    @asynccontextmanager
+    async def loading(self, name: str, need: ShardMemory) -> AsyncIterator[None]:
+        """The block may load this. Raises NotEnoughMemory when that does not fit, whoever goes."""
+        async with self._turn:
+            memory = await self._make_room(name, need)
+            self._say(Loading(name, need.total_mb, memory.ram_mb))
+            try:
+                yield
+            finally:
+                self._say(None)
+
+    async def relieve(self) -> bool:
+        """Have the shard go that was idle longest if memory is scarce; whether one did.
+
+        Looks at most every `LOOK_EVERY_S`, and not while something loads, which has looked itself.
+        """
+        now = asyncio.get_running_loop().time()
+        if self._turn.locked() or now - self._looked_at < LOOK_EVERY_S:
+            return False
+        memory = await self.look()
+        low, high = SCARCE_MB
+        if memory.device.free_mb >= min(high, max(low, memory.device.total_mb * SCARCE_SHARE)):
+            return False
+        return await self._evict(f"only {memory.device.free_mb} MB are free")
+
+    async def _make_room(self, name: str, need: ShardMemory) -> Memory:
+        while True:
+            memory = await self.look()
+            promised_mb = sum(each.promised_mb for each in self._occupants())
+            free_mb = memory.device.free_mb - promised_mb
+            if need.total_mb <= free_mb:
+                return memory
+            if not await self._evict(f"{name} needs {need.total_mb} MB, {free_mb} are free"):
+                raise _refusal(name, need, memory.device, promised_mb)
+
+    async def _evict(self, why: str) -> bool:
+        idle = [(each.idle_s, each) for each in self._occupants()]
+        ranked = sorted(
+            ((idle_s, each) for idle_s, each in idle if idle_s is not None),
+            key=lambda pair: pair[0],
+        )
+        if not ranked:
+            return False
+        logger.info("an idle shard is unloaded: %s", why)
+        await ranked[-1][1].evict()
+        return True
+
+    def _look(self) -> Memory:
+        return Memory(self._measure(), ram().free_mb)
+
+
+def _refusal(name: str, need: ShardMemory, have: Headroom, promised_mb: int) -> NotEnoughMemory:
+    promised = f", {promised_mb} MB of them promised to caches here" if promised_mb else ""
+    return NotEnoughMemory(
+        f"{name} needs {need.total_mb} MB ({need.weights_mb} for weights, {need.caches_mb} for"
+        f" caches, {need.headroom_mb} to compute); {have.free_mb} MB are free{promised} of"
+        f" {have.total_mb} MB ({have.bound}).",
+        fix=LESS,
+    )

@@ -1,0 +1,42 @@
+"""What a session answers when it does not do what it is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mesh.errors import BadRequest, DeviceFailed, MeshError
+from mesh.shard.device import is_lost
+from mesh.shard.taps.codec import Path, pack
+
+FIX = "Run the same hearthnet version on both machines."
+MALFORMED = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+"""What reading a message that is not what it should be raises."""
+
+
+def nothing_else(value: Any, _path: Path) -> Any:
+    """For readers and writers of messages with nothing but plain values. Raises BadRequest."""
+    raise BadRequest(f"A {type(value).__name__} cannot be sent here.", fix=FIX)
+
+
+def refusal(error: MeshError) -> bytes:
+    """The answer that carries `error`."""
+    return pack({"op": "error", "error": error.to_dict()}, [])
+
+
+def malformed(error: Exception) -> MeshError:
+    """What a message that raised `error` as it was read is answered with."""
+    return BadRequest(f"An intervention message is malformed: {error!r:.200}.", fix=FIX)
+
+
+def raised(error: Exception) -> MeshError:
+    """What an error of the model's code, or of torch, is answered with."""
+    if is_lost(error):
+        raise error  # it is not about this job alone: `DeviceQueue` acts upon it
+    if isinstance(error, torch.OutOfMemoryError):
+        return DeviceFailed("The device has no memory left.", fix="Use a shorter input.")
+    return BadRequest(
+        f"{type(error).__name__}: {error!s:.2000}",
+        fix="The model's own code raised this on the machine that holds the layer.",
+    )

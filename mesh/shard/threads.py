@@ -1,0 +1,83 @@
+"""How many threads a node's processes compute with: measured once per machine, then kept.
+
+Torch splits a sum by threads, so their number decides the last bits of a result. One number holds
+for all checkpoints: a process computes all that it serves with one, and what is measured depends on
+none of them. Knows nothing of models or processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import secrets
+from pathlib import Path
+
+import torch
+
+from mesh.shard.device import Choice, choose_threads, cpu_model, usable_cores
+
+logger = logging.getLogger(__name__)
+
+_MOST_THREADS = 4096
+
+
+def kept_threads(requested: int, device: torch.device, directory: Path | None) -> Choice[int]:
+    """As `choose_threads`, but what `directory` holds for this machine counts, and is kept there.
+
+    Of processes that measure at the same time, the first one's number holds for all. Without a
+    directory, or one that cannot be written, it is measured at every call.
+    """
+    if requested > 0 or device.type != "cpu" or directory is None or usable_cores() == 1:
+        return choose_threads(requested, device)
+    machine = machine_class()
+    path = directory / f"{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
+    found = _read(path, machine)
+    if found is None:
+        measured = choose_threads(0, device)
+        try:
+            found = _keep(path, machine, measured.value)
+        except OSError as error:
+            logger.warning("the number of threads is not kept in %s: %s", path, error)
+            return measured
+        if found == measured.value:
+            return Choice(found, f"{measured.reason}; kept in {path}")
+    return Choice(found, f"threads {found}: as kept in {path}")
+
+
+def machine_class() -> str:
+    """What a measured number of threads holds for: the processor and how much of it is ours."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()}/{cpu_model()}/{capability}/{usable_cores()} cores"
+
+
+def _read(path: Path, machine: str) -> int | None:
+    try:
+        said = json.loads(path.read_text("utf-8"))
+        threads = said["threads"]
+        is_ours = said["machine"] == machine and type(threads) is int
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        logger.warning("%s cannot be read and is written again: %r", path, error)
+        return None
+    return threads if is_ours and 1 <= threads <= _MOST_THREADS else None
+
+
+def _keep(path: Path, machine: str, threads: int) -> int:
+    """Write it unless another process has; returns what is there then. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    draft.write_text(json.dumps({"machine": machine, "threads": threads}) + "\n", "utf-8")
+    try:
+        try:
+            os.link(draft, path)  # whole, and only where there is none
+        except FileExistsError:
+            if (found := _read(path, machine)) is not None:
+                return found
+            draft.replace(path)
+        return threads
+    finally:
+        draft.unlink(missing_ok=True)

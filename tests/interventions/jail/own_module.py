@@ -1,0 +1,87 @@
+"""A module as people keep beside their notebook: it travels by value, and no node has it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+__all__ = ["Reading", "scaled"]
+
+SCALE = 2.0
+_OFFSET = 1.0
+logger = logging.getLogger(__name__)
+HERE = Path(__file__).parent
+
+
+def scaled(value: torch.Tensor) -> torch.Tensor:
+    return _shifted(value * SCALE)
+
+
+def _shifted(value: torch.Tensor) -> torch.Tensor:
+    return value + _OFFSET + math.floor(0.5)
+
+
+class Reading:
+    """What it has seen, in attributes of its own."""
+
+    _readings = 0
+
+    def __init__(self) -> None:
+        self._seen: list[float] = []
+        Reading._readings += 1
+
+    def take(self, value: torch.Tensor) -> float:
+        self._seen.append(self._size(value))
+        return self._mean
+
+    @property
+    def _mean(self) -> float:
+        return float(np.array(self._seen).mean())
+
+    @staticmethod
+    def _size(value: torch.Tensor) -> float:
+        return float(value.detach().numpy().std())
+
+
+class Louder(Reading):
+    def _size(self, value: torch.Tensor) -> float:  # type: ignore[override]
+        # nnsight ships a method by its source, where `super()` would not know its class.
+        return 2 * super(Louder, self)._size(value)  # noqa: UP008
+
+
+class Probe(nn.Module):
+    def __init__(self) -> None:
+        super(Probe, self).__init__()  # noqa: UP008 - as above
+        self._line = nn.Linear(8, 1, bias=False)
+        self._gain = 3.0
+        nn.init.ones_(self._line.weight)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self._line(value) * self._gain
+        return result
+
+
+class Shouting(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        logger.info(record.getMessage().upper())
+
+
+def never_in_a_job() -> int:
+    return os.getpid()
+
+
+@dataclass
+class Setting:
+    layer: int
+    _strength: float = 0.5
+    tags: list[str] = field(default_factory=list)
+
+    def _doubled(self) -> float:
+        return self._strength * 2

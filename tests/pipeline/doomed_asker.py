@@ -1,0 +1,45 @@
+"""An asker's process whose accelerator is gone, for `mesh.child`.
+
+Its ends are there, and raise what CUDA raises of everything after a device-side assert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from mesh.charge import Loading
+from mesh.pipeline.checkpoint import AskerOptions, load_asker
+from mesh.pipeline.engine_process import main
+from mesh.pipeline.model import AskerModel
+from mesh.types import GenerationRequest, ModelId
+
+
+class LostText:
+    """What the request meets first stands for all that would use the device."""
+
+    eos_ids: tuple[int, ...] = ()
+
+    def prompt_ids(self, request: GenerationRequest, most: int) -> list[int]:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+def load(
+    directory: Path,
+    model_id: ModelId,
+    options: AskerOptions,
+    begins: Callable[[Loading], object],
+) -> tuple[AskerModel, list[str]]:
+    """As `load_asker`, but for the device."""
+    model, reasons = load_asker(directory, model_id, options, begins)
+    text = LostText()
+    for name in ("decoder", "token_text"):
+        setattr(text, name, getattr(model.text, name))
+    return replace(model, text=text), reasons  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main(load)

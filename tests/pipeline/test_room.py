@@ -1,0 +1,151 @@
+"""Answers as long as the context, reserved as they grow; and what happens where room ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mesh.clock import SystemClock
+from mesh.errors import CacheFull
+from mesh.pipeline.frames import decode_frame, encode_frame
+from mesh.pipeline.oversight import Oversight
+from mesh.pipeline.terms import FIRST_ANSWER
+from mesh.routing.cover import key_of
+from mesh.types import Done, GenerationRequest, SamplingParams, ShardStatus, StreamFrame
+from tests.health.watched import tokens_of
+from tests.pipeline.toy_mesh import (
+    MODEL,
+    ToyNetwork,
+    expected_tokens,
+    toy_orchestrator,
+    toy_request,
+)
+from tests.simulation.toy import SummedSession, whole_model
+
+PROMPT = [5, 11, 23, 42, 8, 61]
+UNLIMITED = GenerationRequest(
+    "r", MODEL, prompt_ids=tuple(PROMPT), sampling=SamplingParams(ignore_eos=True)
+)
+
+
+async def test_an_answer_without_a_limit_goes_to_the_end_of_the_context() -> None:
+    network = ToyNetwork()
+    shard = network.add("0-7")
+    shard.new_session = SummedSession  # the same numbers, in linear time
+    orchestrator, sessions = toy_orchestrator(network, context=1100)
+    frames = [frame async for frame in orchestrator.chat(UNLIMITED)]
+    assert tokens_of(frames) == whole_model(PROMPT, 1094)
+    done = frames[-1]
+    assert isinstance(done, Done)
+    assert (done.finish_reason, done.completion_tokens, done.note) == ("length", 1094, "")
+    assert shard.reserved == [len(PROMPT) + FIRST_ANSWER], "the rest is given as it grows"
+    await sessions.close()
+
+
+@pytest.mark.parametrize(("context", "reserved"), [(4096, 6 + 40 + FIRST_ANSWER), (150, 150)])
+async def test_who_replaces_a_hop_is_asked_for_room_to_go_on_within_the_context(
+    context: int, reserved: int
+) -> None:
+    network = ToyNetwork()
+    lost, heir = network.add("0-7"), network.add("0-7", name="z")
+    orchestrator, sessions = toy_orchestrator(network, context=context)
+    answer = orchestrator.chat(UNLIMITED)
+    frames: list[StreamFrame] = []
+    async for frame in answer:
+        frames.append(frame)
+        if len(frames) == 40:
+            lost.kill()
+        if len(frames) == 50:
+            break
+    await answer.aclose()
+    assert tokens_of(frames) == expected_tokens(PROMPT, len(tokens_of(frames)))
+    assert heir.reserved == [reserved]
+    await sessions.close()
+
+
+async def test_an_answer_that_rests_near_the_end_of_the_context_asks_for_no_more_than_it() -> None:
+    network = ToyNetwork()
+    shard = network.add("0-7")
+    shard.kv_tokens = 150
+    orchestrator, sessions = toy_orchestrator(network, context=150)
+    answer = orchestrator.chat(UNLIMITED)
+    frames = [await anext(answer) for _ in range(60)]
+    (session,) = sessions.known()
+    for station in session.chain.stations:
+        station.park()
+    frames += [frame async for frame in answer]
+    assert tokens_of(frames) == expected_tokens(PROMPT, 144)
+    assert shard.reserved == [6 + FIRST_ANSWER, 150]
+    await sessions.close()
+
+
+async def test_an_answer_without_room_goes_on_where_there_is_some_and_nobody_is_blamed() -> None:
+    network = ToyNetwork()
+    shards = [network.add("0-3"), network.add("4-7")]
+    heir = network.add("4-7", name="z")
+    shards[1].room = 20
+    oversight = Oversight(SystemClock(), ceiling_s=30.0)
+    orchestrator, sessions = toy_orchestrator(network, oversight)
+    frames = [frame async for frame in orchestrator.chat(toy_request(PROMPT, 30))]
+    assert tokens_of(frames) == expected_tokens(PROMPT, 30)
+    kinds = [frame.type for frame in frames if frame.type != "token_delta"]
+    assert kinds == ["shard_status", "shard_failover", "done"]
+    said = next(frame for frame in frames if isinstance(frame, ShardStatus))
+    assert said.status == "full"
+    assert heir.steps
+    assert oversight.standings.penalty(key_of(shards[1].descriptor)) == 0
+    await sessions.close()
+
+
+async def test_an_answer_that_nobody_has_room_for_ends_there_and_says_so() -> None:
+    network = ToyNetwork()
+    shards = [network.add("0-3"), network.add("4-7")]
+    shards[1].room = 20
+    orchestrator, sessions = toy_orchestrator(network)
+    frames = [frame async for frame in orchestrator.chat(toy_request(PROMPT, 30))]
+    # A token is sampled from the row of the one before it, so the last was never fed.
+    assert tokens_of(frames) == expected_tokens(PROMPT, 20 - len(PROMPT) + 1)
+    done = frames[-1]
+    assert isinstance(done, Done)
+    assert done.finish_reason == "length"
+    assert "node-1001 has no room" in done.note
+    assert decode_frame(encode_frame(done)) == done
+    assert not sessions.known(), "what it held is given back to whoever waits for room"
+    await sessions.close()
+
+
+async def test_an_answer_that_nobody_has_room_for_goes_on_at_home() -> None:
+    network = ToyNetwork()
+    home = network.home()
+    network.add("0-7").room = 20
+    orchestrator, sessions = toy_orchestrator(network, home=home)
+    frames = [frame async for frame in orchestrator.chat(toy_request(PROMPT, 30))]
+    assert tokens_of(frames) == expected_tokens(PROMPT, 30)
+    assert isinstance(frames[-1], Done)
+    assert frames[-1].fallback
+    await sessions.close()
+
+
+async def test_a_prompt_that_nobody_has_room_for_is_refused() -> None:
+    network = ToyNetwork()
+    network.add("0-7").room = 4
+    orchestrator, sessions = toy_orchestrator(network)
+    with pytest.raises(CacheFull, match="node-1000 has no room"):
+        _ = [frame async for frame in orchestrator.chat(toy_request(PROMPT, 30))]
+    assert not sessions.known()
+    await sessions.close()
+
+
+async def test_the_text_that_a_stop_string_held_back_is_shown_when_the_room_ends() -> None:
+    network = ToyNetwork()
+    network.add("0-7").room = 20
+    orchestrator, sessions = toy_orchestrator(network)
+    tokens = expected_tokens(PROMPT, 15)
+    request = toy_request(PROMPT, 30)
+    # A beginning of this is held back until it is known not to be it.
+    stops = replace(request.sampling, stop=(f"{tokens[-1]} never",))
+    frames = [frame async for frame in orchestrator.chat(replace(request, sampling=stops))]
+    shown = "".join(frame.text for frame in frames if frame.type == "token_delta")
+    assert shown == "".join(f"{token} " for token in tokens)
+    await sessions.close()

@@ -1,0 +1,123 @@
+"""What does not fit is refused before it is loaded; what killed its process is not loaded again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mesh import attempts
+from mesh.errors import DeviceFailed, NotEnoughMemory
+from mesh.headroom import ram
+from mesh.shard.footprint import position_bytes
+from mesh.types import LayerRange, ShardId
+from tests.cgroups import limited_group
+from tests.shard import doomed_host
+from tests.shard.hosts import hosted
+from tests.shard.spans import checkpoint
+
+DOOMED = "tests.shard.doomed_host"
+LAYERS = LayerRange(1, 4)
+
+
+@pytest.fixture(autouse=True)
+def _made() -> None:
+    checkpoint()  # which blocks, the first time
+
+
+def shard(model_id: str = "toy", *, caches_mb: int = 0) -> dict[str, Any]:
+    """A load command; `caches_mb` is what its sessions are promised."""
+    manifest = checkpoint()
+    tokens = caches_mb * 2**20 // position_bytes(manifest, LAYERS, 4)
+    return {
+        "directory": str(manifest.directory), "model_id": model_id, "layers": str(LAYERS),
+        "dtype": "fp32", "kv_tokens": max(1024, tokens),
+    }  # fmt: skip
+
+
+def named(model_id: str) -> ShardId:
+    return ShardId(f"{model_id}:{LAYERS}")
+
+
+async def test_what_does_not_fit_is_refused_with_what_it_needs_and_what_there_is() -> None:
+    total_mb = psutil.virtual_memory().total >> 20
+    async with hosted(shard(caches_mb=2 * total_mb), shard("small")) as (host, _):
+        error = host.failed[named("toy")]
+        assert isinstance(error, NotEnoughMemory)
+        assert f"{2 * total_mb} for caches" in error.message
+        assert "MB are free" in error.message
+        assert "--layers" in error.fix
+        assert [each.descriptor.model_id for each in host.serving] == ["small"]
+        with pytest.raises(NotEnoughMemory):
+            await host.ensure(shard("at home", caches_mb=2 * total_mb))
+
+
+async def test_an_idle_shard_goes_for_one_that_is_wanted_and_its_footprint_is_told() -> None:
+    half_mb = int((await asyncio.to_thread(ram)).free_mb * 0.55)
+    async with hosted(shard("first", caches_mb=half_mb)) as (host, sees):
+        (first,) = host.serving
+        assert first.descriptor.vram_required_mb > half_mb
+        await sees(lambda: first.health.memory is not None)
+        before = first.health.memory
+        assert before is not None
+        assert (before.weights_mb, before.caches_mb) == (1, 0)
+        second = await host.ensure(shard("second", caches_mb=half_mb))
+        await sees(lambda: first.health.memory != before)
+        assert first.health.memory is not None
+        assert first.health.memory.total_mb == 0, "it is here when somebody asks, at no cost"
+        await sees(lambda: second.health.memory is not None)
+        assert host.memory is not None
+        assert 0 < host.memory["free_mb"] <= host.memory["total_mb"]
+
+
+async def test_a_load_that_killed_its_process_is_told_and_not_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempts, "FIRST_WAIT_S", 0.5)
+    doomed = shard(doomed_host.KILLED, caches_mb=1000)
+    async with hosted(doomed, shard("good"), module=DOOMED) as (host, sees):
+        error = host.failed[named(doomed_host.KILLED)]
+        assert isinstance(error, NotEnoughMemory)
+        assert "was killed" in error.message
+        await sees(lambda: len(host.serving) == 1)
+        assert host.process.starts == 2
+        for _ in range(5):  # far beyond the wait: there is still no more memory than there was
+            await asyncio.sleep(1.0)
+            assert host.process.starts == 2
+        with pytest.raises(NotEnoughMemory):
+            await host.ensure(doomed)
+        host.try_again()
+        await sees(lambda: host.process.starts == 3 and len(host.serving) == 1)
+        assert list(host.failed) == [named(doomed_host.KILLED)]
+
+
+async def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempts, "FIRST_WAIT_S", 2.0)
+    async with hosted(shard(doomed_host.STUMBLES), module=DOOMED) as (host, sees):
+        assert isinstance(host.failed[named(doomed_host.STUMBLES)], DeviceFailed)
+        await sees(lambda: len(host.serving) == 1)
+        assert not host.failed
+        assert host.process.starts == 1
+
+
+@pytest.fixture
+def group() -> Any:
+    with limited_group(1024) as directory:
+        yield directory
+
+
+async def test_a_kernel_that_runs_out_of_memory_is_believed(
+    group: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(doomed_host.GROUP, str(group))
+    async with hosted(shard(doomed_host.HOG), shard("good"), module=DOOMED) as (host, sees):
+        error = host.failed[named(doomed_host.HOG)]
+        assert isinstance(error, NotEnoughMemory)
+        assert "was killed" in error.message
+        await sees(lambda: len(host.serving) == 1)
+        assert host.process.starts == 2
