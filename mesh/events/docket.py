@@ -62,6 +62,11 @@ class Docket:
         """What was taken in since `begin`, in order."""
         return [self.graph[at] for at in range(self._began, len(self.graph))]
 
+    @property
+    def waiting_bytes(self) -> int:
+        """The bodies' bytes of what waits for its parents."""
+        return sum(len(each.body) for each in self._waiting.values())
+
     def unheard(self, own: NodeId) -> list[SignedDecision]:
         """What others have decided, and none of `own`'s decisions comes after."""
         graph = self.graph
@@ -237,10 +242,7 @@ class Docket:
             return
         self._waiting[decision.id] = decision
         self._waiting.move_to_end(decision.id)
-        while (
-            len(self._waiting) > MAX_WAITING
-            or sum(len(each.body) for each in self._waiting.values()) > MAX_WAITING_BYTES
-        ):
+        while len(self._waiting) > MAX_WAITING or self.waiting_bytes > MAX_WAITING_BYTES:
             self._waiting.popitem(last=False)
 
     def _refuse(self, decision_id: DecisionId) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -95,6 +96,11 @@ class Hearth:
     def id(self) -> str:
         """The hearth's id."""
         return self._record.hearth_id
+
+    @property
+    def log(self) -> EventLog:
+        """The log, for reading only."""
+        return self._log
 
     @property
     def roster(self) -> Roster:
@@ -207,9 +213,9 @@ class Hearth:
         facts = fold.facts if fold is not None else {}
         return {name: fact for (kind, name), fact in facts.items() if kind == event_type}
 
-    def start_gossip(self, send: Send) -> None:
-        """Begin to keep the log in step with linked peers."""
-        self._gossip = Gossip(self._log, send, on_exchange=self._heard.set)
+    def start_gossip(self, send: Send, rng: random.Random | None = None) -> None:
+        """Begin to keep the log in step with linked peers; `rng` spreads when they are asked."""
+        self._gossip = Gossip(self._log, send, rng=rng, on_exchange=self._heard.set)
         self._gossip.start()
 
     def peer_up(self, peer: NodeId) -> None:

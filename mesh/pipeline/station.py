@@ -99,6 +99,7 @@ class Station:
         self._session = line.register(self)
         self._opening: Opening | None = None
         self._steps = 0
+        self._parked = False
         self._resting = False
         self._woken_at: float | None = None
         self._active_at = 0.0
@@ -114,12 +115,10 @@ class Station:
         await self._ask(self.terms.opening(self._session, self.hop.layers), patience)
 
     def park(self) -> None:
-        """Keep the cache, give the stream back."""
-        if not self._resting:
-            self._resting = True
-            self._claim.release()
-            self._overseer.closed(self)
-            self._line.send(Park(self._session))
+        """Keep the cache, give the stream back until `resume`."""
+        self._parked = True
+        if not self._resting or self._woken_at is not None:  # one may be on its way back to us
+            self._give_back()
 
     async def resume(self, patience: Patience) -> None:
         """Take a stream again, with the room that `terms` say.
@@ -128,14 +127,15 @@ class Station:
         answer: that could be one to what is about to be cut.
         """
         self._require_alive()
-        if self._pending:
+        if self._pending or self._backlog:
             raise SessionGone(
                 f"{self.hop.shard.node_name} has not answered what came before.",
                 fix="Open a new session and replay the inputs.",
             )
+        # Whatever comes of the asking, the hop may hold a stream for this from here on.
+        self._parked = self._resting = False
         self._claim.renew()
         await self._ask([Resume(self._session, self.terms.room(self.history.length))], patience)
-        self._resting = False
 
     async def seal(self, timeout_s: float) -> list[dict[str, Any]]:
         """End the harvest; what the hop says of each file. Raises as `resume` does."""
@@ -245,8 +245,9 @@ class Station:
     def rest(self, before: float) -> None:
         """Give the stream back for a pause; the next step takes it again by itself."""
         is_busy = self._pending or self._opening is not None or self.error is not None
-        if not is_busy and self._active_at <= before and not self._line.is_closed:
-            self.park()
+        is_idle = not is_busy and not self._resting and self._active_at <= before
+        if is_idle and not self._line.is_closed:
+            self._give_back()
 
     # Private
 
@@ -289,6 +290,12 @@ class Station:
             self._opening = None
             self._active_at = asyncio.get_running_loop().time()
 
+    def _give_back(self) -> None:
+        self._resting, self._woken_at = True, None
+        self._claim.release()
+        self._overseer.closed(self)
+        self._line.send(Park(self._session))
+
     def _wake(self) -> None:
         """Take a stream again; the steps that wait for it follow."""
         self._woken_at = asyncio.get_running_loop().time()
@@ -308,7 +315,8 @@ class Station:
         self._claim.owes(len(self._pending) + len(self._backlog) + 1)
         if self._resting or len(self._pending) >= STEPS_UNDER_WAY:
             self._backlog.append((position, tensor))
-            if self._resting and self._woken_at is None:
+            # What an earlier hop answers after the end of a generation takes no stream for itself.
+            if self._resting and not self._parked and self._woken_at is None:
                 self._wake()
             return
         self._steps += 1

@@ -91,13 +91,13 @@ def test_layers_kept_at_home_stay_there_and_the_report_says_so(start_node: Start
 
 def test_what_cannot_be_held_at_home_is_said_and_goes_nowhere_else(start_node: StartNode) -> None:
     limits = {
-        **KEEP_TWO,
+        "HEARTHNET_ROUTING__KEEP_FIRST": "6",  # more than a megabyte
         "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__HOST__SHARD_MAX_VRAM_MB": "1",
     }
     shed = start_node("shed", "--layers", "none", environment=limits)
     shed.wait_up()
-    until(lambda: "MB may be used" in str(missing(shed)), "the reason")
-    assert "MB may be used" in str(shed.get("/mesh/v1/status")["reasons"])
+    until(lambda: "the limit is 1 MB" in str(missing(shed)), "the reason")
+    assert "the limit is 1 MB" in str(shed.get("/mesh/v1/status")["reasons"])
     until(lambda: shed.get("/mesh/v1/peers")["peers"], "attic is there")
     response = ask(shed)
     assert response.status_code == 503, response.text

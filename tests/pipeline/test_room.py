@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -73,7 +74,7 @@ async def test_an_answer_that_rests_near_the_end_of_the_context_asks_for_no_more
     frames = [await anext(answer) for _ in range(60)]
     (session,) = sessions.known()
     for station in session.chain.stations:
-        station.park()
+        station.rest(inf)
     frames += [frame async for frame in answer]
     assert tokens_of(frames) == expected_tokens(PROMPT, 144)
     assert shard.reserved == [6 + FIRST_ANSWER, 150]

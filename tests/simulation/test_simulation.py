@@ -44,6 +44,10 @@ def test_schedules_of_faults_never_change_a_token_or_leave_a_request_behind() ->
     assert tally["liars caught"] > 5
 
 
+def test_an_answer_that_comes_after_the_end_takes_no_stream() -> None:
+    check(range(1542, 1543))
+
+
 @pytest.mark.chaos
 @pytest.mark.parametrize("first", range(QUICK, MANY + QUICK, BLOCK))
 def test_thousands_of_schedules(first: int) -> None:

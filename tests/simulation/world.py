@@ -14,7 +14,7 @@ from functools import partial
 
 from mesh.errors import Busy, ConnectFailed, DeviceFailed, LinkLost, MeshError, SessionGone
 from mesh.types import Endpoint, LayerRange, NodeId, ShardDescriptor, shard_id
-from mesh.wire.limits import DEFAULT_LIMITS
+from mesh.wire.limits import DEFAULT_LIMITS, Limits
 from mesh.wire.link import Link, LinkHandler
 from mesh.wire.memory import MemoryLink
 from mesh.wire.messages import (
@@ -50,8 +50,10 @@ HOME_PORT = 999
 class SlowLink(MemoryLink):
     """One end of a link whose frames are under way for a while, in order per direction."""
 
-    def __init__(self, hello: Hello, delay: Callable[[], float]) -> None:
-        super().__init__(hello, DEFAULT_LIMITS)
+    def __init__(
+        self, hello: Hello, delay: Callable[[], float], limits: Limits = DEFAULT_LIMITS
+    ) -> None:
+        super().__init__(hello, limits)
         self.silent = False
         self._delay = delay
         self._last_arrival = 0.0
