@@ -20,18 +20,13 @@ from typing import Any, NoReturn, Self
 
 from mesh.clock import Clock
 from mesh.errors import Busy, LimitReached, QuotaExceeded
-from mesh.resources import Limit, Limits, Personal, Resource, window, words
+from mesh.resources import Limit, Limits, Personal, Resource, of_peer, window, words
 from mesh.types import Principal, PrincipalKind
 
 __all__ = ["Hold", "Limit", "Limits", "Personal", "Resource", "ResourceLedger", "of_peer"]
 
 MAX_PRINCIPALS = 1024
 _MOST_SHOWN = 64
-
-
-def of_peer(node_id: str) -> Principal:
-    """The principal that another node is."""
-    return Principal(PrincipalKind.PEER, node_id)
 
 
 _NO_LIMIT = Limit()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from math import inf
 
 from mesh.types import Principal, PrincipalKind
@@ -86,3 +87,9 @@ def window(resource: Resource) -> float:
 def words(resource: Resource) -> str:
     """Its name for people."""
     return resource.value.replace("_", " ")
+
+
+@lru_cache(1024)
+def of_peer(node_id: str) -> Principal:
+    """The principal that another node is."""
+    return Principal(PrincipalKind.PEER, node_id)

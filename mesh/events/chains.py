@@ -321,9 +321,9 @@ class Chains:
             self._flush()
             self.state = applying.begin_again(self.state, event.author)
         self._chains[event.author] = chain
-        transaction.touched.setdefault(
-            event.author, _Undo(before, len(before), before.lamport, before.size_bytes)
-        )
+        if event.author not in transaction.touched:
+            undo = _Undo(before, len(before), before.lamport, before.size_bytes)
+            transaction.touched[event.author] = undo
         transaction.accepted.append(event)
         chain.ids += event.id
         chain.lamport = event.lamport

@@ -119,10 +119,12 @@ class Intake:
             self._charge(source, verdict)
         for first, second in received.proofs:
             outcome.verdicts[self._take_proof(first, second, source)] += 1
+        muted = self.mutes(source)
         for number, (body, signature) in enumerate(received.events, 1):
-            if self.mutes(source):
+            if muted:
                 break
-            self._take_event(body, signature, source, outcome)
+            if self._take_event(body, signature, source, outcome).is_bad:
+                muted = self.mutes(source)
             if number % _EVENTS_PER_TURN == 0:
                 await asyncio.sleep(0)
         self.settle(source)
@@ -152,8 +154,8 @@ class Intake:
                 self._settle_held()
         for event in self.chains.accepted:
             self._check_clock(event)
-            signer = of_peer(event.author)
-            self.chains.accounts.charge(signer, Resource.EVENTS_PER_MINUTE)
+        for author, count in Counter(event.author for event in self.chains.accepted).items():
+            self.chains.accounts.charge(of_peer(author), Resource.EVENTS_PER_MINUTE, count)
 
     async def prove(self, stored: Callable[[NodeId, int], Awaitable[Event | None]]) -> list[Proof]:
         """Freeze the authors that turned out to have forked; the proofs to keep."""
@@ -194,7 +196,9 @@ class Intake:
     def _next_place(self, author: NodeId) -> Place:
         return max(1, self.chains.generation(author)), self.chains.stored(author) + 1
 
-    def _take_event(self, body: bytes, signature: bytes, source: NodeId, outcome: Outcome) -> None:
+    def _take_event(
+        self, body: bytes, signature: bytes, source: NodeId, outcome: Outcome
+    ) -> Verdict:
         try:
             event = decode(body, signature)
         except BadEvent:
@@ -206,11 +210,12 @@ class Intake:
                 outcome.diverged.add(event.author)
         outcome.verdicts[verdict] += 1
         self._charge(source, verdict)
+        return verdict
 
     def _offer(self, event: Event, source: NodeId) -> Verdict:
-        author, fresh = event.author, event.place >= self._next_place(event.author)
-        spent = self.chains.accounts.exhausted(of_peer(author), Resource.EVENTS_PER_MINUTE)
-        if fresh and spent:
+        author, accounts = event.author, self.chains.accounts
+        is_fresh = event.place >= self._next_place(author)
+        if is_fresh and accounts.exhausted(of_peer(author), Resource.EVENTS_PER_MINUTE):
             return Verdict.LATER
         verdict = self.chains.offer(event, source)
         if verdict is Verdict.FULL and author not in self._full and len(self._full) < _MAX_WARNED:

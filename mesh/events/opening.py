@@ -186,22 +186,31 @@ def _check_decisions(connection: sqlite3.Connection) -> Iterator[SignedDecision]
 
 def _check_chains(connection: sqlite3.Connection) -> tuple[dict[NodeId, Chain], int]:
     chains: dict[NodeId, Chain] = {}
+    ends: dict[str, tuple[int, bytes]] = {}
     count = 0
+    sha256, blake2b, unpack = hashlib.sha256, hashlib.blake2b, msgpack.unpackb  # 100,000 times each
     rows = connection.execute(
         "SELECT author, generation, seq, id, digest, body, signature FROM events ORDER BY rowid"
     )
-    for author, generation, seq, event_id, stored_digest, body, signature in rows:
+    for author, generation, seq, event_id, stored, body, signature in rows:
         count += 1
         chain = chains.get(author)
         if chain is None:
-            chain = chains[NodeId(author)] = Chain(generation)
-        if hashlib.sha256(body).digest() != event_id or digest(body, signature) != stored_digest:
+            chain = chains[author] = Chain(generation)
+            ends[author] = 0, GENESIS
+        if (
+            sha256(body).digest() != event_id
+            or blake2b(body + signature, digest_size=8).digest() != stored
+        ):
             raise _corrupt(f"event {seq} of {author} is damaged")
-        fields = msgpack.unpackb(body, max_array_len=_MAX_ELEMENTS, max_map_len=_MAX_ELEMENTS)
-        previous = bytes(chain.ids[-32:]) or GENESIS
-        expected = (author, chain.generation, len(chain) + 1, previous)
-        if tuple(fields[2:6]) != expected or (generation, seq) != expected[1:3]:
+        fields = unpack(body, max_array_len=_MAX_ELEMENTS, max_map_len=_MAX_ELEMENTS)
+        length, previous = ends[author]
+        length += 1
+        if seq != length or generation != chain.generation:
+            raise _corrupt(f"event {seq} of {author} is not where its chain ends")
+        if fields[2:6] != [author, generation, length, previous]:
             raise _corrupt(f"event {seq} of {author} does not continue its chain")
+        ends[author] = length, event_id
         chain.ids += event_id
         chain.lamport = fields[6]
         chain.size_bytes += len(body)

@@ -137,7 +137,7 @@ def decode(body: bytes, signature: bytes) -> Event:
     if len(body) > MAX_EVENT_BYTES or len(signature) != SIGNATURE_BYTES:
         raise BadEvent(f"An event of {len(body)} bytes is too large, or unsigned.", fix=_FIX)
     fields = unpack(body, "event")
-    if type(fields) is not list or len(fields) != 10 or not is_plain(fields):
+    if type(fields) is not list or len(fields) != 10 or not is_plain(fields[-1], MAX_DEPTH):
         raise BadEvent("The event has another shape than this version knows.", fix=_FIX)
     if not _fields_hold(fields) or msgpack.packb(fields) != body:
         raise BadEvent("The event has a field of the wrong form.", fix=_FIX)

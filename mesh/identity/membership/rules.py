@@ -8,6 +8,7 @@ the log its `Rules` (see `mesh.events.rules`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 from cryptography.exceptions import InvalidSignature
@@ -255,10 +256,15 @@ def verify(event: SignedFactWithSignature, membership: object) -> bool | None:
 def signed_by(key: bytes, signature: bytes, signed_bytes: bytes) -> bool:
     """Whether the owner of a raw Ed25519 key signed these bytes."""
     try:
-        Ed25519PublicKey.from_public_bytes(key).verify(signature, signed_bytes)
+        _public_key(key).verify(signature, signed_bytes)
     except InvalidSignature:
         return False
     return True
+
+
+@lru_cache(maxsize=1024)
+def _public_key(raw: bytes) -> Ed25519PublicKey:
+    return Ed25519PublicKey.from_public_bytes(raw)
 
 
 class SignedFactWithSignature(SignedFact, Protocol):
