@@ -19,8 +19,8 @@ demo: $(STAMP)
 	@$(BIN)/hearthnet demo
 
 check: $(STAMP)
-	$(BIN)/ruff format --check mesh tui tests examples
-	$(BIN)/ruff check mesh tui tests examples
+	$(BIN)/ruff format --check mesh tui tests tools examples
+	$(BIN)/ruff check mesh tui tests tools examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import click
 import typer
+import wire_page
 from pydantic import BaseModel
 
-from mesh import allowances, errors
+from mesh import errors
+from mesh.accounts import allowances
+from mesh.accounts.ledger import Limit, Limits
 from mesh.cli.main import app
 from mesh.config import Config
-from mesh.ledger import Limit, Limits
 
 REFERENCE = Path(__file__).parent / "reference"
 HEAD = "<!-- Written by docs/generate.py; edit the code instead. -->\n\n"
@@ -98,6 +100,7 @@ PAGES = {
     "config.md": config_page,
     "cli.md": cli_page,
     "limits.md": limits_page,
+    "wire.md": wire_page.page,
 }
 
 

@@ -22,11 +22,11 @@ class SystemClock:
     """The machine's own clocks."""
 
     def monotonic(self) -> float:
-        """See `Clock.monotonic`."""
+        """Seconds since the machine started, as its kernel counts them."""
         return time.monotonic()
 
     def now(self) -> datetime:
-        """See `Clock.now`."""
+        """The machine's wall clock, in UTC."""
         return datetime.now(UTC)
 
 
@@ -38,7 +38,7 @@ class SteadyClock(SystemClock):
         self._began = self.monotonic()
 
     def now(self) -> datetime:
-        """See `Clock.now`."""
+        """`start` and the monotonic seconds since."""
         return self._start + timedelta(seconds=self.monotonic() - self._began)
 
 
@@ -46,5 +46,5 @@ class LoopClock(SystemClock):
     """The running event loop's clock: what a simulation's loop says the time is, is the time."""
 
     def monotonic(self) -> float:
-        """See `Clock.monotonic`."""
+        """Seconds by the running loop's own clock."""
         return asyncio.get_running_loop().time()

@@ -103,11 +103,11 @@ class _Lines(logging.Formatter):
     """One line for each message, whatever it quotes; a traceback has lines of its own below it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
+        """The line; what it quotes cannot make lines or escapes of its own."""
         return super().formatMessage(record).translate(_CONTROLS)
 
     def formatException(self, ei: Any) -> str:
-        """See `logging.Formatter`."""
+        """The traceback, its own line breaks kept."""
         lines = super().formatException(ei).split("\n")
         return "\n".join(line.translate(_CONTROLS) for line in lines)
 
@@ -153,7 +153,7 @@ class LogHandler(logging.StreamHandler[TextIO]):
         self._left_out = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
+        """Write the line if its rate admits it; a file grown too large is moved aside before."""
         left_out = self._rates.admit(record)
         if left_out is None:
             return
@@ -166,7 +166,7 @@ class LogHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Handler`."""
+        """The line, cut to its limit; behind it, how many like it were left out."""
         text = super().format(record)
         if len(text) > MAX_LINE_CHARACTERS:
             more = len(text) - MAX_LINE_CHARACTERS

@@ -30,8 +30,6 @@ class PrincipalKind(StrEnum):
     """An API key, by its id; the one of this node's owner is called `OWNER`."""
     LOCAL = "local"
     """Somebody on this machine without a key: ``uid:1000``, or a name of this connection only."""
-    JOB = "job"
-    """An nnsight job, by its id."""
     NODE = "node"
     """This node itself: its probes and checks."""
 
@@ -212,11 +210,6 @@ class Pipeline:
     total_layers: int
     hops: tuple[RouteHop, ...]
     established_at: datetime
-
-    @property
-    def ordered_shards(self) -> list[ShardDescriptor]:
-        """The shards alone, in layer order."""
-        return [hop.shard for hop in self.hops]
 
 
 @dataclass(frozen=True, slots=True)

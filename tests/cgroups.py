@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.headroom import control_groups
+from mesh.processes.headroom import control_groups
 
 _SETTLE_S = 10.0
 

@@ -15,6 +15,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
 
+pytest_plugins = ["tests.cpu_cost"]
+
 
 @pytest.fixture(autouse=True)
 def _loop_is_never_blocked(request: pytest.FixtureRequest) -> Iterator[BlockBuster | None]:

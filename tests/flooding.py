@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from mesh.supervise import attach_to_parent
+from mesh.processes.child import attach_to_parent
 
 
 async def _main() -> None:

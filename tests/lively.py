@@ -4,39 +4,50 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import partial
 
-from mesh.channel import Channel, ChannelMessage
 from mesh.errors import DeviceLost
-from mesh.supervise import attach_to_parent, end_failed
+from mesh.processes.messages import Handlers, Message, Start
+from mesh.processes.worker import Worker
 
 
-def obey(loop: asyncio.AbstractEventLoop, said: asyncio.Queue[ChannelMessage]) -> None:
-    """Do everything that was said so far."""
-    while not said.empty():
-        message = said.get_nowait()
-        if message["op"] == "work beside the loop":
-            loop.run_in_executor(None, time.sleep, message["s"])
-        if message["op"] == "fail for good":
-            end_failed(_channel[0], DeviceLost("The device fell off the bus.", fix="Look."))
+class Ready(Message, frozen=True):
+    """It has started."""
 
 
-_channel: list[Channel] = []
+class Work(Message, frozen=True):
+    """Work beside the loop for so long."""
+
+    seconds: float
 
 
-async def main() -> None:
-    """Say that all is ready, then obey."""
-    said: asyncio.Queue[ChannelMessage] = asyncio.Queue(16)
-    loop = asyncio.get_running_loop()
+class FailForGood(Message, frozen=True):
+    """As if the device were gone."""
 
-    def take(message: ChannelMessage) -> None:
-        said.put_nowait(message)
-        loop.call_soon(partial(obey, loop, said))
 
-    _channel.append(await attach_to_parent(take))
-    _channel[0].send({"op": "ready"})
-    await asyncio.Event().wait()
+class Garble(Message, frozen=True):
+    """Say something that no supervisor understands: this."""
+
+
+class Lively(Worker):
+    """Does what it is told."""
+
+    def commands(self) -> Handlers:
+        """See `Worker`."""
+        return {
+            Start: lambda _: self.say(Ready()),
+            Work: self._work,
+            FailForGood: lambda _: self.end_failed(
+                DeviceLost("The device fell off the bus.", fix="Look.")
+            ),
+            Garble: self.say,
+        }
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+    def _work(self, command: Work) -> None:
+        asyncio.get_running_loop().run_in_executor(None, time.sleep, command.seconds)
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(Lively().run())

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import structs
 
 from mesh.clock import SystemClock
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsContexts, TlsMaterial
-from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.shard.commands import ShardRequest, StartShards
 from mesh.shard.leases import lease_of
 from mesh.shard.permits import permit
+from mesh.shard.settings import ShardSettings
+from mesh.shard.supervisor import ShardSupervisor
+from mesh.types import LayerRange
 from mesh.wire.link import Link, LinkHandler
 from mesh.wire.messages import Hello
 from mesh.wire.websocket import connect
@@ -27,22 +32,30 @@ TLS = TlsContexts(TlsMaterial.of(KEY, []))
 """Contexts that trust this identity alone; made here, because making them blocks."""
 
 
-def start_command(cache_dir: object) -> dict[str, Any]:
-    """The ``start`` command of a shard process on loopback."""
-    return {
-        "listen_host": "127.0.0.1", "listen_port": 0, "device": "cpu", "threads": 1,
-        "hello": {"node_id": KEY.node_id, "node_name": "node", "software": "test"},
-        "tls": TlsMaterial.of(KEY, []).to_fields(),
-        "cache_dir": str(cache_dir) if cache_dir is not None else None,
-    }  # fmt: skip
+def start_command(**changes: Any) -> StartShards:
+    """The first command of a shard process on loopback."""
+    hello = Hello(KEY.node_id, "node", "tensors", "test")
+    tls = TlsMaterial.of(KEY, [])
+    start = StartShards(hello, tls, listen_host="127.0.0.1", device="cpu", threads=1)
+    return structs.replace(start, **changes)
+
+
+def request(cache_dir: Path | None = None, **fields: Any) -> ShardRequest:
+    """What a shard process is to load: fields of `ShardRequest` and of its `ShardSettings`."""
+    limits = {key: fields.pop(key) for key in ShardSettings.__dataclass_fields__ if key in fields}
+    fields["directory"], fields["layers"] = Path(fields["directory"]), str(fields["layers"])
+    layers = LayerRange.parse(fields.pop("layers"))
+    settings = ShardSettings(**limits)
+    return ShardRequest(layers=layers, settings=settings, cache_dir=cache_dir, **fields)
 
 
 @asynccontextmanager
 async def hosting(
-    cache_dir: object, *loads: dict[str, Any], **start: Any
-) -> AsyncIterator[ShardHost]:
-    """A shard process that has loaded all of these; `start` changes its ``start`` command."""
-    host = ShardHost(HostSpec(start_command(cache_dir) | start, loads), lambda: None)
+    cache_dir: Path | None, *loads: dict[str, Any], **start: Any
+) -> AsyncIterator[ShardSupervisor]:
+    """A shard process that has loaded all of these; `start` changes its first command."""
+    requests = [request(cache_dir, **fields) for fields in loads]
+    host = ShardSupervisor(start_command(**start), requests, lambda: None)
     host.start()
     try:
         await host.wait_settled()

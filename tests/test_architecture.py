@@ -15,10 +15,16 @@ PACKAGES = ("mesh", "tui")
 FILES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
+ONE_IDEA: dict[str, str] = {
+    "mesh/shard/taps/session.py": "all that one job can do on one shard",
+    "mesh/shard/scheduler.py": "what a device computes next",
+    "mesh/pipeline/hop.py": "a session on one hop, from the asker's side",
+}
+"""Files that one idea fills beyond the limit of lines, each with that idea."""
 MAX_CONSTRUCTOR_PARAMETERS = 7
 BANNED_NAMES = {"utils", "util", "helpers", "common", "core", "manager", "base", "misc"}
 PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
-HEAVY = ("torch", "transformers", "nnsight", "textual", "starlette")
+HEAVY = ("torch", "transformers", "nnsight", "textual", "starlette", "mesh.node")
 
 
 def tree(path: Path) -> ast.Module:
@@ -44,6 +50,7 @@ def test_files_are_short() -> None:
         named(path): count
         for path in FILES
         if (count := path.read_text(encoding="utf-8").count("\n")) > MAX_FILE_LINES
+        and named(path) not in ONE_IDEA
     }
     assert not long
 
@@ -100,46 +107,98 @@ def test_nothing_broad_is_caught_and_swallowed() -> None:
         f"{named(path)}:{node.lineno}"
         for path in FILES
         for node in ast.walk(tree(path))
-        if isinstance(node, ast.ExceptHandler)
-        and (node.type is None or getattr(node.type, "id", "") in ("Exception", "BaseException"))
-        and not _passes_on(node)
+        if isinstance(node, ast.ExceptHandler) and _is_broad(node.type) and not _passes_on(node)
     ]
     assert not swallowing
 
 
-def _passes_on(handler: ast.ExceptHandler) -> bool:
-    """Raises again, or hands the exception itself to somebody (an exit code, a future, a reply)."""
-    for node in ast.walk(handler):
-        if isinstance(node, ast.Raise):
-            return True
-        if isinstance(node, ast.Name) and node.id == handler.name and handler.name:
-            return True
-    return False
+@pytest.mark.parametrize(
+    ("passes", "handler"),
+    [
+        (True, "except Exception: raise"),
+        (True, "except Exception as error: raise Other from error"),
+        (True, "except BaseException as error: future.set_exception(error)"),
+        (True, "except Exception as error: reply = str(error)"),
+        (False, "except Exception: pass"),
+        (False, "except: pass"),
+        (False, "except Exception: logger.exception('lost')"),
+        (False, "except Exception as error: logger.exception('lost', error)"),
+        (False, "except Exception as error: self.log.warning('lost: %s', str(error))"),
+        (False, "except (OSError, Exception) as error: logging.getLogger().error(error)"),
+        (False, "except builtins.Exception: pass"),
+    ],
+)
+def test_a_log_line_swallows_as_well(passes: bool, handler: str) -> None:
+    (found,) = (n for n in ast.walk(ast.parse(f"try: x()\n{handler}")) if hasattr(n, "handlers"))
+    assert _is_broad(found.handlers[0].type)
+    assert _passes_on(found.handlers[0]) == passes
+
+
+def _is_broad(caught: ast.expr | None) -> bool:
+    """Catches what nobody can have foreseen."""
+    if caught is None:
+        return True
+    if isinstance(caught, ast.Tuple):
+        return any(_is_broad(one) for one in caught.elts)
+    return ast.unparse(caught).rpartition(".")[2] in ("Exception", "BaseException")
+
+
+def _passes_on(node: ast.AST, caught: str | None = None) -> bool:
+    """Raises again, or hands the exception itself to somebody who is no logger."""
+    if isinstance(node, ast.ExceptHandler):
+        caught = node.name
+    if isinstance(node, ast.Raise) or (isinstance(node, ast.Name) and node.id == caught):
+        return True
+    if isinstance(node, ast.Call) and _is_logger(node.func):
+        return False
+    return any(_passes_on(child, caught) for child in ast.iter_child_nodes(node))
+
+
+def _is_logger(called: ast.expr) -> bool:
+    """``logger.warning``, ``self._log.exception``, ``logging.getLogger().error``."""
+    return isinstance(called, ast.Attribute) and "log" in ast.unparse(called.value).lower()
 
 
 def test_only_the_configuration_reads_the_environment() -> None:
-    # supervise hands a child its channel through the environment; local_node starts whole daemons;
-    # the built-in model's trainer is a script of its own.
-    allowed = {"mesh/config.py", "mesh/supervise.py", "mesh/cli/local_node.py"}
+    # A child gets its channel and what libraries are set up with through the environment;
+    # local_node starts whole daemons.
+    allowed = {
+        "mesh/config/settings.py",
+        "mesh/processes/child.py",
+        "mesh/processes/warm_parent.py",
+        "mesh/processes/nursery.py",
+        "mesh/cli/local_node.py",
+    }
     readers = {
         named(path)
         for path in FILES
         for node in ast.walk(tree(path))
         if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"))
     }
-    assert readers - allowed <= {
-        name for name in readers if name.startswith("mesh/models/builtin/")
-    }
+    assert readers == allowed
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["up", "--help"], ["status", "--help"]])
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+NOWHERE = ["--state-dir", "/nonexistent"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "more"),
+    [
+        (["--help"], ("asyncio", "rich", "httpx")),
+        (["up", "--help"], ()),
+        (["status", *NOWHERE], ()),
+        (["invite", *NOWHERE], ()),
+    ],
+)
+def test_what_asks_a_daemon_or_explains_imports_nothing_heavy(
+    arguments: list[str], more: tuple[str, ...]
+) -> None:
     script = (
         "import sys\n"
         f"sys.argv = ['hearthnet', *{arguments!r}]\n"
         "from mesh.cli.main import main\n"
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
-        f"print('HEAVY', [m for m in {HEAVY!r} if m in sys.modules])\n"
+        f"print('HEAVY', [m for m in {HEAVY + more!r} if m in sys.modules])\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True

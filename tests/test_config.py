@@ -85,7 +85,7 @@ def test_file_is_found_by_variable_and_default_place(
     default = tmp_path / ".config/hearthnet/config.toml"
     default.parent.mkdir(parents=True)
     default.write_text("port = 5")
-    monkeypatch.setattr("mesh.config.default_config_file", lambda: default)
+    monkeypatch.setattr("mesh.config.settings.default_config_file", lambda: default)
     assert load_config().config.port == 5
     monkeypatch.setenv("HEARTHNET_CONFIG", str(written(tmp_path, "port = 6")))
     assert load_config().config.port == 6

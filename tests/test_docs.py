@@ -25,13 +25,8 @@ def test_reference_pages_are_up_to_date() -> None:
 
 def test_texts_name_only_verbs_that_exist() -> None:
     named = re.compile(r"`hearthnet((?: [a-z]+)+)")
-    found = {
-        (match[1], file)
-        for file, text in sentences(named)
-        if not file.startswith("models/builtin/")  # what the model is taught is its own affair
-        for match in named.finditer(text)
-    }
-    assert (" config show", "config.py") in found
+    found = {(match[1], file) for file, text in sentences(named) for match in named.finditer(text)}
+    assert (" config show", "config/settings.py") in found
     assert {(words, file) for words, file in found if not _is_command(words.split())} == set()
 
 
@@ -51,3 +46,34 @@ def test_the_readme_names_only_verbs_that_exist() -> None:
     commands = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
     for verb in ("up", "down", "chat", "run", "status", "peers", "models", "demo", "config show"):
         assert f"## `hearthnet {verb}`" in commands
+
+
+def pages() -> list[Path]:
+    """Every page that people read."""
+    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    links = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
+    found = [(page, link) for page in pages() for link in links.findall(page.read_text("utf-8"))]
+    assert len(found) > 20
+    assert [(p.name, link) for p, link in found if not (p.parent / link).exists()] == []
+
+
+def test_every_decision_is_in_the_index() -> None:
+    decisions = ROOT / "docs/decisions"
+    index = (decisions / "README.md").read_text("utf-8")
+    named = {page.name for page in decisions.glob("*.md")} - {"README.md"}
+    assert {name for name in named if f"({name})" not in index} == set()
+
+
+def test_files_that_pages_name_exist() -> None:
+    """A path of the code in backticks is one; generated files and other repositories are not."""
+    paths = re.compile(r"`((?:mesh|tui|tests|tools|docs)/[\w./{},]+)`")
+    gone = {
+        (page.name, path)
+        for page in pages()
+        for path in paths.findall(page.read_text("utf-8"))
+        if "{" not in path and not (ROOT / path).exists()
+    }
+    assert gone == set()

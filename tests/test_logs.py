@@ -137,7 +137,7 @@ async def test_messages_to_hops_that_do_not_exist_do_not_fill_the_disk() -> None
 CHILD = """
 import asyncio, sys
 from mesh import logs
-from mesh.supervise import Child
+from mesh.processes.child import Child
 async def main():
     ended = asyncio.Event()
     child = await Child.start("tests.flooding", name="f", on_message=print, on_closed=ended.set)

@@ -1,4 +1,4 @@
-"""Who may talk to the API, and for what: the checks before anything else looks.
+"""Authentication and scopes: the checks of a request before anything else reads it.
 
 On loopback a page in a browser can reach us by rebinding its own name to 127.0.0.1, so the Host
 must be a loopback name. A request that names an Origin comes from a web page; only pages of this
@@ -25,6 +25,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as Connection
 
+from mesh.accounts.ledger import Resource, ResourceLedger
 from mesh.api.connection import NEIGHBOUR
 from mesh.api.faults import error_response
 from mesh.api.neighbours import Neighbour
@@ -33,7 +34,6 @@ from mesh.clock import Clock
 from mesh.config import is_loopback
 from mesh.errors import Forbidden, HeadersTooLarge, MeshError, Unauthorized
 from mesh.identity.api_keys import ApiKey, ApiKeys, Scope, quotas
-from mesh.ledger import Resource, ResourceLedger
 from mesh.types import OWNER, Principal, PrincipalKind
 
 _OWNER = Principal(PrincipalKind.KEY, OWNER)
@@ -60,7 +60,7 @@ def _free(_tokens: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request, and what it may do.
+    """The sender of a request: its principal and its scopes.
 
     `charge` counts tokens, prompt and completion, against the key's quota. Jobs of a `trusted`
     caller may use what others' may not.
@@ -82,7 +82,7 @@ class Caller:
 
 
 def caller_of(connection: HTTPConnection) -> Caller:
-    """Who sent this request (or opened this WebSocket)."""
+    """The sender of this request (or of this WebSocket's opening)."""
     found: Caller = connection.state.caller
     return found
 

@@ -18,7 +18,7 @@ _SHOWN_CHARS = 100
 
 
 class Strict(BaseModel):
-    """What clients send: known fields only, of their own types, and no number that is none."""
+    """A request body: known fields only, of their own types, finite numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 

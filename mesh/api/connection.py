@@ -39,7 +39,8 @@ class BoundedConnection(H11Protocol):
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.Protocol`."""
+        """Start the clock of the first request's head; who is at the other end is looked up when
+        asked."""
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
@@ -47,29 +48,29 @@ class BoundedConnection(H11Protocol):
         self._follow_phase()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
+        """Stop all clocks of this connection."""
         for timer in (self._asking, self._unread):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+        """Parse what came; the clock of the request's present part goes on or stops."""
         super().data_received(data)
         self._follow_phase()
 
     def on_response_complete(self) -> None:
-        """See `H11Protocol`."""
+        """The next request on this connection may begin, with its own clock."""
         super().on_response_complete()
         self._follow_phase()
 
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
+        """The client reads nothing: it has so many seconds until it is cut off."""
         super().pause_writing()
         self._unread = self.loop.call_later(self._unread_limit_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """See `asyncio.Protocol`."""
+        """The client reads again: stop that clock."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mesh.api.services import ApiSettings, MeshView
-from mesh.api.sse import PING, EventStream, encode, last_event_id, paced
+from mesh.api.sse import PING, EventStream, encode, last_event_id
 
 
 def routes(view: MeshView, settings: ApiSettings, closing: asyncio.Event) -> list[Route]:
@@ -31,7 +31,7 @@ def routes(view: MeshView, settings: ApiSettings, closing: asyncio.Event) -> lis
 
     async def events(request: Request) -> Response:
         after = last_event_id(request)
-        return EventStream(_events(view, after, settings.ping_s), closing)
+        return EventStream(_events(view, after), closing, ping_s=settings.ping_s)
 
     return [
         Route("/mesh/v1/status", status),
@@ -42,12 +42,9 @@ def routes(view: MeshView, settings: ApiSettings, closing: asyncio.Event) -> lis
     ]
 
 
-async def _events(view: MeshView, after: int | None, ping_s: float) -> AsyncGenerator[bytes, None]:
+async def _events(view: MeshView, after: int | None) -> AsyncGenerator[bytes, None]:
     # The first bytes go out at once, so that a client knows that it is connected.
     yield PING
-    async with aclosing(paced(view.events(after), ping_s)) as news:
+    async with aclosing(view.events(after)) as news:
         async for event in news:
-            if event is None:
-                yield PING
-            else:
-                yield encode(event, event=event["type"], id_=event["id"])
+            yield encode(event, event=event["type"], id_=event["id"])

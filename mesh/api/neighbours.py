@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection from this machine: the user whose socket it is.
+"""The user at the other end of a connection from this machine: the owner of its socket.
 
 Linux says so by `sock_diag`, the way of `ss`. Elsewhere, and for users whom this process has no
 number for (those of another user namespace), a connection is all that is known of a caller.

@@ -17,10 +17,11 @@ from mesh.health.detector import Verdict
 from mesh.health.eventstream import EventStream
 from mesh.health.metrics import Metrics
 from mesh.models.local import LocalModel
-from mesh.pipeline.asker import AskerProcess
+from mesh.pipeline.commands import LiveGeneration
+from mesh.pipeline.supervisor import AskerSupervisor
+from mesh.processes.supervisor import Supervisor
 from mesh.routing.cover import Candidate, missing_layers
-from mesh.shard.hosting import ShardHost
-from mesh.supervisor import Supervisor
+from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange, ModelId, NodeId, shard_id
 
 
@@ -32,8 +33,8 @@ class NodeParts:
     models: Sequence[LocalModel]
     store: ShardStore
     peers: Callable[[], list[PeerView]]
-    askers: dict[ModelId, AskerProcess]
-    host: ShardHost
+    askers: dict[ModelId, AskerSupervisor]
+    host: ShardSupervisor
     events: EventStream
     metrics: Metrics
     verdict: Callable[[NodeId], Verdict]
@@ -50,7 +51,7 @@ class Overview:
         self._parts = parts
 
     def status(self) -> dict[str, Any]:
-        """See `mesh.api.services.MeshView`."""
+        """The whole picture, in the form that `MeshView.status` has."""
         parts = self._parts
         warnings = [event for event in parts.events.latest(200) if event["type"] == "warning"]
         return {
@@ -58,11 +59,11 @@ class Overview:
             "peers": self.peers(),
             "models": self.models(),
             "shards": self._local_shards(),
-            "memory": parts.host.memory,
+            "memory": _memory(parts.host),
             "processes": [process.row() for process in parts.processes()],
             "sessions": parts.host.sessions,
             "generations": [
-                generation for asker in parts.askers.values() for generation in asker.generations
+                _generation(live) for asker in parts.askers.values() for live in asker.generations
             ],
             "accounts": self._accounts(),
             "reasons": self._reasons(),
@@ -70,7 +71,7 @@ class Overview:
         }
 
     def peers(self) -> list[dict[str, Any]]:
-        """See `mesh.api.services.MeshView`."""
+        """A row for each peer: name, address, state, round trip, shards."""
         known = {view.info.node_id: view for view in self._parts.store.nodes()}
         rows = []
         for peer in self._parts.peers():
@@ -91,7 +92,7 @@ class Overview:
         return rows
 
     def models(self) -> list[dict[str, Any]]:
-        """See `mesh.api.services.MeshView`."""
+        """A row for each model that anybody holds: runnable or why not, missing layers, nodes."""
         rows = [self._local_model(model) for model in self._parts.models]
         local = {(model.model_id, model.weights_sha256) for model in self._parts.models}
         for view in self._parts.store.models():
@@ -115,17 +116,17 @@ class Overview:
         return rows
 
     def privacy(self) -> dict[str, Any]:
-        """See `mesh.api.services.MeshView`."""
+        """Who can see what of prompts and answers, per model and route."""
         return self._parts.privacy()
 
     def readiness(self) -> list[str]:
-        """See `mesh.api.services.MeshView`."""
+        """What is missing before a request can be answered, in words; empty when ready."""
         parts = self._parts
         lacking = self._troubles() + self._not_loaded()
         lacking += [
             f"the ends of {model_id} are loading"
             for model_id, asker in parts.askers.items()
-            if asker.error is None and not asker.is_ready and asker.process.trouble is None
+            if asker.error is None and not asker.is_ready and asker.trouble is None
         ]
         lacking += [
             f"{name} is loading" for name in parts.host.wanted() if not parts.host.knows(name)
@@ -136,11 +137,11 @@ class Overview:
         return lacking
 
     def events(self, after: int | None) -> AsyncGenerator[dict[str, Any], None]:
-        """See `mesh.api.services.MeshView`."""
+        """What happens, without end, and before it what came after event `after`."""
         return self._parts.events.follow(after)
 
     def metrics(self) -> bytes:
-        """See `mesh.api.services.MeshView`."""
+        """All series in Prometheus' text format."""
         self._parts.metrics.peers(sum(peer.state.value == "up" for peer in self._parts.peers()))
         return self._parts.metrics.render()
 
@@ -227,7 +228,7 @@ class Overview:
         return [
             {
                 **_shard(Advertisement(hosted.descriptor, hosted.health)),
-                "online": hosted.health.online and host.process.is_up,
+                "online": hosted.health.online and host.is_up,
                 "facts": hosted.facts,
             }
             for hosted in host.shards.values()
@@ -237,7 +238,7 @@ class Overview:
         parts = self._parts
         reasons = list(parts.host.reasons)
         for hosted in parts.host.shards.values():
-            reasons += [f"{hosted.descriptor.shard_id}: {r}" for r in hosted.facts["reasons"]]
+            reasons += [f"{hosted.descriptor.shard_id}: {r}" for r in hosted.loaded.reasons]
         for model_id, asker in parts.askers.items():
             reasons += [f"ends of {model_id}: {reason}" for reason in asker.reasons]
         return reasons + self._troubles() + self._not_loaded()
@@ -258,6 +259,16 @@ def _shard(shard: Advertisement) -> dict[str, Any]:
         "active_streams": health.active_streams,
         "memory": None if health.memory is None else asdict(health.memory),
     }
+
+
+def _memory(host: ShardSupervisor) -> dict[str, Any] | None:
+    memory = host.memory
+    return None if memory is None else {**asdict(memory.device), "ram_mb": memory.ram_mb}
+
+
+def _generation(live: LiveGeneration) -> dict[str, Any]:
+    hops = [{**asdict(hop), "layers": str(hop.layers)} for hop in live.route]
+    return {"id": live.id, "model": live.model, "route": hops, "failovers": live.failovers}
 
 
 def _missing(shards: Sequence[Advertisement], total_layers: int) -> list[str]:

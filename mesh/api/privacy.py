@@ -1,4 +1,4 @@
-"""Who can see what of this node's prompts and answers, in words and as plain data.
+"""The privacy report: what each machine sees of this node's prompts and answers, as plain data.
 
 Reads routes; decides none. What a host can read out of the activations it gets was measured: see
 docs/explanation/privacy.md.
@@ -17,7 +17,7 @@ _PAGE = "docs/explanation/privacy.md"
 
 
 class Sight(StrEnum):
-    """How well a host can tell which tokens went by, prompt and answer alike."""
+    """The degree to which a host can tell the tokens that went by, prompt and answer alike."""
 
     OWN = "this machine"
     EXACT = "exact"
@@ -31,7 +31,7 @@ class Sight(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """What one machine of a route gets: activations into and out of its layers, never text."""
+    """One machine's part of a route: activations into and out of its layers, never text."""
 
     node: str
     layers: str
@@ -72,7 +72,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Precautions:
-    """What this node's configuration does about it."""
+    """The settings of this node that limit exposure."""
 
     keep_first: int
     keep_last: int

@@ -96,8 +96,7 @@ class KeptStreams:
         try:
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    if chunk != PING:
-                        self._add(kept, chunk)
+                    self._add(kept, chunk)
         except MeshError as error:
             self._add(kept, encode(error_body(error)))
         except Exception:

@@ -1,15 +1,15 @@
-"""What the HTTP API needs from the rest of the daemon, and the settings it runs with.
+"""The services that the HTTP API needs of the daemon, as protocols, and the API's settings.
 
 The composition root provides the implementations; the API knows nothing of how they work.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mesh.ledger import ResourceLedger
+from mesh.accounts.ledger import ResourceLedger
 from mesh.types import GenerationRequest, StreamFrame
 
 LOADING = "loading"
@@ -19,7 +19,7 @@ LOADING = "loading"
 class Generations(Protocol):
     """Runs generations."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         """An async generator of frames, `Done` last.
 
         MeshError may be raised before or between frames. ``aclose()`` cancels the generation on
@@ -63,7 +63,7 @@ class MeshView(Protocol):
     def readiness(self) -> list[str]:
         """What is missing before a request can be answered, in words; empty when ready."""
 
-    def events(self, after: int | None) -> AsyncIterator[dict[str, Any]]:
+    def events(self, after: int | None) -> AsyncGenerator[dict[str, Any], None]:
         """``{"id": int, "type": str, "at": ISO time, ...}`` as they happen, without end.
 
         A bounded history is replayed first: what came after event `after`, nothing for None.
@@ -74,7 +74,7 @@ class MeshView(Protocol):
 
 
 class HearthControl(Protocol):
-    """Who is in the hearth, and changing that; every method may raise MeshError."""
+    """The hearth's members and the verbs that change them; every method may raise MeshError."""
 
     def view(self) -> dict[str, Any]:
         """``{"id", "name", "self", "is_member", "two_signatures", "members": [{"node_id",
@@ -99,10 +99,10 @@ class HearthControl(Protocol):
         """``{"done", "action", "votes_missing", "member"}``; `who` is a name or an id."""
 
     async def demote(self, who: str, level: str | None) -> dict[str, Any]:
-        """See `promote`."""
+        """Lower a member's level: ``{"done", "action", "votes_missing", "member"}``."""
 
     async def revoke(self, who: str, reason: str) -> dict[str, Any]:
-        """See `promote`."""
+        """Put a member out: ``{"done", "action", "votes_missing", "member"}``."""
 
     async def readmit(self, who: str) -> dict[str, Any]:
         """Let a member that signed two histories decide again; as `promote`."""
@@ -141,7 +141,7 @@ class HarvestControl(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Research:
-    """What researchers do beside nnsight."""
+    """The services for researchers beside nnsight."""
 
     steering: SteeringControl
     harvests: HarvestControl
@@ -149,7 +149,7 @@ class Research:
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
-    """How the API protects itself and how long it stays silent.
+    """The API's limits, keys and intervals.
 
     `host` is the address it is bound to. `api_key` is the owner's key, which may do everything;
     None for no such key. With `keyless`, callers on loopback may chat and intervene without a key.

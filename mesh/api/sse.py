@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -24,7 +24,6 @@ from mesh.errors import BadRequest, MeshError
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_END: Any = object()
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -54,29 +53,6 @@ def last_event_id(request: Request) -> int | None:
     return int(text)
 
 
-async def paced(source: AsyncIterator[_T], ping_s: float) -> AsyncGenerator[_T | None, None]:
-    """The items of `source`, and None whenever none came for `ping_s` seconds.
-
-    Closing this generator cancels what `source` is waiting for and closes `source`.
-    """
-    step: asyncio.Task[_T] | None = None
-    try:
-        while True:
-            step = asyncio.create_task(_next(source), name="api-next-frame")
-            while not (await asyncio.wait({step}, timeout=ping_s))[0]:
-                yield None
-            item = step.result()
-            if item is _END:
-                return
-            yield item
-    finally:
-        if step is not None and not step.done():
-            step.cancel()
-            await asyncio.wait({step})
-        if isinstance(source, AsyncGenerator):
-            await source.aclose()
-
-
 async def unless_gone(
     receive: Receive, work: Coroutine[Any, Any, _T], closing: asyncio.Event | None = None
 ) -> _T | None:
@@ -103,7 +79,7 @@ async def unless_gone(
 
 
 class EventStream(Response):
-    """A response of server-sent events.
+    """A response of server-sent events, with a comment whenever none came for `ping_s` seconds.
 
     `chunks` are whole events. What it raises before its first chunk becomes an ordinary error
     response; later, a last event that carries the error.
@@ -117,13 +93,18 @@ class EventStream(Response):
         closing: asyncio.Event | None = None,
         *,
         headers: Mapping[str, str] | None = None,
+        ping_s: float | None = None,
     ) -> None:
         always = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers={**always, **(headers or {})})
         del self.headers["content-length"]
         self._chunks = chunks
         self._closing = closing
+        self._ping_s = ping_s
+        self._sending = asyncio.Lock()
+        self._sent = 0
         self._started = False
+        self._ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the chunks end, the client leaves or the server closes."""
@@ -132,25 +113,57 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b""})
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._ping_s is None:
+            await self._pass_on(scope, receive, send)
+            return
+        # Beside the chunks: a wait for the next one that could be left would be a task for each.
+        pinging = asyncio.create_task(self._ping(send, self._ping_s), name="api-ping")
+        try:
+            await self._pass_on(scope, receive, send)
+        finally:
+            pinging.cancel()
+            await asyncio.wait({pinging})
+
+    async def _ping(self, send: Send, ping_s: float) -> None:
+        while True:
+            sent = self._sent
+            await asyncio.sleep(ping_s)
+            if sent == self._sent and not self._sending.locked():
+                await self._send(send, PING)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with aclosing(self._chunks):
                 async for chunk in self._chunks:
                     await self._send(send, chunk)
         except MeshError as error:
+            await self._end_pings()
             if not self._started:
                 await error_response(error)(scope, receive, send)
                 return
             await self._send(send, encode(error_body(error)))
         except Exception:
+            await self._end_pings()
             if self._started:
                 await self._send(send, encode(error_body(unforeseen())))
                 await send({"type": "http.response.body", "body": b""})
             raise
+        await self._end_pings()
         if not self._started:
             await self._send(send, b"")  # a stream without a single event is a stream as well
         await send({"type": "http.response.body", "body": b""})
 
+    async def _end_pings(self) -> None:
+        async with self._sending:  # one may be on its way
+            self._ended = True
+
     async def _send(self, send: Send, chunk: bytes) -> None:
+        async with self._sending:
+            if not (self._ended and chunk == PING):
+                await self._write(send, chunk)
+
+    async def _write(self, send: Send, chunk: bytes) -> None:
+        self._sent += 1
         if not self._started:
             self._started = True
             await send(
@@ -161,15 +174,6 @@ class EventStream(Response):
                 }
             )
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
-
-
-async def _next(source: AsyncIterator[_T]) -> _T:
-    # StopAsyncIteration cannot be a task's result.
-    try:
-        return await anext(source)
-    except StopAsyncIteration:
-        end: _T = _END
-        return end
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -1,4 +1,4 @@
-"""What the API speaks TLS with: the node's certificate for it, or one that the settings name.
+"""The API's TLS certificate: the node's own for it, or one that the settings name.
 
 An API that others reach carries their keys, so beyond loopback there is no other way to serve it.
 Knows files and certificates; listening is `mesh.api.listener`'s.

@@ -12,7 +12,7 @@ from mesh.cli.output import event_line, note, say, summary_line
 
 @dataclass
 class Answer:
-    """What has been received of an answer so far; complete once `extension` is set."""
+    """An answer as received so far; complete once `extension` is set."""
 
     text: str = ""
     finish_reason: str | None = None

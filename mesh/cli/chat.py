@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import math
 import sys
@@ -17,6 +16,8 @@ from mesh.cli.output import note, one_line, report, route_line
 from mesh.errors import MeshError, ModelNotFound
 
 if TYPE_CHECKING:
+    import asyncio
+
     from mesh.client import Client
 
 _QUOTES = '"""'
@@ -35,6 +36,8 @@ def chat(
     api_port: ApiPort = None,
 ) -> None:
     """Talk to a model. Without MODEL the first that can answer is taken."""
+    import asyncio
+
     client = locate_daemon(state_dir, host, api_port)
     with asyncio.Runner() as runner:
         try:

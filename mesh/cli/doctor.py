@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 import typer
@@ -41,7 +40,7 @@ def weights(*, json: Json = False) -> None:
 
     Ends with 1 when one gets through.
     """
-    from mesh.weight_doctor import examine
+    from mesh.health.weight_doctor import examine
 
     report = examine()
     if json:
@@ -65,6 +64,8 @@ def jail(
 
     Ends with 1 when a wall does not hold.
     """
+    import asyncio
+
     from mesh.interventions.jail.doctor import Level
     from mesh.interventions.jail.job import examine_machine
 

@@ -36,9 +36,9 @@ def harvest(  # noqa: PLR0913 - flags
 
     Interrupted, the same command goes on where it was.
     """
-    from mesh.harvest.dataset import batches, digest
-    from mesh.harvest.index import HarvestIndex, HarvestPlan
-    from mesh.harvest.run import run
+    from mesh.research.harvest.dataset import batches, digest
+    from mesh.research.harvest.index import HarvestIndex, HarvestPlan
+    from mesh.research.harvest.run import run
 
     plan = HarvestPlan(model, module, digest(dataset), max_tokens, batch)
     index = HarvestIndex(out, plan)

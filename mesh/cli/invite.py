@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -74,6 +73,8 @@ async def _invite(client: Client, level: str, ttl_s: float, *, wait: bool) -> No
 
 
 async def _ended(client: Client, port: int) -> dict[str, Any]:
+    import asyncio
+
     try:
         while (outcome := await client.invitation(port))["open"]:
             pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -59,6 +58,8 @@ def join_alone(config: Config, code: str, peer: str | None) -> dict[str, Any]:
 
     Raises what `mesh.hearth.joining.join_hearth` raises; AlreadyRunning when one starts just now.
     """
+    import asyncio
+
     from mesh.clock import SystemClock
     from mesh.discovery.interfaces import choose
     from mesh.hearth.joining import Joiner, join_hearth

@@ -35,7 +35,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """How a node got in."""
+    """The code and level by which a node joined."""
 
     code: str
     level: str

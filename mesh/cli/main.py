@@ -53,6 +53,7 @@ app = typer.Typer(
     epilog=EXIT_CODES_HELP,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # importing what draws boxes takes longer than all else of `--help`
 )
 app.command()(up.up)
 app.command()(down.down)

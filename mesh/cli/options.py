@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -64,6 +63,8 @@ def locate_daemon(state_dir: Path | None, host: str | None, api_port: int | None
 
 def ask(client: Client, question: Callable[[Client], Awaitable[_T]]) -> _T:
     """Run one question to the daemon and close the client."""
+
+    import asyncio
 
     async def run() -> _T:
         async with client:

@@ -1,4 +1,4 @@
-"""How the command line prints: answers on stdout, all else on stderr, plain when not a terminal.
+"""Printing of the command line: answers on stdout, all else on stderr, plain without a terminal.
 
 Names and texts that come from other machines are stripped of control characters first. Also the
 only place that turns errors into exit codes.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -56,6 +55,8 @@ def resume(state_dir: StateDir = None) -> None:
 
 async def _wait_until_idle(client: Client, timeout_s: float) -> str:
     """What runs on this node's layers when it is idle or the time is over; empty when nothing."""
+    import asyncio
+
     left = "it did not say"
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):

@@ -73,7 +73,7 @@ def up(  # noqa: PLR0913 - flags
         announce(_detached(_arguments(flags, config), paths))
         return
     log_to_stderr(loaded.log_level, paths.daemon_log)
-    from mesh.daemon import run
+    from mesh.node.daemon import run
 
     run(loaded, on_ready=announce)
 

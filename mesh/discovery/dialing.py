@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mesh.discovery.tasks import end, spawn
 from mesh.errors import BadValue
+from mesh.processes.tasks import end, spawn
 from mesh.types import NodeId
 
 _AT_ONCE = 8

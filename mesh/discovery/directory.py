@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mesh.clock import Clock
+from mesh.codec import MAX_TEXT
 from mesh.discovery.advertisement import (
     MAX_SHARDS_PER_NODE,
-    MAX_TEXT,
     Advertisement,
-    decode,
-    encode,
 )
 from mesh.errors import BadAdvertisement
 from mesh.types import ModelId, NodeId, ShardId
@@ -162,40 +159,6 @@ class ShardStore:
         subscription = Subscription(self._subscribers.discard)
         self._subscribers.add(subscription)
         return subscription
-
-    def snapshot(self) -> dict[str, Any]:
-        """Everything as JSON-able types, for the API and for another process; `from_snapshot`."""
-        return {
-            "expiry_s": self._expiry_s,
-            "nodes": [
-                {
-                    "node_id": str(view.info.node_id),
-                    "name": view.info.name,
-                    "address": view.info.address,
-                    "software": view.info.software,
-                    "online": view.online,
-                    "age_s": view.age_s,
-                    "shards": [encode(shard) for shard in view.shards],
-                }
-                for view in self.nodes()
-            ],
-        }
-
-    @classmethod
-    def from_snapshot(cls, snapshot: Mapping[str, Any], clock: Clock) -> ShardStore:
-        """The store that `snapshot` described, its ages counted from now on this clock.
-
-        For snapshots of our own processes: raises BadAdvertisement or KeyError on anything else.
-        """
-        store = cls(clock, expiry_s=float(snapshot["expiry_s"]))
-        for row in snapshot["nodes"]:
-            node_id = NodeId(row["node_id"])
-            info = NodeInfo(node_id, row["name"], row["address"], row["software"])
-            store.update(info, [decode(shard, host=node_id) for shard in row["shards"]])
-            entry = store._nodes[node_id]
-            entry.arrived -= float(row["age_s"])
-            entry.online = bool(row["online"])
-        return store
 
     def _check(self, info: NodeInfo, shards: Sequence[Advertisement]) -> None:
         if info.node_id not in self._nodes and len(self._nodes) >= MAX_NODES:

@@ -5,17 +5,18 @@ Plain data. Whether a peer is wanted is decided by `mesh.discovery.peering`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Annotated
 
+from msgspec import Meta
+
+from mesh import codec
+from mesh.codec import Fault, Text
 from mesh.errors import PeerRefused
-from mesh.identity.keys import is_node_id, short_id
-from mesh.types import NodeId
+from mesh.identity.keys import NodeIdText, short_id
 from mesh.wire.messages import Hello
 
 PURPOSE = "control"
-_MAX_TEXT = 256
 _MAX_HOSTS = 16
 
 
@@ -28,14 +29,14 @@ class PeerHello:
     addresses at which it and its shards listen.
     """
 
-    node_id: NodeId
-    name: str
-    software: str
-    hearth: str
-    run: str
-    dial: int
-    address: str
-    hosts: tuple[str, ...] = ()
+    node_id: NodeIdText
+    name: Text
+    software: Text
+    hearth: Text
+    run: Text
+    dial: Annotated[int, Meta(ge=0, lt=1 << 53)]
+    address: Text
+    hosts: Annotated[tuple[Text, ...], Meta(max_length=_MAX_HOSTS)] = ()
 
 
 def to_hello(own: PeerHello) -> Hello:
@@ -58,26 +59,12 @@ def to_hello(own: PeerHello) -> Hello:
 def from_hello(hello: Hello) -> PeerHello:
     """Check a peer's hello. Raises PeerRefused naming the field that is unusable."""
     if hello.purpose != PURPOSE:
-        _refuse("purpose", "this port is for links between daemons")
-    if not is_node_id(hello.node_id):
-        _refuse("node_id", "it is not a node id")
-    dial = hello.fields.get("dial")
-    if type(dial) is not int or not 0 <= dial < 2**53:
-        _refuse("dial", "it is not a count")
-    hosts = hello.fields.get("hosts", [])
-    if not isinstance(hosts, list) or len(hosts) > _MAX_HOSTS:
-        _refuse("hosts", f"it is not a list of at most {_MAX_HOSTS}")
-    node_id = NodeId(hello.node_id)
-    return PeerHello(
-        node_id=node_id,
-        name=_text({"node_name": hello.node_name}, "node_name"),
-        software=_text({"software": hello.software}, "software"),
-        hearth=_text(hello.fields, "hearth"),
-        run=_text(hello.fields, "run"),
-        dial=dial,
-        address=_text(hello.fields, "address"),
-        hosts=tuple(_text({"hosts": host}, "hosts") for host in hosts),
-    )
+        raise _unusable(Fault("this port is for links between daemons", "purpose"))
+    known = {"node_id": hello.node_id, "name": hello.node_name, "software": hello.software}
+    try:
+        return codec.convert({**hello.fields, **known}, PeerHello)
+    except Fault as fault:
+        raise _unusable(fault) from fault
 
 
 def label(peer: PeerHello) -> str:
@@ -85,16 +72,9 @@ def label(peer: PeerHello) -> str:
     return f"{peer.name} ({short_id(peer.node_id)})"
 
 
-def _text(fields: Mapping[str, Any], key: str) -> str:
-    value = fields.get(key)
-    if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT or not value.isprintable():
-        _refuse(key, f"it must be 1 to {_MAX_TEXT} printable characters")
-    return value
-
-
-def _refuse(field: str, why: str) -> NoReturn:
-    raise PeerRefused(
-        f"The hello's field {field!r} cannot be used: {why}.",
+def _unusable(fault: Fault) -> PeerRefused:
+    return PeerRefused(
+        f"The hello's field {fault.field!r} cannot be used: {fault.why}.",
         fix="Run the same hearthnet version on both machines.",
-        param=field,
+        param=fault.field,
     )

@@ -81,7 +81,7 @@ class ControlLink:
             self._on_closed(self, *self._ended)
 
     def message(self, message: Message) -> None:
-        """See `LinkHandler.message`; what belongs on no control link is dropped."""
+        """Hand an advertisement, gossip or file part on; drop what belongs on no control link."""
         if not isinstance(message, ControlMessage):
             return
         if self._link is not None:
@@ -90,7 +90,7 @@ class ControlLink:
             self._early.append(message)
 
     def closed(self, error: MeshError | None) -> None:
-        """See `LinkHandler.closed`."""
+        """The link ended: tell who it was admitted to, now or once it is."""
         self._ended = (error,)
         if self._link is not None:
             self._on_closed(self, error)

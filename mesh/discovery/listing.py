@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from mesh.accounts.ledger import Resource, ResourceLedger, of_peer
 from mesh.discovery.advertisement import Advertisement, at_host
 from mesh.discovery.directory import NodeInfo, ShardStore
 from mesh.discovery.events import Warned
@@ -17,7 +18,6 @@ from mesh.discovery.notices import Notices
 from mesh.discovery.sightings import Sightings
 from mesh.discovery.trust import Trust
 from mesh.errors import BadAdvertisement
-from mesh.ledger import Resource, ResourceLedger, of_peer
 from mesh.types import NodeId
 from mesh.wire.messages import Advertise
 

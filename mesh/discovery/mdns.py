@@ -18,7 +18,7 @@ from mesh.discovery.announcement import Announcement, from_record, is_instance
 from mesh.discovery.events import Warned
 from mesh.discovery.interfaces import InterfaceChoice
 from mesh.discovery.multicast import Multicast, joinable
-from mesh.discovery.tasks import end, spawn
+from mesh.processes.tasks import end, spawn
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,6 @@ from mesh.discovery.listing import Listing, info
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.notices import EXPIRY_FACTOR, Notices
 from mesh.discovery.sightings import PeerState, PeerView, Sightings, why_not
-from mesh.discovery.tasks import end as end_tasks
-from mesh.discovery.tasks import spawn
 from mesh.discovery.trust import Trust
 from mesh.errors import (
     BadAdvertisement,
@@ -40,6 +38,8 @@ from mesh.errors import (
     VersionMismatch,
 )
 from mesh.identity.tls import require_node
+from mesh.processes.tasks import end as end_tasks
+from mesh.processes.tasks import spawn
 from mesh.types import NodeId
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.limits import CONTROL_LIMITS

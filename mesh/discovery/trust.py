@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from mesh.accounts.ledger import ResourceLedger
 from mesh.identity.tls import TlsContexts
-from mesh.ledger import ResourceLedger
 from mesh.types import NodeId
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from mesh import allowances
+from mesh.accounts import allowances
+from mesh.accounts.ledger import Hold, Resource, ResourceLedger, of_peer
 from mesh.clock import Clock
 from mesh.errors import Busy
 from mesh.events import apply as applying
@@ -20,7 +21,6 @@ from mesh.events.rules import Membership, Verify
 from mesh.events.state import State
 from mesh.events.types import GENESIS, MAX_EVENT_BYTES, MAX_INT63, Event, EventId, Place
 from mesh.events.verdict import Verdict
-from mesh.ledger import Hold, Resource, ResourceLedger, of_peer
 from mesh.types import NodeId
 
 MAX_LAMPORT_LEAP = 1 << 20

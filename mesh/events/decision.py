@@ -11,21 +11,21 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NewType
+from typing import Annotated, Any, NewType
 
-import msgpack
+from msgspec import Meta
+from msgspec.structs import astuple, replace
 
-from mesh.errors import BadEvent
+from mesh.codec import Canonical, Fault, Int63, SignedForm
+from mesh.events.types import MAX_DEPTH as MAX_PAYLOAD_DEPTH
 from mesh.events.types import (
     MAX_EVENT_BYTES,
-    MAX_INT63,
-    SIGNATURE_BYTES,
+    Author,
+    HearthName,
+    Kind,
     Sign,
-    is_author,
-    is_hearth_id,
-    is_plain,
-    is_type,
-    unpack,
+    require_signature,
+    unusable,
 )
 from mesh.types import NodeId
 
@@ -36,21 +36,31 @@ VERSION = 1
 DOMAIN = b"hearthnet/decision/v1\0"
 MAX_PARENTS = 32
 MAX_DEPTH = 1 << 32
-_ID_BYTES = 32
-_FIX = "Run the same hearthnet version on all machines of the hearth."
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionDraft:
-    """A decision before it is signed."""
+class DecisionDraft(SignedForm, frozen=True, tag=VERSION):
+    """A decision before it is signed: the fields of its body in their order."""
 
-    hearth_id: str
-    author: NodeId
-    depth: int
-    wall_ms: int
-    type: str
+    hearth_id: HearthName
+    author: Author
+    depth: Annotated[int, Meta(ge=1, le=MAX_DEPTH)]
+    wall_ms: Int63
+    type: Kind
     payload: dict[str, Any]
-    parents: tuple[DecisionId, ...]
+    parents: Annotated[
+        tuple[Annotated[DecisionId, Meta(min_length=32, max_length=32)], ...],
+        Meta(max_length=MAX_PARENTS),
+    ]
+
+
+def _check(draft: DecisionDraft) -> None:
+    if any(a >= b for a, b in pairwise(draft.parents)):
+        raise Fault("are not distinct and in order", "parents")
+    if (draft.depth == 1) != (not draft.parents):
+        raise Fault("is 1 where there are parents, or more where there are none", "depth")
+
+
+_FORM = Canonical(DecisionDraft, _check, max_bytes=MAX_EVENT_BYTES, depth=MAX_PAYLOAD_DEPTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,46 +92,19 @@ class SignedDecision:
 def seal(draft: DecisionDraft, sign: Sign) -> SignedDecision:
     """Encode and sign. Raises BadEvent for a draft that other nodes would refuse to read."""
     try:
-        body = msgpack.packb(
-            [
-                VERSION, draft.hearth_id, draft.author, draft.depth, draft.wall_ms, draft.type,
-                draft.payload, sorted(draft.parents),
-            ]
-        )  # fmt: skip
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BadEvent(
-            f"The decision cannot be written: {error}.", fix="Use plain values only."
-        ) from error
+        body = _FORM.pack(replace(draft, parents=tuple(sorted(draft.parents))))
+    except Fault as fault:
+        raise unusable("decision", fault) from fault
     return decode(body, sign(DOMAIN + body))
 
 
 def decode(body: bytes, signature: bytes) -> SignedDecision:
     """Read a decision's bytes, as strictly as events are read. Raises BadEvent."""
-    if len(body) > MAX_EVENT_BYTES or len(signature) != SIGNATURE_BYTES:
-        raise BadEvent(f"A decision of {len(body)} bytes is too large, or unsigned.", fix=_FIX)
-    fields = unpack(body, "decision")
-    if type(fields) is not list or len(fields) != 8 or not is_plain(fields):
-        raise BadEvent("The decision has another shape than this version knows.", fix=_FIX)
-    if not _fields_hold(fields) or msgpack.packb(fields) != body:
-        raise BadEvent("The decision has a field of the wrong form.", fix=_FIX)
-    _, hearth_id, author, depth, wall_ms, kind, payload, parents = fields
-    return SignedDecision(
-        hearth_id, NodeId(author), depth, wall_ms, kind, payload,
-        tuple(DecisionId(parent) for parent in parents),
-        DecisionId(hashlib.sha256(body).digest()), body, signature,
-    )  # fmt: skip
-
-
-def _fields_hold(fields: list[Any]) -> bool:
-    version, hearth_id, author, depth, wall_ms, kind, payload, parents = fields
-    return (
-        type(version) is int and version == VERSION
-        and is_hearth_id(hearth_id) and is_author(author) and is_type(kind)
-        and type(depth) is int and 0 < depth <= MAX_DEPTH
-        and type(wall_ms) is int and 0 <= wall_ms <= MAX_INT63
-        and type(payload) is dict
-        and type(parents) is list and len(parents) <= MAX_PARENTS
-        and all(type(parent) is bytes and len(parent) == _ID_BYTES for parent in parents)
-        and all(a < b for a, b in pairwise(parents))
-        and (depth == 1) == (not parents)
-    )  # fmt: skip
+    try:
+        require_signature(signature)
+        draft = _FORM.unpack(body)
+    except Fault as fault:
+        raise unusable("decision", fault) from fault
+    decision_id = DecisionId(hashlib.sha256(body).digest())
+    fields: list[Any] = [*astuple(draft), decision_id, body, signature]
+    return SignedDecision(*fields)

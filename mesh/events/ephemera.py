@@ -7,13 +7,13 @@ own monotonic clock, so no other machine's clock matters. Knows nothing of what 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-import msgpack
+from msgspec import Meta
 
+from mesh.codec import Canonical, Fault, Int63, SignedForm
 from mesh.errors import BadEvent
-from mesh.events.types import MAX_INT63, SIGNATURE_BYTES, Sign, is_plain
+from mesh.events.types import MAX_DEPTH, SIGNATURE_BYTES, Sign, unusable
 from mesh.types import NodeId
 
 VERSION = 1
@@ -21,59 +21,43 @@ DOMAIN = b"hearthnet/ephemeral/v1\0"
 MAX_BYTES = 128 << 10
 MAX_KEYS_PER_NODE = 8
 MAX_NODES = 256
-_MAX_ELEMENTS = 1024
+_Name = Annotated[str, Meta(min_length=1, max_length=512)]
 
 VerifyBytes = Callable[[NodeId, bytes, bytes], bool]
 """Whether the third argument is the node's signature of the second; False for unknown nodes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
+class Notice(SignedForm, frozen=True, tag=VERSION):
     """One notice. `epoch` grows with every start of its node, `counter` within one."""
 
-    hearth_id: str
-    node: NodeId
-    key: str
-    epoch: int
-    counter: int
-    ttl_ms: int
+    hearth_id: _Name
+    node: Annotated[NodeId, Meta(min_length=1, max_length=512)]
+    key: _Name
+    epoch: Int63
+    counter: Int63
+    ttl_ms: Int63
     payload: dict[str, Any]
+
+
+_FORM = Canonical(Notice, max_bytes=MAX_BYTES, depth=MAX_DEPTH)
 
 
 def seal_notice(notice: Notice, sign: Sign) -> tuple[bytes, bytes]:
     """Its body and signature. Raises BadEvent for a payload that is not plain or too large."""
-    body: bytes = msgpack.packb(
-        [
-            VERSION, notice.hearth_id, notice.node, notice.key, notice.epoch, notice.counter,
-            notice.ttl_ms, notice.payload,
-        ]
-    )  # fmt: skip
+    try:
+        body = _FORM.pack(notice)
+    except Fault as fault:
+        raise unusable("signed notice", fault) from fault
     decode_notice(body)
     return body, sign(DOMAIN + body)
 
 
 def decode_notice(body: bytes) -> Notice:
     """Read a notice's bytes, as strictly as events. Raises BadEvent."""
-    if len(body) > MAX_BYTES:
-        raise _unusable(f"it has {len(body)} bytes")
     try:
-        fields = msgpack.unpackb(body, max_array_len=_MAX_ELEMENTS, max_map_len=_MAX_ELEMENTS)
-    # msgpack raises whatever the input provokes: all of it means that this is no notice.
-    except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
-        raise _unusable(str(error)) from error
-    if type(fields) is not list or len(fields) != 8 or not is_plain(fields):
-        raise _unusable("it has another shape than this version knows")
-    version, hearth_id, node, key, epoch, counter, ttl_ms, payload = fields
-    if (
-        type(version) is not int
-        or version != VERSION
-        or any(type(text) is not str or not 0 < len(text) <= 512 for text in (hearth_id, node, key))
-        or any(type(n) is not int or not 0 <= n <= MAX_INT63 for n in (epoch, counter, ttl_ms))
-        or type(payload) is not dict
-        or msgpack.packb(fields) != body
-    ):
-        raise _unusable("it has a field of the wrong form")
-    return Notice(hearth_id, NodeId(node), key, epoch, counter, ttl_ms, payload)
+        return _FORM.unpack(body)
+    except Fault as fault:
+        raise unusable("signed notice", fault) from fault
 
 
 class Ephemera:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from mesh.accounts.ledger import Resource, of_peer
 from mesh.errors import LimitReached, MeshError
 from mesh.events.log import Change, EventLog
 from mesh.events.messages import Ask, Heads, Message, Page, Probe, Pull
 from mesh.events.sync import Exchange, answer_probe, heads_of, wants_something
-from mesh.ledger import Resource, of_peer
 from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ class _Peer:
             page = await self._log.page(pull)
         size_bytes = sum(len(a) + len(b) for a, b in (*page.events, *page.decisions))
         accounts.charge(peer, Resource.EVENT_BYTES_PER_MINUTE, size_bytes)
-        return Page(pull.number, page)
+        return Page.of(pull.number, page)
 
     async def _answer_to(self, request: Message) -> Message:
         match request:

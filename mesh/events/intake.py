@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from mesh.accounts.ledger import Resource, of_peer
 from mesh.clock import Clock
 from mesh.errors import BadEvent, LogRefused
 from mesh.events.chains import Chains
@@ -21,7 +22,6 @@ from mesh.events.rules import Membership
 from mesh.events.store import Proof
 from mesh.events.types import Event, Place, decode
 from mesh.events.verdict import Verdict
-from mesh.ledger import Resource, of_peer
 from mesh.types import NodeId
 
 SKEW_S = 600.0

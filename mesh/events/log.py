@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
+from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import Clock
 from mesh.errors import Busy, EventLogError, MeshError
 from mesh.events import apply as applying
@@ -38,7 +39,6 @@ from mesh.events.store import (
 )
 from mesh.events.sync import Replica
 from mesh.events.types import Event, Payload, Sign
-from mesh.ledger import ResourceLedger
 from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)

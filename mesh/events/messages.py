@@ -1,41 +1,84 @@
 """What two replicas of a log say to each other, as plain data and as maps for a control message.
 
 Whoever wants something asks, the other answers with the same `number`; `Heads` with number 0 is
-news nobody asked for. Knows nothing of links, and of what the events say.
+news nobody asked for. A new message is one class: its name in lower case is its `kind`, its fields
+in their order are the keys of the map, in which a dict is an array of rows ``[key, *value]``. Knows
+nothing of links, and of what the events say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from mesh import codec
+from mesh.codec import Fault, Int63
 from mesh.errors import BadFrame
 from mesh.events.decision import DecisionId
 from mesh.events.docket import Signed
 from mesh.events.intake import Received
 from mesh.events.store import MAX_PAGE_EVENTS, Range
-from mesh.events.types import MAX_EVENT_BYTES, MAX_INT63, SIGNATURE_BYTES, Place
+from mesh.events.types import MAX_EVENT_BYTES, MAX_INT63, SIGNATURE_BYTES
 from mesh.types import NodeId
 
 MAX_AUTHORS = 256
 MAX_PROBES = 32
 MAX_TIPS = 64
-ID_BYTES = 32
 HASH_BYTES = 8
 """How much of an event's id is compared; the event itself is what proves anything."""
 
 
+def _distinct(values: Sequence[Any]) -> None:
+    if len(set(values)) != len(values):
+        raise ValueError("names something twice")
+
+
+def _ascending(values: Sequence[Any]) -> None:
+    if any(before >= after for before, after in pairwise(values)):
+        raise ValueError("is not distinct and in order")
+
+
+def _one_each(ranges: Sequence[Range]) -> None:
+    # What is asked for twice would be fetched twice: a small message must not cost a large answer.
+    _ascending([author for author, *_ in ranges])
+    if any(first > last for *_, first, last in ranges):
+        raise ValueError("ends before it begins")
+
+
+Seq = Annotated[int, Meta(ge=1, le=MAX_INT63)]
+Author = Annotated[NodeId, Meta(min_length=1, max_length=64)]
+Hash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+Tip = Annotated[DecisionId, Meta(min_length=32, max_length=32)]
+Tips = Annotated[tuple[Tip, ...], Meta(max_length=MAX_TIPS), _distinct]
+Body = Annotated[bytes, Meta(max_length=MAX_EVENT_BYTES)]
+Signature = Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)]
+Bodies = Annotated[tuple[tuple[Body, Signature], ...], Meta(max_length=MAX_PAGE_EVENTS)]
+
+
 @dataclass(frozen=True, slots=True)
-class Ask:
+class Message:
+    """Root of what is said about the log; an answer has the number of what it answers."""
+
+    number: Int63
+
+    def __init_subclass__(cls) -> None:
+        _KINDS[cls.__name__.lower()] = cls
+
+
+_KINDS: dict[str, type[Message]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask(Message):
     """Which heads do you have?"""
 
-    number: int
-
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class Heads(Message):
     """What a replica has.
 
     `heads` gives per author the last event that counts: generation, sequence number, first bytes of
@@ -43,217 +86,121 @@ class Heads:
     the decisions that nothing there comes after.
     """
 
-    number: int
-    heads: dict[NodeId, tuple[int, int, bytes]] = field(default_factory=dict)
-    forks: dict[NodeId, Place] = field(default_factory=dict)
-    tips: tuple[DecisionId, ...] = ()
+    heads: Annotated[dict[Author, tuple[Seq, Seq, Hash]], Meta(max_length=MAX_AUTHORS)] = field(
+        default_factory=dict
+    )
+    forks: Annotated[dict[Author, tuple[Seq, Seq]], Meta(max_length=MAX_AUTHORS)] = field(
+        default_factory=dict
+    )
+    tips: Tips = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
+class Pull(Message):
     """Send me these events (author, generation, first, last), fork proofs and decisions.
 
     At most one range and one proof per author, in the order of their names. Of decisions, `want`
     and all before them that is not `have` or before it.
     """
 
-    number: int
-    ranges: tuple[Range, ...] = ()
-    proofs: tuple[NodeId, ...] = ()
-    want: tuple[DecisionId, ...] = ()
-    have: tuple[DecisionId, ...] = ()
+    ranges: Annotated[
+        tuple[tuple[Author, Seq, Seq, Seq], ...], Meta(max_length=MAX_AUTHORS), _one_each
+    ] = ()
+    proofs: Annotated[tuple[Author, ...], Meta(max_length=MAX_AUTHORS), _ascending] = ()
+    want: Tips = ()
+    have: Tips = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class Page(Message):
     """The first of what was pulled, as much as fits: decisions parents first, then events in
-    canonical order."""
+    canonical order. A proof is two events: body and signature of each."""
 
-    number: int
-    received: Received
+    events: Bodies = ()
+    proofs: Annotated[
+        tuple[tuple[Body, Signature, Body, Signature], ...], Meta(max_length=MAX_AUTHORS)
+    ] = ()
+    decisions: Bodies = ()
+
+    @classmethod
+    def of(cls, number: int, received: Received) -> Page:
+        """The page that carries these."""
+        proofs = tuple((*first, *second) for first, second in received.proofs)
+        return cls(number, tuple(received.events), proofs, tuple(received.decisions))
+
+    @property
+    def received(self) -> Received:
+        """What it carries."""
+        proofs: list[tuple[Signed, Signed]] = [((a, b), (c, d)) for a, b, c, d in self.proofs]
+        return Received(self.events, tuple(proofs), self.decisions)
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(Message):
     """Which ids has the author's chain at these sequence numbers, each greater than the last?"""
 
-    number: int
-    author: NodeId
-    generation: int
-    seqs: tuple[int, ...]
+    author: Author
+    generation: Seq
+    seqs: Annotated[tuple[Seq, ...], Meta(max_length=MAX_PROBES), _ascending]
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class Probed(Message):
     """The first bytes of the ids asked for, as far as they are there."""
 
-    number: int
-    author: NodeId
-    hashes: dict[int, bytes]
+    author: Author
+    hashes: Annotated[dict[Seq, Hash], Meta(max_length=MAX_PROBES)]
 
 
-Message = Ask | Heads | Pull | Page | Probe | Probed
+_KEYED = {"heads", "forks", "hashes"}
+"""The fields that are dicts here and rows in the map."""
 
 
 def to_dict(message: Message) -> dict[str, Any]:
     """The wire form: a map of msgpack values, at most about 240 KiB."""
-    match message:
-        case Ask(number):
-            return {"kind": "ask", "number": number}
-        case Heads(number, heads, forks, tips):
-            rows = [[author, *head] for author, head in heads.items()]
-            split = [[author, *place] for author, place in forks.items()]
-            return {
-                "kind": "heads", "number": number, "heads": rows, "forks": split,
-                "tips": list(tips),
-            }  # fmt: skip
-        case Pull(number, ranges, proofs, want, have):
-            return {
-                "kind": "pull", "number": number, "ranges": [list(r) for r in ranges],
-                "proofs": list(proofs), "want": list(want), "have": list(have),
-            }  # fmt: skip
-        case Page(number, received):
-            return {
-                "kind": "page", "number": number, "events": [list(e) for e in received.events],
-                "proofs": [[*first, *second] for first, second in received.proofs],
-                "decisions": [list(d) for d in received.decisions],
-            }  # fmt: skip
-        case Probe(number, author, generation, seqs):
-            return {
-                "kind": "probe", "number": number, "author": author, "generation": generation,
-                "seqs": list(seqs),
-            }  # fmt: skip
-        case Probed(number, author, hashes):
-            found = [list(row) for row in hashes.items()]
-            return {"kind": "probed", "number": number, "author": author, "hashes": found}
+    form = type(message)
+    values = {name: _rows(getattr(message, name)) for name in codec.field_names(form)}
+    return {"kind": form.__name__.lower(), **values}
 
 
 def from_dict(fields: object) -> Message:
     """Read a wire form, strictly. Raises BadFrame."""
-    if not isinstance(fields, dict):
-        _refuse("it is no map")
-    kind = fields.get("kind")
-    read = _READERS.get(kind) if isinstance(kind, str) else None
-    if read is None:
-        _refuse("its kind is unknown")
     try:
-        message = read({name: value for name, value in fields.items() if name != "kind"})
-    except (KeyError, TypeError, ValueError) as error:
-        _refuse(f"a field is missing or of the wrong form ({error})")
-    if to_dict(message) != fields:
-        _refuse("it has a field too many, or something twice")
-    return message
+        if not isinstance(fields, dict):
+            raise Fault("it is no map")  # noqa: TRY301 - one translation for all of it
+        kind = fields.get("kind")
+        form = _KINDS.get(kind) if isinstance(kind, str) else None
+        if form is None:
+            raise Fault("it is of no kind known here", "kind")  # noqa: TRY301
+        values = {
+            name: _by_key(name, value) if name in _KEYED else value
+            for name, value in fields.items()
+            if name != "kind"
+        }
+        return codec.convert(values, form, complete=True, closed=True)
+    except Fault as fault:
+        where = f"{fault.field}: " if fault.field else ""
+        raise BadFrame(
+            f"A message about the event log is unusable: {where}{fault.why}.",
+            fix="Run the same hearthnet version on both machines.",
+            param=fault.field or None,
+        ) from fault
 
 
-def _heads(fields: dict[str, Any]) -> Heads:
-    heads = {
-        _author(author): (_seq(generation), _seq(seq), _bytes(short, HASH_BYTES, exact=True))
-        for author, generation, seq, short in _rows(fields["heads"], MAX_AUTHORS)
-    }
-    forks = {
-        _author(author): (_seq(generation), _seq(seq))
-        for author, generation, seq in _rows(fields["forks"], MAX_AUTHORS)
-    }
-    return Heads(_number(fields), heads, forks, _ids(fields["tips"]))
+def _rows(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [[key, *(of if isinstance(of, tuple) else (of,))] for key, of in value.items()]
+    return [_rows(one) for one in value] if isinstance(value, tuple) else value
 
 
-def _pull(fields: dict[str, Any]) -> Pull:
-    ranges = tuple(
-        (_author(author), _seq(generation), _seq(first), _seq(last))
-        for author, generation, first, last in _rows(fields["ranges"], MAX_AUTHORS)
-    )
-    # What is asked for twice would be fetched twice: a small message must not cost a large answer.
-    _ascending([author for author, *_ in ranges], "ranges")
-    if any(first > last for *_, first, last in ranges):
-        raise ValueError("a range ends before it begins")
-    proofs = tuple(_author(author) for author in _rows(fields["proofs"], MAX_AUTHORS))
-    _ascending(proofs, "proofs")
-    return Pull(_number(fields), ranges, proofs, _ids(fields["want"]), _ids(fields["have"]))
-
-
-def _page(fields: dict[str, Any]) -> Page:
-    events = tuple(_signed(*row) for row in _rows(fields["events"], MAX_PAGE_EVENTS))
-    proofs = tuple(
-        (_signed(a, b), _signed(c, d)) for a, b, c, d in _rows(fields["proofs"], MAX_AUTHORS)
-    )
-    decisions = tuple(_signed(*row) for row in _rows(fields["decisions"], MAX_PAGE_EVENTS))
-    return Page(_number(fields), Received(events, proofs, decisions))
-
-
-def _probe(fields: dict[str, Any]) -> Probe:
-    seqs = tuple(_seq(seq) for seq in _rows(fields["seqs"], MAX_PROBES))
-    _ascending(seqs, "seqs")
-    author, generation = _author(fields["author"]), _seq(fields["generation"])
-    return Probe(_number(fields), author, generation, seqs)
-
-
-def _probed(fields: dict[str, Any]) -> Probed:
-    hashes = {
-        _seq(seq): _bytes(short, HASH_BYTES, exact=True)
-        for seq, short in _rows(fields["hashes"], MAX_PROBES)
-    }
-    return Probed(_number(fields), _author(fields["author"]), hashes)
-
-
-_READERS: dict[str, Callable[[dict[str, Any]], Message]] = {
-    "ask": lambda fields: Ask(_number(fields)),
-    "heads": _heads,
-    "pull": _pull,
-    "page": _page,
-    "probe": _probe,
-    "probed": _probed,
-}
-
-
-def _number(fields: dict[str, Any]) -> int:
-    number = fields["number"]
-    if type(number) is not int or not 0 <= number <= MAX_INT63:
-        raise ValueError("number")
-    return number
-
-
-def _seq(value: Any) -> int:
-    if type(value) is not int or not 0 < value <= MAX_INT63:
-        raise ValueError("seq")
-    return value
-
-
-def _author(value: Any) -> NodeId:
-    if type(value) is not str or not 0 < len(value) <= 64:
-        raise ValueError("author")
-    return NodeId(value)
-
-
-def _ids(value: Any) -> tuple[DecisionId, ...]:
-    found = tuple(DecisionId(_bytes(one, ID_BYTES, exact=True)) for one in _rows(value, MAX_TIPS))
-    if len(set(found)) != len(found):
-        raise ValueError("ids are not distinct")
+def _by_key(name: str, rows: object) -> dict[Any, Any]:
+    """Rows ``[key, *value]``, or ``[key, value]``, as a dict. Raises Fault."""
+    if type(rows) is not list or not all(type(row) is list and len(row) > 1 for row in rows):
+        raise Fault("expected rows of a key and a value", name)
+    try:
+        found = {row[0]: row[1] if len(row) == 2 else row[1:] for row in rows}
+    except TypeError as error:
+        raise Fault("has a key that cannot be one", name) from error
+    if len(found) != len(rows):
+        raise Fault("names something twice", name)
     return found
-
-
-def _signed(body: Any, signature: Any) -> Signed:
-    return _bytes(body, MAX_EVENT_BYTES), _bytes(signature, SIGNATURE_BYTES)
-
-
-def _bytes(value: Any, limit: int, *, exact: bool = False) -> bytes:
-    if type(value) is not bytes or len(value) > limit or (exact and len(value) != limit):
-        raise ValueError("bytes")
-    return value
-
-
-def _ascending(values: Sequence[Any], what: str) -> None:
-    if any(before >= after for before, after in pairwise(values)):
-        raise ValueError(f"{what} are not distinct and in order")
-
-
-def _rows(value: Any, limit: int) -> list[Any]:
-    if type(value) is not list or len(value) > limit:
-        raise ValueError("rows")
-    return value
-
-
-def _refuse(why: str) -> NoReturn:
-    raise BadFrame(
-        f"A message about the event log is unusable: {why}.",
-        fix="Run the same hearthnet version on both machines.",
-    )

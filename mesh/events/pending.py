@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mesh.accounts.ledger import Hold, Resource, ResourceLedger, of_peer
 from mesh.clock import Clock
 from mesh.errors import Busy
 from mesh.events.types import MAX_INT63, Event, EventId
-from mesh.ledger import Hold, Resource, ResourceLedger, of_peer
 from mesh.types import NodeId, Principal, PrincipalKind
 
 PER_AUTHOR = 256

@@ -9,14 +9,14 @@ nothing of chains, members or storage. What is decided about members is no fact 
 from __future__ import annotations
 
 import hashlib
-import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NewType, cast
+from typing import Annotated, Any, NewType
 
-import msgpack
+from msgspec import Meta
+from msgspec.structs import astuple
 
+from mesh.codec import Canonical, Fault, Int63, SignedForm
 from mesh.errors import BadEvent
 from mesh.types import NodeId
 
@@ -31,8 +31,6 @@ GENESIS = EventId(bytes(32))
 MAX_EVENT_BYTES = 16 << 10
 MAX_INT63 = (1 << 63) - 1
 MAX_DEPTH = 8
-# Each nested array may make msgpack reserve this many slots before it sees that the input ends.
-_MAX_ELEMENTS = 1024
 SIGNATURE_BYTES = 64
 
 SHARD_ADVERTISED = "experimental.shard.advertised"
@@ -40,10 +38,6 @@ MODEL_PUBLISHED = "model.published"
 STEERING_PUBLISHED = "steering.published"
 PLACEMENT_WISHED = "placement.wished"
 TOKEN_REVOKED = "token.revoked"  # noqa: S105  (an event type, not a secret)
-
-_TYPE = re.compile(r"[a-z0-9_.]{1,64}")
-_AUTHOR = re.compile(r"[a-z0-9]{1,64}")
-_FIX = "Run the same hearthnet version on all machines of the hearth."
 
 Order = tuple[int, NodeId, int]
 """The canonical order of events: lamport, author, seq."""
@@ -58,19 +52,32 @@ Sign = Callable[[bytes], bytes]
 """The 64-byte signature of some bytes by this node's key."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """An event before it is signed."""
+HearthName = Annotated[str, Meta(min_length=1, max_length=128)]
+Author = Annotated[NodeId, Meta(pattern=r"\A[a-z0-9]{1,64}\Z")]
+Count = Annotated[int, Meta(ge=1, le=MAX_INT63)]
+Kind = Annotated[str, Meta(pattern=r"\A[a-z0-9_.]{1,64}\Z")]
 
-    hearth_id: str
-    author: NodeId
-    generation: int
-    seq: int
-    prev: EventId
-    lamport: int
-    wall_ms: int
-    type: str
+
+class Draft(SignedForm, frozen=True, tag=VERSION):
+    """An event before it is signed: the fields of its body in their order."""
+
+    hearth_id: HearthName
+    author: Author
+    generation: Count
+    seq: Count
+    prev: Annotated[EventId, Meta(min_length=32, max_length=32)]
+    lamport: Count
+    wall_ms: Int63
+    type: Kind
     payload: Payload
+
+
+def _check(draft: Draft) -> None:
+    if (draft.seq == 1) != (draft.prev == GENESIS):
+        raise Fault("is that of a first event, or the number is, but not both", "prev")
+
+
+_FORM = Canonical(Draft, _check, max_bytes=MAX_EVENT_BYTES, depth=MAX_DEPTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,92 +122,35 @@ class Event:
 def seal(draft: Draft, sign: Sign) -> Event:
     """Encode and sign. Raises BadEvent for a draft that other nodes would refuse to read."""
     try:
-        body = msgpack.packb(
-            [
-                VERSION, draft.hearth_id, draft.author, draft.generation, draft.seq, draft.prev,
-                draft.lamport, draft.wall_ms, draft.type, draft.payload,
-            ]
-        )  # fmt: skip
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BadEvent(
-            f"The event cannot be written: {error}.", fix="Use plain values only."
-        ) from error
+        body = _FORM.pack(draft)
+    except Fault as fault:
+        raise unusable("event", fault) from fault
     return decode(body, sign(DOMAIN + body))
 
 
 def decode(body: bytes, signature: bytes) -> Event:
-    """Read an event's bytes, strictly. Raises BadEvent.
-
-    Refused: more than 16 KiB, anything that is not the one canonical encoding of its content,
-    extension types, NaN and infinities, map keys that are not text, more than 8 levels.
-    """
-    if len(body) > MAX_EVENT_BYTES or len(signature) != SIGNATURE_BYTES:
-        raise BadEvent(f"An event of {len(body)} bytes is too large, or unsigned.", fix=_FIX)
-    fields = unpack(body, "event")
-    if type(fields) is not list or len(fields) != 10 or not is_plain(fields[-1], MAX_DEPTH):
-        raise BadEvent("The event has another shape than this version knows.", fix=_FIX)
-    if not _fields_hold(fields) or msgpack.packb(fields) != body:
-        raise BadEvent("The event has a field of the wrong form.", fix=_FIX)
-    _, hearth_id, author, generation, seq, prev, lamport, wall_ms, kind, payload = fields
-    event_id = EventId(hashlib.sha256(body).digest())
-    return Event(
-        hearth_id, NodeId(author), generation, seq, EventId(prev), lamport, wall_ms, kind, payload,
-        event_id, body, signature,
-    )  # fmt: skip
-
-
-def unpack(body: bytes, what: str) -> Any:
-    """The msgpack value of a signed body, bounded in its elements. Raises BadEvent."""
+    """Read an event's bytes, as strictly as `mesh.codec.Canonical` does. Raises BadEvent."""
     try:
-        return msgpack.unpackb(body, max_array_len=_MAX_ELEMENTS, max_map_len=_MAX_ELEMENTS)
-    # msgpack raises whatever the input provokes: all of it means that this is not what it says.
-    except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
-        raise BadEvent(f"The {what} is not msgpack: {error}.", fix=_FIX) from error
+        require_signature(signature)
+        draft = _FORM.unpack(body)
+    except Fault as fault:
+        raise unusable("event", fault) from fault
+    event_id = EventId(hashlib.sha256(body).digest())
+    fields: list[Any] = [*astuple(draft), event_id, body, signature]
+    return Event(*fields)
 
 
-def is_plain(value: object, depth: int = MAX_DEPTH + 1) -> bool:
-    """Whether a decoded value is made of msgpack's plain types only, not deeper than `depth`."""
-    kind = type(value)
-    if kind is str or kind is int or kind is bytes or kind is bool or value is None:
-        return True
-    if kind is float:
-        return math.isfinite(cast("float", value))
-    if depth == 0:
-        return False
-    if kind is list:
-        return all(is_plain(item, depth - 1) for item in cast("list[object]", value))
-    if kind is dict:
-        items = cast("dict[object, object]", value).items()
-        return all(type(key) is str and is_plain(item, depth - 1) for key, item in items)
-    return False
+def require_signature(signature: bytes) -> None:
+    """Whether it has the size of one. Raises Fault."""
+    if len(signature) != SIGNATURE_BYTES:
+        raise Fault(f"must have {SIGNATURE_BYTES} bytes, got {len(signature)}", "signature")
 
 
-def is_hearth_id(value: object) -> bool:
-    """Whether a decoded value can name a hearth."""
-    return type(value) is str and 0 < len(value) <= 128
-
-
-def is_author(value: object) -> bool:
-    """Whether a decoded value can name a node."""
-    return type(value) is str and _AUTHOR.fullmatch(value) is not None
-
-
-def is_type(value: object) -> bool:
-    """Whether a decoded value can name a kind of event or decision."""
-    return type(value) is str and _TYPE.fullmatch(value) is not None
-
-
-def _fields_hold(fields: list[Any]) -> bool:
-    version, hearth_id, author, generation, seq, prev, lamport, wall_ms, kind, payload = fields
-    return (
-        type(version) is int and version == VERSION
-        and is_hearth_id(hearth_id) and is_author(author) and is_type(kind)
-        and _counts(generation) and _counts(seq) and _counts(lamport)
-        and type(wall_ms) is int and 0 <= wall_ms <= MAX_INT63
-        and type(prev) is bytes and len(prev) == 32 and (seq == 1) == (prev == GENESIS)
-        and type(payload) in (dict, list)
-    )  # fmt: skip
-
-
-def _counts(value: object) -> bool:
-    return type(value) is int and 0 < value <= MAX_INT63
+def unusable(what: str, fault: Fault) -> BadEvent:
+    """The error of something signed that is not what this version knows."""
+    where = f" {fault.field}" if fault.field else ""
+    return BadEvent(
+        f"The {what} cannot be used:{where} {fault.why}.",
+        fix="Run the same hearthnet version on all machines of the hearth.",
+        param=fault.field or None,
+    )

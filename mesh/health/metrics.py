@@ -5,7 +5,7 @@ Labels are shard ids and node names only, so that their number stays small.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,7 +15,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from mesh.types import Done, PipelineAborted, ShardFailover, StreamFrame, TokenDelta
+from mesh.types import Done, PipelineAborted, ShardFailover, ShardId, StreamFrame, TokenDelta
 
 _MS_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 30000)
 _STEP_BUCKETS = (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 200, 500, 1000, 5000)
@@ -94,7 +94,7 @@ class Metrics:
                 if frame.fallback:
                     self._fallbacks.inc()
 
-    def latencies(self, shards: dict[str, list[float]]) -> None:
+    def latencies(self, shards: Mapping[ShardId, list[float]]) -> None:
         """Steps' milliseconds per shard id."""
         for shard_id, values in shards.items():
             series = self._shard_latency.labels(shard_id=shard_id)

@@ -1,4 +1,4 @@
-"""What people ask about and of the hearth: who is in, invite, join, promote, demote, revoke.
+"""The hearth's verbs: view, invite, join, promote, demote, revoke, recover.
 
 The HTTP API's `mesh.api.services.HearthControl`; JSON-able values in and out.
 """
@@ -23,13 +23,13 @@ _ANSWER_S = 30.0
 
 
 class Control:
-    """See `mesh.api.services.HearthControl`."""
+    """The hearth's verbs for the API: plain arguments in, JSON-able answers out."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
 
     def view(self) -> dict[str, Any]:
-        """Who is in."""
+        """The members, those who are out, and the log's record, ready for JSON."""
         hearth = self._network.require_hearth()
         roster, own = hearth.roster, hearth.key.node_id
         return {

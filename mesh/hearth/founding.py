@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import Clock
 from mesh.events.authoring import LogSettings
 from mesh.events.intake import Report
@@ -19,7 +20,6 @@ from mesh.identity.certificates import make_certificate
 from mesh.identity.decisions import Founded, Recovered
 from mesh.identity.keys import NodeKey
 from mesh.identity.recovery import new_code, recovery_key
-from mesh.ledger import ResourceLedger
 
 OnReport = Callable[[Report], None]
 

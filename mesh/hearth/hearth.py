@@ -21,6 +21,7 @@ from typing import Any, Self
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import Clock
 from mesh.errors import BadFrame, LogForked, MeshError
 from mesh.events import messages
@@ -35,7 +36,6 @@ from mesh.identity.decisions import Acknowledged, Decision, Readmitted
 from mesh.identity.keys import NodeKey
 from mesh.identity.roster import Cut, Roster, TrustLevel
 from mesh.identity.tls import TlsContexts, TlsMaterial
-from mesh.ledger import ResourceLedger
 from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
@@ -104,31 +104,31 @@ class Hearth:
 
     @property
     def roster(self) -> Roster:
-        """Who is in."""
+        """The present members and their levels."""
         return self._roster
 
     @property
     def tls(self) -> TlsContexts:
-        """See `mesh.discovery.trust.Trust`."""
+        """The TLS contexts that let in exactly the present members."""
         if self._tls is None:
             raise RuntimeError("the hearth is not open")
         return self._tls
 
     @property
     def accounts(self) -> ResourceLedger:
-        """See `mesh.discovery.trust.Trust`."""
+        """The ledger that peers' events and links are counted on."""
         return self._log.chains.accounts
 
     def may_serve(self, node: NodeId) -> bool:
-        """See `mesh.discovery.trust.Trust`: serving takes the level trusted."""
+        """Whether a node may serve and use shards: its level is trusted or higher."""
         return self._roster.at_least(node, TrustLevel.TRUSTED)
 
     def sign(self, data: bytes) -> bytes:
-        """See `mesh.discovery.trust.Trust`."""
+        """The signature (64 bytes) of `data` by this node's key."""
         return self.key.sign(data)
 
     def verify(self, node: NodeId, data: bytes, signature: bytes) -> bool:
-        """See `mesh.discovery.trust.Trust`."""
+        """Whether `signature` is a member's own over `data`; False for who is no member."""
         member = self._roster.members.get(node)
         if member is None:
             return False
@@ -180,7 +180,7 @@ class Hearth:
         await self._apply()
 
     async def recover(self, code: str, name: str) -> None:
-        """See `mesh.hearth.founding.recover`."""
+        """Make this node the only anchor by the hearth's recovery `code`."""
         await self.heard()
         await founding.recover(self._log, self.key, self.id, name, code)
         await self._apply()
@@ -204,7 +204,7 @@ class Hearth:
         return frozenset(token_id for token_id, _ in newest[-_MAX_REVOKED_TOKENS:])
 
     def recorded_shards(self) -> dict[tuple[NodeId, str], Fact]:
-        """Who began or ceased to serve what, for the record, by node and shard id."""
+        """The log's record of shards that were served or withdrawn, by node and shard id."""
         return self._log.state.advertised_shards()
 
     def own_facts(self, event_type: str) -> dict[str, Fact]:

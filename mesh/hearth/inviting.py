@@ -35,7 +35,7 @@ class OpenWindow:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a window ended, and who came in."""
+    """The end of a pairing window: why it ended, and the member it let in."""
 
     ending: Ending
     joined: JoinRequest | None

@@ -1,4 +1,4 @@
-"""How this node gets into somebody's hearth: where an invitation's window is, and the call there.
+"""Joining a hearth: finding the invitation's window, and the call there.
 
 Used by the daemon, and by `hearthnet join` when none runs. The result is kept on the disk before
 the inviter hears that it worked.
@@ -33,7 +33,7 @@ _MAX_WINDOWS = 8
 
 @dataclass(frozen=True, slots=True)
 class Joiner:
-    """Who wants to join: its key, what people call it, where it keeps what it learns."""
+    """The node that joins: its key, its name, the directory of its state."""
 
     key: NodeKey
     name: str
@@ -76,7 +76,7 @@ async def require_alone(joiner: Joiner) -> None:
 
 
 def check_alone(hearth: Hearth) -> None:
-    """See `require_alone`, for a hearth that is open already."""
+    """Refuse, for a hearth that is open already, when it has other members than this node."""
     roster, own = hearth.roster, hearth.key.node_id
     others = len(roster.members) - 1
     if own in roster.members and others:

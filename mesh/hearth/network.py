@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import Clock
 from mesh.config import Config
 from mesh.discovery import interfaces
@@ -24,7 +25,6 @@ from mesh.discovery.links import Said
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.peering import Peering, PeeringSettings
 from mesh.discovery.sightings import PeerView
-from mesh.discovery.tasks import end, spawn
 from mesh.errors import ExperimentalDisabled, LinkLost
 from mesh.events import messages
 from mesh.events.intake import Report
@@ -40,8 +40,8 @@ from mesh.identity.keys import NodeKey
 from mesh.identity.pairing import JoinRequest
 from mesh.identity.roster import Roster, TrustLevel, departed
 from mesh.identity.tls import TlsMaterial
-from mesh.ledger import ResourceLedger
 from mesh.paths import StatePaths
+from mesh.processes.tasks import end, spawn
 from mesh.types import NodeId
 from mesh.wire.messages import FileAsk, FilePart, Gossip
 
@@ -76,7 +76,7 @@ class NetworkSettings:
 
 @dataclass(frozen=True, slots=True)
 class NetworkHooks:
-    """What the node wants to hear, and what it is asked; all in the event loop, none may block.
+    """Callbacks of the node around a network; all in the event loop, none may block.
 
     `on_members` says that somebody came, went, or changed its level, or that a token was revoked;
     `on_notice` has an event's
@@ -171,17 +171,17 @@ class Network:
         return self._peering.address if self._peering is not None else None
 
     def peers(self) -> list[PeerView]:
-        """See `Peering.peers`."""
+        """Every peer that is linked, dialled or was seen; none while this node is in no hearth."""
         return self._peering.peers() if self._peering is not None else []
 
     def send(self, peer: NodeId, message: Said) -> None:
-        """See `Peering.send`."""
+        """Queue a message for a linked peer. Raises LinkLost when there is no link to it."""
         if self._peering is None:
             raise LinkLost("This node is linked to nobody.", fix="Wait until it is.")
         self._peering.send(peer, message)
 
     def silences(self) -> list[tuple[NodeId, float]]:
-        """See `Peering.silences`."""
+        """For each linked peer, the seconds since anything came from it."""
         return self._peering.silences() if self._peering is not None else []
 
     def advertise(self) -> None:
@@ -201,11 +201,11 @@ class Network:
         return hearth is not None and hearth.may_serve(own) and hearth.may_serve(node)
 
     def users(self) -> tuple[bytes, ...]:
-        """See `Hearth.users`."""
+        """Certificates (DER) of the members that may use shards."""
         return self.hearth.users() if self.hearth is not None else ()
 
     def revoked_tokens(self) -> frozenset[str]:
-        """See `Hearth.revoked_tokens`."""
+        """Ids of the session tokens that the hearth revoked."""
         return self.hearth.revoked_tokens() if self.hearth is not None else frozenset()
 
     async def tls_material(self) -> TlsMaterial:
@@ -233,7 +233,7 @@ class Network:
         )
 
     async def invitation(self, port: int, timeout_s: float) -> Outcome | None:
-        """See `Inviting.outcome`."""
+        """How the pairing window at `port` ended; None while it is open, after `timeout_s`."""
         self.require_hearth()
         assert self._inviting is not None  # noqa: S101 - lives as long as the hearth
         return await self._inviting.outcome(port, timeout_s)

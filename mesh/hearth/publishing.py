@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mesh.discovery.advertisement import Advertisement, encode
-from mesh.discovery.tasks import end, spawn
 from mesh.errors import BadEvent, Busy, EventLogError
 from mesh.events.state import Fact
 from mesh.events.types import MODEL_PUBLISHED, SHARD_ADVERTISED
 from mesh.hearth.hearth import Hearth
+from mesh.processes.tasks import end, spawn
 from mesh.types import ShardId
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ _VOLATILE = ("endpoint", "health")
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What is served now, and what this node is configured to serve, loaded or not."""
+    """The shards served now, and those that this node is configured to serve, loaded or not."""
 
     shards: Sequence[Advertisement]
     wanted: Collection[ShardId]

@@ -1,4 +1,4 @@
-"""What a node remembers of the hearth it is in, besides the log: enough to find the others again.
+"""The record of a node's hearth, beside the log: enough to find the other members again.
 
 A member that has just joined has no log yet; the members it was told of are those it may fetch the
 log from. Once the log names this node, the log alone decides.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from mesh import codec
+from mesh.codec import Fault
 from mesh.errors import KeyUnreadable, SchemaTooOld, UntrustedPeer
 from mesh.identity.certificates import check_certificate
 from mesh.identity.decisions import HEARTH_PREFIX
@@ -36,16 +37,19 @@ def read_record(path: Path) -> HearthRecord | None:
     """The record; None when the node is in no hearth. Raises KeyUnreadable, and SchemaTooOld for a
     hearth of which this version cannot read the log."""
     try:
-        fields = json.loads(read_private(path, _MAX_BYTES))
-        if not str(fields["hearth_id"]).startswith(HEARTH_PREFIX):
+        said = codec.parse_json(read_private(path, _MAX_BYTES))
+        record = codec.convert(said, _Record)
+        if not record.hearth_id.startswith(HEARTH_PREFIX):
             raise _too_old(path)
-        members = tuple(_member(row) for row in fields["members"])
-        return HearthRecord(str(fields["hearth_id"]), str(fields["name"]), members)
+        members = tuple(_member(row) for row in record.members)
+        return HearthRecord(record.hearth_id, record.name, members)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise _unusable(path, error.strerror or str(error)) from error
-    except (KeyError, TypeError, ValueError, UntrustedPeer) as error:
+    except Fault as fault:
+        raise _unusable(path, f"it is damaged ({fault.field} {fault.why})") from fault
+    except (ValueError, UntrustedPeer) as error:
         raise _unusable(path, f"it is damaged ({error!r})") from error
 
 
@@ -55,7 +59,7 @@ def write_record(path: Path, record: HearthRecord) -> None:
         "version": 1,
         "hearth_id": record.hearth_id,
         "name": record.name,
-        "members": [_fields(member) for member in record.members],
+        "members": [asdict(_row(member)) for member in record.members],
     }
     try:
         write_private(path, json.dumps(fields, indent=1).encode())
@@ -63,22 +67,32 @@ def write_record(path: Path, record: HearthRecord) -> None:
         raise _unusable(path, error.strerror or str(error)) from error
 
 
-def _fields(member: Member) -> dict[str, Any]:
-    return {
-        "certificate": base64.b64encode(member.certificate).decode(),
-        "name": member.name,
-        "level": member.level.label,
-        "added_by": member.added_by,
-    }
+@dataclass(frozen=True, slots=True)
+class _Row:
+    certificate: str
+    name: str
+    level: str
+    added_by: str
 
 
-def _member(row: dict[str, Any]) -> Member:
-    certificate = base64.b64decode(row["certificate"], validate=True)
+@dataclass(frozen=True, slots=True)
+class _Record:
+    hearth_id: str
+    name: str
+    members: tuple[_Row, ...]
+    version: int = 1
+
+
+def _row(member: Member) -> _Row:
+    certificate = base64.b64encode(member.certificate).decode()
+    return _Row(certificate, member.name, member.level.label, member.added_by)
+
+
+def _member(row: _Row) -> Member:
+    certificate = base64.b64decode(row.certificate, validate=True)
     key = check_certificate(certificate)
-    level = TrustLevel.parse(row["level"])
-    return Member(
-        node_id(key), key, str(row["name"]), level, NodeId(str(row["added_by"])), certificate
-    )
+    level = TrustLevel.parse(row.level)
+    return Member(node_id(key), key, row.name, level, NodeId(row.added_by), certificate)
 
 
 def _too_old(path: Path) -> SchemaTooOld:

@@ -12,16 +12,18 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from mesh import codec
+from mesh.accounts.ledger import Personal, Resource
 from mesh.clock import Clock
+from mesh.codec import Fault
 from mesh.errors import BadValue, KeyUnreadable, Unauthorized
 from mesh.identity.private_files import read_private, write_private
-from mesh.ledger import Personal, Resource
 from mesh.types import Principal, PrincipalKind
 
 _FORM = re.compile(r"hn_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
@@ -30,7 +32,7 @@ MAX_KEYS = 1000
 
 
 class Scope(StrEnum):
-    """What a key is good for."""
+    """A right that an API key has."""
 
     CHAT = "chat"
     INTERVENTIONS = "interventions"
@@ -98,9 +100,10 @@ class ApiKeys:
         except OSError as error:
             raise _unusable(path, str(error.strerror or error)) from error
         try:
-            keys = [_read(fields) for fields in json.loads(content)["keys"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise _unusable(path, f"it is damaged ({error!r})") from error
+            kept = codec.convert(codec.parse_json(content), _File)
+        except Fault as fault:
+            raise _unusable(path, f"it is damaged ({fault.field} {fault.why})") from fault
+        keys = [_key(row) for row in kept.keys]
         return cls(path, {key.key_id: key for key in keys})
 
     @property
@@ -200,35 +203,44 @@ def _same(key: ApiKey, secret: str) -> bool:
     return hmac.compare_digest(_hash(secret), key.secret_sha256)
 
 
+def _moment(text: str) -> None:
+    datetime.fromisoformat(text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A key in the file."""
+
+    id: str
+    name: str
+    scopes: list[Scope]
+    requests_per_minute: int | None
+    tokens_per_day: int | None
+    trusted: bool
+    created_at: Annotated[str, _moment]
+    secret_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    keys: tuple[_Row, ...]
+
+
 def _fields(key: ApiKey) -> dict[str, Any]:
-    return {
-        "id": key.key_id,
-        "name": key.name,
-        "scopes": sorted(key.scopes),
-        "requests_per_minute": key.quota.requests_per_minute,
-        "tokens_per_day": key.quota.tokens_per_day,
-        "trusted": key.trusted,
-        "created_at": key.created_at.isoformat(),
-        "secret_sha256": key.secret_sha256,
-    }
+    return asdict(
+        _Row(
+            key.key_id, key.name, sorted(key.scopes), key.quota.requests_per_minute,
+            key.quota.tokens_per_day, key.trusted, key.created_at.isoformat(), key.secret_sha256,
+        )
+    )  # fmt: skip
 
 
-def _read(fields: Mapping[str, Any]) -> ApiKey:
+def _key(row: _Row) -> ApiKey:
+    quota = Quota(row.requests_per_minute, row.tokens_per_day)
+    created_at = datetime.fromisoformat(row.created_at)
     return ApiKey(
-        str(fields["id"]),
-        str(fields["name"]),
-        frozenset(Scope(scope) for scope in fields["scopes"]),
-        Quota(_limit(fields["requests_per_minute"]), _limit(fields["tokens_per_day"])),
-        datetime.fromisoformat(fields["created_at"]),
-        str(fields["secret_sha256"]),
-        fields["trusted"] is True,
+        row.id, row.name, frozenset(row.scopes), quota, created_at, row.secret_sha256, row.trusted
     )
-
-
-def _limit(value: Any) -> int | None:
-    if value is not None and type(value) is not int:
-        raise ValueError(f"{value!r} is not a limit")
-    return value
 
 
 def _unusable(path: Path, why: str) -> KeyUnreadable:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from datetime import UTC, datetime
 from functools import lru_cache
+from typing import Annotated
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -97,6 +98,17 @@ def check_certificate(der: bytes) -> bytes:
     if is_authority or expires != (NOT_BEFORE, NOT_AFTER):
         raise UntrustedPeer("A certificate was not made by hearthnet.", fix=_FIX)
     return public.public_bytes_raw()
+
+
+def _fit(der: bytes) -> None:
+    try:
+        check_certificate(der)
+    except UntrustedPeer as error:
+        raise ValueError(error.message.rstrip(".")) from error
+
+
+Certificate = Annotated[bytes, _fit]
+"""A certificate from outside that `check_certificate` takes."""
 
 
 def _parse(der: bytes) -> x509.Certificate:

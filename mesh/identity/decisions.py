@@ -1,4 +1,4 @@
-"""What can be decided about who is in, and the payloads that say so in the log.
+"""The kinds of decision about members, and their payloads in the log.
 
 A payload is checked completely when it is decoded; what it is worth is decided by
 `mesh.identity.membership`.
@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Annotated, Any
 
 import msgpack
+from msgspec import Meta
 
-from mesh.errors import BadEvent, UntrustedPeer
-from mesh.identity.certificates import check_certificate
-from mesh.identity.keys import is_node_id, node_id
+from mesh import codec
+from mesh.codec import Fault, Int63, printable
+from mesh.errors import BadEvent
+from mesh.identity.certificates import Certificate, check_certificate
+from mesh.identity.keys import NodeIdText, node_id
 from mesh.identity.roster import Cut, TrustLevel
 from mesh.types import NodeId
 
@@ -36,8 +39,22 @@ KEY_BYTES = 32
 PROOF_BYTES = 64
 MAX_NAME = 64
 MAX_REASON = 200
-_MAX_INT63 = 2**63 - 1
-_HASH_BYTES = 32
+
+
+def _no_anchor(level: TrustLevel) -> None:
+    if level > TrustLevel.TRUSTED:
+        raise ValueError("is more than a node may begin with")
+
+
+def _whole(cut: Cut) -> None:
+    if len(cut.last_hash) != (32 if cut.last_seq else 0):
+        raise Fault("is not the 32 bytes of a hash, or of nothing", "last_hash")
+
+
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME), printable]
+Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Proof = Annotated[bytes, Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +67,12 @@ class Founded:
     hearth's id is a hash of all of it, so one hearth has one founding decision and no other.
     """
 
-    hearth_name: str
-    nonce: bytes
-    certificate: bytes
-    founder_name: str
-    recovery_key: bytes
-    founded_ms: int
+    hearth_name: Name
+    nonce: Nonce
+    certificate: Certificate
+    name: Name
+    recovery_key: Key
+    founded_ms: Int63
     two_signatures: bool = True
 
     @property
@@ -68,13 +85,13 @@ class Founded:
 class Added:
     """A node is let in at `level`, ``member`` or ``trusted``."""
 
-    certificate: bytes
-    name: str
-    level: TrustLevel
+    certificate: Certificate
+    name: Name
+    level: Annotated[TrustLevel, _no_anchor]
 
     @property
     def subject(self) -> NodeId:
-        """Who is let in."""
+        """The member that is let in."""
         return node_id(check_certificate(self.certificate))
 
 
@@ -82,7 +99,7 @@ class Added:
 class LevelChanged:
     """An anchor's wish for a member's new level; a vote where it takes more than one."""
 
-    subject: NodeId
+    subject: NodeIdText
     level: TrustLevel
 
 
@@ -94,9 +111,9 @@ class Revoked:
     up to there stays, nothing after does.
     """
 
-    subject: NodeId
-    cut: Cut
-    reason: str = ""
+    subject: NodeIdText
+    cut: Annotated[Cut, _whole]
+    reason: Annotated[str, Meta(max_length=MAX_REASON), printable] = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,23 +124,23 @@ class Readmitted:
     learned of this decision counts for nothing.
     """
 
-    subject: NodeId
+    subject: NodeIdText
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Whoever holds the recovery code makes the author the only anchor.
+    """A recovery: by the recovery code, the author becomes the only anchor.
 
     `proof` is the recovery key's signature of `recovery_statement`.
     """
 
-    certificate: bytes
-    name: str
-    proof: bytes
+    certificate: Certificate
+    name: Name
+    proof: Proof
 
     @property
     def subject(self) -> NodeId:
-        """Who becomes the anchor: the author."""
+        """The new anchor: the author."""
         return node_id(check_certificate(self.certificate))
 
 
@@ -142,7 +159,7 @@ def hearth_id(founded: Founded) -> str:
     """The id of the hearth that this decision founds."""
     content = msgpack.packb(
         [
-            founded.hearth_name, founded.nonce, founded.certificate, founded.founder_name,
+            founded.hearth_name, founded.nonce, founded.certificate, founded.name,
             founded.recovery_key, founded.founded_ms, founded.two_signatures,
         ]
     )  # fmt: skip
@@ -162,33 +179,9 @@ def recovery_statement(
 
 def encode(decision: Decision) -> tuple[str, dict[str, Any]]:
     """The type and the payload with which the log keeps a decision."""
-    match decision:
-        case Founded():
-            said: tuple[str, dict[str, Any]] = (
-                FOUNDED,
-                {
-                    "hearth_name": decision.hearth_name,
-                    "nonce": decision.nonce,
-                    "certificate": decision.certificate,
-                    "name": decision.founder_name,
-                    "recovery_key": decision.recovery_key,
-                    "founded_ms": decision.founded_ms,
-                    "two_signatures": decision.two_signatures,
-                },
-            )
-        case Added(certificate, name, level):
-            said = ADDED, {"certificate": certificate, "name": name, "level": int(level)}
-        case LevelChanged(subject, level):
-            said = LEVEL_CHANGED, {"subject": subject, "level": int(level)}
-        case Revoked(subject, cut, reason):
-            said = REVOKED, {"subject": subject, "reason": reason, **_cut_fields(cut)}
-        case Readmitted(subject):
-            said = READMITTED, {"subject": subject}
-        case Acknowledged():
-            said = ACKNOWLEDGED, {}
-        case Recovered(certificate, name, proof):
-            said = RECOVERED, {"certificate": certificate, "name": name, "proof": proof}
-    return said
+    payload = codec.plain(decision)
+    cut = payload.pop("cut", {})
+    return _KINDS[type(decision)], {**payload, **cut}
 
 
 def decode(kind: str, payload: Mapping[str, Any]) -> Decision | None:
@@ -197,106 +190,27 @@ def decode(kind: str, payload: Mapping[str, Any]) -> Decision | None:
     Keys that nobody knows are ignored, except in a founding and a recovery, of which there must be
     one form only. Raises BadEvent naming the field.
     """
-    read = _READERS.get(kind)
-    if read is None:
+    form = _FORMS.get(kind)
+    if form is None:
         return None
-    decision = read(_Reader(payload))
-    if isinstance(decision, Founded | Recovered) and encode(decision)[1] != payload:
-        _refuse("payload", "it has more in it than this decision has")
-    return decision
+    fields = {**payload, "cut": dict(payload)} if form is Revoked else dict(payload)
+    try:
+        return codec.convert(fields, form, complete=True, closed=form in (Founded, Recovered))
+    except Fault as fault:
+        raise BadEvent(
+            f"The {fault.field or 'payload'} of a decision about members is unusable: {fault.why}.",
+            fix="Run the same hearthnet version on all machines.",
+            param=fault.field or "payload",
+        ) from fault
 
 
-class _Reader:
-    """Takes checked values out of a payload."""
-
-    def __init__(self, payload: Mapping[str, Any]) -> None:
-        self._payload = payload
-
-    def text(self, field: str, shortest: int = 1, longest: int = MAX_NAME) -> str:
-        value = self._payload.get(field)
-        if type(value) is not str or not shortest <= len(value) <= longest:
-            _refuse(field, f"it must have {shortest} to {longest} characters")
-        if not value.isprintable():
-            _refuse(field, "it has characters that cannot be printed")
-        return value
-
-    def blob(self, field: str, length: int) -> bytes:
-        value = self._payload.get(field)
-        if type(value) is not bytes or len(value) != length:
-            _refuse(field, f"it is not {length} bytes")
-        return value
-
-    def flag(self, field: str) -> bool:
-        value = self._payload.get(field)
-        if type(value) is not bool:
-            _refuse(field, "it is not a boolean")
-        return value
-
-    def certificate(self) -> bytes:
-        value = self._payload.get("certificate")
-        if type(value) is not bytes:
-            _refuse("certificate", "it is not bytes")
-        try:
-            check_certificate(value)
-        except UntrustedPeer as error:
-            raise BadEvent(error.message, fix=error.fix, param="certificate") from error
-        return value
-
-    def level(self, highest: TrustLevel = TrustLevel.ANCHOR) -> TrustLevel:
-        value = self._payload.get("level")
-        if type(value) is not int or not TrustLevel.MEMBER <= value <= highest:
-            _refuse("level", f"it is not a trust level up to {highest.label}")
-        return TrustLevel(value)
-
-    def count(self, field: str) -> int:
-        value = self._payload.get(field)
-        if type(value) is not int or not 0 <= value <= _MAX_INT63:
-            _refuse(field, "it is not a number that counts something")
-        return value
-
-    def subject(self) -> NodeId:
-        value = self._payload.get("subject")
-        if type(value) is not str or not is_node_id(value):
-            _refuse("subject", "it is not a node id")
-        return NodeId(value)
-
-    def cut(self) -> Cut:
-        seq = self.count("last_seq")
-        last_hash = self.blob("last_hash", _HASH_BYTES if seq else 0)
-        return Cut(self.count("generation"), seq, last_hash)
-
-
-_READERS: Mapping[str, Callable[[_Reader], Decision]] = {
-    FOUNDED: lambda read: Founded(
-        read.text("hearth_name"), read.blob("nonce", NONCE_BYTES), read.certificate(),
-        read.text("name"), read.blob("recovery_key", KEY_BYTES), read.count("founded_ms"),
-        read.flag("two_signatures"),
-    ),
-    ADDED: lambda read: Added(
-        # Nobody starts as an anchor.
-        read.certificate(), read.text("name"), read.level(TrustLevel.TRUSTED)
-    ),
-    LEVEL_CHANGED: lambda read: LevelChanged(read.subject(), read.level()),
-    REVOKED: lambda read: Revoked(
-        read.subject(), read.cut(), read.text("reason", shortest=0, longest=MAX_REASON)
-    ),
-    READMITTED: lambda read: Readmitted(read.subject()),
-    ACKNOWLEDGED: lambda read: Acknowledged(),
-    RECOVERED: lambda read: Recovered(
-        read.certificate(), read.text("name"), read.blob("proof", PROOF_BYTES)
-    ),
-}  # fmt: skip
-
-
-def _cut_fields(cut: Cut) -> dict[str, Any]:
-    return {
-        "generation": cut.generation, "last_seq": cut.last_seq, "last_hash": cut.last_hash,
-    }  # fmt: skip
-
-
-def _refuse(field: str, why: str) -> NoReturn:
-    raise BadEvent(
-        f"The {field} of a decision about members is unusable: {why}.",
-        fix="Run the same hearthnet version on all machines.",
-        param=field,
-    )
+_FORMS: dict[str, type[Decision]] = {
+    FOUNDED: Founded,
+    ADDED: Added,
+    LEVEL_CHANGED: LevelChanged,
+    REVOKED: Revoked,
+    READMITTED: Readmitted,
+    RECOVERED: Recovered,
+    ACKNOWLEDGED: Acknowledged,
+}
+_KINDS = {form: kind for kind, form in _FORMS.items()}

@@ -1,4 +1,4 @@
-"""What lets a node in once: a short code to type, a long link to scan, and the window for both.
+"""Invitations, each good once: a short code to type, a long link to scan, the window for both.
 
 The code has 22 bits, which is enough because it is only ever tested by talking to the inviter (see
 `mesh.identity.pairing`), which allows a few guesses in a few minutes. Knows nothing of sockets.
@@ -13,10 +13,13 @@ import re
 import secrets
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated, Literal, NamedTuple
 
 import msgpack
 import segno
+from msgspec import Meta
 
+from mesh import codec
 from mesh.clock import Clock
 from mesh.errors import BadValue, PairingRejected
 from mesh.identity.fingerprints import id_digest
@@ -36,7 +39,7 @@ _CODE = re.compile(r"([a-z]+)-([a-z]+)-([0-9]{2})")
 
 
 class Form(StrEnum):
-    """Which secret a joiner has."""
+    """The form of an invitation's secret."""
 
     CODE = "code"
     LINK = "link"
@@ -114,21 +117,25 @@ def parse_ticket(text: str) -> Ticket:
     return Ticket(Form.CODE, code.encode())
 
 
+class _Link(NamedTuple):
+    version: Literal[1]
+    host: Annotated[str, Meta(min_length=1, max_length=253)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    digest: bytes
+    secret: Annotated[bytes, Meta(min_length=_SECRET_BYTES, max_length=_SECRET_BYTES)]
+
+
 def _parse_link(encoded: str) -> Ticket:
+    damaged = BadValue("The link is damaged.", fix="Copy it whole, or scan again.", param="code")
     try:
         body = base64.b32decode(encoded + "=" * (-len(encoded) % 8))
-        version, host, port, digest, secret = msgpack.unpackb(body)
-        inviter = NodeId("hn1" + base64.b32encode(digest).decode().rstrip("=").lower())
-        sound = (
-            version == _LINK_VERSION and type(host) is str and 0 < len(host) <= 253
-            and type(port) is int and 0 < port < 65536 and is_node_id(inviter)
-            and type(secret) is bytes and len(secret) == _SECRET_BYTES
-        )  # fmt: skip
-    except (binascii.Error, ValueError, TypeError, msgpack.UnpackException):
-        sound = False
-    if not sound:
-        raise BadValue("The link is damaged.", fix="Copy it whole, or scan again.", param="code")
-    return Ticket(Form.LINK, secret, inviter, host, port)
+        link = codec.convert(codec.unpack(body), _Link)
+    except (binascii.Error, ValueError) as error:
+        raise damaged from error
+    inviter = NodeId("hn1" + base64.b32encode(link.digest).decode().rstrip("=").lower())
+    if not is_node_id(inviter):
+        raise damaged
+    return Ticket(Form.LINK, link.secret, inviter, link.host, link.port)
 
 
 def qr_code(link: str) -> str:
@@ -168,11 +175,6 @@ class Window:
     def remaining_s(self) -> float:
         """Seconds until it expires by itself."""
         return max(0.0, self._ends_at - self._clock.monotonic())
-
-    @property
-    def guesses_left(self) -> int:
-        """Wrong codes that it still takes."""
-        return 0 if self.ending else MAX_GUESSES - self._guesses
 
     def require_open(self) -> None:
         """Raises PairingRejected when the window is shut."""

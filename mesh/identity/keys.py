@@ -11,9 +11,11 @@ import hashlib
 import os
 import re
 from pathlib import Path
+from typing import Annotated
 
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import Meta
 
 from mesh.errors import BadKey, KeyUnreadable
 from mesh.identity.private_files import read_private, write_draft
@@ -21,6 +23,8 @@ from mesh.types import NodeId
 
 _PREFIX = "hn1"
 _NODE_ID = re.compile(r"hn1[a-z2-7]{52}")
+NodeIdText = Annotated[NodeId, Meta(pattern=rf"\A{_NODE_ID.pattern}\Z")]
+"""A node id from outside."""
 _MAX_KEY_BYTES = 4096  # a PKCS8 Ed25519 key in PEM has 119
 _RESTORE = "Restore it from a backup, or move it away: the next start makes a new identity."
 

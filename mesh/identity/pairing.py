@@ -24,7 +24,7 @@ import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
 
 import msgpack
 from cryptography.exceptions import InvalidSignature, InvalidTag
@@ -33,12 +33,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from msgspec import Meta
 from spake2 import SPAKE2_A, SPAKE2_B, SPAKEError
+from spake2.ed25519_basic import NotOnCurve
 
+from mesh import codec
+from mesh.codec import Fault, printable
 from mesh.errors import PairingRejected, UntrustedPeer
-from mesh.identity.certificates import check_certificate, make_certificate
+from mesh.identity.certificates import Certificate, check_certificate, make_certificate
 from mesh.identity.invitations import Ending, Form, Ticket, Window
-from mesh.identity.keys import NodeKey, is_node_id, node_id
+from mesh.identity.keys import NodeIdText, NodeKey, node_id
 from mesh.identity.roster import Member, TrustLevel
 from mesh.types import NodeId
 
@@ -52,6 +56,20 @@ _SPAKE_BYTES = 33
 _MAC_BYTES = 32
 
 
+T = TypeVar("T")
+
+_Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME), printable]
+
+
+class _MemberRow(NamedTuple):
+    """A member as a welcome lists it."""
+
+    certificate: Certificate
+    name: Annotated[str, Meta(max_length=MAX_NAME), printable]
+    level: TrustLevel
+    added_by: NodeIdText
+
+
 class _Kind(IntEnum):
     REFUSE = 0
     START = 1
@@ -63,7 +81,7 @@ class _Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest:
-    """Who proved that it knows the invitation's secret, and owns the certificate's key."""
+    """The joiner: it has proved that it knows the secret and owns the certificate's key."""
 
     node_id: NodeId
     name: str
@@ -73,7 +91,7 @@ class JoinRequest:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What a new member is told. The first members are enough to fetch the log and verify it."""
+    """The answer to a new member. The first members are enough to fetch the log and verify it."""
 
     hearth_id: str
     hearth_name: str
@@ -102,7 +120,7 @@ class Inviter:
 
     def greet(self, start: bytes) -> bytes:
         """START to REPLY."""
-        version, form, self._peer_key = _open(start, _Kind.START, int, str, bytes)
+        version, form, self._peer_key = _open(start, _Kind.START, tuple[int, str, bytes])
         if version != _VERSION or form not in set(Form) or len(self._peer_key) != 32:
             _refuse("protocol", "The joiner speaks another version.")
         self._window.require_open()
@@ -117,7 +135,7 @@ class Inviter:
 
     def examine(self, proof: bytes) -> JoinRequest:
         """PROOF; costs a guess. A right one burns the invitation."""
-        message, mac, box = _open(proof, _Kind.PROOF, bytes, bytes, bytes)
+        message, mac, box = _open(proof, _Kind.PROOF, tuple[bytes, bytes, bytes])
         if len(message) != _SPAKE_BYTES or len(mac) != _MAC_BYTES:
             _refuse("protocol", "The joiner's proof has the wrong form.")
         self._window.guess()
@@ -131,10 +149,10 @@ class Inviter:
             _refuse("code", "The code is wrong.")
         self._window.shut(Ending.USED)
         self._keys = keys
-        name, certificate, signature = _fields(keys.open(b"joiner", box), str, bytes, bytes)
+        name, certificate, signature = _fields(
+            keys.open(b"joiner", box), tuple[_Name, bytes, bytes]
+        )
         _check_peer(keys, b"joiner", self._peer_key, certificate, signature)
-        if not 0 < len(name) <= MAX_NAME or not name.isprintable():
-            _refuse("protocol", "The joiner's name cannot be printed.")
         level = self._window.invitation.level
         return JoinRequest(node_id(self._peer_key), name, certificate, level)
 
@@ -148,7 +166,7 @@ class Inviter:
 
     def finish(self, done: bytes) -> None:
         """DONE: the joiner has kept what it was told."""
-        (box,) = _open(done, _Kind.DONE, bytes)
+        (box,) = _open(done, _Kind.DONE, tuple[bytes])
         self._proven().open(b"done", box)
 
     def _proven(self) -> _SessionKeys:
@@ -175,7 +193,7 @@ class Joiner:
 
     def prove(self, reply: bytes) -> bytes:
         """REPLY to PROOF."""
-        self._peer_key, message = _open(reply, _Kind.REPLY, bytes, bytes)
+        self._peer_key, message = _open(reply, _Kind.REPLY, tuple[bytes, bytes])
         if len(self._peer_key) != 32 or len(message) != _SPAKE_BYTES:
             _refuse("protocol", "The inviter's reply has the wrong form.")
         if self._ticket.inviter not in (None, node_id(self._peer_key)):
@@ -193,11 +211,11 @@ class Joiner:
     def read_welcome(self, frame: bytes) -> Joined:
         """WELCOME, believed only once the inviter has proved that it knows the secret too."""
         keys = self._keys
-        mac, box = _open(frame, _Kind.WELCOME, bytes, bytes)
+        mac, box = _open(frame, _Kind.WELCOME, tuple[bytes, bytes])
         if keys is None or not hmac.compare_digest(mac, keys.mac(b"inviter")):
             _refuse("code", "The other side does not know the code.")
         certificate, signature, hearth_id, hearth_name, members = _fields(
-            keys.open(b"inviter", box), bytes, bytes, str, str, list
+            keys.open(b"inviter", box), tuple[bytes, bytes, str, str, tuple[_MemberRow, ...]]
         )
         _check_peer(keys, b"inviter", self._peer_key, certificate, signature)
         welcome = Welcome(hearth_id, hearth_name, _decode_members(members))
@@ -253,7 +271,7 @@ class _SessionKeys:
 def _finish(spake: Any, message: bytes, said: Sequence[bytes]) -> _SessionKeys:
     try:
         secret = spake.finish(message)
-    except (SPAKEError, ValueError) as error:
+    except (SPAKEError, NotOnCurve, ValueError) as error:
         raise PairingRejected(
             "The other side's message is no group element.", fix=_TRY_AGAIN, param="protocol"
         ) from error
@@ -301,20 +319,13 @@ def _encode_members(members: Sequence[Member]) -> list[list[Any]]:
     return encoded
 
 
-def _decode_members(encoded: list[Any]) -> tuple[Member, ...]:
+def _decode_members(rows: Sequence[_MemberRow]) -> tuple[Member, ...]:
     members = []
-    for fields in encoded:
-        certificate, name, level, added_by = _typed(fields, (bytes, str, int, str))
-        try:
-            key = check_certificate(certificate)
-            trust = TrustLevel(level)
-        except (UntrustedPeer, ValueError) as error:
-            raise PairingRejected(
-                "The inviter's list of members is unusable.", fix=_TRY_AGAIN, param="protocol"
-            ) from error
-        if not is_node_id(added_by) or not name.isprintable() or len(name) > MAX_NAME:
-            _refuse("protocol", "The inviter's list of members is unusable.")
-        members.append(Member(node_id(key), key, name, trust, NodeId(added_by), certificate))
+    for row in rows:
+        key = check_certificate(row.certificate)
+        members.append(
+            Member(node_id(key), key, row.name, row.level, row.added_by, row.certificate)
+        )
     return tuple(members)
 
 
@@ -325,36 +336,41 @@ def _pack(kind: _Kind, *fields: Any) -> bytes:
     return bytes(msgpack.packb([int(kind), *fields]))
 
 
-def _open(frame: bytes, expected: _Kind, *types: type) -> list[Any]:
-    """The fields of a frame, with exactly these types; a REFUSE frame is raised as what it says."""
+def _open(frame: bytes, expected: _Kind, form: type[T]) -> T:
+    """What a frame says behind its kind; a REFUSE frame is raised as what it says."""
     fields = _unpack(frame)
     if type(fields) is list and fields[:1] == [_Kind.REFUSE] and len(fields) == 2:
         reason = fields[1] if type(fields[1]) is str and fields[1] in _SENTENCES else "refused"
         _refuse(reason, _SENTENCES[reason])
     if type(fields) is not list or not fields or fields[0] != expected:
         _refuse("protocol", f"Expected {expected.name} from the other side.")
-    return _typed(fields[1:], types)
+    return _typed(fields[1:], form)
 
 
-def _fields(body: bytes, *types: type) -> list[Any]:
-    return _typed(_unpack(body), types)
+def _fields(body: bytes, form: type[T]) -> T:
+    return _typed(_unpack(body), form)
 
 
-def _typed(fields: Any, types: Sequence[type]) -> list[Any]:
-    if type(fields) is not list or [type(field) for field in fields] != list(types):
-        _refuse("protocol", "A pairing message has the wrong fields.")
-    return fields
+def _typed(fields: object, form: type[T]) -> T:
+    try:
+        return codec.convert(fields, form)
+    except Fault as fault:
+        raise PairingRejected(
+            f"A pairing message has the wrong fields: {fault.field or 'one'} {fault.why}.",
+            fix=_TRY_AGAIN,
+            param="protocol",
+        ) from fault
 
 
 def _unpack(data: bytes) -> Any:
     if len(data) > MAX_FRAME_BYTES:
         _refuse("protocol", f"A pairing message of {len(data)} bytes is too large.")
     try:
-        return msgpack.unpackb(data)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        return codec.unpack(data)
+    except Fault as fault:
         raise PairingRejected(
             "A pairing message cannot be read.", fix=_TRY_AGAIN, param="protocol"
-        ) from error
+        ) from fault
 
 
 _TRY_AGAIN = "Check that both machines run hearthnet, and invite again."

@@ -35,7 +35,7 @@ _LENGTH = struct.Struct(">H")
 
 @dataclass(frozen=True, slots=True)
 class PairingLimits:
-    """How long a caller may take, and how many there may be.
+    """The limits of a pairing listener: seconds of one call, and calls at once.
 
     `starts` exchanges are begun in any `starts_within_s`: each costs some 15 ms of computing.
     """

@@ -1,4 +1,4 @@
-"""Who is in the hearth, at which trust level: plain data that `mesh.identity.membership` makes.
+"""The roster: members and their trust levels, plain data that `mesh.identity.membership` makes.
 
 Answers questions and changes nothing. Knows nothing of events, links or how anybody got in.
 """
@@ -10,16 +10,17 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
+from mesh.codec import Int63
 from mesh.errors import UntrustedPeer
 from mesh.types import NodeId
 
 
 class SignedFact(Protocol):
-    """What identity looks at of a fact in the log."""
+    """The fields of a fact in the log that identity reads."""
 
     @property
     def author(self) -> NodeId:
-        """Who signed it."""
+        """The id of the node that signed it."""
 
     @property
     def generation(self) -> int:
@@ -39,7 +40,7 @@ class SignedFact(Protocol):
 
 
 class TrustLevel(IntEnum):
-    """What a member may do; each level includes those below it."""
+    """A member's rights; each level includes those below it."""
 
     MEMBER = 1
     """May link, and see who is there."""
@@ -81,8 +82,8 @@ class Cut:
     The fact at `last_seq` counts only if it has `last_hash`; (0, 0, b"") cuts all of them.
     """
 
-    generation: int
-    last_seq: int
+    generation: Int63
+    last_seq: Int63
     last_hash: bytes
 
     def voids(self, fact: SignedFact) -> bool:
@@ -129,12 +130,12 @@ class Roster:
 
     @property
     def revoked(self) -> frozenset[NodeId]:
-        """Who was put out by a decision."""
+        """The members that a decision put out."""
         return frozenset(self.cuts) - self.frozen
 
     @property
     def anchors(self) -> tuple[NodeId, ...]:
-        """Who decides."""
+        """The members that decide."""
         return tuple(m.node_id for m in self.members.values() if m.level is TrustLevel.ANCHOR)
 
     @property
@@ -201,5 +202,5 @@ _LEVEL_FOR = {
 
 
 def departed(before: Roster, after: Roster) -> frozenset[NodeId]:
-    """Who is in `before` and not in `after`: whose live links are to be closed."""
+    """The members of `before` that are not in `after`: their live links are to be closed."""
     return frozenset(before.members) - frozenset(after.members)

@@ -16,10 +16,9 @@ import contextlib
 import os
 import ssl
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mesh.errors import UntrustedPeer
 from mesh.identity.certificates import (
@@ -35,36 +34,25 @@ _FIX = "Run `hearthnet members` on both machines; pair them again if one is miss
 
 @dataclass(frozen=True, slots=True)
 class TlsMaterial:
-    """What a process needs to speak TLS for its node. `members` are certificates in DER.
+    """Key and certificates with which a process speaks TLS for its node. `members` are in DER.
 
-    Holds the private key: hand it to a child over its inherited channel only.
+    Holds the private key: hand it to a child over its inherited channel only. Raises BadKey for a
+    key that is none, UntrustedPeer for one that is not the certificate's.
     """
 
     certificate: bytes
     key_pem: bytes = field(repr=False)
     members: tuple[bytes, ...]
 
+    def __post_init__(self) -> None:
+        if check_certificate(self.certificate) != parse_pem(self.key_pem).public_bytes:
+            raise UntrustedPeer("Certificate and key of this node do not fit.", fix=_FIX)
+
     @classmethod
     def of(cls, key: NodeKey, members: Iterable[bytes]) -> TlsMaterial:
         """The material of `key`'s node; it always trusts itself, for links within the machine."""
         own = make_certificate(key)
         return cls(own, key.to_pem(), tuple(dict.fromkeys([own, *members])))
-
-    def to_fields(self) -> dict[str, Any]:
-        """A map that msgpack can carry."""
-        return {
-            "certificate": self.certificate,
-            "key_pem": self.key_pem,
-            "members": list(self.members),
-        }
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> TlsMaterial:
-        """Read `to_fields`' map. Raises KeyError when it is another one, BadKey, UntrustedPeer."""
-        certificate, pem = bytes(fields["certificate"]), bytes(fields["key_pem"])
-        if check_certificate(certificate) != parse_pem(pem).public_bytes:
-            raise UntrustedPeer("Certificate and key of this node do not fit.", fix=_FIX)
-        return cls(certificate, pem, tuple(bytes(member) for member in fields["members"]))
 
 
 class TlsContexts:
@@ -144,14 +132,6 @@ class TlsContexts:
 
     def _exchange(self, connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
         connection.context = self._current
-
-
-def peer_node_id(connection: ssl.SSLObject | ssl.SSLSocket) -> NodeId:
-    """Whose key the other end of a finished handshake has. Raises UntrustedPeer if it showed none.
-
-    Not whether it is a member: that the handshake was allowed says so, at that moment.
-    """
-    return _node_id(connection.getpeercert(binary_form=True))
 
 
 def require_node(certificate: bytes | None, expected: str) -> NodeId:

@@ -14,14 +14,17 @@ import json
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Annotated, NoReturn
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from msgspec import Meta
 
+from mesh import codec
 from mesh.clock import Clock
+from mesh.codec import Fault
 from mesh.errors import TokenRejected
-from mesh.identity.keys import NodeKey, is_node_id
+from mesh.identity.keys import NodeIdText, NodeKey
 from mesh.types import NodeId
 
 MAX_TTL_S = 600
@@ -38,7 +41,7 @@ _FIX = "Ask the issuer for a new token."
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a token says. Times are Unix seconds by the clock that `issue` was given.
+    """The content of a token. Times are Unix seconds by the clock that `issue` was given.
 
     `audience` is the node that is to honour it, `holder` the node that may use it, `subject` what
     it is about (a session, a job), `scope` the purposes it is good for.
@@ -173,44 +176,40 @@ def _split(token: str) -> tuple[bytes, bytes, bytes]:
     return f"{parts[0]}.{parts[1]}".encode(), _decode(parts[1]), _decode(parts[2])
 
 
+_Label = Annotated[str, Meta(min_length=1, max_length=_MAX_TEXT)]
+_Time = Annotated[int, Meta(ge=0, lt=1 << 53)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Confirmation:
+    kid: NodeIdText
+
+
+@dataclass(frozen=True, slots=True)
+class _Payload:
+    """The claims by their registered names (RFC 7519, RFC 7800)."""
+
+    iss: NodeIdText
+    sub: _Label
+    aud: NodeIdText
+    cnf: _Confirmation
+    scope: _Label
+    iat: _Time
+    exp: _Time
+    jti: _Label
+
+
 def _read_claims(payload: bytes) -> Claims:
     try:
-        fields = json.loads(payload)
-        claims = Claims(
-            issuer=_node(fields["iss"]),
-            subject=_text(fields["sub"]),
-            audience=_node(fields["aud"]),
-            holder=_node(fields["cnf"]["kid"]),
-            scope=frozenset(_text(fields["scope"]).split(" ")),
-            issued_at=_time(fields["iat"]),
-            expires_at=_time(fields["exp"]),
-            token_id=_text(fields["jti"]),
-        )
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        said = codec.convert(codec.parse_json(payload), _Payload)
+    except Fault as fault:
         raise TokenRejected(
-            f"The token cannot be read: {error!r}.", fix=_FIX, param="form"
-        ) from error
-    if not 0 < claims.expires_at - claims.issued_at <= MAX_TTL_S:
+            f"The token cannot be read: {fault.field} {fault.why}.", fix=_FIX, param="form"
+        ) from fault
+    if not 0 < said.exp - said.iat <= MAX_TTL_S:
         _reject("form", f"lives longer than {MAX_TTL_S} s")
-    return claims
-
-
-def _node(value: Any) -> NodeId:
-    if type(value) is not str or not is_node_id(value):
-        raise ValueError("not a node id")
-    return NodeId(value)
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str or not 0 < len(value) <= _MAX_TEXT:
-        raise ValueError("not a text")
-    return value
-
-
-def _time(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**53:
-        raise ValueError("not a time")
-    return value
+    scope = frozenset(said.scope.split(" "))
+    return Claims(said.iss, said.sub, said.aud, said.cnf.kid, scope, said.iat, said.exp, said.jti)
 
 
 def _reject(check: str, why: str) -> NoReturn:

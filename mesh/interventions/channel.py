@@ -14,12 +14,12 @@ from typing import Protocol
 import msgpack
 
 from mesh.errors import BadFrame, LinkLost, from_dict
+from mesh.interventions.receiving import receive_exactly
 from mesh.shard.taps.parts import MAX_MESSAGE_BYTES
 
 HEAD = struct.Struct("!IIQ")
 ANSWER, ERROR, MORE = 0, 1, 2
 MAX_FRAME_BYTES = MAX_MESSAGE_BYTES + (1 << 20)
-_PIECE = 1 << 20
 
 
 class SpanChannel(Protocol):
@@ -30,22 +30,23 @@ class SpanChannel(Protocol):
 
 
 class SocketChannel:
-    """See `SpanChannel`, over a connected stream socket."""
+    """The job's end of a connected stream socket; calls block."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
 
     def call(self, hop: int, message: bytes) -> bytearray:
-        """See `SpanChannel`."""
+        """The answer of hop number `hop`, all its parts joined. Raises MeshError when there is
+        none."""
         try:
             self._socket.sendall(HEAD.pack(hop, ANSWER, len(message)))
             self._socket.sendall(message)
             answer, status = bytearray(), MORE
             while status == MORE:
-                about, status, length = HEAD.unpack(self._receive(HEAD.size))
+                about, status, length = HEAD.unpack(receive_exactly(self._socket, HEAD.size))
                 if about != hop or len(answer) + length > MAX_FRAME_BYTES:
                     raise BadFrame("The job's channel is out of step.", fix="This is a bug.")
-                part = self._receive(length)
+                part = receive_exactly(self._socket, length)
                 if answer and status != ERROR:
                     answer += part
                 else:
@@ -55,14 +56,3 @@ class SocketChannel:
         if status != ANSWER:
             raise from_dict(msgpack.unpackb(answer))
         return answer
-
-    def _receive(self, length: int) -> bytearray:
-        received = bytearray(length)
-        data = memoryview(received)
-        got = 0
-        while got < length:
-            count = self._socket.recv_into(data[got : got + _PIECE])
-            if not count:
-                raise ConnectionError("the other end closed it")
-            got += count
-        return received

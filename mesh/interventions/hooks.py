@@ -32,7 +32,7 @@ class SpanInterleaver(Interleaver):  # type: ignore[misc]  # nnsight is untyped 
         self.on_end: Callable[[], None] = lambda: None
 
     def cancel(self) -> None:
-        """See `Interleaver.cancel`."""
+        """End the trace and tell who listens."""
         super().cancel()
         self.on_end()
 

@@ -8,11 +8,12 @@ the hops it was given.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 
 import msgpack
 
@@ -22,16 +23,17 @@ from mesh.errors import (
     LimitReached,
     LinkLost,
     MeshError,
-    PipelineStalled,
-    from_dict,
+    VersionMismatch,
 )
 from mesh.interventions.channel import ANSWER, ERROR, HEAD, MAX_FRAME_BYTES, MORE
 from mesh.pipeline.claims import Claim, Claims
-from mesh.pipeline.lines import Line, Lines
+from mesh.pipeline.hop import HopSession, Patience
+from mesh.pipeline.links import HopLink, HopLinks
+from mesh.pipeline.route import open_sessions
 from mesh.routing.cover import key_of
-from mesh.shard.taps.parts import FETCH, MAX_MESSAGE_BYTES, PART_BYTES
-from mesh.types import RouteHop
-from mesh.wire.messages import Close, Failure, Message, Opened, OpenTaps, Result, Step, WireTensor
+from mesh.shard.taps.parts import MAX_MESSAGE_BYTES, PART_BYTES
+from mesh.types import LayerRange, RouteHop, ShardDescriptor
+from mesh.wire.messages import Blob, BlobKind, Message, OpenTaps
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +42,20 @@ _THE_JOBS_OWN = (BadRequest, LimitReached)
 """What a hop finds wrong with a message would be wrong on any other hop, too."""
 
 
-class HopRefused(Exception):
-    """`hop` took no session, because of `error`."""
+@dataclass(frozen=True, slots=True)
+class _TapTerms:
+    """What a hop is asked for on behalf of a job."""
 
-    def __init__(self, hop: RouteHop, error: MeshError) -> None:
-        super().__init__(str(error))
-        self.hop = hop
-        self.error = error
+    shard: ShardDescriptor
+
+    def opening(self, session: int, layers: LayerRange) -> list[Message]:
+        """See `mesh.pipeline.hop.Terms.opening`."""
+        model_id, weights = self.shard.model_id, self.shard.weights_sha256
+        return [OpenTaps(session, model_id, weights, layers.start, layers.stop)]
+
+    def room(self, fed: int) -> int:
+        """See `mesh.pipeline.hop.Terms.room`: a job's caches are the hop's own matter."""
+        return fed
 
 
 class Incoming:
@@ -63,201 +72,148 @@ class Incoming:
         return part
 
 
-class HopSession:
-    """One intervention session on one hop, from the asking side; a `SessionReceiver`.
+class TapSession(HopSession):
+    """One intervention session on one hop, from the asking side.
 
     An answer may take as long as the job may: a link notices by itself when its other end is gone.
+    `on_lost` is called before the job hears of it, and only when the hop itself fails.
     """
 
-    def __init__(self, hop: RouteHop, line: Line, claim: Claim, *, open_s: float) -> None:
+    def __init__(self, hop: RouteHop, link: HopLink, claim: Claim, *, open_s: float) -> None:
         """A hop that has not opened after `open_s` counts as lost."""
-        self.hop = hop
-        self.error: MeshError | None = None
-        """Why the hop is of no use any more; None while it is."""
-        self.on_lost: Callable[[], None] = lambda: None
-        """Called once, before the job hears of it, when the hop itself fails."""
-        self._line = line
-        self._claim = claim
-        self._open_s = open_s
-        self._number = line.register(self)
-        self._steps = itertools.count(1)
-        self._waiting: asyncio.Future[Message] | None = None
-        self._is_idle = False
-        self._active_at = 0.0
-        self._stay: int | None = None
+        super().__init__(hop, link, claim, _TapTerms(hop.shard), Patience(open_s, open_s))
+        self._is_idle = True
+        self._waiting: asyncio.Future[Blob] | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the hop itself has failed."""
+        return self.error is not None and not isinstance(self.error, _THE_JOBS_OWN)
 
     async def open(self) -> None:
-        """Ask for the session. Raises what the hop answers, LinkLost, PipelineStalled."""
-        shard, layers = self.hop.shard, self.hop.layers
-        question = OpenTaps(
-            self._number, shard.model_id, shard.weights_sha256, layers.start, layers.stop
-        )
-        try:
-            async with asyncio.timeout(self._open_s):
-                await self._ask(question)
-            self._idle()
-        except TimeoutError:
-            raise self._fail(
-                PipelineStalled(
-                    f"{shard.node_name} gave no session within {self._open_s:g} s.",
-                    fix="The job is run again on another route if there is one.",
-                )
-            ) from None
+        """See `HopSession.open`; also raises VersionMismatch for a host that is too old for it."""
+        if not self._link.takes_blobs:
+            raise VersionMismatch(
+                f"{self.hop.shard.node_name} is too old for jobs of this node.",
+                fix=f"Update hearthnet on {self.hop.shard.node_name}.",
+            )
+        await super().open()
 
     async def call(self, message: Incoming) -> AsyncGenerator[tuple[int, bytes]]:
         """Pass on a message as it arrives; the parts of its answer, the last one as ANSWER.
 
         Raises what the hop answers, LinkLost, and IncompleteReadError when the message ends early.
         """
-        answer = b""
-        sending = True
         self._is_idle = False
-        while sending:
+        length, offset = message.left, 0
+        while True:
             part = await message.read(PART_BYTES)
-            answer = await self._exchange(-(-message.left // PART_BYTES), part)
-            sending = message.left > 0
-        size = len(answer)
-        while answer[:1] == b"\1":
-            yield MORE, answer[1:]
-            answer = await self._exchange(FETCH, b"\0")
-            size += len(answer)
-            if size > MAX_MESSAGE_BYTES + (1 << 20):
-                raise self._fail(BadFrame("A hop's answer does not end.", fix="Update that node."))
+            answer = await self._exchange(BlobKind.QUESTION, length, offset, part)
+            offset += len(part)
+            if not message.left:
+                break
+            self._require(answer.kind is BlobKind.QUESTION and answer.offset == offset)
+        length, offset = answer.length, 0
+        self._require(length <= MAX_MESSAGE_BYTES)
+        while True:
+            self._require(
+                answer.kind is BlobKind.ANSWER
+                and (answer.length, answer.offset) == (length, offset)
+                and (len(answer.data) > 0 or not length)
+            )
+            offset = answer.end
+            if offset == length:
+                break
+            yield MORE, bytes(answer.data)
+            answer = await self._exchange(BlobKind.ANSWER, length, offset, b"")
         self._idle()
-        yield ANSWER, answer[1:]
+        yield ANSWER, bytes(answer.data)
 
     def close(self) -> None:
-        """Free the session on the hop, if it can still be told."""
-        self._claim.release()
-        self._line.unregister(self._number)
-        if not self._line.is_closed:
-            self._line.send(Close(self._number))
+        """See `HopSession.close`."""
+        super().close()
         if self._waiting is not None:
             self._waiting.cancel()
 
-    # SessionReceiver
-
     def message(self, message: Message) -> None:
-        """An answer of the hop."""
-        waiting = self._waiting
-        if isinstance(message, Result) and message.step == self._stay:
-            self._stay = None
-            return
-        if waiting is not None and not waiting.done():
-            waiting.set_result(message)
-        elif isinstance(message, Failure):
-            self._fail(from_dict(message.error))
+        """See `HopSession.message`."""
+        if not isinstance(message, Blob):
+            super().message(message)
+        elif self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(message)
 
-    def lost(self, error: MeshError) -> None:
-        """The link is gone."""
-        self._fail(error)
+    def fail(self, error: MeshError) -> None:
+        """See `HopSession.fail`."""
+        super().fail(error)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(error)
 
     def rest(self, before: float) -> None:
-        """The job thinks: fetch nothing, so that the hop knows that it is still there."""
-        if self._is_idle and self._active_at <= before and not self._line.is_closed:
+        """The job thinks: say nothing, so that the hop knows that it is still there."""
+        is_open = self._opening is None and self.error is None and not self._link.is_closed
+        if is_open and self._is_idle and self._active_at <= before:
             self._idle()
-            self._stay = next(self._steps)
-            nothing = WireTensor("int8", (1,), b"\0")
-            self._line.send(Step(self._number, self._stay, FETCH, nothing))
+            self._link.send(Blob(self._number, BlobKind.ANSWER, 0, 0))
 
     # Private
 
     def _idle(self) -> None:
         self._is_idle, self._active_at = True, asyncio.get_running_loop().time()
 
-    async def _exchange(self, position: int, part: bytes) -> bytes:
-        step = Step(
-            self._number, next(self._steps), position, WireTensor("int8", (len(part),), part)
-        )
-        answer = await self._ask(step)
-        if not isinstance(answer, Result) or answer.step != step.step:
-            raise self._fail(BadFrame("A hop answered out of turn.", fix="Update that node."))
-        return bytes(answer.tensor.data)
-
-    async def _ask(self, question: OpenTaps | Step) -> Message:
+    async def _exchange(self, kind: BlobKind, length: int, offset: int, part: bytes) -> Blob:
         if self.error is not None:
             raise self.error
         self._waiting = asyncio.get_running_loop().create_future()
         try:
-            self._line.ask([question])
-            answer = await self._waiting
+            self._link.send(Blob(self._number, kind, length, offset, part))
+            return await self._waiting
         except LinkLost as error:
-            raise self._fail(error) from None
+            self.fail(error)
+            raise
         finally:
             self._waiting = None
-        if isinstance(answer, Failure):
-            raise self._fail(from_dict(answer.error))
-        if isinstance(question, OpenTaps) and not isinstance(answer, Opened):
-            raise self._fail(BadFrame("A hop did not open.", fix="Update that node."))
-        return answer
 
-    def _fail(self, error: MeshError) -> MeshError:
-        first, self.error = self.error is None, error
-        if first and not isinstance(error, _THE_JOBS_OWN):
+    def _require(self, is_in_turn: bool) -> None:
+        if not is_in_turn:
+            out_of_turn = BadFrame("A hop answered out of turn.", fix="Update that node.")
+            self.fail(out_of_turn)
+            raise out_of_turn
+
+    def _failed(self, error: MeshError) -> None:
+        if self.is_lost:
             self.on_lost()
-        return error
 
 
 class HopSessions:
     """The sessions of one job, one per hop of its route."""
 
-    def __init__(self, hops: Sequence[HopSession]) -> None:
+    def __init__(self, hops: Sequence[TapSession]) -> None:
         self.hops = hops
 
     @classmethod
     async def open(
         cls,
         route: Sequence[RouteHop],
-        lines: Lines,
+        links: HopLinks,
         claims: Claims | None = None,
         *,
         open_s: float = 120.0,
     ) -> HopSessions:
-        """Open a session on every hop at once, all or none. Raises HopRefused for the first."""
-        hops: list[HopSession] = []
+        """Open a session on every hop at once, all or none. Raises HopLost."""
         counted = claims or Claims()
-        # Before anything is awaited: whoever picks a route meanwhile has to know of these.
-        claimed = [counted.claim(key_of(hop.shard)) for hop in route]
-
-        async def open_one(hop: RouteHop, claim: Claim) -> HopSession:
-            try:
-                line = await lines.line(hop.shard.host, hop.shard.endpoint)
-                session = HopSession(hop, line, claim, open_s=open_s)
-                hops.append(session)
-                await session.open()
-            except MeshError as error:
-                raise HopRefused(hop, error) from error
-            return session
-
-        opening = [
-            asyncio.create_task(open_one(hop, claim), name=f"open {hop.shard.shard_id}")
-            for hop, claim in zip(route, claimed, strict=True)
-        ]
-        try:
-            return cls(await asyncio.gather(*opening))
-        except BaseException:
-            for task in opening:
-                task.cancel()
-            await asyncio.gather(*opening, return_exceptions=True)
-            for opened in hops:
-                opened.close()
-            for claim in claimed:
-                claim.release()
-            raise
+        return cls(
+            await open_sessions(
+                route,
+                links,
+                lambda hop: counted.claim(key_of(hop.shard)),
+                partial(TapSession, open_s=open_s),
+            )
+        )
 
     @property
-    def lost(self) -> HopSession | None:
+    def lost(self) -> TapSession | None:
         """A hop that failed itself. None when all are up."""
-        return next(
-            (
-                h
-                for h in self.hops
-                if h.error is not None and not isinstance(h.error, _THE_JOBS_OWN)
-            ),
-            None,
-        )
+        return next((hop for hop in self.hops if hop.is_lost), None)
 
     def on_lost(self, notify: Callable[[], None]) -> None:
         """Call `notify` when a hop fails, before the job hears of it; at once if one has."""
@@ -267,7 +223,7 @@ class HopSessions:
             notify()
 
     def call(self, hop: int, message: Incoming) -> AsyncGenerator[tuple[int, bytes]]:
-        """See `HopSession.call`. Raises BadRequest for a hop that is none."""
+        """See `TapSession.call`. Raises BadRequest for a hop that is none."""
         if hop >= len(self.hops):
             raise BadRequest(f"The job has no hop {hop}.", fix="This is a bug.")
         return self.hops[hop].call(message)

@@ -7,16 +7,18 @@ the daemon checks edits, and the daemon computes nothing.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import safetensors
 import safetensors.numpy
+from msgspec import Meta
 
+from mesh import codec
+from mesh.codec import Fault, finite
 from mesh.errors import BadSteering
 from mesh.types import Edit, Site
 
@@ -30,6 +32,14 @@ PARTS = ("", "mlp", "self_attn", "attn")
 """The layer itself and what every layer has: places whose values have the hidden width."""
 SIDES = ("output", "input")
 
+
+def _is_side(text: str) -> None:
+    if text not in SIDES:
+        raise ValueError(f"is none of {', '.join(SIDES)}")
+
+
+Side = Annotated[str, _is_side]
+
 _PATH = re.compile(r"((?:[^\W\d]\w*\.)+)(\d{1,5})(?:\.(\w+(?:\.\w+)*))?")
 _PART = re.compile(r"(\w{1,64}(\.\w{1,64}){0,7})?")
 _FORMS = "one tensor `vector` (hidden,), or `a` (hidden, rank) and `b` (rank, hidden)"
@@ -37,7 +47,7 @@ _FORMS = "one tensor `vector` (hidden,), or `a` (hidden, rank) and `b` (rank, hi
 
 @dataclass(frozen=True, slots=True)
 class EditTensors:
-    """What one file holds: a `vector` (hidden,), or the factors `a` and `b` of a low rank."""
+    """The tensors of one edit: a `vector` (hidden,), or the factors `a` and `b` of a low rank."""
 
     vector: NDArray[np.float32] | None = None
     a: NDArray[np.float32] | None = None
@@ -148,23 +158,31 @@ def assemble(described: Sequence[Mapping[str, Any]], data: bytes) -> tuple[Edit,
     return edits
 
 
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """An edit as `describe` says it."""
+
+    layer: int
+    part: Annotated[str, Meta(pattern=rf"\A(?:{_PART.pattern})\Z")]
+    side: Side
+    strength: Annotated[float, finite]
+    size: Annotated[int, Meta(ge=1)]
+
+
 def _assembled(described: Sequence[Mapping[str, Any]], data: bytes) -> Iterator[Edit]:
     position = 0
     for fields in described:
-        layer, part, side = fields.get("layer"), fields.get("part"), fields.get("side")
-        strength, size = fields.get("strength"), fields.get("size")
-        if type(part) is not str or not _PART.fullmatch(part):
+        try:
+            said = codec.convert(dict(fields), _Described)
+        except Fault as fault:
+            raise _garbled() from fault
+        if type(fields["strength"]) is not float:  # one description, one spelling
             raise _garbled()
-        if side not in SIDES or type(layer) is not int:
-            raise _garbled()
-        if type(size) is not int or size < 1:
-            raise _garbled()
-        if type(strength) is not float or not math.isfinite(strength):
-            raise _garbled()
-        position += size
+        position += said.size
         if position > len(data):
             raise _garbled()
-        yield Edit(Site(layer, part, str(side)), strength, data[position - size : position])
+        site = Site(said.layer, said.part, said.side)
+        yield Edit(site, said.strength, data[position - said.size : position])
 
 
 def _garbled() -> BadSteering:

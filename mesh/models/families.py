@@ -1,4 +1,4 @@
-"""How a model's config is cut to a span of its layers, and which models cannot be cut.
+"""Model families: the cut of a config to a span of its layers, and the models that refuse it.
 
 The generic rule: a copy of the config with `num_hidden_layers` set to the span's length and every
 per-layer list cut to the span. An entry in `ENTRIES` exists only where that rule is not enough; a
@@ -50,7 +50,7 @@ _PER_LAYER = frozenset({"layer_types", "mlp_layer_types", "no_rope_layers", "lay
 
 @dataclass(frozen=True, slots=True)
 class FamilyEntry:
-    """What the generic rule misses.
+    """A family's exceptions to the generic rule.
 
     `refine(span, whole, layers)` corrects the span's config in place. `positions` names the base
     model's learned position embedding, which stays with the ends. `embedding_scale` names the
@@ -99,7 +99,7 @@ _GENERIC = FamilyEntry()
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one checkpoint is cut: its text config and the Hugging Face classes that run it."""
+    """One checkpoint's cut: its text config and the Hugging Face classes that run it."""
 
     config: Any
     entry: FamilyEntry
@@ -118,19 +118,25 @@ class Family:
 
     def slice_config(self, layers: LayerRange) -> Any:
         """A config for these layers only, taking embedded (and scaled) inputs as they come."""
-        whole, span = self.config, copy.deepcopy(self.config)
-        total = whole.num_hidden_layers
-        for name, value in vars(whole).items():
-            if isinstance(value, (list, tuple)) and (
-                name in _PER_LAYER or (len(value) == total and name not in _NOT_PER_LAYER)
-            ):
-                setattr(span, name, value[layers.start : layers.stop])
-        span.num_hidden_layers = len(layers)
+        whole, span = self.config, cut_config(self.config, layers)
         if self.entry.embedding_scale:
             setattr(span, self.entry.embedding_scale, 1.0)
         if self.entry.refine:
             self.entry.refine(span, whole, layers)
         return span
+
+
+def cut_config(whole: Any, layers: LayerRange) -> Any:
+    """The generic rule: a copy with so many layers, and of every per-layer list their part."""
+    span = copy.deepcopy(whole)
+    for name, value in vars(whole).items():
+        if isinstance(value, (list, tuple)) and (
+            name in _PER_LAYER
+            or (len(value) == whole.num_hidden_layers and name not in _NOT_PER_LAYER)
+        ):
+            setattr(span, name, value[layers.start : layers.stop])
+    span.num_hidden_layers = len(layers)
+    return span
 
 
 def family_of(manifest: Manifest) -> Family:

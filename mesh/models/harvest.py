@@ -1,25 +1,25 @@
-"""What a harvest writes down: which modules of which run, and what their files are called.
+"""The order of a harvest to a hop: the modules of a run, and the names of their files.
 
 Plain data and names. Knows no torch, no disk and no links.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+from msgspec import Meta
+
+from mesh import codec
+from mesh.codec import Fault
 from mesh.errors import BadRequest
 
 MAX_MODULES = 256
 """Files that one session writes at the same time."""
 MAX_BATCHES = 10**6
 
-_RUN = re.compile(r"[0-9a-f]{16}")
-_PREFIX = re.compile(r"(\w{1,64}\.){1,8}")
-_PATTERN = re.compile(r"[\w.*?\[\]!-]{1,256}")
 _MAX_ROWS = 1 << 31
 
 
@@ -31,11 +31,11 @@ class HarvestBatch:
     over a dot.
     """
 
-    run: str
-    batch: int
-    rows: int
-    layer_prefix: str
-    pattern: str
+    run: Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+    batch: Annotated[int, Meta(ge=0, lt=MAX_BATCHES)]
+    rows: Annotated[int, Meta(ge=1, lt=_MAX_ROWS)]
+    layer_prefix: Annotated[str, Meta(pattern=r"\A(\w{1,64}\.){1,8}\Z")]
+    pattern: Annotated[str, Meta(pattern=r"\A[\w.*?\[\]!-]{1,256}\Z")]
 
     def to_fields(self) -> dict[str, Any]:
         """For `from_fields`."""
@@ -44,14 +44,14 @@ class HarvestBatch:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
         """The inverse of `to_fields`. Raises BadRequest for anything that could not be a batch."""
-        run, prefix = str(fields.get("run")), str(fields.get("layer_prefix"))
-        pattern, batch, rows = str(fields.get("pattern")), fields.get("batch"), fields.get("rows")
-        texts = _RUN.fullmatch(run) and _PREFIX.fullmatch(prefix) and _PATTERN.fullmatch(pattern)
-        if not texts or type(batch) is not int or type(rows) is not int:
-            raise _bad("is garbled")
-        if not 0 <= batch < MAX_BATCHES or not 0 < rows < _MAX_ROWS:
-            raise _bad("has no rows, or too many")
-        return cls(run, batch, rows, prefix, pattern)
+        try:
+            return codec.convert(dict(fields), cls)
+        except Fault as fault:
+            raise BadRequest(
+                f"The batch of a harvest is garbled: {fault.field} {fault.why}.",
+                fix="Give a pattern of module paths such as model.layers.*.mlp.",
+                param="module",
+            ) from fault
 
     def module(self, layer: int, part: str) -> str | None:
         """The path of a module of a layer ('': the layer itself) if the pattern covers it."""
@@ -78,11 +78,3 @@ def matches(path: str, pattern: str) -> bool:
     """Whether a module path fits a glob, name by name."""
     names, globs = path.split("."), pattern.split(".")
     return len(names) == len(globs) and all(map(fnmatchcase, names, globs))
-
-
-def _bad(why: str) -> BadRequest:
-    return BadRequest(
-        f"The batch of a harvest {why}.",
-        fix="Give a pattern of module paths such as model.layers.*.mlp.",
-        param="module",
-    )

@@ -1,4 +1,4 @@
-"""Which weights are these? Hashes over a checkpoint's tensors, and the file that remembers them.
+"""Identity of weights: hashes over a checkpoint's tensors, and the file that remembers them.
 
 `weights_sha256` depends on tensor names, dtypes, shapes and bytes only, not on how the tensors are
 spread over files, so that a node holding only some of them can prove each one it holds. Its input

@@ -1,4 +1,4 @@
-"""What a place in the Hugging Face hub's cache says of the checkpoint there.
+"""Snapshots in the Hugging Face hub's cache: model id and revision, read from their paths.
 
 A snapshot is ``models--<org>--<name>/snapshots/<commit>``, without ``<org>--`` for the oldest
 models. Reads no file.

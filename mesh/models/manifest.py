@@ -1,4 +1,4 @@
-"""What a local checkpoint directory holds, before any tensor is loaded.
+"""The manifest of a local checkpoint directory: its contents, before any tensor is loaded.
 
 Reads config.json, the safetensors headers and, once per checkpoint, every byte for its hash. It
 refuses to know how an architecture computes (`families`), and never imports torch or transformers:

@@ -95,7 +95,7 @@ class Ends(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """Where a base model keeps its parts: attribute names."""
+    """The attribute names of a base model's parts."""
 
     layers: str
     embedding: str
@@ -154,7 +154,7 @@ class _NoPositions(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where and in what form weights are wanted."""
+    """Device and dtype that weights are wanted in."""
 
     dtype: torch.dtype
     device: torch.device

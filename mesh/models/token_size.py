@@ -1,4 +1,4 @@
-"""How much text one token can stand for: what says, before the work, that a text has too many.
+"""The most bytes that one token stands for: a bound that refuses a text before it is tokenised.
 
 Looks at a tokenizer's own tables only and knows nothing of models or requests.
 """

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mesh.errors import CacheFull
 from mesh.pipeline.model import Text
 from mesh.pipeline.sampler import logprob_of
-from mesh.pipeline.stopping import StopStrings
 from mesh.types import SamplingParams, TokenDelta, TokenLogprob
 
 if TYPE_CHECKING:
@@ -74,3 +74,41 @@ class Answer:
         """Over the tokens after the first; 0 when there is only one."""
         elapsed = self._last_at - self._first_at
         return (len(self.token_ids) - 1) / elapsed if elapsed > 0 else 0.0
+
+
+class StopStrings:
+    """Feeds text through and holds back what may be the beginning of a stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+        self.hit: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text that may be shown now. After `hit` is set nothing more is."""
+        if self.hit is not None:
+            return ""
+        if not self._stops:
+            return text
+        self._held += text
+        found = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
+        if found:
+            where, self.hit = min(found)
+            shown, self._held = self._held[:where], ""
+            return shown
+        keep = max(self._overlap(stop) for stop in self._stops)
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
+
+    def flush(self) -> str:
+        """What was held back, once no more text comes."""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _overlap(self, stop: str) -> int:
+        """How many characters at the end of the held text begin `stop`."""
+        for size in range(min(len(stop) - 1, len(self._held)), 0, -1):
+            if self._held.endswith(stop[:size]):
+                return size
+        return 0

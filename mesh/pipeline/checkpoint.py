@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mesh.charge import Loading
 from mesh.errors import BadRequest, ContextTooLong, NotEnoughMemory
-from mesh.headroom import ram
 from mesh.models.load import Ends, load_ends
 from mesh.models.manifest import read_manifest
 from mesh.models.tokenizer import Tokenizer
+from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel, TextDecoder
+from mesh.processes.headroom import ram
+from mesh.processes.lifecycle import Loading
 from mesh.shard.device import choose_device, choose_dtype, headroom
 from mesh.shard.footprint import ends_mb
 from mesh.shard.linear import choose_kernels
@@ -27,17 +27,6 @@ STORED = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 DEFAULT_MAX_POSITIONS = 4096
 """Where a checkpoint does not say how long its context is."""
-
-
-@dataclass(frozen=True, slots=True)
-class AskerOptions:
-    """Where an asker computes: the configuration's values, ``auto`` included; 0 threads is auto."""
-
-    dtype: str
-    device: str
-    threads: int
-    cache_dir: Path
-    threads_dir: Path | None = None
 
 
 class CheckpointEnds:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from mesh.accounts.ledger import ResourceLedger
 from mesh.identity.tls import TlsContexts, require_node
-from mesh.ledger import ResourceLedger
-from mesh.pipeline.lines import Dial, Line
+from mesh.pipeline.links import Dial, HopLink
 from mesh.shard.leases import lease_of
 from mesh.shard.permits import clock_of, permit
 from mesh.wire.limits import DEFAULT_LIMITS
@@ -24,23 +24,23 @@ CONNECT_TIMEOUT_S = 5.0
 def secured(hello: Hello, tls: TlsContexts, accounts: ResourceLedger | None = None) -> Dial:
     """A dial over TLS; it raises UntrustedPeer for a host that is not, or is no longer, trusted.
 
-    What asks for a session over its lines carries a token for that host. What a link holds in
+    What asks for a session over it carries a token for that host. What a link holds in
     memory is on its host's account.
     """
     limits = replace(DEFAULT_LIMITS, accounts=accounts)
 
-    async def dial(host: str, port: int, line: Line) -> Link:
+    async def dial(host: str, port: int, hop_link: HopLink) -> Link:
         link = await connect(
-            host, port, hello=hello, handler=line, ssl=tls.client(line.host),
+            host, port, hello=hello, handler=hop_link, ssl=tls.client(hop_link.host),
             timeout_s=CONNECT_TIMEOUT_S, limits=limits,
         )  # fmt: skip
         try:
-            require_node(link.peer_certificate, line.host)
+            require_node(link.peer_certificate, hop_link.host)
         except BaseException:
             link.close("not the node that was dialled")
             raise
-        line.permit = partial(permit, tls.key, clock_of(link.peer), line.host)
-        line.lease_s = lease_of(link.peer)
+        hop_link.permit = partial(permit, tls.key, clock_of(link.peer), hop_link.host)
+        hop_link.lease_s = lease_of(link.peer)
         return link
 
     return dial

@@ -12,19 +12,16 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from mesh.errors import BadRequest, NoRoute
 from mesh.models.harvest import HarvestBatch
-from mesh.pipeline.chain import Chain, HopLost
+from mesh.pipeline.commands import HarvestOrder
 from mesh.pipeline.model import AskerModel
-from mesh.pipeline.order import HarvestOrder
+from mesh.pipeline.prefill import TokenFeed
 from mesh.pipeline.prompts import Prompts
-from mesh.pipeline.recovery import chunk_rows
+from mesh.pipeline.route import HopLost
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.terms import SessionTerms
 from mesh.types import GenerationRequest, WireDtype
-from mesh.wire.activations import to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -80,20 +77,11 @@ async def _run(
 ) -> list[dict[str, Any]]:
     session = await sessions.open_fresh(terms, model.total_layers)
     try:
+        feed = TokenFeed(model, session)
         for prompt in prompts:
-            session.chain.cut(0)
-            await _feed(model, session.chain, prompt)
-        return await session.chain.seal(SEAL_TIMEOUT_S)
+            session.cut(0)
+            async for _ in feed.advance(prompt):
+                pass
+        return await session.route.seal(SEAL_TIMEOUT_S)
     finally:
         sessions.release(session, keep=False)
-
-
-async def _feed(model: AskerModel, chain: Chain, prompt: list[int]) -> None:
-    rows = chunk_rows(model.hidden_size)
-    under_way = rows * (len(chain.stations) + 1)
-    for start in range(0, len(prompt), rows):
-        hidden = model.ends.embed(torch.tensor([prompt[start : start + rows]]), start)
-        chain.feed(to_wire(hidden, WireDtype.FP32))
-        if start + rows > under_way:
-            await chain.output(start + rows - under_way)
-    await chain.output(len(prompt))

@@ -10,7 +10,18 @@ from collections.abc import Iterator
 
 from mesh.wire.messages import WireTensor
 
+CHUNK_ROWS = 128
+"""Rows of one prefill chunk: enough for an efficient matrix product, few enough to overlap hops."""
+
+CHUNK_BYTES = 1 << 20
+"""A chunk fits one frame, so that it need not be cut and put together again."""
+
 _ITEM_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "int8": 1}
+
+
+def chunk_rows(hidden_size: int) -> int:
+    """How many rows of a prefill, or of a replay, travel together."""
+    return max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * hidden_size)))
 
 
 def rows_of(tensor: WireTensor) -> int:

@@ -11,7 +11,7 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from mesh.ledger import Resource, ResourceLedger
+from mesh.accounts.ledger import Resource, ResourceLedger
 from mesh.pipeline.model import Text
 from mesh.types import GenerationRequest
 

@@ -12,17 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from mesh.clock import Clock
-from mesh.errors import BadSteering, ContextTooLong, LinkLost, MeshError, NoRoute
-from mesh.pipeline.chain import Chain, HopLost
-from mesh.pipeline.lines import Lines
-from mesh.pipeline.opening import Patience
-from mesh.pipeline.overseer import Overseer
+from mesh.errors import LinkLost, MeshError
+from mesh.pipeline.hop import HopObserver, Patience
+from mesh.pipeline.links import HopLinks
+from mesh.pipeline.route import FULL_DELAYS_S, HopLost, Route, open_route
 from mesh.pipeline.terms import SessionTerms
-from mesh.routing.cover import ShardKey, key_of
+from mesh.routing.cover import ShardKey
 from mesh.routing.router import UNSERVED, ShardRouter
 from mesh.types import LayerRange, Pipeline, RouteHop
 
@@ -33,15 +32,14 @@ PARKED_SECONDS = 600.0
 MAX_PARKED_BYTES = 512 << 20
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class GenerationSession:
     """The hops of one generation and the tokens whose states they hold.
 
     `fallback`: all hops are at home because the mesh could not; `may_go_home`: that may still be.
     """
 
-    chain: Chain
-    pipeline: Pipeline
+    route: Route
     request_id: str = ""
     failovers: int = 0
     fallback: bool = False
@@ -49,10 +47,10 @@ class GenerationSession:
     token_ids: list[int] = field(default_factory=list)
     parked_at: float = 0.0
 
-    @property
-    def history_bytes(self) -> int:
-        """What the asker keeps in order to replay a lost hop."""
-        return sum(station.history.size_bytes for station in self.chain.stations)
+    def cut(self, position: int) -> None:
+        """Forget every token from `position` on, in every hop."""
+        self.route.cut(position)
+        del self.token_ids[position:]
 
 
 class Sessions:
@@ -60,19 +58,19 @@ class Sessions:
 
     def __init__(
         self,
-        lines: Lines,
+        links: HopLinks,
         router: ShardRouter,
         clock: Clock,
         patience: Patience,
-        overseer: Overseer,
+        observer: HopObserver,
     ) -> None:
-        self._lines = lines
+        self._links = links
         self._router = router
         self._clock = clock
         self._patience = patience
-        self._overseer = overseer
+        self._observer = observer
         self._parked: list[GenerationSession] = []
-        self.live: dict[str, GenerationSession] = {}
+        self.live: dict[int, GenerationSession] = {}
 
     async def acquire(
         self, prompt: Sequence[int], terms: SessionTerms, total_layers: int, *, at_home: bool
@@ -80,58 +78,74 @@ class Sessions:
         """A session whose `token_ids` are a proper prefix of `prompt`, empty when nothing is kept.
 
         One that was kept at home is used `at_home` only, and while nobody else serves the model.
+        Where all shards are full, what may not go home waits a moment for room, `FULL_DELAYS_S`.
 
         Raises:
             NoRoute, WeightsMismatch: as `ShardRouter.pick`.
             BadRequest, ContextTooLong: a hop cannot serve such a request at all.
             BadSteering: a hop cannot apply one of the edits.
         """
-        at_home = at_home and not self._is_served(terms, total_layers)
-        kept = self._take_parked(prompt, terms, at_home=at_home)
+        unserved = at_home and not self._is_served(terms, total_layers)
+        kept = self._take_parked(prompt, terms, at_home=unserved)
         if kept is not None:
             session, common = kept
             try:
-                await session.chain.resume(terms.reserve, terms.limit)
-                session.chain.require_trust()
+                await session.route.resume(terms.reserve, terms.limit)
+                session.route.require_trust()
             except (HopLost, LinkLost) as gone:
                 logger.info("parked session not resumed: %s", gone)
-                session.chain.close()
+                session.route.close()
             except BaseException:
-                session.chain.close()
+                session.route.close()
                 raise
             else:
                 session.failovers = 0
-                session.chain.cut(common)
-                del session.token_ids[common:]
+                session.cut(common)
                 return self._register(session)
-        return await self.open_fresh(terms, total_layers)
+        delays_s = () if at_home else FULL_DELAYS_S
+        return await self.open_fresh(terms, total_layers, delays_s)
 
-    async def open_fresh(self, terms: SessionTerms, total_layers: int) -> GenerationSession:
+    async def open_fresh(
+        self, terms: SessionTerms, total_layers: int, delays_s: Sequence[float] = FULL_DELAYS_S
+    ) -> GenerationSession:
         """A session with empty caches; raises as `acquire`."""
-        return self._register(await self._open(terms, total_layers))
+
+        def pick(refused: Collection[ShardKey]) -> Pipeline:
+            return self._router.pick(
+                terms.model_id,
+                terms.weights_sha256,
+                total_layers,
+                pipeline_id=_new_id(),
+                now=self._clock.now(),
+                exclude=refused,
+            )
+
+        async def opened(pipeline: Pipeline) -> GenerationSession:
+            return GenerationSession(await self._opened(pipeline, terms))
+
+        return self._register(await open_route(pick, opened, delays_s))
 
     async def open_at_home(
         self, hops: Sequence[RouteHop], terms: SessionTerms, total_layers: int
     ) -> GenerationSession:
         """A session with empty caches on hops of this machine alone. Raises HopLost."""
-        chain = self._chain(terms)
-        await chain.open(hops)
         pipeline = Pipeline(
             _new_id(), terms.model_id, terms.weights_sha256, total_layers, tuple(hops),
             self._clock.now(),
         )  # fmt: skip
-        return self._register(GenerationSession(chain, pipeline, fallback=True))
+        route = await self._opened(pipeline, terms)
+        return self._register(GenerationSession(route, fallback=True))
 
     def release(self, session: GenerationSession, *, keep: bool) -> None:
         """Give a session back: parked for a follow-up when `keep`, else freed on every hop."""
-        self.live.pop(session.pipeline.pipeline_id, None)
+        self.live.pop(id(session), None)
         if not keep or not session.token_ids:
-            session.chain.close()
+            session.route.close()
             return
         try:
-            session.chain.park()
+            session.route.park()
         except MeshError:
-            session.chain.close()
+            session.route.close()
             return
         session.parked_at = self._clock.monotonic()
         self._parked.append(session)
@@ -148,46 +162,21 @@ class Sessions:
     async def close(self) -> None:
         """Free everything."""
         for session in self.known():
-            session.chain.close()
+            session.route.close()
         self._parked.clear()
         self.live.clear()
-        await self._lines.close()
+        await self._links.close()
 
     # Private
 
     def _register(self, session: GenerationSession) -> GenerationSession:
-        self.live[session.pipeline.pipeline_id] = session
+        self.live[id(session)] = session
         return session
 
-    async def _open(self, terms: SessionTerms, total_layers: int) -> GenerationSession:
-        """On a route where every hop admits it: a hop at its limit makes the router pick again."""
-        refused: dict[ShardKey, HopLost] = {}
-        while True:
-            try:
-                pipeline = self._router.pick(
-                    terms.model_id,
-                    terms.weights_sha256,
-                    total_layers,
-                    pipeline_id=_new_id(),
-                    now=self._clock.now(),
-                    exclude=refused,
-                )
-            except NoRoute as nobody:
-                raise _with_refusals(nobody, list(refused.values())) from None
-            chain = self._chain(terms)
-            try:
-                await chain.open(pipeline.hops)
-            except HopLost as lost:
-                if isinstance(lost.error, BadSteering):
-                    raise lost.error from None
-                # Each round excludes one shard more, so this ends.
-                refused[key_of(lost.hop.shard)] = lost
-                logger.info("shard=%s refused: %s", lost.hop.shard.shard_id, lost.error)
-                continue
-            return GenerationSession(chain, pipeline)
-
-    def _chain(self, terms: SessionTerms) -> Chain:
-        return Chain(self._lines, terms, self._overseer, self._patience)
+    async def _opened(self, pipeline: Pipeline, terms: SessionTerms) -> Route:
+        route = Route(self._links, terms, self._observer, self._patience)
+        await route.open(pipeline)
+        return route
 
     def _is_served(self, terms: SessionTerms, total_layers: int) -> bool:
         whole = LayerRange(0, total_layers)
@@ -202,7 +191,7 @@ class Sessions:
     ) -> tuple[GenerationSession, int] | None:
         best: tuple[int, GenerationSession] | None = None
         for session in self._parked:
-            kept = session.chain.terms
+            kept = session.route.terms
             if kept.principal != terms.principal:
                 continue
             if kept.wire_dtype is not terms.wire_dtype or kept.edits != terms.edits:
@@ -225,42 +214,20 @@ class Sessions:
         while self._parked and (
             len(self._parked) > MAX_PARKED
             or self._parked[0].parked_at < oldest
-            or sum(session.history_bytes for session in self._parked) > MAX_PARKED_BYTES
+            or sum(session.route.history_bytes for session in self._parked) > MAX_PARKED_BYTES
         ):
-            self._parked.pop(self._next_to_go(oldest)).chain.close()
+            self._parked.pop(self._next_to_go(oldest)).route.close()
 
     def _next_to_go(self, oldest: float) -> int:
         """What is too old; else the oldest of whoever has most, so that nobody displaces others."""
         if self._parked[0].parked_at < oldest:
             return 0
-        accounts = [session.chain.terms.principal.account for session in self._parked]
+        accounts = [session.route.terms.principal.account for session in self._parked]
         return accounts.index(max(accounts, key=accounts.count))
-
-
-def replaced(
-    pipeline: Pipeline, index: int, hops: Sequence[RouteHop], *, count: int = 1
-) -> Pipeline:
-    """The same pipeline with `count` hops from `index` on exchanged for `hops`."""
-    return Pipeline(
-        pipeline.pipeline_id,
-        pipeline.model_id,
-        pipeline.weights_sha256,
-        pipeline.total_layers,
-        (*pipeline.hops[:index], *hops, *pipeline.hops[index + count :]),
-        pipeline.established_at,
-    )
 
 
 def _new_id() -> str:
     return uuid.uuid4().hex[:12]
-
-
-def _with_refusals(nobody: NoRoute, refused: Sequence[HopLost]) -> MeshError:
-    """The router's error with what each shard that was asked said; or what they all said."""
-    if refused and all(isinstance(lost.error, ContextTooLong) for lost in refused):
-        return refused[-1].error
-    said = "".join(f" {lost.hop.shard.node_name}: {lost.error.message}" for lost in refused)
-    return NoRoute(nobody.message + said, fix=nobody.fix) if said else nobody
 
 
 def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

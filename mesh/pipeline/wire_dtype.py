@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from mesh.models.hashing import write_json_atomically
+from mesh.pipeline.failover import Failover, FailoverSettings
 from mesh.pipeline.model import AskerModel
-from mesh.pipeline.passage import Passage
-from mesh.pipeline.recovery import Recovery, RecoverySettings
+from mesh.pipeline.prefill import TokenFeed
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.terms import SessionTerms
 from mesh.routing.router import ShardRouter
@@ -85,12 +85,12 @@ async def _logits(
         terms = SessionTerms(model.model_id, model.weights_sha256, len(ids), dtype)
         session = await sessions.open_fresh(terms, model.total_layers)
         try:
-            recovery = Recovery(session, router, model.hidden_size, RecoverySettings(), None)
-            passage = Passage(model, session, recovery)
-            async for _ in passage.advance(ids):
+            failover = Failover(session, router, model.hidden_size, FailoverSettings(), None)
+            feed = TokenFeed(model, session, failover)
+            async for _ in feed.advance(ids):
                 pass  # a hop that is lost here is replaced as in any generation
-            rows.append(passage.logits.float())
-            widened += session.chain.widened
+            rows.append(feed.logits.float())
+            widened += session.route.widened
         finally:
             sessions.release(session, keep=False)
     return torch.stack(rows), widened

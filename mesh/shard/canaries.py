@@ -2,7 +2,7 @@
 
 Each says `STARTED` before its attempt. One that was let have its way says `WROTE`, one that was
 stopped by something that can be told says `REFUSED`; the others do not live to say anything. What
-that means is for `mesh.weight_doctor` to judge.
+that means is for `mesh.health.weight_doctor` to judge.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from mesh.errors import BadRequest
+from mesh.health.weight_doctor import ABSENT, REFUSED, STARTED, WROTE
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
@@ -25,7 +26,6 @@ from mesh.shard.taps.guard import OperationGuard
 from mesh.shard.taps.meter import MemoryMeter
 from mesh.shard.weight_check import WeightCheck
 from mesh.types import LayerRange
-from mesh.weight_doctor import ABSENT, REFUSED, STARTED, WROTE
 
 _CPU = torch.device("cpu")
 _SLICE_BYTES = 1 << 30

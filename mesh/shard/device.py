@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import transformers
 
 from mesh.errors import BadValue
-from mesh.headroom import Headroom, ram
+from mesh.processes.headroom import Headroom, ram
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mesh.accounts.ledger import Hold, Resource, ResourceLedger
 from mesh.errors import BadSteering, Busy
-from mesh.ledger import Hold, Resource, ResourceLedger
 from mesh.models.edits import MAX_TOTAL_BYTES
 from mesh.types import Principal
 from mesh.wire.messages import OpenPart

@@ -1,20 +1,9 @@
-"""What nobody foresaw, made an error that an asker can act upon."""
+"""A failure of the device, made an error that an asker can act upon."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import TypeVar
-
 from mesh.errors import DeviceFailed, DeviceLost
-from mesh.errors.foreseen import foreseen as foreseen_or
 from mesh.shard.device import is_lost
-
-T = TypeVar("T")
-
-
-async def foreseen(work: Awaitable[T], doing: str) -> T:
-    """See `mesh.errors.foreseen`: DeviceFailed stands for what nobody foresaw."""
-    return await foreseen_or(work, doing, _device_failed)
 
 
 def lost(error: BaseException) -> DeviceLost | None:
@@ -28,7 +17,8 @@ def lost(error: BaseException) -> DeviceLost | None:
     )
 
 
-def _device_failed(error: Exception) -> DeviceFailed:
+def device_failed(error: Exception) -> DeviceFailed:
+    """What stands for an error that nobody foresaw (`mesh.errors.as_mesh_error`)."""
     if (gone := lost(error)) is not None:
         return gone
     return DeviceFailed(

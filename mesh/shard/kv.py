@@ -154,9 +154,9 @@ class BatchCache(Cache):  # type: ignore[misc]
         return self._caches[0].length
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """See `get_seq_length`."""
+        """Of no session in particular: the positions come with the step."""
         return self._caches[0].length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """See `get_seq_length`; the mask of a single row allows everything its window covers."""
+        """Of no session in particular: a single row sees all that its window covers."""
         return self._caches[0].length + query_length, 0

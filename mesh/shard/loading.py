@@ -7,64 +7,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 from mesh.models.load import LoadedSpan, load_span
 from mesh.models.manifest import Manifest, read_manifest
+from mesh.shard.commands import ShardRequest
 from mesh.shard.device import Choice, choose_dtype, determinism_class, dtype_name
 from mesh.shard.footprint import estimate
 from mesh.shard.runtime import SpanRuntime
-from mesh.shard.settings import ShardSettings
 from mesh.types import (
     Endpoint,
-    LayerRange,
-    ModelId,
     NodeId,
     ShardDescriptor,
     ShardId,
     ShardMemory,
-    shard_id,
 )
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRequest:
-    """Which layers of which checkpoint to serve, and how. `dtype` is auto, fp32, bf16 or fp16."""
-
-    directory: Path
-    model_id: ModelId
-    layers: LayerRange
-    dtype: str = "auto"
-    settings: ShardSettings = field(default_factory=ShardSettings)
-    cache_dir: Path | None = None
-
-    @classmethod
-    def of(cls, asked: Mapping[str, Any], cache_dir: str | None) -> Self:
-        """As the daemon's ``load`` command has it, defaults where it says nothing.
-
-        Raises KeyError, TypeError and ValueError for fields that are none.
-        """
-        defaults = ShardSettings()
-        settings = {
-            name: type(getattr(defaults, name))(asked[name])
-            for name in ShardSettings.__dataclass_fields__
-            if asked.get(name) is not None
-        }
-        return cls(
-            Path(asked["directory"]),
-            ModelId(str(asked["model_id"])),
-            LayerRange.parse(str(asked["layers"])),
-            str(asked.get("dtype") or "auto"),
-            ShardSettings(**settings),
-            Path(cache_dir) if cache_dir else None,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +54,7 @@ class LoadPlan:
     @property
     def shard_id(self) -> ShardId:
         """Of the shard that it gives."""
-        return shard_id(self.request.model_id, self.request.layers)
+        return self.request.shard_id
 
     @property
     def plain_need(self) -> ShardMemory:

@@ -14,10 +14,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from mesh.attempts import LESS
-from mesh.charge import Loading
 from mesh.errors import NotEnoughMemory
-from mesh.headroom import Headroom, ram
+from mesh.processes.attempts import LESS
+from mesh.processes.headroom import Headroom, ram
+from mesh.processes.lifecycle import Loading
 from mesh.types import ShardMemory
 
 logger = logging.getLogger(__name__)

@@ -70,6 +70,7 @@ class SpanRuntime:
         attention = choose_attention(self._module, device, dtype)
         self.protection = Protection(self._module, loaded.pages)
         self.batched = attention.batched and not batch_invariant
+        """Whether single rows of several sessions may run as one forward."""
         self.kernels = f"{kernels.name}+{attention.name}" + ("+alone" if not self.batched else "")
         self.reasons = (kernels.reason, attention.reason, self.protection.reason)
         self.weight_bytes = _weight_bytes(self._module)
@@ -94,24 +95,16 @@ class SpanRuntime:
     ) -> list[torch.Tensor]:
         """Run `layers` (all of the span's when None); returns (1, rows, hidden) per step, in order.
 
-        Steps of one row run as one batch, longer ones after each other. No cache has changed its
-        length when this raises: ContextTooLong, BadRequest (position beyond a cache's end), or what
-        the device raises.
+        One step of any length, or steps of one row each of several sessions where `batched`. No
+        cache has changed its length when this raises: ContextTooLong, BadRequest (position beyond a
+        cache's end), or what the device raises.
         """
+        if len(steps) > 1 and not (self.batched and all(s.hidden.shape[1] == 1 for s in steps)):
+            raise ValueError("only single rows of a batched runtime are computed together")
         for step in steps:
             _prepare(step)
         view = self._view(layers or self.layers)
-        if len(steps) == 1:
-            return [self._alone(view, steps[0])]
-        outputs: dict[int, torch.Tensor] = {}
-        single = [i for i, step in enumerate(steps) if step.hidden.shape[1] == 1]
-        if self.batched and len(single) > 1:
-            rows = self._together(view, [steps[i] for i in single])
-            outputs.update(zip(single, rows, strict=True))
-        for i, step in enumerate(steps):
-            if i not in outputs:
-                outputs[i] = self._alone(view, step)
-        return [outputs[i] for i in range(len(steps))]
+        return [self._alone(view, steps[0])] if len(steps) == 1 else self._together(view, steps)
 
     def _alone(self, view: nn.Module, step: StepInput) -> torch.Tensor:
         rows = step.hidden.shape[1]
@@ -122,7 +115,7 @@ class SpanRuntime:
         step.cache.commit(rows)
         return output
 
-    def _together(self, view: nn.Module, steps: list[StepInput]) -> list[torch.Tensor]:
+    def _together(self, view: nn.Module, steps: Sequence[StepInput]) -> list[torch.Tensor]:
         hidden = torch.cat([step.hidden for step in steps])
         positions = torch.tensor([[step.position] for step in steps], device=self.device)
         placed = [(row, hook) for row, step in enumerate(steps) for hook in step.hooks]

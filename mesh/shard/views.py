@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 
 from mesh.errors import UnsupportedFamily
+from mesh.models.families import cut_config
+from mesh.types import LayerRange
 
 
 def layer_list_name(module: nn.Module) -> str:
@@ -38,15 +40,6 @@ def layer_view(module: nn.Module, start: int, stop: int) -> nn.Module:
     view = copy.copy(module)
     # A copied module shares its dict of children; the view needs its own.
     view._modules = {**module._modules, name: layers[start:stop]}  # noqa: SLF001
-    view.config = _cut_config(module.config, start, stop)
+    # What else a family's config says by layer was cut when the span was loaded, for its layers.
+    view.config = cut_config(module.config, LayerRange(start, stop))
     return view
-
-
-def _cut_config(config: Any, start: int, stop: int) -> Any:
-    whole = config.num_hidden_layers
-    cut = copy.copy(config)
-    cut.num_hidden_layers = stop - start
-    for name, entries in vars(config).items():
-        if isinstance(entries, list) and len(entries) == whole and name != "architectures":
-            setattr(cut, name, entries[start:stop])
-    return cut

@@ -69,16 +69,22 @@ class WeightCheck:
         return self._module() is module
 
     def step(self, size: int) -> str | None:
-        """Go through the next `size` bytes at most; the name of a weight that has changed."""
-        if not self._stretches:
-            return None
-        now = self._round
-        stretch = self._stretches[now.place]
-        stop = min(stretch.size, now.offset + size)
-        stretch.read(now.offset, stop, now.hash.update)
-        if stop < stretch.size:
+        """Go through the next `size` bytes, or to the end of the round; the name of a weight that
+        has changed."""
+        rounds = self.rounds
+        while self._stretches and size > 0 and self.rounds == rounds:
+            now = self._round
+            stretch = self._stretches[now.place]
+            stop = min(stretch.size, now.offset + size)
+            size -= stop - now.offset
+            stretch.read(now.offset, stop, now.hash.update)
             now.offset = stop
-            return None
+            if stop == stretch.size and (changed := self._finish(stretch)) is not None:
+                return changed
+        return None
+
+    def _finish(self, stretch: _Stretch) -> str | None:
+        now = self._round
         found = now.hash.hexdigest()
         last = now.place + 1 == len(self._stretches)
         self.rounds += last

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mesh.errors import InternalError, WeightsCorrupted
-from mesh.shard.batcher import DeviceQueue
-from mesh.types import ShardId
+from mesh.shard.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from mesh.models.load import LoadedSpan
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 
 SLICE_BYTES = 4 << 20
 """A few milliseconds of one core, in which others compute on."""
-SHARE = 0.01
+SHARE = 0.005
 """Of the time, which is what it costs a decode step at most."""
 IDLE_S = 1.0
 _LONGEST_S = 60.0
@@ -30,15 +28,13 @@ _LONGEST_S = 60.0
 Weights = Callable[[], "Iterable[LoadedSpan]"]
 """What a shard has loaded now."""
 
-Withdraw = Callable[[ShardId, WeightsCorrupted], Awaitable[None]]
-
 
 class WeightWatch:
     """One shard's weights."""
 
-    def __init__(self, weights: Weights, queue: DeviceQueue) -> None:
+    def __init__(self, weights: Weights, scheduler: Scheduler) -> None:
         self._weights = weights
-        self._queue = queue
+        self._scheduler = scheduler
         self._checks: dict[int, WeightCheck] = {}
 
     async def changed(self) -> str:
@@ -48,7 +44,7 @@ class WeightWatch:
             self._checks = {key: self._check(key, each) for key, each in loaded.items()}
             del loaded  # nothing is kept from being freed
             for check in list(self._checks.values()):
-                name, took_s = await self._queue.load(partial(_timed_step, check))
+                name, took_s = await self._scheduler.load(partial(_timed_step, check))
                 if name is not None:
                     return name
                 await asyncio.sleep(min(took_s / SHARE, _LONGEST_S))
@@ -67,40 +63,3 @@ class WeightWatch:
 def _timed_step(check: WeightCheck) -> tuple[str | None, float]:
     started = time.perf_counter()  # on the thread: what it waited for is no cost
     return check.step(SLICE_BYTES), time.perf_counter() - started
-
-
-class WeightWatches:
-    """The watches of a process's shards."""
-
-    def __init__(self, withdraw: Withdraw) -> None:
-        self.group: asyncio.TaskGroup | None = None
-        """What owns them; set before the first is started."""
-        self._withdraw = withdraw
-        self._tasks: dict[ShardId, asyncio.Task[None]] = {}
-
-    def start(self, shard: ShardId, watch: WeightWatch) -> None:
-        """Watch until `stop`, or until it has been withdrawn."""
-        if self.group is None:
-            raise InternalError("a watch needs somebody who owns it.", fix="This is a bug.")
-        watching = self._watch(shard, watch)
-        self._tasks[shard] = self.group.create_task(watching, name=f"weights of {shard}")
-
-    def stop(self, shard: ShardId) -> None:
-        """It is unloaded."""
-        task = self._tasks.pop(shard, None)
-        if task is not None:
-            task.cancel()
-
-    def stop_all(self) -> None:
-        """The process ends."""
-        for shard in list(self._tasks):
-            self.stop(shard)
-
-    async def _watch(self, shard: ShardId, watch: WeightWatch) -> None:
-        weight = await watch.changed()
-        del self._tasks[shard]
-        error = WeightsCorrupted(
-            f"{shard} was withdrawn: {weight} in memory is not what was loaded.",
-            fix="It is loaded again by itself.",
-        )
-        await self._withdraw(shard, error)

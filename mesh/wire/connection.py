@@ -34,7 +34,7 @@ _SAME_VERSION = "Run the same hearthnet version on both machines."
 
 
 class WebSocketLink(asyncio.Protocol):
-    """See `mesh.wire.link.Link`. `greet` gets the peer's hello and returns the handler.
+    """A `Link` over one WebSocket. `greet` gets the peer's hello and returns the handler.
 
     It may raise MeshError to refuse the peer. `settled` is called when the link has opened and
     again when the connection is gone, in any case the latter.
@@ -68,8 +68,8 @@ class WebSocketLink(asyncio.Protocol):
         self._backlog = 0
         self._rtt_ms: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.peer_certificate: bytes | None = None
         self.peer_host = ""
+        self.peer_certificate: bytes | None = None
         """The peer's TLS certificate in DER, None without TLS or without a certificate."""
         self.opened: asyncio.Future[None] = self._loop.create_future()
         """Done once both hellos were exchanged; carries the reason when that failed."""
@@ -79,22 +79,22 @@ class WebSocketLink(asyncio.Protocol):
 
     @property
     def peer(self) -> Hello:
-        """See `Link.peer`."""
+        """The other side's hello; known once the link is open."""
         return cast("Hello", self._session.peer)
 
     @property
     def is_closed(self) -> bool:
-        """See `Link.is_closed`."""
+        """Whether nothing can be sent any more."""
         return self._closed or not self._session.is_open
 
     @property
     def rtt_ms(self) -> float | None:
-        """See `Link.rtt_ms`."""
+        """The last measured round trip in ms; None before the first."""
         return self._rtt_ms
 
     @property
     def silent_s(self) -> float:
-        """See `Link.silent_s`."""
+        """Seconds since anything last arrived, keepalive included."""
         return self._loop.time() - self._heard_at
 
     @property
@@ -109,14 +109,14 @@ class WebSocketLink(asyncio.Protocol):
         return self._gone
 
     def send(self, message: Message) -> None:
-        """See `Link.send`; also raises Busy when `Limits.queued_bytes` wait already."""
+        """Queue one message. Raises LinkLost, or Busy above `Limits.queued_bytes`."""
         if self._closed:
             raise LinkLost("The link is closed.", fix=_RECONNECT)
         self._session.send(message)
         self._flush()
 
     async def drain(self, timeout_s: float) -> None:
-        """See `Link.drain`."""
+        """Wait until less than the high-water mark is queued. Raises PipelineStalled, LinkLost."""
         high_water = self._session.limits.high_water_bytes
         try:
             async with asyncio.timeout(timeout_s):
@@ -132,7 +132,7 @@ class WebSocketLink(asyncio.Protocol):
             raise LinkLost("The link closed while draining.", fix=_RECONNECT)
 
     def close(self, reason: str = "") -> None:
-        """See `Link.close`."""
+        """Say bye and close; safe to call twice."""
         if not self._closed:
             self._session.close(reason)
             self._finish(None)

@@ -55,6 +55,7 @@ class FrameType(IntEnum):
     SEAL = 0x1F
     SEALED = 0x20
     LOADING = 0x21
+    BLOB = 0x22
 
 
 class FrameFlags(IntFlag):
@@ -69,26 +70,10 @@ COMPRESSED = int(FrameFlags.COMPRESSED)
 FINAL = int(FrameFlags.FINAL)
 GRADIENT = int(FrameFlags.GRADIENT)
 
-_WHOLE = frozenset({FrameType.STEP, FrameType.RESULT})
-_CONTROL = frozenset(
-    {
-        FrameType.NACK, FrameType.HELLO, FrameType.BYE, FrameType.OPEN, FrameType.OPENED,
-        FrameType.PARK, FrameType.RESUME, FrameType.CLOSE, FrameType.FAILURE, FrameType.ADVERTISE,
-        FrameType.DRAIN, FrameType.OPEN_TAPS, FrameType.GOSSIP,
-        FrameType.OPEN_PART, FrameType.FILE_ASK, FrameType.FILE_PART,
-        FrameType.SEAL, FrameType.SEALED, FrameType.LOADING,
-    }
-)  # fmt: skip
-_ALWAYS = frozenset(
-    {FrameType.NACK, FrameType.HELLO, FrameType.BYE, FrameType.PING, FrameType.PONG}
-)
-_ONLY_CONTROL = frozenset(
-    {FrameType.ADVERTISE, FrameType.GOSSIP, FrameType.FILE_ASK, FrameType.FILE_PART}
-)
-_BY_PURPOSE = {
-    "control": _ALWAYS | _ONLY_CONTROL,
-    "tensors": frozenset(FrameType) - _ONLY_CONTROL,
-}
+_WHOLE = frozenset({FrameType.STEP, FrameType.RESULT, FrameType.BLOB})
+_BARE = frozenset({FrameType.END, FrameType.ACK, FrameType.FLOW, FrameType.PING, FrameType.PONG})
+"""Neither tensor nor control body, so nothing to compress."""
+
 _KNOWN_FLAGS = COMPRESSED | FINAL | GRADIENT
 
 
@@ -97,7 +82,7 @@ def _allowed_flags(kind: FrameType) -> int:
         return _KNOWN_FLAGS
     if kind in _WHOLE:
         return COMPRESSED | GRADIENT
-    return COMPRESSED if kind in _CONTROL else 0
+    return 0 if kind in _BARE else COMPRESSED
 
 
 # Plain dicts keyed by the wire's number: the enum's own lookup costs a microsecond per frame.
@@ -105,11 +90,6 @@ _TYPES = {int(kind): kind for kind in FrameType}
 _FORBIDDEN_FLAGS = {kind: ~_allowed_flags(kind) & 0xFFFFFFFF for kind in FrameType}
 
 _UPDATE_BOTH = "Run the same hearthnet version on both machines."
-
-
-def frames_for(purpose: str) -> frozenset[FrameType]:
-    """What a link of this purpose may bear; what belongs on every link, for one that is unknown."""
-    return _BY_PURPOSE.get(purpose, _ALWAYS)
 
 
 @dataclass(slots=True)

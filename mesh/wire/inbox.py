@@ -1,4 +1,4 @@
-"""The receiving half of a link's tensors: frames in, steps and results out, and what is owed back.
+"""The receiving half of a link's tensors: frames in, messages out, and what is owed back.
 
 Knows nothing of the order of frames, of hellos, or of what a tensor is for.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+from mesh.accounts.ledger import Hold
 from mesh.errors import BadFrame, FrameTooLarge
-from mesh.ledger import Hold
 from mesh.wire import steps
 from mesh.wire.compression import decompress
 from mesh.wire.credits import Credits
@@ -24,7 +24,7 @@ from mesh.wire.frames import (
     number,
 )
 from mesh.wire.limits import Limits
-from mesh.wire.messages import Failure, Result, Step, WireTensor
+from mesh.wire.messages import Bearer, Failure, Result, Step, WireTensor
 from mesh.wire.outbox import Outbox
 from mesh.wire.reassembly import Reassembly
 from mesh.wire.tensors import TensorHeader
@@ -69,13 +69,13 @@ class Inbox:
             self._return_credits()
         return received
 
-    def take(self, frame: Frame) -> Step | Result | None:
+    def take(self, frame: Frame) -> Bearer | None:
         """One of `TENSOR_FRAMES`; the message that it completes."""
         if self.account is not None and frame.type in _BEAR_BYTES:
             self.account.require(len(frame.payload))
         return self._TAKE[frame.type](self, frame)
 
-    def awaits(self, result: Step | Result) -> bool:
+    def awaits(self, result: Result) -> bool:
         """Whether the step is here and waits for its answer."""
         return self._credits.holds(result.session, result.step)
 
@@ -98,8 +98,8 @@ class Inbox:
         if self._credits.due:
             self._outbox.control(FrameType.ACK, COUNT.pack(self._credits.take()))
 
-    def _whole(self, frame: Frame) -> Step | Result:
-        """STEP or RESULT with its tensor in the same frame."""
+    def _whole(self, frame: Frame) -> Bearer:
+        """STEP, RESULT or BLOB with its tensor in the same frame."""
         credits, start = steps.unpack_credits(frame.type, memoryview(frame.payload))
         rest = memoryview(frame.payload)[start:]
         header = TensorHeader.unpack(rest, self._limits.chunk_bytes)
@@ -129,19 +129,19 @@ class Inbox:
             self._credits.consumed()
             self._return_credits()
 
-    def _end(self, frame: Frame) -> Step | Result:
+    def _end(self, frame: Frame) -> Bearer:
         tensor_id, kind, rest = steps.unpack_end(memoryview(frame.payload))
         credits, _ = steps.unpack_credits(kind, rest)
         return self._deliver(kind, rest, self._reassembly.end(tensor_id), credits)
 
     def _deliver(
         self, kind: FrameType, fields: memoryview, tensor: WireTensor, credits: int
-    ) -> Step | Result:
+    ) -> Bearer:
         """Build the message, settle credits in both directions."""
         message = steps.build(kind, fields, tensor)
         if credits:
             self._outbox.credit(credits)
-        if kind is FrameType.STEP:
+        if isinstance(message, Step):
             self._credits.hold(message.session, message.step, len(tensor.data))
         else:
             self._credits.consumed()
@@ -161,15 +161,16 @@ class Inbox:
         self._outbox.window = window
         self._outbox.flush()
 
-    _TAKE: ClassVar[dict[FrameType, Callable[[Inbox, Frame], Step | Result | None]]] = {
+    _TAKE: ClassVar[dict[FrameType, Callable[[Inbox, Frame], Bearer | None]]] = {
         FrameType.DATA: _chunk,
         FrameType.END: _end,
         FrameType.ACK: _ack,
         FrameType.FLOW: _flow,
         FrameType.STEP: _whole,
         FrameType.RESULT: _whole,
+        FrameType.BLOB: _whole,
     }
 
 
 TENSOR_FRAMES = frozenset(Inbox._TAKE)  # noqa: SLF001 - our own class
-_BEAR_BYTES = frozenset({FrameType.DATA, FrameType.STEP, FrameType.RESULT})
+_BEAR_BYTES = TENSOR_FRAMES - {FrameType.END, FrameType.ACK, FrameType.FLOW}

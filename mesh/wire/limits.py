@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from mesh.ledger import ResourceLedger
+from mesh.accounts.ledger import ResourceLedger
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -26,7 +26,7 @@ class Limits:
     open `handshake_s` after the TCP connection. A server holds at most `half_open` connections that
     are not open yet, and `half_open_per_host` of one address. How many links one node may open, and
     what all of them may hold together, is on its account among `accounts`; a server without any
-    has `mesh.allowances.LINKS`.
+    has `mesh.accounts.allowances.LINKS`.
     """
 
     chunk_bytes: int = MIB

@@ -1,4 +1,8 @@
-"""What two nodes say to each other, as plain data. Knows nothing of frames, sockets or torch.
+"""What two nodes say to each other, as plain data. Knows nothing of sockets or torch.
+
+A new message is one class here, and its number in `mesh.wire.frames.FrameType`. The class states
+the frame that carries it and the links that it belongs on; its annotations are all that `control`
+reads and writes by, its fields in their order are the keys of the body.
 
 The tensor path is hub and spoke: the asker opens a session on each hop (`Open`, `Opened`), sends it
 `Step`s and gets one `Result` or `Failure` for each. A decode step is one frame each way.
@@ -12,11 +16,44 @@ the cache's end is refused.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from enum import IntEnum
+from typing import Annotated, Any, ClassVar
 
+from msgspec import Meta
+
+from mesh.codec import UInt32
 from mesh.types import WireDtype
+from mesh.wire.frames import FrameType
 
 PROTOCOL_VERSION = 1
+
+TENSORS, CONTROL, EVERY = "tensors", "control", ""
+"""The purposes of links, and both."""
+
+Digest = Annotated[str, Meta(max_length=128)]
+ModelName = Annotated[str, Meta(max_length=512)]
+Token = Annotated[str, Meta(max_length=2048)]
+Reason = Annotated[str, Meta(max_length=1024)]
+
+
+class Message:
+    """Root of all messages. Those with a `frame` travel as its control body, on links for `link`;
+    the others have a binary form of their own (`steps`, `protocol`)."""
+
+    __slots__ = ()
+    frame: ClassVar[FrameType]
+    link: ClassVar[str]
+
+    def __init_subclass__(cls, frame: FrameType | None = None, link: str = TENSORS) -> None:
+        super().__init_subclass__()
+        if frame is not None:
+            cls.frame, cls.link = frame, link
+        if "frame" in cls.__dict__:  # without the keywords for the class that `slots` makes anew
+            CONTROL_MESSAGES[cls.frame] = cls
+
+
+CONTROL_MESSAGES: dict[FrameType, type[Message]] = {}
+"""The message of each control body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,52 +67,61 @@ class WireTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Message, frame=FrameType.HELLO, link=EVERY):
     """First message of each side. `purpose` is ``tensors`` (asker to shard) or ``control``.
 
     `fields` carries what a purpose adds (listening port, hearth id, limits); unknown keys are kept
     and ignored, so that older nodes understand newer ones.
     """
 
-    node_id: str
-    node_name: str
-    purpose: str
-    software: str
-    version: int = PROTOCOL_VERSION
+    node_id: Annotated[str, Meta(max_length=128)]
+    node_name: Annotated[str, Meta(max_length=128)]
+    purpose: Annotated[str, Meta(max_length=32)]
+    software: Annotated[str, Meta(max_length=64)]
+    version: UInt32 = PROTOCOL_VERSION
     fields: dict[str, Any] = field(default_factory=dict)
 
 
+BLOBS = "blobs"
+"""The field of a hello whose sender takes `Blob`s; every `TensorSession` for tensors sets it."""
+
+
+def takes_blobs(peer: Hello) -> bool:
+    """Whether who said this understands `Blob`."""
+    return peer.fields.get(BLOBS) is True
+
+
 @dataclass(frozen=True, slots=True)
-class Bye:
+class Bye(Message, frame=FrameType.BYE, link=EVERY):
     """The sender closes the link on purpose."""
 
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(Message):
     """Answered at once with a `Pong` of the same token; measures the round trip."""
 
     token: int
 
 
 @dataclass(frozen=True, slots=True)
-class Pong:
+class Pong(Message):
     """The answer to `Ping`."""
 
     token: int
 
 
 @dataclass(frozen=True, slots=True)
-class OpenPart:
+class OpenPart(Message, frame=FrameType.OPEN_PART):
     """Bytes that the next `Open` of this session speaks of; those of several parts are joined."""
 
-    session: int
+    session: UInt32
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class Open(Message, frame=FrameType.OPEN):
     """Ask for a session on layers [start, stop) of a checkpoint, with `max_tokens` positions.
 
     It gets more as its steps need them, while there is room; a step that finds none fails with
@@ -86,51 +132,51 @@ class Open:
     `harvest`, a batch as `mesh.models.harvest` has it, is what the hop writes to its own disk.
     """
 
-    session: int
-    model_id: str
-    weights_sha256: str
-    start: int
-    stop: int
-    max_tokens: int
+    session: UInt32
+    model_id: ModelName
+    weights_sha256: Digest
+    start: UInt32
+    stop: UInt32
+    max_tokens: UInt32
     wire_dtype: WireDtype
     edits: list[dict[str, Any]] = field(default_factory=list)
-    token: str = ""
     harvest: dict[str, Any] = field(default_factory=dict)
+    token: Token = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class Loading(Message, frame=FrameType.LOADING):
     """The session was admitted, and the weights it needs are being read; `Opened` follows."""
 
-    session: int
+    session: UInt32
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(Message, frame=FrameType.OPENED):
     """The session is ready and counts as one stream from now on."""
 
-    session: int
-    max_tokens: int
+    session: UInt32
+    max_tokens: UInt32
 
 
 @dataclass(frozen=True, slots=True)
-class OpenTaps:
+class OpenTaps(Message, frame=FrameType.OPEN_TAPS):
     """Ask for an intervention session on layers [start, stop) of a checkpoint.
 
-    Answered with `Opened` or `Failure`. Its steps are bytes, see `mesh.shard.taps.server`. `token`
-    as in `Open`.
+    Answered with `Opened` or `Failure`. What is said in it are `Blob`s, see
+    `mesh.shard.taps.server`. `token` as in `Open`.
     """
 
-    session: int
-    model_id: str
-    weights_sha256: str
-    start: int
-    stop: int
-    token: str = ""
+    session: UInt32
+    model_id: ModelName
+    weights_sha256: Digest
+    start: UInt32
+    stop: UInt32
+    token: Token = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Step(Message):
     """Run `tensor` (1, rows, hidden) at positions position..position+rows-1."""
 
     session: int
@@ -140,7 +186,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Result(Message):
     """The hidden states after the hop's last layer, same rows; times as spent on the hop."""
 
     session: int
@@ -150,57 +196,91 @@ class Result:
     queue_us: int
 
 
+class BlobKind(IntEnum):
+    """Which way the bytes of a `Blob` go."""
+
+    QUESTION = 1
+    ANSWER = 2
+
+
 @dataclass(frozen=True, slots=True)
-class Park:
-    """Keep the session's cache but give its stream back until `Resume`."""
+class Blob(Message):
+    """A part of `length` bytes, the one that begins at `offset`.
+
+    An asker sends a question in parts, and gets its answer in parts. Who has a part and is owed
+    more asks for it: with a blob of the same kind without data, at the offset of the next one. A
+    host answers instead with a `Failure` what it does not take; all of the question is then void.
+    An asker that owes and is owed nothing may send an empty answer to say that it is still there.
+    """
 
     session: int
+    kind: BlobKind
+    length: int
+    offset: int
+    data: bytes | bytearray | memoryview = b""
+
+    @property
+    def end(self) -> int:
+        """Where the next part begins; `length` when there is none."""
+        return self.offset + len(self.data)
+
+    @property
+    def tensor(self) -> WireTensor:
+        """The bytes in the form in which a link sends them."""
+        return WireTensor("int8", (len(self.data),), self.data)
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class Park(Message, frame=FrameType.PARK):
+    """Keep the session's cache but give its stream back until `Resume`."""
+
+    session: UInt32
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Message, frame=FrameType.RESUME):
     """Take a stream for a parked session again, with room for at least `max_tokens` positions.
 
     Answered with `Opened` or `Failure`.
     """
 
-    session: int
-    max_tokens: int
+    session: UInt32
+    max_tokens: UInt32
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class Seal(Message, frame=FrameType.SEAL):
     """All rows of the session's harvest were sent. Answered with `Sealed` or `Failure`."""
 
-    session: int
+    session: UInt32
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class Sealed(Message, frame=FrameType.SEALED):
     """The harvest is on the hop's disk: module, file, rows, dtype, sha256 and more of each file."""
 
-    session: int
+    session: UInt32
     files: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class Close(Message, frame=FrameType.CLOSE):
     """Free the session now; a running step's result is dropped. Never answered."""
 
-    session: int
+    session: UInt32
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Message, frame=FrameType.FAILURE):
     """A `mesh.errors.MeshError` as `to_dict` gives it, about a step, a session or the link."""
 
     error: dict[str, Any]
-    session: int | None = None
-    step: int | None = None
+    session: UInt32 | None = None
+    step: UInt32 | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Advertise:
+class Advertise(Message, frame=FrameType.ADVERTISE, link=CONTROL):
     """All shards the sender serves now, as it signed them; replaces the last one.
 
     See `mesh.events.ephemera` for the form, `mesh.discovery.notices` for what it says.
@@ -211,40 +291,38 @@ class Advertise:
 
 
 @dataclass(frozen=True, slots=True)
-class Gossip:
+class Gossip(Message, frame=FrameType.GOSSIP, link=CONTROL):
     """Something about the event log, as `mesh.events.messages` writes and reads it."""
 
     body: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class FileAsk:
+class FileAsk(Message, frame=FrameType.FILE_ASK, link=CONTROL):
     """Ask another daemon for a part of the steering edit whose file has this hash."""
 
-    number: int
-    sha256: str
-    offset: int
+    number: UInt32
+    sha256: Annotated[str, Meta(max_length=64)]
+    offset: UInt32
 
 
 @dataclass(frozen=True, slots=True)
-class FilePart:
+class FilePart(Message, frame=FrameType.FILE_PART, link=CONTROL):
     """The answer to the `FileAsk` of this number; empty when there is nothing to give."""
 
-    number: int
+    number: UInt32
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(Message, frame=FrameType.DRAIN):
     """The shard host is about to stop: running sessions go on, but should move while they can.
 
     An empty reason takes it back.
     """
 
-    reason: str
+    reason: Reason
 
 
-Message = (
-    Hello | Bye | Ping | Pong | OpenPart | Open | OpenTaps | Loading | Opened | Step | Result | Park
-    | Resume | Seal | Sealed | Close | Failure | Advertise | Gossip | FileAsk | FilePart | Drain
-)  # fmt: skip
+Bearer = Step | Result | Blob
+"""The messages that bear a tensor, or bytes in the form of one."""

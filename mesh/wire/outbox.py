@@ -13,7 +13,7 @@ from mesh.errors import BadFrame, Busy
 from mesh.wire.credits import Credits
 from mesh.wire.frames import FINAL, GRADIENT, Buffer, FrameType, pack_frame
 from mesh.wire.limits import Limits
-from mesh.wire.messages import Result, Step
+from mesh.wire.messages import Bearer, Result
 from mesh.wire.reassembly import MAX_OPEN_TENSORS
 from mesh.wire.steps import CREDITS, pack, pack_end, pack_plain
 from mesh.wire.tensors import checked_bytes, pack_header
@@ -29,7 +29,7 @@ class _Control:
 @dataclass(slots=True)
 class _Tensor:
     kind: FrameType
-    message: Step | Result
+    message: Bearer
     fields: bytes
     data: memoryview
     sent: int = -1  # -1: not started; it has no tensor id yet
@@ -71,8 +71,8 @@ class Outbox:
             self._admit(len(body))
             lane.append(_Control(kind, body, flags))
 
-    def tensor(self, kind: FrameType, message: Step | Result) -> None:
-        """Send a step or result, in one frame when its tensor fits a chunk.
+    def tensor(self, kind: FrameType, message: Bearer) -> None:
+        """Send what bears a tensor, in one frame when its tensor fits a chunk.
 
         Raises BadRequest for a tensor that cannot be sent, Busy when too much waits already.
         """
@@ -101,13 +101,13 @@ class Outbox:
             self.flush()
 
     def drop_results(self, session: int) -> None:
-        """Forget the session's results that wait, except one that is partly sent already."""
+        """Forget the session's answers that wait, except one that is partly sent already."""
         lane = self._lanes.get(session)
         if lane is None:
             return
         kept: deque[_Item] = deque()
         for item in lane:
-            if isinstance(item, _Tensor) and item.kind is FrameType.RESULT and item.sent < 0:
+            if isinstance(item, _Tensor) and item.kind is not FrameType.STEP and item.sent < 0:
                 self.waiting_bytes -= len(item.data)
             else:
                 kept.append(item)
@@ -160,9 +160,9 @@ class Outbox:
         lane.popleft()
         return True
 
-    def _emit_plain(self, kind: FrameType, message: Step | Result, data: Buffer) -> None:
+    def _emit_plain(self, kind: FrameType, message: Bearer, data: Buffer) -> None:
         credits = self._credits
-        if kind is FrameType.RESULT:
+        if type(message) is Result:
             credits.answered(message.session, message.step)
         frame = pack_plain(message, self._sequence, credits.owed, data)
         credits.take()
@@ -188,7 +188,7 @@ class Outbox:
         if last:
             del self._sending[item.tensor_id]
             end = pack_end(item.tensor_id, item.kind)
-            if item.kind is FrameType.RESULT:
+            if type(item.message) is Result:
                 self._credits.answered(item.message.session, item.message.step)
             credits = CREDITS.pack(self._credits.take(), 0)
             self._emit(FrameType.END, 0, end, credits, item.fields)

@@ -14,9 +14,11 @@ does makes either side hold more than `Limits` says.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum, auto
 from typing import ClassVar
 
+from mesh.accounts.ledger import Hold
 from mesh.errors import (
     BadFrame,
     Busy,
@@ -26,25 +28,25 @@ from mesh.errors import (
     WireError,
     from_dict,
 )
-from mesh.ledger import Hold
 from mesh.wire import control
 from mesh.wire.compression import compress_if_it_pays, decompress
 from mesh.wire.credits import Credits
 from mesh.wire.frames import (
     COMPRESSED,
-    COUNT,
     TOKEN,
     Buffer,
     Frame,
     FrameType,
-    frames_for,
     number,
     version_mismatch,
 )
 from mesh.wire.inbox import TENSOR_FRAMES, Inbox
 from mesh.wire.limits import DEFAULT_LIMITS, Limits
 from mesh.wire.messages import (
+    BLOBS,
     PROTOCOL_VERSION,
+    Bearer,
+    Blob,
     Bye,
     Close,
     Failure,
@@ -75,6 +77,10 @@ class TensorSession:
     """
 
     def __init__(self, hello: Hello, limits: Limits = DEFAULT_LIMITS) -> None:
+        self._allowed = control.frames_for(hello.purpose)
+        self._bears_tensors = FrameType.STEP in self._allowed
+        if self._bears_tensors:
+            hello = replace(hello, fields={**hello.fields, BLOBS: True})
         self.hello = hello
         self.limits = limits
         self.peer: Hello | None = None
@@ -85,8 +91,6 @@ class TensorSession:
         credits = Credits(limits)
         self._outbox = Outbox(limits, credits)
         self._inbox = Inbox(limits, credits, self._outbox)
-        self._allowed = frames_for(hello.purpose)
-        self._bears_tensors = FrameType.STEP in self._allowed
         self._account: Hold | None = None
 
     @property
@@ -151,10 +155,10 @@ class TensorSession:
             raise LinkLost("The link is not open.", fix="Connect again.")
         kind = _TENSOR_KIND.get(type(message))
         if kind is not None:
-            assert isinstance(message, (Step, Result))  # noqa: S101 - for the type checker
+            assert isinstance(message, Bearer)  # noqa: S101 - for the type checker
             if self._account is not None:
                 self._account.require(len(message.tensor.data))
-            if kind is FrameType.STEP or self._inbox.awaits(message):
+            if type(message) is not Result or self._inbox.awaits(message):
                 self._outbox.tensor(kind, message)
         elif isinstance(message, Ping):
             self._send_ping(message)
@@ -165,10 +169,6 @@ class TensorSession:
             if isinstance(message, Bye):
                 self._state = _State.CLOSED
         self._count()
-
-    def limit_window(self, chunks: int) -> None:
-        """Ask the peer to keep at most `chunks` (0 to the window) in flight from now on."""
-        self._outbox.control(FrameType.FLOW, COUNT.pack(min(chunks, self.limits.window)))
 
     def close(self, reason: str) -> None:
         """Say bye, past everything that waits; safe to call twice."""
@@ -329,5 +329,9 @@ class TensorSession:
     """The inbox takes those of tensors; all others are control bodies."""
 
 
-_TENSOR_KIND: dict[type, FrameType] = {Step: FrameType.STEP, Result: FrameType.RESULT}
+_TENSOR_KIND: dict[type, FrameType] = {
+    Step: FrameType.STEP,
+    Result: FrameType.RESULT,
+    Blob: FrameType.BLOB,
+}
 _BEFORE_HELLO = frozenset({FrameType.HELLO, FrameType.NACK, FrameType.BYE})

@@ -1,4 +1,5 @@
-"""The fixed binary part of `Step` and `Result`, and the END frame that has it for large tensors.
+"""The fixed binary part of what bears bytes: `Step`, `Result` and `Blob`, which travels as a tensor
+of ``int8``; and the END frame that has it for those of several chunks.
 
 A decode step is made of these, so they are structs and not msgpack maps. Each also gives credits
 back: ``credits u16, reserved u16`` come first.
@@ -15,13 +16,14 @@ import struct
 from math import prod
 
 from mesh.errors import BadFrame, BadRequest
-from mesh.wire.frames import FRAME_VERSION, GRADIENT, HEADER, Buffer, FrameType
-from mesh.wire.messages import Result, Step, WireTensor
-from mesh.wire.tensors import CODES, ITEMSIZE, MAX_RANK, NAMES
+from mesh.wire.frames import FRAME_VERSION, GRADIENT, HEADER, Buffer, FrameType, pack_frame
+from mesh.wire.messages import Bearer, Blob, BlobKind, Result, Step, WireTensor
+from mesh.wire.tensors import CODES, ITEMSIZE, MAX_RANK, NAMES, pack_header
 
 CREDITS = struct.Struct("!HH")
 _STEP_FIELDS = struct.Struct("!III")
 _RESULT_FIELDS = struct.Struct("!IIII")
+_BLOB_FIELDS = struct.Struct("!IIII")
 _END = struct.Struct("!HBB")
 _UINT32_MAX = 0xFFFFFFFF
 
@@ -29,16 +31,18 @@ _FIX = "Run the same hearthnet version on both machines."
 _SIZES = {
     FrameType.STEP: CREDITS.size + _STEP_FIELDS.size,
     FrameType.RESULT: CREDITS.size + _RESULT_FIELDS.size,
+    FrameType.BLOB: CREDITS.size + _BLOB_FIELDS.size,
 }
 _PLAIN_STEP = [struct.Struct(f"!BBHIIIHHIIIHBB{rank}I") for rank in range(MAX_RANK + 1)]
 _PLAIN_RESULT = [struct.Struct(f"!BBHIIIHHIIIIHBB{rank}I") for rank in range(MAX_RANK + 1)]
 _PLAIN_MIN = _PLAIN_RESULT[0].size
+_BLOB_KINDS = frozenset(map(int, BlobKind))
 _STEP = int(FrameType.STEP)
 _RESULT = int(FrameType.RESULT)
 
 
-def pack_plain(message: Step | Result, sequence: int, credits: int, data: Buffer) -> bytes:
-    """The whole frame of a step or result whose checked tensor bytes are `data`.
+def pack_plain(message: Bearer, sequence: int, credits: int, data: Buffer) -> bytes:
+    """The whole frame of a message whose checked tensor bytes are `data`.
 
     Raises BadRequest when a number does not fit 32 bits.
     """
@@ -54,8 +58,7 @@ def pack_plain(message: Step | Result, sequence: int, credits: int, data: Buffer
                 credits, 0, message.session, message.step, message.position,
                 0, CODES[tensor.dtype], rank, *shape,
             )  # fmt: skip
-        else:
-            assert type(message) is Result  # noqa: S101 - for the type checker
+        elif type(message) is Result:
             layout = _PLAIN_RESULT[rank]
             head = layout.pack(
                 FRAME_VERSION, _RESULT, 0, sequence, layout.size - HEADER.size + len(data), flags,
@@ -63,6 +66,9 @@ def pack_plain(message: Step | Result, sequence: int, credits: int, data: Buffer
                 min(message.compute_us, _UINT32_MAX), min(message.queue_us, _UINT32_MAX),
                 0, CODES[tensor.dtype], rank, *shape,
             )  # fmt: skip
+        else:
+            fields = CREDITS.pack(credits, 0), pack(message), pack_header(tensor, 0)
+            return pack_frame(FrameType.BLOB, sequence, 0, *fields, data)
     except struct.error as exc:
         raise _out_of_range(message, exc) from exc
     return head + data
@@ -110,18 +116,20 @@ def unpack_plain(
     return Result(values[8], values[9], tensor, values[10], values[11]), credits, size
 
 
-def pack(message: Step | Result) -> bytes:
+def pack(message: Bearer) -> bytes:
     """The fields between credits and tensor; raises BadRequest when one does not fit."""
     try:
         if type(message) is Step:
             return _STEP_FIELDS.pack(message.session, message.step, message.position)
-        assert type(message) is Result  # noqa: S101 - for the type checker
-        return _RESULT_FIELDS.pack(
-            message.session,
-            message.step,
-            min(message.compute_us, _UINT32_MAX),
-            min(message.queue_us, _UINT32_MAX),
-        )
+        if type(message) is Result:
+            return _RESULT_FIELDS.pack(
+                message.session,
+                message.step,
+                min(message.compute_us, _UINT32_MAX),
+                min(message.queue_us, _UINT32_MAX),
+            )
+        assert type(message) is Blob  # noqa: S101 - for the type checker
+        return _BLOB_FIELDS.pack(message.session, message.kind, message.length, message.offset)
     except struct.error as exc:
         raise _out_of_range(message, exc) from exc
 
@@ -138,7 +146,7 @@ def unpack_end(payload: memoryview) -> tuple[int, FrameType, memoryview]:
     tensor_id, number, reserved = _END.unpack_from(payload)
     rest = payload[_END.size :]
     if reserved or number not in _SIZES or len(rest) != _SIZES[FrameType(number)]:
-        raise BadFrame("An END frame names no step and no result.", fix=_FIX)
+        raise BadFrame("An END frame names no step, no result and no blob.", fix=_FIX)
     return tensor_id, FrameType(number), rest
 
 
@@ -156,18 +164,24 @@ def unpack_credits(kind: FrameType, payload: memoryview) -> tuple[int, int]:
     return credits, size
 
 
-def build(kind: FrameType, payload: memoryview, tensor: WireTensor) -> Step | Result:
-    """The message whose checked fields start `payload`."""
+def build(kind: FrameType, payload: memoryview, tensor: WireTensor) -> Bearer:
+    """The message whose checked fields start `payload`. Raises BadFrame for what is no blob."""
     if kind is FrameType.STEP:
         session, step, position = _STEP_FIELDS.unpack_from(payload, CREDITS.size)
         return Step(session, step, position, tensor)
+    if kind is FrameType.BLOB:
+        session, way, length, offset = _BLOB_FIELDS.unpack_from(payload, CREDITS.size)
+        is_bytes = tensor.dtype == "int8" and len(tensor.shape) == 1 and not tensor.gradient
+        if not is_bytes or way not in _BLOB_KINDS or offset + len(tensor.data) > length:
+            raise BadFrame("A blob has bytes or fields that are none of a blob.", fix=_FIX)
+        return Blob(session, BlobKind(way), length, offset, tensor.data)
     session, step, compute_us, queue_us = _RESULT_FIELDS.unpack_from(payload, CREDITS.size)
     return Result(session, step, tensor, compute_us, queue_us)
 
 
-def _out_of_range(message: Step | Result, exc: struct.error) -> BadRequest:
+def _out_of_range(message: Bearer, exc: struct.error) -> BadRequest:
     return BadRequest(
-        f"{message.session=}, {message.step=}: {exc}.",
+        f"A {type(message).__name__} of session {message.session}: {exc}.",
         fix="Number sessions, steps and positions from 0 to 2**32-1.",
         param="step",
     )

@@ -20,10 +20,10 @@ from websockets.client import ClientProtocol
 from websockets.server import ServerProtocol
 from websockets.uri import WebSocketURI
 
-from mesh import allowances
+from mesh.accounts import allowances
+from mesh.accounts.ledger import Hold, Resource, ResourceLedger, of_peer
 from mesh.clock import SystemClock
 from mesh.errors import BadValue, ConnectFailed, LinkLost, PortInUse
-from mesh.ledger import Hold, Resource, ResourceLedger, of_peer
 from mesh.wire.connection import PATH, WebSocketLink
 from mesh.wire.encryption import Encryption
 from mesh.wire.limits import DEFAULT_LIMITS, Limits

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from mesh.api.overview import NodeParts, Overview
 from mesh.clock import SystemClock
@@ -21,18 +22,18 @@ from mesh.health.metrics import Metrics
 from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
-from mesh.pipeline.asker import AskerProcess
-from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.node.wiring import start_asker
+from mesh.pipeline.supervisor import AskerSupervisor
+from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange, ModelId
-from mesh.wiring import asker_spec
 from tests import secure
 from tests.discovery.network import advertised, new_id
-from tests.pipeline.test_asker import Owner
+from tests.pipeline.test_supervisor import Owner
 
 LAYERS = 8
 PEER = new_id()
 WEIGHTS = "a" * 64
-TLS = TlsMaterial.of(secure.KEY, []).to_fields()
+TLS = TlsMaterial.of(secure.KEY, [])
 Rows = dict[str, dict[str, Any]]
 
 
@@ -42,24 +43,21 @@ class Household:
 
     directory: Path
     models: list[LocalModel] = field(default_factory=list)
-    askers: dict[ModelId, AskerProcess] = field(default_factory=dict)
+    askers: dict[ModelId, AskerSupervisor] = field(default_factory=dict)
     store: ShardStore = field(default_factory=lambda: ShardStore(SystemClock(), expiry_s=600))
-    host: ShardHost = field(default_factory=lambda: ShardHost(HostSpec({}, ()), lambda: None))
+    host: ShardSupervisor = field(default_factory=lambda: ShardSupervisor(None, (), lambda: None))
     lacking: list[str] = field(default_factory=list)
 
-    def hold(self, name: str, directory: Path, layers: LayerRange | None = None) -> AskerProcess:
+    def hold(self, name: str, directory: Path, layers: LayerRange | None = None) -> AskerSupervisor:
         """A model of which this node has the files; its asker is not started."""
         model = LocalModel(ModelId(name), str(directory), WEIGHTS, LAYERS, None, layers)
         config = Config(state_dir=self.directory, threads=1)
-        spec = asker_spec(config, secure.KEY, model, TLS)
-        cache = str(self.directory)
-        spec = replace(
-            spec,
-            options={**spec.options, "cache_dir": cache},
-            settings={**spec.settings, "cache_dir": cache},
-        )
+        start = start_asker(config, secure.KEY, model, TLS)
+        options = replace(start.options, cache_dir=self.directory)
+        settings = replace(start.settings, cache_dir=str(self.directory))
+        start = structs.replace(start, options=options, settings=settings)
         self.models.append(model)
-        asker = self.askers[model.model_id] = AskerProcess(spec, Owner())
+        asker = self.askers[model.model_id] = AskerSupervisor(start, Owner())
         return asker
 
     def heard(self, **layers: str) -> None:
@@ -74,8 +72,8 @@ class Household:
             NodeParts(
                 node=dict, models=self.models, store=self.store, peers=list, askers=self.askers,
                 host=self.host, events=EventStream(SystemClock()), metrics=Metrics(),
-                verdict=lambda _: Verdict.ALIVE, privacy=dict, lacking=lambda: self.lacking,
-                processes=lambda: [self.host.process],
+                verdict=lambda _: Verdict.HEALTHY, privacy=dict, lacking=lambda: self.lacking,
+                processes=lambda: [self.host],
                 accounts=list,
             )
         )  # fmt: skip
@@ -94,7 +92,7 @@ async def home(tmp_path: Path) -> AsyncIterator[Household]:
     await asyncio.gather(*(asker.stop() for asker in household.askers.values()))
 
 
-async def started(askers: Sequence[AskerProcess]) -> None:
+async def started(askers: Sequence[AskerSupervisor]) -> None:
     for asker in askers:
         asker.start()
     await asyncio.gather(*(asker.wait_ready() for asker in askers), return_exceptions=True)
@@ -125,8 +123,8 @@ async def test_a_model_of_others_is_not_held_here(home: Household) -> None:
 @pytest.mark.slow
 async def test_layers_that_are_to_be_held_here_are_loading_or_have_failed(home: Household) -> None:
     asker = await asyncio.to_thread(home.hold, "good", checkpoint_dir(), LayerRange(4, 8))
-    shard = {"model_id": "good", "layers": "4-7"}
-    home.host = ShardHost(HostSpec({}, (shard,)), lambda: None)
+    shard = secure.request(directory=".", model_id="good", layers="4-7")
+    home.host = ShardSupervisor(None, (shard,), lambda: None)
     home.heard(good="0-3")
     await started([asker])
     assert home.why("good") == "loading"

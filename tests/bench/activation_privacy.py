@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mesh.models.builtin import checkpoint_dir
-from mesh.models.builtin.corpus.mixture import held_out_documents, training_documents
 from mesh.pipeline.noise import RowNoise
+from tools.builtin_model.corpus.mixture import held_out_documents, training_documents
 
 NOISES = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 ROW = 128

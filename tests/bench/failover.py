@@ -73,8 +73,8 @@ async def _pause(lab: Lab, directory: Path, number: int) -> tuple[float, int]:
                     if killed_at and not next_at and tokens > AFTER_TOKENS:
                         next_at = time.perf_counter()
                     if tokens == AFTER_TOKENS:
-                        assert victim.process.pid is not None
-                        os.kill(victim.process.pid, signal.SIGKILL)
+                        assert victim.pid is not None
+                        os.kill(victim.pid, signal.SIGKILL)
                         killed_at = time.perf_counter()
                 elif isinstance(frame, Done):
                     failovers = frame.failovers
@@ -87,9 +87,9 @@ async def _prefill(lab: Lab, number: int) -> float:
     async with lab.asker(shards, stall_limit_s=30.0) as engine:
         async for _ in engine.chat(_request(number + 100, PROMPT_TOKENS + AFTER_TOKENS, 1)):
             pass
-        hop = next(iter(engine.sessions.known())).chain.stations[1]
+        hop = next(iter(engine.sessions.known())).route.hops[1]
         # Chunks overlap in the hops; the sum of a hop's compute times is what one prefill costs.
-        return sum(compute for _, compute in hop._timings._latest) / 1e3
+        return sum(compute for _, compute in hop._timed) / 1e3
 
 
 def _request(seed: int, rows: int = PROMPT_TOKENS, count: int = 2 * AFTER_TOKENS) -> Any:

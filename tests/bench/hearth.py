@@ -15,7 +15,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import median
 
-from mesh import allowances
+from mesh.accounts import allowances
+from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.discovery.directory import ShardStore
@@ -26,7 +27,6 @@ from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
 from mesh.hearth.publishing import Serving
 from mesh.identity.keys import load_or_create
 from mesh.identity.roster import TrustLevel
-from mesh.ledger import ResourceLedger
 from mesh.paths import StatePaths
 
 EVENTS = 1_000

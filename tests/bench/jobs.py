@@ -20,8 +20,9 @@ import nnsight
 import torch
 from nnsight.modeling.transformers import TransformersModel
 
-from mesh.pipeline.checkpoint import AskerOptions, load_asker
-from mesh.shard.hosting import ShardHost
+from mesh.pipeline.checkpoint import load_asker
+from mesh.pipeline.commands import AskerOptions
+from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import ModelId
 from tests.interventions.jobworld import (
     ROUTES,
@@ -110,12 +111,12 @@ async def _inside(here: Bench, trace: Callable[[TransformersModel], None]) -> An
     return loaded(await here.run(request, here.place("llama", HOPS)))["taken"]
 
 
-async def _chat(host: ShardHost, cache_dir: Path) -> dict[str, float]:
+async def _chat(host: ShardSupervisor, cache_dir: Path) -> dict[str, float]:
     """Milliseconds of the same forward, and per token of the same generation, in chat."""
     directory = Path(checkpoint("llama").directory)
     options = AskerOptions("fp32", "cpu", 1, cache_dir)
     model, _ = await asyncio.to_thread(load_asker, directory, ModelId("llama"), options)
-    mesh = Spread(model, host)
+    mesh = Spread(model, host, ModelId("llama"))
     await mesh.use(ROUTES[HOPS])
     forwards, tokens = [], []
     # Each prompt begins differently, or only the last token of it would be computed.

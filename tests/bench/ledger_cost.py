@@ -18,12 +18,13 @@ from pathlib import Path
 
 import torch
 
-from mesh import allowances
+from mesh.accounts import allowances
+from mesh.accounts.ledger import Resource, ResourceLedger, of_peer
 from mesh.clock import SystemClock
-from mesh.ledger import Resource, ResourceLedger, of_peer
 from mesh.models import builtin
-from mesh.shard.batcher import DeviceQueue
-from mesh.shard.loading import HostedOn, LoadedShard, ShardRequest, load_shard, plan_shard
+from mesh.shard.commands import ShardRequest
+from mesh.shard.loading import HostedOn, LoadedShard, load_shard, plan_shard
+from mesh.shard.scheduler import Scheduler
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
 from mesh.shard.settings import ShardSettings
@@ -79,9 +80,13 @@ async def _run() -> dict[str, float]:
     layers = LayerRange(0, json.loads((directory / "config.json").read_text())["num_hidden_layers"])
     place = HostedOn(_HOST, "bench", Endpoint("wss://127.0.0.1:1"), torch.device("cpu"), 1)
     loaded = load_shard(plan_shard(ShardRequest(directory, _MODEL, layers), place))
-    queue = DeviceQueue()
+    queue = Scheduler()
     server = ShardServer(
-        loaded.descriptor, loaded.load, ShardSettings(), hidden_size=loaded.hidden_size, queue=queue
+        loaded.descriptor,
+        loaded.load,
+        ShardSettings(),
+        hidden_size=loaded.hidden_size,
+        scheduler=queue,
     )
     await server.start()
     service = ShardService()

@@ -44,7 +44,7 @@ def _in_child(checkpoint: Path, dtype: str) -> dict[str, float]:
 
 def _loads(directory: Path, dtype: str) -> dict[str, float]:
     # Not above: only the child is to have these, and as a shard process has them.
-    from mesh.models.lean import import_modelling
+    from mesh.processes.lean import import_modelling
 
     import_modelling()
 
@@ -52,8 +52,9 @@ def _loads(directory: Path, dtype: str) -> dict[str, float]:
 
     import torch
 
-    import mesh.shard.host  # noqa: F401 - what a shard process has imported
-    from mesh.shard.loading import HostedOn, ShardRequest, load_shard, plan_shard
+    import mesh.shard.process  # noqa: F401 - what a shard process has imported
+    from mesh.shard.commands import ShardRequest
+    from mesh.shard.loading import HostedOn, load_shard, plan_shard
     from mesh.types import Endpoint, LayerRange, ModelId, NodeId
 
     torch.set_num_threads(1)

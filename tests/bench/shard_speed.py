@@ -22,14 +22,16 @@ import psutil
 import torch
 from transformers import DynamicCache
 
+from mesh.errors import MeshError
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
-from mesh.shard.compute import Lane, PendingStep, Turn, compute
 from mesh.shard.device import DTYPES
 from mesh.shard.runtime import SpanRuntime, StepInput
+from mesh.shard.scheduler import Sequence, Task, compute
 from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange, WireDtype
 from mesh.wire.activations import to_wire
+from mesh.wire.messages import Step
 
 CPU = torch.device("cpu")
 PROMPT_ROWS = 128
@@ -137,16 +139,16 @@ def _memory(checkpoint: Path, dtype: str) -> dict[str, float]:
     del loaded
     # As a shard computes: in pieces, and with the wire's conversions.
     settings = ShardSettings()
-    lane = Lane(span, inline_ms=settings.inline_ms, prefill_rows=settings.prefill_rows)
     cache = span.new_cache(2 * PREFILL_ROWS)
+    sequence = Sequence(span, layers, cache, WireDtype.FP16, settings, lambda _: None)
     for position, rows in ((0, PREFILL_ROWS), (PREFILL_ROWS, PREFILL_ROWS - 1), (-1, 1)):
         tensor = to_wire(torch.randn(1, rows, manifest.hidden_size), WireDtype.FP16)
         start = cache.length if position < 0 else position
-        step = PendingStep(lane, layers, cache, start, tensor, WireDtype.FP16, lambda _: None)
-        while (outcome := compute(Turn([step]))[0]) is None:
+        task = Task(sequence, Step(1, position, start, tensor), lambda _: None)
+        while (result := compute([task])[0]) is None:
             pass
-        if outcome.error is not None:
-            raise outcome.error
+        if isinstance(result, MeshError):
+            raise result
     rss, peak = process.memory_info().rss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     expected = weights + cache.allocated_bytes
     return {

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesh.config.sections import DistributedInferenceSection
 from mesh.models.builtin import checkpoint_dir
-from mesh.pipeline.audit import NEWCOMER_SESSIONS
 from mesh.pipeline.engine import Engine
-from mesh.sections import DistributedInferenceSection
-from mesh.shard.hosting import ShardHost
+from mesh.pipeline.watch.spot_checks import NEWCOMER_SESSIONS
+from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import Done, GenerationRequest, SamplingParams, TokenDelta
 from tests import secure
 from tests.bench.mesh_speed import pin
@@ -80,7 +80,7 @@ async def _answer(engine: Engine, number: int) -> _Answer:
     before: tuple[float, bool, int] | None = None
     async for frame in engine.chat(request):
         if isinstance(frame, TokenDelta):
-            now = (time.perf_counter(), bool(engine.auditor._tasks), _agreed(engine))
+            now = (time.perf_counter(), bool(engine.spot_checks._tasks), _agreed(engine))
             if before is not None:
                 checked = before[1] or now[1] or before[2] != now[2]
                 times[checked].append((now[0] - before[0]) * 1e3)
@@ -150,12 +150,12 @@ def _busy_core(core: int) -> Iterator[None]:
         process.wait(10)
 
 
-def _place(lab: Lab, replicas: ShardHost) -> None:
+def _place(lab: Lab, replicas: ShardSupervisor) -> None:
     """Asker and hops on one core, so that all their work counts; who checks on the other."""
     pin(os.getpid(), 0)  # first, for it takes its children with it
     for host, core in ((lab.host, 0), (replicas, 1)):
-        assert host.process.pid is not None
-        pin(host.process.pid, core)
+        assert host.pid is not None
+        pin(host.pid, core)
 
 
 def measure() -> dict[str, Any]:

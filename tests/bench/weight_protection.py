@@ -130,7 +130,7 @@ class _Unwatched:
     def __exit__(self, *_: object) -> None:
         """See `OperationGuard`."""
 
-    def adopt(self, _tensor: torch.Tensor) -> None:
+    def count(self, _tensor: torch.Tensor) -> None:
         """See `OperationGuard`."""
 
 

@@ -174,7 +174,7 @@ class Household:
         node = self.nodes[name]
         assert node.process is not None
         children = psutil.Process(node.process.pid).children(recursive=True)
-        return next(p for p in children if "mesh.shard.host" in p.cmdline())
+        return next(p for p in children if "mesh.shard.process" in p.cmdline())
 
     # Mending
 

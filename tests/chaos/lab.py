@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mesh.discovery.advertisement import Advertisement, encode
+from mesh.discovery.advertisement import Advertisement
 from mesh.errors import MeshError, NoRoute
 from mesh.models.builtin import checkpoint_dir
-from mesh.pipeline.checkpoint import AskerOptions, load_asker
-from mesh.pipeline.engine import Engine, EngineSettings
+from mesh.pipeline.checkpoint import load_asker
+from mesh.pipeline.commands import AskerOptions, EngineSettings, Offer, RouteLimits
+from mesh.pipeline.engine import Engine
 from mesh.pipeline.model import AskerModel
-from mesh.shard.hosting import ShardHost
+from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import (
     Done,
     Endpoint,
@@ -76,7 +77,7 @@ class Told:
 class Lab:
     """Makes wires to the shard process, and askers that know only these."""
 
-    def __init__(self, model: AskerModel, host: ShardHost, cache_dir: Path) -> None:
+    def __init__(self, model: AskerModel, host: ShardSupervisor, cache_dir: Path) -> None:
         self.model = model
         self.host = host
         self._cache_dir = cache_dir
@@ -86,19 +87,19 @@ class Lab:
         """Where the honest shard process listens."""
         return port_of(self.host)
 
-    def advertise(self, name: str, layers: str, port: int, **changes: Any) -> dict[str, Any]:
+    def advertise(self, name: str, layers: str, port: int, **changes: Any) -> Offer:
         """What the asker is told of a node that reaches `layers` at `port`."""
         honest = self.host.shards[shard_id(MODEL, LayerRange.parse(layers))].descriptor
-        descriptor = replace(
-            honest,
-            host=NodeId(name),
-            node_name=name,
-            endpoint=Endpoint(f"wss://127.0.0.1:{port}"),
+        told = {
+            "host": NodeId(name),
+            "node_name": name,
+            "endpoint": Endpoint(f"wss://127.0.0.1:{port}"),
             **changes,
-        )
+        }
+        descriptor = replace(honest, **told)
         now = datetime.now(UTC)
         health = ShardHealth(descriptor.shard_id, True, now, 0.0, 0.0, 0, 0)
-        return encode(Advertisement(descriptor, health))
+        return Offer(Advertisement(descriptor, health))
 
     @asynccontextmanager
     async def nodes(self, **layers: str) -> AsyncIterator[dict[str, Proxy]]:
@@ -109,15 +110,14 @@ class Lab:
     @asynccontextmanager
     async def asker(
         self,
-        shards: list[dict[str, Any]],
+        shards: list[Offer],
         *,
         stall_limit_s: float = 1.0,
         spot_checks: float = 0.0,
     ) -> AsyncIterator[Engine]:
         """A fresh asker that has had no dealings with anybody."""
         settings = EngineSettings(
-            max_shards=16,
-            allow_self_as_first=False,
+            RouteLimits(16, allow_self_as_first=False),
             stall_limit_s=stall_limit_s,
             activation_dtype="fp32",
             cache_dir=str(self._cache_dir),
@@ -144,7 +144,7 @@ class Lab:
         return sum(shard.health.active_streams for shard in self.host.shards.values())
 
 
-def port_of(host: ShardHost) -> int:
+def port_of(host: ShardSupervisor) -> int:
     """Where a shard process listens."""
     endpoint = next(iter(host.shards.values())).descriptor.endpoint
     port = urlsplit(endpoint).port

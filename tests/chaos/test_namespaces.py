@@ -13,6 +13,9 @@ import pytest
 import pytest_asyncio
 
 from mesh.models.builtin import checkpoint_dir
+from mesh.pipeline.commands import Offer
+from mesh.types import Endpoint
+from mesh.wire.messages import Hello
 from tests import secure
 from tests.chaos import bad_cable
 from tests.chaos.conftest import Row
@@ -55,7 +58,7 @@ async def homes(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[
         for number, layers in HOMES.items():
             space = stack.enter_context(Namespace(number, directory))
             there = space.there
-            hello = {"node_id": there, "node_name": there, "software": "test"}
+            hello = Hello(there, there, "tensors", "test")
             loads = map(_load, layers)
             hosting = secure.hosting(directory, *loads, listen_host=there, hello=hello)
             with space.inside():
@@ -69,14 +72,14 @@ def _load(span: str) -> dict[str, str]:
     return {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": span, "dtype": "fp32"}
 
 
-def shards_of(lab: Lab, homes: dict[int, Home]) -> list[dict[str, object]]:
+def shards_of(lab: Lab, homes: dict[int, Home]) -> list[Offer]:
     """What the asker is told of the three."""
     told = []
     for number, layers in HOMES.items():
         home = homes[number]
         for span in layers:
-            shard = lab.advertise(f"home-{number}", span, home.port)
-            told.append({**shard, "endpoint": f"wss://{home.space.there}:{home.port}"})
+            endpoint = Endpoint(f"wss://{home.space.there}:{home.port}")
+            told.append(lab.advertise(f"home-{number}", span, home.port, endpoint=endpoint))
     return told
 
 

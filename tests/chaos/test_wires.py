@@ -120,7 +120,7 @@ async def test_any_topology_and_any_two_faults(
         async with lab.asker(shards, stall_limit_s=0.75) as engine:
 
             def lose_one(fault: str) -> None:
-                used = [h["node"] for g in engine.generations() for h in g["route"]]
+                used = [h.node for g in engine.generations() for h in g.route]
                 if used:
                     strike(fault, proxies[rng.choice(sorted(used))])
 

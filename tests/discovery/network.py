@@ -14,7 +14,8 @@ from typing import Any
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from mesh import allowances
+from mesh.accounts import allowances
+from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import SystemClock
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.dialing import DialSettings
@@ -28,7 +29,6 @@ from mesh.events.ephemera import Notice, seal_notice
 from mesh.identity.certificates import make_certificate
 from mesh.identity.keys import NodeKey, node_id
 from mesh.identity.tls import TlsContexts, TlsMaterial
-from mesh.ledger import ResourceLedger
 from mesh.types import (
     Endpoint,
     LayerRange,

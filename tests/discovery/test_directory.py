@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 from hypothesis import settings
@@ -131,24 +130,6 @@ def test_node_speaks_for_itself_only_and_not_for_too_many(store: ShardStore) -> 
     assert store.nodes() == []
 
 
-def test_snapshot_carries_ages_and_states_to_another_clock(
-    store: ShardStore, clock: FakeClock
-) -> None:
-    first, second = NODES[:2]
-    store.update(info(first), [advertised(first)])
-    clock.time_s += 100
-    store.update(info(second), [advertised(second, "8-15")])
-    store.offline(second)
-    there = FakeClock()
-    there.time_s = 5.0
-    copy = ShardStore.from_snapshot(json.loads(json.dumps(store.snapshot())), there)
-    assert copy.nodes() == store.nodes()
-    assert layers(copy.shards(TINY)) == ["0-7"]
-    there.time_s += EXPIRY_S - 100
-    assert copy.shards(TINY) == []
-    assert [view.info.node_id for view in copy.nodes()] == [second]
-
-
 async def test_many_changes_between_two_waits_are_one(store: ShardStore) -> None:
     changes = store.subscribe()
     node = NODES[0]
@@ -220,15 +201,6 @@ class Directory(RuleBasedStateMachine):
     @rule(seconds=st.floats(0, EXPIRY_S * 1.5))
     def wait(self, seconds: float) -> None:
         self.clock.time_s += seconds
-
-    @rule()
-    def move_to_another_process(self) -> None:
-        self.store = ShardStore.from_snapshot(self.store.snapshot(), self.clock)
-        # Ages travel as differences; read them back so that rounding cannot matter here.
-        for view in self.store.nodes():
-            _, online, shards = self.said[view.info.node_id]
-            arrived = self.store._nodes[view.info.node_id].arrived
-            self.said[view.info.node_id] = (arrived, online, shards)
 
     @invariant()
     def offers_exactly_what_is_alive(self) -> None:

@@ -281,9 +281,15 @@ async def test_peer_of_another_version_is_shown_with_who_is_too_old(hearth: str)
         await server.close()
 
 
+SOMEBODY = node_id(b"somebody else")
+
+
 @pytest.mark.parametrize(
     ("entry", "field"),
-    [({"model_id": "tiny"}, "layers"), (encode(advertised(node_id(b"somebody else"))), "host")],
+    [
+        ({n: v for n, v in encode(advertised(SOMEBODY)).items() if n != "layers"}, "layers"),
+        (encode(advertised(SOMEBODY)), "host"),
+    ],
     ids=["missing", "foreign"],
 )
 async def test_malformed_advertisement_is_reported_and_the_last_good_one_stays(

@@ -11,8 +11,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from mesh.accounts.ledger import ResourceLedger
 from mesh.events import apply as applying
 from mesh.events.authoring import LogSettings
 from mesh.events.chains import Chains
@@ -44,7 +46,6 @@ from mesh.identity.keys import NodeKey
 from mesh.identity.membership import HearthRules, verify
 from mesh.identity.recovery import recovery_key
 from mesh.identity.roster import Cut, Roster, TrustLevel
-from mesh.ledger import ResourceLedger
 from mesh.types import NodeId
 
 T = TypeVar("T")
@@ -287,7 +288,7 @@ class MemoryReplica:
     def answer(self, request: Message) -> Message:
         match request:
             case Pull():
-                return Page(request.number, self._page(request))
+                return Page.of(request.number, self._page(request))
             case Probe():
                 return answer_probe(self.chains, request)
             case Ask(number):
@@ -379,7 +380,10 @@ async def open_node(
     return Node(log, author, clock, verifier, reports)
 
 
-def altered(event: Event, **changes: Any) -> Event:
+def altered(event: Any, **changes: Any) -> Any:
+    """An event, or the draft of one, with other fields."""
+    if isinstance(event, msgspec.Struct):
+        return msgspec.structs.replace(event, **changes)
     return replace(event, **changes)
 
 

@@ -8,12 +8,12 @@ from datetime import timedelta
 
 import pytest
 
-from mesh import allowances
+from mesh.accounts import allowances
+from mesh.accounts.ledger import Limit, Resource, ResourceLedger, of_peer
 from mesh.events import chains, pending
 from mesh.events.intake import Received
 from mesh.events.types import Event, decode, seal
 from mesh.events.verdict import Verdict
-from mesh.ledger import Limit, Resource, ResourceLedger, of_peer
 from mesh.types import NodeId
 from tests.events.support import (
     HEARTH,

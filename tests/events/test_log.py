@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh import allowances
+from mesh.accounts import allowances
+from mesh.accounts.ledger import Limit, Resource, ResourceLedger
 from mesh.errors import (
     BadEvent,
     BadValue,
@@ -27,7 +28,6 @@ from mesh.events.log import Change
 from mesh.events.messages import Pull
 from mesh.events.store import MAX_PAGE_BYTES
 from mesh.events.types import MODEL_PUBLISHED, decode
-from mesh.ledger import Limit, Resource, ResourceLedger
 from mesh.types import NodeId
 from tests.events.support import (
     HEARTH,

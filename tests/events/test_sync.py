@@ -160,7 +160,7 @@ messages = [
     Ask(1),
     Heads(2, {A: (1, 3, b"12345678")}, {A: (1, 4)}, (DecisionId(b"t" * 32),)),
     Pull(3, ((A, 1, 1, 9),), (A,), (DecisionId(b"w" * 32),), (DecisionId(b"h" * 32),)),
-    Page(4, Received(((b"body", b"s" * 64),), (((b"a", b"b"), (b"c", b"d")),), ((b"e", b"f"),))),
+    Page.of(4, Received(((b"body", b"s" * 64),), (((b"a", b"b"), (b"c", b"d")),), ((b"e", b"f"),))),
     Probe(5, A, 1, (1, 2)),
     Probed(6, A, {1: b"12345678"}),
 ]
@@ -194,7 +194,7 @@ def test_messages_of_the_wrong_form_are_refused(message: Any, data: st.DataObjec
 
 def test_messages_with_too_much_in_them_are_refused() -> None:
     row = [b"x", b"y"]
-    page, probe, pull = to_dict(Page(1, Received())), to_dict(Probe(1, A, 1, ())), to_dict(Pull(1))
+    page, probe, pull = to_dict(Page(1)), to_dict(Probe(1, A, 1, ())), to_dict(Pull(1))
     for whole in (page, probe, pull):
         assert to_dict(from_dict(whole)) == whole
     for broken in (

@@ -5,29 +5,44 @@ A target also checks that what it let through is whole: what was read says the s
 
 from __future__ import annotations
 
+import base64
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
-import msgpack
-
+from mesh import codec
 from mesh.clock import SystemClock
+from mesh.codec import Fault
 from mesh.discovery import advertisement
 from mesh.discovery.greeting import from_hello
-from mesh.errors import MeshError
+from mesh.errors import BadFrame, MeshError, PairingRejected, TokenRejected
 from mesh.events import decision as decision_codec
 from mesh.events import ephemera, messages, types
+from mesh.hearth.record import read_record
 from mesh.identity import decisions
+from mesh.identity.api_keys import ApiKeys
 from mesh.identity.certificates import check_certificate
 from mesh.identity.invitations import Invitation, Window, parse_ticket
 from mesh.identity.pairing import Inviter, Joiner
+from mesh.identity.private_files import write_private
+from mesh.identity.roster import TrustLevel
+from mesh.identity.tokens import TokenVerifier
+from mesh.models.edits import assemble
+from mesh.models.harvest import HarvestBatch
 from mesh.types import NodeId
-from mesh.wire.frames import Frame, FrameType, frames_for, pack_frame
+from mesh.wire.control import frames_for
+from mesh.wire.frames import Frame, FrameType, pack_frame
 from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.messages import Hello
 from mesh.wire.protocol import TensorSession
 from tests.events.support import key
 from tests.wire.support import frames, hello, session_pair
 
+NODE = key(0).node_id
+JWS_HEADER = base64.urlsafe_b64encode(b'{"alg":"EdDSA","typ":"JWT"}').rstrip(b"=").decode()
 MAX_HELD_BYTES = DEFAULT_LIMITS.reassembly_bytes
 
 
@@ -66,18 +81,39 @@ def handshake(data: bytes) -> None:
 
 
 def pairing(data: bytes) -> None:
-    """Every step of pairing, on both sides."""
-    window = Window(Invitation.create(), SystemClock())
-    ticket = parse_ticket(window.invitation.code)
-    inviter, joiner = Inviter(key(0), window), Joiner(key(1), "b", ticket)
-    with suppress(MeshError):
-        inviter.greet(data)
-    inviter = Inviter(key(0), Window(window.invitation, SystemClock()))
-    inviter.greet(joiner.start())
-    for step in (inviter.examine, joiner.prove, joiner.read_welcome):
-        with suppress(MeshError):
+    """Every step of pairing, on both sides: anybody may begin and answer, nobody gets in."""
+    inviter, joiner, _, reply = opened_pairing()
+    joiner.prove(reply)
+    refused = []
+    for step in (inviter.examine, joiner.read_welcome):
+        try:
             step(data)
+        except PairingRejected as error:
+            refused.append(error)
+        else:
             raise AssertionError("nothing made up is ever accepted")
+    inviter, joiner = pairing_sides()
+    joiner.start()
+    begun: list[bytes] = []
+    for begin in (inviter.greet, joiner.prove):
+        with suppress(PairingRejected):
+            begun.append(begin(data))
+    if not begun:
+        raise next((error for error in refused if error.param == "code"), refused[0])
+
+
+def pairing_sides() -> tuple[Inviter, Joiner]:
+    """Both sides of a new invitation."""
+    invitation = Invitation.create()
+    ticket = parse_ticket(invitation.code)
+    return Inviter(key(0), Window(invitation, SystemClock())), Joiner(key(1), "b", ticket)
+
+
+def opened_pairing() -> tuple[Inviter, Joiner, bytes, bytes]:
+    """Both sides after START and REPLY, and these frames."""
+    inviter, joiner = pairing_sides()
+    start = joiner.start()
+    return inviter, joiner, start, inviter.greet(start)
 
 
 def certificate(data: bytes) -> None:
@@ -111,12 +147,80 @@ def notice(data: bytes) -> None:
 
 def gossip(data: bytes) -> None:
     """What is said about the log."""
+    message = messages.from_dict(_unpacked(data))
+    assert messages.from_dict(messages.to_dict(message)) == message
+
+
+def token(data: bytes) -> None:
+    """A capability token: its payload is read before its signature is checked."""
+    payload = base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+    verifier = TokenVerifier(NODE, lambda _: key(0).public_bytes, SystemClock())
     try:
-        fields = msgpack.unpackb(data, max_array_len=1024, max_map_len=64)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException):
-        return
-    message = messages.from_dict(fields)
-    assert messages.to_dict(message) == fields
+        verifier.take(f"{JWS_HEADER}.{payload}.{'A' * 86}", holder=NODE, scope="x")
+    except TokenRejected as error:
+        if error.param != "signature":
+            raise
+    else:
+        raise AssertionError("nothing made up is ever accepted")
+
+
+def described(data: bytes) -> None:
+    """What the opening of a session says of a harvest or an edit."""
+    fields = _unpacked(data)
+    if "run" in fields:
+        batch = HarvestBatch.from_fields(fields)
+        assert HarvestBatch.from_fields(batch.to_fields()) == batch
+    else:
+        for edit in assemble([fields], bytes(8)):
+            assert len(edit.data) == 8
+
+
+def record(data: bytes) -> None:
+    """What this node itself has written, and somebody may have damaged."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "record.json"
+        write_private(path, data)
+        if b"hearth_id" in data:
+            read_record(path)
+        else:
+            ApiKeys.load(path)
+
+
+def form(data: bytes) -> None:
+    """The codec by itself, on a form with everything that a form can have."""
+    try:
+        value = codec.convert(codec.unpack(data), Form)
+    except Fault as fault:
+        raise BadFrame(f"{fault.field} {fault.why}", fix="") from fault
+    assert codec.convert(codec.plain(value), Form) == value
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """A form in a form."""
+
+    text: codec.Text
+    count: codec.UInt32 = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """All kinds of annotations."""
+
+    inner: Inner
+    several: tuple[Inner, ...]
+    pair: tuple[codec.Text, bytes]
+    number: Annotated[float, codec.finite]
+    level: TrustLevel
+    by_name: dict[str, codec.Int63]
+    maybe: codec.Sha256 | None = None
+
+
+def _unpacked(data: bytes) -> dict[str, Any]:
+    try:
+        return codec.unpack_map(data)
+    except Fault as fault:
+        raise BadFrame(fault.why, fix="") from fault
 
 
 def _framed(kind: FrameType, sequence: int, chunk: bytes) -> bytes:
@@ -125,8 +229,11 @@ def _framed(kind: FrameType, sequence: int, chunk: bytes) -> bytes:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
-    for target in (frame, session, handshake, pairing, certificate, event, decision, notice, gossip)
-}
+    for target in (
+        frame, session, handshake, pairing, certificate, event, decision, notice, gossip, token,
+        described, record, form,
+    )
+}  # fmt: skip
 
 
 def attempt(target: str, data: bytes) -> None:

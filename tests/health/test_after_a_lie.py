@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from mesh.pipeline.audit import Finding
+from mesh.pipeline.watch.spot_checks import Finding
 from mesh.types import Done, ShardFailover
 from tests.health.watched import (
     ASKER,
@@ -105,7 +105,7 @@ async def test_a_host_that_is_caught_while_it_is_asked_is_not_used() -> None:
             _catch(mesh, liar, honest)
             return link
 
-        mesh.engine.sessions._lines._dial = dial_and_hear  # type: ignore[assignment]
+        mesh.engine.sessions._links._dial = dial_and_hear  # type: ignore[assignment]
         frames = await mesh.ask(6)
         assert tokens_of(frames) == expected_tokens(PROMPT, 6)
         assert not liar.steps

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from mesh.health.agreement import digest, disagreement, tolerance
-from mesh.health.sanity import Floats, rows_as_floats
 from mesh.models.load import load_ends
+from mesh.pipeline.watch.agreement import digest, disagreement, tolerance
+from mesh.pipeline.watch.sanity import Floats, rows_as_floats
 from mesh.shard.runtime import SpanRuntime
 from mesh.types import WireDtype
 from mesh.wire.activations import to_wire

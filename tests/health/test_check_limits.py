@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from mesh.pipeline.audit import MAX_RUNNING
+from mesh.pipeline.watch.spot_checks import MAX_RUNNING
 from tests.health.watched import PROMPT, halves, tokens_of, watched
 from tests.pipeline.toy_mesh import ToyNetwork, expected_tokens, toy_request
 from tests.simulation.virtual_loop import run_virtually

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from mesh.health.standing import LIED
-from mesh.pipeline.chain import Chain
-from mesh.pipeline.evidence import Record
+from mesh.pipeline.route import Route
 from mesh.pipeline.terms import SessionTerms
+from mesh.pipeline.watch.evidence import Record
+from mesh.pipeline.watch.reputation import LIED
 from mesh.types import WireDtype
 from tests.health.watched import (
     ASKER,
@@ -45,24 +45,24 @@ def judged_by(*judges: str, body: Callable[[Watched, list[ToyShard]], Awaitable[
 
 
 @asynccontextmanager
-async def live(mesh: Watched) -> AsyncIterator[Chain]:
+async def live(mesh: Watched) -> AsyncIterator[Route]:
     """A session that ends with the block."""
     terms = SessionTerms(MODEL, WEIGHTS, 64, WireDtype.FP32)
     session = await mesh.engine.sessions.open_fresh(terms, TOTAL_LAYERS)
-    yield session.chain
+    yield session.route
     mesh.engine.sessions.release(session, keep=False)
 
 
-async def pass_through(chain: Chain, first: int, count: int, value: int) -> None:
-    chain.feed(encode([[value + row, 2, 3, 4] for row in range(count)]))
-    await chain.output(first + count)
+async def pass_through(route: Route, first: int, count: int, value: int) -> None:
+    route.feed(encode([[value + row, 2, 3, 4] for row in range(count)]))
+    await route.output(first + count)
 
 
 @pytest.mark.parametrize("judges", [(ASKER,), ("b", "c")], ids=["home", "others"])
 def test_a_follow_up_that_takes_the_session_back_accuses_nobody(judges: tuple[str, ...]) -> None:
     async def body(mesh: Watched, shards: list[ToyShard]) -> None:
         answer = tokens_of(await mesh.ask(6))
-        assert mesh.engine.auditor._tasks, "the check waits for its judge"
+        assert mesh.engine.spot_checks._tasks, "the check waits for its judge"
         edited = [*PROMPT, *answer[:3], 90, 91]
         frames = await mesh.ask(6, prompt=edited, name="r2")
         assert tokens_of(frames) == expected_tokens(edited, 6)
@@ -76,13 +76,13 @@ def test_a_follow_up_that_takes_the_session_back_accuses_nobody(judges: tuple[st
 
 def test_a_cut_while_the_judges_session_is_resumed_makes_it_go_back_too() -> None:
     async def body(mesh: Watched, shards: list[ToyShard]) -> None:
-        async with live(mesh) as chain:
-            await pass_through(chain, 0, 6, value=10)
+        async with live(mesh) as route:
+            await pass_through(route, 0, 6, value=10)
             await mesh.idle()
-            await pass_through(chain, 6, 1, value=20)
-            assert mesh.engine.auditor._tasks
-            chain.cut(2)
-            await pass_through(chain, 2, 8, value=40)
+            await pass_through(route, 6, 1, value=20)
+            assert mesh.engine.spot_checks._tasks
+            route.cut(2)
+            await pass_through(route, 2, 8, value=40)
             await mesh.idle()
             assert told(mesh) == []
             assert mesh.checks(shards[0]) == {"agreed": 2}
@@ -92,13 +92,13 @@ def test_a_cut_while_the_judges_session_is_resumed_makes_it_go_back_too() -> Non
 
 def test_a_check_of_what_was_taken_back_altogether_ends() -> None:
     async def body(mesh: Watched, shards: list[ToyShard]) -> None:
-        async with live(mesh) as chain:
-            await pass_through(chain, 0, 6, value=10)
-            chain.cut(0)
+        async with live(mesh) as route:
+            await pass_through(route, 0, 6, value=10)
+            route.cut(0)
             await mesh.idle()
             assert mesh.checks(shards[0]) == {"unchecked": 1}
             assert not shards[1].sessions
-            await pass_through(chain, 0, 6, value=20)
+            await pass_through(route, 0, 6, value=20)
             await mesh.idle()
             assert mesh.checks(shards[0])["agreed"] == 1
 
@@ -109,13 +109,13 @@ def test_a_third_one_judges_by_what_was_asked_before_a_cut() -> None:
     async def body(mesh: Watched, shards: list[ToyShard]) -> None:
         liar, *judges = shards
         liar.answer = lie
-        async with live(mesh) as chain:
-            await pass_through(chain, 0, 6, value=10)
+        async with live(mesh) as route:
+            await pass_through(route, 0, 6, value=10)
             await asyncio.sleep(1.5 * LOAD_S)
             assert sorted(bool(judge.steps) for judge in judges) == [False, True]
-            chain.cut(2)
+            route.cut(2)
             liar.answer = lambda step, computed: computed
-            await pass_through(chain, 2, 8, value=40)
+            await pass_through(route, 2, 8, value=40)
             await mesh.idle()
             assert [event["type"] for event in told(mesh)] == ["shard_lied"]
             assert mesh.standing(liar) == LIED
@@ -127,23 +127,23 @@ def test_a_check_that_is_ended_before_it_began_leaves_nothing_behind() -> None:
     async def main() -> None:
         network, (shard, judge) = halves("a", "b")
         with watched(network, probability=1.0) as mesh:
-            auditor, ended = mesh.engine.auditor, 0
-            start = auditor._start
+            spot_checks, ended = mesh.engine.spot_checks, 0
+            start = spot_checks._start
 
             def start_and_end(record: Record) -> None:
                 nonlocal ended
                 start(record)
                 if judge.sessions and not ended:  # the second check of a session has begun
-                    ended += sum(task.cancel() for task in auditor._tasks)
+                    ended += sum(task.cancel() for task in spot_checks._tasks)
 
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(auditor, "_start", start_and_end)
+                patched.setattr(spot_checks, "_start", start_and_end)
                 frames = await answers(mesh, 12)
             assert tokens_of(frames) == expected_tokens(PROMPT, 12)
             await mesh.idle()
             assert ended == 1
             assert mesh.checks(shard)["agreed"] > 1, "it was checked again after that"
-            assert not auditor._busy
+            assert not spot_checks._busy
             assert not judge.sessions
             await mesh.engine.close()
 

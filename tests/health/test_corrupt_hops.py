@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from mesh.errors import NoRoute
-from mesh.health.standing import EXCLUDED
+from mesh.pipeline.watch.reputation import EXCLUDED
 from mesh.types import Done, ShardStatus
 from mesh.wire.messages import Step, WireTensor
 from tests.health.watched import (
@@ -111,7 +111,7 @@ async def test_a_bad_standing_is_ignored_when_nobody_else_is_left() -> None:
     only = network.add("0-7")
     with watched(network) as mesh:
         key = (only.descriptor.host, only.descriptor.shard_id)
-        mesh.engine.oversight.standings.failed(key, "it broke off")
+        mesh.engine.oversight.reputations.failed(key, "it broke off")
         assert tokens_of(await mesh.ask(4)) == expected_tokens(PROMPT, 4)
         await mesh.engine.close()
 
@@ -121,7 +121,7 @@ async def test_a_liar_is_not_used_even_when_nobody_else_is_left() -> None:
     only = network.add("0-7")
     with watched(network) as mesh:
         key = (only.descriptor.host, only.descriptor.shard_id)
-        mesh.engine.oversight.standings.lied(key, "caught")
+        mesh.engine.oversight.reputations.lied(key, "caught")
         with pytest.raises(NoRoute):
             await mesh.ask(4)
         assert not only.steps

@@ -18,12 +18,13 @@ HEALTH_TIMEOUT_S = "6"
 
 BAD_MEMORY = """
 import sys
-if "mesh.shard.host" in sys.orig_argv:
+if {"mesh.shard.process", "mesh.processes.nursery"} & {*sys.orig_argv}:
     from mesh.wire import activations
     honest = activations.to_wire
     def to_wire(tensor, dtype):
-        tensor = tensor.clone()
-        tensor[..., 0] = float("nan")
+        if sys.argv[0].endswith("shard/process.py"):
+            tensor = tensor.clone()
+            tensor[..., 0] = float("nan")
         return honest(tensor, dtype)
     activations.to_wire = to_wire
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from mesh.clock import SystemClock
-from mesh.health.latency import FLOOR_S, SAMPLES, HopLatency
-from mesh.pipeline.oversight import MAX_PACES, Oversight
+from mesh.pipeline.watch.latency import FLOOR_S, SAMPLES, HopLatency
+from mesh.pipeline.watch.oversight import MAX_PACES, Oversight
 
 
 def trained(step_s: float, *, rows: int = 1, steps: int = 50, spread: float = 0.1) -> HopLatency:

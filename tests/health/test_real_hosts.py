@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from mesh.config import Config
-from mesh.discovery.advertisement import Advertisement, encode
+from mesh.discovery.advertisement import Advertisement
 from mesh.errors import NoRoute
-from mesh.health.sanity import Envelope
 from mesh.models.local import find_local_models
-from mesh.pipeline.checkpoint import AskerOptions, load_asker
-from mesh.pipeline.engine import Engine, EngineSettings
+from mesh.pipeline.checkpoint import load_asker
+from mesh.pipeline.commands import AskerOptions, EngineSettings, Offer, RouteLimits
+from mesh.pipeline.engine import Engine
+from mesh.pipeline.watch.sanity import Envelope
 from mesh.shard.device import DTYPES
-from mesh.shard.hosting import ShardHost
+from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import (
     Done,
     GenerationRequest,
@@ -30,6 +31,7 @@ from mesh.types import (
     RouteHop,
     SamplingParams,
 )
+from mesh.wire.messages import Hello
 from tests import secure
 from tests.fakes import no_judge
 from tests.interventions.tap_client import RawClient, in_thread
@@ -46,7 +48,7 @@ async def no_home() -> list[RouteHop]:
 @asynccontextmanager
 async def asker(
     cache: Path, *, dtype: str = "fp32", **settings: Any
-) -> AsyncIterator[tuple[Engine, ModelId, list[ShardHost]]]:
+) -> AsyncIterator[tuple[Engine, ModelId, list[ShardSupervisor]]]:
     """An asker of the built-in model in two halves, each held by two hosts."""
     (model,) = await asyncio.to_thread(lambda: find_local_models(Config(), cache))
     middle = model.total_layers // 2
@@ -58,7 +60,7 @@ async def asker(
     async with AsyncExitStack() as stack:
         hosts = []
         for node in ("attic", "kitchen"):
-            hello = {"node_id": node, "node_name": node, "software": "test"}
+            hello = Hello(node, node, "tensors", "test")
             hosting = secure.hosting(cache, *loads, hello=hello)
             hosts.append(await stack.enter_async_context(hosting))
         options = AskerOptions("fp32", "cpu", 1, cache)
@@ -68,14 +70,14 @@ async def asker(
         engine = Engine(
             ends,
             NodeId("asker"),
-            EngineSettings(16, False, 30.0, "fp16", str(cache), False, 99, **settings),
+            EngineSettings(RouteLimits(16, False), 30.0, "fp16", str(cache), False, 99, **settings),
             no_home,
             no_judge,
             secure.dial,
         )
         engine.shards.replace(
             [
-                encode(Advertisement(hosted.descriptor, hosted.health))
+                Offer(Advertisement(hosted.descriptor, hosted.health))
                 for each in hosts
                 for hosted in each.shards.values()
             ]
@@ -99,7 +101,7 @@ async def test_honest_hosts_are_never_accused_with_halves_on_the_wire(tmp_path: 
         for prompt in PROMPTS:
             done = await answer(engine, model, prompt)
             assert done.failovers == 0
-        await asyncio.gather(*engine.auditor._tasks)
+        await asyncio.gather(*engine.spot_checks._tasks)
         assert engine.oversight.take_events() == []
         checks = [row["checks"] for row in engine.oversight.rows()]
         agreed = sum(count.get("agreed", 0) for count in checks)
@@ -111,7 +113,7 @@ async def test_honest_hosts_are_never_accused_with_halves_on_the_wire(tmp_path: 
         assert (await asyncio.to_thread(Envelope.read, tmp_path, weights)).is_known
 
 
-async def attack(host: ShardHost, width: int, dtype: torch.dtype) -> None:
+async def attack(host: ShardSupervisor, width: int, dtype: torch.dtype) -> None:
     """Everything that a job can say to change the weights of the host's shards, once each."""
     for hosted in host.shards.values():
         span = hosted.descriptor.layer_range
@@ -148,7 +150,7 @@ async def test_attacks_on_weights_change_no_answer_and_leave_their_host_above_su
             during += [await answer(engine, model, prompt) for prompt in PROMPTS]
         await attacking
         after = [await answer(engine, model, prompt) for prompt in PROMPTS]
-        await asyncio.gather(*engine.auditor._tasks)
+        await asyncio.gather(*engine.spot_checks._tasks)
         said = [done.token_ids for done in before]
         rounds = len(during) // len(said) + 1
         assert [done.token_ids for done in (*during, *after)] == said * rounds

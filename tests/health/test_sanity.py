@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mesh.health.sanity import CAP, FACTOR, Envelope, rows_as_floats
+from mesh.pipeline.watch.sanity import CAP, FACTOR, Envelope, rows_as_floats
 from mesh.pipeline.wire_dtype import WireVerdict, read_verdict, write_verdict
 from mesh.types import WireDtype
 from mesh.wire.activations import to_wire

@@ -9,11 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from mesh.errors import NoRoute
-from mesh.health.standing import DOUBTED, LIED
-from mesh.pipeline.audit import FIRST_REFUSAL_S, NEWCOMER_SESSIONS
 from mesh.pipeline.terms import SessionTerms
+from mesh.pipeline.watch.reputation import DOUBTED, LIED
+from mesh.pipeline.watch.spot_checks import FIRST_REFUSAL_S, NEWCOMER_SESSIONS
 from mesh.types import Done, LayerRange, RouteHop, ShardFailover, WireDtype
-from mesh.wire.memory import MemoryLink
 from mesh.wire.messages import Result, Step, WireTensor
 from tests.health.watched import (
     ASKER,
@@ -37,6 +36,7 @@ from tests.pipeline.toy_mesh import (
     toy_request,
 )
 from tests.simulation.virtual_loop import run_virtually
+from tests.wire.memory import MemoryLink
 
 
 def lies_in(share: float, seed: int) -> tuple[Callable[[Step, WireTensor], WireTensor], list[int]]:
@@ -57,7 +57,7 @@ async def test_a_subtle_liar_is_caught_within_tokens_and_left(seed: int) -> None
     network, (liar, _, third) = halves("a-liar", "b", "c")
     liar.answer, lies = lies_in(0.1, seed)
     with watched(network, probability=0.25) as mesh:
-        mesh.engine.auditor._rng = random.Random(seed)
+        mesh.engine.spot_checks._rng = random.Random(seed)
         frames = await answers(mesh, 120)
         assert lies
         caught = tokens_before_failover(frames)
@@ -176,7 +176,7 @@ def test_layers_that_do_not_load_at_home_are_tried_again_and_more_rarely() -> No
                     tried.append(loop.time())
                 return await judge(layers)
 
-            mesh.engine.auditor._judge = counted
+            mesh.engine.spot_checks._judge = counted
             for _ in range(200):
                 await mesh.ask(2)
                 await mesh.idle()
@@ -296,9 +296,9 @@ async def test_a_cut_of_a_live_session_is_followed(meanwhile: bool) -> None:
     with watched(network, probability=1.0) as mesh:
         terms = SessionTerms(MODEL, WEIGHTS, 64, WireDtype.FP32)
         session = await mesh.engine.sessions.open_fresh(terms, TOTAL_LAYERS)
-        chain = session.chain
-        chain.feed(encode([[number, 2, 3, 4] for number in range(6)]))
-        await chain.output(6)
+        route = session.route
+        route.feed(encode([[number, 2, 3, 4] for number in range(6)]))
+        await route.output(6)
         await mesh.idle()
         if meanwhile:
 
@@ -307,17 +307,17 @@ async def test_a_cut_of_a_live_session_is_followed(meanwhile: bool) -> None:
                 holding.set()
 
             judge.reply = hold
-            chain.feed(encode([[7, 7, 7, 7]]))
-            await chain.output(7)
+            route.feed(encode([[7, 7, 7, 7]]))
+            await route.output(7)
             await asyncio.wait_for(holding.wait(), 5)
-        chain.cut(2)
+        route.cut(2)
         judge.reply = lambda link, result: link.send(result)
         for release in held:
             release()
         await mesh.idle()
         for number in range(3):
-            chain.feed(encode([[number, 50, 60, 70]] * 4))
-            await chain.output(6 + 4 * number)
+            route.feed(encode([[number, 50, 60, 70]] * 4))
+            await route.output(6 + 4 * number)
             await mesh.idle()
         assert told(mesh) == []
         assert set(mesh.checks(shard)) == {"agreed"}
@@ -377,8 +377,8 @@ async def test_closing_ends_checks_under_way() -> None:
     judge.before_step = lambda step: False
     with watched(network, probability=1.0) as mesh:
         await answers(mesh, 3)
-        assert mesh.engine.auditor._tasks
+        assert mesh.engine.spot_checks._tasks
         await mesh.engine.close()
-        assert not mesh.engine.auditor._tasks
+        assert not mesh.engine.spot_checks._tasks
         await asyncio.sleep(0.01)
         assert not judge.sessions

@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from mesh.health.latency import FLOOR_S
-from mesh.pipeline.opening import Patience
+from mesh.pipeline.hop import Patience
+from mesh.pipeline.watch.latency import FLOOR_S
 from mesh.types import Done, ShardStatus, StreamFrame, TokenDelta
-from mesh.wire.memory import MemoryLink
 from mesh.wire.messages import Result
 from tests.health.watched import PROMPT, Watched, tokens_of, watched
 from tests.pipeline.toy_mesh import ToyNetwork, ToyShard, expected_tokens, toy_request
 from tests.simulation.virtual_loop import run_virtually
+from tests.wire.memory import MemoryLink
 
 CEILING_S = 30.0
 STEP_S = 0.02

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mesh.health.latency import FLOOR_S
-from mesh.pipeline.stalls import TICK_S
+from mesh.pipeline.watch.latency import FLOOR_S
+from mesh.pipeline.watch.stalls import TICK_S
 from mesh.types import ShardStatus
 from tests.health.test_stalls import CEILING_S, STEP_S, Watching
 from tests.health.watched import Watched, tokens_of, watched
@@ -52,7 +52,7 @@ class Together:
 
     def failures(self, mesh: Watched) -> int:
         """How often the bad hop failed, as its standing has it."""
-        rows = mesh.engine.oversight.standings.rows()
+        rows = mesh.engine.oversight.reputations.rows()
         return sum(row["failures"] for row in rows if row["host"] == self.bad.descriptor.host)
 
 
@@ -99,7 +99,7 @@ def test_another_silence_is_counted_again_and_given_more_time() -> None:
     async def body(mesh: Watched) -> None:
         loop = asyncio.get_running_loop()
         for number in (1, 2):
-            mesh.engine.oversight.standings._records.clear()  # so that it is picked again
+            mesh.engine.oversight.reputations._records.clear()  # so that it is picked again
             case.bad.before_step = lambda step: True
             ask = asyncio.create_task(case.ask(mesh, number), name=f"ask {number}")
             await asyncio.sleep(10 * STEP_S)

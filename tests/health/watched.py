@@ -11,9 +11,11 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from mesh.discovery.advertisement import Advertisement, encode
+from mesh.discovery.advertisement import Advertisement
 from mesh.errors import NotEnoughMemory
-from mesh.pipeline.engine import Engine, EngineSettings
+from mesh.health.detector import Verdict
+from mesh.pipeline.commands import EngineSettings, Offer, RouteLimits
+from mesh.pipeline.engine import Engine
 from mesh.pipeline.model import AskerModel
 from mesh.types import (
     THIS_NODE,
@@ -55,7 +57,7 @@ class Watched:
         self.engine = Engine(
             model, NodeId(ASKER), settings, self._local_model, self._judge, network.dial
         )
-        self.engine.auditor._rng = random.Random(7)
+        self.engine.spot_checks._rng = random.Random(7)
         self.publish()
 
     async def _local_model(self) -> Sequence[RouteHop]:
@@ -77,16 +79,14 @@ class Watched:
         names = sorted({shard.descriptor.host for shard in listed})
         self.engine.shards.replace(
             [
-                {
-                    **encode(
-                        Advertisement(
-                            shard.descriptor,
-                            ShardHealth(shard.descriptor.shard_id, True, now, 1.0, 1.0, 0, 0),
-                        )
+                Offer(
+                    Advertisement(
+                        shard.descriptor,
+                        ShardHealth(shard.descriptor.shard_id, True, now, 1.0, 1.0, 0, 0),
                     ),
-                    "verdict": (verdicts or {}).get(shard.descriptor.host, "healthy"),
-                    "hop_weight": 1.0 + names.index(shard.descriptor.host),
-                }
+                    Verdict((verdicts or {}).get(shard.descriptor.host, "healthy")),
+                    1.0 + names.index(shard.descriptor.host),
+                )
                 for shard in listed
             ]
         )
@@ -116,16 +116,16 @@ class Watched:
 
     async def idle(self) -> None:
         """Until no check is under way."""
-        while self.engine.auditor._tasks:
-            await asyncio.gather(*self.engine.auditor._tasks)
+        while self.engine.spot_checks._tasks:
+            await asyncio.gather(*self.engine.spot_checks._tasks)
 
     def standing(self, shard: ToyShard) -> int:
         descriptor = shard.descriptor
-        return self.engine.oversight.standings.penalty((descriptor.host, descriptor.shard_id))
+        return self.engine.oversight.reputations.penalty((descriptor.host, descriptor.shard_id))
 
     def checks(self, shard: ToyShard) -> dict[str, int]:
         """How the spot checks of a shard ended."""
-        rows = self.engine.oversight.standings.rows()
+        rows = self.engine.oversight.reputations.rows()
         found = [row["checks"] for row in rows if row["host"] == shard.descriptor.host]
         return dict(found[0]) if found else {}
 
@@ -140,7 +140,13 @@ def watched(
 ) -> Iterator[Watched]:
     """The engine with the toy network where its sockets would be; `changes` are of its settings."""
     settings = EngineSettings(
-        16, False, ceiling_s, "fp32", "", False, 99, spot_check_probability=probability
+        RouteLimits(16, allow_self_as_first=False),
+        ceiling_s,
+        "fp32",
+        "",
+        False,
+        99,
+        spot_check_probability=probability,
     )
     yield Watched(network, replace(settings, **changes))
 

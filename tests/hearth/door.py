@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh import allowances
+from mesh.accounts import allowances
+from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import SystemClock
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.greeting import PeerHello, to_hello
@@ -24,7 +25,6 @@ from mesh.identity.decisions import Added
 from mesh.identity.keys import NodeKey
 from mesh.identity.roster import TrustLevel
 from mesh.identity.tls import TlsContexts, TlsMaterial
-from mesh.ledger import ResourceLedger
 from mesh.types import NodeId
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.limits import CONTROL_LIMITS, Limits

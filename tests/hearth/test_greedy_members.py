@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from mesh import allowances
+from mesh.accounts import allowances
+from mesh.accounts.ledger import Resource, of_peer
 from mesh.errors import BadFrame, LimitReached
 from mesh.events.messages import Heads, Page, Pull, to_dict
 from mesh.events.store import MAX_PAGE_BYTES
 from mesh.events.types import MODEL_PUBLISHED
 from mesh.hearth.hearth import Hearth
-from mesh.ledger import Resource, of_peer
 from mesh.wire.limits import DEFAULT_LIMITS, MIB
 from mesh.wire.messages import Step, WireTensor
 from tests.hearth.door import Door, Member, opened

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mesh.accounts.ledger import Resource, ResourceLedger
 from mesh.errors import BadValue, KeyUnreadable, QuotaExceeded, Unauthorized
 from mesh.identity.api_keys import ApiKeys, Quota, Scope, quotas
-from mesh.ledger import Resource, ResourceLedger
 from mesh.types import Principal, PrincipalKind
 from tests.identity.support import ManualClock
 

@@ -23,7 +23,7 @@ from cryptography.x509.oid import NameOID
 from mesh.errors import ConnectFailed, MeshError, UntrustedPeer
 from mesh.identity.certificates import make_certificate
 from mesh.identity.keys import NodeKey
-from mesh.identity.tls import peer_node_id, require_node
+from mesh.identity.tls import require_node
 from mesh.wire.messages import Hello
 from mesh.wire.websocket import connect
 from tests.identity.support import Party, Recorder, Served, counting, new_key, serving
@@ -131,7 +131,8 @@ async def test_rejected_client_learns_of_it_at_the_hello(
         def handshake() -> bytes:
             raw = socket.create_connection(("127.0.0.1", served.port), 5)
             with raw, context.wrap_socket(raw) as secured:
-                assert peer_node_id(secured) == home.id  # the handshake "succeeded"
+                # The handshake "succeeded".
+                assert require_node(secured.getpeercert(binary_form=True), home.id) == home.id
                 try:
                     return secured.recv(1)
                 except (ssl.SSLError, ConnectionError):

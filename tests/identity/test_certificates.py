@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-import msgpack
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
@@ -24,7 +24,9 @@ from mesh.identity.fingerprints import fingerprint
 from mesh.identity.keys import parse_pem, short_id
 from mesh.identity.tls import TlsMaterial
 from mesh.identity.words import WORDS
+from mesh.processes.messages import Inbox, Start, encode
 from mesh.types import NodeId
+from mesh.wire.messages import Hello
 from tests.identity.support import Party, new_key
 
 
@@ -72,13 +74,15 @@ def test_unfit_anchors_are_refused(flaw: str) -> None:
 
 def test_material_survives_the_way_to_a_child_and_hides_its_key() -> None:
     material = TlsMaterial.of(new_key(), [Party("x").certificate])
-    fields = msgpack.unpackb(msgpack.packb(material.to_fields()))
-    assert TlsMaterial.from_fields(fields) == material
+    start = Start(Hello("n", "n", "tensors", "test"), material)
+    got: list[Start] = []
+    Inbox({Start: got.append}).read(encode(start))
+    assert got == [start]
     assert "PRIVATE" not in repr(material)
     with pytest.raises(UntrustedPeer):
-        TlsMaterial.from_fields({**fields, "key_pem": new_key().to_pem()})
+        replace(material, key_pem=new_key().to_pem())
     with pytest.raises(BadKey):
-        TlsMaterial.from_fields({**fields, "key_pem": b"junk"})
+        replace(material, key_pem=b"junk")
 
 
 def test_words_are_told_apart_by_their_first_letters() -> None:

@@ -47,6 +47,13 @@ class Open:
         assert kept == [joined]
         return joined
 
+    async def miss(self, guest: Party, times: int) -> None:
+        """Guess wrong so often; each is answered as a wrong guess at an open window."""
+        for _ in range(times):
+            with pytest.raises(PairingRejected) as caught:
+                await self.join(guest, wrong(self.invitation.code))
+            assert caught.value.param == "code"
+
     @property
     def link(self) -> str:
         return self.invitation.link(self.home.id, "127.0.0.1", self.listener.port)
@@ -98,6 +105,21 @@ def wrong(code: str) -> str:
 
 
 # How it should go.
+
+
+def test_a_point_off_the_curve_is_a_wrong_guess() -> None:
+    home, guest = Party("home"), Party("guest")
+    window = Window(Invitation.create(), ManualClock())
+    for left in (2, 1, 0):
+        inviter = Inviter(home.key, window)
+        joiner = Joiner(guest.key, "guest", parse_ticket(window.invitation.code))
+        inviter.greet(joiner.start())
+        off_curve = b"A" + (2).to_bytes(32, "little")
+        with pytest.raises(PairingRejected) as caught:
+            inviter.examine(msgpack.packb([3, off_curve, bytes(32), b""]))
+        assert caught.value.param == "code"
+        assert (window.ending is Ending.GUESSED) == (left == 0)
+    assert window.ending is Ending.GUESSED
 
 
 @pytest.mark.parametrize("form", ["code", "link"])
@@ -184,11 +206,11 @@ async def test_refused_joiner_is_told(guest: Party) -> None:
 
 async def test_three_wrong_codes_burn_the_invitation(guest: Party) -> None:
     async with open_window() as opened:
-        for left in (2, 1, 0):
+        for still_open in (True, True, False):
             with pytest.raises(PairingRejected) as caught:
                 await opened.join(guest, wrong(opened.invitation.code))
             assert caught.value.param == "code"
-            assert opened.window.guesses_left == left
+            assert (opened.window.ending is None) == still_open
         assert await opened.listener.wait() == (Ending.GUESSED, None)
         with pytest.raises((ConnectFailed, PairingRejected)):
             await opened.join(guest, opened.invitation.code)
@@ -284,7 +306,10 @@ async def test_relay_that_puts_in_its_own_key_is_detected(guest: Party) -> None:
             with pytest.raises(PairingRejected) as caught:
                 await opened.join(guest, opened.invitation.code, port)
         assert caught.value.param == "code"
-        assert opened.window.guesses_left == 2
+        await opened.miss(guest, 1)
+        assert opened.window.ending is None
+        await opened.miss(guest, 1)
+        assert opened.window.ending is Ending.GUESSED
     assert opened.admitted == []
 
 
@@ -338,7 +363,8 @@ async def test_link_pins_the_inviters_key(guest: Party) -> None:
         other = opened.invitation.link(Party("other").id, "127.0.0.1", opened.listener.port)
         with pytest.raises(PairingRejected):
             await opened.join(guest, other)
-        assert opened.window.guesses_left == 3
+        await opened.miss(guest, 2)
+        assert opened.window.ending is None
     assert opened.admitted == []
 
 
@@ -389,7 +415,7 @@ async def test_nonsense_ends_the_call_and_costs_no_guess(data: bytes, guest: Par
     async with open_window() as opened:
         answer = await talk(opened.listener.port, data)
         assert len(answer) < 32
-        assert opened.window.guesses_left == 3
+        await opened.miss(guest, 2)
         await opened.join(guest, opened.invitation.code)
 
 

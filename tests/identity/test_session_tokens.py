@@ -17,7 +17,7 @@ from mesh.errors import MeshError, SessionGone, TokenRejected
 from mesh.identity.tls import TlsContexts, require_node
 from mesh.identity.tokens import issue
 from mesh.pipeline.dialing import secured
-from mesh.pipeline.lines import Lines
+from mesh.pipeline.links import HopLinks
 from mesh.shard.permits import PERMIT_TTL_S, Permits, clock_of, dated, permit
 from mesh.types import Endpoint, NodeId, WireDtype
 from mesh.wire.connection import WebSocketLink
@@ -63,13 +63,13 @@ async def house(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
         clock = ManualClock()
         attic.service.permits = Permits(tls, clock)
         steps: list[Step] = []
-        submit = attic.server.submit
+        submit = attic.queue.submit
 
-        def counted(session: Any, step: Step, reply: Any) -> None:
+        def counted(sequence: Any, step: Step, reply: Any) -> None:
             steps.append(step)
-            submit(session, step, reply)
+            submit(sequence, step, reply)
 
-        monkeypatch.setattr(attic.server, "submit", counted)
+        monkeypatch.setattr(attic.queue, "submit", counted)
         yield House(attic, clock, port, steps)
 
 
@@ -217,15 +217,15 @@ class Waiting:
         self.answer.set_exception(error)
 
 
-async def asking(attic: Attic, tls: TlsContexts, clock: Clock) -> Lines:
-    """Lines of `HOLDER`; the host judges their tokens by `clock`."""
+async def asking(attic: Attic, tls: TlsContexts, clock: Clock) -> HopLinks:
+    """HopLinks of `HOLDER`; the host judges their tokens by `clock`."""
     attic.service.permits = Permits(tls, clock)
-    return Lines(secured(HOLDER.hello(), await HOLDER.trusting(HOST)))
+    return HopLinks(secured(HOLDER.hello(), await HOLDER.trusting(HOST)))
 
 
-async def opened(lines: Lines, port: int) -> Message:
+async def opened(lines: HopLinks, port: int) -> Message:
     """What the host behind `port` answers an asker that opens a session as askers do."""
-    line = await lines.line(NodeId(HOST.id), Endpoint(f"wss://127.0.0.1:{port}"))
+    line = await lines.link(NodeId(HOST.id), Endpoint(f"wss://127.0.0.1:{port}"))
     waiting = Waiting()
     number = line.register(waiting)
     line.ask([replace(OPEN, session=number)])

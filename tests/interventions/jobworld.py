@@ -23,15 +23,16 @@ from nnsight.tracing.backend import Backend
 from nnsight.tracing.tracer import Tracer, save
 from nnsight.tracing.util import push
 
-from mesh.discovery.advertisement import Advertisement, encode
+from mesh.discovery.advertisement import Advertisement
 from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.routes import Routes
 from mesh.interventions.jobs.runner import JailRunner, JobPlace, RunnerSettings
 from mesh.interventions.jobs.types import JobReport, JobSpec
+from mesh.pipeline.commands import Offer
 from mesh.pipeline.dialing import secured
-from mesh.pipeline.lines import Lines
+from mesh.pipeline.links import HopLinks
 from mesh.routing.cover import CoverRules
-from mesh.shard.hosting import ShardHost
+from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange, ModelId
 from tests import secure
 from tests.interventions.worlds import checkpoint
@@ -50,7 +51,7 @@ LIMITS = JobLimits(wall_s=60.0, cpu_s=60, memory_bytes=1 << 30, result_bytes=64 
 @asynccontextmanager
 async def shards(
     families: Sequence[str], cache_dir: Path, held: Sequence[LayerRange] = HELD, **more: Any
-) -> AsyncIterator[ShardHost]:
+) -> AsyncIterator[ShardSupervisor]:
     """A shard process that serves these ranges of these families; model ids are family names."""
     directories = [await asyncio.to_thread(lambda f=f: checkpoint(f).directory) for f in families]
     loads = (
@@ -63,14 +64,14 @@ async def shards(
         yield host
 
 
-def served(*hosts: ShardHost, family: str, spans: Sequence[LayerRange]) -> list[dict[str, Any]]:
+def served(*hosts: ShardSupervisor, family: str, spans: Sequence[LayerRange]) -> tuple[Offer, ...]:
     """What a daemon knows of these shards."""
-    return [
-        {**encode(Advertisement(hosted.descriptor, hosted.health)), "verdict": "alive"}
+    return tuple(
+        Offer(Advertisement(hosted.descriptor, hosted.health))
         for host in hosts
         for hosted in host.shards.values()
         if hosted.descriptor.model_id == family and hosted.descriptor.layer_range in spans
-    ]
+    )
 
 
 @dataclass
@@ -78,14 +79,14 @@ class Bench:
     """A runner and what a test wants to know of its jobs."""
 
     runner: JailRunner
-    hosts: tuple[ShardHost, ...]
+    hosts: tuple[ShardSupervisor, ...]
     directory: Path
     lines: list[str] = field(default_factory=list)
     reports: list[JobReport] = field(default_factory=list)
     trusted: bool = True
     jobs: int = 0
     spoke: asyncio.Event = field(default_factory=asyncio.Event)
-    newest: Sequence[dict[str, Any]] = ()
+    newest: Sequence[Offer] = ()
     """Who serves the model when a job is run again; empty: whoever did at its start."""
 
     def on_text(self, text: str) -> None:
@@ -113,7 +114,7 @@ class Bench:
         spec = JobSpec(f"job-{self.jobs}", place.model_id, payload, result, **fields)
         newest = self.newest or place.shards
 
-        async def ask() -> Sequence[dict[str, Any]]:
+        async def ask() -> Sequence[Offer]:
             return newest
 
         self.reports.append(await self.runner.run(spec, place, self.on_text, ask))
@@ -122,12 +123,12 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    *hosts: ShardHost, limits: JobLimits = LIMITS, max_running: int = 4
+    *hosts: ShardSupervisor, limits: JobLimits = LIMITS, max_running: int = 4
 ) -> AsyncIterator[Bench]:
     """A runner over the shards of these processes."""
     directory = tempfile.TemporaryDirectory(prefix="hearthnet-jobs-")
     routes = Routes(
-        secure.KEY.node_id, Lines(secured(secure.HELLO, secure.TLS)), lambda _: CoverRules()
+        secure.KEY.node_id, HopLinks(secured(secure.HELLO, secure.TLS)), lambda _: CoverRules()
     )
     settings = RunnerSettings(max_running, 600.0, Path(directory.name), limits)
     runner = JailRunner(routes, settings)

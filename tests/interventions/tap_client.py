@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable
 
 from mesh.errors import MeshError, from_dict
-from mesh.pipeline.lines import Line, Lines
-from mesh.shard.taps.parts import FETCH, PART_BYTES
+from mesh.pipeline.links import HopLink, HopLinks
+from mesh.shard.taps.parts import PART_BYTES
 from mesh.types import LayerRange, ShardDescriptor
-from mesh.wire.messages import Close, Failure, Message, Opened, OpenTaps, Result, Step, WireTensor
+from mesh.wire.messages import Blob, BlobKind, Close, Failure, Message, Opened, OpenTaps
 from tests import secure
 
 ANSWER_TIMEOUT_S = 120.0
@@ -19,10 +18,9 @@ ANSWER_TIMEOUT_S = 120.0
 class RawTaps:
     """One intervention session; a `SessionReceiver`."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: HopLink) -> None:
         self._line = line
         self._number = line.register(self)
-        self._steps = itertools.count(1)
         self._answers: asyncio.Queue[Message | MeshError] = asyncio.Queue()
 
     def message(self, message: Message) -> None:
@@ -38,24 +36,27 @@ class RawTaps:
         self._line.ask([question])
         assert isinstance(await self.answer(), Opened)
 
-    async def part(self, left: int, data: bytes) -> bytes:
-        """One part, `left` more follow it; what is answered. Raises what it is refused with."""
-        tensor = WireTensor("int8", (len(data),), data)
-        self._line.send(Step(self._number, next(self._steps), left, tensor))
-        answer = await self.answer()
-        assert isinstance(answer, Result)
-        return bytes(answer.tensor.data)
+    async def part(self, length: int, offset: int, data: bytes) -> Blob:
+        """A part of a question; what is answered. Raises what it is refused with."""
+        return await self._exchange(Blob(self._number, BlobKind.QUESTION, length, offset, data))
 
     async def say(self, message: bytes) -> bytes:
         """A whole message, and its whole answer."""
-        parts = [message[i : i + PART_BYTES] for i in range(0, len(message), PART_BYTES)]
-        for left, part in zip(reversed(range(len(parts))), parts, strict=True):
-            said = await self.part(left, part)
-        answer = [said[1:]]
-        while said[:1] == b"\1":
-            said = await self.part(FETCH, b"\0")
-            answer.append(said[1:])
-        return b"".join(answer)
+        for first in range(0, len(message), PART_BYTES):
+            part = message[first : first + PART_BYTES]
+            said = await self.part(len(message), first, part)
+        answer = bytes(said.data)
+        while said.end < said.length:
+            more = Blob(self._number, BlobKind.ANSWER, said.length, said.end)
+            said = await self._exchange(more)
+            answer += said.data
+        return answer
+
+    async def _exchange(self, blob: Blob) -> Blob:
+        self._line.send(blob)
+        answer = await self.answer()
+        assert isinstance(answer, Blob)
+        return answer
 
     def close(self) -> None:
         """Free the session."""
@@ -77,10 +78,10 @@ class RawClient:
 
     def __init__(self, shard: ShardDescriptor) -> None:
         self.shard = shard
-        self._lines = Lines(secure.dial)
+        self._lines = HopLinks(secure.dial)
 
     async def open(self, layers: LayerRange) -> RawTaps:
-        line = await self._lines.line(self.shard.host, self.shard.endpoint)
+        line = await self._lines.link(self.shard.host, self.shard.endpoint)
         session = RawTaps(line)
         await session.open(self.shard, layers)
         return session

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from mesh.errors import LimitReached, MeshError
+from mesh.shard.taps.parts import MAX_MESSAGE_BYTES
 from mesh.types import LayerRange
 from tests.interventions.jobworld import shards
 from tests.interventions.memory_attacks import ATTACKS, Greedy
@@ -57,10 +58,10 @@ class Watched:
 async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
     more = {"tap_memory_mb": LIMIT_MB, "max_tap_sessions": 4}
     async with shards(["llama"], tmp_path, [SPAN], **more) as host:
-        assert host.process.pid is not None
+        assert host.pid is not None
         (hosted,) = host.shards.values()
         client = RawClient(hosted.descriptor)
-        here = Watched(host.process.pid, client)
+        here = Watched(host.pid, client)
         session = await client.open(SPAN)  # imports and modules count as the base
         await in_thread(session, lambda exchange: honest(Greedy(exchange, 1, 64)))
         await asyncio.to_thread(here.settle)
@@ -109,9 +110,9 @@ async def test_a_message_that_does_not_end_is_refused_as_it_arrives(tmp_path: Pa
         part = bytes(4 << 20)
 
         async def refusal(session: RawTaps) -> MeshError:
-            for left in range(400, 0, -1):
+            for offset in range(0, MAX_MESSAGE_BYTES, len(part)):
                 try:
-                    await session.part(left, part)
+                    await session.part(MAX_MESSAGE_BYTES, offset, part)
                 except MeshError as error:
                     return error
             raise AssertionError("it was never refused")

@@ -16,28 +16,40 @@ from typing import Any
 import pytest
 import torch
 
-from mesh.errors import Busy, DeviceFailed, LinkLost, MeshError, NoRoute
+from mesh.errors import (
+    BadRequest,
+    Busy,
+    DeviceFailed,
+    LinkLost,
+    MeshError,
+    NoRoute,
+    VersionMismatch,
+)
 from mesh.interventions import relay as relay_module
 from mesh.interventions.channel import ANSWER, ERROR, HEAD, SocketChannel
-from mesh.interventions.relay import HopRefused, HopSessions, relay
+from mesh.interventions.relay import HopSessions, relay
 from mesh.interventions.skeleton import job_model, load_skeleton
 from mesh.models.load import load_span
-from mesh.pipeline.lines import Line, Lines
+from mesh.pipeline.hop import Patience
+from mesh.pipeline.links import HopLink, HopLinks
+from mesh.pipeline.route import HopLost
 from mesh.shard import linear
-from mesh.shard.batcher import DeviceQueue
 from mesh.shard.runtime import SpanRuntime
+from mesh.shard.scheduler import Scheduler
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
 from mesh.shard.settings import ShardSettings
 from mesh.shard.taps import server as server_module
-from mesh.shard.taps.server import TapServer, TapSettings
+from mesh.shard.taps.parts import MAX_MESSAGE_BYTES
+from mesh.shard.taps.server import JobSession, TapServer, TapSettings
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId, RouteHop, ShardDescriptor, shard_id
+from mesh.wire import protocol
 from mesh.wire.link import LinkHandler
-from mesh.wire.memory import MemoryLink, link_pair
-from mesh.wire.messages import Hello
+from mesh.wire.messages import Blob, BlobKind, Hello, Step
 from tests.interventions.cases import CASES, GRADIENTS, PROMPT, Parts
 from tests.interventions.worlds import CPU, LAYERS, checkpoint, equal, whole
 from tests.shard.asker import settled
+from tests.wire.memory import MemoryLink, link_pair
 
 WHOLE = LayerRange(0, LAYERS)
 MODEL = ModelId("m")
@@ -56,8 +68,8 @@ class Shard:
 
     taps: TapServer
     service: ShardService
-    queue: DeviceQueue
-    lines: Lines
+    queue: Scheduler
+    lines: HopLinks
     links: list[MemoryLink]
     route: list[RouteHop]
 
@@ -76,9 +88,9 @@ async def shard(settings: TapSettings | None = None) -> AsyncIterator[Shard]:
         host=NodeId("n" * 64), node_name="attic", endpoint=Endpoint("wss://127.0.0.1:1"),
         dtype="fp32", determinism_class="test", advertised_at=datetime.now(UTC),
     )  # fmt: skip
-    queue = DeviceQueue()
+    queue = Scheduler()
     server = ShardServer(
-        descriptor, _runtime, ShardSettings(), hidden_size=manifest.hidden_size, queue=queue
+        descriptor, _runtime, ShardSettings(), hidden_size=manifest.hidden_size, scheduler=queue
     )
 
     def plain() -> Any:
@@ -94,13 +106,13 @@ async def shard(settings: TapSettings | None = None) -> AsyncIterator[Shard]:
             Hello(_host, "job", "tensors", "test"), Hello("n" * 64, "attic", "tensors", "test")
         )
         ours.attach(handler)
-        if settings is not None and isinstance(handler, Line):
+        if settings is not None and isinstance(handler, HopLink):
             handler.lease_s = settings.silence_s  # as a host's hello tells it
         theirs.attach(service.handler(theirs))
         links.append(ours)
         return ours
 
-    lines = Lines(dial)
+    lines = HopLinks(dial)
     yield Shard(taps, service, queue, lines, links, [RouteHop(descriptor, WHOLE)])
     await lines.close()
     taps.shutdown()
@@ -139,13 +151,13 @@ async def test_messages_of_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def watch_arrivals(arrived: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set `arrived` whenever the shard has taken a part of a message."""
-    submit = TapServer.submit
+    submit = JobSession.submit
 
-    def submitted(server: TapServer, *args: Any) -> None:
-        submit(server, *args)
+    def submitted(session: JobSession, *args: Any) -> None:
+        submit(session, *args)
         arrived.set()
 
-    monkeypatch.setattr(TapServer, "submit", submitted)
+    monkeypatch.setattr(JobSession, "submit", submitted)
 
 
 async def test_a_message_goes_on_while_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +170,7 @@ async def test_a_message_goes_on_while_it_arrives(monkeypatch: pytest.MonkeyPatc
         ours, theirs = socket.socketpair()
         passing = asyncio.create_task(relay(ours, sessions), name="relay")
         reader, writer = await asyncio.open_connection(sock=theirs)
-        (place,) = here.taps._places
+        (place,) = here.taps._sessions
         for part in range(1, 4):
             if part == 1:
                 writer.write(HEAD.pack(0, ANSWER, 3500))
@@ -186,7 +198,7 @@ async def test_an_answer_may_take_longer_than_opening(monkeypatch: pytest.Monkey
     async with shard() as here:
         sessions = await HopSessions.open(here.route, here.lines, open_s=5.0)
         for hop in sessions.hops:
-            hop._open_s = 0.01
+            hop._patience = Patience(0.01, 0.01)
         here.queue.visit(lambda: gate.wait(10), lambda _: None)
         running = asyncio.create_task(run_job(sessions, CASES["logits"]))
         async with asyncio.timeout(20):
@@ -220,10 +232,53 @@ async def test_weights_are_shared_with_chat_unless_they_are_repacked(
         sessions.close()
 
 
+async def test_nodes_from_before_blobs_are_told_which_one_is_too_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(protocol, "BLOBS", "what an older node says")
+    async with shard() as here:
+        with pytest.raises(HopLost, match="attic is too old") as refused:
+            await HopSessions.open(here.route, here.lines)
+        assert isinstance(refused.value.error, VersionMismatch)
+        (hop,) = here.route
+        line = await here.lines.link(hop.shard.host, hop.shard.endpoint)
+        line.takes_blobs = True  # an older asker looks at nothing
+        with pytest.raises(HopLost, match="job is too old") as refused:
+            await HopSessions.open(here.route, here.lines)
+        assert isinstance(refused.value.error, VersionMismatch)
+        assert here.taps.sessions == 0
+
+
+async def test_parts_out_of_order_void_the_question_and_nothing_else() -> None:
+    async with shard() as here:
+        sessions = await HopSessions.open(here.route, here.lines)
+        (session,) = here.taps._sessions
+        answers: list[Any] = []
+        question = Blob(session.number, BlobKind.QUESTION, 8, 0, b"1234")
+        session.submit(question, answers.append)
+        assert (answers[-1].kind, answers[-1].offset) == (BlobKind.QUESTION, 4)
+        for offset in (0, 3, 8):
+            with pytest.raises(BadRequest, match="A part is missing"):
+                session.submit(replace(question, offset=offset, length=20), answers.append)
+            assert not session.message
+            session.submit(question, answers.append)
+        for wrong in (
+            replace(question, length=MAX_MESSAGE_BYTES + 1),
+            Blob(session.number, BlobKind.ANSWER, 8, 4),
+            Step(session.number, 1, 0, question.tensor),
+        ):
+            with pytest.raises(BadRequest):
+                session.submit(wrong, answers.append)
+        found = await run_job(sessions, CASES["logits"])
+        sessions.close()
+    expected = await asyncio.to_thread(lambda: CASES["logits"](Parts(whole("llama"))))
+    equal(found, expected, 0.0)
+
+
 async def test_no_more_sessions_than_the_shard_takes() -> None:
     async with shard(TapSettings(max_sessions=1)) as here:
         first = await HopSessions.open(here.route, here.lines)
-        with pytest.raises(HopRefused) as refused:
+        with pytest.raises(HopLost) as refused:
             await HopSessions.open(here.route, here.lines)
         assert isinstance(refused.value.error, Busy)
         first.close()
@@ -242,7 +297,7 @@ async def test_a_node_leaves_a_place_for_another_and_its_own_may_have_all() -> N
             return [replace(hop, shard=replace(hop.shard, endpoint=endpoint))]
 
         eve = [await HopSessions.open(asked_by("eve"), here.lines) for _ in range(2)]
-        with pytest.raises(HopRefused, match="may hold 2 tap sessions here; it holds 2"):
+        with pytest.raises(HopLost, match="may hold 2 tap sessions here; it holds 2"):
             await HopSessions.open(asked_by("eve"), here.lines)
         ann = await HopSessions.open(asked_by("ann"), here.lines)
         for sessions in (*eve, ann):
@@ -269,7 +324,7 @@ async def test_a_job_may_think_for_longer_than_a_silent_session_is_kept() -> Non
 
 async def test_a_shard_that_takes_no_sessions_does_not_say_that_waiting_helps() -> None:
     async with shard(TapSettings(max_sessions=0)) as here:
-        with pytest.raises(HopRefused) as refused:
+        with pytest.raises(HopLost) as refused:
             await HopSessions.open(here.route, here.lines)
         assert isinstance(refused.value.error, NoRoute)
 
@@ -285,7 +340,7 @@ async def test_what_fails_while_loading_is_said_at_once(
         with monkeypatch.context() as patched:
             patched.setattr(server_module, "_grow", broken)
             async with asyncio.timeout(10):
-                with pytest.raises(HopRefused) as refused:
+                with pytest.raises(HopLost) as refused:
                     await HopSessions.open(here.route, here.lines)
         assert isinstance(refused.value.error, DeviceFailed)
         assert "loading for interventions failed" in caplog.text
@@ -298,7 +353,7 @@ async def test_other_weights_or_layers_are_refused() -> None:
     async with shard() as here:
         descriptor = here.route[0].shard
         elsewhere = [RouteHop(descriptor, LayerRange(3, 9))]
-        with pytest.raises(HopRefused) as refused:
+        with pytest.raises(HopLost) as refused:
             await HopSessions.open(elsewhere, here.lines)
         assert isinstance(refused.value.error, NoRoute)
         assert here.taps.sessions == 0
@@ -328,9 +383,9 @@ async def test_a_hop_lost_while_the_job_thinks() -> None:
         sessions = await HopSessions.open(here.route, here.lines)
         running = asyncio.create_task(run_job(sessions, job))
         await asyncio.to_thread(reached.wait, 10)
-        (place,) = here.taps._places
-        assert place.session is not None
-        session = place.session
+        (place,) = here.taps._sessions
+        assert place.tap is not None
+        session = place.tap
         assert session._runs
         here.links[0].close("gone")
         lost.set()

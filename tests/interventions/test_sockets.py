@@ -16,7 +16,7 @@ import torch
 from mesh.interventions.channel import SocketChannel
 from mesh.interventions.relay import HopSessions, relay
 from mesh.interventions.skeleton import job_model, load_skeleton
-from mesh.pipeline.lines import Lines
+from mesh.pipeline.links import HopLinks
 from mesh.types import RouteHop
 from tests import secure
 from tests.interventions.cases import CASES, GRADIENTS, Parts
@@ -44,7 +44,7 @@ async def run_job(mesh: Spread, family: str, hops: int, job: Callable[[Parts], A
     """A job in a thread of its own, as it would be in a process of its own."""
     hosted = {h.descriptor.layer_range: h.descriptor for h in mesh._host.shards.values()}
     route = [RouteHop(hosted[held], run) for run, held in SPLITS[hops]]
-    lines = Lines(secure.dial)
+    lines = HopLinks(secure.dial)
     sessions = await HopSessions.open(route, lines)
     ours, theirs = socket.socketpair()
     passing = asyncio.create_task(relay(ours, sessions), name="relay")

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,19 @@ from transformers import AutoModelForCausalLM
 
 from mesh.clock import SystemClock
 from mesh.pipeline import wire_dtype
-from mesh.pipeline.checkpoint import AskerOptions, load_asker
-from mesh.pipeline.lines import Lines
+from mesh.pipeline.checkpoint import load_asker
+from mesh.pipeline.commands import AskerOptions
+from mesh.pipeline.generation import PipelineOrchestrator
+from mesh.pipeline.hop import Patience
+from mesh.pipeline.links import HopLinks
 from mesh.pipeline.model import AskerModel
-from mesh.pipeline.opening import Patience
-from mesh.pipeline.orchestrator import PipelineOrchestrator
-from mesh.pipeline.oversight import Oversight
-from mesh.pipeline.passage import Passage
-from mesh.pipeline.recovery import Recovery, RecoverySettings
+from mesh.pipeline.prefill import TokenFeed
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.terms import SessionTerms
+from mesh.pipeline.watch.oversight import Oversight
 from mesh.routing.cover import Candidate, CoverRules
 from mesh.routing.router import ShardRouter
-from mesh.shard.hosting import ShardHost
+from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import (
     Done,
     GenerationRequest,
@@ -48,15 +49,19 @@ def split(total: int, parts: int) -> list[LayerRange]:
 
 
 class Spread:
-    """One model over one real shard process; `use` chooses which of its shards a route may take."""
+    """One model over one real shard process; `use` chooses which of its shards a route may take.
 
-    def __init__(self, model: AskerModel, host: ShardHost) -> None:
+    The process may hold other models' shards as well.
+    """
+
+    def __init__(self, model: AskerModel, host: ShardSupervisor, model_id: ModelId = MODEL) -> None:
         self.model = model
+        self.model_id = model_id
         self._host = host
         self._allowed: list[ShardDescriptor] = []
         self._router = ShardRouter(self, CoverRules())
         self._sessions = Sessions(
-            Lines(secure.dial),
+            HopLinks(secure.dial),
             self._router,
             SystemClock(),
             Patience(),
@@ -70,7 +75,8 @@ class Spread:
         self._allowed = [
             hosted.descriptor
             for hosted in self._host.shards.values()
-            if str(hosted.descriptor.layer_range) in wanted
+            if hosted.descriptor.model_id == self.model_id
+            and str(hosted.descriptor.layer_range) in wanted
         ]
         assert len(self._allowed) == len(layers)
 
@@ -79,6 +85,7 @@ class Spread:
 
     async def generate(self, request: GenerationRequest, wire: WireDtype = WireDtype.FP32) -> Done:
         """Run a request to its end."""
+        request = replace(request, model=self.model_id)
         orchestrator = PipelineOrchestrator(
             self.model, self._sessions, self._router, wire_dtype=wire
         )
@@ -96,16 +103,15 @@ class Spread:
     async def logits(self, prompt: list[int], forced: list[int]) -> torch.Tensor:
         """(len(forced), vocab) logits before each of `forced`, fed whatever the model would say."""
         terms = SessionTerms(
-            MODEL, self.model.weights_sha256, len(prompt) + len(forced), WireDtype.FP32
+            self.model_id, self.model.weights_sha256, len(prompt) + len(forced), WireDtype.FP32
         )
         session = await self._sessions.open_fresh(terms, self.model.total_layers)
-        recovery = Recovery(session, self._router, self.model.hidden_size, RecoverySettings(), None)
-        passage = Passage(self.model, session, recovery)
+        feed = TokenFeed(self.model, session)
         rows = []
         for ids in [prompt, *([token] for token in forced[:-1])]:
-            async for notice in passage.advance(ids):
+            async for notice in feed.advance(ids):
                 raise AssertionError(f"a hop was lost: {notice}")
-            rows.append(passage.logits)
+            rows.append(feed.logits)
         self._sessions.release(session, keep=False)
         return torch.stack(rows)
 
@@ -121,18 +127,36 @@ async def spread(
     **shard: Any,
 ) -> AsyncIterator[Spread]:
     """Serve these layer ranges of the checkpoint in a shard process of their own."""
-    loads = (
-        {"directory": str(directory), "model_id": MODEL, "layers": str(span), "dtype": "fp32",
+    loads = loads_of(directory, layers, **shard)
+    start = {"session_lease_s": shard["session_lease_s"]} if "session_lease_s" in shard else {}
+    async with (
+        secure.hosting(cache_dir, *loads, **start) as host,
+        asking(host, directory, MODEL, cache_dir) as mesh,
+    ):
+        yield mesh
+
+
+def loads_of(
+    directory: Path, layers: Sequence[LayerRange], model_id: ModelId = MODEL, **shard: Any
+) -> list[dict[str, Any]]:
+    """What makes a shard process load these layer ranges of a checkpoint."""
+    return [
+        {"directory": str(directory), "model_id": model_id, "layers": str(span), "dtype": "fp32",
          "advertise_host": "127.0.0.1", **shard}
         for span in sorted(set(layers))
-    )  # fmt: skip
-    start = {"session_lease_s": shard["session_lease_s"]} if "session_lease_s" in shard else {}
-    async with secure.hosting(cache_dir, *loads, **start) as host:
-        options = AskerOptions("fp32", "cpu", 1, cache_dir)
-        model, _ = await asyncio.to_thread(load_asker, directory, MODEL, options)
-        mesh = Spread(model, host)
-        yield mesh
-        await mesh.close()
+    ]  # fmt: skip
+
+
+@asynccontextmanager
+async def asking(
+    host: ShardSupervisor, directory: Path, model_id: ModelId, cache_dir: Path
+) -> AsyncIterator[Spread]:
+    """Ask a model that a running shard process holds in parts."""
+    options = AskerOptions("fp32", "cpu", 1, cache_dir)
+    model, _ = await asyncio.to_thread(load_asker, directory, model_id, options)
+    mesh = Spread(model, host, model_id)
+    yield mesh
+    await mesh.close()
 
 
 def hugging_face(directory: Path, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:

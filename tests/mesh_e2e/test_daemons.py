@@ -274,12 +274,29 @@ class TestBadInput:
         assert "already runs" in run.stderr
 
 
+@pytest.fixture(scope="module")
+def twins(
+    start_node: StartNode, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[LocalNode, LocalNode]:
+    """Two nodes with other weights under one name; the first has half of a model more."""
+    root = tmp_path_factory.mktemp("twins")
+    one, two, half = (
+        make_checkpoint(root / name, "llama", layers=8, seed=seed)
+        for seed, name in enumerate(("one", "two", "half"), 1)
+    )
+    left = start_node(
+        "left", "--model", f"{one}=twins", "--model", f"{half}=half", "--layers", "0-3"
+    )
+    right = start_node("right", "--model", f"{two}=twins", "--layers", "4-7")
+    left.wait_up()
+    right.wait_up()
+    return left, right
+
+
 @pytest.mark.slow
 class TestLives:
-    def test_a_span_nobody_serves(self, start_node: StartNode, tmp_path: Path) -> None:
-        directory = make_checkpoint(tmp_path / "lonely", "llama", layers=8)
-        node = start_node("half", "--model", f"{directory}=half", "--layers", "0-3")
-        node.wait_up()
+    def test_a_span_nobody_serves(self, twins: tuple[LocalNode, LocalNode]) -> None:
+        node, _ = twins
         deadline = time.monotonic() + 60
         while "no node serves layers 4-7 of half" not in str(missing := readiness(node)):
             assert time.monotonic() < deadline, missing
@@ -291,13 +308,8 @@ class TestLives:
         assert (error["status"], error["code"]) == (503, "shard_unavailable")
         assert "4-7" in error["message"]
 
-    def test_other_weights_under_the_same_name(self, start_node: StartNode, tmp_path: Path) -> None:
-        one = make_checkpoint(tmp_path / "one", "llama", layers=8, seed=1)
-        two = make_checkpoint(tmp_path / "two", "llama", layers=8, seed=2)
-        left = start_node("left", "--model", f"{one}=twins", "--layers", "0-3")
-        right = start_node("right", "--model", f"{two}=twins", "--layers", "4-7")
-        left.wait_up()
-        right.wait_up()
+    def test_other_weights_under_the_same_name(self, twins: tuple[LocalNode, LocalNode]) -> None:
+        left, _ = twins
         deadline = time.monotonic() + 60
         error: dict[str, Any] = {}
         while time.monotonic() < deadline and error.get("code") != "weights_mismatch":
@@ -309,16 +321,18 @@ class TestLives:
         assert (error["status"], error["code"]) == (409, "weights_mismatch")
         assert "right" in error["message"]
 
-    def test_everything_a_daemon_started_dies_with_it(self, start_node: StartNode) -> None:
-        node = start_node("doomed")
-        node.wait_up()
+    # Last of those that share it: it does not come back.
+    def test_everything_a_daemon_started_dies_with_it(
+        self, twins: tuple[LocalNode, LocalNode]
+    ) -> None:
+        _, node = twins
         assert node.process is not None
         deadline = time.monotonic() + 30
         children: list[psutil.Process] = []
-        while len(children) < 2 and time.monotonic() < deadline:
+        while len(children) < 3 and time.monotonic() < deadline:
             children = psutil.Process(node.process.pid).children(recursive=True)
             time.sleep(0.05)
-        assert len(children) == 2
+        assert len(children) == 3  # the warm parent, and what it has forked
         node.kill()
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 
 from mesh.models.builtin import checkpoint_dir
-from mesh.types import WireDtype
+from mesh.shard.supervisor import ShardSupervisor
+from mesh.types import ModelId, WireDtype
+from tests import secure
 from tests.checkpoints import FAMILIES, make_checkpoint
-from tests.mesh_e2e.spread import greedy, hugging_face, split, spread
+from tests.mesh_e2e.spread import Spread, asking, greedy, hugging_face, loads_of, split
 
 LAYERS = 8
 PROMPT = 200
 COUNT = 64
+SPLITS = [split(LAYERS, hops) for hops in (1, 2, 3, 4)]
+
+TOGETHER = 7
+"""Models in one shard process, which takes so many commands at once and no more."""
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def prompt_ids(vocab: int, length: int, seed: int) -> list[int]:
@@ -23,16 +35,52 @@ def prompt_ids(vocab: int, length: int, seed: int) -> list[int]:
     return torch.randint(5, vocab, (length,), generator=generator).tolist()
 
 
+@dataclass
+class House:
+    """Shard processes that hold every family, and the built-in model, cut for one to four hops."""
+
+    cache_dir: Path
+    hosts: dict[str, ShardSupervisor] = field(default_factory=dict)
+    directories: dict[str, Path] = field(default_factory=dict)
+
+    @asynccontextmanager
+    async def asking(self, name: str) -> AsyncIterator[tuple[Path, Spread]]:
+        """The model of this family, or ``builtin``: its directory, and who asks it."""
+        directory = self.directories[name]
+        async with asking(self.hosts[name], directory, ModelId(name), self.cache_dir) as mesh:
+            yield directory, mesh
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House]:
+    root = tmp_path_factory.mktemp("exact")
+    made = House(root / "cache", directories={"builtin": checkpoint_dir()})
+    for family in FAMILIES:
+        made.directories[family] = make_checkpoint(root / family, family, layers=LAYERS)
+    held = [span for spans in SPLITS for span in spans]
+    names = list(made.directories)
+    async with AsyncExitStack() as stack:
+        for first in range(0, len(names), TOGETHER):
+            together = names[first : first + TOGETHER]
+            loads = [
+                load
+                for name in together
+                for load in loads_of(
+                    made.directories[name], held, ModelId(name), max_concurrent_streams=8
+                )
+            ]
+            host = await stack.enter_async_context(secure.hosting(made.cache_dir, *loads))
+            made.hosts |= dict.fromkeys(together, host)
+        yield made
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_one_to_four_hops_equal_hugging_face(family: str, tmp_path: Path) -> None:
-    directory = make_checkpoint(tmp_path / "model", family, layers=LAYERS)
-    prompt = prompt_ids(384, PROMPT, seed=1)
-    ids, logits = hugging_face(directory, prompt, COUNT)
-    splits = [split(LAYERS, hops) for hops in (1, 2, 3, 4)]
-    layers = [span for spans in splits for span in spans]
-    async with spread(directory, layers, tmp_path / "cache") as mesh:
-        for spans in splits:
+async def test_one_to_four_hops_equal_hugging_face(family: str, house: House) -> None:
+    async with house.asking(family) as (directory, mesh):
+        prompt = prompt_ids(384, PROMPT, seed=1)
+        ids, logits = hugging_face(directory, prompt, COUNT)
+        for spans in SPLITS:
             await mesh.use(spans)
             done = await mesh.generate(greedy(prompt, COUNT))
             assert list(done.token_ids) == ids, f"{len(spans)} hops"
@@ -41,26 +89,21 @@ async def test_one_to_four_hops_equal_hugging_face(family: str, tmp_path: Path) 
             assert (ours - logits).abs().max() <= 1e-4, f"{len(spans)} hops"
 
 
-async def test_the_built_in_model_is_exact_with_fp16_on_the_wire(tmp_path: Path) -> None:
-    directory = checkpoint_dir()
-    splits = [split(LAYERS, hops) for hops in (1, 2, 3, 4)]
-    layers = [span for spans in splits for span in spans]
-    async with spread(directory, layers, tmp_path / "cache") as mesh:
+async def test_the_built_in_model_is_exact_with_fp16_on_the_wire(house: House) -> None:
+    async with house.asking("builtin") as (directory, mesh):
         for seed in (1, 2):
             prompt = prompt_ids(mesh.model.vocab_size, PROMPT, seed)
             ids, _ = hugging_face(directory, prompt, COUNT)
-            for spans in splits:
+            for spans in SPLITS:
                 await mesh.use(spans)
                 done = await mesh.generate(greedy(prompt, COUNT), WireDtype.FP16)
                 assert list(done.token_ids) == ids, f"{len(spans)} hops"
 
 
-async def test_batched_and_interleaved_requests_equal_each_alone(tmp_path: Path) -> None:
-    directory = make_checkpoint(tmp_path / "model", "llama", layers=LAYERS)
+async def test_batched_and_interleaved_requests_equal_each_alone(house: House) -> None:
     prompts = [prompt_ids(384, length, seed=length) for length in (5, 40, 130, 200, 17, 64)]
-    spans = split(LAYERS, 2)
-    async with spread(directory, spans, tmp_path / "cache", max_concurrent_streams=8) as mesh:
-        await mesh.use(spans)
+    async with house.asking("llama") as (directory, mesh):
+        await mesh.use(split(LAYERS, 2))
         together = await asyncio.gather(
             *(mesh.generate(greedy(p, 32, f"r{i}")) for i, p in enumerate(prompts))
         )

@@ -19,7 +19,8 @@ from typing import TypeVar
 
 import pytest
 
-from mesh import allowances
+from mesh.accounts import allowances
+from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.discovery.announcement import Announcement, instance_name
@@ -33,7 +34,6 @@ from mesh.hearth.control import Control
 from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
 from mesh.identity.keys import NodeKey, load_or_create
 from mesh.identity.roster import TrustLevel
-from mesh.ledger import ResourceLedger
 from mesh.paths import StatePaths
 from mesh.wire.messages import PROTOCOL_VERSION, Hello
 from mesh.wire.websocket import connect

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mesh.cli.local_node import LocalNode, start_hearth
+from mesh.cli.local_node import LocalNode
 from mesh.events.gossip import GossipSettings
 from mesh.models.builtin import checkpoint_dir
 from tests.mesh_e2e.spread import hugging_face
@@ -58,31 +58,33 @@ def serving(asker: LocalNode, *nodes: LocalNode) -> LocalNode:
     return {node.name: node for node in nodes}[route[0]["node"]]
 
 
-def test_invite_waits_and_says_who_joined_and_takes_its_code_back(tmp_path: Path) -> None:
-    attic, barn = run(tmp_path, "attic", "--layers", "none"), run(tmp_path, "barn")
-    with attic:
-        attic.wait_up()
-        process, words = inviting(attic)
-        assert join(barn, words).returncode == 0
-        out, err = process.communicate(timeout=30)
-        assert (process.returncode, out.strip()) == (0, "barn joined as trusted."), err
+def _joins_by_the_code_that_invite_shows(attic: LocalNode, barn: LocalNode, root: Path) -> None:
+    """`invite` waits and says who joined; ended, it takes its code back."""
+    process, words = inviting(attic)
+    assert join(barn, words).returncode == 0
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out.strip()) == (0, "barn joined as trusted."), err
 
-        process, words = inviting(attic)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
-        assert process.returncode == 130, err
-        late = run(tmp_path, "late")
-        assert join(late, words).returncode != 0
-        assert members(attic) == {"attic": "anchor", "barn": "trusted"}
+    process, words = inviting(attic)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    late = run(root, "late")
+    assert join(late, words).returncode != 0
+    assert members(attic) == {"attic": "anchor", "barn": "trusted"}
 
 
-def test_answers_leave_a_node_that_is_put_out_and_anchors_vote(tmp_path: Path) -> None:
+def test_invite_waits_answers_leave_a_node_that_is_put_out_and_anchors_vote(tmp_path: Path) -> None:
     """One story, because every daemon takes seconds to start."""
     attic = run(tmp_path, "attic", "--layers", "none")
     barn, shed = run(tmp_path, "barn"), run(tmp_path, "shed")
     expected = hugging_face(checkpoint_dir(), PROMPT, COUNT)[0]
     with ExitStack() as stack:
-        start_hearth([attic, barn, shed], stack)
+        stack.enter_context(attic).wait_up()
+        _joins_by_the_code_that_invite_shows(attic, barn, tmp_path)
+        shed.join(attic)
+        stack.enter_context(barn)
+        stack.enter_context(shed)
         for node in (attic, barn, shed):
             node.wait_ready()
         holders: list[LocalNode] = []

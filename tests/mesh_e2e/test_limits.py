@@ -18,6 +18,9 @@ pytestmark = pytest.mark.slow
 CPU_S = 4.0
 """Tokenising the two texts takes three times as long, also on a fast machine."""
 
+MANY = 12
+"""More than two at a time can answer while opening waits for room: in 1.55 s, six times."""
+
 SECTION = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__"
 STRICT = {
     SECTION + "MAX_CONCURRENT_PIPELINES": "16",
@@ -49,6 +52,20 @@ def at_once(asker: LocalNode, count: int, **body: Any) -> list[tuple[int, dict[s
     return results
 
 
+@pytest.fixture(scope="module")
+def narrow(start_node: StartNode) -> LocalNode:
+    """It serves two streams."""
+    return start_node("narrow", environment={SECTION + "HOST__MAX_CONCURRENT_STREAMS": "2"})
+
+
+@pytest.fixture(scope="module")
+def eager(start_node: StartNode, narrow: LocalNode) -> LocalNode:
+    """It asks far more of the others than they serve."""
+    asker = start_node("eager", "--layers", "none", environment=STRICT)
+    asker.wait_ready()
+    return asker
+
+
 def wait_for_servers(asker: LocalNode, names: set[str]) -> None:
     """Until the asker's process may route to all of them."""
     deadline = time.monotonic() + 60
@@ -59,17 +76,15 @@ def wait_for_servers(asker: LocalNode, names: set[str]) -> None:
 
 
 def test_a_shard_serves_as_many_streams_as_it_says_and_refuses_the_rest(
-    start_node: StartNode,
+    eager: LocalNode,
 ) -> None:
-    limit = {SECTION + "HOST__MAX_CONCURRENT_STREAMS": "2"}
-    start_node("narrow", environment=limit)
-    asker = start_node("eager", "--layers", "none", environment=STRICT)
-    asker.wait_ready()
+    asker = eager
     assert asker.post("/v1/completions", {"model": "builtin", "prompt": "a"}).status_code == 200
-    results = at_once(asker, 6)
+    results = at_once(asker, MANY)
     served = [body for status, body in results if status == 200]
     refused = [body["error"] for status, body in results if status != 200]
-    assert len(served) == 2
+    assert 2 <= len(served) < MANY
+    assert refused
     assert {error["code"] for error in refused} == {"shard_unavailable"}
     assert all("narrow" in error["message"] for error in refused)
     assert all(body["usage"]["completion_tokens"] == 300 for body in served)
@@ -77,19 +92,18 @@ def test_a_shard_serves_as_many_streams_as_it_says_and_refuses_the_rest(
     assert asker.post("/v1/completions", {"model": "builtin", "prompt": "a"}).status_code == 200
 
 
-def test_a_full_shard_makes_the_asker_pick_another(start_node: StartNode) -> None:
-    limit = {SECTION + "HOST__MAX_CONCURRENT_STREAMS": "2"}
-    start_node("narrow2", environment=limit)
-    asker = start_node("eager2", "--layers", "none", environment=STRICT)
-    asker.wait_ready()
-    wait_for_servers(asker, {"narrow", "narrow2"})
-    results = at_once(asker, 4)
+def test_a_full_shard_makes_the_asker_pick_another(eager: LocalNode, start_node: StartNode) -> None:
+    start_node("narrow2", environment={SECTION + "HOST__MAX_CONCURRENT_STREAMS": "2"})
+    wait_for_servers(eager, {"narrow", "narrow2"})
+    results = at_once(eager, 4)
     assert [status for status, _ in results] == [200] * 4, results
     nodes = [body["hearthnet"]["route"][0]["node"] for _, body in results]
     assert sorted(nodes.count(name) for name in ("narrow", "narrow2")) == [2, 2]
 
 
-def test_an_asker_runs_as_many_pipelines_as_it_is_told(start_node: StartNode) -> None:
+def test_an_asker_runs_as_many_pipelines_as_it_is_told(
+    narrow: LocalNode, start_node: StartNode
+) -> None:
     asker = start_node(
         "modest", "--layers", "none", environment={SECTION + "MAX_CONCURRENT_PIPELINES": "1"}
     )
@@ -100,9 +114,8 @@ def test_an_asker_runs_as_many_pipelines_as_it_is_told(start_node: StartNode) ->
     assert busy["code"] == "busy"
 
 
-def test_prompts_of_megabytes_are_refused_before_they_cost_anything(start_node: StartNode) -> None:
-    asker = start_node("scribe", "--layers", "none")
-    asker.wait_up()
+def test_prompts_of_megabytes_are_refused_before_they_cost_anything(eager: LocalNode) -> None:
+    asker = eager
     # The first answer says that the ends are loaded, whatever else it says.
     asker.post("/v1/completions", {"model": "builtin", "prompt": "a"})
     assert asker.process is not None

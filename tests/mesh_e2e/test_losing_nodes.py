@@ -1,4 +1,9 @@
-"""Nodes that go, politely or not, in the middle of an answer."""
+"""Nodes that go, politely or not, in the middle of an answer.
+
+One house for all, because every daemon takes seconds to start: each test says how many nodes have
+to serve the second half when it begins, and what the one before it lost is started again only then.
+In the order of this file few have to be.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ from tests.mesh_e2e.spread import hugging_face
 PROMPT = [40 + i for i in range(24)]
 COUNT = 400
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 Answer = tuple[list[int], str]
 """Token ids, and all the text that was streamed."""
@@ -73,90 +78,130 @@ def stream(
     return facts, events, facts.get("token_ids", []), "".join(text)
 
 
-def ready(node: LocalNode) -> LocalNode:
-    node.wait_ready()
-    return node
+class House:
+    """Who asks, who holds layers 0-3, and two who can hold 4-7, running or not."""
+
+    def __init__(self, start: StartNode) -> None:
+        self._start = start
+        self._second_half: dict[str, LocalNode] = {}
+        start("attic", "--layers", "0-3")
+        self.asker = start("sofa", "--layers", "none")
+
+    def with_second_half(self, count: int) -> list[LocalNode]:
+        """Have so many nodes serve layers 4-7, as the asker sees it; those that do.
+
+        A test that fails may leave too many of them, or one that is paused: those are ended.
+        """
+        self.asker.wait_up()
+        for node in self.running:
+            if len(self.running) > count or node.get("/mesh/v1/status")["node"]["paused"]:
+                node.kill()
+        for name in ("barn", "cellar"):
+            if len(self.running) == count:
+                break
+            if name not in self._second_half:
+                self._second_half[name] = self._start(name, "--layers", "4-7")
+            elif self._second_half[name] not in self.running:
+                self._second_half[name].start()
+        for node in self.running:
+            node.wait_ready()
+        names = {node.name for node in self.running}
+        wait_for(lambda: serving(self.asker) == {"attic", *names})
+        if count:
+            self.asker.wait_ready()
+        return self.running
+
+    @property
+    def running(self) -> list[LocalNode]:
+        return [node for node in self._second_half.values() if node.process is not None]
+
+    def serving_now(self) -> LocalNode:
+        """Who runs the last layers of the answer under way."""
+        route = self.asker.get("/mesh/v1/status")["generations"][0]["route"]
+        return self._second_half[route[-1]["node"]]
 
 
-def test_the_answer_goes_on_at_home_when_nobody_else_is_left(
-    own_node: StartNode, expected: Answer
-) -> None:
-    own_node("a1", "--layers", "0-3")
-    victim = own_node("b1", "--layers", "4-7")
-    asker = ready(own_node("c1", "--layers", "none"))
-    facts, events, ids, text = stream(asker, 20, victim.kill)
+@pytest.fixture(scope="module")
+def house(start_node: StartNode) -> House:
+    return House(start_node)
+
+
+def test_a_paused_node_hands_over_and_comes_back(house: House, expected: Answer) -> None:
+    names = {node.name for node in house.with_second_half(2)}
+    paused: list[LocalNode] = []
+
+    def pause_the_serving_one() -> None:
+        paused.append(house.serving_now())
+        hearthnet("pause", paused[0])
+        shards = paused[0].get("/mesh/v1/status")["shards"]
+        assert [shard["active_streams"] for shard in shards] == [0], "now it may sleep"
+
+    facts, events, ids, text = stream(house.asker, 20, pause_the_serving_one)
     assert (ids, text) == expected
-    assert facts["fallback"] is True
-    assert [event["type"] for event in events] == ["shard_status", "pipeline_aborted"]
-    # the local model is loaded now, and is not offered to others
-    assert asker.get("/mesh/v1/status")["shards"] == []
+    assert facts["failovers"] == 0
+    assert events[0]["status"] == "draining"
+    assert paused[0].get("/mesh/v1/status")["node"]["paused"] is True
+    wait_for(lambda: serving(house.asker) & names == names - {paused[0].name})
+    hearthnet("resume", paused[0])
+    wait_for(lambda: names <= serving(house.asker))
 
 
-def test_the_streamed_text_is_whole_through_a_failover(
-    own_node: StartNode, expected: Answer
-) -> None:
-    own_node("a6", "--layers", "0-3")
-    nodes = {name: own_node(name, "--layers", "4-7") for name in ("b6", "d6")}
-    asker = ready(own_node("c6", "--layers", "none"))
-    wait_for(lambda: set(nodes) <= serving(asker))
-
-    def kill_the_serving_one() -> None:
-        route = asker.get("/mesh/v1/status")["generations"][0]["route"]
-        nodes[route[-1]["node"]].kill()
-
-    facts, events, ids, text = stream(asker, 20, kill_the_serving_one, fallback_to_local=False)
+def test_the_streamed_text_is_whole_through_a_failover(house: House, expected: Answer) -> None:
+    house.with_second_half(2)
+    facts, events, ids, text = stream(
+        house.asker, 20, lambda: house.serving_now().kill(), fallback_to_local=False
+    )
     assert (ids, text) == expected
     assert facts["failovers"] == 1
     assert [event["type"] for event in events] == ["shard_status", "shard_failover"]
 
 
-def test_what_nobody_serves_is_answered_at_home_from_the_start(
-    own_node: StartNode, expected: Answer
+def test_a_stopping_node_that_nobody_can_replace_finishes_first(
+    house: House, expected: Answer
 ) -> None:
-    own_node("a7", "--layers", "0-3")
-    asker = own_node("c7", "--layers", "none")
-    asker.wait_up()
-    facts, events, ids, text = stream(asker, 0, lambda: None)
+    (only,) = house.with_second_half(1)
+
+    def stop() -> None:
+        assert only.process is not None
+        only.process.terminate()
+
+    facts, events, ids, text = stream(house.asker, 20, stop, fallback_to_local=False)
+    assert (ids, text) == expected
+    assert facts["failovers"] == 0
+    assert events == []
+    assert only.process is not None
+    assert only.process.wait(20) == 0
+    only.process = None
+
+
+def test_what_nobody_serves_is_answered_at_home_from_the_start(
+    house: House, expected: Answer
+) -> None:
+    house.with_second_half(0)
+    facts, events, ids, text = stream(house.asker, 0, lambda: None)
     assert (ids, text) == expected
     assert facts["fallback"] is True
     assert [event["type"] for event in events] == ["pipeline_aborted"]
-    assert asker.get("/mesh/v1/status")["shards"] == []
+    # the local model is loaded now, and is not offered to others
+    assert house.asker.get("/mesh/v1/status")["shards"] == []
     body = {"model": "builtin", "prompt": PROMPT, "fallback_to_local": False}
-    refused = asker.post("/v1/completions", body)
+    refused = house.asker.post("/v1/completions", body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shard_unavailable")
 
 
-def test_without_leave_to_go_home_it_ends_naming_the_layers(
-    own_node: StartNode, expected: Answer
-) -> None:
-    own_node("a2", "--layers", "0-3")
-    victim = own_node("b2", "--layers", "4-7")
-    asker = ready(own_node("c2", "--layers", "none"))
-    error, events, *_ = stream(asker, 20, victim.kill, fallback_to_local=False)
-    assert error["code"] == "shard_unavailable"
-    assert "4-7" in error["message"]
-    assert "pipeline_aborted" in [event["type"] for event in events]
-
-
 def test_a_node_that_is_stopped_politely_hands_its_sessions_over(
-    own_node: StartNode, expected: Answer
+    house: House, expected: Answer
 ) -> None:
-    own_node("a3", "--layers", "0-3")
-    first = own_node("b3", "--layers", "4-7")
-    second = own_node("d3", "--layers", "4-7")
-    asker = ready(own_node("c3", "--layers", "none"))
-    for node in (first, second):
-        node.wait_ready()
+    house.with_second_half(2)
     stopping: list[LocalNode] = []
 
     def stop_the_serving_one() -> None:
-        route = asker.get("/mesh/v1/status")["generations"][0]["route"]
-        node = {"b3": first, "d3": second}[route[-1]["node"]]
+        node = house.serving_now()
         assert node.process is not None
         node.process.terminate()
         stopping.append(node)
 
-    facts, events, ids, text = stream(asker, 20, stop_the_serving_one)
+    facts, events, ids, text = stream(house.asker, 20, stop_the_serving_one)
     assert (ids, text) == expected
     assert facts["failovers"] == 0, "nothing was lost"
     assert [event["type"] for event in events] == ["shard_status", "shard_failover"]
@@ -166,31 +211,23 @@ def test_a_node_that_is_stopped_politely_hands_its_sessions_over(
     stopping[0].process = None
 
 
-def test_a_paused_node_hands_over_and_comes_back(own_node: StartNode, expected: Answer) -> None:
-    own_node("a5", "--layers", "0-3")
-    sleepy = own_node("b5", "--layers", "4-7")
-    other = own_node("d5", "--layers", "4-7")
-    asker = ready(own_node("c5", "--layers", "none"))
-    for node in (sleepy, other):
-        node.wait_ready()
-    nodes = {"b5": sleepy, "d5": other}
-    paused: list[LocalNode] = []
+def test_without_leave_to_go_home_it_ends_naming_the_layers(house: House, expected: Answer) -> None:
+    (victim,) = house.with_second_half(1)
+    error, events, *_ = stream(house.asker, 20, victim.kill, fallback_to_local=False)
+    assert error["code"] == "shard_unavailable"
+    assert "4-7" in error["message"]
+    assert "pipeline_aborted" in [event["type"] for event in events]
 
-    def pause_the_serving_one() -> None:
-        route = asker.get("/mesh/v1/status")["generations"][0]["route"]
-        paused.append(nodes[route[-1]["node"]])
-        hearthnet("pause", paused[0])
-        shards = paused[0].get("/mesh/v1/status")["shards"]
-        assert [shard["active_streams"] for shard in shards] == [0], "now it may sleep"
 
-    facts, events, ids, text = stream(asker, 20, pause_the_serving_one)
+def test_the_answer_goes_on_at_home_when_nobody_else_is_left(
+    house: House, expected: Answer
+) -> None:
+    (victim,) = house.with_second_half(1)
+    facts, events, ids, text = stream(house.asker, 20, victim.kill)
     assert (ids, text) == expected
-    assert facts["failovers"] == 0
-    assert events[0]["status"] == "draining"
-    assert paused[0].get("/mesh/v1/status")["node"]["paused"] is True
-    wait_for(lambda: serving(asker) & set(nodes) == set(nodes) - {paused[0].name})
-    hearthnet("resume", paused[0])
-    wait_for(lambda: set(nodes) <= serving(asker))
+    assert facts["fallback"] is True
+    assert [event["type"] for event in events] == ["shard_status", "pipeline_aborted"]
+    assert house.asker.get("/mesh/v1/status")["shards"] == []
 
 
 def hearthnet(verb: str, node: LocalNode) -> None:
@@ -205,27 +242,7 @@ def serving(asker: LocalNode) -> set[str]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-def test_a_stopping_node_that_nobody_can_replace_finishes_first(
-    own_node: StartNode, expected: Answer
-) -> None:
-    own_node("a4", "--layers", "0-3")
-    only = own_node("b4", "--layers", "4-7")
-    asker = ready(own_node("c4", "--layers", "none"))
-
-    def stop() -> None:
-        assert only.process is not None
-        only.process.terminate()
-
-    facts, events, ids, text = stream(asker, 20, stop, fallback_to_local=False)
-    assert (ids, text) == expected
-    assert facts["failovers"] == 0
-    assert events == []
-    assert only.process is not None
-    assert only.process.wait(20) == 0
-    only.process = None

@@ -62,7 +62,7 @@ class Lies:
     def page(self, number: int, count: int) -> Page:
         lies = iter(self)
         events = tuple(next(lies) for _ in range(count))
-        return Page(number, Received(events, decisions=self._decisions(count // 8)))
+        return Page.of(number, Received(events, decisions=self._decisions(count // 8)))
 
     def _decisions(self, count: int) -> tuple[Signed, ...]:
         """That nobody may take, who never was an anchor, after what nobody else has seen."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.pipeline.orchestrator import PipelineOrchestrator
+from mesh.pipeline.generation import PipelineOrchestrator
 from mesh.types import Done, ShardFailover, StreamFrame, TokenDelta, WireDtype
 from tests.interventions.worlds import LAYERS, checkpoint
 from tests.mesh_e2e.spread import Spread, greedy, hugging_face, split, spread

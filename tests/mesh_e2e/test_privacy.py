@@ -56,8 +56,15 @@ def recorded(node: LocalNode) -> dict[str, tuple[str, bool]]:
     return {row["shard_id"]: (row["node"], row["withdrawn"]) for row in rows}
 
 
-def test_layers_kept_at_home_stay_there_and_the_report_says_so(start_node: StartNode) -> None:
-    attic = start_node("attic")  # holds every layer
+@pytest.fixture(scope="module")
+def attic(start_node: StartNode) -> LocalNode:
+    """It holds every layer, and tells its log all it would ever tell."""
+    return start_node("attic", "--log-level", "debug")
+
+
+def test_layers_kept_at_home_stay_there_and_the_report_says_so(
+    attic: LocalNode, start_node: StartNode
+) -> None:
     sofa = start_node("sofa", "--layers", "none", environment=KEEP_TWO)
     attic.wait_ready()
     sofa.wait_ready()
@@ -89,7 +96,9 @@ def test_layers_kept_at_home_stay_there_and_the_report_says_so(start_node: Start
     until(lambda: recorded(sofa) == {f"builtin:0-{total - 1}": ("attic", False)}, "the record")
 
 
-def test_what_cannot_be_held_at_home_is_said_and_goes_nowhere_else(start_node: StartNode) -> None:
+def test_what_cannot_be_held_at_home_is_said_and_goes_nowhere_else(
+    attic: LocalNode, start_node: StartNode
+) -> None:
     limits = {
         "HEARTHNET_ROUTING__KEEP_FIRST": "6",  # more than a megabyte
         "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__HOST__SHARD_MAX_VRAM_MB": "1",
@@ -112,9 +121,40 @@ def missing(node: LocalNode) -> list[str]:
     return found
 
 
-def test_neither_prompts_nor_activations_are_logged_or_written(own_node: StartNode) -> None:
-    attic = own_node("attic", "--log-level", "debug")  # holds every layer
-    sofa = own_node("sofa", "--layers", "none", "--log-level", "debug")
+@pytest.mark.parametrize("switch", [OFF, SECTION_OFF], ids=["policy", "section"])
+def test_switched_off_nothing_leaves_and_distributed_calls_are_refused(
+    attic: LocalNode,
+    start_node: StartNode,
+    switch: dict[str, str],
+    request: pytest.FixtureRequest,
+) -> None:
+    attic.wait_up()
+    name = request.node.callspec.id
+    sofa = start_node(name, "--layers", "0-3", environment=switch)
+    sofa.wait_up()
+    status = sofa.get("/mesh/v1/status")
+    assert status["node"]["enabled"] is False
+    assert status["node"]["endpoint"] is None
+    until(lambda: sofa.get("/mesh/v1/status")["shards"], "its own layers load")
+    response = ask(sofa)
+    assert response.status_code == 403, response.text
+    assert response.json()["error"]["code"] == "experimental_disabled"
+    # attic sees who else announces on this machine, but not sofa.
+    seen = {peer["id"] for peer in attic.get("/mesh/v1/peers")["peers"]}
+    assert status["node"]["id"] not in seen
+    assert {node for node, _ in recorded(attic).values()} <= {"attic"}
+    assert name in {m["name"] for m in attic.get("/mesh/v1/hearth")["members"]}
+    # Local models are answered as ever.
+    barn = start_node(f"barn-{name}", environment=switch)
+    barn.wait_ready()
+    assert ask(barn).status_code == 200
+
+
+# Last, as it ends the node that the others share.
+def test_neither_prompts_nor_activations_are_logged_or_written(
+    attic: LocalNode, start_node: StartNode
+) -> None:
+    sofa = start_node("porch", "--layers", "none", "--log-level", "debug")
     attic.wait_ready()
     sofa.wait_ready()
     word = "quibblezorp"
@@ -152,29 +192,3 @@ def embedded(token: int) -> list[Any]:
     with safe_open(file, "pt") as tensors:
         row = tensors.get_slice("model.embed_tokens.weight")[token]
     return [row.to(dtype).numpy() for dtype in (torch.float16, torch.float32)]
-
-
-@pytest.mark.parametrize("switch", [OFF, SECTION_OFF], ids=["policy", "section"])
-def test_switched_off_nothing_leaves_and_distributed_calls_are_refused(
-    own_node: StartNode, switch: dict[str, str]
-) -> None:
-    attic = own_node("attic", "--layers", "0-3")
-    attic.wait_up()
-    sofa = own_node("sofa", "--layers", "0-3", environment=switch)
-    sofa.wait_up()
-    status = sofa.get("/mesh/v1/status")
-    assert status["node"]["enabled"] is False
-    assert status["node"]["endpoint"] is None
-    until(lambda: sofa.get("/mesh/v1/status")["shards"], "its own layers load")
-    response = ask(sofa)
-    assert response.status_code == 403, response.text
-    assert response.json()["error"]["code"] == "experimental_disabled"
-    # attic sees who else announces on this machine, but not sofa.
-    seen = {peer["id"] for peer in attic.get("/mesh/v1/peers")["peers"]}
-    assert status["node"]["id"] not in seen
-    assert list(recorded(attic)) in ([], ["builtin:0-3"])
-    assert {m["name"] for m in attic.get("/mesh/v1/hearth")["members"]} == {"attic", "sofa"}
-    # Local models are answered as ever.
-    barn = own_node("barn", environment=switch)
-    barn.wait_ready()
-    assert ask(barn).status_code == 200

@@ -61,9 +61,19 @@ def freeze(node: LocalNode, name: str, missing: str) -> Callable[[], None]:
     return replaced
 
 
-def test_what_stands_still_is_not_offered_and_is_replaced(start_node: StartNode) -> None:
-    host = start_node("attic")
-    asker = start_node("sofa", "--layers", "none")
+@pytest.fixture(scope="module")
+def host(start_node: StartNode) -> LocalNode:
+    return start_node("attic")
+
+
+@pytest.fixture(scope="module")
+def asker(host: LocalNode, start_node: StartNode) -> LocalNode:
+    return start_node("sofa", "--layers", "none")
+
+
+def test_what_stands_still_is_not_offered_and_is_replaced(
+    host: LocalNode, asker: LocalNode
+) -> None:
     for node in (host, asker):
         node.wait_ready()
     wait_for(lambda: servers(asker) == {"attic"})
@@ -89,10 +99,11 @@ def complete(asker: LocalNode, number: int, max_tokens: int) -> dict[str, Any]:
     return facts
 
 
-def test_replicas_share_what_comes_in_a_row_and_what_comes_at_once(start_node: StartNode) -> None:
+def test_replicas_share_what_comes_in_a_row_and_what_comes_at_once(
+    asker: LocalNode, start_node: StartNode
+) -> None:
     """Far less than a second host's limit of streams: nobody is turned away by the first."""
     start_node("attic2").wait_ready()
-    asker = start_node("porch", "--layers", "none")
     asker.wait_ready()
     wait_for(lambda: servers(asker) == {"attic", "attic2"})
     time.sleep(0.2)  # from the daemon's table to its asker process

@@ -12,9 +12,10 @@ from random import Random
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from mesh.models.builtin import checkpoint_dir
-from mesh.models.builtin.corpus import (
+from tools.builtin_model.corpus import (
     END,
     END_OF_TEXT,
     SPECIAL_TOKENS,
@@ -23,11 +24,11 @@ from mesh.models.builtin.corpus import (
     render,
     training_documents,
 )
-from mesh.models.builtin.corpus.arithmetic import question
-from mesh.models.builtin.corpus.cast import PRONOUNS
-from mesh.models.builtin.corpus.facts_mesh import MESH_TOPICS
-from mesh.models.builtin.corpus.mixture import is_held_out
-from mesh.models.builtin.corpus.stories import PLOTS, tell
+from tools.builtin_model.corpus.arithmetic import question
+from tools.builtin_model.corpus.cast import PRONOUNS
+from tools.builtin_model.corpus.facts_mesh import MESH_TOPICS
+from tools.builtin_model.corpus.mixture import is_held_out
+from tools.builtin_model.corpus.stories import PLOTS, tell
 
 SIZE_LIMIT_BYTES = 16 * 2**20
 
@@ -218,13 +219,12 @@ def test_stays_readable_past_five_hundred_tokens(model: Any, tokenizer: Any) -> 
 
 
 def test_held_out_loss_is_what_the_card_says(model: Any) -> None:
-    from mesh.models.builtin.evaluate import held_out_loss
-    from mesh.models.builtin.vocabulary import load_tokenizer
+    from tools.builtin_model.evaluate import held_out_loss
 
     card = (checkpoint_dir() / "README.md").read_text()
     match = re.search(r"held-out loss \(nats per token\) \| ([0-9.]+)", card)
     assert match is not None
-    raw = load_tokenizer(checkpoint_dir() / "tokenizer.json")
+    raw = Tokenizer.from_file(str(checkpoint_dir() / "tokenizer.json"))
     measured = held_out_loss(model, raw, held_out_documents(48))
     assert measured == pytest.approx(float(match[1]), rel=0.05)
 
@@ -270,8 +270,8 @@ def test_sums_in_the_corpus_are_true() -> None:
 def test_trainer_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from mesh.models.builtin.export import read_runs
-    from mesh.models.builtin.train import Recipe, Shape, begin, train
+    from tools.builtin_model.export import read_runs
+    from tools.builtin_model.train import Recipe, Shape, begin, train
 
     shape = Shape(
         vocabulary=400, hidden=32, feed_forward=64, layers=2, heads=2, kv_heads=1, positions=256

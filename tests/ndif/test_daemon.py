@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import nnsight
@@ -28,11 +27,18 @@ PROMPT = "The attic is"
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
+def starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
+    """It answers, and may not have loaded anything."""
     root = tmp_path_factory.mktemp("daemon")
     with LocalNode("solo", root / "solo", FLAGS, ENVIRONMENT) as node:
-        node.wait_ready()
+        node.wait_up()
         yield node
+
+
+@pytest.fixture(scope="module")
+def daemon(starting: LocalNode) -> LocalNode:
+    starting.wait_ready()
+    return starting
 
 
 @pytest.fixture
@@ -49,6 +55,32 @@ def local() -> TransformersModel:
     return TransformersModel(
         str(checkpoint_dir()), task="text-generation", dispatch=True, dtype=torch.float32
     )
+
+
+# First, as it wants a daemon that has loaded nothing; the others share the one it leaves.
+def test_queued_jobs_survive_kill_9(starting: LocalNode, local: TransformersModel) -> None:
+    node = starting
+    jobs = [submit(node, number) for number in range(6)]
+    node.kill()
+    node.start()
+    node.wait_ready()
+    for number, job in enumerate(jobs):
+        via = client.Recording(
+            client.KEY, host=node.url, api_key=node.record.api_key, blocking=False, job_id=job
+        )
+        found = client.wait_for(via, 90)
+        with local.trace(f"{PROMPT} {number}"):
+            here = local.output.logits.save()
+        assert torch.equal(found["logits"], here)
+
+
+def submit(node: LocalNode, number: int) -> str:
+    via = client.Recording(client.KEY, host=node.url, api_key=node.record.api_key, blocking=False)
+    model = client.model()
+    with model.trace(f"{PROMPT} {number}", backend=via):
+        logits = model.output.logits.save()  # noqa: F841
+    assert via.job_id is not None
+    return via.job_id
 
 
 def test_a_trace_equals_a_local_one(model: TransformersModel, local: TransformersModel) -> None:
@@ -105,36 +137,6 @@ def test_a_job_that_never_ends_is_killed_from_the_command_line(
     with model.trace(PROMPT, remote=True):
         logits = model.output.logits.save()
     assert logits.ndim == 3
-
-
-def test_queued_jobs_survive_kill_9(tmp_path: Path, local: TransformersModel) -> None:
-    node = LocalNode("phoenix", tmp_path / "phoenix", FLAGS, ENVIRONMENT)
-    try:
-        node.start()
-        node.wait_up()
-        jobs = [submit(node, number) for number in range(6)]
-        node.kill()
-        node.start()
-        node.wait_ready()
-        for number, job in enumerate(jobs):
-            via = client.Recording(
-                client.KEY, host=node.url, api_key=node.record.api_key, blocking=False, job_id=job
-            )
-            found = client.wait_for(via, 90)
-            with local.trace(f"{PROMPT} {number}"):
-                here = local.output.logits.save()
-            assert torch.equal(found["logits"], here)
-    finally:
-        node.stop()
-
-
-def submit(node: LocalNode, number: int) -> str:
-    via = client.Recording(client.KEY, host=node.url, api_key=node.record.api_key, blocking=False)
-    model = client.model()
-    with model.trace(f"{PROMPT} {number}", backend=via):
-        logits = model.output.logits.save()  # noqa: F841
-    assert via.job_id is not None
-    return via.job_id
 
 
 def ended(daemon: LocalNode) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The scripts of `examples/`, as a user runs them: over three nodes, and alone for comparison."""
+"""The scripts of `examples/`: over three nodes, and alone for comparison; one as a user runs it."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def laptops(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
         yield nodes[0]
 
 
-def as_a_user(script: str, host: str, *flags: str) -> Any:
+def as_a_user(script: str, host: str) -> Any:
     """The script in a process of its own, with nothing but the host to go by."""
     kept = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
     process = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{script}.py"), "--json", *flags],
+        [sys.executable, str(EXAMPLES / f"{script}.py"), "--json"],
         env={**kept, "NDIF_HOST": host}, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr[-3000:]
@@ -59,40 +59,40 @@ def as_a_user(script: str, host: str, *flags: str) -> Any:
 @pytest.fixture
 def run(
     laptops: LocalNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[str], Any]:
+) -> Callable[..., Any]:
     """Run a script in this process, which has everything imported already."""
     monkeypatch.setattr(nnsight.CONFIG.API, "HOST", laptops.url)
     monkeypatch.syspath_prepend(EXAMPLES)
 
-    def call(script: str) -> Any:
-        monkeypatch.setattr(sys, "argv", [script, "--json"])
+    def call(script: str, *flags: str) -> Any:
+        monkeypatch.setattr(sys, "argv", [script, "--json", *flags])
         runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     return call
 
 
-def test_logit_lens(laptops: LocalNode) -> None:
+def test_logit_lens(laptops: LocalNode, run: Callable[..., Any]) -> None:
     spread = as_a_user("logit_lens", laptops.url)
-    alone = as_a_user("logit_lens", laptops.url, "--local")
+    alone = run("logit_lens", "--local")
     assert [row["words"] for row in spread] == [row["words"] for row in alone]
     for row, here in zip(spread, alone, strict=True):
         assert row["chances"] == pytest.approx(here["chances"], abs=EXACT)
     assert spread[-1]["words"][0] == " she"
 
 
-def test_activation_patching(laptops: LocalNode, run: Callable[[str], Any]) -> None:
+def test_activation_patching(run: Callable[..., Any]) -> None:
     spread = run("activation_patching")
-    alone = as_a_user("activation_patching", laptops.url, "--local")
+    alone = run("activation_patching", "--local")
     for row, here in zip(spread["recovered"], alone["recovered"], strict=True):
         assert row == pytest.approx(here, abs=1e-4)
     assert spread["recovered"][0][spread["words"].index(" His")] > 0.9
     assert spread["recovered"][-1][-1] == pytest.approx(1, abs=1e-4)
 
 
-def test_attribution_patching(laptops: LocalNode, run: Callable[[str], Any]) -> None:
+def test_attribution_patching(run: Callable[..., Any]) -> None:
     spread = run("attribution_patching")
-    alone = as_a_user("attribution_patching", laptops.url, "--local")
+    alone = run("attribution_patching", "--local")
     for row, here in zip(spread["estimate"], alone["estimate"], strict=True):
         assert row == pytest.approx(here, abs=GRADIENTS)
     largest = sorted(zip(spread["estimate"][0], spread["words"], strict=True))[-2:]

@@ -1,4 +1,4 @@
-"""An asker's process whose accelerator is gone, for `mesh.child`.
+"""An asker's process whose accelerator is gone, for `mesh.processes.entry`.
 
 Its ends are there, and raise what CUDA raises of everything after a device-side assert.
 """
@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
-from mesh.charge import Loading
-from mesh.pipeline.checkpoint import AskerOptions, load_asker
-from mesh.pipeline.engine_process import main
+from mesh.pipeline.checkpoint import load_asker
+from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel
+from mesh.pipeline.process import main
+from mesh.processes.lifecycle import Loading
 from mesh.types import GenerationRequest, ModelId
 
 

@@ -41,7 +41,7 @@ def held(network: ToyNetwork) -> list[int]:
 
 def known(network: ToyNetwork, sessions: Sessions) -> list[int]:
     """What `held` has to be when nothing runs: what the asker kept, all of it parked."""
-    hosts = [s.hop.shard.host for kept in sessions.known() for s in kept.chain.stations]
+    hosts = [s.hop.shard.host for kept in sessions.known() for s in kept.route.hops]
     return [*(hosts.count(s.descriptor.host) for s in network.shards.values()), 0]
 
 

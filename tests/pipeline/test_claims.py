@@ -18,7 +18,7 @@ WHOLE = LayerRange(0, 16)
 
 
 def counted(candidates: Sequence[Candidate], claims: Claims) -> list[Candidate]:
-    """As `PushedShards` has them."""
+    """As `KnownShards` has them."""
     return [
         replace(
             candidate,

@@ -8,10 +8,10 @@ import pytest
 
 from mesh.clock import SystemClock
 from mesh.errors import BadRequest, ContextTooLong, NoRoute, SessionGone
-from mesh.pipeline.frames import decode_frame, encode_frame
-from mesh.pipeline.orchestrator import PipelineOrchestrator
-from mesh.pipeline.oversight import Oversight
-from mesh.pipeline.station import STEPS_UNDER_WAY
+from mesh.pipeline.commands import Frame
+from mesh.pipeline.generation import PipelineOrchestrator
+from mesh.pipeline.hop import STEPS_UNDER_WAY
+from mesh.pipeline.watch.oversight import Oversight
 from mesh.routing.cover import key_of
 from mesh.types import (
     Done,
@@ -24,6 +24,7 @@ from mesh.types import (
 )
 from mesh.wire.messages import Failure, Step
 from tests.health.watched import tokens_of, watched
+from tests.pipeline.test_commands import passed_on
 from tests.pipeline.toy_mesh import (
     MODEL,
     ToyNetwork,
@@ -71,7 +72,8 @@ async def test_the_first_token_says_how_long_the_prompt_is() -> None:
     orchestrator, sessions = toy_orchestrator(network)
     frames = await frames_of(orchestrator, toy_request(PROMPT, 3))
     assert [f.prompt_tokens for f in frames if isinstance(f, TokenDelta)] == [6, 0, 0]
-    assert [decode_frame(encode_frame(frame)) for frame in frames] == frames
+    sent = [Frame.of("r", frame) for frame in frames]
+    assert [passed_on(frame) for frame in sent] == sent
     await sessions.close()
 
 
@@ -81,7 +83,7 @@ async def test_who_sees_what_runs_learns_no_id_to_resume_it_by() -> None:
         frames = mesh.engine.chat(toy_request(PROMPT, 3, "chatcmpl-1"))
         await anext(frames)
         (running,) = mesh.engine.generations()
-        assert running["id"]
+        assert running.id
         assert "chatcmpl-1" not in str(running)
         await frames.aclose()
         await mesh.engine.close()
@@ -170,7 +172,7 @@ async def test_a_hop_that_says_it_forgot_a_kept_session_is_not_waited_for_nor_bl
     follow_up = [*PROMPT, *answer, 33]
     frames = await frames_of(orchestrator, toy_request(follow_up, 5, "r2"))
     assert tokens_of(frames) == expected_tokens(follow_up, 5)
-    assert oversight.standings.penalty(key_of(first.descriptor)) == 0
+    assert oversight.reputations.penalty(key_of(first.descriptor)) == 0
     await sessions.close()
 
 
@@ -275,7 +277,7 @@ async def test_hosts_that_stop_together_do_not_hand_a_generation_back_and_forth(
     network, (_, second) = network_of("0-3", "4-7")
     other = network.add("4-7", name="z")
     orchestrator, sessions = toy_orchestrator(network)
-    await sessions._lines.line(other.descriptor.host, other.descriptor.endpoint)
+    await sessions._links.link(other.descriptor.host, other.descriptor.endpoint)
     frames: list[StreamFrame] = []
     async for frame in orchestrator.chat(toy_request(PROMPT, 12)):
         frames.append(frame)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from mesh.errors import MeshError, NoRoute, WeightsMismatch
-from mesh.pipeline.orchestrator import PipelineOrchestrator
+from mesh.pipeline.generation import PipelineOrchestrator
 from mesh.pipeline.sessions import Sessions
 from mesh.types import Done, GenerationRequest, PipelineAborted, TokenDelta
 from mesh.wire.messages import Step

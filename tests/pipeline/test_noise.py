@@ -8,11 +8,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from mesh.config import Config
 from mesh.identity.keys import NodeKey
+from mesh.identity.tls import TlsMaterial
 from mesh.models.local import LocalModel
-from mesh.pipeline.engine import EngineSettings
+from mesh.node.wiring import start_asker
 from mesh.pipeline.noise import RowNoise
 from mesh.types import LayerRange, ModelId, TokenDelta
-from mesh.wiring import asker_spec
 from tests.pipeline.toy_mesh import ToyNetwork, expected_tokens, toy_orchestrator, toy_request
 
 
@@ -69,7 +69,8 @@ def test_the_configuration_reaches_the_asker() -> None:
     routing = {"keep_first": 2, "keep_last": 1, "activation_noise": 0.25}
     model = LocalModel(ModelId("m"), "/m", "a" * 64, 8, None, None)
     key = NodeKey(Ed25519PrivateKey.generate())
-    settings = EngineSettings(**asker_spec(Config(routing=routing), key, model, {}).settings)
+    tls = TlsMaterial.of(key, [])
+    settings = start_asker(Config(routing=routing), key, model, tls).settings
     assert settings.activation_noise == 0.25
-    assert settings.cover_rules(8).home == (LayerRange(0, 2), LayerRange(7, 8))
-    assert EngineSettings(**asker_spec(Config(), key, model, {}).settings).cover_rules(8).home == ()
+    assert settings.routes.cover_rules(8).home == (LayerRange(0, 2), LayerRange(7, 8))
+    assert start_asker(Config(), key, model, tls).settings.routes.cover_rules(8).home == ()

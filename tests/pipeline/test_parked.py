@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mesh.pipeline import sessions as module
-from mesh.pipeline.engine_process import EXPIRY_TICK_S
+from mesh.pipeline.process import EXPIRY_TICK_S
 from mesh.pipeline.sessions import MAX_PARKED, PARKED_SECONDS, expire_regularly
 from mesh.types import THIS_NODE, Done, Principal, PrincipalKind
-from mesh.wire.memory import MemoryLink
 from mesh.wire.messages import Result
 from tests.health.watched import Watched, tokens_of, watched
 from tests.pipeline.toy_mesh import ToyNetwork, expected_tokens
 from tests.simulation.virtual_loop import run_virtually
+from tests.wire.memory import MemoryLink
 
 COUNT = 4
 FED = 3 + COUNT - 1
@@ -86,9 +86,9 @@ def test_what_one_principal_asked_is_in_nobody_else_s_cache() -> None:
         for stranger in STRANGERS:
             assert await talks.cached(0, stranger) == 0, stranger
             (kept,) = [s for s in talks.mesh.engine.sessions.known()
-                       if s.chain.terms.principal == stranger]  # fmt: skip
+                       if s.route.terms.principal == stranger]  # fmt: skip
             talks.mesh.engine.sessions._parked.remove(kept)
-            kept.chain.close()
+            kept.route.close()
         assert await talks.cached(0, KEY) == FED, "nobody took it away"
 
     converse(body)
@@ -137,7 +137,7 @@ def test_what_is_kept_to_replay_it_is_bounded_in_bytes(monkeypatch: pytest.Monke
     async def body(talks: Conversations) -> None:
         await talks.begin(0)
         (first,) = talks.mesh.engine.sessions.known()
-        monkeypatch.setattr(module, "MAX_PARKED_BYTES", 2 * first.history_bytes)
+        monkeypatch.setattr(module, "MAX_PARKED_BYTES", 2 * first.route.history_bytes)
         await talks.begin(1)
         assert talks.held() == [2, 2], "as many as the bound allows"
         await talks.begin(2)

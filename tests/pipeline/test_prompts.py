@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mesh.accounts.ledger import Limit, Resource, ResourceLedger
 from mesh.clock import LoopClock
 from mesh.errors import BadRequest, ContextTooLong, LimitReached
-from mesh.ledger import Limit, Resource, ResourceLedger
 from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.checkpoint import CheckpointText
 from mesh.pipeline.prompts import Prompts

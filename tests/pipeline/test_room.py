@@ -9,12 +9,13 @@ import pytest
 
 from mesh.clock import SystemClock
 from mesh.errors import CacheFull
-from mesh.pipeline.frames import decode_frame, encode_frame
-from mesh.pipeline.oversight import Oversight
+from mesh.pipeline.commands import Frame
 from mesh.pipeline.terms import FIRST_ANSWER
+from mesh.pipeline.watch.oversight import Oversight
 from mesh.routing.cover import key_of
 from mesh.types import Done, GenerationRequest, SamplingParams, ShardStatus, StreamFrame
 from tests.health.watched import tokens_of
+from tests.pipeline.test_commands import passed_on
 from tests.pipeline.toy_mesh import (
     MODEL,
     ToyNetwork,
@@ -73,8 +74,8 @@ async def test_an_answer_that_rests_near_the_end_of_the_context_asks_for_no_more
     answer = orchestrator.chat(UNLIMITED)
     frames = [await anext(answer) for _ in range(60)]
     (session,) = sessions.known()
-    for station in session.chain.stations:
-        station.rest(inf)
+    for hop in session.route.hops:
+        hop.rest(inf)
     frames += [frame async for frame in answer]
     assert tokens_of(frames) == expected_tokens(PROMPT, 144)
     assert shard.reserved == [6 + FIRST_ANSWER, 150]
@@ -95,7 +96,7 @@ async def test_an_answer_without_room_goes_on_where_there_is_some_and_nobody_is_
     said = next(frame for frame in frames if isinstance(frame, ShardStatus))
     assert said.status == "full"
     assert heir.steps
-    assert oversight.standings.penalty(key_of(shards[1].descriptor)) == 0
+    assert oversight.reputations.penalty(key_of(shards[1].descriptor)) == 0
     await sessions.close()
 
 
@@ -111,7 +112,7 @@ async def test_an_answer_that_nobody_has_room_for_ends_there_and_says_so() -> No
     assert isinstance(done, Done)
     assert done.finish_reason == "length"
     assert "node-1001 has no room" in done.note
-    assert decode_frame(encode_frame(done)) == done
+    assert passed_on(Frame.of("r", done)) == Frame.of("r", done)
     assert not sessions.known(), "what it held is given back to whoever waits for room"
     await sessions.close()
 

@@ -23,13 +23,13 @@ from mesh.errors import (
     MeshError,
     SessionGone,
 )
-from mesh.pipeline.lines import Lines
+from mesh.pipeline.failover import FailoverSettings
+from mesh.pipeline.generation import PipelineOrchestrator
+from mesh.pipeline.hop import Patience
+from mesh.pipeline.links import HopLinks
 from mesh.pipeline.model import AskerModel
-from mesh.pipeline.opening import Patience
-from mesh.pipeline.orchestrator import PipelineOrchestrator
-from mesh.pipeline.oversight import Oversight
-from mesh.pipeline.recovery import RecoverySettings
 from mesh.pipeline.sessions import Sessions
+from mesh.pipeline.watch.oversight import Oversight
 from mesh.routing.cover import Candidate, CoverRules
 from mesh.routing.router import ShardRouter
 from mesh.types import (
@@ -47,7 +47,6 @@ from mesh.types import (
     shard_id,
 )
 from mesh.wire.link import Link, LinkHandler
-from mesh.wire.memory import MemoryLink, link_pair
 from mesh.wire.messages import (
     Close,
     Drain,
@@ -65,6 +64,7 @@ from mesh.wire.messages import (
     Step,
     WireTensor,
 )
+from tests.wire.memory import MemoryLink, link_pair
 
 MODEL = ModelId("toy")
 WEIGHTS = "f" * 64
@@ -339,7 +339,7 @@ def toy_orchestrator(
 
     router = ShardRouter(network, CoverRules())
     sessions = Sessions(
-        Lines(network.dial),
+        HopLinks(network.dial),
         router,
         SystemClock(),
         Patience(answer_s=2.0),
@@ -351,7 +351,7 @@ def toy_orchestrator(
         sessions,
         router,
         wire_dtype=WireDtype.FP32,
-        recovery=RecoverySettings(retry_delays_s=(0.01, 0.02)),
+        failover=FailoverSettings(retry_delays_s=(0.01, 0.02)),
         local_model=None if home is None else go_home,
         noise=noise,
     )

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from mesh.errors import MeshError, from_dict
-from mesh.shard.batcher import DeviceQueue
 from mesh.shard.runtime import SpanRuntime
+from mesh.shard.scheduler import Scheduler
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
 from mesh.shard.settings import ShardSettings
@@ -29,7 +29,6 @@ from mesh.types import (
 from mesh.wire.activations import to_torch, to_wire
 from mesh.wire.limits import DEFAULT_LIMITS, Limits
 from mesh.wire.link import Link
-from mesh.wire.memory import MemoryLink, link_pair
 from mesh.wire.messages import (
     Close,
     Failure,
@@ -44,6 +43,7 @@ from mesh.wire.messages import (
     Step,
 )
 from tests.shard.spans import HIDDEN, WHOLE, relative_error, runtime
+from tests.wire.memory import MemoryLink, link_pair
 
 ANSWER_TIMEOUT_S = 10.0
 SETTLE_TIMEOUT_S = 5.0
@@ -85,10 +85,10 @@ class Attic:
 
     def __init__(self, loader: CountedLoader | None = None, **settings: Any) -> None:
         self.loader = loader or CountedLoader()
-        self.queue = DeviceQueue()
+        self.queue = Scheduler()
         self.server = ShardServer(
             descriptor(), self.loader, ShardSettings(**settings), hidden_size=HIDDEN,
-            queue=self.queue,
+            scheduler=self.queue,
         )  # fmt: skip
         self.service = ShardService()
         self.service.add(self.server)

@@ -1,6 +1,7 @@
 """A shard process that something happens to: which of these, the name of its model says.
 
-``python -m mesh.child tests.shard.doomed_host``. A model of any other name is loaded and served.
+``python -m mesh.processes.entry tests.shard.doomed_host``. A model of any other name is loaded and
+served.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pathlib import Path
 import torch
 
 from mesh.errors import DeviceFailed
-from mesh.shard.host import main
 from mesh.shard.loading import LoadedShard, LoadPlan, load_shard
+from mesh.shard.process import main
 from mesh.shard.runtime import SpanRuntime, StepInput
 from mesh.types import LayerRange
 
@@ -32,7 +33,7 @@ STUMBLES = "stumbles"
 HOG = "hog"
 """Loading takes far more memory than anybody could know."""
 STUCK_S = 2.0
-GROUP = "HEARTHNET_TEST_GROUP"
+GROUP = "PYTHON_TEST_GROUP"
 """The control group that the hog enters."""
 
 _loads = itertools.count()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.shard.supervisor import ShardSupervisor
 from tests import secure
 
 TIMEOUT_S = 60.0
@@ -17,10 +17,13 @@ Sees = Callable[[Callable[[], bool]], Awaitable[None]]
 
 
 @asynccontextmanager
-async def hosted(*shards: dict[str, Any], **more: Any) -> AsyncIterator[tuple[ShardHost, Sees]]:
+async def hosted(
+    *shards: dict[str, Any], **more: Any
+) -> AsyncIterator[tuple[ShardSupervisor, Sees]]:
     """The process, once it has loaded what it can of these."""
     changed = asyncio.Event()
-    host = ShardHost(HostSpec(secure.start_command(None), shards), changed.set, **more)
+    requests = [secure.request(**shard) for shard in shards]
+    host = ShardSupervisor(secure.start_command(), requests, changed.set, **more)
 
     async def sees(condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(TIMEOUT_S):

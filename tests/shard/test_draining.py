@@ -11,16 +11,16 @@ import pytest
 
 from mesh.errors import Busy
 from mesh.models.builtin import checkpoint_dir
-from mesh.shard.hosting import HostSpec, ShardHost
+from mesh.shard.supervisor import ShardSupervisor
 from tests import secure
 
 
 async def test_going_home_while_the_node_drains_starts_no_second_process() -> None:
-    host = ShardHost(HostSpec(secure.start_command(None), ()), lambda: None)
+    host = ShardSupervisor(secure.start_command(), (), lambda: None)
     host.start()
     async with asyncio.timeout(60):
-        await host.process.wait_up()
-    first = host.process.pid
+        await host.wait_up()
+    first = host.pid
     assert first is not None
     os.kill(first, signal.SIGSTOP)  # as one whose sessions have not ended yet
     draining = asyncio.create_task(host.drain(30.0))
@@ -29,8 +29,8 @@ async def test_going_home_while_the_node_drains_starts_no_second_process() -> No
         home = {"directory": str(checkpoint_dir()), "model_id": "builtin", "layers": "0-3"}
         with pytest.raises(Busy, match="stopping"):
             async with asyncio.timeout(10):
-                await host.ensure(home)
-        assert host.process.pid == first
+                await host.ensure(secure.request(**home))
+        assert host.pid == first
         assert not draining.done()
         os.kill(first, signal.SIGCONT)
         async with asyncio.timeout(20):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from mesh.charge import Loading
 from mesh.errors import NotEnoughMemory
-from mesh.headroom import Headroom
 from mesh.models.load import load_span
+from mesh.processes.headroom import Headroom
+from mesh.processes.lifecycle import Loading
 from mesh.shard.footprint import estimate, position_bytes
 from mesh.shard.room import Room
 from mesh.shard.runtime import SpanRuntime

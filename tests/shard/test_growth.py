@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any, cast
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
+from mesh.accounts.ledger import Resource, of_peer
 from mesh.clock import SystemClock
 from mesh.errors import CacheFull, ContextTooLong, MeshError, SessionGone
-from mesh.ledger import Resource, of_peer
+from mesh.shard.admission import SessionTable
 from mesh.shard.runtime import SpanRuntime
-from mesh.shard.sessions import GROWTH, Session, SessionTable
+from mesh.shard.sessions import GROWTH, ChatSession
 from mesh.shard.settings import ShardSettings
 from mesh.shard.steering import Steering
 from mesh.types import LayerRange, WireDtype
@@ -94,12 +96,12 @@ OWNERS = [of_peer(name * 64) for name in "abc"]
 class Sharing(RuleBasedStateMachine):
     """Whoever comes, grows, rests and goes: the books balance, and who works stays."""
 
-    sessions: Bundle[Session] = Bundle("sessions")
+    sessions: Bundle[ChatSession] = Bundle("sessions")
 
     @initialize(streams=st.integers(1, 6))
     def begin(self, streams: int) -> None:
         self.table = SessionTable(ShardSettings(streams, BUDGET, silent_s=1e9), SystemClock())
-        self.here: set[Session] = set()
+        self.here: set[ChatSession] = set()
         self.numbers = 0
 
     @rule(target=sessions, owner=st.sampled_from(OWNERS), positions=st.integers(1, BUDGET + 9))
@@ -108,7 +110,7 @@ class Sharing(RuleBasedStateMachine):
         request = Open(
             self.numbers, "toy", "", 0, 4, positions, WireDtype.FP32
         )  # fmt: skip
-        session = Session(request, owner, Steering(LayerRange(0, 4), ()))
+        session = ChatSession(cast("Any", None), request, owner, Steering(LayerRange(0, 4), ()))
         self._attempt(session, lambda: self.table.admit(session, 0.0))
         return session
 

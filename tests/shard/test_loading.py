@@ -9,11 +9,12 @@ from typing import Any
 import psutil
 import pytest
 
-from mesh import attempts
 from mesh.errors import DeviceFailed, NotEnoughMemory
-from mesh.headroom import ram
+from mesh.processes import attempts
+from mesh.processes.headroom import ram
 from mesh.shard.footprint import position_bytes
 from mesh.types import LayerRange, ShardId
+from tests import secure
 from tests.cgroups import limited_group
 from tests.shard import doomed_host
 from tests.shard.hosts import hosted
@@ -52,7 +53,7 @@ async def test_what_does_not_fit_is_refused_with_what_it_needs_and_what_there_is
         assert "--layers" in error.fix
         assert [each.descriptor.model_id for each in host.serving] == ["small"]
         with pytest.raises(NotEnoughMemory):
-            await host.ensure(shard("at home", caches_mb=2 * total_mb))
+            await host.ensure(secure.request(**shard("at home", caches_mb=2 * total_mb)))
 
 
 async def test_an_idle_shard_goes_for_one_that_is_wanted_and_its_footprint_is_told() -> None:
@@ -64,13 +65,13 @@ async def test_an_idle_shard_goes_for_one_that_is_wanted_and_its_footprint_is_to
         before = first.health.memory
         assert before is not None
         assert (before.weights_mb, before.caches_mb) == (1, 0)
-        second = await host.ensure(shard("second", caches_mb=half_mb))
+        second = await host.ensure(secure.request(**shard("second", caches_mb=half_mb)))
         await sees(lambda: first.health.memory != before)
         assert first.health.memory is not None
         assert first.health.memory.total_mb == 0, "it is here when somebody asks, at no cost"
         await sees(lambda: second.health.memory is not None)
         assert host.memory is not None
-        assert 0 < host.memory["free_mb"] <= host.memory["total_mb"]
+        assert 0 < host.memory.device.free_mb <= host.memory.device.total_mb
 
 
 async def test_a_load_that_killed_its_process_is_told_and_not_repeated(
@@ -83,14 +84,14 @@ async def test_a_load_that_killed_its_process_is_told_and_not_repeated(
         assert isinstance(error, NotEnoughMemory)
         assert "was killed" in error.message
         await sees(lambda: len(host.serving) == 1)
-        assert host.process.starts == 2
+        assert host.starts == 2
         for _ in range(5):  # far beyond the wait: there is still no more memory than there was
             await asyncio.sleep(1.0)
-            assert host.process.starts == 2
+            assert host.starts == 2
         with pytest.raises(NotEnoughMemory):
-            await host.ensure(doomed)
+            await host.ensure(secure.request(**doomed))
         host.try_again()
-        await sees(lambda: host.process.starts == 3 and len(host.serving) == 1)
+        await sees(lambda: host.starts == 3 and len(host.serving) == 1)
         assert list(host.failed) == [named(doomed_host.KILLED)]
 
 
@@ -102,7 +103,7 @@ async def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
         assert isinstance(host.failed[named(doomed_host.STUMBLES)], DeviceFailed)
         await sees(lambda: len(host.serving) == 1)
         assert not host.failed
-        assert host.process.starts == 1
+        assert host.starts == 1
 
 
 @pytest.fixture
@@ -120,4 +121,4 @@ async def test_a_kernel_that_runs_out_of_memory_is_believed(
         assert isinstance(error, NotEnoughMemory)
         assert "was killed" in error.message
         await sees(lambda: len(host.serving) == 1)
-        assert host.process.starts == 2
+        assert host.starts == 2

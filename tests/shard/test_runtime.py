@@ -8,11 +8,13 @@ from transformers import AutoModel
 from mesh.errors import BadRequest, ContextTooLong
 from mesh.models.load import load_span
 from mesh.shard.runtime import StepInput
+from mesh.shard.scheduler import run
 from mesh.types import LayerRange
 from tests.checkpoints import FAMILIES, WINDOW
 from tests.shard.spans import (
     CPU,
     HIDDEN,
+    WHOLE,
     checkpoint,
     of_module,
     relative_error,
@@ -70,7 +72,7 @@ def test_a_row_in_a_ragged_batch_equals_the_row_alone(family: str) -> None:
         step(span, cache, 0, first)
         alone.append(step(span, cache, length, last))
         inputs.append(StepInput(cache, length, last))
-    together = span.forward(inputs)
+    together = run(span, inputs, WHOLE)
     for one, batched in zip(alone, together, strict=True):
         assert relative_error(batched, one) < 1e-5
 
@@ -78,7 +80,8 @@ def test_a_row_in_a_ragged_batch_equals_the_row_alone(family: str) -> None:
 def test_a_batch_mixes_chunks_and_single_rows() -> None:
     span = runtime()
     expected = [step(span, span.new_cache(64), 0, rows(n, seed=n)) for n in (1, 5, 1)]
-    found = span.forward([StepInput(span.new_cache(64), 0, rows(n, seed=n)) for n in (1, 5, 1)])
+    mixed = [StepInput(span.new_cache(64), 0, rows(n, seed=n)) for n in (1, 5, 1)]
+    found = run(span, mixed, WHOLE)
     for one, batched in zip(expected, found, strict=True):
         assert relative_error(batched, one) < 1e-5
 
@@ -87,7 +90,9 @@ def test_batch_invariant_rows_are_bitwise_equal_alone_and_in_company() -> None:
     span = runtime(batch_invariant=True)
     alone = step(span, span.new_cache(64), 0, rows(1))
     company = [StepInput(span.new_cache(64), 0, rows(1, seed=i)) for i in range(5)]
-    assert torch.equal(span.forward(company)[0], alone)
+    assert torch.equal(run(span, company, WHOLE)[0], alone)
+    with pytest.raises(ValueError, match="single rows"):
+        span.forward(company)
 
 
 def test_some_layers_of_a_span_equal_a_span_of_those_layers() -> None:
@@ -176,5 +181,5 @@ def test_what_our_attention_cannot_express_runs_stock_and_is_still_right(kind: s
     for start, stop in ((0, 12), (12, 30), (30, 31)):
         # A longer session of somebody else in between must not show.
         pair = [StepInput(other, 0, rows(60)), StepInput(cache, start, hidden[:, start:stop])]
-        found.append(span.forward(pair)[1])
+        found.append(run(span, pair, span.layers)[1])
     assert relative_error(torch.cat(found, 1), expected) < 1e-4

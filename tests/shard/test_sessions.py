@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from mesh.accounts.ledger import Resource, of_peer
 from mesh.errors import (
     BadCheckpoint,
     BadRequest,
@@ -19,7 +20,6 @@ from mesh.errors import (
     SessionGone,
     WeightsMismatch,
 )
-from mesh.ledger import Resource, of_peer
 from mesh.shard.runtime import SpanRuntime
 from mesh.types import WireDtype
 from mesh.wire.activations import to_wire
@@ -108,7 +108,7 @@ async def test_a_parked_session_keeps_its_cache_but_no_stream(span: SpanRuntime)
         await asker.step(0, 0, rows(9), 1)
         asker.park(1)
         await asker.open(2)
-        assert [each.last_result for each in attic.server._sessions if each.parked] == [None]
+        assert [each.last_result for each in attic.server.sessions if each.parked] == [None]
         with pytest.raises(Busy):
             await asker.resume(1)
         with pytest.raises(BadRequest):
@@ -168,7 +168,7 @@ async def test_a_link_that_closes_frees_its_sessions_at_once() -> None:
         await stays.open()
         gone.park(3)
         gone.cut()
-        await settled(lambda: attic.server._sessions.active == 1)
+        await settled(lambda: attic.server.sessions.active == 1)
         now = attic.server.load_now()
         assert (now.kv_tokens_used, now.kv_mb) == (128, 0)
         await stays.step(0, 0, rows(2))
@@ -180,7 +180,7 @@ async def test_a_session_closed_during_its_step_is_freed_right_after() -> None:
         asker = attic.asker()
         await asker.open(max_tokens=1024)
         asker.send_step(0, 0, rows(1000))
-        await settled(lambda: attic.server._queue_depth == 1)
+        await settled(lambda: attic.server.queue_depth == 1)
         asker.close()
         await settled(lambda: attic.server.load_now().kv_tokens_used == 0)
         await asker.open(2)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from mesh.accounts.ledger import Resource, of_peer
 from mesh.errors import Busy, CacheFull, MeshError, SessionGone
 from mesh.identity.tls import require_node
-from mesh.ledger import Resource, of_peer
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Failure

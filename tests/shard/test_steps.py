@@ -12,10 +12,10 @@ from mesh.errors import (
     SessionGone,
 )
 from mesh.shard.runtime import SpanRuntime, StepInput
-from mesh.shard.sessions import MAX_WAITING_STEPS
+from mesh.shard.scheduler import MAX_WAITING_STEPS
 from mesh.types import LayerRange, WireDtype
 from mesh.wire.activations import to_wire
-from mesh.wire.messages import Failure, Open, Result, Step, WireTensor
+from mesh.wire.messages import Blob, Failure, Open, Result, Step, WireTensor
 from tests.shard.asker import Attic, close_to, settled
 from tests.shard.spans import HIDDEN, rows, step
 
@@ -86,12 +86,12 @@ async def test_the_last_answer_is_repeated_while_the_next_step_is_under_way() ->
     async with Attic(inline_ms=0.0) as attic:
         session = attic.server.admit(REQUEST)
         first, second = (Step(1, n, 40 * n, to_wire(rows(40), WireDtype.FP32)) for n in (0, 1))
-        answers: list[Result | Failure] = []
-        attic.server.submit(session, first, answers.append)
+        answers: list[Result | Failure | Blob] = []
+        session.submit(first, answers.append)
         await settled(lambda: bool(answers))
-        attic.server.submit(session, second, answers.append)
+        session.submit(second, answers.append)
         assert session.waiting, "the second step must be under way"
-        attic.server.submit(session, first, answers.append)
+        session.submit(first, answers.append)
         await settled(lambda: len(answers) == 3)
         assert answers[1] is answers[0]
         assert isinstance(answers[2], Result)
@@ -102,9 +102,9 @@ async def test_a_step_repeated_while_it_is_computed_is_answered_once() -> None:
     async with Attic() as attic:
         session = attic.server.admit(REQUEST)
         step_0 = Step(1, 0, 0, to_wire(rows(60), WireDtype.FP32))
-        answers: list[Result | Failure] = []
+        answers: list[Result | Failure | Blob] = []
         for _ in range(3):
-            attic.server.submit(session, step_0, answers.append)
+            session.submit(step_0, answers.append)
         await settled(lambda: bool(answers))
         assert not session.waiting
         assert len(answers) == 1
@@ -209,7 +209,7 @@ async def test_a_prefill_does_not_hold_up_decode_or_the_loop() -> None:
         await short.open()
         await short.step(0, 0, rows(4))
         long.send_step(0, 0, rows(2048))
-        await settled(lambda: attic.server._queue_depth == 1)
+        await settled(lambda: attic.server.queue_depth == 1)
         for i in range(3):
             await short.step(i + 1, 4 + i, rows(1))
         assert long.answers_waiting == 0
@@ -247,9 +247,9 @@ async def test_too_many_steps_under_way_are_refused() -> None:
         session = attic.server.admit(REQUEST)
         chunk = to_wire(rows(100), WireDtype.FP32)
         for i in range(MAX_WAITING_STEPS):
-            attic.server.submit(session, Step(1, i, 100 * i, chunk), lambda _: None)
+            session.submit(Step(1, i, 100 * i, chunk), lambda _: None)
         with pytest.raises(Busy):
-            attic.server.submit(session, Step(1, 99, 800, chunk), lambda _: None)
+            session.submit(Step(1, 99, 800, chunk), lambda _: None)
 
 
 async def test_health_reports_latency_and_depth() -> None:
@@ -266,14 +266,14 @@ async def test_health_reports_latency_and_depth() -> None:
 async def test_forward_is_submit_awaited() -> None:
     async with Attic() as attic:
         session = attic.server.admit(REQUEST)
-        await attic.server.opened(session)
+        await session.opened()
         result = await attic.server.forward(
             session, Step(1, 0, 0, to_wire(rows(2), WireDtype.FP32))
         )
         assert result.tensor.shape == (1, 2, HIDDEN)
         with pytest.raises(BadRequest):
             await attic.server.forward(session, Step(1, 1, 9, to_wire(rows(2), WireDtype.FP32)))
-        attic.server.close(session)
+        session.close()
 
 
 async def test_an_asker_with_nothing_to_say_can_be_ignored() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mesh import weight_doctor
-from mesh.weight_doctor import ABSENT, MEMORY, NETS, examine
+from mesh.health import weight_doctor
+from mesh.health.weight_doctor import ABSENT, MEMORY, NETS, examine
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="no read-only memory there")
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mesh.attempts import MAX_RELOADS
 from mesh.errors import WeightsCorrupted
 from mesh.models.manifest import read_manifest
-from mesh.shard.hosting import HostedShard, HostSpec, ShardHost
+from mesh.processes.attempts import MAX_RELOADS
+from mesh.shard.supervisor import LocalShard, ShardSupervisor
 from mesh.types import ShardId, WireDtype
 from tests import secure
 from tests.checkpoints import make_checkpoint
@@ -58,8 +58,8 @@ class Struck:
             "directory": str(directory), "model_id": "toy", "layers": "1-3", "dtype": "fp16",
             "advertise_host": "127.0.0.1",
         }  # fmt: skip
-        spec = HostSpec(secure.start_command(None), (shard,))
-        self.host = ShardHost(spec, self._changed.set)
+        requests = [secure.request(**shard)]
+        self.host = ShardSupervisor(secure.start_command(), requests, self._changed.set)
 
     async def until(self, so: Callable[[], object]) -> None:
         async with asyncio.timeout(TIMEOUT_S):
@@ -83,10 +83,10 @@ class Struck:
 
     def strike(self) -> None:
         entry = self.manifest.tensors["model.layers.2.mlp.up_proj.weight"]
-        assert self.host.process.pid is not None
-        strike(self.host.process.pid, entry.file, entry.offset + entry.nbytes // 2)
+        assert self.host.pid is not None
+        strike(self.host.pid, entry.file, entry.offset + entry.nbytes // 2)
 
-    def served(self) -> HostedShard | None:
+    def served(self) -> LocalShard | None:
         return self.host.shards.get(SHARD)
 
 

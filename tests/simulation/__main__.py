@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
+from tests.simulation.repeating import show
+from tests.simulation.run import Report, run
 
-from tests.simulation.run import run
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("seeds", type=int, nargs="+")
-    parser.add_argument("--hash", action="store_true", help="only the hash of each trace")
-    options = parser.parse_args()
-    broken = 0
-    for seed in options.seeds:
-        report = run(seed, keep_lines=not options.hash)
-        if not options.hash:
-            for node in report.schedule.nodes:
-                print(node)
-            for fault in report.schedule.faults:
-                print(fault)
-            print("\n".join(report.lines))
-        print(seed, report.trace_hash, *report.broken, sep="\n  ")
-        broken += bool(report.broken)
-    return 1 if broken else 0
+def facts(report: Report) -> list[object]:
+    return [*report.schedule.nodes, *report.schedule.faults]
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(show(__doc__, run, facts))

@@ -132,7 +132,7 @@ class Promises:
                 self._ledger.broke(f"{host.node.name} still has {host.active()} streams in use")
         if self._engine.sessions.live:
             self._ledger.broke("a session is live after its request ended")
-        kept = sum(len(s.chain.stations) for s in self._engine.sessions.known())
+        kept = sum(len(s.route.hops) for s in self._engine.sessions.known())
         held = sum(len(host.sessions) for host in hosts)
         if held > kept:
             self._ledger.broke(f"hops hold {held} sessions, the asker knows of {kept}")
@@ -172,8 +172,8 @@ class Promises:
             return
         liar = self._liar
         if liar is not None and liar.has_lied:
-            standings = self._engine.oversight.standings
-            outcome.late_lies += standings.is_liar(key_of(liar.descriptor))
+            reputations = self._engine.oversight.reputations
+            outcome.late_lies += reputations.is_liar(key_of(liar.descriptor))
             if outcome.late_lies <= 1:
                 return
         self._ledger.broke(f"{outcome.ask.name}: {said} instead of {outcome.expected}")
@@ -183,8 +183,8 @@ class Promises:
         name = f"{frame.shard_id} of {frame.node}"
         outcome.lost_shards[name] += 1
         live = self._engine.sessions.live.values()
-        chains = [s.chain for s in live if s.request_id == outcome.ask.name]
-        hops = [station.hop.shard for chain in chains for station in chain.stations]
+        routes = [s.route for s in live if s.request_id == outcome.ask.name]
+        hops = [hop.hop.shard for route in routes for hop in route.hops]
         held = sum((h.shard_id, h.node_name) == (frame.shard_id, frame.node) for h in hops)
         held += frame.status == "draining"  # that hop was replaced before it is told
         outcome.hops_at_first_loss.setdefault(name, max(1, held))

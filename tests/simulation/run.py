@@ -12,9 +12,10 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
-from mesh.discovery.advertisement import Advertisement, encode
+from mesh.discovery.advertisement import Advertisement
 from mesh.errors import MeshError
-from mesh.pipeline.engine import Engine, EngineSettings
+from mesh.pipeline.commands import EngineSettings, Offer, RouteLimits
+from mesh.pipeline.engine import Engine
 from mesh.pipeline.model import AskerModel
 from mesh.types import (
     LayerRange,
@@ -56,7 +57,7 @@ class Report:
     schedule: Schedule
     broken: list[str]
     outcomes: list[Outcome]
-    faults: int
+    faults: Counter[str]
     caught: int
     trace_hash: str
     lines: list[str]
@@ -65,7 +66,7 @@ class Report:
         """What happened, counted."""
         counts = Counter(outcome.ended for outcome in self.outcomes)
         counts["failovers"] = sum(outcome.failovers for outcome in self.outcomes)
-        counts["faults"] = self.faults
+        counts.update(self.faults)
         counts["liars caught"] = self.caught
         return counts
 
@@ -97,7 +98,8 @@ class _Run:
         self._armed: list[list[Any]] = []
         self.promises = Promises(schedule, self._world, self._engine, ledger)
         self._calm = False
-        self.faults = 0
+        self.faults: Counter[str] = Counter()
+        """Those that befell a host, by kind."""
         for host in self._world.hosts.values():
             host.on_message = partial(self._seen, host.node.name)
         if schedule.lie is not None:
@@ -107,8 +109,7 @@ class _Run:
     def _asker(self) -> Engine:
         """The product's asker over the simulated links."""
         settings = EngineSettings(
-            max_shards=16,
-            allow_self_as_first=False,
+            RouteLimits(16, allow_self_as_first=False),
             stall_limit_s=self._schedule.stall_limit_s,
             activation_dtype="fp32",
             cache_dir="",  # nothing is learnt beforehand, so that only the schedule asks
@@ -118,7 +119,7 @@ class _Run:
         )
         judge = self._judge if self._schedule.has_home else no_judge
         engine = Engine(_MODEL, NodeId("asker"), settings, self._go_home, judge, self._world.dial)
-        engine.auditor._rng = random.Random(self._schedule.seed)
+        engine.spot_checks._rng = random.Random(self._schedule.seed)
         return engine
 
     async def all(self) -> list[Outcome]:
@@ -204,7 +205,7 @@ class _Run:
         if self._calm or not host.alive:
             return
         self.promises.harmed.add(name)
-        self.faults += 1
+        self.faults[fault.kind] += 1
         self._ledger.note(f"fault {fault.kind} {name}")
         match fault.kind:
             case "crash" | "power loss":
@@ -274,9 +275,9 @@ class _Run:
         await asyncio.sleep(KEEPALIVE_S + 5)
 
 
-def _advertised(host: SimHost) -> dict[str, object]:
+def _advertised(host: SimHost) -> Offer:
     health = ShardHealth(
         host.descriptor.shard_id, True, datetime(2000, 1, 1, tzinfo=UTC), 0.0, 0.0,
         host.node.queue_depth, 0,
     )  # fmt: skip
-    return {**encode(Advertisement(host.descriptor, health))}
+    return Offer(Advertisement(host.descriptor, health))

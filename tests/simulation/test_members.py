@@ -7,9 +7,6 @@ without the safeguard behind it, each is seen to break.
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -18,13 +15,15 @@ from unittest import mock
 
 import pytest
 
+from mesh.accounts.ledger import Hold, Limit, Resource
 from mesh.identity.membership.resolve import Resolver
-from mesh.ledger import Hold, Limit, Resource
-from mesh.shard.sessions import SessionTable
+from mesh.shard.admission import SessionTable
 from tests.simulation.members import bounds
 from tests.simulation.members.plan import ATTACKS, draw
 from tests.simulation.members.run import run
+from tests.simulation.repeating import repeats, same_in_other_processes, unbroken
 
+MODULE = "tests.simulation.members"
 QUICK = 30
 MANY = 2000
 BLOCK = 250
@@ -36,17 +35,12 @@ def _loop_is_never_blocked() -> None:
 
 
 def check(seeds: range) -> tuple[Counter[str], Counter[str]]:
-    """Run them all; what was broken is shown with the seed that shows it again."""
+    """Run them all; what happened in them, and the most that anything took."""
     tally: Counter[str] = Counter()
     most: Counter[str] = Counter()
-    broken = []
-    for seed in seeds:
-        report = run(seed)
+    for report in unbroken(MODULE, run, seeds):
         tally += report.tally
         most |= report.most
-        if report.broken:
-            broken.append(f"python -m tests.simulation.members {seed}   # {report.broken[0]}")
-    assert not broken, "\n".join([f"{len(broken)} of {len(seeds)} runs:", *broken[:10]])
     return tally, most
 
 
@@ -140,26 +134,12 @@ def test_without_its_safeguard_a_bound_breaks(safeguard: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
-    hashes = [run(seed).trace_hash for seed in (3, 8)]
-    assert hashes == [run(seed).trace_hash for seed in (3, 8)]
-    assert hashes[0] != hashes[1]
+    repeats(run, (3, 8))
 
 
 @pytest.mark.chaos
 def test_the_trace_does_not_depend_on_the_process() -> None:
-    printed = [
-        subprocess.run(
-            [sys.executable, "-m", "tests.simulation.members", "--hash", "3", "8"],
-            env={**os.environ, "PYTHONHASHSEED": salt},
-            capture_output=True,
-            check=True,
-            text=True,
-            timeout=300,
-        ).stdout
-        for salt in ("1", "2")
-    ]
-    assert printed[0] == printed[1]
-    assert run(3).trace_hash in printed[0]
+    same_in_other_processes(MODULE, run, (8, 3))
 
 
 def test_the_attacks_are_drawn_evenly() -> None:

@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 
 from tests.pipeline.toy_mesh import PRIME, expected_tokens
+from tests.simulation.repeating import repeats, same_in_other_processes, unbroken
 from tests.simulation.run import run
-from tests.simulation.schedule import FAULTS, draw
+from tests.simulation.schedule import FAULTS
 from tests.simulation.toy import whole_model
 from tests.simulation.virtual_loop import Deadlock, run_virtually
 
+MODULE = "tests.simulation"
 QUICK = 250
 MANY = 5000
 BLOCK = 500
 
 
 def check(seeds: range) -> Counter[str]:
-    """Run them all; what was broken is shown with the seed that shows it again."""
-    tally: Counter[str] = Counter()
-    broken = []
-    for seed in seeds:
-        report = run(seed)
-        tally += report.tally()
-        if report.broken:
-            broken.append(f"python -m tests.simulation {seed}   # {report.broken[0]}")
-    assert not broken, "\n".join([f"{len(broken)} of {len(seeds)} schedules:", *broken[:10]])
-    return tally
+    """Run them all; what happened in them."""
+    return sum((each.tally() for each in unbroken(MODULE, run, seeds)), Counter())
 
 
 def test_schedules_of_faults_never_change_a_token_or_leave_a_request_behind() -> None:
     tally = check(range(QUICK))
-    # What makes the above worth something: requests were asked, hops were lost and replaced.
+    # What makes the above worth something: every kind of fault befell some host, requests were
+    # asked, hops were lost and replaced.
+    assert all(tally[kind] >= 10 for kind in FAULTS), tally
     assert tally["done"] > QUICK
     assert tally["failovers"] > QUICK / 2
     assert tally["left"] > 10
@@ -56,32 +49,11 @@ def test_thousands_of_schedules(first: int) -> None:
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
-    seeds = range(7, 12)
-    hashes = [run(seed).trace_hash for seed in seeds]
-    assert hashes == [run(seed).trace_hash for seed in seeds]
-    assert len(set(hashes)) == len(hashes)
+    repeats(run, range(7, 12))
 
 
 def test_the_trace_does_not_depend_on_the_process() -> None:
-    printed = [
-        subprocess.run(
-            [sys.executable, "-m", "tests.simulation", "--hash", "7", "11", "42"],
-            env={**os.environ, "PYTHONHASHSEED": salt},
-            capture_output=True,
-            check=True,
-            text=True,
-            timeout=60,
-        ).stdout
-        for salt in ("1", "2")
-    ]
-    assert printed[0] == printed[1]
-    assert run(42).trace_hash in printed[0]
-
-
-def test_every_kind_of_fault_is_drawn() -> None:
-    kinds = Counter(fault.kind for seed in range(QUICK) for fault in draw(seed).faults)
-    assert set(kinds) == set(FAULTS)
-    assert min(kinds.values()) >= 10
+    same_in_other_processes(MODULE, run, (7, 11, 42))
 
 
 @pytest.mark.parametrize("seed", range(3))

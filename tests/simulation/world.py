@@ -16,7 +16,6 @@ from mesh.errors import Busy, ConnectFailed, DeviceFailed, LinkLost, MeshError, 
 from mesh.types import Endpoint, LayerRange, NodeId, ShardDescriptor, shard_id
 from mesh.wire.limits import DEFAULT_LIMITS, Limits
 from mesh.wire.link import Link, LinkHandler
-from mesh.wire.memory import MemoryLink
 from mesh.wire.messages import (
     Close,
     Drain,
@@ -34,6 +33,7 @@ from tests.pipeline.toy_mesh import MODEL, PRIME, TOTAL_LAYERS, WEIGHTS, decode,
 from tests.simulation.ledger import Ledger
 from tests.simulation.schedule import Lie, Node
 from tests.simulation.toy import SummedSession
+from tests.wire.memory import MemoryLink
 
 KEEPALIVE_S = 30.0
 """After so much silence a real link is closed by its own pings."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from mesh.errors import MeshError
+from mesh.wire.frames import COUNT, FrameType
 from mesh.wire.limits import Limits
 from mesh.wire.messages import Hello, Message, Result, Step, WireTensor
 from mesh.wire.protocol import TensorSession
@@ -24,9 +25,10 @@ SMALL = Limits(
 
 
 def hello(name: str = "node", **changes: object) -> Hello:
-    """A plain hello."""
+    """A plain hello, as a link says it."""
     fields: dict[str, object] = {
-        "node_id": f"id-{name}", "node_name": name, "purpose": "tensors", "software": "test"
+        "node_id": f"id-{name}", "node_name": name, "purpose": "tensors", "software": "test",
+        "fields": {"blobs": True},
     }  # fmt: skip
     return Hello(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -62,11 +64,19 @@ def exchange(a: TensorSession, b: TensorSession) -> tuple[list[Message], list[Me
     return got_a, got_b
 
 
+class NarrowingSession(TensorSession):
+    """Also sends FLOW, which every session obeys and hearthnet's own never sends."""
+
+    def limit_window(self, chunks: int) -> None:
+        """Ask the peer to keep at most `chunks` (0 to the window) in flight from now on."""
+        self._outbox.control(FrameType.FLOW, COUNT.pack(min(chunks, self.limits.window)))
+
+
 def session_pair(
     limits: Limits = SMALL, purpose: str = "tensors"
-) -> tuple[TensorSession, TensorSession]:
+) -> tuple[NarrowingSession, NarrowingSession]:
     """Two sessions after their hellos."""
-    a, b = (TensorSession(hello(name, purpose=purpose), limits) for name in "ab")
+    a, b = (NarrowingSession(hello(name, purpose=purpose), limits) for name in "ab")
     a.start()
     b.start()
     exchange(a, b)

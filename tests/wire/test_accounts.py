@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from mesh.accounts.ledger import Limit, Resource, ResourceLedger, of_peer
 from mesh.clock import SystemClock
 from mesh.errors import LimitReached
-from mesh.ledger import Limit, Resource, ResourceLedger, of_peer
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.frames import FrameType, pack_frame
 from mesh.wire.limits import DEFAULT_LIMITS, MIB, Limits

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from mesh.errors import LinkLost, PipelineStalled, VersionMismatch
-from mesh.wire.memory import MemoryLink, link_pair
 from mesh.wire.messages import Message, Park, Result, Step
+from tests.wire.memory import MemoryLink, link_pair
 from tests.wire.support import SMALL, Recorder, answer, hello, same, tensor
 
 

@@ -28,6 +28,13 @@ FIELDS = struct.pack("!HHIII", 0, 0, 1, 0, 0)
 END = struct.pack("!HBB", 5, 0x10, 0) + FIELDS
 T = FrameType
 
+
+def blob(kind: int = 1, length: int = 16, offset: int = 0, of: WireTensor | None = None) -> bytes:
+    """The body of a BLOB frame of session 1."""
+    held = of or tensor("int8", (16,))
+    return struct.pack("!HHIIII", 0, 0, 1, kind, length, offset) + pack_header(held, 0) + held.data
+
+
 Sent = list[tuple[FrameType, int, bytes]]
 
 
@@ -88,6 +95,18 @@ CASES: dict[str, tuple[Sent, str]] = {
     "step too large for one frame": (
         [(T.STEP, 0, FIELDS + pack_header(WireTensor("int8", (65,), b""), 0) + bytes(65))],
         "the limit is 64",
+    ),
+    "blob of no kind": ([(T.BLOB, 0, blob(kind=3))], "none of a blob"),
+    "blob beyond its length": ([(T.BLOB, 0, blob(length=15))], "none of a blob"),
+    "blob behind its end": ([(T.BLOB, 0, blob(offset=1))], "none of a blob"),
+    "blob of numbers": (
+        [(T.BLOB, 0, blob(of=tensor("fp16", (8,))))], "none of a blob"
+    ),
+    "blob with a shape": ([(T.BLOB, 0, blob(of=tensor("int8", (4, 4))))], "none of a blob"),
+    "blob with a gradient": ([(T.BLOB, 4, blob())], "none of a blob"),
+    "blob cut short": ([(T.BLOB, 0, blob()[:19])], "cut short"),
+    "blob too large for one frame": (
+        [(T.BLOB, 0, blob(length=65, of=tensor("int8", (65,))))], "the limit is 64"
     ),
     "credits for nothing": (
         [(T.STEP, 0, whole(struct.pack("!HHIII", 1, 0, 1, 0, 0)))], "1 chunks acknowledged, 0"

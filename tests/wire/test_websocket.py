@@ -10,6 +10,7 @@ import pytest
 import websockets.asyncio.client as high_client
 from websockets.exceptions import InvalidStatus
 
+from mesh.accounts.ledger import Limit, Resource, ResourceLedger
 from mesh.clock import SystemClock
 from mesh.errors import (
     BadValue,
@@ -19,7 +20,6 @@ from mesh.errors import (
     PortInUse,
     VersionMismatch,
 )
-from mesh.ledger import Limit, Resource, ResourceLedger
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.limits import DEFAULT_LIMITS, Limits
 from mesh.wire.link import LinkHandler

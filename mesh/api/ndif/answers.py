@@ -1,4 +1,4 @@
-"""What clients are told, in the forms that nnsight reads: its ``ResponseModel``, as JSON.
+"""Answers to clients in nnsight's own form: its ``ResponseModel``, as JSON.
 
 A small result travels inside the answer, as `mesh.interventions.jobs.queue.inline` writes it.
 """

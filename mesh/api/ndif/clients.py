@@ -1,4 +1,4 @@
-"""Which nnsight clients are served, and what the others are told.
+"""The versions of nnsight clients that are served, and the refusal of the others.
 
 Clients before 0.8 speak Socket.IO first and send their job only then; they are led as far as
 sending it, because its answer is the one sentence of ours that they show to people.

@@ -35,7 +35,7 @@ class _Parts(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ModelKey:
-    """What a key asks for. `revision` is None for the main one."""
+    """The content of a model key. `revision` is None for the main one."""
 
     repo_id: str
     revision: str | None = None

@@ -18,7 +18,7 @@ from mesh.interventions.jobs.queue.service import JobQueue
 
 @dataclass(frozen=True, slots=True)
 class JobsApi:
-    """What the endpoints work on."""
+    """The parts of the daemon that the endpoints use."""
 
     queue: JobQueue
     urls: ResultUrls

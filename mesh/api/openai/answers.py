@@ -16,7 +16,7 @@ _LOWEST_LOGPROB = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What all objects of one answer repeat."""
+    """The fields that all objects of one answer repeat."""
 
     id: str
     object: str

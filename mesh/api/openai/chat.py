@@ -13,7 +13,7 @@ from mesh.api.auth import caller_of
 from mesh.api.bodies import read_body
 from mesh.api.openai.answers import Head, chat_logprobs
 from mesh.api.openai.schemas import ChatBody
-from mesh.api.openai.streaming import charged, streamed, whole
+from mesh.api.openai.streaming import events, streamed, whole
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations
 from mesh.types import TokenLogprob
@@ -26,22 +26,14 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
         body = await read_body(request, ChatBody, settings)
         request_id = f"chatcmpl-{secrets.token_hex(16)}"  # who has it may resume the stream
         caller = caller_of(request)
-        frames = charged(
-            generations.generate(body.to_request(request_id, caller.principal)), caller
-        )
+        frames = generations.generate(body.to_request(request_id, caller.principal))
         style = _ChatStyle(with_logprobs=bool(body.logprobs))
         if not body.stream:
             head = Head(request_id, "chat.completion", body.model)
-            return await whole(request, frames, style, head)
+            return await whole(request, frames, style, head, caller)
         head = Head(request_id, "chat.completion.chunk", body.model)
-        return streamed(
-            frames,
-            style,
-            head,
-            settings,
-            include_usage=body.include_usage,
-            kept=(kept, caller) if body.resumable else None,
-        )
+        chunks = events(frames, style, head, caller, include_usage=body.include_usage)
+        return streamed(chunks, head, settings, caller, kept if body.resumable else None)
 
     return [Route("/v1/chat/completions", create, methods=["POST"])]
 

@@ -13,7 +13,7 @@ from mesh.api.auth import caller_of
 from mesh.api.bodies import read_body
 from mesh.api.openai.answers import Head, completion_logprobs
 from mesh.api.openai.schemas import CompletionBody
-from mesh.api.openai.streaming import charged, streamed, whole
+from mesh.api.openai.streaming import events, streamed, whole
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations
 from mesh.types import TokenLogprob
@@ -26,21 +26,13 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
         body = await read_body(request, CompletionBody, settings)
         request_id = f"cmpl-{secrets.token_hex(16)}"  # who has it may resume the stream
         caller = caller_of(request)
-        frames = charged(
-            generations.generate(body.to_request(request_id, caller.principal)), caller
-        )
+        frames = generations.generate(body.to_request(request_id, caller.principal))
         style = _TextStyle(with_logprobs=body.logprobs is not None)
         head = Head(request_id, "text_completion", body.model)
         if not body.stream:
-            return await whole(request, frames, style, head)
-        return streamed(
-            frames,
-            style,
-            head,
-            settings,
-            include_usage=body.include_usage,
-            kept=(kept, caller) if body.resumable else None,
-        )
+            return await whole(request, frames, style, head, caller)
+        chunks = events(frames, style, head, caller, include_usage=body.include_usage)
+        return streamed(chunks, head, settings, caller, kept if body.resumable else None)
 
     return [Route("/v1/completions", create, methods=["POST"])]
 

@@ -54,7 +54,7 @@ Hint = Any
 
 
 class StreamOptions(Strict):
-    """What a stream carries besides the text."""
+    """The options of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: Annotated[None, _only(False)] = None
@@ -68,7 +68,7 @@ class SteerChoice(Strict):
 
 
 class Extension(Strict):
-    """What is hearthnet's own, in one object that other servers are not sent by accident."""
+    """hearthnet's own fields, in one object that other servers are not sent by accident."""
 
     steer: list[SteerChoice] = Field(default=[], max_length=MAX_EDITS)
 

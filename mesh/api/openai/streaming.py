@@ -7,7 +7,7 @@ list of choices, which some clients cannot read.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -18,13 +18,15 @@ from mesh.api.auth import Caller
 from mesh.api.openai.answers import Head, diagnostic, extension, usage
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings
-from mesh.api.sse import DONE, PING, EventStream, encode, paced, unless_gone
+from mesh.api.sse import DONE, EventStream, encode, unless_gone
 from mesh.errors import InternalError
 from mesh.types import Done, StreamFrame, TokenDelta, TokenLogprob
 
+Frames = AsyncGenerator[StreamFrame, None]
+
 
 class Style(Protocol):
-    """How one endpoint writes a choice. One instance per answer."""
+    """One endpoint's form of a choice. One instance per answer."""
 
     def opening(self) -> dict[str, Any] | None:
         """The first choice of a stream, before any text."""
@@ -41,28 +43,11 @@ class Style(Protocol):
         """The choice of an answer that is not streamed."""
 
 
-async def charged(
-    frames: AsyncIterator[StreamFrame], caller: Caller
-) -> AsyncGenerator[StreamFrame, None]:
-    """The same frames; their tokens count against the caller's quota as they come.
-
-    The prompt's do with the first token: whoever leaves after that has had it computed.
-    """
-    try:
-        async for frame in frames:
-            if isinstance(frame, TokenDelta):
-                caller.charge(frame.prompt_tokens + len(frame.token_ids))
-            yield frame
-    finally:
-        if isinstance(frames, AsyncGenerator):
-            await frames.aclose()
-
-
 async def whole(
-    request: Request, frames: AsyncIterator[StreamFrame], style: Style, head: Head
+    request: Request, frames: Frames, style: Style, head: Head, caller: Caller
 ) -> Response:
     """The whole answer as one object. Raises MeshError; the generation ends with the client."""
-    collected = await unless_gone(request.receive, _collect(frames))
+    collected = await unless_gone(request.receive, _collect(frames, caller))
     if collected is None:
         return Response(status_code=499)  # nobody reads it
     text, logprobs, done = collected
@@ -71,19 +56,15 @@ async def whole(
 
 
 def streamed(
-    frames: AsyncIterator[StreamFrame],
-    style: Style,
+    chunks: AsyncGenerator[bytes, None],
     head: Head,
     settings: ApiSettings,
-    *,
-    include_usage: bool,
-    kept: tuple[KeptStreams, Caller] | None = None,
+    caller: Caller,
+    streams: KeptStreams | None = None,
 ) -> Response:
-    """The answer as server-sent events; with `kept`, one that the caller can resume."""
-    chunks = _chunks(paced(frames, settings.ping_s), style, head, include_usage)
-    if kept is None:
-        return EventStream(chunks)
-    streams, caller = kept
+    """`events` for a caller, who can resume them where `streams` keep them."""
+    if streams is None:
+        return EventStream(chunks, ping_s=settings.ping_s)
     owner = caller.principal.account
     streams.keep(owner, head.id, chunks)
     # The id is in every chunk, but a connection may break before the first.
@@ -91,20 +72,16 @@ def streamed(
     return EventStream(events, headers={"X-Request-Id": head.id})
 
 
-async def _chunks(
-    frames: AsyncGenerator[StreamFrame | None, None],
-    style: Style,
-    head: Head,
-    include_usage: bool,
+async def events(
+    frames: Frames, style: Style, head: Head, caller: Caller, *, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
+    """The answer as server-sent events, whole ones; its tokens are charged to the caller."""
     pending: dict[str, Any] = {"usage": None} if include_usage else {}
     opening = style.opening()
     done: Done | None = None
     async with aclosing(frames):
         async for frame in frames:
-            if frame is None:
-                yield PING
-                continue
+            _charge(caller, frame)
             if opening is not None:
                 yield encode(head.whole([opening]) | pending)
                 opening = None
@@ -127,22 +104,27 @@ async def _chunks(
     yield DONE
 
 
-async def _collect(
-    frames: AsyncIterator[StreamFrame],
-) -> tuple[str, tuple[TokenLogprob, ...], Done]:
+async def _collect(frames: Frames, caller: Caller) -> tuple[str, tuple[TokenLogprob, ...], Done]:
     texts: list[str] = []
     logprobs: list[TokenLogprob] = []
-    try:
+    async with aclosing(frames):
         async for frame in frames:
+            _charge(caller, frame)
             if isinstance(frame, TokenDelta):
                 texts.append(frame.text)
                 logprobs += frame.logprobs
             elif isinstance(frame, Done):
                 return "".join(texts), tuple(logprobs), frame
-    finally:
-        if isinstance(frames, AsyncGenerator):
-            await frames.aclose()
     raise _unfinished()
+
+
+def _charge(caller: Caller, frame: StreamFrame) -> None:
+    """Count tokens against the caller's quota as they come.
+
+    The prompt's do with the first token: whoever leaves after that has had it computed.
+    """
+    if isinstance(frame, TokenDelta):
+        caller.charge(frame.prompt_tokens + len(frame.token_ids))
 
 
 def _unfinished() -> InternalError:

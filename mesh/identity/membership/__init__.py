@@ -1,4 +1,4 @@
-"""What the decisions of a hearth together mean: who is in. A pure function of the set of decisions.
+"""Membership: the roster as a pure function of the set of a hearth's decisions.
 
 Membership is a state machine on the causal past. Each decision names the decisions that its author
 had seen, so what it was entitled to, and how many votes it took, is read off its own past: the same

@@ -19,7 +19,7 @@ Order = tuple[int, NodeId, bytes]
 
 
 class SignedDecision(Protocol):
-    """What identity looks at of a decision in the log."""
+    """The fields of a decision in the log that identity reads."""
 
     @property
     def hearth_id(self) -> str:
@@ -27,7 +27,7 @@ class SignedDecision(Protocol):
 
     @property
     def author(self) -> NodeId:
-        """Who signed it."""
+        """The id of the node that signed it."""
 
     @property
     def depth(self) -> int:
@@ -198,11 +198,11 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def let_in(author: NodeId, decision: Decision | None) -> Member | None:
-    """Whom a decision lets in, at which level; that somebody begins as an anchor is said apart."""
+    """The member that a decision lets in, and its level; a beginning as anchor is said apart."""
     match decision:
         case Added(certificate, name, level):
             subject = decision.subject
-        case Founded(certificate=certificate, founder_name=name) | Recovered(certificate, name):
+        case Founded(certificate=certificate, name=name) | Recovered(certificate, name):
             subject, level = author, TrustLevel.TRUSTED
         case _:
             return None

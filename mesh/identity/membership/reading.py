@@ -25,7 +25,7 @@ class Court:
     resolver: Resolver
 
     def roster(self) -> Roster:
-        """Who is in, by all acts so far."""
+        """The roster by all acts so far."""
         if not self.acts.all:
             return Roster(self.hearth_id)
         mask = self.acts.everything

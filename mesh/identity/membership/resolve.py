@@ -1,4 +1,4 @@
-"""Which rulings hold together in a set of decisions, and so who decides there.
+"""The resolver: the rulings that hold together in a set of decisions, and so the anchors there.
 
 A ruling holds if its votes hold, and there were enough of them for what its voters had seen. A vote
 holds if its author was an anchor in what it had seen, by rulings that hold, and if no ruling that
@@ -31,7 +31,7 @@ _KEPT = 4096
 
 @dataclass(frozen=True, slots=True)
 class Era:
-    """What stands at the beginning: the founding, or the newest recoveries and all before them.
+    """A beginning: the founding, or the newest recoveries and all before them.
 
     `roots` make anchors by themselves. Where the recovery code was used, `recoveries` are those
     decisions, `boundary` has them and all that they had seen, and `before` is what held then: acts
@@ -59,7 +59,7 @@ class Era:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What holds in a set of decisions.
+    """The rulings and anchors that hold in a set of decisions.
 
     `anchors` decide. `counted` are those and the frozen and forked ones: all that count when votes
     are. `forked` signed two histories that nobody has settled. `ended` were anchors. `decided`

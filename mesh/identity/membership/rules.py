@@ -198,7 +198,7 @@ class Judge:
         return decision.author not in self._resolver.holding(past).anchors & self.anchors()
 
     def anchors(self) -> frozenset[NodeId]:
-        """Who decides, by all decisions in the graph."""
+        """The anchors by all decisions in the graph."""
         return self._resolver.holding(self._acts.everything).anchors if self._acts.all else _NOBODY
 
     def signed_by(self, author: NodeId) -> int:

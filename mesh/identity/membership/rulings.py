@@ -19,7 +19,7 @@ from mesh.types import NodeId
 
 
 class Kind(StrEnum):
-    """What a ruling does to its subject."""
+    """The effect of a ruling on its subject."""
 
     PROMOTE = "promote"
     DEMOTE = "demote"
@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Matter:
-    """What a vote is for. `level` is where a demotion leads."""
+    """The question of a vote. `level` is where a demotion leads."""
 
     kind: Kind
     subject: NodeId
@@ -60,7 +60,7 @@ class Ruling:
 
     @property
     def subject(self) -> NodeId:
-        """Whom it is about."""
+        """The member that it is about."""
         return self.matter.subject
 
     @property
@@ -150,7 +150,7 @@ class Votes:
             yield from self.rulings.get(subject, ())
 
     def bound_by(self, voter: NodeId, ruling: Ruling, mask: int) -> frozenset[NodeId]:
-        """Whom the voter has voted to be an anchor, carried or not, other than after the ruling."""
+        """The anchors that the voter has voted for, carried or not, other than after the ruling."""
         made = 0
         for vote in ruling.votes:
             made |= vote.bit

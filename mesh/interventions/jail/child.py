@@ -1,36 +1,49 @@
 """A forked job from first to last: wall in, run the entry point, leave a result.
 
-Knows nothing of what the entry point does. Nothing here runs in the daemon.
+Its payload comes over its channel, before anything else: ``u64 length`` and the bytes. A job with a
+hint may stand by, walled in, until there is a payload for it. Knows nothing of what the entry point
+does. Nothing here runs in the daemon.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import mmap
 import os
 import signal
 import socket
+import struct
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from mesh.interventions.jail import lockdown
 from mesh.interventions.jail.limits import JobLimits, ToldError
-from mesh.interventions.jail.result import MAX_TEXT_BYTES, read_payload, write_result
+from mesh.interventions.jail.result import MAX_TEXT_BYTES, write_result
+from mesh.interventions.receiving import receive_exactly
 
-EntryPoint = Callable[[bytes, socket.socket], bytes]
+_TAKEN_S = 5.0
+"""By when somebody has looked at what a process of a known kind used, and killed it. One that ends
+by itself says no more how much memory it had, and takes a while to be gone."""
+PAYLOAD_LENGTH = struct.Struct("!Q")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the zygote was asked to run, with the descriptors that came along."""
+    """What the zygote was asked to run, with the descriptors that came along.
+
+    `entry` is called with the payload and the channel. With a `hint` it is called with that and the
+    channel before the payload is there; what it returns then is called with the payload.
+    """
 
     entry: str
+    hint: str | None
     limits: JobLimits
-    payload_fd: int
     result_fd: int
     channel_fd: int
     log_fd: int
@@ -50,7 +63,6 @@ def run(job: Job, readable: tuple[str, ...]) -> NoReturn:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         area = mmap.mmap(job.result_fd, 0)
-        payload = read_payload(job.payload_fd)
         channel = socket.socket(fileno=job.channel_fd)
         _print_to(job.log_fd)
         try:
@@ -58,9 +70,13 @@ def run(job: Job, readable: tuple[str, ...]) -> NoReturn:
         except OSError as error:
             finished, body = False, f"the walls could not be put up: {error}".encode()
         else:
-            finished, body = _attempt(job.entry, payload, channel)
+            finished, body = _attempt(job, channel)
         write_result(area, finished=finished, body=body)
         status = 0
+        with contextlib.suppress(OSError):  # the other end may be gone
+            channel.shutdown(socket.SHUT_RDWR)  # from here on the result may be taken
+        if job.hint is not None:
+            time.sleep(_TAKEN_S)
     finally:
         # No clean-up runs: it would be the stranger's (`__del__`, atexit) and nothing needs it.
         os._exit(status)
@@ -73,10 +89,10 @@ def _print_to(fd: int) -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def _attempt(entry: str, payload: bytes, channel: socket.socket) -> tuple[bool, bytes]:
+def _attempt(job: Job, channel: socket.socket) -> tuple[bool, bytes]:
     try:
         try:
-            body = resolve(entry)(payload, channel)
+            body = _begin(job, channel)(_receive_payload(channel))
         finally:
             sys.stdout.flush()
     except BaseException as raised:  # noqa: BLE001 - the text goes to whoever sent the job
@@ -84,6 +100,21 @@ def _attempt(entry: str, payload: bytes, channel: socket.socket) -> tuple[bool, 
     if not isinstance(body, bytes):
         return False, b"the entry point returned no bytes"
     return True, body
+
+
+def _begin(job: Job, channel: socket.socket) -> Callable[[bytes], object]:
+    entry = resolve(job.entry)
+    if job.hint is None:
+        return lambda payload: entry(payload, channel)
+    return cast("Callable[[bytes], object]", entry(job.hint, channel))
+
+
+def _receive_payload(channel: socket.socket) -> bytes:
+    try:
+        (length,) = PAYLOAD_LENGTH.unpack(receive_exactly(channel, PAYLOAD_LENGTH.size))
+        return bytes(receive_exactly(channel, length))
+    except ConnectionError:
+        os._exit(1)  # nobody wants the job any more
 
 
 def _describe(raised: BaseException) -> bytes:

@@ -19,12 +19,16 @@ from types import TracebackType
 from typing import Any, Self
 
 from mesh.errors import Busy, JailUnavailable, MeshError
+from mesh.interventions.jail.child import PAYLOAD_LENGTH
 from mesh.interventions.jail.doctor import ENTRY as CANARY_ENTRY
 from mesh.interventions.jail.doctor import JailReport, Level, examine
 from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
-from mesh.interventions.jail.logs import LogPump, safe_line
-from mesh.interventions.jail.result import payload_file, read_result, result_file
-from mesh.interventions.jail.warm import WarmParent
+from mesh.interventions.jail.logs import LogPump
+from mesh.interventions.jail.result import read_result, result_file
+from mesh.interventions.jail.standby import JobKind, Standby
+from mesh.interventions.jail.usage import Usage, usage_of
+from mesh.interventions.jail.verdict import Left, Verdict, judge, said
+from mesh.interventions.jail.warm import Report, WarmParent
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +51,14 @@ class JailedJob:
         self._parent = parent
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._ended.add_done_callback(self._stop_timer)
+        self._hung_up: asyncio.Future[None] = self._loop.create_future()
+        self._over: asyncio.Future[None] = self._loop.create_future()
         self._killed_as: Ending | None = None
         self._process_fd = -1
         self._result_fd = -1
         self._log: LogPump | None = None
+        self._on_text: Callable[[str], None] = lambda _: None
         self._timer: asyncio.TimerHandle | None = None
         self._outcome: asyncio.Task[JobOutcome] | None = None
         self._begun_s = time.monotonic()
@@ -90,14 +98,18 @@ class JailedJob:
         # A parent that does not report the end is no use any more; its end is every job's.
         self._timer = self._loop.call_later(_END_TIMEOUT_S, self._parent.end)
 
-    async def launch(self, entry: str, payload: bytes, on_text: Callable[[str], None]) -> None:
-        """Hand the job to the warmed parent and wait until it runs. Called once, by `Jail`."""
+    async def launch(self, entry: str, hint: str | None, payload_bytes: int) -> None:
+        """Have the warmed parent fork it, and wait until it is. Called once, by `Jail`."""
         limits = self._limits
-        self._result_fd, payload_fd = await _made_files(limits.result_bytes, payload)
+        self._result_fd = result_file(limits.result_bytes)
         log_read, log_write = os.pipe()
-        self._log = LogPump(log_read, on_text, limits.log_bytes, limits.log_bytes_per_s)
-        command = {"job": self._number, "entry": entry, "limits": dataclasses.asdict(limits)}
-        fds = (payload_fd, self._result_fd, self._theirs.fileno(), log_write)
+        self._log = LogPump(log_read, self._print, limits.log_bytes, limits.log_bytes_per_s)
+        # A payload is not the job's own doing.
+        room = dataclasses.replace(limits, memory_bytes=limits.memory_bytes + payload_bytes)
+        command = {
+            "job": self._number, "entry": entry, "hint": hint, "limits": dataclasses.asdict(room),
+        }  # fmt: skip
+        fds = (self._result_fd, self._theirs.fileno(), log_write)
         started: asyncio.Future[int] = self._loop.create_future()
         # Not from the await below: a cancellation in the turn of the answer would lose it.
         started.add_done_callback(self._keep_process)
@@ -108,18 +120,40 @@ class JailedJob:
                 await started
         finally:
             self._theirs.close()
-            for fd in (payload_fd, log_write):
-                os.close(fd)
+            os.close(log_write)
+
+    async def begin(self, payload: bytes, on_text: Callable[[str], None]) -> None:
+        """Give it what it is to work on; its time runs from now on. Called once, by `Jail`."""
+        self._on_text = on_text
         self._begun_s = time.monotonic()
-        self._timer = self._loop.call_later(limits.wall_s, self.kill, Ending.WALL_LIMIT)
+        self._timer = self._loop.call_later(self._limits.wall_s, self.kill, Ending.WALL_LIMIT)
+        with contextlib.suppress(ConnectionError):  # it has ended, which is known soon
+            for part in (PAYLOAD_LENGTH.pack(len(payload)), payload):
+                await self._loop.sock_sendall(self.channel, part)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is gone."""
+        return self._ended.done()
+
+    def hung_up(self) -> None:
+        """Its channel is at its end: if it has left a result, that is its outcome.
+
+        Nobody has to wait for the end of the process then, which takes the system a while.
+        """
+        if not self._hung_up.done():
+            self._hung_up.set_result(None)
+
+    def _print(self, text: str) -> None:
+        self._on_text(text)
 
     def _keep_process(self, started: asyncio.Future[int]) -> None:
         if not started.cancelled() and started.exception() is None:
             self._process_fd = started.result()
 
     def on_end(self, notify: Callable[[], None]) -> None:
-        """Call `notify` once, when the process has ended or was never born."""
-        self._ended.add_done_callback(lambda _: notify())
+        """Call `notify` once, when its outcome is known, or when it is abandoned."""
+        self._over.add_done_callback(lambda _: notify())
 
     def abandon(self) -> None:
         """Close everything after a launch that failed or was cancelled half-way."""
@@ -127,13 +161,16 @@ class JailedJob:
         with contextlib.suppress(MeshError):
             self._parent.send({"kill": self._number})
         self._ended.cancel()
+        self._over.cancel()
         self._close()
         self._theirs.close()
         self.channel.close()
 
-    def _close(self) -> None:
+    def _stop_timer(self, _ended: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
+
+    def _close(self) -> None:
         if self._log is not None:
             self._log.close()
         for fd in (self._process_fd, self._result_fd):
@@ -142,66 +179,46 @@ class JailedJob:
         self._process_fd = self._result_fd = -1
 
     async def _conclude(self) -> JobOutcome:
+        try:
+            return await self._await_outcome()
+        finally:
+            self._close()
+            if not self._over.done():
+                self._over.set_result(None)
+
+    async def _await_outcome(self) -> JobOutcome:
+        ends: list[asyncio.Future[Any]] = [self._ended, self._hung_up]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not self._ended.done():
+            wall_s = time.monotonic() - self._begun_s
+            used, left = await asyncio.to_thread(self._look)
+            if left is not None:
+                self.kill()
+                if used is None:  # where only the parent can say
+                    used = _usage_in(await self._ended)
+                return self._made(left, said(left), wall_s, used)
         report = await self._ended
         wall_s = time.monotonic() - self._begun_s
+        used = _usage_in(report)
+        left = await asyncio.to_thread(read_result, self._result_fd)
+        verdict = judge(
+            int(report["status"]), used.cpu_s, left, killed_as=self._killed_as, limits=self._limits
+        )
+        return self._made(left, verdict, wall_s, used)
+
+    def _look(self) -> tuple[Usage | None, Left | None]:
+        return usage_of(self._process_fd), read_result(self._result_fd)
+
+    def _made(self, left: Left | None, verdict: Verdict, wall_s: float, used: Usage) -> JobOutcome:
+        ending, text = verdict
         if self._log is not None:
             self._log.close()
-        left = await asyncio.to_thread(read_result, self._result_fd)
-        ending, text = self._judge(report, left)
-        self._close()
         result = left[1] if left is not None and ending is Ending.FINISHED else b""
-        return JobOutcome(
-            ending, result, text, wall_s, float(report["cpu_s"]), int(report["peak"]) * 1024
-        )
-
-    def _judge(self, report: dict[str, Any], left: tuple[bool, bytes] | None) -> tuple[Ending, str]:
-        status = int(report["status"])
-        if os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0 and left is not None:
-            finished, body = left
-            lines = body.decode("utf-8", "replace").split("\n") if not finished else []
-            text = "\n".join(safe_line(line) for line in lines)
-            return (Ending.FINISHED if finished else Ending.FAILED), text
-        if self._killed_as is Ending.WALL_LIMIT:
-            return Ending.WALL_LIMIT, _after(f"{self._limits.wall_s:g} s, its time limit")
-        if self._killed_as is not None:
-            return self._killed_as, "The job was ended on request."
-        if os.WIFSIGNALED(status):
-            return _judge_signal(os.WTERMSIG(status), float(report["cpu_s"]), self._limits.cpu_s)
-        return Ending.CRASHED, "The job's process ended by itself and left no valid result."
+        return JobOutcome(ending, result, text, wall_s, used.cpu_s, used.peak_bytes)
 
 
-def _after(limit: str) -> str:
-    return f"The job was ended after {limit}."
-
-
-def _judge_signal(number: int, cpu_s: float, allowed_cpu_s: int) -> tuple[Ending, str]:
-    if number == signal.SIGSYS:
-        return Ending.FORBIDDEN_CALL, "The job was ended: it made a system call that no job needs."
-    if number != signal.SIGKILL:
-        return Ending.CRASHED, f"The job's process ended by {signal.Signals(number).name}."
-    # The kernel counts in ticks and looks at them once in a while.
-    if cpu_s >= allowed_cpu_s - 0.5:
-        return Ending.CPU_LIMIT, _after(f"{allowed_cpu_s} s of computing, its limit")
-    return Ending.CRASHED, "The job was ended by the system, most likely for want of memory."
-
-
-async def _made_files(result_bytes: int, payload: bytes) -> tuple[int, int]:
-    """The result's and the payload's file; neither is left open when the wait is cancelled."""
-
-    def close(made: asyncio.Task[tuple[int, int]]) -> None:
-        if not made.cancelled() and made.exception() is None:
-            for fd in made.result():
-                os.close(fd)
-
-    making = asyncio.create_task(
-        asyncio.to_thread(lambda: (result_file(result_bytes), payload_file(payload))),
-        name="jail-job-files",
-    )
-    try:
-        return await asyncio.shield(making)
-    except asyncio.CancelledError:
-        making.add_done_callback(close)
-        raise
+def _usage_in(report: Report) -> Usage:
+    return Usage(float(report["cpu_s"]), int(report["peak"]) * 1024)
 
 
 class Jail:
@@ -217,6 +234,7 @@ class Jail:
         self._max_jobs = max_jobs
         self._running = 0
         self._numbers = 0
+        self._standby = Standby(self._fork)
 
     @classmethod
     async def start(
@@ -271,14 +289,18 @@ class Jail:
         payload: bytes,
         *,
         trusted: bool,
+        hint: str | None = None,
         limits: JobLimits | None = None,
         on_text: Callable[[str], None] = lambda _: None,
     ) -> JailedJob:
-        """Fork a job that calls ``entry(payload, channel) -> bytes``, a ``module:function``.
+        """Run a job that calls ``entry(payload, channel) -> bytes``, a ``module:function``.
 
         Args:
             entry: ours, never the submitter's.
             payload: handed over as it is.
+            hint: what jobs of this kind may do before they have a payload, which is then done
+                ahead of time where one of the same kind was run last: `entry` is called as
+                ``entry(hint, channel)`` and what it returns with the payload. At most 32 KiB.
             trusted: whether the submitter's key is; needed where the walls are weak.
             limits: bounds of this job.
             on_text: gets the lines it prints, joined by newlines where several came at once,
@@ -294,17 +316,33 @@ class Jail:
             )
         if self._running >= self._max_jobs:
             raise Busy(f"{self._running} jobs run already", fix="Try again when one has ended.")
-        return await self._fork(entry, payload, limits or JobLimits(), on_text)
+        return await self._run_one(JobKind(entry, hint, limits or JobLimits()), payload, on_text)
 
-    async def _fork(
-        self, entry: str, payload: bytes, limits: JobLimits, on_text: Callable[[str], None]
+    async def _run_one(
+        self, kind: JobKind, payload: bytes, on_text: Callable[[str], None]
     ) -> JailedJob:
         self._running += 1
-        self._numbers += 1
-        job = JailedJob(self._numbers, limits, self._parent)
-        job.on_end(self._one_less)
         try:
-            await job.launch(entry, payload, on_text)
+            job = self._standby.take(kind, len(payload)) or await self._fork(kind, len(payload))
+        except BaseException:
+            self._one_less()
+            raise
+        job.on_end(self._one_less)
+        if kind.hint is not None:
+            job.on_end(lambda: self._standby.keep(kind))
+        try:
+            await job.begin(payload, on_text)
+        except BaseException:
+            job.kill()
+            job.abandon()
+            raise
+        return job
+
+    async def _fork(self, kind: JobKind, payload_bytes: int) -> JailedJob:
+        self._numbers += 1
+        job = JailedJob(self._numbers, kind.limits, self._parent)
+        try:
+            await job.launch(kind.entry, kind.hint, payload_bytes)
         except TimeoutError:
             job.abandon()
             self._parent.end()
@@ -317,7 +355,8 @@ class Jail:
         return job
 
     async def _run_canary(self, payload: bytes, limits: JobLimits) -> tuple[JobOutcome, bytes]:
-        async with await self._fork(CANARY_ENTRY, payload, limits, lambda _: None) as job:
+        kind = JobKind(CANARY_ENTRY, None, limits)
+        async with await self._run_one(kind, payload, lambda _: None) as job:
             outcome = await job.outcome()
             sent = b""
             with contextlib.suppress(BlockingIOError, ConnectionError):
@@ -330,6 +369,7 @@ class Jail:
 
     async def stop(self) -> None:
         """End the parent and with it every job."""
+        await self._standby.close()
         await self._parent.stop()
 
 

@@ -15,7 +15,7 @@ _HEADER = struct.Struct("<4sBQ")
 _MAGIC = b"HNR1"
 MAX_TEXT_BYTES = 16 << 10
 _F_ADD_SEALS = 1033
-_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 1, 2, 4, 8
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 
 
 def _memory_file(name: str) -> int:
@@ -28,20 +28,6 @@ def _memory_file(name: str) -> int:
 def _seal(fd: int, seals: int) -> None:
     if hasattr(os, "memfd_create"):
         fcntl.fcntl(fd, _F_ADD_SEALS, seals)
-
-
-def payload_file(payload: bytes) -> int:
-    """A file that holds `payload` and cannot be changed. The caller closes it."""
-    fd = _memory_file("job-payload")
-    with open(fd, "wb", closefd=False) as file:
-        file.write(payload)
-    _seal(fd, _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_WRITE)
-    return fd
-
-
-def read_payload(fd: int) -> bytes:
-    """All of a payload file."""
-    return os.pread(fd, os.fstat(fd).st_size, 0)
 
 
 def result_file(quota_bytes: int) -> int:

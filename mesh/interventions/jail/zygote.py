@@ -187,7 +187,8 @@ class _Nursery:
 
     def _fork(self, command: dict[str, Any], fds: list[int]) -> None:
         number = int(command["job"])
-        job = child.Job(str(command["entry"]), JobLimits(**command["limits"]), *fds)
+        limits = JobLimits(**command["limits"])
+        job = child.Job(str(command["entry"]), command["hint"], limits, *fds)
         try:
             pid = os.fork()
         except OSError as error:

@@ -15,6 +15,8 @@ import random
 import socket
 import traceback
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -34,7 +36,7 @@ from mesh.interventions.channel import SocketChannel
 from mesh.interventions.jail.limits import ToldError
 from mesh.interventions.jail.lockdown import readable_paths
 from mesh.interventions.jail.policy import FencedUnpickler, raise_fence
-from mesh.interventions.jobs.order import JobOrder
+from mesh.interventions.jobs.order import JobOrder, unpack_hops
 from mesh.interventions.jobs.rehearsal import rehearse
 from mesh.interventions.skeleton import Skeleton, job_model, load_skeleton
 from mesh.models.manifest import read_manifest
@@ -69,13 +71,18 @@ def warm(argument: str) -> None:
     rehearse(lambda saved: _packed(saved, compress=True))
 
 
-def run(payload: bytes, channel: socket.socket) -> bytes:
-    """Entry point of a job. Raises ToldError with what the job's author should read."""
+def ready(hint: str, channel: socket.socket) -> Callable[[bytes], bytes]:
+    """Entry point of a job; what it returns runs a payload over these hops."""
     if _skeleton is None:
         raise RuntimeError("the parent of this process was not warmed")
-    order, request = JobOrder.unpack(payload)
     _freshen()
-    model = job_model(_skeleton, SocketChannel(channel), order.hops, _say)
+    model = job_model(_skeleton, SocketChannel(channel), unpack_hops(hint), _say)
+    return partial(_run, model)
+
+
+def _run(model: TransformersModel, payload: bytes) -> bytes:
+    """The packed result. Raises ToldError with what the job's author should read."""
+    order, request = JobOrder.unpack(payload)
     if order.attention:
         model._remoteable_set_env({"attn_implementation": order.attention})
     try:

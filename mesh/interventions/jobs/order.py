@@ -5,7 +5,9 @@ Shared by both sides of the jail's wall; knows nothing of what the request says.
 
 from __future__ import annotations
 
+import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgpack
@@ -19,19 +21,17 @@ _LENGTH = struct.Struct(">I")
 class JobOrder:
     """How to run a request.
 
-    Hop i of the job's channel runs the layers ``hops[i]``. `attention` is what layers compute
-    attention with, empty for the model's own choice. `trusted` leaves the inner fence down.
+    `attention` is what layers compute attention with, empty for the model's own choice. `trusted`
+    leaves the inner fence down.
     """
 
-    hops: tuple[LayerRange, ...]
     compress: bool
     attention: str
     trusted: bool
 
     def pack(self, request: bytes) -> bytes:
         """The payload of the job."""
-        hops = [[hop.start, hop.stop] for hop in self.hops]
-        head: bytes = msgpack.packb([hops, self.compress, self.attention, self.trusted])
+        head: bytes = msgpack.packb([self.compress, self.attention, self.trusted])
         return b"".join((_LENGTH.pack(len(head)), head, request))
 
     @classmethod
@@ -39,6 +39,14 @@ class JobOrder:
         """The order and the request as the client sent it."""
         (length,) = _LENGTH.unpack_from(payload)
         start = _LENGTH.size + length
-        hops, compress, attention, trusted = msgpack.unpackb(payload[_LENGTH.size : start])
-        spans = tuple(LayerRange(*hop) for hop in hops)
-        return cls(spans, compress, attention, trusted), payload[start:]
+        return cls(*msgpack.unpackb(payload[_LENGTH.size : start])), payload[start:]
+
+
+def pack_hops(hops: Sequence[LayerRange]) -> str:
+    """The layers that the hops of a job's channel run, in order: what it may begin with."""
+    return json.dumps([[hop.start, hop.stop] for hop in hops])
+
+
+def unpack_hops(hint: str) -> tuple[LayerRange, ...]:
+    """The reverse of `pack_hops`."""
+    return tuple(LayerRange(*hop) for hop in json.loads(hint))

@@ -1,7 +1,7 @@
 """Runs jobs: a route for each, a process for each, its result to a file; again if a hop dies.
 
-Lives in the process of the jobs (`worker`), where nothing that a stranger wrote is decoded: results
-are bytes, prints are lines, and messages to the hops pass through unread.
+Lives in the process of the jobs, where nothing that a stranger wrote is decoded: results are bytes,
+prints are lines, and messages to the hops pass through unread.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from mesh.errors import BadRequest, Busy, JobFailed, MeshError, RouteError
 from mesh.interventions.jail.job import Jail, JailedJob
 from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
 from mesh.interventions.jobs.jails import WarmJails, WarmUp
-from mesh.interventions.jobs.order import JobOrder
+from mesh.interventions.jobs.order import JobOrder, pack_hops
 from mesh.interventions.jobs.routes import OpenRoute, Routes, Wanted
 from mesh.interventions.jobs.types import JobReport, JobSpec
 from mesh.interventions.relay import relay
 from mesh.models.manifest import Manifest, read_manifest
+from mesh.pipeline.commands import Offer
 from mesh.routing.cover import ShardKey, key_of
 from mesh.types import ModelId
 
 logger = logging.getLogger(__name__)
 
 # Not imported: that module loads torch, which this process does without.
-ENTRY = "mesh.interventions.jobs.inside:run"
+ENTRY = "mesh.interventions.jobs.inside:ready"
 ATTENTION = ("eager", "sdpa")
 
 # Asks who serves a model now, as `JobPlace.shards` has it.
-Newest = Callable[[], Awaitable[Sequence[dict[str, Any]]]]
+Newest = Callable[[], Awaitable[Sequence[Offer]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class JobPlace:
 
     model_id: ModelId
     directory: Path
-    shards: Sequence[dict[str, Any]]
+    shards: tuple[Offer, ...]
 
 
 class JailRunner:
@@ -98,8 +99,7 @@ class JailRunner:
         while True:
             async with self._route(manifest, place, lost) as route:
                 jail = await self._jails.get(self._warm_up(place, route))
-                layers = tuple(hop.layers for hop in route.hops)
-                order = JobOrder(layers, spec.compress, attention, spec.trusted)
+                order = JobOrder(spec.compress, attention, spec.trusted)
                 attempt = _Attempt(jail, route, spec.trusted, self._settings.limits)
                 outcome = await attempt.run(order.pack(request), on_text)
                 if outcome.ending is Ending.FINISHED:
@@ -115,7 +115,7 @@ class JailRunner:
             if len(lost) > 1:
                 raise _given_up(lost)
             on_text(f"({loss.what}; the job is run again from its start)")
-            place = replace(place, shards=await newest())
+            place = replace(place, shards=tuple(await newest()))
 
     @asynccontextmanager
     async def _route(
@@ -164,7 +164,12 @@ class _Attempt:
     async def run(self, payload: bytes, on_text: Callable[[str], None]) -> JobOutcome:
         """Until the process has ended. Raises JobFailed when it broke the channel's rules."""
         job = await self._jail.start_job(
-            ENTRY, payload, trusted=self._trusted, limits=self._limits, on_text=on_text
+            ENTRY,
+            payload,
+            trusted=self._trusted,
+            hint=pack_hops([hop.layers for hop in self._route.hops]),
+            limits=self._limits,
+            on_text=on_text,
         )
         sessions = self._route.sessions
         async with job:
@@ -172,6 +177,7 @@ class _Attempt:
             sessions.on_lost(job.kill)
             passing = asyncio.create_task(relay(job.channel, sessions), name="job-relay")
             passing.add_done_callback(lambda task: _end_unruly(task, job))
+            passing.add_done_callback(lambda _: job.hung_up())
             try:
                 outcome = await job.outcome()
             finally:

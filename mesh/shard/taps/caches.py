@@ -5,6 +5,7 @@ The job's model decides when a cache begins, is reordered or cropped; here is on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -91,6 +92,13 @@ class TapCaches:
         if cache is None or index not in self._indices or not cache.layers[index].is_initialized:
             raise BadRequest("Nothing is cached there.", fix="Read the cache after a forward.")
         return [cache.layers[index].keys.detach(), cache.layers[index].values.detach()]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All keys and values."""
+        for cache in self._caches.values():
+            for layer in cache.layers:
+                if layer.is_initialized:
+                    yield from (layer.keys, layer.values)
 
     def positions(self) -> int:
         """How many rows all of them hold together."""

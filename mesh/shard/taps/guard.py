@@ -77,7 +77,8 @@ class OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """See `TorchDispatchMode`. Raises LimitReached, and BadRequest for a write to the model."""
+        """Run one tensor operation if it may. Raises LimitReached; BadRequest for a write to the
+        model."""
         # Some hundred times per layer: what most operations do not need is looked for last.
         named = kwargs or _NO_NAMES
         rule = self._rules.get(func)
@@ -94,15 +95,29 @@ class OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **named)
         if rule.makes:
             if isinstance(out, torch.Tensor):
-                self._count(out)
+                self.count(out)
             else:
                 for tensor in _tensors((out,)):
-                    self._count(tensor)
+                    self.count(tensor)
         return out
 
-    def adopt(self, tensor: torch.Tensor) -> None:
-        """Count what came to be while the guard was not active. Raises LimitReached."""
-        self._count(tensor)
+    def count(self, tensor: torch.Tensor) -> None:
+        """Hold what the tensor's memory takes for as long as that lives; does nothing for what is
+        counted, or the model's. Raises LimitReached."""
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes() + ENTRY_BYTES
+        known = self._alive.get(key)
+        if known is not None:
+            if size > known.size:
+                self._meter.take(size - known.size)
+                known.size = size
+        elif storage.data_ptr() not in self._model:
+            self._meter.take(size)
+            counted = self._alive[key] = _Counted(storage, _forget)
+            counted.alive, counted.key = self._alive, key
+            counted.meter, counted.size = self._meter, size
 
     def _learn(self, func: Any) -> _Rule:
         schema = func._schema
@@ -128,22 +143,6 @@ class OperationGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     f"{func._schema.name} would write to the model itself, which all share.",
                     fix="Change a copy: clone() it first.",
                 )
-
-    def _count(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            return
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes() + ENTRY_BYTES
-        known = self._alive.get(key)
-        if known is not None:
-            if size > known.size:
-                self._meter.take(size - known.size)
-                known.size = size
-        elif storage.data_ptr() not in self._model:
-            self._meter.take(size)
-            counted = self._alive[key] = _Counted(storage, _forget)
-            counted.alive, counted.key = self._alive, key
-            counted.meter, counted.size = self._meter, size
 
 
 class _Counted(weakref.ref[Any]):

@@ -102,7 +102,8 @@ class JobJoints:
         return unreachable
 
     def leaving(self, tag: int, tensor: torch.Tensor) -> int:
-        """See `Origins`."""
+        """A new joint's number for a tensor with a history of the job's; 0 where the shard need not
+        ask."""
         if not (self.tracking and tensor.requires_grad) or self._is_known(tag, tensor):
             return 0
         self._last_gift += 2
@@ -111,7 +112,8 @@ class JobJoints:
         return self._last_gift
 
     def arriving(self, joint: int, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Origins`; a negative joint is one whose gradient would be incomplete."""
+        """`tensor` joined to the shard's graph. Of a negative joint the gradient would be
+        incomplete."""
         here = self._new_joint(abs(joint))
         before = [earlier for earlier, _ in self._joints]
 
@@ -130,12 +132,13 @@ class JobJoints:
         return joined
 
     def asked(self, joint: int, tensor: torch.Tensor) -> None:
-        """See `Origins`: what was only looked at before is now shown with its history."""
+        """Show with its history what was only looked at before."""
         with torch.enable_grad():
             tensor.copy_(self.arriving(joint, tensor.detach().clone()))
 
     def viewing(self, joint: int, tag: int, view: torch.Tensor) -> None:
-        """See `JobOrigins`; here it is torch that takes its gradient on, to what it is a view of.
+        """Take `view`, of a known tensor, for the shard's `joint`; torch takes its gradient on, to
+        what it is a view of.
 
         After an edit it stands for that part of the memory, whoever uses it, so its own gradient
         cannot be told from the whole tensor's.
@@ -146,7 +149,7 @@ class JobJoints:
             self._on_incomplete(view)
 
     def settled(self, tag: int, tensor: torch.Tensor) -> None:
-        """See `Origins`."""
+        """Note the tensor as the shard knows it now."""
         known = self._known.get(tag)
         if tag in self._views and known is not None and known[0] != tensor._version:
             self._on_incomplete(tensor)
@@ -211,7 +214,8 @@ class ShardJoints:
         self._graphs[joint] = self.graph
 
     def leaving(self, tag: int, tensor: torch.Tensor) -> int:
-        """See `Origins`."""
+        """The number under which the job asks for this tensor's gradient; 0 for none, negative
+        where it would be incomplete."""
         place = _place(tensor)
         if place is None or self._known.get(tag) == place:
             return 0
@@ -223,24 +227,25 @@ class ShardJoints:
         return -self._last_point if late else self._last_point
 
     def arriving(self, joint: int, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Origins`."""
+        """`tensor` with a leaf in its history, at which the job's part of the graph begins."""
         leaf = tensor.new_zeros(()).expand(tensor.shape).requires_grad_()
         self._keep(joint, leaf)
         with torch.enable_grad():
             return _join(lambda grad: [grad], tensor, leaf)
 
     def asked(self, joint: int, tensor: torch.Tensor) -> None:
-        """See `Origins`: the job called `requires_grad_` on what it was shown."""
+        """The job called `requires_grad_` on what it was shown: from here on it is a leaf."""
         if tensor.requires_grad:
             raise unsupported("Detaching a tensor in place stops at layers on other machines")
         self._keep(joint, tensor.requires_grad_())
 
     def is_shown(self, tag: int) -> bool:
-        """See `ShardOrigins`."""
+        """Whether the job has this tensor with its history."""
         return self._known.get(tag) is not None
 
     def viewed(self, tensor: torch.Tensor, tags: Sequence[int]) -> int | None:
-        """See `ShardOrigins`: of several, the one it is a view of most directly."""
+        """The tag, of those that the job has, that `tensor` is a view of; the most direct of
+        several."""
         shown = {place: tag for tag in tags if (place := self._known.get(tag)) is not None}
         place = _place(tensor)
         for _ in range(_MAX_VIEWS):
@@ -252,7 +257,7 @@ class ShardJoints:
         return None
 
     def settled(self, tag: int, tensor: torch.Tensor) -> None:
-        """See `Origins`."""
+        """Note the tensor's place in the graph as the job knows it now."""
         self._known[tag] = _place(tensor)
 
     def backward(

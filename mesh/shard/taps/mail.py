@@ -19,7 +19,7 @@ class CountedBuffers(Buffers):
         self.tally = Tally(meter)
 
     def append(self, item: memoryview, /) -> None:
-        """See `list.append`. Raises LimitReached."""
+        """Count the bytes of one more tensor and keep it. Raises LimitReached."""
         self.tally.grow(len(item) + ENTRY_BYTES)
         super().append(item)
 

@@ -33,7 +33,7 @@ def malformed(error: Exception) -> MeshError:
 def raised(error: Exception) -> MeshError:
     """What an error of the model's code, or of torch, is answered with."""
     if is_lost(error):
-        raise error  # it is not about this job alone: `DeviceQueue` acts upon it
+        raise error  # it is not about this job alone: `Scheduler` acts upon it
     if isinstance(error, torch.OutOfMemoryError):
         return DeviceFailed("The device has no memory left.", fix="Use a shorter input.")
     return BadRequest(

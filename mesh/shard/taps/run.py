@@ -85,6 +85,10 @@ class Run:
     ) -> None:
         self.watching = bool(header.get("watch"))
         self.sourced = host.sourced
+        self.is_watched = True
+        """Whether each of its operations is looked at."""
+        self.room = 0
+        """Bytes held for it where they are not counted one by one."""
         self.grad = graph is not None
         self.graph = graph
         self.wanted: dict[str, frozenset[int]] = {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from nnsight.util import apply
 from transformers.utils.output_capturing import _active_collector
 
-from mesh.errors import BadRequest, MeshError
+from mesh.errors import BadRequest, LimitReached, MeshError
 from mesh.shard.taps import sources
 from mesh.shard.taps.caches import TapCaches
 from mesh.shard.taps.codec import Buffers, Kind, Path, Reader, Writer, is_cache
@@ -27,6 +28,7 @@ from mesh.shard.taps.guard import GraphShare, OperationGuard
 from mesh.shard.taps.joints import ShardJoints
 from mesh.shard.taps.mail import CountedBuffers, Mail
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter, Tally
+from mesh.shard.taps.ordinary import OrdinaryForwards
 from mesh.shard.taps.refusals import FIX, MALFORMED, malformed, nothing_else, raised, refusal
 from mesh.shard.taps.run import NAME_BYTES, Header, Patterns, Request, Run
 from mesh.shard.taps.shared_tensors import Loose, ShardTensors
@@ -83,6 +85,7 @@ class TapSession:
         self._caches = TapCaches(tree, layers, self.meter)
         self._graphs: set[GraphShare] = set()
         self._runs: list[Run] = []
+        self._ordinary = OrdinaryForwards(tree, self.meter)
 
     def exchange(self, message: bytes | bytearray | memoryview) -> bytes | None:
         """Do what `message` asks. Errors are answers, too."""
@@ -90,10 +93,14 @@ class TapSession:
             header, buffers = self.mail.open(message)
             self._prepare(header)
             op = header["op"]
+            if op != "span" or self._runs:
+                self._ordinary.end()
             if op in ("span", "call"):
                 return self._start(header, buffers)
             if op in ("resume", "abort"):
-                return self._drive(self._top(), (header, buffers))
+                run = self._top()
+                run.is_watched = True  # from here on the job's values are among the model's
+                return self._drive(run, (header, buffers))
             return self._at_once(op, header, buffers)
         except MeshError as error:
             return refusal(error)
@@ -110,7 +117,9 @@ class TapSession:
         """Free everything; forwards under way are unwound."""
         with self._guard:
             while self._runs:
-                self._runs.pop().unwind()
+                run = self._runs.pop()
+                run.unwind()
+                self.meter.give(run.room)
         for path in self._modules_sourced:
             self._tree.unsource(path)
         self._modules_sourced.clear()
@@ -180,6 +189,10 @@ class TapSession:
             self._graphs.add(graph)
         self._runs.append(run)
         self._want(run, header)
+        if self.observed or self.sourced or self._modules_sourced:
+            self._ordinary.end()
+        run.room = self._ordinary.hold_room(header, self.tensors.tags, self._caches.positions())
+        run.is_watched = not run.room
         return self._drive(run, (header, buffers))
 
     def _top(self) -> Run:
@@ -191,13 +204,28 @@ class TapSession:
         self._guard.graph = self._joints.graph = run.graph
         self._weights.apply()
         try:
-            with self._guard:
+            with self._guard if run.is_watched else nullcontext():
                 return run.go_on(self._tree, request)
         finally:
             self._guard.graph = self._joints.graph = None
             self._tree.restore()
             if run.is_over and run in self._runs:
                 self._runs.remove(run)
+                self._count_left(run)
+
+    def _count_left(self, run: Run) -> None:
+        """Count what an ordinary forward left, instead of the room that was held for it."""
+        if not run.room:
+            return
+        self.meter.give(run.room)
+        run.room = 0
+        try:
+            for tensor in (*self.tensors.all(), *self._caches.tensors()):
+                self._guard.count(tensor)
+        except LimitReached:
+            self._release()
+            self._caches.clear()
+            raise
 
     def _at_once(self, op: str, header: Header, buffers: Buffers) -> bytes:
         operations: dict[str, Callable[[Header, Reader], Any]] = {

@@ -8,7 +8,7 @@ are `joints`' business, reached through `Origins`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -77,6 +77,15 @@ class SharedTensors:
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    @property
+    def tags(self) -> Collection[int]:
+        """The tags of all tensors."""
+        return self._tensors.keys()
+
+    def all(self) -> Collection[torch.Tensor]:
+        """Every tensor that has a tag."""
+        return self._tensors.values()
 
     def clear(self) -> None:
         """Forget every tensor; the other end does so at the same point."""

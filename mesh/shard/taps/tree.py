@@ -78,7 +78,7 @@ class SpanTree:
         self.device = device
         self.reporter = _Reporter()
         self._model: Any = loaded.module
-        self._config = loaded.config
+        self.config = loaded.config
         modules = self._model.get_submodule(layer_list_name(self._model))
         self._layers: dict[int, nn.Module] = dict(
             zip(range(loaded.layers.start, loaded.layers.stop), modules, strict=True)
@@ -98,6 +98,11 @@ class SpanTree:
             self._envoys.update({envoy.path: envoy for envoy in root.modules()})
         self._configs = _configs(self._model)
         self._sourced: Counter[str] = Counter()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The layers, in order."""
+        return list(self._layers.values())
 
     def layer(self, number: int) -> nn.Module:
         """A layer by its number in the whole model. Raises BadRequest."""
@@ -177,7 +182,7 @@ class SpanTree:
 
     def new_cache(self) -> DynamicCache:
         """An empty cache; its layer 0 is the span's first."""
-        return DynamicCache(config=self._config)
+        return DynamicCache(config=self.config)
 
     def capture_outputs(self) -> None:
         """Install transformers' own hooks for attentions and the like, once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -23,6 +24,8 @@ DEED_LIMITS = JobLimits(
 WASTE_LIMITS = JobLimits(
     wall_s=0.6, cpu_s=3, memory_bytes=MEMORY_BYTES, result_bytes=1 << 20, open_files=64
 )
+UNBOUNDED = re.compile(r"kill\(-1\b|while[^\n]*:[^#]*\bfork\(")
+"""Signals to everybody, and processes that are made without end."""
 _PATIENCE_S = 1.0
 _MOST_KEPT = 1 << 20
 
@@ -47,7 +50,12 @@ async def read_all(job: JailedJob) -> bytes:
 
 
 async def escape(cell: Jail, field: TrapField, name: str) -> str:
-    """Run one body; how it got through, or nothing. A body that never began got through, too."""
+    """Run one body; how it got through, or nothing. A body that never began got through, too.
+
+    Raises ValueError for one that would take the machine with it if its walls failed.
+    """
+    if unbounded := UNBOUNDED.search(BODIES[name]):
+        raise ValueError(f"{name} does without a bound: {unbounded[0]!r}")
     field.reset()
     lines: list[str] = []
     limits = WASTE_LIMITS if name in WASTE else DEED_LIMITS

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 
 touched = 0
 
@@ -126,3 +127,20 @@ def forging(payload: bytes, channel: socket.socket) -> bytes:
         area = frame.f_locals["area"]
     area[:13] = struct.pack("<4sBQ", b"HNR1", 1, 1 << 60)
     os._exit(0)
+
+
+def ready(hint: str, channel: socket.socket) -> Callable[[bytes], bytes]:
+    """What can be done before there is a payload; then, which process it was done in."""
+    begun = os.getpid()
+
+    def work(payload: bytes) -> bytes:
+        return b"%s %d %d" % (hint.encode() + payload, begun, os.getpid())
+
+    return work
+
+
+def hanging_up(payload: bytes, channel: socket.socket) -> bytes:
+    """Close the channel, and have a result much later."""
+    channel.shutdown(socket.SHUT_RDWR)
+    time.sleep(float(payload))
+    return b"late"

@@ -221,8 +221,7 @@ def guarded(source: str) -> dict[str, Any]:
         "import numpy as np\nnp.lib", "import math\nmath.__loader__", "import random\nrandom._os",
         "import random\ngetattr(random, '_os')", "import json\njson.load(1)",
         "import enum\nenum.sys", "import dataclasses\ndataclasses.sys", "import re\nre._compiler",
-        "open('x')", "eval('1')", "exec('1')", "globals()", "vars()", "dir()", "input()",
-        "compile('1', '', 'eval')", "__import__('os')", "breakpoint()", "memoryview(b'')",
+        "__import__('os')", "breakpoint()",
         "().__class__", "(lambda: 0).__globals__", "getattr((), '__class__')",
         "getattr(lambda: 0, '__code__')", "'{0.__class__}'.format(1)",
         "'{a.__class__}'.format_map({'a': 1})", "str.format('{0.__class__}', 1)",
@@ -241,11 +240,21 @@ def guarded(source: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_what_is_not_for_everybody_is_refused_with_a_sentence(body: str) -> None:
-    with pytest.raises((PolicyViolation, NameError, NotImplementedError)) as refusal:
+    with pytest.raises(PolicyViolation) as refusal:
         guarded(body)
-    if isinstance(refusal.value, PolicyViolation):
-        assert refusal.value.fix
-        assert len(str(refusal.value)) > 30
+    assert refusal.value.fix
+    assert len(str(refusal.value)) > 30
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["open('x')", "eval('1')", "exec('1')", "globals()", "vars()", "dir()", "input()",
+     "compile('1', '', 'eval')", "memoryview(b'')"],
+)  # fmt: skip
+def test_builtins_that_are_not_for_everybody_are_not_there(body: str) -> None:
+    name = body.partition("(")[0]
+    with pytest.raises(NameError, match=f"name '{name}' is not defined"):
+        guarded(body)
 
 
 def test_a_refusal_names_the_line() -> None:
@@ -285,7 +294,9 @@ def test_a_payload_cannot_name_what_is_not_on_the_list(name: str) -> None:
         parts = name.split(".")
         module, attribute = ".".join(parts[:split]), ".".join(parts[split:])
         text = b"\x80\x04" + _text(module) + _text(attribute) + b"\x93."
-        with pytest.raises((PolicyViolation, ImportError, AttributeError)):
+        # Names below modules of nnsight that may be named are looked up, and there are none.
+        absent = module.startswith("nnsight.intervention.envoy.torch")
+        with pytest.raises(ModuleNotFoundError if absent else PolicyViolation):
             FencedUnpickler(io.BytesIO(text), {}).load()
 
 

@@ -207,9 +207,14 @@ def unharmed(siege: Siege, attacks: Callable[[], dict[str, str]]) -> None:
     assert attacks() == {}
     siege.is_well()
     deadline = time.monotonic() + _PATIENCE_S
-    while siege.processes() != before and time.monotonic() < deadline:
+    while not only_another_stands_by(before, siege.processes()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert siege.processes() == before
+    assert only_another_stands_by(before, siege.processes())
+
+
+def only_another_stands_by(before: set[int], now: set[int]) -> bool:
+    """Whether the same processes run, but for the one that waits for the next job: as many."""
+    return len(now) == len(before) and len(before - now) <= 1
 
 
 @pytest.mark.slow

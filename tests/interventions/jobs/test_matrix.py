@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from mesh.errors import JobFailed
-from mesh.pipeline.checkpoint import AskerOptions, load_asker
-from mesh.shard.hosting import ShardHost
+from mesh.pipeline.checkpoint import load_asker
+from mesh.pipeline.commands import AskerOptions
+from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import ModelId
 from tests.interventions.cases import CASES, GRADIENTS, Parts
 from tests.interventions.jobworld import ROUTES, Bench, as_client, bench, shards
@@ -47,19 +49,27 @@ PART: dict[str, tuple[tuple[int, Iterable[str], bool], ...]] = {
 }
 """What `make test` runs: (hops, cases, whether the key is trusted)."""
 
-pytestmark = pytest.mark.timeout(900)
+CHATTING = "qwen2"
+"""Whose jobs run beside a chat in `make test`."""
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 
 async def differing(here: Bench, family: str, hops: int, names: Iterable[str]) -> dict[str, str]:
     """The cases that do not come out as on one machine, and how."""
     found: dict[str, str] = {}
     for name in names:
+        here.reports.clear()
         try:
             await _compare(here, family, hops, name)
         except (AssertionError, JobFailed) as error:
             found[name] = str(error)[-1000:]
-    assert all(len(report.hops) == hops for report in here.reports)
-    here.reports.clear()
+            continue
+        ran = [report.hops for report in here.reports]
+        if not ran and name not in ERRORS:
+            found[name] = "no job ran"
+        elif any(len(route) != hops for route in ran):
+            found[name] = f"not over {hops} hops: {ran}"
     return found
 
 
@@ -84,19 +94,23 @@ def _on_one_machine(family: str, name: str) -> Any:
         return {**CASES, **GRADIENTS}[name](Parts(whole(family)))
 
 
-def test_the_matrix_is_large() -> None:
-    part = sum(len(tuple(names)) for rows in PART.values() for _, names, _ in rows)
-    assert part >= 120
-    assert len(FAMILIES) * len(ROUTES) * len(NAMES) >= 1000
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def here(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
+    """A runner over one shard process that holds every family of the part."""
+    families = (*PART, CHATTING)
+    async with (
+        shards(families, tmp_path_factory.mktemp("cache")) as host,
+        bench(host) as running,
+    ):
+        yield running
 
 
 @pytest.mark.slow
-async def test_jobs_give_the_numbers_of_one_machine(tmp_path: Path) -> None:
-    async with shards(tuple(PART), tmp_path) as host, bench(host) as here:
-        for family, rows in PART.items():
-            for hops, names, trusted in rows:
-                here.trusted = trusted
-                assert await differing(here, family, hops, names) == {}, (family, hops)
+async def test_jobs_give_the_numbers_of_one_machine(here: Bench) -> None:
+    for family, rows in PART.items():
+        for hops, names, trusted in rows:
+            here.trusted = trusted
+            assert await differing(here, family, hops, names) == {}, (family, hops)
 
 
 @pytest.mark.chaos
@@ -108,13 +122,13 @@ async def test_the_whole_matrix(family: str, tmp_path: Path) -> None:
             assert await differing(here, family, hops, NAMES) == {}, hops
 
 
-async def chatting(host: ShardHost, family: str, cache_dir: Path, done: asyncio.Event) -> int:
+async def chatting(host: ShardSupervisor, family: str, cache_dir: Path, done: asyncio.Event) -> int:
     """Ask over the same shards until told to stop; the answers must stay what they are."""
     directory, prompt = Path(checkpoint(family).directory), list(range(5, 45))
     expected, _ = await asyncio.to_thread(hugging_face, directory, prompt, 12)
     options = AskerOptions("fp32", "cpu", 1, cache_dir)
     model, _ = await asyncio.to_thread(load_asker, directory, ModelId(family), options)
-    mesh, answers = Spread(model, host), 0
+    mesh, answers = Spread(model, host, ModelId(family)), 0
     await mesh.use(ROUTES[2])
     while not done.is_set() or not answers:
         answer = await mesh.generate(greedy(prompt, 12, f"r{answers}"))
@@ -124,24 +138,26 @@ async def chatting(host: ShardHost, family: str, cache_dir: Path, done: asyncio.
     return answers
 
 
-async def beside_a_chat(family: str, names: Iterable[str], cache_dir: Path) -> None:
-    async with shards([family], cache_dir) as host, bench(host) as here:
-        done = asyncio.Event()
-        chat = asyncio.create_task(chatting(host, family, cache_dir, done), name="chat")
-        try:
-            for hops in ROUTES:
-                assert await differing(here, family, hops, names) == {}, hops
-        finally:
-            done.set()
-        assert await chat > 0
+async def beside_a_chat(here: Bench, family: str, names: Iterable[str], cache_dir: Path) -> None:
+    done = asyncio.Event()
+    (host,) = here.hosts
+    chat = asyncio.create_task(chatting(host, family, cache_dir, done), name="chat")
+    here.trusted = True
+    try:
+        for hops in ROUTES:
+            assert await differing(here, family, hops, names) == {}, hops
+    finally:
+        done.set()
+    assert await chat > 0
 
 
 @pytest.mark.slow
-async def test_jobs_beside_a_chat(tmp_path: Path) -> None:
-    await beside_a_chat("qwen2", FEW[:6], tmp_path)
+async def test_jobs_beside_a_chat(here: Bench, tmp_path: Path) -> None:
+    await beside_a_chat(here, CHATTING, FEW[:6], tmp_path)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_the_whole_matrix_beside_a_chat(family: str, tmp_path: Path) -> None:
-    await beside_a_chat(family, NAMES, tmp_path)
+    async with shards([family], tmp_path) as host, bench(host) as here:
+        await beside_a_chat(here, family, NAMES, tmp_path)

@@ -25,7 +25,7 @@ from nnsight.modeling.transformers import TransformersModel
 
 from mesh.errors import BadRequest, Busy, JobFailed, NoRoute
 from mesh.interventions.jobs import runner as runner_module
-from mesh.shard.hosting import ShardHost
+from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange
 from tests.interventions.cases import PROMPT
 from tests.interventions.jobworld import (
@@ -48,13 +48,13 @@ Trace = Callable[[TransformersModel], Any]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ShardHost]:
+async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ShardSupervisor]:
     async with shards(["llama"], tmp_path_factory.mktemp("cache")) as running:
         yield running
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def warm(host: ShardHost) -> AsyncIterator[Bench]:
+async def warm(host: ShardSupervisor) -> AsyncIterator[Bench]:
     async with bench(host) as running:
         yield running
 
@@ -356,13 +356,13 @@ def lingering(model: TransformersModel) -> None:
         logits = model.output.logits.save()
 
 
-async def kill(host: ShardHost) -> None:
-    assert host.process.pid is not None
-    os.kill(host.process.pid, signal.SIGKILL)
+async def kill(host: ShardSupervisor) -> None:
+    assert host.pid is not None
+    os.kill(host.pid, signal.SIGKILL)
 
 
 async def test_a_job_whose_hop_dies_is_run_again_elsewhere(
-    here: Bench, host: ShardHost, tmp_path: Path
+    here: Bench, host: ShardSupervisor, tmp_path: Path
 ) -> None:
     """The first route is over the one that has all layers; the second over the others."""
     request = await asyncio.to_thread(request_of, lingering)
@@ -389,7 +389,7 @@ def _values(model: TransformersModel) -> dict[str, Any]:
 
 
 async def test_a_shard_that_came_while_the_job_ran_takes_over(
-    here: Bench, host: ShardHost, tmp_path: Path
+    here: Bench, host: ShardSupervisor, tmp_path: Path
 ) -> None:
     """When it began, only the one that is lost served the model."""
     request = await asyncio.to_thread(request_of, lingering)

@@ -60,8 +60,8 @@ async def test_two_hundred_jobs_of_eight_clients_do_not_mix(tmp_path: Path) -> N
             lambda: [(request_for(n), expected(n)) for n in range(CLIENTS * JOBS_EACH)]
         )
         await _client(here, jobs[:2])
-        assert host.process.pid is not None
-        watched = [psutil.Process(), psutil.Process(host.process.pid)]
+        assert host.pid is not None
+        watched = [psutil.Process(), psutil.Process(host.pid)]
         before = [process.memory_info().rss for process in watched]
         await asyncio.gather(*(_client(here, jobs[c::CLIENTS]) for c in range(CLIENTS)))
         after = [process.memory_info().rss for process in watched]

@@ -1,7 +1,8 @@
 """What one malicious member may cost any other node, in a world a hundred times too small.
 
-The limits have the form of `mesh.allowances` and smaller numbers, so that a run of a minute reaches
-them; every bound follows from them. What counts is what is there, not what was accounted for.
+The limits have the form of `mesh.accounts.allowances` and smaller numbers, so that a run of a
+minute reaches them; every bound follows from them. What counts is what is there, not what was
+accounted for.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
 
-from mesh import allowances
+from mesh.accounts import allowances
+from mesh.accounts.ledger import Limit, Limits, Resource
 from mesh.events import docket
 from mesh.events.types import MAX_EVENT_BYTES
-from mesh.ledger import Limit, Limits, Resource
 from mesh.wire.limits import CONTROL_LIMITS, DEFAULT_LIMITS, KIB
 
 # What one author may have kept.

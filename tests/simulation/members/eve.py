@@ -86,7 +86,7 @@ class Eve:
             case Ask(number):
                 self._say(name, to_dict(self._heads(name, number)))
             case Pull(number):
-                self._say(name, to_dict(Page(number, self._page(name))))
+                self._say(name, to_dict(Page.of(number, self._page(name))))
             case Probe(number, author, _, seqs):
                 hashes = {seq: self._rng.randbytes(8) for seq in seqs}
                 self._say(name, to_dict(Probed(number, author, hashes)))

@@ -14,7 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from mesh.discovery.advertisement import Advertisement, encode
+from mesh.accounts.ledger import Hold, Resource, ResourceLedger, of_peer
+from mesh.discovery.advertisement import Advertisement
 from mesh.errors import Busy, ConnectFailed, LinkLost, MeshError
 from mesh.events import messages
 from mesh.events.decision import decode
@@ -22,9 +23,9 @@ from mesh.hearth.hearth import Hearth
 from mesh.hearth.record import HearthRecord
 from mesh.identity.keys import NodeKey
 from mesh.identity.roster import Roster
-from mesh.ledger import Hold, Resource, ResourceLedger, of_peer
-from mesh.pipeline.engine import Engine, EngineSettings
-from mesh.pipeline.lines import Line
+from mesh.pipeline.commands import EngineSettings, Offer, RouteLimits
+from mesh.pipeline.engine import Engine
+from mesh.pipeline.links import HopLink
 from mesh.pipeline.model import AskerModel
 from mesh.shard.leases import lease_of, leased
 from mesh.types import NodeId, RouteHop, ShardHealth
@@ -395,7 +396,7 @@ class House:
     def asker(self, name: str, seed: int) -> Engine:
         """The product's asker at a node, which knows of ann's shard."""
 
-        async def dial(host: str, port: int, line: Line) -> Link:
+        async def dial(host: str, port: int, line: HopLink) -> Link:
             await asyncio.sleep(3 * self.delay())
             try:
                 link = self.enter_shard(name, line, bounds.TENSOR_LINKS)
@@ -408,13 +409,13 @@ class House:
             return ()
 
         settings = EngineSettings(
-            max_shards=4, allow_self_as_first=False, stall_limit_s=10.0, activation_dtype="fp32",
+            RouteLimits(4, allow_self_as_first=False), stall_limit_s=10.0, activation_dtype="fp32",
             cache_dir="", fallback_to_local=False, fallback_after=2, spot_check_probability=0.0,
         )  # fmt: skip
         engine = Engine(_MODEL, party(name).id, settings, nowhere, no_judge, dial)
-        engine.auditor._rng = random.Random(seed)
+        engine.spot_checks._rng = random.Random(seed)
         shard = descriptor(party("ann").id, "ann")
         seen = datetime(2000, 1, 1, tzinfo=UTC)
         health = ShardHealth(shard.shard_id, True, seen, 0.0, 0.0, 0, 0)
-        engine.shards.replace([{**encode(Advertisement(shard, health))}])
+        engine.shards.replace([Offer(Advertisement(shard, health))])
         return engine

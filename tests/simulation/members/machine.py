@@ -144,7 +144,7 @@ def _in_place() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch("aiosqlite.connect", _connect))
         stack.enter_context(mock.patch("mesh.hearth.hearth.TlsContexts", NoTls))
-        stack.enter_context(mock.patch("mesh.shard.batcher.ThreadPoolExecutor", InPlace))
+        stack.enter_context(mock.patch("mesh.shard.scheduler.ThreadPoolExecutor", InPlace))
         yield
 
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import torch
 
-from mesh.ledger import ResourceLedger
-from mesh.shard.batcher import DeviceQueue
+from mesh.accounts.ledger import ResourceLedger
 from mesh.shard.runtime import SpanRuntime, StepInput
+from mesh.shard.scheduler import Scheduler
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
 from mesh.shard.settings import ShardSettings
@@ -47,6 +47,7 @@ class ToySpan:
 
     device = torch.device("cpu")
     dtype = torch.float32
+    batched = True
 
     def new_cache(self, max_tokens: int) -> ToyCache:
         return ToyCache(max_tokens)
@@ -75,7 +76,7 @@ def service(host: NodeId, name: str) -> tuple[ShardService, ShardServer]:
     )  # fmt: skip
     server = ShardServer(
         descriptor(host, name), lambda: cast("SpanRuntime", ToySpan()), settings,
-        hidden_size=HIDDEN, queue=DeviceQueue(),
+        hidden_size=HIDDEN, scheduler=Scheduler(),
     )  # fmt: skip
     made = ShardService()
     made.accounts = ResourceLedger(LoopTime(), SHARDS)

@@ -1,0 +1,156 @@
+"""The sections of a node's configuration: keys, defaults, bounds. `mesh.config` loads them.
+
+Each field's docstring is its line in the reference. Nothing here reads a file or the environment.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class HostSection(BaseModel):
+    """``[research.distributed_inference.host]``: what this node does for others."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    serve_shards: bool | None = None
+    """Serve layers to other nodes. Unset: yes, unless `layers` is ``none``."""
+    shard_eviction_idle_seconds: int = Field(default=600, ge=1)
+    """Unload a shard that nobody used for this long; the next request loads it again."""
+    shard_max_vram_mb: int = Field(default=20000, ge=1)
+    """The most memory one shard may take for its weights, in MB."""
+    max_concurrent_streams: int = Field(default=8, ge=1, le=1024)
+    """Sessions a shard serves at the same time; further ones are refused, never queued."""
+    drain_seconds: float = Field(default=30, ge=0, le=3600)
+    """How long a node that is stopped waits for running answers to end or move elsewhere."""
+    session_lease_seconds: float = Field(default=60, ge=5, le=3600)
+    """A session that is open without a step for so long is closed. Askers give the streams of
+    answers that nobody reads back earlier, and take them again."""
+    kv_tokens: int = Field(default=16384, ge=16)
+    """Positions that all sessions of a shard may hold in its cache together."""
+    harvest_mb: int = Field(default=0, ge=0)
+    """Disk that other members' harvests (activations, written to files) may take here, in MB; 0:
+    none are written. This node's own need no leave."""
+    max_tap_sessions: int = Field(default=4, ge=0, le=64)
+    """Jobs (nnsight traces) that a shard serves at the same time, beside its streams; 0: none."""
+    tap_memory_mb: int = Field(default=4096, ge=16)
+    """Activations and graphs that one job may keep on a shard, in MB."""
+    batch_invariant: bool = False
+    """Compute every row alone, so that a step's result does not depend on what else the shard
+    computes at that moment; several answers at once then share no pass over the weights."""
+
+
+class DistributedInferenceSection(BaseModel):
+    """``[research.distributed_inference]``: how this node asks others."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    enabled: bool | None = None
+    """Use other nodes' layers and offer one's own. Unset: on once the node belongs to a hearth
+    (`hearthnet up` founds one). ``false``: answer from local models only, refuse the rest with
+    experimental_disabled."""
+    backend: Literal["small_model_layered"] = "small_model_layered"
+    """How layers are run; there is one way."""
+    max_shards_per_request: int = Field(default=16, ge=1, le=1024)
+    """The most hops one route may have."""
+    shard_health_timeout_seconds: float = Field(default=30, gt=0, le=3600)
+    """A shard that was silent for this long counts as lost."""
+    shard_load_timeout_seconds: float = Field(default=300, gt=0, le=3600)
+    """How long a shard is waited for that says it is loading its weights."""
+    fallback_to_local: bool = True
+    """Answer from a local model when the mesh cannot and the model fits here."""
+    spot_check_probability: float = Field(default=0.01, ge=0, le=1)
+    """How often a step of another node's shard is checked against a third machine; 0: never."""
+    spot_check_home_mb: int = Field(default=256, ge=0)
+    """A node that holds layers checks others alone, by copies of up to so many MB of weights in
+    all, where there is no third machine; 0: never."""
+    fallback_to_local_after_failures: int = Field(default=2, ge=1, le=16)
+    """The how-manieth lost hop of one answer sends the rest of it to the local model."""
+    activation_dtype: Literal["fp16", "bf16", "fp32"] = "fp16"
+    """How activations are written between nodes, where the model tolerates it."""
+    allow_self_as_shard: bool = False
+    """Prefer this node's own layers like anybody else's, instead of other nodes first."""
+    max_concurrent_pipelines: int = Field(default=4, ge=1, le=1024)
+    """Generations this node runs at the same time; further ones get `busy`."""
+    host: HostSection = HostSection()
+    """What this node does for others."""
+
+
+class ResearchSection(BaseModel):
+    """``[research]``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    distributed_inference: DistributedInferenceSection = DistributedInferenceSection()
+    """How this node asks others."""
+
+
+class ResearchPolicySection(BaseModel):
+    """``[policy.research]``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    enable: bool | None = None
+    """Allow research modules, distributed inference among them. Unset: on once the node belongs to
+    a hearth. ``false``: off, whatever `research` says; nothing is advertised."""
+
+
+class PolicySection(BaseModel):
+    """``[policy]``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    research: ResearchPolicySection = ResearchPolicySection()
+    """What experiments this node takes part in."""
+
+
+class RoutingSection(BaseModel):
+    """``[routing]``: what of this node's own prompts other machines may see."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    keep_first: int = Field(default=0, ge=0, le=10_000)
+    """How many of a model's first layers must run on this machine, which loads them for itself."""
+    keep_last: int = Field(default=0, ge=0, le=10_000)
+    """How many of a model's last layers must run on this machine, which loads them for itself."""
+    activation_noise: float = Field(default=0, ge=0, le=1)
+    """Noise on what goes into the first layer, as its standard deviation relative to the root mean
+    square of each row; 0: none. See docs/explanation/privacy.md before relying on it."""
+
+
+class JobQueueSection(BaseModel):
+    """``[jobs.queue]``: the jobs that wait, and what they and their results may take."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    max_waiting: int = Field(default=512, ge=1, le=10_000)
+    """Jobs of one model that this node holds; half of the places are for one key at most."""
+    payload_mb: int = Field(default=64, ge=1, le=4096)
+    """The largest job that is accepted, in MB."""
+    disk_mb: int = Field(default=8192, ge=1)
+    """What all jobs and results may take on this node's disk, in MB."""
+    patience_seconds: float = Field(default=300, ge=0, le=86400)
+    """How long a job waits for a model whose layers nobody serves, or nobody has room for."""
+
+
+class JobsSection(BaseModel):
+    """``[jobs]``: the code of nnsight clients that this node runs, each in a process of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    max_running: int = Field(default=2, ge=1, le=64)
+    """Jobs this node runs at the same time; more of them wait."""
+    wall_seconds: float = Field(default=600, gt=0, le=86400)
+    """A job that takes longer is ended."""
+    cpu_seconds: int = Field(default=300, ge=1, le=86400)
+    """A job that computes for longer is ended; what hops compute for it does not count."""
+    memory_mb: int = Field(default=2048, ge=64)
+    """Memory a job may take beyond the model's ends, in MB."""
+    result_mb: int = Field(default=256, ge=1, le=16384)
+    """The largest result of a job, in MB."""
+    idle_seconds: float = Field(default=900, ge=1)
+    """How long the process that a model's jobs start from is kept when there are none."""
+    queue: JobQueueSection = JobQueueSection()
+    """The jobs that wait."""

@@ -1,0 +1,378 @@
+"""Every setting of a node, and where each value came from.
+
+Precedence: defaults < TOML file < ``HEARTHNET_...`` environment < command-line flag. This is the
+only file that reads the environment. It knows nothing of what the settings do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import socket
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from mesh.config.sections import (
+    DistributedInferenceSection,
+    JobsSection,
+    PolicySection,
+    ResearchSection,
+    RoutingSection,
+)
+from mesh.errors import BadValue, ConfigError, UnknownKey
+from mesh.paths import default_config_file, default_state_dir
+from mesh.types import LayerRange
+
+ENV_PREFIX = "HEARTHNET_"
+CONFIG_VARIABLE = "HEARTHNET_CONFIG"
+_NESTED = "__"
+# Not settings of a node: which file to read, and which daemon the client verbs ask.
+_CLIENT_VARIABLES = frozenset({CONFIG_VARIABLE, "HEARTHNET_HOST"})
+
+
+def _host_name() -> str:
+    return socket.gethostname().partition(".")[0][:64] or "node"
+
+
+def _split(value: object) -> object:
+    """Lists may be written as one comma-separated text."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+PortNumber = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Config(BaseSettings):
+    """All settings of a node. Building one by hand reads neither files nor the environment."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+    )
+
+    state_dir: Path = Field(default_factory=default_state_dir)
+    """Where this node keeps its identity, logs and runtime file."""
+    name: str = Field(default_factory=_host_name, min_length=1, max_length=64)
+    """What people call this node. Default: the machine's host name."""
+    model: Texts = ("builtin",)
+    """Models to hold: ``builtin``, or ``PATH[=ID]`` of a checkpoint directory."""
+    layers: Texts = ()
+    """Layers to hold, ``LO-HI`` inclusive or ``none``: one for all models or one each, in order.
+    Empty: all layers."""
+    port: PortNumber = 8421
+    """Port for other nodes; 0 takes a free one."""
+    api_port: PortNumber = 8420
+    """Port of the HTTP API; 0 takes a free one."""
+    api_host: str = "127.0.0.1"
+    """Address the HTTP API listens on. Anything but loopback needs a key, and serves TLS."""
+    api_key: str | None = None
+    """A bearer key with every scope. Set, it is needed on loopback as well. Other keys: `hearthnet
+    keys`; one is made and printed when `api_host` is not loopback and there is none."""
+    api_tls_cert: Path | None = None
+    """A certificate (PEM, with its chain) to serve the HTTP API with. Unset, an API beyond loopback
+    serves TLS with the node's own; `hearthnet status` says which."""
+    api_tls_key: Path | None = None
+    """The private key of `api_tls_cert` (PEM, unencrypted), if it is in another file."""
+    peer: Texts = ()
+    """Nodes to connect to besides those found by mDNS, ``HOST:PORT``."""
+    interface: Texts = ()
+    """Interfaces (names or addresses) to use. Empty: the real LAN interfaces."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Number format of the weights in memory."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
+    """Where shards compute: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``."""
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    """CPU threads of a shard; auto measures once per machine and keeps the number."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least severe log lines to write."""
+    jobs: JobsSection = JobsSection()
+    """What code of others this node runs, and within what."""
+    routing: RoutingSection = RoutingSection()
+    """Which layers may run where, for this node's own prompts."""
+    policy: PolicySection = PolicySection()
+    """What the owner of this node allows at all."""
+    research: ResearchSection = ResearchSection()
+    """The mesh itself; the keys and defaults of its specification."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is passed in: `load_config` merges the sources and records the origins."""
+        return (init_settings,)
+
+    @property
+    def distributed(self) -> DistributedInferenceSection:
+        """Short for ``research.distributed_inference``."""
+        return self.research.distributed_inference
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether this node may use others' layers and offer its own; what is unset allows it."""
+        return self.policy.research.enable is not False and self.distributed.enabled is not False
+
+    @property
+    def api_is_loopback(self) -> bool:
+        """Whether only this machine can reach the API."""
+        return is_loopback(self.api_host)
+
+    @property
+    def api_is_wildcard(self) -> bool:
+        """Whether the API listens on every address of this machine."""
+        return ipaddress.ip_address(self.api_host).is_unspecified
+
+    @property
+    def is_keyless(self) -> bool:
+        """Whether callers of the API on this machine need no key to chat."""
+        return self.api_is_loopback and self.api_key is None
+
+    @field_validator("state_dir")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return Path(os.path.abspath(value.expanduser()))  # noqa: PTH100 - keep symlinks
+
+    @field_validator("name")
+    @classmethod
+    def _printable(cls, value: str) -> str:
+        if not value.isprintable() or value != value.strip():
+            raise ValueError("must be printable, without spaces at its ends")
+        return value
+
+    @field_validator("model")
+    @classmethod
+    def _models(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            path, equals, model_id = text.partition("=")
+            if not path or (equals and not model_id):
+                raise ValueError(f"{text!r} is not PATH or PATH=ID")
+        return value
+
+    @field_validator("layers")
+    @classmethod
+    def _layers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            if text != "none":
+                LayerRange.parse(text)
+        return value
+
+    @field_validator("peer")
+    @classmethod
+    def _peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            host, _, port = text.rpartition(":")
+            if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+                raise ValueError(f"{text!r} is not HOST:PORT")
+        return value
+
+    @field_validator("api_host")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        if value == "localhost":
+            return "127.0.0.1"
+        try:
+            return str(ipaddress.ip_address(value))
+        except ValueError:
+            raise ValueError("must be an IP address of this machine, or localhost") from None
+
+    @field_validator("api_tls_cert", "api_tls_key")
+    @classmethod
+    def _a_file(cls, value: Path | None) -> Path | None:
+        return None if value is None else Path(os.path.abspath(value.expanduser()))  # noqa: PTH100
+
+    @field_validator("api_key")
+    @classmethod
+    def _header_safe(cls, value: str | None) -> str | None:
+        if value is not None and not (len(value) >= 16 and value.isascii() and value.isalnum()):
+            raise ValueError("must be at least 16 ASCII letters and digits")
+        return value
+
+    @model_validator(mode="after")
+    def _no_key_alone(self) -> Self:
+        if self.api_tls_key is not None and self.api_tls_cert is None:
+            raise ValueError("api_tls_key is set and api_tls_cert is not")
+        return self
+
+    @model_validator(mode="after")
+    def _one_layer_range_each(self) -> Self:
+        if len(self.layers) not in {0, 1, len(self.model)}:
+            raise ValueError(
+                f"{len(self.layers)} layer ranges for {len(self.model)} models;"
+                " give one for all or one each"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A loaded `Config` with the origin of every dotted key and the TOML file that was read."""
+
+    config: Config
+    origins: Mapping[str, str]
+    file: Path | None
+
+
+def load_config(flags: Mapping[str, Any] | None = None, *, file: Path | None = None) -> Settings:
+    """Merge all sources. `flags` maps keys to values from the command line; None means not given.
+
+    `file` overrides HEARTHNET_CONFIG, which overrides the default place; a named file must exist.
+    Raises BadValue and UnknownKey, naming the key and where it came from.
+    """
+    path = _config_file(file)
+    given = {key: value for key, value in (flags or {}).items() if value is not None}
+    layers: list[tuple[dict[str, Any], Callable[[str], str]]] = [
+        (_read_toml(path), lambda _key: str(path)),
+        (_read_environment(), _variable),
+        (given, lambda key: "--" + key.replace("_", "-")),
+    ]
+    merged: dict[str, Any] = {}
+    origins = dict.fromkeys(_keys(), "default")
+    for values, origin in layers:
+        for key in _merge(merged, values):
+            origins[key] = origin(key)
+    try:
+        config = Config(**merged)
+    except ValidationError as error:
+        raise _first_problem(error, origins) from None
+    return Settings(config, origins, path)
+
+
+def client_host() -> str | None:
+    """HEARTHNET_HOST: the URL of the daemon that client verbs ask, when not the local one."""
+    return os.environ.get("HEARTHNET_HOST") or None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address (or ``localhost``) reaches this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Dotted key to value, in the order of the documentation."""
+    return _flat(config.model_dump(mode="json"))
+
+
+def _config_file(file: Path | None) -> Path | None:
+    named = file or os.environ.get(CONFIG_VARIABLE)
+    if named:
+        named = Path(named).expanduser()
+        if not named.is_file():
+            raise BadValue(
+                f"There is no configuration file {named}.",
+                fix="Correct --config or HEARTHNET_CONFIG.",
+                param="config",
+            )
+        return named
+    default = default_config_file()
+    return default if default.is_file() else None
+
+
+def _read_toml(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadValue(
+            f"{path} cannot be read as TOML: {error}.", fix="Correct the file.", param="config"
+        ) from None
+
+
+def _read_environment() -> dict[str, Any]:
+    known = {_variable(key) for key in _keys()} | _CLIENT_VARIABLES
+    for name in os.environ:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            raise _unknown(name, sorted(known), "The environment")
+    source: PydanticBaseSettingsSource = EnvSettingsSource(
+        Config, env_prefix=ENV_PREFIX, env_nested_delimiter=_NESTED
+    )
+    return source()
+
+
+def _variable(key: str) -> str:
+    return ENV_PREFIX + key.upper().replace(".", _NESTED)
+
+
+def _keys() -> list[str]:
+    return list(flatten(Config()))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _merge(target: dict[str, Any], values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Lay `values` over `target`; the dotted keys that were set."""
+    touched: list[str] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            below = target.setdefault(key, {})
+            if isinstance(below, dict):
+                touched += _merge(below, value, f"{prefix}{key}.")
+                continue
+        target[key] = value
+        touched.append(prefix + key)
+    return touched
+
+
+def _first_problem(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
+    problems = error.errors(include_url=False)
+    # A union's branch is part of the location ("threads.int"); the key is what people wrote.
+    path = [str(part) for part in problems[0]["loc"] if not isinstance(part, int)]
+    key = ".".join(path)
+    known = _keys()
+    if problems[0]["type"] == "extra_forbidden":
+        return _unknown(key, known, origins.get(key, "the configuration"))
+    while "." in key and key not in known:
+        key = key.rpartition(".")[0]
+    same = [p["msg"] for p in problems if p["loc"][:1] == problems[0]["loc"][:1]]
+    why = "; ".join(same).replace("Value error, ", "")
+    if not key:
+        return BadValue(f"{why}.", fix="Correct the settings.")
+    return BadValue(
+        f"{key} (from {origins.get(key, 'default')}) has a value that cannot be used: {why}.",
+        fix="See `hearthnet config show` for the keys and their values.",
+        param=key,
+    )
+
+
+def _unknown(key: str, known: list[str], origin: str) -> UnknownKey:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    fix = f"Did you mean {near[0]}?" if near else "See `hearthnet config show` for the keys."
+    return UnknownKey(f"{origin} sets {key}, which is no setting.", fix=fix, param=key)

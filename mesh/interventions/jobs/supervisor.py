@@ -1,0 +1,192 @@
+"""The daemon's side of the jobs: one process for all of a node's, started with the first job.
+
+Hands it jobs and passes lines and reports on. Computes nothing and opens no result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mesh.errors import InternalError, JobFailed, LinkLost, MeshError, ModelNotFound
+from mesh.interventions.jobs.commands import (
+    Accounts,
+    AskShards,
+    Broke,
+    Finished,
+    Line,
+    Ready,
+    Run,
+    Shards,
+    StartJobs,
+)
+from mesh.interventions.jobs.runner import JobPlace
+from mesh.interventions.jobs.types import JobReport, JobSpec
+from mesh.pipeline.commands import Offer
+from mesh.processes.lifecycle import Ending, SilenceLimits
+from mesh.processes.messages import Cancel, Failed, Handlers
+from mesh.processes.supervisor import Supervisor
+from mesh.types import ModelId
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 60.0
+
+
+class JobsOwner(Protocol):
+    """What the jobs need of the daemon around them."""
+
+    def routable(self, model_id: ModelId) -> Sequence[Offer]:
+        """The shards that may be routed to now."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Somebody waits for a job's end."""
+
+    model_id: ModelId
+    on_text: Callable[[str], None]
+    ended: asyncio.Future[JobReport]
+
+
+class JobsSupervisor(Supervisor):
+    """See the module; a `mesh.interventions.jobs.types.JobRunner`."""
+
+    def __init__(
+        self,
+        start: StartJobs,
+        directories: Mapping[ModelId, Path],
+        owner: JobsOwner,
+        limits: SilenceLimits | None = None,
+    ) -> None:
+        """`directories` are the checkpoints that this node has the ends of."""
+        super().__init__("the jobs' process", "mesh.interventions.jobs.process", start, limits)
+        self.accounts: dict[str, Any] = {}
+        """Who holds what in the process, as `ResourceLedger.report`; empty before it has said."""
+        self._directories = directories
+        self._owner = owner
+        self._error: MeshError | None = None
+        self._waiting: dict[str, _Waiting] = {}
+
+    def why_not(self, model_id: ModelId) -> str | None:
+        """See `JobRunner.why_not`."""
+        if model_id in self._directories:
+            return None
+        known = ", ".join(sorted(self._directories)) or "none"
+        return f"this node has no files of {model_id!r}; it can run jobs of: {known}."
+
+    async def run(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
+        """See `JobRunner.run`."""
+        if (reason := self.why_not(spec.model_id)) is not None:
+            raise ModelNotFound(reason, fix="Start the node with `--model PATH=ID`.")
+        try:
+            return await self._run_once(spec, on_text)
+        except LinkLost:
+            logger.warning("job=%s: its process ended; running it again", spec.job_id)
+        on_text("(the process that runs jobs ended; the job is run again from its start)")
+        try:
+            return await self._run_once(spec, on_text)
+        except LinkLost:
+            raise JobFailed(
+                "The process that runs jobs ended twice while the job ran.",
+                fix="Read logs/daemon.log in the state directory, or what `hearthnet up` prints.",
+            ) from None
+
+    # What a kind of process decides
+
+    def answers(self) -> Handlers:
+        """See `Supervisor`."""
+        return {
+            Ready: lambda answer: self._is_told(None),
+            Failed: lambda answer: self._is_told(answer.error),
+            Accounts: self._report,
+            AskShards: self._tell_shards,
+            Line: self._pass_on,
+            Finished: self._pass_on,
+            Broke: self._pass_on,
+        }
+
+    def on_started(self) -> None:
+        """See `Supervisor`."""
+        self._error = None
+        super().on_started()
+
+    def on_ended(self, ending: Ending) -> None:
+        """See `Supervisor`."""
+        lost = LinkLost(f"{self.name}: {ending}.", fix="Another is started; try again.")
+        for waiting in self._waiting.values():
+            if not waiting.ended.done():
+                waiting.ended.set_exception(lost)
+
+    def on_changed(self) -> None:
+        """See `Supervisor`: jobs wait for what becomes of it."""
+
+    # What the process says
+
+    def _is_told(self, error: MeshError | None) -> None:
+        self._error = error
+        self.ready()
+
+    def _report(self, answer: Accounts) -> None:
+        self.accounts = answer.accounts
+
+    def _tell_shards(self, answer: AskShards) -> None:
+        waiting = self._waiting.get(answer.job_id)
+        if waiting is not None:
+            shards = tuple(self._owner.routable(waiting.model_id))
+            self.tell(Shards(answer.job_id, shards))
+
+    def _pass_on(self, answer: Line | Finished | Broke) -> None:
+        waiting = self._waiting.get(answer.job_id)
+        if waiting is None or waiting.ended.done():
+            return
+        match answer:
+            case Line():
+                waiting.on_text(answer.text)
+            case Finished():
+                waiting.ended.set_result(answer.report)
+            case Broke():
+                waiting.ended.set_exception(_as_raised(answer))
+
+    # Private
+
+    async def _run_once(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
+        await self._started()
+        shards = tuple(self._owner.routable(spec.model_id))
+        place = JobPlace(spec.model_id, self._directories[spec.model_id], shards)
+        ended: asyncio.Future[JobReport] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting[spec.job_id] = _Waiting(spec.model_id, on_text, ended)
+        try:
+            if not self.tell(Run(spec, place)):
+                raise LinkLost(f"{self.name} is gone.", fix="Another is started.")
+            return await ended
+        except asyncio.CancelledError:
+            self.tell(Cancel(spec.job_id))
+            raise
+        finally:
+            if self._waiting.get(spec.job_id) is waiting:
+                del self._waiting[spec.job_id]
+
+    async def _started(self) -> None:
+        """Until the process can be told. Raises InternalError, or MeshError as it says."""
+        self.start()
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await self.wait_up()
+        except TimeoutError:
+            raise InternalError("the jobs' process did not start.", fix="See the log.") from None
+        if self._error is not None:
+            self.replace()
+            raise self._error
+
+
+def _as_raised(broke: Broke) -> MeshError:
+    error = broke.error
+    # A link that was lost inside must not be taken for the end of the process.
+    if isinstance(error, LinkLost | JobFailed):
+        return JobFailed(error.message, fix=error.fix, took=broke.took)
+    return error

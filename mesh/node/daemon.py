@@ -1,0 +1,55 @@
+"""A node as a process of the operating system: its lock, its signals, its runtime file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from mesh.config import Config
+from mesh.identity.keys import load_or_create
+from mesh.models.local import find_local_models
+from mesh.node.node import Node
+from mesh.paths import StatePaths, cache_dir
+from mesh.runtime import DaemonRecord, sole_use
+
+
+def run(config: Config, *, on_ready: Callable[[DaemonRecord], None] | None = None) -> None:
+    """Run a node in the foreground until SIGINT or SIGTERM.
+
+    `on_ready` is called once the API answers. Raises MeshError when the node cannot start.
+    """
+    paths = StatePaths(config.state_dir).create()
+    with sole_use(paths):
+        asyncio.run(_run(config, paths, on_ready))
+
+
+async def _run(
+    config: Config, paths: StatePaths, on_ready: Callable[[DaemonRecord], None] | None
+) -> None:
+    key = await asyncio.to_thread(load_or_create, paths.identity_key)
+    models = await asyncio.to_thread(find_local_models, config, cache_dir())
+    node = Node(config, key, models)
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    loop.add_signal_handler(signal.SIGUSR1, node.pause, True)
+    loop.add_signal_handler(signal.SIGUSR2, node.pause, False)
+    try:
+        await node.start()
+        record = node.record()
+        await asyncio.to_thread(record.write, paths.runtime_file)
+        if on_ready is not None:
+            on_ready(record)
+        await stopped.wait()
+    finally:
+        await node.stop()
+        await asyncio.to_thread(_forget, paths.runtime_file)
+
+
+def _forget(file: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        file.unlink()

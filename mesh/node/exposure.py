@@ -1,0 +1,79 @@
+"""The routes that prompts of this node take, for the report on who can see what.
+
+Asks the askers what runs, and the router's own rules what would. Words are `mesh.api.privacy`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mesh.api.privacy import Hop, Precautions, Route, report
+from mesh.config import Config
+from mesh.errors import NoRoute
+from mesh.health.detector import Verdict
+from mesh.models.local import LocalModel
+from mesh.node.wiring import route_limits
+from mesh.pipeline.commands import Offer
+from mesh.pipeline.supervisor import AskerSupervisor
+from mesh.routing.cover import Candidate, greedy_cover
+from mesh.types import LayerRange, ModelId, NodeId
+
+
+class PrivacyReport:
+    """`routable` gives the shards a model's routes are made of (see `AskerOwner`)."""
+
+    def __init__(
+        self,
+        config: Config,
+        own: NodeId,
+        models: Sequence[LocalModel],
+        askers: Mapping[ModelId, AskerSupervisor],
+        routable: Callable[[ModelId], Sequence[Offer]],
+    ) -> None:
+        self._config = config
+        self._own = own
+        self._models = models
+        self._askers = askers
+        self._routable = routable
+
+    def __call__(self) -> dict[str, Any]:
+        """Who can see what of prompts and answers now, ready for JSON."""
+        routing = self._config.routing
+        precautions = Precautions(
+            routing.keep_first,
+            routing.keep_last,
+            routing.activation_noise,
+            self._config.distributed.spot_check_probability,
+        )
+        return report([r for model in self._models for r in self._routes(model)], precautions)
+
+    def _routes(self, model: LocalModel) -> Iterator[Route]:
+        asker = self._askers.get(model.model_id)
+        for running in asker.generations if asker is not None else ():
+            hops = tuple(Hop(hop.node, hop.layers, hop.host == self._own) for hop in running.route)
+            yield Route(model.model_id, model.total_layers, running.id, hops)
+        yield self._next(model)
+
+    def _next(self, model: LocalModel) -> Route:
+        rules = route_limits(self._config).cover_rules(model.total_layers)
+        candidates = [self._candidate(offer) for offer in self._routable(model.model_id)]
+        same = [c for c in candidates if c.descriptor.weights_sha256 == model.weights_sha256]
+        whole = LayerRange(0, model.total_layers)
+        try:
+            cover = greedy_cover(same, whole, rules)
+        except NoRoute as error:
+            return Route(model.model_id, model.total_layers, None, (), error.message)
+        hops = tuple(
+            Hop(hop.shard.node_name, hop.layers, hop.shard.host == self._own) for hop in cover
+        )
+        return Route(model.model_id, model.total_layers, None, hops)
+
+    def _candidate(self, offer: Offer) -> Candidate:
+        return Candidate(
+            offer.shard.descriptor,
+            offer.shard.health.queue_depth,
+            streams_left=1,
+            is_self=offer.shard.descriptor.host == self._own,
+            penalty=2 * (offer.verdict is Verdict.SUSPECT),
+        )

@@ -1,0 +1,143 @@
+"""The layers that have to run at home (`routing.keep_first`, `keep_last`), loaded for this node.
+
+Beside what the node serves: nobody else is told of these shards. What cannot be loaded is tried
+again, and said in `lacking`. Also loaded here, once: small spans that others are checked by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from mesh.config import Config
+from mesh.discovery.advertisement import Advertisement
+from mesh.errors import MeshError, NotEnoughMemory
+from mesh.models.local import LocalModel, require_within
+from mesh.node import wiring
+from mesh.processes.tasks import end, spawn
+from mesh.routing.cover import home_layers
+from mesh.shard.supervisor import LocalShard, ShardSupervisor
+from mesh.types import LayerRange, ModelId, ShardId, shard_id
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_S, _LAST_RETRY_S = 5.0, 300.0
+
+
+async def load_at_home(
+    config: Config, model: LocalModel, layers: LayerRange, host: ShardSupervisor
+) -> LocalShard:
+    """These layers, for this node alone. Raises NotEnoughMemory and what loading raises."""
+    limit_mb = config.distributed.host.shard_max_vram_mb
+    require_within(model, limit_mb, layers)
+    return await host.ensure(wiring.shard(config, model, layers))
+
+
+class HomeLayers:
+    """`start`, then `look` whenever the shard process may have lost something, then `stop`."""
+
+    def __init__(
+        self,
+        config: Config,
+        models: Sequence[LocalModel],
+        host: ShardSupervisor,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._host = host
+        self._on_change = on_change
+        self._wanted: dict[ShardId, tuple[LocalModel, LayerRange]] = {
+            shard_id(model.model_id, layers): (model, layers)
+            for model in models
+            for layers in home_layers(
+                model.total_layers, config.routing.keep_first, config.routing.keep_last
+            )
+            if model.layers is None or not model.layers.covers(layers)
+        }
+        self._errors: dict[ShardId, MeshError] = {}
+        self._judges_mb: dict[ShardId, int] = {}
+        self._judging = asyncio.Lock()
+        self._due = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to load, if there is anything to load."""
+        if self._wanted:
+            self._task = spawn(self._keep(), "keep layers at home")
+
+    async def stop(self) -> None:
+        """Load no more."""
+        if self._task is not None:
+            await end([self._task])
+
+    def look(self) -> None:
+        """The shard process may have ended."""
+        self._due.set()
+
+    async def judge(self, model: LocalModel, layers: LayerRange) -> LocalShard:
+        """Layers that other nodes are checked by. Raises NotEnoughMemory when they, with those
+        loaded for that before, are too many.
+
+        Only where the shard process runs anyway: a node told to hold no layers is left alone.
+        """
+        name = shard_id(model.model_id, layers)
+        async with self._judging:  # two at once would both fit
+            here = self._host.private
+            loaded = {key: mb for key, mb in self._judges_mb.items() if key in here}
+            loaded.setdefault(name, model.layers_mb * len(layers) // model.total_layers)
+            limit_mb = self._config.distributed.spot_check_home_mb
+            if not self._host.is_to_run or sum(loaded.values()) > limit_mb:
+                raise NotEnoughMemory(
+                    f"layers {layers} of {model.model_id} are not loaded only to check others.",
+                    fix="Hold layers on this node, or raise spot_check_home_mb.",
+                )
+            hosted = await load_at_home(self._config, model, layers, self._host)
+            self._judges_mb = loaded
+            return hosted
+
+    def shards(self, model_id: ModelId) -> list[Advertisement]:
+        """Those of the model that are loaded, for this node's own routes."""
+        loaded = self._host.private if self._host.is_up else {}
+        here = [loaded[name] for name in self._wanted if name in loaded]
+        return [
+            Advertisement(hosted.descriptor, hosted.health)
+            for hosted in here
+            if hosted.descriptor.model_id == model_id
+        ]
+
+    def lacking(self) -> list[str]:
+        """What has to run here and is not loaded, with the reason where one is known."""
+        return [
+            f"{name} has to run on this machine and {self._errors.get(name, 'is loading')}"
+            for name in self._wanted
+            if name not in self._host.private
+        ]
+
+    async def _keep(self) -> None:
+        failures = 0
+        while True:
+            self._due.clear()
+            missing = [name for name in self._wanted if name not in self._host.private]
+            for name in missing:
+                await self._load(name)
+            if missing:
+                self._on_change()
+            failures = failures + 1 if self._errors else 0
+            if failures:
+                await asyncio.sleep(min(_LAST_RETRY_S, _FIRST_RETRY_S * 2.0 ** min(failures, 16)))
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_RETRY_S):
+                    await self._due.wait()
+
+    async def _load(self, name: ShardId) -> None:
+        model, layers = self._wanted[name]
+        try:
+            await load_at_home(self._config, model, layers, self._host)
+            self._errors.pop(name, None)
+        except MeshError as error:
+            if name not in self._errors:
+                logger.warning("%s has to run on this machine: %s", name, error)
+            self._errors[name] = error

@@ -1,0 +1,372 @@
+"""The composition root: builds a node out of its parts, runs it, takes it down in order.
+
+The only file that knows all parts. It decides nothing but who is given what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mesh.accounts import allowances
+from mesh.accounts.ledger import ResourceLedger
+from mesh.api.app import create_app
+from mesh.api.ndif.routes import JobsApi
+from mesh.api.overview import NodeParts, Overview
+from mesh.api.server import ApiServer, serve_api
+from mesh.api.services import ApiSettings, Research
+from mesh.api.tls import api_tls
+from mesh.clock import SystemClock
+from mesh.config import Config
+from mesh.discovery import interfaces
+from mesh.discovery.advertisement import Advertisement
+from mesh.discovery.directory import ShardStore
+from mesh.discovery.distance import Distances
+from mesh.discovery.events import PeerEvent
+from mesh.discovery.notices import EXPIRY_FACTOR
+from mesh.health.detector import FailureDetector, NodeHealth
+from mesh.health.eventstream import EventStream
+from mesh.health.metrics import Metrics
+from mesh.health.peerwatch import PeerWatch
+from mesh.hearth.control import Control
+from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
+from mesh.hearth.publishing import Serving
+from mesh.identity.api_keys import ApiKeys, new_owner_key
+from mesh.identity.keys import NodeKey
+from mesh.identity.tls import TlsMaterial
+from mesh.interventions.jobs.supervisor import JobsSupervisor
+from mesh.models.local import LocalModel
+from mesh.node import wiring
+from mesh.node.exposure import PrivacyReport
+from mesh.node.home_layers import HomeLayers, load_at_home
+from mesh.node.job_queue import start_queue
+from mesh.node.offers import Offers
+from mesh.paths import StatePaths
+from mesh.pipeline.commands import Offer
+from mesh.pipeline.supervisor import Askers, AskerSupervisor
+from mesh.processes.supervisor import Supervisor
+from mesh.research.harvest.control import Harvests
+from mesh.research.steering.control import Steering
+from mesh.routing.cover import Candidate, missing_layers
+from mesh.runtime import DaemonRecord
+from mesh.shard.supervisor import ShardSupervisor
+from mesh.types import LayerRange, ModelId, NodeId, RouteHop, ShardId
+from mesh.wire.limits import DEFAULT_LIMITS
+
+logger = logging.getLogger(__name__)
+
+PUSH_TICK_S = 1.0
+
+
+class Node:
+    """One running daemon. `start`, then `stop`; both once."""
+
+    def __init__(self, config: Config, key: NodeKey, models: Sequence[LocalModel]) -> None:
+        self._config = config
+        self._key = key
+        self._models = list(models)
+        self._clock = SystemClock()
+        self._started_at = self._clock.now()
+        self._events = EventStream(self._clock)
+        self._metrics = Metrics()
+        self._accounts = ResourceLedger(self._clock, allowances.DAEMON)
+        timeout_s = config.distributed.shard_health_timeout_seconds
+        self._store = ShardStore(self._clock, expiry_s=timeout_s * EXPIRY_FACTOR)
+        # A peer is heard with every ping of its link and every renewal of its advertisement.
+        expected_s = min(DEFAULT_LIMITS.ping_interval_s, timeout_s / 3)
+        detector = FailureDetector(self._clock, expected_s=expected_s, ceiling_s=timeout_s)
+        self._watch = PeerWatch(detector, self._silences, self._on_verdict)
+        self._host = ShardSupervisor(None, (), self.asker_changed)
+        self._home = HomeLayers(config, (), self._host, self._push_now)
+        self._askers: dict[ModelId, AskerSupervisor] = {}
+        self._jobs: JobsSupervisor | None = None
+        self._queue: JobsApi | None = None
+        self._network: Network | None = None
+        self._offers: Offers | None = None
+        self._api: ApiServer | None = None
+        self._address = ""
+        self._steering: Steering | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_paused = False
+        # Made anew at each start: whoever can read the runtime file may administer this node.
+        self._owner_key = config.api_key or new_owner_key()
+
+    async def start(self) -> None:
+        """Listen, start the processes, tell the neighbours. Raises PortInUse, BadValue and kin."""
+        chosen, skipped = await asyncio.to_thread(interfaces.choose, list(self._config.interface))
+        for line in [*chosen, *skipped]:
+            logger.info("interface %s", line)
+        address = self._address = str(chosen[0].address) if chosen else "127.0.0.1"
+        network = self._network = self._make_network(address)
+        distances = Distances(self._key.node_id, self._config.interface)
+        self._offers = Offers(network, self._store, self._watch, distances)
+        await network.start()
+        self._start_host(address, tls := await network.tls_material())
+        self._host.revoke_tokens(sorted(network.revoked_tokens()))
+        self._start_askers(tls)
+        directories = {model.model_id: Path(model.directory) for model in self._models}
+        start = wiring.start_jobs(self._config, self._key, tls)
+        jobs = self._jobs = JobsSupervisor(start, directories, self)
+        watchers = (self._clock, self._events, self._metrics)
+        self._queue = await start_queue(self._config, jobs, *watchers)
+        await self._start_api(network, [str(choice.address) for choice in chosen])
+        self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
+        self._tasks.append(asyncio.create_task(self._watch.run(), name="watch peers"))
+
+    async def stop(self) -> None:
+        """Say goodbye first, so that nobody routes here any more; then end the processes.
+
+        Running answers, ours and others', get `drain_seconds` to end or to move elsewhere.
+        """
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._home.stop()
+        if self._network is not None:
+            await self._network.stop()
+        grace_s = self._config.distributed.host.drain_seconds
+        await asyncio.gather(self._host.drain(grace_s), self._close_api(grace_s))
+        await asyncio.gather(*(asker.stop() for asker in self._askers.values()))
+        if self._jobs is not None:
+            await self._jobs.stop()
+        if self._steering is not None:
+            await self._steering.close()
+
+    async def _close_api(self, grace_s: float) -> None:
+        """Jobs first, so that their clients are told before the sockets close."""
+        if self._queue is not None:
+            await self._queue.queue.stop(grace_s)
+        if self._api is not None:
+            await self._api.close(grace_s)
+
+    def record(self) -> DaemonRecord:
+        """Where this daemon answers, for the runtime file. Only after `start`."""
+        api = self._api
+        reached = api.reached(self._address) if api is not None else {"api_url": "", "api_port": 0}
+        return DaemonRecord.for_this_process(
+            **reached,
+            port=self._network.port if self._network is not None else 0,
+            api_key=self._owner_key,
+            keyless=self._config.is_keyless,
+            drain_s=self._config.distributed.host.drain_seconds,
+        )
+
+    # Parts
+
+    def _make_network(self, address: str) -> Network:
+        settings = NetworkSettings.of(self._config, self._key.node_id, wiring.SOFTWARE, address)
+        hooks = NetworkHooks(
+            self._serving,
+            self._on_peer,
+            self._on_members,
+            lambda kind, fields: self._events.emit(kind, **fields),
+        )
+        paths = StatePaths(self._config.state_dir)
+        return Network(self._key, paths, settings, self._store, self._clock, hooks, self._accounts)
+
+    def _start_host(self, address: str, tls: TlsMaterial) -> None:
+        config, models = self._config, self._models
+        start = wiring.start_shards(config, self._key, address, tls)
+        served = [wiring.shard(config, m, m.layers) for m in models if m.layers]
+        self._host = ShardSupervisor(start, served, self.asker_changed)
+        self._home = HomeLayers(config, models, self._host, self._push_now)
+        if served:
+            self._host.start()
+        self._home.start()
+
+    def _start_askers(self, tls: TlsMaterial) -> None:
+        for model in self._models:
+            start = wiring.start_asker(self._config, self._key, model, tls)
+            asker = AskerSupervisor(start, self)
+            self._askers[model.model_id] = asker
+            asker.start()
+
+    async def _start_api(self, network: Network, addresses: list[str]) -> None:
+        config = self._config
+        parts = NodeParts(
+            node=self._facts,
+            models=self._models,
+            store=self._store,
+            peers=network.peers,
+            askers=self._askers,
+            host=self._host,
+            events=self._events,
+            metrics=self._metrics,
+            verdict=self._watch.verdict,
+            privacy=PrivacyReport(
+                config, self._key.node_id, self._models, self._askers, self.routable
+            ),
+            lacking=self._home.lacking,
+            processes=self._processes,
+            accounts=self._reports,
+        )
+        paths = StatePaths(config.state_dir)
+        steering = self._steering = Steering(network, self._models, paths.steering_dir)
+        askers = Askers(
+            self._askers,
+            max_concurrent=config.distributed.max_concurrent_pipelines,
+            why_disabled=self._why_disabled,
+            prepared=steering.prepared,
+            on_frame=self._metrics.frame,
+        )
+        settings = ApiSettings(
+            config.api_host, self._owner_key, keyless=config.is_keyless, accounts=self._accounts
+        )
+        keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
+        view, control = Overview(parts), Control(network)
+        research = Research(steering, Harvests(self._models, self._askers))
+        app = create_app(askers, view, settings, control, keys, self._queue, research)
+        tls = await asyncio.to_thread(api_tls, config, addresses)
+        self._api = await serve_api(app, config.api_host, config.api_port, tls)
+
+    # What the parts ask
+
+    @property
+    def _is_distributed(self) -> bool:
+        return self._config.is_distributed
+
+    def _facts(self) -> dict[str, Any]:
+        network, api = self._network, self._api
+        hearth = network.hearth if network is not None else None
+        return {
+            "id": self._key.node_id,
+            "name": self._config.name,
+            "software": wiring.SOFTWARE,
+            "started_at": self._started_at.isoformat(),
+            "api": api.url(self._address) if api is not None else None,
+            "api_tls": api.tls.shown() if api is not None and api.tls is not None else None,
+            "endpoint": network.address if network is not None else None,
+            "state_dir": str(self._config.state_dir),
+            "hearth": {"id": hearth.id, "name": hearth.roster.name} if hearth else None,
+            "enabled": self._is_distributed,
+            "paused": self._is_paused,
+        }
+
+    def _reports(self) -> list[dict[str, Any]]:
+        askers = [{**asker.accounts, "where": name} for name, asker in self._askers.items()]
+        jobs = self._jobs.accounts if self._jobs is not None else {}
+        return [self._accounts.report("daemon"), *self._host.accounts, *askers, jobs]
+
+    def pause(self, paused: bool) -> None:
+        """Serve nobody from now on, as before a sleep: running answers move. Or serve again, also
+        what could not be loaded before."""
+        if not paused:
+            self._host.try_again()
+            for asker in self._askers.values():
+                asker.try_again()
+        if paused == self._is_paused:
+            return
+        self._is_paused = paused
+        self._events.emit("node_paused" if paused else "node_resumed")
+        self._host.pause(paused)
+        self.asker_changed()
+
+    def _serving(self) -> Serving | None:
+        """What this node serves; None before it is known what it is to serve."""
+        if self._host.first_command is None:
+            return None
+        return Serving(self._served(), self._host.wanted())
+
+    def _served(self) -> list[Advertisement]:
+        if self._is_paused:
+            return []
+        return [Advertisement(s.descriptor, s.health) for s in self._host.serving]
+
+    def routable(self, model_id: ModelId) -> list[Offer]:
+        """See `AskerOwner`."""
+        home = [Offer(shard) for shard in self._home.shards(model_id)]
+        if not self._is_distributed:
+            own = [s for s in self._served() if s.descriptor.model_id == model_id]
+            return home + [Offer(shard) for shard in own]
+        return home + (self._offers.of(model_id) if self._offers is not None else [])
+
+    def latencies(self, shards: dict[ShardId, list[float]]) -> None:
+        """See `AskerOwner`."""
+        self._metrics.latencies(shards)
+
+    def asker_event(self, event: dict[str, Any]) -> None:
+        """Tell people and the metrics what an asker noticed of a hop."""
+        kind = event["type"]
+        logger.warning("%s %s", kind, " ".join(f"{k}={v}" for k, v in event.items() if k != "type"))
+        if kind in ("shard_corrupt", "shard_lied"):
+            self._metrics.corruption()
+        self._events.emit(kind, **{key: value for key, value in event.items() if key != "type"})
+
+    async def load_locally(self, model_id: ModelId) -> list[RouteHop]:
+        """Load the whole model here: hops over all its layers. Raises MeshError."""
+        model = next(m for m in self._models if m.model_id == model_id)
+        whole = LayerRange(0, model.total_layers)
+        hosted = await load_at_home(self._config, model, whole, self._host)
+        return [RouteHop(hosted.descriptor, whole)]
+
+    async def load_judge(self, model_id: ModelId, layers: LayerRange) -> RouteHop:
+        """Load these layers here, to check others by: a hop over them. Raises MeshError."""
+        model = next(m for m in self._models if m.model_id == model_id)
+        hosted = await self._home.judge(model, layers)
+        return RouteHop(hosted.descriptor, layers)
+
+    def _processes(self) -> list[Supervisor]:
+        jobs = [self._jobs] if self._jobs is not None else []
+        return [self._host, *self._askers.values(), *jobs]
+
+    def _why_disabled(self, model_id: ModelId) -> str | None:
+        """Why this model cannot be run, when that is because the mesh is switched off."""
+        if self._is_distributed:
+            return None
+        local = next((m for m in self._models if m.model_id == model_id), None)
+        held = [Candidate(s.descriptor, 0, 1) for s in self._served()]
+        if local is None or not missing_layers(held, LayerRange(0, local.total_layers)):
+            return None
+        return f"distributed inference is switched off and {model_id} is not held here as a whole."
+
+    def asker_changed(self) -> None:
+        """An asker or shard came or went: neighbours and askers are told."""
+        self._home.look()
+        if self._network is not None:
+            self._network.advertise()
+
+    def _on_members(self) -> None:
+        """Processes trust whom the hearth trusts, and routes lead nowhere else, from now on."""
+        network = self._network
+        users = network.users() if network is not None else ()
+        self._host.trust(users)
+        self._host.revoke_tokens(sorted(network.revoked_tokens()) if network is not None else [])
+        if self._jobs is not None:
+            self._jobs.trust(users)
+        for asker in self._askers.values():
+            asker.trust(users)
+            asker.push_shards()
+
+    def _on_peer(self, event: PeerEvent) -> None:
+        fields = asdict(event)
+        kind = fields.pop("type")
+        logger.info("%s %s", kind, " ".join(f"{k}={v}" for k, v in fields.items()))
+        self._events.emit(kind, **fields)
+
+    def _silences(self) -> list[tuple[NodeId, float]]:
+        return self._network.silences() if self._network is not None else []
+
+    def _on_verdict(self, node_id: NodeId, health: NodeHealth) -> None:
+        logger.info("node=%s is %s, silent for %.1f s", node_id, health.verdict, health.silent_s)
+        self._events.emit(
+            f"node_{health.verdict}", node_id=node_id, silent_s=round(health.silent_s, 1)
+        )
+        self._push_now()
+
+    def _push_now(self) -> None:
+        for asker in self._askers.values():
+            asker.push_shards()
+
+    async def _push_shards(self) -> None:
+        """Keep the askers' view of the mesh current: at every change, at most once per loop."""
+        subscription = self._store.subscribe()
+        try:
+            while True:
+                await subscription.wait(PUSH_TICK_S)
+                self._push_now()
+        finally:
+            subscription.close()

@@ -1,0 +1,120 @@
+"""What a node's processes are told at their start: configuration in, first commands out.
+
+Starts nothing and owns nothing; `mesh.node.node` does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mesh import __version__
+from mesh.config import Config
+from mesh.identity.keys import NodeKey
+from mesh.identity.tls import TlsMaterial
+from mesh.interventions.jail.limits import JobLimits
+from mesh.interventions.jobs.commands import StartJobs
+from mesh.interventions.jobs.runner import RunnerSettings
+from mesh.models.local import LocalModel
+from mesh.paths import StatePaths, cache_dir
+from mesh.pipeline.commands import AskerOptions, EngineSettings, RouteLimits, StartAsker
+from mesh.shard.commands import ShardRequest, StartShards
+from mesh.shard.settings import ShardSettings
+from mesh.types import LayerRange
+from mesh.wire.messages import Hello
+
+SOFTWARE = f"hearthnet/{__version__}"
+
+
+def start_shards(config: Config, key: NodeKey, address: str, tls: TlsMaterial) -> StartShards:
+    """The shard process, listening at `address`."""
+    paths = StatePaths(config.state_dir)
+    return StartShards(
+        _hello(config, key),
+        tls,
+        listen_host=address,
+        interfaces=tuple(config.interface),
+        device=config.device,
+        threads=_threads(config),
+        threads_dir=paths.threads_dir,
+        harvest_dir=paths.harvest_dir,
+        harvest_mb=config.distributed.host.harvest_mb,
+        session_lease_s=config.distributed.host.session_lease_seconds,
+    )
+
+
+def shard(config: Config, model: LocalModel, layers: LayerRange) -> ShardRequest:
+    """What the shard process is told to load."""
+    limits = config.distributed.host
+    return ShardRequest(
+        Path(model.directory),
+        model.model_id,
+        layers,
+        config.dtype,
+        ShardSettings(
+            max_concurrent_streams=limits.max_concurrent_streams,
+            kv_tokens=limits.kv_tokens,
+            batch_invariant=limits.batch_invariant,
+            eviction_idle_s=limits.shard_eviction_idle_seconds,
+            session_lease_s=limits.session_lease_seconds,
+        ),
+        cache_dir(),
+        max_tap_sessions=limits.max_tap_sessions,
+        tap_memory_mb=limits.tap_memory_mb,
+    )
+
+
+def start_asker(config: Config, key: NodeKey, model: LocalModel, tls: TlsMaterial) -> StartAsker:
+    """One model's asker process."""
+    distributed = config.distributed
+    settings = EngineSettings(
+        route_limits(config),
+        stall_limit_s=distributed.shard_health_timeout_seconds,
+        activation_dtype=distributed.activation_dtype,
+        cache_dir=str(cache_dir()),
+        fallback_to_local=distributed.fallback_to_local,
+        fallback_after=distributed.fallback_to_local_after_failures,
+        spot_check_probability=distributed.spot_check_probability,
+        activation_noise=config.routing.activation_noise,
+        load_limit_s=distributed.shard_load_timeout_seconds,
+    )
+    options = AskerOptions(
+        config.dtype,
+        config.device,
+        _threads(config),
+        cache_dir(),
+        StatePaths(config.state_dir).threads_dir,
+    )
+    hello, directory = _hello(config, key), Path(model.directory)
+    return StartAsker(hello, tls, directory, model.model_id, options, settings)
+
+
+def start_jobs(config: Config, key: NodeKey, tls: TlsMaterial) -> StartJobs:
+    """The process of the jobs."""
+    jobs = config.jobs
+    limits = JobLimits(
+        wall_s=jobs.wall_seconds,
+        cpu_s=jobs.cpu_seconds,
+        memory_bytes=jobs.memory_mb << 20,
+        result_bytes=jobs.result_mb << 20,
+    )
+    settings = RunnerSettings(jobs.max_running, jobs.idle_seconds, cache_dir(), limits)
+    return StartJobs(_hello(config, key), tls, route_limits(config), settings)
+
+
+def route_limits(config: Config) -> RouteLimits:
+    """The limits of the routes of this node's own requests."""
+    distributed, routing = config.distributed, config.routing
+    return RouteLimits(
+        distributed.max_shards_per_request,
+        distributed.allow_self_as_shard,
+        routing.keep_first,
+        routing.keep_last,
+    )
+
+
+def _hello(config: Config, key: NodeKey) -> Hello:
+    return Hello(key.node_id, config.name, "tensors", SOFTWARE)
+
+
+def _threads(config: Config) -> int:
+    return 0 if config.threads == "auto" else config.threads

@@ -1,0 +1,236 @@
+"""What the process of a model's asker is told and what it answers (see `mesh.processes.messages`).
+
+Plain data: the daemon, which reads and writes these, loads no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from mesh.discovery.advertisement import Advertisement
+from mesh.errors import MeshError
+from mesh.health.detector import Verdict
+from mesh.processes.messages import Message, Start
+from mesh.routing.cover import LAN_HOP_WEIGHT, CoverRules, home_layers
+from mesh.types import (
+    Done,
+    GenerationRequest,
+    LayerRange,
+    ModelId,
+    NodeId,
+    PipelineAborted,
+    RouteHop,
+    ShardFailover,
+    ShardId,
+    ShardStatus,
+    StreamFrame,
+    TokenDelta,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A shard that this node may route to: what its host says of it, what the failure detector
+    thinks of that node, and how far the way there is (`mesh.discovery.distance`)."""
+
+    shard: Advertisement
+    verdict: Verdict = Verdict.HEALTHY
+    hop_weight: float = LAN_HOP_WEIGHT
+
+
+@dataclass(frozen=True, slots=True)
+class RouteLimits:
+    """What the configuration says of the routes of this node's own requests."""
+
+    max_shards: int
+    allow_self_as_first: bool
+    keep_first: int = 0
+    keep_last: int = 0
+
+    def cover_rules(self, total_layers: int) -> CoverRules:
+        """The rules for a route through a model of so many layers."""
+        home = home_layers(total_layers, self.keep_first, self.keep_last)
+        return CoverRules(self.max_shards, self.allow_self_as_first, home)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What the daemon's configuration says about asking.
+
+    With an empty `cache_dir` nothing is learnt about the model beforehand, nor kept.
+    """
+
+    routes: RouteLimits
+    stall_limit_s: float
+    activation_dtype: str
+    cache_dir: str
+    fallback_to_local: bool
+    fallback_after: int
+    spot_check_probability: float = 0.0
+    activation_noise: float = 0.0
+    load_limit_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class AskerOptions:
+    """Where an asker computes: the configuration's values, ``auto`` included; 0 threads is auto."""
+
+    dtype: str
+    device: str
+    threads: int
+    cache_dir: Path
+    threads_dir: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HarvestOrder:
+    """One batch as it is asked for; `texts` are cut to `max_tokens` tokens each."""
+
+    run: str
+    batch: int
+    layer_prefix: str
+    pattern: str
+    texts: tuple[str, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveHop:
+    """One hop of a running generation, with the medians of its steps in milliseconds."""
+
+    shard_id: ShardId
+    node: str
+    host: NodeId
+    layers: LayerRange
+    p50_ms: float
+    p95_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class LiveGeneration:
+    """A running generation with its current route; `id` is one that everybody may see."""
+
+    id: str
+    model: ModelId
+    route: tuple[LiveHop, ...]
+    failovers: int
+
+
+# Commands
+
+
+class StartAsker(Start, frozen=True):
+    """Load the ends of the model in `directory`; route to `shards` until `Shards` says others."""
+
+    directory: Path
+    model_id: ModelId
+    options: AskerOptions
+    settings: EngineSettings
+    shards: tuple[Offer, ...] = ()
+
+
+class Shards(Message, frozen=True):
+    """Who may be routed to now, all of them."""
+
+    shards: tuple[Offer, ...]
+
+
+class Generate(Message, frozen=True):
+    """Begin a generation, whose `Frame`s and `Ended` carry the request's id."""
+
+    request: GenerationRequest
+
+
+class Harvest(Message, frozen=True):
+    """Begin a batch of a harvest; `Harvested` or `Ended` answers."""
+
+    id: str
+    order: HarvestOrder
+
+
+class Credit(Message, frozen=True):
+    """So many frames more of a generation may be sent."""
+
+    id: str
+    frames: int
+
+
+class LoadedLocally(Message, frozen=True):
+    """What came of `LoadLocally`: hops over these layers of this machine, or why there are none."""
+
+    layers: LayerRange | None
+    hops: tuple[RouteHop, ...] = ()
+    error: MeshError | None = None
+
+
+# Answers
+
+
+class Ready(Message, frozen=True):
+    """The ends are loaded; `reasons` say how their device and format were chosen."""
+
+    reasons: tuple[str, ...]
+
+
+class Frame(Message, frozen=True):
+    """A frame of a generation's stream: the one field beside the id, named as the frame's type."""
+
+    id: str
+    token_delta: TokenDelta | None = None
+    shard_status: ShardStatus | None = None
+    shard_failover: ShardFailover | None = None
+    pipeline_aborted: PipelineAborted | None = None
+    done: Done | None = None
+
+    @classmethod
+    def of(cls, request_id: str, frame: StreamFrame) -> Self:
+        """This frame of this generation."""
+        fields: dict[str, Any] = {frame.type: frame}
+        return cls(request_id, **fields)
+
+    @property
+    def frame(self) -> StreamFrame | None:
+        """The frame; None when the process left it out."""
+        return (
+            self.token_delta
+            or self.shard_status
+            or self.shard_failover
+            or self.pipeline_aborted
+            or self.done
+        )
+
+
+class Ended(Message, frozen=True):
+    """A generation or a harvest's batch is over; with an error, failed."""
+
+    id: str
+    error: MeshError | None = None
+
+
+class Harvested(Message, frozen=True):
+    """A batch is done: `result` as `mesh.pipeline.harvest.harvest` gives it to the HTTP API."""
+
+    id: str
+    result: dict[str, Any]
+
+
+class LoadLocally(Message, frozen=True):
+    """Have the daemon load these layers on this machine, None: all; `LoadedLocally` answers."""
+
+    layers: LayerRange | None
+
+
+class Report(Message, frozen=True):
+    """What the asker does, whenever that has changed.
+
+    `latencies` are milliseconds of steps per shard, and `events` what people should know, each with
+    a ``type``: both since the last report. `standings` and `accounts` are rows for the status.
+    """
+
+    generations: tuple[LiveGeneration, ...] = ()
+    standings: list[dict[str, Any]] = []  # noqa: RUF012 - msgspec copies it
+    accounts: dict[str, Any] = {}  # noqa: RUF012
+    latencies: dict[ShardId, list[float]] = {}  # noqa: RUF012
+    events: list[dict[str, Any]] = []  # noqa: RUF012

@@ -1,0 +1,179 @@
+"""One generation from prompt to last token: the loop.
+
+The asker drives: it embeds, sends the hidden states through the hops, samples from what comes back
+and embeds again. Read on in `prefill` (tokens in, logits out), `hop` (a session on one hop),
+`route` (pick, open, pass on) and `failover` (what is done when a hop is lost).
+
+The way of a token from here to the socket, `*` for each asynchronous generator that it passes:
+
+    asker's process   PipelineOrchestrator.chat*  ->  the process' channel
+    daemon            AskerProcess.generate*  ->  Askers.generate*  ->  mesh.api.openai.streaming*
+                      ->  mesh.api.sse.EventStream  ->  socket
+
+This module knows nothing of sockets, HTTP or processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
+
+from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
+from mesh.pipeline.answer import Answer
+from mesh.pipeline.failover import Failover, FailoverSettings, LocalModel
+from mesh.pipeline.model import AskerModel
+from mesh.pipeline.prefill import TokenFeed
+from mesh.pipeline.route import HopLost
+from mesh.pipeline.sampler import Sampler
+from mesh.pipeline.sessions import GenerationSession, Sessions
+from mesh.pipeline.terms import FIRST_ANSWER, SessionTerms
+from mesh.routing.router import UNSERVED, ShardRouter
+from mesh.types import Done, GenerationRequest, PipelineAborted, StreamFrame, WireDtype
+
+logger = logging.getLogger(__name__)
+
+Prepared = Callable[[GenerationRequest], AbstractAsyncContextManager[GenerationRequest]]
+"""What is done around one generation."""
+
+
+class PipelineOrchestrator:
+    """Runs requests for one model over the shards a router finds."""
+
+    def __init__(
+        self,
+        model: AskerModel,
+        sessions: Sessions,
+        router: ShardRouter,
+        *,
+        wire_dtype: WireDtype,
+        failover: FailoverSettings = FailoverSettings(),  # noqa: B008 - frozen
+        local_model: LocalModel | None = None,
+        noise: float = 0.0,
+    ) -> None:
+        self._model = model
+        self._sessions = sessions
+        self._router = router
+        self._failover = failover
+        self._local_model = local_model
+        self._noise = noise
+        self.wire_dtype = wire_dtype
+
+    async def chat(
+        self, request: GenerationRequest, prepared: Prepared = nullcontext
+    ) -> AsyncGenerator[StreamFrame, None]:
+        """Token by token to the end; `Done` is last. Closing the iterator frees every hop.
+
+        `prepared` makes the request what it is here, and is left when the generation has ended.
+
+        Raises:
+            BadRequest, ContextTooLong: the request cannot be served by this model.
+            BadSteering: an edit cannot be applied, or makes activations infinite.
+            NoRoute, WeightsMismatch: no set of shards serves it, nor does the local model.
+            CacheFull: nobody has room for the prompt. An answer that nobody has room for any more
+                ends there, with a `note` that says so.
+        """
+        started = time.monotonic()
+        async with prepared(request) as asked:
+            prompt = self._model.text.prompt_ids(asked, self._model.max_positions)
+            limit = self._token_limit(prompt, asked.sampling.max_tokens)
+            terms = self._terms(asked, len(prompt), limit)
+            home = self._local_model if asked.fallback_to_local is not False else None
+            session, notices = await self._begin(prompt, terms, home)
+            constructed = time.monotonic()
+            session.request_id = asked.request_id
+            cached, widened = len(session.token_ids), session.route.widened
+            answer = Answer(self._model.text, asked.sampling, limit, started, len(prompt))
+            finished = False
+            try:
+                for notice in notices:
+                    yield notice
+                feed = self._feed(session, home)
+                sampler = Sampler(asked.sampling, prompt)
+                ids: Sequence[int] = prompt[cached:]
+                while not answer.finish_reason:
+                    try:
+                        async for notice in feed.advance(ids):
+                            yield notice
+                    except CacheFull as full:
+                        yield answer.end_early(full)
+                        break
+                    logits = feed.logits
+                    token = sampler.choose(logits)
+                    yield answer.take(token, logits)
+                    ids = (token,)
+                finished = not answer.note
+            finally:
+                self._sessions.release(session, keep=finished)
+            done = _done(session, len(prompt), cached, answer)
+            construct_ms, widened = (constructed - started) * 1e3, session.route.widened - widened
+            yield replace(done, construct_ms=construct_ms, widened=widened)
+
+    def _feed(self, session: GenerationSession, home: LocalModel | None) -> TokenFeed:
+        failover = Failover(session, self._router, self._model.hidden_size, self._failover, home)
+        return TokenFeed(self._model, session, failover, noise=self._noise)
+
+    async def _begin(
+        self, prompt: Sequence[int], terms: SessionTerms, home: LocalModel | None
+    ) -> tuple[GenerationSession, list[StreamFrame]]:
+        """A session to generate in, at home where the mesh cannot; what to say about that."""
+        total_layers = self._model.total_layers
+        at_home = home is not None
+        try:
+            return await self._sessions.acquire(prompt, terms, total_layers, at_home=at_home), []
+        except UNSERVED as nobody:
+            if home is None:
+                raise
+            try:
+                session = await self._sessions.open_at_home(await home(), terms, total_layers)
+            except (MeshError, HopLost) as unable:
+                logger.info("model=%s not run at home: %s", terms.model_id, unable)
+                raise nobody from None
+            reason = f"{nobody.message} The answer comes from the local model."
+            return session, [PipelineAborted(reason)]
+
+    def _terms(self, request: GenerationRequest, fed: int, limit: int) -> SessionTerms:
+        """What hops are asked for a prompt of `fed` tokens and at most `limit` new ones."""
+        return SessionTerms(
+            self._model.model_id,
+            self._model.weights_sha256,
+            fed + min(limit, FIRST_ANSWER),
+            request.wire_dtype or self.wire_dtype,
+            request.edits,
+            limit=fed + limit,
+            principal=request.principal,
+        )
+
+    def _token_limit(self, prompt: Sequence[int], wanted: int | None) -> int:
+        """How many new tokens this request may get, as many as the model can hold when it does not
+        say; refuses rather than cuts."""
+        room = self._model.max_positions - len(prompt)
+        if not prompt:
+            raise BadRequest("the prompt is empty.", fix="Send at least one token.", param="prompt")
+        if room < 1 or (wanted is not None and wanted > room):
+            raise ContextTooLong(
+                f"the prompt has {len(prompt)} tokens and {wanted or 1} more are wanted; "
+                f"{self._model.model_id} can hold {self._model.max_positions}.",
+                fix="Shorten the prompt or lower max_tokens.",
+                param="max_tokens" if room >= 1 else "prompt",
+            )
+        return room if wanted is None else wanted
+
+
+def _done(session: GenerationSession, fed: int, cached: int, answer: Answer) -> Done:
+    return Done(
+        finish_reason=answer.finish_reason,
+        prompt_tokens=fed,
+        cached_tokens=cached,
+        completion_tokens=len(answer.token_ids),
+        token_ids=tuple(answer.token_ids),
+        route=session.route.pipeline.hops,
+        failovers=session.failovers,
+        fallback=session.fallback,
+        first_token_ms=answer.first_token_ms,
+        tokens_per_second=answer.tokens_per_second,
+        hops=tuple(hop.timing() for hop in session.route.hops),
+        note=answer.note,
+    )

@@ -1,0 +1,543 @@
+"""A session on one hop, from the asker's side: what it says, what it is owed, what it answers.
+
+Does no I/O: what a session says goes out through its link, which queues it, and what the shard
+answers comes in by `message`. `HopSession` is one for everybody who asks: spot checks use it as it
+is, jobs with their own opening. `GenerationHop` remembers its inputs, so that it can be replayed on
+another shard, and hands its answers on: chat, harvest and probes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mesh.errors import (
+    BadFrame,
+    Busy,
+    CacheFull,
+    LinkLost,
+    MeshError,
+    PipelineStalled,
+    SessionGone,
+    from_dict,
+)
+from mesh.health.percentiles import percentile
+from mesh.pipeline.claims import Claim
+from mesh.pipeline.history import History, slice_rows
+from mesh.pipeline.links import HopLink
+from mesh.pipeline.terms import SessionTerms
+from mesh.types import HopTiming, LayerRange, RouteHop
+from mesh.wire.messages import (
+    Close,
+    Failure,
+    Loading,
+    Message,
+    Opened,
+    Park,
+    Result,
+    Resume,
+    Seal,
+    Sealed,
+    Step,
+    WireTensor,
+)
+
+_FLOATS = frozenset({"fp16", "bf16", "fp32"})
+
+STEPS_UNDER_WAY = 6
+"""Steps of one session a hop is sent before it answers the first; a shard refuses more than 8."""
+
+TIMED_STEPS = 512
+"""How many of the latest steps percentiles are taken over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds a hop may take to answer what opens a session, and to load its weights when it says
+    that it does."""
+
+    answer_s: float = 10.0
+    load_s: float = 300.0
+
+
+class Terms(Protocol):
+    """What a session is asked for."""
+
+    def opening(self, session: int, layers: LayerRange) -> Sequence[Message]:
+        """What asks a hop for session number `session` on `layers`."""
+
+    def room(self, fed: int) -> int:
+        """Positions to reserve for a session that was fed `fed` of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A step that is unanswered; `waiter` gets the answer where somebody awaits it."""
+
+    position: int
+    shape: tuple[int, ...]
+    sent_at: float
+    waiter: asyncio.Future[WireTensor] | None
+
+    @property
+    def rows(self) -> int:
+        return self.shape[1]
+
+
+class HopSession:
+    """One session on one hop. Implements `mesh.pipeline.links.SessionReceiver`.
+
+    It sends no more than `STEPS_UNDER_WAY` steps before an answer, and none before it has a stream
+    that it gave back again. `error` is why it is of no use any more, None while it is; `on_lost` is
+    called once when it fails by itself, not when what opens it is refused.
+    """
+
+    def __init__(
+        self, hop: RouteHop, link: HopLink, claim: Claim, terms: Terms, patience: Patience
+    ) -> None:
+        self.hop = hop
+        self.error: MeshError | None = None
+        self.on_lost: Callable[[], None] = lambda: None
+        self._terms = terms
+        self._link = link
+        self._claim = claim
+        self._patience = patience
+        self._number = link.register(self)
+        self._opening: asyncio.Future[Opened | Sealed] | None = None
+        self._deadline: asyncio.Timeout | None = None
+        self._limit_s = 0.0
+        self._fed = 0
+        self._steps = 0
+        self._parked = False
+        self._resting = False
+        self._woken_at: float | None = None
+        self._active_at = 0.0
+        self._sent: dict[int, _Sent] = {}
+        self._backlog: deque[tuple[int, WireTensor, asyncio.Future[WireTensor] | None]] = deque()
+        self._answered_at = 0.0
+        self._answers = 0
+        self._timed: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
+        self._unreported: deque[float] = deque(maxlen=TIMED_STEPS)
+
+    # Life
+
+    async def open(self) -> None:
+        """Ask for the session. Raises what the hop answers, LinkLost, PipelineStalled."""
+        await self._ask(self._terms.opening(self._number, self.hop.layers))
+
+    def park(self) -> None:
+        """Keep the cache, give the stream back until `resume`. Raises LinkLost."""
+        self._parked = True
+        if not self._resting or self._woken_at is not None:  # one may be on its way back to us
+            self._give_back()
+
+    async def resume(self) -> None:
+        """Take a stream again, with the room that the terms say.
+
+        Raises what `open` does, and SessionGone when the hop was lost meanwhile, or still owes an
+        answer: that could be one to what is about to be cut.
+        """
+        self._require_alive()
+        if self._sent or self._backlog:
+            raise SessionGone(
+                f"{self.hop.shard.node_name} has not answered what came before.",
+                fix="Open a new session and replay the inputs.",
+            )
+        # Whatever comes of the asking, the hop may hold a stream for this from here on.
+        self._parked = self._resting = False
+        self._claim.renew()
+        await self._ask([Resume(self._number, self._terms.room(self.length))])
+
+    async def seal(self, timeout_s: float) -> list[dict[str, Any]]:
+        """End the harvest; what the hop says of each file. Raises as `resume` does."""
+        self._require_alive()
+        answer = await self._ask([Seal(self._number)], timeout_s)
+        return answer.files if isinstance(answer, Sealed) else []
+
+    def close(self) -> None:
+        """Free the session on the hop, if it can still be told."""
+        self._claim.release()
+        self._released()
+        self._link.unregister(self._number)
+        for waiter in self._owe_nothing():
+            waiter.cancel()
+        if self._opening is not None:
+            self._opening.cancel()
+        if not self._link.is_closed:
+            self._link.send(Close(self._number))
+
+    # Data
+
+    @property
+    def length(self) -> int:
+        """Positions that are in the hop's cache, or on their way there."""
+        return self._fed
+
+    def step(self, position: int, tensor: WireTensor) -> None:
+        """Send rows (1, rows, hidden) from `position` on; the hop forgets what it had from there.
+
+        A link that is lost shows in `error`.
+        """
+        self._send(position, tensor, None)
+
+    async def exchange(self, position: int, tensor: WireTensor) -> WireTensor:
+        """`step`, and what the hop answers. Raises its error, and LinkLost."""
+        if self.error is not None:
+            raise self.error
+        answer: asyncio.Future[WireTensor] = asyncio.get_running_loop().create_future()
+        self._send(position, tensor, answer)
+        return await answer
+
+    def cut(self, position: int) -> None:
+        """Forget everything from `position` on; the next step makes the hop do the same."""
+        self._fed = min(self._fed, position)
+
+    # What others ask
+
+    @property
+    def waiting_since(self) -> float | None:
+        """The loop's time since which an answer is owed: when the oldest unanswered step was sent,
+        or the last answer came if that was later. None when nothing is owed."""
+        oldest = next(iter(self._sent.values()), None)
+        return self._woken_at if oldest is None else max(oldest.sent_at, self._answered_at)
+
+    @property
+    def waiting_rows(self) -> int:
+        """How many rows the oldest unanswered step has; 1 when none is."""
+        oldest = next(iter(self._sent.values()), None)
+        return 1 if oldest is None else oldest.rows
+
+    @property
+    def answers(self) -> int:
+        """How many steps the hop has answered in this session."""
+        return self._answers
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the host is about to stop and the session should move."""
+        return self._link.is_draining and self.error is None
+
+    def timing(self) -> HopTiming:
+        """Percentiles over the latest steps, in milliseconds."""
+        totals = sorted(total for total, _ in self._timed)
+        computes = sorted(compute for _, compute in self._timed)
+        return HopTiming(
+            shard_id=self.hop.shard.shard_id,
+            node=self.hop.shard.node_name,
+            layers=str(self.hop.layers),
+            steps=self._answers,
+            p50_ms=percentile(totals, 0.50),
+            p95_ms=percentile(totals, 0.95),
+            compute_p50_ms=percentile(computes, 0.50),
+        )
+
+    def take_latencies(self) -> list[float]:
+        """Milliseconds of the steps since the last call, at most `TIMED_STEPS` of them."""
+        latencies = list(self._unreported)
+        self._unreported.clear()
+        return latencies
+
+    def fail(self, error: MeshError) -> None:
+        """Take the hop as lost from now on; reported once."""
+        if self.error is not None:
+            return
+        self.error = error
+        waiters = self._owe_nothing()
+        self._claim.release()
+        if self._opening is not None and not self._opening.done():
+            self._opening.set_exception(error)
+        else:
+            self._failed(error)
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    # SessionReceiver
+
+    def message(self, message: Message) -> None:
+        """An answer of the hop."""
+        if isinstance(message, Result):
+            self._result(message)
+        elif isinstance(message, Opened | Sealed):
+            if self._opening is not None:
+                if not self._opening.done():
+                    self._opening.set_result(message)
+            elif self._woken_at is not None:
+                self._awake()
+        elif isinstance(message, Loading):
+            self._loading()
+        elif isinstance(message, Failure):
+            self.fail(from_dict(message.error))
+
+    def lost(self, error: MeshError) -> None:
+        """The link is gone."""
+        self.fail(error)
+
+    def rest(self, before: float) -> None:
+        """Give the stream back for a pause; the next step takes it again by itself."""
+        is_busy = self._sent or self._opening is not None or self.error is not None
+        is_idle = not is_busy and not self._resting and self._active_at <= before
+        if is_idle and not self._link.is_closed:
+            self._give_back()
+
+    # What a kind of session adds
+
+    def _fault(self, sent: _Sent, tensor: WireTensor, elapsed_s: float) -> MeshError | None:
+        """What is wrong with an answer that took so long; None when it may be used."""
+        return None
+
+    def _take(self, sent: _Sent, tensor: WireTensor) -> None:
+        """An answer that nobody awaits."""
+
+    def _failed(self, error: MeshError) -> None:
+        """The hop is lost."""
+        self.on_lost()
+
+    def _released(self) -> None:
+        """The session has given its stream back, for now or for ever."""
+
+    # Asking
+
+    def _require_alive(self) -> None:
+        if self.error is not None:  # told to the observer when it happened
+            raise SessionGone(
+                f"{self.hop.shard.node_name} lost the session while it rested: {self.error}",
+                fix="Open a new one and replay the inputs.",
+            ) from self.error
+
+    async def _ask(
+        self, question: Sequence[Message], limit_s: float | None = None
+    ) -> Opened | Sealed:
+        """The answer to what opens, resumes or seals; once more time where the hop loads."""
+        self._limit_s = self._patience.answer_s if limit_s is None else limit_s
+        self._opening = asyncio.get_running_loop().create_future()
+        try:
+            self._link.ask(question)
+            async with asyncio.timeout(self._limit_s) as self._deadline:
+                return await self._opening
+        except TimeoutError:
+            raise PipelineStalled(
+                f"{self.hop.shard.node_name} did not open {self.hop.shard.shard_id} "
+                f"within {self._limit_s:g} s.",
+                fix="Another shard is tried; see `hearthnet peers` for its state.",
+            ) from None
+        finally:
+            self._opening = self._deadline = None
+            self._active_at = asyncio.get_running_loop().time()
+
+    def _loading(self) -> None:
+        """The hop reads its weights: give it time for that, once."""
+        deadline, self._deadline = self._deadline, None
+        if deadline is not None and not deadline.expired():
+            self._limit_s = self._patience.load_s
+            deadline.reschedule(asyncio.get_running_loop().time() + self._limit_s)
+
+    def _give_back(self) -> None:
+        self._resting, self._woken_at = True, None
+        self._claim.release()
+        self._released()
+        self._link.send(Park(self._number))
+
+    def _wake(self) -> None:
+        """Take a stream again; the steps that wait for it follow."""
+        self._woken_at = asyncio.get_running_loop().time()
+        self._claim.renew()
+        try:
+            self._link.ask([Resume(self._number, self._terms.room(self.length))])
+        except LinkLost as error:
+            self.fail(error)
+
+    def _awake(self) -> None:
+        self._resting, self._woken_at = False, None
+        waiting, self._backlog = self._backlog, deque()
+        for step in waiting:
+            self._send(*step)
+
+    # Steps
+
+    def _send(
+        self, position: int, tensor: WireTensor, waiter: asyncio.Future[WireTensor] | None
+    ) -> None:
+        self._claim.owes(len(self._sent) + len(self._backlog) + 1)
+        if self._resting or len(self._sent) >= STEPS_UNDER_WAY:
+            self._backlog.append((position, tensor, waiter))
+            # What an earlier hop answers after the end of a generation takes no stream for itself.
+            if self._resting and not self._parked and self._woken_at is None:
+                self._wake()
+            return
+        self._steps += 1
+        now = self._active_at = asyncio.get_running_loop().time()
+        sent = self._sent[self._steps] = _Sent(position, tensor.shape, now, waiter)
+        self._fed = position + sent.rows
+        try:
+            self._link.send(Step(self._number, self._steps, position, tensor))
+        except LinkLost as error:
+            self.fail(error)
+
+    def _result(self, result: Result) -> None:
+        sent = self._sent.pop(result.step, None)
+        if sent is None or self.error is not None:
+            return  # the answer to a step of before a cut, or of a hop already given up
+        now = asyncio.get_running_loop().time()
+        fault = self._fault(sent, result.tensor, now - max(sent.sent_at, self._answered_at))
+        if fault is not None:
+            self.fail(fault)
+            return
+        self._answered_at = self._active_at = now
+        self._claim.owes(len(self._sent) + len(self._backlog))
+        if self._backlog:
+            self._send(*self._backlog.popleft())
+        self._answers += 1
+        total_ms = (now - sent.sent_at) * 1e3
+        self._timed.append((total_ms, result.compute_us / 1e3))
+        self._unreported.append(total_ms)
+        if sent.waiter is None:
+            self._take(sent, result.tensor)
+        elif not sent.waiter.done():
+            sent.waiter.set_result(result.tensor)
+
+    def _owe_nothing(self) -> list[asyncio.Future[WireTensor]]:
+        """Expect no answer any more; who awaits one."""
+        waiters = [sent.waiter for sent in self._sent.values()]
+        waiters += [waiter for _, _, waiter in self._backlog]
+        self._sent.clear()
+        self._backlog.clear()
+        self._claim.owes(0)
+        self._woken_at = None
+        return [waiter for waiter in waiters if waiter is not None]
+
+
+class HopObserver(Protocol):
+    """Who is told what the hops of an asker do, and may refuse what they answer.
+
+    The real one is `mesh.pipeline.watch.oversight`.
+    """
+
+    def claim(self, hop: RouteHop) -> Claim:
+        """A session on this hop is about to be opened."""
+
+    def answered(
+        self, hop: GenerationHop, position: int, tensor: WireTensor, elapsed_s: float
+    ) -> MeshError | None:
+        """An answer of the right shape arrived, before anybody uses it; an error refuses it."""
+
+    def corrupted(self, hop: RouteHop, what: str) -> MeshError:
+        """A hop answered something else than activations of the right shape: the error of that."""
+
+    def failed(self, hop: RouteHop, error: MeshError) -> None:
+        """A hop could not be opened, or was lost."""
+
+    def lie_of(self, hop: RouteHop) -> MeshError | None:
+        """The error of a shard that was caught in a wrong answer; None for an honest one."""
+
+    async def make_room(self, hop: RouteHop) -> bool:
+        """A hop is full: free what is held there beside generations; whether anything was."""
+
+    def cut(self, hop: GenerationHop, position: int) -> None:
+        """Everything from `position` on was forgotten."""
+
+    def closed(self, hop: GenerationHop) -> None:
+        """The session ended, or was parked."""
+
+
+class GenerationHop(HopSession):
+    """One hop of one generation: a session, its inputs, and what of its answers was handed on.
+
+    Two things are counted apart: how many positions went in (`history.length`) and how many came
+    out and were handed on (`delivered`). A replacement starts with the old counts and an empty
+    cache; it is sent the history again, and what it answers is cut to what the next hop has not
+    seen. Replay, a repeated answer and an undisturbed step are then the same code path.
+    `on_output(hop, tensor)` gets new rows only.
+    """
+
+    def __init__(
+        self,
+        hop: RouteHop,
+        link: HopLink,
+        claim: Claim,
+        terms: SessionTerms,
+        patience: Patience,
+        observer: HopObserver,
+    ) -> None:
+        super().__init__(hop, link, claim, terms, patience)
+        self.history = History()
+        self.delivered = 0
+        self.on_output: Callable[[GenerationHop, WireTensor], None] = lambda hop, tensor: None
+        self.terms = terms
+        self._observer = observer
+
+    @property
+    def length(self) -> int:
+        """See `HopSession.length`: the inputs that are kept, whatever of them was replayed."""
+        return self.history.length
+
+    async def resume_with(self, terms: SessionTerms) -> None:
+        """`resume` on other terms."""
+        self.terms = self._terms = terms
+        await self.resume()
+
+    def accept(self, tensor: WireTensor) -> None:
+        """The next rows of input: remember them and send them on their way."""
+        position = self.history.length
+        self.history.append(tensor)
+        if self.error is None:
+            self.step(position, tensor)
+
+    def replay(self, max_rows: int) -> None:
+        """Send the whole history again, to a fresh session, in pieces of at most `max_rows`."""
+        for position, tensor in self.history.chunks(max_rows):
+            if self.error is not None:
+                return
+            self.step(position, tensor)
+
+    def cut(self, position: int) -> None:
+        """See `HopSession.cut`."""
+        self.history.cut(position)
+        self.delivered = min(self.delivered, position)
+        self._observer.cut(self, position)
+
+    async def _ask(
+        self, question: Sequence[Message], limit_s: float | None = None
+    ) -> Opened | Sealed:
+        try:
+            return await super()._ask(question, limit_s)
+        except (Busy, CacheFull):
+            if not await self._observer.make_room(self.hop):
+                raise
+            self.error = None
+            self._claim.renew()
+            return await super()._ask(question, limit_s)
+
+    def _fault(self, sent: _Sent, tensor: WireTensor, elapsed_s: float) -> MeshError | None:
+        if not is_activations(tensor, sent.shape):
+            return self._observer.corrupted(
+                self.hop,
+                f"{tensor.dtype} of shape {tensor.shape} where {sent.shape} was expected",
+            )
+        return self._observer.answered(self, sent.position, tensor, elapsed_s)
+
+    def _take(self, sent: _Sent, tensor: WireTensor) -> None:
+        end = sent.position + sent.rows
+        fresh = end - self.delivered
+        if fresh <= 0:
+            return
+        if fresh > sent.rows:
+            self.fail(BadFrame("answers arrived out of order.", fix="Another shard is tried."))
+            return
+        self.delivered = end
+        self.on_output(self, slice_rows(tensor, sent.rows - fresh, sent.rows))
+
+    def _failed(self, error: MeshError) -> None:
+        self._observer.failed(self.hop, error)
+        self.on_lost()
+
+    def _released(self) -> None:
+        self._observer.closed(self)
+
+
+def is_activations(tensor: WireTensor, shape: tuple[int, ...]) -> bool:
+    """Whether a hop's answer has the shape and one of the dtypes of hidden states."""
+    return tensor.shape == shape and tensor.dtype in _FLOATS

@@ -1,0 +1,53 @@
+"""The shards the daemon last told of, as the router's store. Knows no sessions and no sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mesh.health.detector import Verdict
+from mesh.pipeline.claims import Claims
+from mesh.pipeline.commands import Offer
+from mesh.pipeline.watch.reputation import Reputations
+from mesh.routing.cover import Candidate, key_of
+from mesh.types import ModelId
+
+
+class KnownShards:
+    """The shards the daemon last told of; the router's store."""
+
+    def __init__(self, node_id: str, reputations: Reputations, claims: Claims) -> None:
+        self._node_id = node_id
+        self._reputations = reputations
+        self._claims = claims
+        self._shards: tuple[Offer, ...] = ()
+
+    def replace(self, shards: Sequence[Offer]) -> None:
+        """Take the daemon's newest list."""
+        self._shards = tuple(shards)
+
+    def candidates(self, model_id: ModelId) -> list[Candidate]:
+        """See `mesh.routing.router.ShardStore`."""
+        return [
+            self._candidate(offer)
+            for offer in self._shards
+            if offer.shard.descriptor.model_id == model_id
+            and not self._reputations.is_liar(key_of(offer.shard.descriptor))
+        ]
+
+    def _candidate(self, offer: Offer) -> Candidate:
+        # What a node says of its streams is seconds old, so a full one is only put last: whether
+        # it has room is decided by its answer to `Open`.
+        shard, health = offer.shard.descriptor, offer.shard.health
+        key = key_of(shard)
+        active = max(health.active_streams, self._claims.sessions(key))
+        full = active >= shard.max_concurrent_streams
+        suspect = offer.verdict is Verdict.SUSPECT
+        return Candidate(
+            shard,
+            queue_depth=health.queue_depth + self._claims.depth(key),
+            streams_left=1,
+            hop_weight=offer.hop_weight,
+            is_self=shard.host == self._node_id,
+            penalty=full + 2 * suspect + self._reputations.penalty(key),
+            lot=self._claims.lot(key),
+        )

@@ -1,0 +1,82 @@
+"""Takes tokens through the hops of one session to logits: a prompt in chunks, an answer row by row.
+
+Feeds and waits; `mesh.pipeline.failover` repairs. The caller only sees notices of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+
+import torch
+
+from mesh.pipeline.failover import Failover
+from mesh.pipeline.history import chunk_rows
+from mesh.pipeline.model import AskerModel
+from mesh.pipeline.noise import RowNoise
+from mesh.pipeline.route import HopLost
+from mesh.pipeline.sessions import GenerationSession
+from mesh.types import StreamFrame
+from mesh.wire.activations import to_torch, to_wire
+from mesh.wire.messages import WireTensor
+
+
+class TokenFeed:
+    """Moves one session forward. Without a `failover` a lost hop ends it.
+
+    `noise` is added to what leaves here, see `mesh.pipeline.noise`.
+    """
+
+    def __init__(
+        self,
+        model: AskerModel,
+        session: GenerationSession,
+        failover: Failover | None = None,
+        *,
+        noise: float = 0.0,
+    ) -> None:
+        self._ends = model.ends
+        self._rows = chunk_rows(model.hidden_size)
+        self._session = session
+        self._failover = failover
+        self._noise = RowNoise(noise)
+        self._row = WireTensor("fp32", (1, 0, model.hidden_size), b"")
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """(vocab,) of the token behind the last one fed. Runs the head: read it once."""
+        return self._ends.logits(to_torch(self._row))[0, -1]
+
+    async def advance(self, ids: Sequence[int]) -> AsyncGenerator[StreamFrame, None]:
+        """Feed `ids` after what the session holds, until their last row is back; yields notices.
+
+        Chunks follow each other through the hops. At most one more than there are hops is on its
+        way at once, so that every hop is busy and memory stays bounded. Raises HopLost without a
+        failover, and what `Failover.recover` raises with one.
+        """
+        session, rows = self._session, self._rows
+        if self._failover is not None:
+            async for notice in self._failover.leave_draining_hops():
+                yield notice
+        for start in range(0, len(ids), rows):
+            chunk = list(ids[start : start + rows])
+            hidden = self._ends.embed(torch.tensor([chunk]), len(session.token_ids))
+            session.route.feed(to_wire(self._noise.add(hidden), session.route.terms.wire_dtype))
+            session.token_ids += chunk
+            behind = 0 if start + rows >= len(ids) else rows * (len(session.route.hops) + 1)
+            if len(session.token_ids) <= behind:
+                continue
+            async for notice in self._reach(len(session.token_ids) - behind):
+                yield notice
+
+    async def _reach(self, position: int) -> AsyncGenerator[StreamFrame, None]:
+        """Wait for a position to come out of the last hop, recovering as often as it takes."""
+        while True:
+            try:
+                self._row = await self._session.route.output(position)
+            except HopLost as lost:
+                if self._failover is None:
+                    raise
+                async for notice in self._failover.recover(lost):
+                    yield notice
+            else:
+                return

@@ -1,0 +1,301 @@
+"""The process of one model's asker: ``python -m mesh.pipeline.process``, started by the daemon.
+
+Turns commands into calls of an `Engine`, and what that gives into answers. It opens no port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec import structs
+
+from mesh.accounts import allowances
+from mesh.accounts.ledger import ResourceLedger
+from mesh.clock import LoopClock
+from mesh.errors import InternalError, MeshError, PipelineStalled, as_mesh_error
+from mesh.pipeline.checkpoint import load_asker
+from mesh.pipeline.commands import (
+    AskerOptions,
+    Credit,
+    Ended,
+    Frame,
+    Generate,
+    Harvest,
+    Harvested,
+    LoadedLocally,
+    LoadLocally,
+    Offer,
+    Ready,
+    Report,
+    Shards,
+    StartAsker,
+)
+from mesh.pipeline.dialing import secured
+from mesh.pipeline.engine import Engine
+from mesh.pipeline.model import AskerModel
+from mesh.pipeline.sessions import expire_regularly
+from mesh.processes.lifecycle import Loading
+from mesh.processes.messages import Cancel, Failed, Handlers
+from mesh.processes.worker import Daemon, Worker
+from mesh.shard.failures import lost
+from mesh.types import LayerRange, ModelId, NodeId, RouteHop, ShardFailover, StreamFrame
+
+logger = logging.getLogger(__name__)
+
+FRAME_CREDITS = 64
+"""Frames a generation may be ahead of whoever reads its stream."""
+
+CONSUMER_TIMEOUT_S = 300.0
+EXPIRY_TICK_S = 5.0
+LOCAL_LOAD_TIMEOUT_S = 300.0
+REPORT_TICK_S = 0.5
+
+LoadAsker = Callable[
+    [Path, ModelId, AskerOptions, Callable[[Loading], object]], tuple[AskerModel, list[str]]
+]
+
+
+@dataclass(slots=True)
+class _Reader:
+    """How many frames a generation may still send, and the task that runs it."""
+
+    credits: int = FRAME_CREDITS
+    refilled: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    async def take(self) -> None:
+        """One frame's credit. Raises PipelineStalled when the reader takes nothing for long."""
+        while self.credits <= 0:
+            self.refilled.clear()
+            try:
+                async with asyncio.timeout(CONSUMER_TIMEOUT_S):
+                    await self.refilled.wait()
+            except TimeoutError:
+                raise PipelineStalled(
+                    f"nobody read the stream for {CONSUMER_TIMEOUT_S:g} s.", fix="Ask again."
+                ) from None
+        self.credits -= 1
+
+
+class AskerProcess(Worker):
+    """One model's engine, and the generations and harvests that run on it."""
+
+    def __init__(
+        self,
+        load: LoadAsker = load_asker,
+        *,
+        engine: Engine | None = None,
+        daemon: Daemon | None = None,
+    ) -> None:
+        """`engine` is what answers before a `StartAsker` makes one."""
+        super().__init__(daemon)
+        self._load_asker = load
+        self._engine = engine
+        self._readers: dict[str, _Reader] = {}
+        self._reported = Report()
+        self._shards: tuple[Offer, ...] | None = None
+        self._local: dict[LayerRange | None, asyncio.Future[tuple[RouteHop, ...]]] = {}
+
+    def commands(self) -> Handlers:
+        """See `Worker`."""
+        return {
+            StartAsker: lambda command: self.spawn(self._start(command), "start"),
+            Shards: self._take_shards,
+            Generate: self._generate,
+            Harvest: self._harvest,
+            Credit: self._credit,
+            Cancel: self._cancel,
+            LoadedLocally: self._loaded_locally,
+        }
+
+    async def close(self) -> None:
+        """See `Worker`."""
+        if self._engine is not None:
+            await self._engine.close()
+
+    async def load_locally(self, layers: LayerRange | None) -> tuple[RouteHop, ...]:
+        """Have the daemon load layers, or all, here; one question serves all who ask it.
+
+        Raises what loading raises, or PipelineStalled when nobody answers.
+        """
+        asked = self._local.get(layers)
+        if asked is None:
+            asked = self._local[layers] = asyncio.get_running_loop().create_future()
+            self.say(LoadLocally(layers))
+        try:
+            async with asyncio.timeout(LOCAL_LOAD_TIMEOUT_S):
+                return await asyncio.shield(asked)
+        except TimeoutError:
+            if self._local.get(layers) is asked:
+                del self._local[layers]  # whoever asks next has it tried again
+            raise PipelineStalled("the local model did not load.", fix="See the log.") from None
+
+    # Commands
+
+    async def _start(self, command: StartAsker) -> None:
+        try:
+            loading = self._load(command)
+            reasons = await as_mesh_error(loading, "loading the ends", self._unforeseen)
+        except MeshError as error:
+            self.say(Failed(error))
+        else:
+            self.say(Ready(tuple(reasons)))
+
+    async def _load(self, command: StartAsker) -> list[str]:
+        """Load the ends and begin to follow the mesh; the reasons of what was chosen."""
+        tell_loop = asyncio.get_running_loop().call_soon_threadsafe
+        model, reasons = await asyncio.to_thread(
+            self._load_asker,
+            command.directory,
+            command.model_id,
+            command.options,
+            lambda loading: tell_loop(self.say_loading, loading),
+        )
+        self.say_loading(None)
+        tls = await self.members.open(command.tls)
+        accounts = ResourceLedger(LoopClock(), allowances.ASKER)
+        own, dial = NodeId(command.hello.node_id), secured(command.hello, tls, accounts)
+        engine = self._engine = Engine(
+            model, own, command.settings, self._local_model, self._judge, dial, accounts
+        )
+        await self.follow_members(engine.trust_only)
+        # What came while the ends were loading is newer than what came with the command.
+        engine.shards.replace(command.shards if self._shards is None else self._shards)
+        self.keep(engine.watch_stalls(), "watch stalls")
+        self.keep(expire_regularly(engine.sessions, EXPIRY_TICK_S), "expire parked")
+        self.keep(self._report_regularly(), "report")
+        return reasons
+
+    def _take_shards(self, command: Shards) -> None:
+        self._shards = command.shards
+        if self._engine is not None:
+            self._engine.shards.replace(command.shards)
+
+    def _generate(self, command: Generate) -> None:
+        key, reader = command.request.request_id, _Reader()
+        try:
+            frames = self._started().chat(command.request)
+        except MeshError as error:
+            self.say(Ended(key, error))
+            return
+        self._begin(key, reader, self._run(key, frames, reader), "generate")
+
+    def _harvest(self, command: Harvest) -> None:
+        self._begin(command.id, _Reader(), self._run_harvest(command), "harvest")
+
+    def _credit(self, command: Credit) -> None:
+        reader = self._readers.get(command.id)
+        if reader is not None:  # else its generation ended meanwhile
+            reader.credits += command.frames
+            reader.refilled.set()
+
+    def _cancel(self, command: Cancel) -> None:
+        reader = self._readers.get(command.id)
+        if reader is not None and reader.task is not None:
+            reader.task.cancel()
+
+    def _loaded_locally(self, command: LoadedLocally) -> None:
+        asked = self._local.pop(command.layers, None)
+        if asked is None or asked.done():
+            return
+        if command.error is None:
+            asked.set_result(command.hops)
+        else:
+            asked.set_exception(command.error)
+            asked.exception()  # whoever asked may be gone; that is no error of its own
+
+    # Work
+
+    def _begin(self, key: str, reader: _Reader, work: Coroutine[Any, Any, None], kind: str) -> None:
+        self._readers[key] = reader
+        reader.task = self.spawn(work, f"{kind} {key}")
+        # Not at the end of the work: a task that is cancelled before its first step has none.
+        reader.task.add_done_callback(lambda _: self._readers.pop(key, None))
+
+    async def _run_harvest(self, command: Harvest) -> None:
+        try:
+            harvested = self._started().harvest(command.order)
+            result = await as_mesh_error(harvested, f"harvest={command.id}", self._unforeseen)
+        except MeshError as error:
+            self.say(Ended(command.id, error))
+        else:
+            self.say(Harvested(command.id, result))
+
+    async def _run(
+        self, key: str, frames: AsyncGenerator[StreamFrame, None], reader: _Reader
+    ) -> None:
+        ended = Ended(key)
+        try:
+            await as_mesh_error(
+                self._stream(key, frames, reader), f"request={key}", self._unforeseen
+            )
+        except MeshError as error:
+            ended = Ended(key, error)
+        finally:
+            self.say(ended)
+            self._report()
+
+    async def _stream(
+        self, key: str, frames: AsyncGenerator[StreamFrame, None], reader: _Reader
+    ) -> None:
+        async with contextlib.aclosing(frames):
+            is_first = True
+            async for frame in frames:
+                if is_first or isinstance(frame, ShardFailover):
+                    self._report()
+                    is_first = False
+                await reader.take()
+                self.say(Frame.of(key, frame))
+
+    async def _local_model(self) -> tuple[RouteHop, ...]:
+        return await self.load_locally(None)
+
+    async def _judge(self, layers: LayerRange) -> RouteHop:
+        return (await self.load_locally(layers))[0]
+
+    def _started(self) -> Engine:
+        if self._engine is None:
+            raise InternalError("the asker is not started.", fix="Report this as a bug.")
+        return self._engine
+
+    # Reports
+
+    async def _report_regularly(self) -> None:
+        while True:
+            self._report()
+            await asyncio.sleep(REPORT_TICK_S)
+
+    def _report(self) -> None:
+        engine = self._started()
+        report = Report(
+            engine.generations(),
+            engine.oversight.rows(),
+            engine.accounts.report(""),
+            engine.take_latencies(),
+            engine.oversight.take_events(),
+        )
+        if report != self._reported:
+            self.say(report)
+            self._reported = structs.replace(report, latencies={}, events=[])
+
+    def _unforeseen(self, error: Exception) -> MeshError:
+        if (gone := lost(error)) is not None:
+            self.end_failed(gone)  # embedding and head are on that device, too
+        return InternalError(f"{type(error).__name__}: {error}.", fix="See the log.")
+
+
+def main(load: LoadAsker = load_asker) -> None:
+    """Run until told to stop or until the daemon is gone."""
+    torch.set_grad_enabled(False)
+    asyncio.run(AskerProcess(load).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,340 @@
+"""The daemon's side of the askers: one process per model.
+
+Passes requests to the right process and its frames on to whoever reads them. Computes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from msgspec import structs
+
+from mesh.errors import (
+    Busy,
+    ExperimentalDisabled,
+    InternalError,
+    MeshError,
+    ModelNotFound,
+    PipelineStalled,
+)
+from mesh.pipeline.commands import (
+    Credit,
+    Ended,
+    Frame,
+    Generate,
+    Harvest,
+    Harvested,
+    HarvestOrder,
+    LiveGeneration,
+    LoadedLocally,
+    LoadLocally,
+    Offer,
+    Ready,
+    Report,
+    Shards,
+    StartAsker,
+)
+from mesh.processes.attempts import Attempts
+from mesh.processes.lifecycle import Ending, SilenceLimits
+from mesh.processes.messages import Cancel, Failed, Handlers, Message
+from mesh.processes.supervisor import Supervisor
+from mesh.processes.tasks import end, spawn
+from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, ShardId, StreamFrame
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0
+CREDIT_BATCH = 16
+HARVEST_TIMEOUT_S = 900.0
+MAX_WAITING_FRAMES = 128
+
+Stream = asyncio.Queue[Frame | Ended | Harvested]
+
+
+class AskerOwner(Protocol):
+    """What an asker process needs of the daemon around it."""
+
+    def routable(self, model_id: ModelId) -> Sequence[Offer]:
+        """The shards that may be routed to now."""
+
+    def asker_changed(self) -> None:
+        """An asker became ready, failed or ended."""
+
+    def latencies(self, shards: dict[ShardId, list[float]]) -> None:
+        """Milliseconds of steps per shard."""
+
+    def asker_event(self, event: dict[str, Any]) -> None:
+        """Something that people should know; has a ``type``."""
+
+    async def load_locally(self, model_id: ModelId) -> list[RouteHop]:
+        """Hops over the whole model on this machine. Raises MeshError when it cannot hold it."""
+
+    async def load_judge(self, model_id: ModelId, layers: LayerRange) -> RouteHop:
+        """A hop over these layers on this machine, to check others by.
+
+        Raises MeshError when they are too many for that, or this machine is not to compute.
+        """
+
+
+class AskerSupervisor(Supervisor):
+    """One model's asker process, and who reads the streams of its generations."""
+
+    def __init__(
+        self,
+        start: StartAsker,
+        owner: AskerOwner,
+        limits: SilenceLimits | None = None,
+        module: str = "mesh.pipeline.process",
+    ) -> None:
+        """`module` is what the process runs: something that calls `mesh.pipeline.process.main`."""
+        super().__init__(f"the asker of {start.model_id}", module, start, limits)
+        self.model_id = start.model_id
+        self.reasons: tuple[str, ...] = ()
+        self.generations: tuple[LiveGeneration, ...] = ()
+        self.standings: list[dict[str, Any]] = []
+        self.accounts: dict[str, Any] = {}
+        self.error: MeshError | None = None
+        self._owner = owner
+        self._loading: set[asyncio.Task[None]] = set()
+        self._attempts = Attempts()
+        self._streams: dict[str, Stream] = {}
+
+    async def wait_ready(self) -> None:
+        """Until the ends are loaded. Raises what loading raised, or InternalError after long."""
+        if self.error is not None:
+            raise self.error
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self.wait_up()
+        except TimeoutError:
+            raise InternalError(
+                f"the asker of {self.model_id} did not start in {START_TIMEOUT_S:g} s.",
+                fix="Read logs/daemon.log in the state directory, or what `hearthnet up` prints.",
+            ) from None
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are answered now."""
+        return self.is_up and self.error is None
+
+    async def stop(self) -> None:
+        """End the process and wait for it."""
+        await end(self._loading)
+        await super().stop()
+
+    def try_again(self) -> None:
+        """Load the ends, whatever happened when that was tried."""
+        self._attempts.forget()
+
+    def push_shards(self) -> None:
+        """Tell the process who serves what now."""
+        self.tell(Shards(self._routable()))
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
+        """The frames of one generation; closing the generator cancels it on every hop."""
+        await self.wait_ready()
+        key = request.request_id
+        # The process may be ahead by its credits only, so the queue never gets full.
+        stream = self._streams[key] = Stream(maxsize=MAX_WAITING_FRAMES)
+        taken, ended = 0, None
+        try:
+            self._order(Generate(request))
+            while True:
+                answer = await stream.get()  # at the latest that the process fell silent
+                if not isinstance(answer, Frame) or answer.frame is None:
+                    ended = answer
+                    break
+                yield answer.frame
+                taken += 1
+                if taken % CREDIT_BATCH == 0:
+                    self.tell(Credit(key, CREDIT_BATCH))
+        finally:
+            self._streams.pop(key, None)
+            if ended is None:
+                self.tell(Cancel(key))
+        if isinstance(ended, Ended) and ended.error is not None:
+            raise ended.error
+
+    async def harvest(self, order: HarvestOrder) -> dict[str, Any]:
+        """See `mesh.pipeline.harvest.harvest`; cancelling it ends the batch on every hop."""
+        await self.wait_ready()
+        key = f"harvest-{uuid.uuid4().hex}"
+        stream = self._streams[key] = Stream(maxsize=2)  # an answer, and the process' end
+        answer: Frame | Ended | Harvested | None = None
+        try:
+            self._order(Harvest(key, order))
+            async with asyncio.timeout(HARVEST_TIMEOUT_S):
+                answer = await stream.get()
+        except TimeoutError:
+            raise PipelineStalled(
+                f"a batch was not harvested in {HARVEST_TIMEOUT_S:g} s.",
+                fix="Make batches smaller.",
+            ) from None
+        finally:
+            self._streams.pop(key, None)
+            if answer is None:
+                self.tell(Cancel(key))
+        if isinstance(answer, Harvested):
+            return answer.result
+        if isinstance(answer, Ended) and answer.error is not None:
+            raise answer.error
+        raise InternalError("a harvest ended without a result.", fix="Report this as a bug.")
+
+    # What a kind of process decides
+
+    def answers(self) -> Handlers:
+        """See `Supervisor`."""
+        return {
+            Ready: self._is_loaded,
+            Failed: self._failed,
+            Report: self._reported,
+            LoadLocally: self._asked_to_load,
+            Frame: self._pass_on,
+            Ended: self._pass_on,
+            Harvested: self._pass_on,
+        }
+
+    def on_started(self) -> None:
+        """See `Supervisor`."""
+        if isinstance(self.first_command, StartAsker):
+            self.tell(structs.replace(self.first_command, shards=self._routable()))
+
+    def on_ended(self, ending: Ending) -> None:
+        """See `Supervisor`."""
+        if ending.loading is not None:
+            self.error = self._attempts.died(ending.loading, ending, _now())
+        lost = self.error_of(ending)
+        for key, stream in self._streams.items():
+            stream.put_nowait(Ended(key, lost))
+        self.generations, self.accounts = (), {}
+        self._owner.asker_changed()
+
+    def on_changed(self) -> None:
+        """See `Supervisor`."""
+        self._owner.asker_changed()
+
+    def why_not_start(self, free_mb: int) -> MeshError | None:
+        """See `Supervisor`."""
+        return self._attempts.why_not(self.model_id, _now(), free_mb)
+
+    # What the process says
+
+    def _is_loaded(self, answer: Ready) -> None:
+        self.reasons, self.error = answer.reasons, None
+        self._attempts.succeeded(self.model_id)
+        self.ready()
+        self._owner.asker_changed()
+
+    def _failed(self, answer: Failed) -> None:
+        self.error = answer.error
+        self.ready()
+        if answer.error.retryable:
+            self._attempts.failed(self.model_id, answer.error, _now())
+            self.replace()  # by one that gives it another try, in time
+        self._owner.asker_changed()
+
+    def _reported(self, answer: Report) -> None:
+        self.generations, self.standings = answer.generations, answer.standings
+        self.accounts = answer.accounts
+        if answer.latencies:
+            self._owner.latencies(answer.latencies)
+        for event in answer.events:
+            self._owner.asker_event(event)
+
+    def _asked_to_load(self, answer: LoadLocally) -> None:
+        loading = self._load_locally(answer.layers)
+        task = spawn(loading, f"load {self.model_id} {answer.layers or 'locally'}")
+        self._loading.add(task)
+        task.add_done_callback(self._loading.discard)
+
+    def _pass_on(self, answer: Frame | Ended | Harvested) -> None:
+        stream = self._streams.get(answer.id)
+        if stream is not None:
+            stream.put_nowait(answer)
+
+    # Private
+
+    def _routable(self) -> tuple[Offer, ...]:
+        return tuple(self._owner.routable(self.model_id))
+
+    def _order(self, order: Message) -> None:
+        """Tell the process what has an answer. Raises InternalError when nobody would give it."""
+        if not self.tell(order):
+            raise InternalError(f"{self.name} is gone.", fix="Ask again; it starts anew.")
+
+    async def _load_locally(self, layers: LayerRange | None) -> None:
+        try:
+            if layers is None:
+                hops = await self._owner.load_locally(self.model_id)
+            else:
+                hops = [await self._owner.load_judge(self.model_id, layers)]
+        except MeshError as error:
+            self.tell(LoadedLocally(layers, error=error))
+        else:
+            self.tell(LoadedLocally(layers, tuple(hops)))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Askers:
+    """All askers of a node: the HTTP API's `mesh.api.services.Generations`."""
+
+    def __init__(
+        self,
+        askers: dict[ModelId, AskerSupervisor],
+        *,
+        max_concurrent: int,
+        why_disabled: Callable[[ModelId], str | None],
+        prepared: Callable[[GenerationRequest], Awaitable[GenerationRequest]],
+        on_frame: Callable[[StreamFrame], None],
+    ) -> None:
+        """`prepared` looks up what a request names only, such as edits; it may raise."""
+        self._askers = askers
+        self._max_concurrent = max_concurrent
+        self._why_disabled = why_disabled
+        self._prepared = prepared
+        self._on_frame = on_frame
+        self._running = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
+        """Frames of a generation, `Done` last.
+
+        Raises:
+            ModelNotFound: this node has no ends of the model.
+            Busy: `max_concurrent_pipelines` generations run already.
+            ExperimentalDisabled: distributed inference is switched off here.
+        """
+        request = await self._prepared(request)
+        asker = self._askers.get(request.model)
+        if asker is None:
+            known = ", ".join(sorted(self._askers)) or "none"
+            raise ModelNotFound(
+                f"this node cannot ask for {request.model!r}; it can ask for: {known}.",
+                fix="Start it with `--model PATH=ID` (and `--layers none` to hold no layers).",
+                param="model",
+            )
+        disabled = self._why_disabled(request.model)
+        if disabled is not None:
+            raise ExperimentalDisabled(disabled, fix="Set research.distributed_inference.enabled.")
+        if self._running >= self._max_concurrent:
+            raise Busy(
+                f"{self._running} generations run here already, the limit.",
+                fix="Wait for one to end, or raise max_concurrent_pipelines.",
+            )
+        self._running += 1
+        try:
+            async with contextlib.aclosing(asker.generate(request)) as frames:
+                async for frame in frames:
+                    self._on_frame(frame)
+                    yield frame
+        finally:
+            self._running -= 1

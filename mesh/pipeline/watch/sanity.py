@@ -1,0 +1,157 @@
+"""Are these activations possible at all: finite, and no larger than this model makes them.
+
+The bounds come from the model: the largest row norm seen behind each layer boundary while fixed
+prompts ran through it, times a generous factor. Honest traffic may widen a bound up to a cap. What
+this cannot tell: a plausible wrong value, and a hop that lied while the bounds were recorded. Those
+are for `spot_checks`; when one catches a liar, all bounds are forgotten and recorded again without
+it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh.errors import ShardCorrupt
+from mesh.models.hashing import write_json_atomically
+from mesh.wire.messages import WireTensor
+
+FACTOR = 8.0
+"""Over the largest row norm seen. Attention sinks are a thousand times a usual row, and the prompts
+that bounds are recorded with begin with one."""
+
+CAP = 64.0
+"""Over the largest recorded norm: as far as traffic may widen a bound."""
+
+_SAME = 0.02
+"""Two hosts whose absurd norms differ by less than this have computed the same thing."""
+
+_FIX = "Another shard is tried; check the memory and the software of that node."
+
+Floats = NDArray[np.float32]
+
+
+def rows_as_floats(tensor: WireTensor) -> Floats:
+    """(rows, hidden) of an activation tensor (1, rows, hidden), in fp32; read-only."""
+    if tensor.dtype == "fp16":
+        values = np.frombuffer(tensor.data, np.float16).astype(np.float32)
+    elif tensor.dtype == "bf16":
+        halves = np.frombuffer(tensor.data, np.uint16).astype(np.uint32)
+        values = (halves << np.uint32(16)).view(np.float32)
+    else:
+        values = np.frombuffer(tensor.data, np.float32)
+    return values.reshape(tensor.shape[1], tensor.shape[2])
+
+
+class Envelope:
+    """The bounds of one checkpoint. Boundary `n` is what leaves layer n-1.
+
+    A boundary that was never recorded has the bound of the largest that was, and is recorded by the
+    first traffic that keeps it; without any record everything finite passes.
+    """
+
+    def __init__(self, norms: dict[int, float] | None = None) -> None:
+        self.is_dirty = False
+        self._norms = dict(norms or {})
+        self._cap = CAP * max(self._norms.values(), default=math.inf)
+        self._recording = False
+        self._disputed: dict[int, tuple[str, float]] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether bounds were recorded."""
+        return bool(self._norms)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Everything finite that passes meanwhile is taken as what the model does."""
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+            self._cap = CAP * max(self._norms.values(), default=math.inf)
+
+    def forget(self) -> None:
+        """Know no bounds any more: somebody who had a say in them lies."""
+        self._norms.clear()
+        self._disputed.clear()
+        self._cap = math.inf
+        self.is_dirty = True
+
+    def check(self, boundary: int, tensor: WireTensor, host: str) -> str:
+        """What is wrong with `host`'s answer (1, rows, hidden); empty when nothing is."""
+        values = rows_as_floats(tensor)
+        with np.errstate(all="ignore"):  # one pass over a row: NaN and Inf show in its sum
+            if len(values) == 1:
+                norm = math.sqrt(float(np.dot(values[0], values[0])))
+            else:
+                norm = math.sqrt(float(np.einsum("ij,ij->i", values, values).max()))
+        if norm <= self._norms.get(boundary, -1.0):
+            return ""
+        if not math.isfinite(norm):
+            return _not_finite(values)
+        return self._beyond(boundary, norm, host)
+
+    def _beyond(self, boundary: int, norm: float, host: str) -> str:
+        """A norm that was not seen before: widen the bound, or refuse."""
+        most = max(self._norms.values(), default=math.inf)
+        bound = min(FACTOR * self._norms.get(boundary, most), self._cap)
+        if not self._recording and norm > bound and not self._is_agreed(boundary, norm, host):
+            self._disputed[boundary] = (host, norm)
+            return f"a row of norm {norm:.4g} where this model stays below {bound:.4g}"
+        if self._recording or self._norms:
+            self._norms[boundary] = norm
+            self.is_dirty = True
+        return ""
+
+    def _is_agreed(self, boundary: int, norm: float, host: str) -> bool:
+        """Whether another host gave the same absurd answer: then it is the model's own."""
+        other, theirs = self._disputed.get(boundary, (host, 0.0))
+        return other != host and abs(norm - theirs) <= _SAME * norm
+
+    # On disk, beside the verdict on the wire's dtype
+
+    @classmethod
+    def read(cls, cache_dir: Path, weights_sha256: str) -> Envelope:
+        """The bounds of an earlier run; an empty envelope when there are none."""
+        try:
+            fields = json.loads(_path(cache_dir, weights_sha256).read_text(encoding="utf-8"))
+            return cls({int(key): float(norm) for key, norm in fields["norms"].items()})
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            return cls()  # absent or from another version: recording again costs little
+
+    def write(self, cache_dir: Path, weights_sha256: str) -> None:
+        """Keep the bounds for the next start."""
+        self.is_dirty = False
+        write_json_atomically(_path(cache_dir, weights_sha256), {"norms": self._norms})
+
+
+def corrupt(node: str, what: str) -> ShardCorrupt:
+    """The error with which a hop that answered `what` is replaced."""
+    return ShardCorrupt(f"{node} answered with {what}.", fix=_FIX)
+
+
+def not_finite(tensor: WireTensor) -> str:
+    """What is wrong with an answer that no bounds are known for; empty when nothing is."""
+    values = rows_as_floats(tensor)
+    return "" if bool(np.isfinite(values).all()) else _not_finite(values)
+
+
+def _not_finite(values: Floats) -> str:
+    nans, infinities = int(np.isnan(values).sum()), int(np.isinf(values).sum())
+    if nans:
+        return f"{nans} NaN in {len(values)} rows"
+    if infinities:
+        return f"{infinities} Inf in {len(values)} rows"
+    return "values whose squares overflow fp32"
+
+
+def _path(cache_dir: Path, weights_sha256: str) -> Path:
+    return cache_dir / "envelope" / f"{weights_sha256}.json"

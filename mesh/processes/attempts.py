@@ -1,0 +1,109 @@
+"""What could not be loaded, and when that is tried again.
+
+A reason that may pass is given time, twice as much after each failure. A load that cost the process
+its life is not repeated before more memory is free than there was then, by all that it needs; after
+a few lives not at all; nor are weights that keep changing in memory. An operator's word (`forget`)
+takes everything back. Decides, and loads nothing; time and memory are told to it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import inf
+
+from mesh.errors import DeviceFailed, MeshError, NotEnoughMemory, WeightsCorrupted
+from mesh.processes.lifecycle import Ending, Loading
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 300.0
+MAX_LIVES = 3
+"""So many processes may die of one load."""
+MAX_RELOADS = 2
+"""So often weights that have changed are loaded again: what changes more often is the memory."""
+
+LESS = (
+    "Hold fewer layers (--layers), compute in another number format (--dtype), lower kv_tokens, or"
+    " end something else on this machine; `hearthnet resume` has it tried again at once."
+)
+
+
+@dataclass(slots=True)
+class _Failure:
+    error: MeshError
+    again_at: float
+    count: int
+    lives: int = 0
+    enough_mb: int = 0
+    """Main memory that has to be free before it is tried again."""
+
+
+class Attempts:
+    """The failures of one owner's loads, by name. Times are seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._failures: dict[str, _Failure] = {}
+        self._corrupted: Counter[str] = Counter()
+
+    def failed(self, name: str, error: MeshError, now: float) -> None:
+        """It failed, and said why."""
+        known = self._failures.get(name)
+        count = 1 if known is None else known.count + 1
+        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(count - 1, 16))
+        lives, enough_mb = (known.lives, known.enough_mb) if known is not None else (0, 0)
+        self._failures[name] = _Failure(error, now + wait_s, count, lives, enough_mb)
+
+    def died(self, loading: Loading, ending: Ending, now: float) -> MeshError:
+        """The process ended while it loaded this. The error that says so."""
+        error = _error(loading, ending)
+        self.failed(loading.name, error, now)
+        failure = self._failures[loading.name]
+        failure.lives += 1
+        if ending.was_killed:
+            failure.enough_mb = loading.free_mb + loading.need_mb
+        return error
+
+    def corrupted(self, name: str, error: MeshError) -> MeshError:
+        """Its weights have changed after they were loaded. The error that says what comes of it."""
+        self._corrupted[name] += 1
+        if self._corrupted[name] <= MAX_RELOADS:
+            return error
+        final = WeightsCorrupted(
+            error.message,
+            fix="It happened too often: test this machine's memory, then `hearthnet resume`.",
+        )
+        self._failures[name] = _Failure(final, inf, 1)
+        return final
+
+    def succeeded(self, name: str) -> None:
+        """It is here."""
+        self._failures.pop(name, None)
+
+    def forget(self) -> None:
+        """Somebody wants all of it tried again, whatever happened."""
+        self._failures.clear()
+        self._corrupted.clear()
+
+    def why_not(self, name: str, now: float, free_mb: int) -> MeshError | None:
+        """Why it is not to be tried now; None when it may be."""
+        failure = self._failures.get(name)
+        if failure is None:
+            return None
+        waits = now < failure.again_at or free_mb < failure.enough_mb
+        if waits or failure.lives >= MAX_LIVES or not failure.error.retryable:
+            return failure.error
+        return None
+
+
+def _error(loading: Loading, ending: Ending) -> MeshError:
+    if not ending.was_killed:
+        return DeviceFailed(
+            f"The process that loaded {loading.name} is gone: {ending}.",
+            fix="See its log; it is tried again, a few times and ever later.",
+        )
+    by = "by the kernel, which had no memory left" if ending.of_memory else "most likely for memory"
+    return NotEnoughMemory(
+        f"The process that loaded {loading.name} was killed, {by}: that needs about"
+        f" {loading.need_mb} MB, and {loading.free_mb} MB were free. It is not tried again before"
+        f" {loading.free_mb + loading.need_mb} MB are.",
+        fix=LESS,
+    )

@@ -1,0 +1,71 @@
+"""The member feed: which peers a process trusts, as its daemon says it, while links are up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from mesh.errors import InternalError
+from mesh.identity.certificates import certificate_node_id
+from mesh.identity.tls import TlsContexts, TlsMaterial
+from mesh.types import NodeId
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+
+KeepOnly = Callable[[frozenset[NodeId]], None]
+"""Cuts the links to all other nodes and opens no more to them."""
+
+
+class MemberFeed:
+    """The TLS contexts of a process, and the newest list of members' certificates (DER) for them.
+
+    Lists are taken one after the other: of two in two threads, the older could be the last.
+    """
+
+    def __init__(self) -> None:
+        self._tls: TlsContexts | None = None
+        self._members: tuple[bytes, ...] | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def tls(self) -> TlsContexts:
+        """The contexts. Raises InternalError before `open`."""
+        if self._tls is None:
+            raise InternalError("the process is not started.", fix="Report this as a bug.")
+        return self._tls
+
+    async def open(self, material: TlsMaterial) -> TlsContexts:
+        """Make the contexts, with the members that are part of the material."""
+        self._tls = await asyncio.to_thread(TlsContexts, material)
+        return self._tls
+
+    def name(self, members: Sequence[bytes]) -> None:
+        """The daemon named these, and no others."""
+        self._members = tuple(members)
+        self._changed.set()
+
+    async def follow(self, keep_only: KeepOnly) -> None:
+        """Take every list that is named from now on. Raises what a certificate is refused with."""
+        while True:
+            await self._changed.wait()
+            await self.take(keep_only)
+
+    async def take(self, keep_only: KeepOnly) -> None:
+        """Trust those who were named last, if any were, and nobody else."""
+        self._changed.clear()
+        if self._members is None:
+            return
+        named = [certificate_node_id(der) for der in self._members]
+        trusted = frozenset([*named, self.tls.own])
+        # First, because until the update ends the contexts accept those who are put out.
+        keep_only(trusted)
+        try:
+            await asyncio.to_thread(self.tls.update, self._members)
+        except OSError:
+            # Whoever left is not trusted any more all the same, and frees what was lacking.
+            logger.exception("members not followed; again in %g s", RETRY_S)
+            asyncio.get_running_loop().call_later(RETRY_S, self._changed.set)
+        keep_only(trusted)  # who came in during the update, too

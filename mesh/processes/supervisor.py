@@ -1,0 +1,380 @@
+"""The daemon's side of a child process: starts it, hears that it lives, puts another in its place.
+
+One rule for all: a child says twice a second that its event loop turns (`channel`). One that says
+nothing for `suspect_s` is not up any more, and whatever it serves is not to be offered; after
+`replace_s` it is killed. The next is started later each time one ends soon. A kind of process is a
+subclass: the answers that it understands, and what it does when one has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import structs
+
+from mesh.errors import BadRequest, InternalError, LinkLost, MeshError
+from mesh.processes.child import Child
+from mesh.processes.headroom import oom_kills, ram
+from mesh.processes.lifecycle import Ending, Loading, ProcessState, SilenceLimits
+from mesh.processes.messages import (
+    Alive,
+    Handlers,
+    Inbox,
+    LastWords,
+    Loads,
+    Message,
+    Start,
+    Stop,
+    Trust,
+)
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+_LEAVE_TICK_S = 2.0
+STOP_TIMEOUT_S = 5.0
+RESTART_DELAYS_S = (0.05, 1.0, 2.0, 5.0, 10.0, 30.0)
+STEADY_S = 60.0
+"""A child that ran for so long did not end soon: the next one is started without delay."""
+
+
+class Supervisor(ABC):
+    """Runs one process after the other; `start` once, `stop` at the end."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        first_command: Start | None,
+        limits: SilenceLimits | None = None,
+    ) -> None:
+        """`name` is what people call the process, ``the shards' process``; `module` is what it
+        runs. Without its first command, which is not known yet, it must not be started."""
+        self.name = name
+        self.first_command = first_command
+        self.starts = 0
+        """How many were started."""
+        self.ending: Ending | None = None
+        """Of the latest that ended."""
+        self._module = module
+        self._inbox = Inbox(
+            {
+                Alive: lambda alive: None,  # that it was heard is all
+                LastWords: self._heard_last_words,
+                Loads: self._heard_loads,
+                **self.answers(),
+            }
+        )
+        self._limits = limits or SilenceLimits()
+        self._child: Child | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._gone = asyncio.Event()
+        self._up = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._is_ready = False
+        self._silent_s = 0.0
+        self._said: MeshError | None = None
+        self._load_begun: Loading | None = None
+        self._oom_kills: int | None = None
+        self._held: MeshError | None = None
+        self._delay_s = 0.0
+
+    # What a kind of process decides
+
+    @abstractmethod
+    def answers(self) -> Handlers:
+        """What the process says beside what all do. It is `ready` once one of these says so."""
+
+    def on_started(self) -> None:
+        """A new one runs and waits to be told what to do."""
+        if self.first_command is not None:
+            self.tell(self.first_command)
+
+    @abstractmethod
+    def on_ended(self, ending: Ending) -> None:
+        """It is no more; unless it was to stop, another one follows."""
+
+    @abstractmethod
+    def on_changed(self) -> None:
+        """It fell silent, was heard again or is gone: `is_up` is another."""
+
+    def why_not_start(self, free_mb: int) -> MeshError | None:
+        """Why none is to be started now, while so much main memory is free; it is asked again."""
+        return None
+
+    # What others ask
+
+    @property
+    def state(self) -> ProcessState:
+        """See `ProcessState`."""
+        if not self.is_to_run:
+            return ProcessState.STOPPED
+        if self._child is None or self._gone.is_set():
+            return ProcessState.STARTING if self.ending is None else ProcessState.ENDED
+        if self._silent_s >= self._limits.suspect_s and self._is_ready:
+            return ProcessState.SILENT
+        return ProcessState.UP if self._is_ready else ProcessState.STARTING
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it is ready and was heard lately; a stopping one is until it has ended."""
+        return (
+            self._is_ready and not self._gone.is_set() and self._silent_s < self._limits.suspect_s
+        )
+
+    @property
+    def pid(self) -> int | None:
+        """The running child's process id."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def is_to_run(self) -> bool:
+        """Whether it was started and not stopped."""
+        return self._task is not None and not self.is_stopping
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was told to stop: there will be no other."""
+        return self._stopping.is_set()
+
+    @property
+    def trouble(self) -> str | None:
+        """What people have to be told of it: None when it is up, starting for the first time, or
+        not to run."""
+        match self.state:
+            case ProcessState.SILENT:
+                left_s = max(0.0, self._limits.replace_s - self._silent_s)
+                return (
+                    f"{self.name} said nothing for {self._silent_s:g} s;"
+                    f" it is replaced in {left_s:g} s"
+                )
+            case ProcessState.ENDED | ProcessState.STARTING if self._held is not None:
+                return f"{self.name} is not started: {self._held.message}"
+            case ProcessState.ENDED:
+                return f"{self.name}: {self.ending}; it starts again in {self._delay_s:g} s"
+            case ProcessState.STARTING if self.ending is not None:
+                return f"{self.name}: {self.ending}; it is starting again"
+            case _:
+                return None
+
+    def row(self) -> dict[str, Any]:
+        """For `status`, JSON-able."""
+        return {
+            "name": self.name,
+            "state": self.state.value,
+            "pid": self.pid,
+            "silent_s": self._silent_s,
+            "starts": self.starts,
+            "why_alone": None if self._child is None else self._child.why_alone,
+            "ending": None if self.ending is None else str(self.ending),
+        }
+
+    # What others do
+
+    def start(self) -> None:
+        """Begin to keep it running, if that was not begun."""
+        if self._task is None and not self.is_stopping:
+            self._task = asyncio.create_task(self._keep_running(), name=self.name)
+
+    def ready(self) -> None:
+        """It has said that it is ready for work."""
+        self._is_ready = True
+        if self.is_up:
+            self._up.set()
+
+    async def wait_up(self) -> None:
+        """Until there is one that is up, however long that takes; it is when this returns."""
+        while not self.is_up:
+            await self._up.wait()
+
+    def tell(self, command: Message) -> bool:
+        """Send it a command; False when there is nobody to hear it: whoever is next starts anew."""
+        if self._child is None:
+            return False
+        try:
+            self._child.channel.send(command)
+        except LinkLost:
+            return False
+        return True
+
+    def trust(self, members: Sequence[bytes]) -> None:
+        """The certificates of those whose links are trusted from now on; all others are cut."""
+        named = tuple(members)
+        if self.first_command is not None:
+            tls = dataclasses.replace(self.first_command.tls, members=named)
+            self.first_command = structs.replace(self.first_command, tls=tls)
+        self.tell(Trust(named))
+
+    def replace(self) -> None:
+        """It is of no use: end it and start another."""
+        self._lose()
+
+    async def drain(self, grace_s: float) -> None:
+        """Have what runs there end or move elsewhere; wait up to `grace_s`, then `stop`."""
+        self.tell(Stop(grace_s))
+        self._stopping.set()
+        if self._child is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s + STOP_TIMEOUT_S):
+                    await self._gone.wait()
+        await self._end()
+
+    def error_of(self, ending: Ending) -> InternalError:
+        """The error of whoever waited for a process that has ended."""
+        return InternalError(f"{self.name}: {ending}.", fix="It is started anew; try again.")
+
+    async def stop(self) -> None:
+        """End it and wait until it is gone."""
+        await self._end()
+
+    # Private
+
+    async def _end(self) -> None:
+        self._stopping.set()
+        self._lose()
+        if self._task is not None:
+            await asyncio.wait([self._task])  # not cancelled: a child has to be waited for
+
+    async def _keep_running(self) -> None:
+        loop = asyncio.get_running_loop()
+        failures = 0
+        while True:
+            if not await self._gets_leave():
+                return
+            started = loop.time()
+            try:
+                await self._run_one()
+            except Exception as error:  # no descriptors, no memory: giving up helps nobody
+                logger.exception("%s failed", self.name, exc_info=error)
+                self.ending = Ending(None, failed=str(error) or type(error).__name__)
+            if self.is_stopping:
+                return
+            if loop.time() - started > STEADY_S:
+                failures = 0
+            self._delay_s = RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S) - 1)]
+            failures += 1
+            logger.error("%s: %s; starting again in %g s", self.name, self.ending, self._delay_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._delay_s):
+                    await self._stopping.wait()
+                    return
+
+    async def _gets_leave(self) -> bool:
+        """Wait until the owner has nothing against a start; False when there is to be none."""
+        while not self.is_stopping:
+            try:
+                free_mb = (await asyncio.to_thread(ram)).free_mb
+            except OSError:  # no descriptor is left to read it with
+                free_mb = 0
+            self._held = self.why_not_start(free_mb)
+            if self._held is None:
+                return True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVE_TICK_S):
+                    await self._stopping.wait()
+        return False
+
+    async def _run_one(self) -> None:
+        self.starts = run = self.starts + 1
+        self._gone.clear()
+        self._silent_s = 0.0
+        self._said = self._load_begun = None
+        self._oom_kills = await asyncio.to_thread(oom_kills)
+        hung = False
+        child: Child | None = None
+        try:
+            child = self._child = await Child.start(
+                self._module,
+                name=self.name,
+                on_message=lambda body: self._heard(run, body),
+                on_closed=lambda: self._closed(run),
+            )
+            self.on_started()
+            hung = await self._falls_silent()
+            if hung:
+                child.kill()
+        finally:
+            await self._bury(child, hung=hung)
+
+    async def _falls_silent(self) -> bool:
+        """Wait for the end of the process; True when it only says nothing any more.
+
+        Counted in ticks: a daemon that stood still itself has heard nobody, and blames nobody.
+        """
+        while self._silent_s < self._patience_s:
+            was_up = self.is_up
+            try:
+                async with asyncio.timeout(TICK_S):
+                    await self._gone.wait()
+            except TimeoutError:
+                self._silent_s += TICK_S
+                if was_up and not self.is_up:
+                    self._up.clear()
+                    logger.warning("%s said nothing for %g s", self.name, self._silent_s)
+                    self.on_changed()
+            else:
+                return False
+        logger.error("%s said nothing for %g s; it is replaced", self.name, self._silent_s)
+        return True
+
+    @property
+    def _patience_s(self) -> float:
+        return self._limits.replace_s if self._is_ready else self._limits.start_s
+
+    def _closed(self, run: int) -> None:
+        if run == self.starts:  # one that could not be ended may close its end when it likes
+            self._lose()
+
+    def _lose(self) -> None:
+        self._gone.set()
+        self._up.clear()
+
+    async def _bury(self, child: Child | None, *, hung: bool) -> None:
+        self._lose()
+        self._is_ready = False
+        self.on_changed()
+        status: int | None = None
+        try:
+            if child is not None:  # closes the channel, which ends all but the hung
+                status = await child.stop(STOP_TIMEOUT_S)
+        except TimeoutError as error:  # the kernel does not let go of it
+            logger.exception("%s cannot be ended", self.name, exc_info=error)
+        finally:
+            before, now = self._oom_kills, await asyncio.to_thread(oom_kills)
+            self._child = None
+            self.ending = Ending(
+                status,
+                hung=hung,
+                said=self._said,
+                loading=self._load_begun,
+                of_memory=None not in (before, now) and before != now,
+            )
+            self.on_ended(self.ending)
+
+    def _heard(self, run: int, body: bytes) -> None:
+        if run != self.starts:
+            return
+        was_up = self.is_up
+        self._silent_s = 0.0
+        if self.is_up and not was_up:
+            self._up.set()
+            logger.warning("%s is heard again", self.name)
+            self.on_changed()
+        try:
+            self._inbox.read(body)
+        except BadRequest as error:
+            logger.exception("%s is replaced", self.name)
+            self._said = error
+            self._lose()
+
+    def _heard_last_words(self, words: LastWords) -> None:
+        self._said = words.error
+
+    def _heard_loads(self, loads: Loads) -> None:
+        self._load_begun = loads.loading

@@ -1,0 +1,130 @@
+"""The process's side of a child process of the daemon: what all of them do alike.
+
+Takes commands, hands each to its handler, owns the tasks that come of them, follows the members,
+stops. A kind of process is a subclass: the commands that it understands, and what it does then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+from mesh.errors import BadRequest, LinkLost, MeshError
+from mesh.processes.child import attach_to_parent, end_failed
+from mesh.processes.lifecycle import Loading
+from mesh.processes.members import KeepOnly, MemberFeed
+from mesh.processes.messages import Handlers, Inbox, Loads, Message, Stop, Trust
+from mesh.processes.tasks import end, spawn
+
+
+class Daemon(Protocol):
+    """The way to the daemon: a `mesh.processes.channel.Channel`."""
+
+    def send(self, message: Message) -> None:
+        """Raises LinkLost when nobody is there."""
+
+
+class Worker(ABC):
+    """One child process; `run` is its life."""
+
+    def __init__(self, daemon: Daemon | None = None) -> None:
+        """`daemon` is who answers go to before `run` attaches to the parent."""
+        self.members = MemberFeed()
+        self._daemon = daemon
+        self._inbox = Inbox({Trust: self._trust, Stop: self._stop, **self.commands()})
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopped = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._grace_s = 0.0
+
+    @abstractmethod
+    def commands(self) -> Handlers:
+        """The commands this process understands beside `Trust` and `Stop`."""
+
+    async def drain(self, grace_s: float) -> None:  # noqa: B027 - most end what runs at once
+        """Take nothing new, and give what runs `grace_s` to end. Its tasks end afterwards."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go of everything."""
+
+    async def run(self) -> None:
+        """Serve until told to stop; raises what a task that was to be kept failed with.
+
+        The end of the channel ends the process at once, as the daemon is gone.
+        """
+        self._daemon = await attach_to_parent(self._read)
+        await self._stopped.wait()
+        if self._failure is not None:
+            raise self._failure
+        await self.drain(self._grace_s)
+        await end(self._tasks)
+        await self.close()
+
+    def take(self, command: Message) -> None:
+        """Obey one command."""
+        self._inbox.take(command)
+
+    # For subclasses
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was told to stop."""
+        return self._stopped.is_set()
+
+    def say(self, answer: Message) -> None:
+        """Tell the daemon. Without it there is nobody left to tell: the process is about to end."""
+        if self._daemon is not None:
+            with contextlib.suppress(LinkLost):
+                self._daemon.send(answer)
+
+    def say_loading(self, loading: Loading | None) -> None:
+        """What begins to load, and None once that is done."""
+        self.say(Loads(loading))
+
+    def end_failed(self, error: MeshError) -> None:
+        """End this process at once, as it can do nothing any more; does not return then."""
+        if self._daemon is not None:
+            end_failed(self._daemon.send, error)
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task that ends with the process; its failure is logged."""
+        task = spawn(work, name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def keep(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task that the process is of no use without: its failure ends the process."""
+        task = self.spawn(work, name)
+        task.add_done_callback(self._lost)
+        return task
+
+    async def follow_members(self, keep_only: KeepOnly) -> None:
+        """Trust those whom the daemon has named by now, then whom it names, and nobody else."""
+        await self.members.take(keep_only)
+        # A process that follows nobody any more would trust for ever those who are put out.
+        self.keep(self.members.follow(keep_only), "follow members")
+
+    # Private
+
+    def _read(self, body: bytes) -> None:
+        try:
+            self._inbox.read(body)
+        except BadRequest as error:
+            self.end_failed(error)
+
+    def _trust(self, command: Trust) -> None:
+        self.members.name(command.members)
+
+    def _stop(self, command: Stop) -> None:
+        self._grace_s = command.grace_s
+        self._stopped.set()
+
+    def _lost(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = error
+            self._stopped.set()

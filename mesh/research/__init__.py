@@ -1,0 +1,1 @@
+"""Research beside traces: steering of generations, harvests of activations."""

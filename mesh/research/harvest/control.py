@@ -1,0 +1,60 @@
+"""Takes one batch of a harvest from the HTTP API to the model's asker.
+
+The HTTP API's `mesh.api.services.HarvestControl`. Computes nothing and keeps nothing: which batches
+are done is known by whoever asked for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from msgspec import convert
+
+from mesh.errors import BadRequest, Busy
+from mesh.models.harvest import HarvestBatch
+from mesh.models.local import LocalModel, local_manifest
+from mesh.paths import cache_dir
+from mesh.pipeline.commands import HarvestOrder
+from mesh.pipeline.supervisor import AskerSupervisor
+from mesh.types import ModelId
+
+MAX_RUNNING = 8
+
+
+class Harvests:
+    """Runs harvests for the API: one batch of prompts through an asker, files left on the hops."""
+
+    def __init__(
+        self, models: Sequence[LocalModel], askers: Mapping[ModelId, AskerSupervisor]
+    ) -> None:
+        self._models = {model.model_id: model for model in models}
+        self._askers = askers
+        self._running = 0
+
+    async def run(self, model: str, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Run one batch.
+
+        Raises ModelNotFound, BadRequest for a pattern that fits no module, Busy, and what
+        `mesh.pipeline.harvest.harvest` raises.
+        """
+        model_id = ModelId(model)
+        manifest = await asyncio.to_thread(local_manifest, self._models, model_id, cache_dir())
+        asked = convert({**order, "layer_prefix": manifest.layer_prefix}, HarvestOrder)
+        batch = HarvestBatch.from_fields({**asdict(asked), "rows": 1})
+        if not batch.fits_any(manifest.tensors):
+            raise BadRequest(
+                f"module: {asked.pattern!r} fits no module of a layer of {model}.",
+                fix=f"Use a pattern like {manifest.layer_prefix}* or {manifest.layer_prefix}*.mlp.",
+                param="module",
+            )
+        if self._running >= MAX_RUNNING:
+            raise Busy(f"{self._running} batches are being harvested here.", fix="Wait for one.")
+        self._running += 1
+        try:
+            result = await self._askers[model_id].harvest(asked)
+        finally:
+            self._running -= 1
+        return {"batch": asked.batch, "weights_sha256": manifest.weights_sha256, **result}

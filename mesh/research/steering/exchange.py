@@ -1,0 +1,99 @@
+"""Fetching the file of an edit from another member, by its hash, part by part.
+
+One question at a time for each fetch, so a fetch holds at most one part more than the file. What
+arrives is believed only when its hash is the one that was asked for; whoever sent it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+
+from mesh.errors import LinkLost
+from mesh.research.steering.library import Library
+from mesh.types import NodeId
+from mesh.wire.messages import FileAsk, FilePart
+
+logger = logging.getLogger(__name__)
+
+PART_BYTES = 128 << 10
+PART_TIMEOUT_S = 10.0
+MAX_SERVING = 8
+"""Questions answered at the same time; further ones get no answer and are asked elsewhere."""
+
+Send = Callable[[NodeId, FileAsk | FilePart], None]
+
+
+class Exchange:
+    """Asks others for files and answers them from the library. Use on one event loop."""
+
+    def __init__(self, library: Library, send: Send) -> None:
+        """`send` raises LinkLost for a node that is not linked."""
+        self._library = library
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, tuple[NodeId, asyncio.Future[FilePart]]] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+
+    def receive(self, peer: NodeId, message: FileAsk | FilePart) -> None:
+        """What another member said."""
+        if isinstance(message, FilePart):
+            asked = self._asked.get(message.number)
+            if asked is not None and asked[0] == peer and not asked[1].done():
+                asked[1].set_result(message)
+        elif len(self._serving) < MAX_SERVING:
+            task = asyncio.create_task(self._answer(peer, message), name="send a steering edit")
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+
+    async def fetch(self, sha256: str, size: int, peers: Sequence[NodeId]) -> bytes | None:
+        """The file from the first of `peers` that has it; None when none of them does."""
+        for peer in peers:
+            try:
+                data = await self._fetch_from(peer, sha256, size)
+            except (LinkLost, TimeoutError) as error:
+                logger.info("edit=%s not from peer=%s: %s", sha256[:12], peer, error)
+                continue
+            if data is not None:
+                return data
+        return None
+
+    async def close(self) -> None:
+        """Stop answering."""
+        for task in list(self._serving):
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    async def _fetch_from(self, peer: NodeId, sha256: str, size: int) -> bytes | None:
+        data = bytearray()
+        while len(data) < size:
+            part = await self._ask(peer, sha256, len(data))
+            if not part.data or len(data) + len(part.data) > size:
+                return None
+            data += part.data
+        if hashlib.sha256(data).hexdigest() != sha256:
+            logger.warning("edit=%s from peer=%s is not what was asked for", sha256[:12], peer)
+            return None
+        return bytes(data)
+
+    async def _ask(self, peer: NodeId, sha256: str, offset: int) -> FilePart:
+        number = next(self._numbers) & 0xFFFFFFFF
+        future: asyncio.Future[FilePart] = asyncio.get_running_loop().create_future()
+        self._asked[number] = (peer, future)
+        try:
+            self._send(peer, FileAsk(number, sha256, offset))
+            async with asyncio.timeout(PART_TIMEOUT_S):
+                return await future
+        finally:
+            del self._asked[number]
+
+    async def _answer(self, peer: NodeId, question: FileAsk) -> None:
+        data = await asyncio.to_thread(self._library.read, question.sha256) or b""
+        part = data[question.offset : question.offset + PART_BYTES]
+        try:
+            self._send(peer, FilePart(question.number, part))
+        except LinkLost:
+            logger.info("peer=%s left before it got its part", peer)

@@ -1,0 +1,160 @@
+"""What the shard process is told and what it answers (see `mesh.processes.messages`).
+
+Plain data: the daemon, which reads and writes these, loads no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mesh.errors import MeshError
+from mesh.processes.messages import Message, Start
+from mesh.shard.room import Memory
+from mesh.shard.settings import ShardSettings
+from mesh.types import LayerRange, ModelId, ShardDescriptor, ShardHealth, ShardId, shard_id
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRequest:
+    """Which layers of which checkpoint to serve, and how.
+
+    `dtype` is auto, fp32, bf16 or fp16. Askers dial `advertise_host`, or where the process listens
+    if that is empty. Jobs get `max_tap_sessions` at a time, with `tap_memory_mb` each.
+    """
+
+    directory: Path
+    model_id: ModelId
+    layers: LayerRange
+    dtype: str = "auto"
+    settings: ShardSettings = field(default_factory=ShardSettings)
+    cache_dir: Path | None = None
+    advertise_host: str = ""
+    max_tap_sessions: int = 4
+    tap_memory_mb: int = 4096
+
+    @property
+    def shard_id(self) -> ShardId:
+        """Of the shard that it asks for."""
+        return shard_id(self.model_id, self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLoad:
+    """What a shard holds right now. `kv_mb` is what the caches' buffers take, `weights_mb` what the
+    weights do."""
+
+    loaded: bool
+    parked: int
+    kv_tokens_used: int
+    kv_tokens: int
+    kv_mb: float
+    weights_mb: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """How one shard does."""
+
+    health: ShardHealth
+    load: ShardLoad
+
+
+# Commands
+
+
+class StartShards(Start, frozen=True):
+    """Listen, at `listen_port` or, if it is 0, at a free one; choose the device.
+
+    Harvests are written to `harvest_dir`, those of other members to `harvest_mb` at most; with no
+    directory none are.
+    """
+
+    listen_host: str
+    listen_port: int = 0
+    interfaces: tuple[str, ...] | None = None
+    device: str = "auto"
+    threads: int = 0
+    threads_dir: Path | None = None
+    harvest_dir: Path | None = None
+    harvest_mb: int = 0
+    session_lease_s: float = ShardSettings().session_lease_s
+
+
+class Load(Message, frozen=True):
+    """Load this and serve it; `because` is why it is loaded again, if it is."""
+
+    request: ShardRequest
+    because: str = ""
+
+
+class RevokeTokens(Message, frozen=True):
+    """Exactly these tokens are revoked: sessions that were opened with one of them end."""
+
+    token_ids: tuple[str, ...]
+
+
+class Pause(Message, frozen=True):
+    """Have askers move their sessions away, or take that back."""
+
+    paused: bool
+
+
+# Answers
+
+
+class Listening(Message, frozen=True):
+    """The process is ready; `reasons` say how the device was chosen."""
+
+    port: int
+    device: str
+    reasons: tuple[str, ...]
+
+
+class Loaded(Message, frozen=True):
+    """A shard is served."""
+
+    descriptor: ShardDescriptor
+    bytes_read: int
+    load_ms: float
+    reasons: tuple[str, ...]
+
+
+class Failed(Message, frozen=True):
+    """The start failed, or, with a `request`, a load."""
+
+    error: MeshError
+    request: ShardRequest | None = None
+
+
+class Withdrawn(Message, frozen=True):
+    """A shard is served no longer, as its weights have changed."""
+
+    shard_id: ShardId
+    error: MeshError
+
+
+class Paused(Message, frozen=True):
+    """Askers were told."""
+
+    paused: bool
+
+
+class Health(Message, frozen=True):
+    """How the shards do: every second and on every change.
+
+    `sessions` and `accounts` are the rows of `ShardService.sessions` and `reports` as the status
+    shows them, `rss_mb` is the whole process'.
+    """
+
+    shards: tuple[ShardReport, ...]
+    rss_mb: float
+    sessions: list[dict[str, Any]]
+    accounts: list[dict[str, Any]]
+    memory: Memory | None
+
+
+def traces_of(name: ShardId) -> ShardId:
+    """What the weights are called that a shard loads once more, for interventions."""
+    return ShardId(f"{name} for traces")

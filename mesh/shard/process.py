@@ -1,0 +1,358 @@
+"""The shard process: ``python -m mesh.shard.process``, one per device, started by the daemon.
+
+Takes commands from the daemon's channel, loads one after the other, and serves askers on its own
+listener. Its event loop serves nothing but hops, so that a short decode step may be computed on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import gc
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import psutil
+
+from mesh.clock import SteadyClock, SystemClock
+from mesh.discovery.interfaces import Reach
+from mesh.errors import (
+    BadRequest,
+    DeviceLost,
+    LinkLost,
+    MeshError,
+    UntrustedPeer,
+    WeightsCorrupted,
+    as_mesh_error,
+)
+from mesh.identity.tls import require_node
+from mesh.processes.messages import Handlers
+from mesh.processes.worker import Daemon, Worker
+from mesh.shard.commands import (
+    Failed,
+    Health,
+    Listening,
+    Load,
+    Loaded,
+    Pause,
+    Paused,
+    RevokeTokens,
+    ShardReport,
+    ShardRequest,
+    StartShards,
+    Withdrawn,
+    traces_of,
+)
+from mesh.shard.device import choose_device, headroom
+from mesh.shard.failures import device_failed
+from mesh.shard.held import HeldShard
+from mesh.shard.leases import leased
+from mesh.shard.loading import HostedOn, LoadedShard, LoadPlan, load_shard, plan_shard
+from mesh.shard.memory import release_memory
+from mesh.shard.permits import Permits, dated
+from mesh.shard.recording import HarvestShelf
+from mesh.shard.room import Memory, Room
+from mesh.shard.scheduler import Scheduler
+from mesh.shard.server import ShardServer
+from mesh.shard.service import ShardService
+from mesh.shard.taps.server import TapServer, TapSettings
+from mesh.shard.threads import kept_threads
+from mesh.shard.weight_watch import WeightWatch
+from mesh.types import Endpoint, NodeId, ShardId
+from mesh.wire.connection import WebSocketLink
+from mesh.wire.limits import DEFAULT_LIMITS
+from mesh.wire.link import LinkHandler
+from mesh.wire.messages import Drain
+from mesh.wire.websocket import LinkServer, serve
+
+logger = logging.getLogger(__name__)
+
+_HEALTH_INTERVAL_S = 1.0
+_CHANGES_TOGETHER_S = 0.05
+_MAX_COMMANDS = 64
+_STUCK_S = 600.0
+"""A visit to the device takes well under a second, on slow machines minutes; one that takes so long
+will not end."""
+
+LoadShard = Callable[[LoadPlan], LoadedShard]
+
+
+class ShardProcess(Worker):
+    """The shards of this process."""
+
+    def __init__(
+        self,
+        load: LoadShard = load_shard,
+        *,
+        stuck_s: float = _STUCK_S,
+        daemon: Daemon | None = None,
+    ) -> None:
+        super().__init__(daemon)
+        self._load_shard = load
+        self._stuck_s = stuck_s
+        self._orders: asyncio.Queue[StartShards | Load] = asyncio.Queue(_MAX_COMMANDS)
+        self._service = ShardService()
+        self._changed = asyncio.Event()
+        self._place: HostedOn | None = None
+        self._queue: Scheduler | None = None
+        self._room: Room | None = None
+        self._held: dict[ShardId, HeldShard] = {}
+        self._listener: LinkServer | None = None
+        self._revoked: frozenset[str] = frozenset()
+        self._obeying: asyncio.Task[None] | None = None
+
+    def commands(self) -> Handlers:
+        """See `Worker`: who may come in, which tokens hold, and that sessions have to leave, is not
+        put behind a shard that takes its time to load."""
+        return {
+            StartShards: self._enqueue,
+            Load: self._enqueue,
+            RevokeTokens: self._revoke,
+            Pause: self._pause,
+        }
+
+    async def drain(self, grace_s: float) -> None:
+        """See `Worker`: no new sessions; running ones get `grace_s`."""
+        if self._obeying is not None:
+            self._obeying.cancel()  # a shard that is still loading is not served any more
+        servers = self._service.servers
+        for server in servers:
+            self._service.remove(server.descriptor.shard_id)
+        self._tell_askers(Drain("the node is stopping"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while any([(await server.health()).active_streams for server in servers]):
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    async def close(self) -> None:
+        """See `Worker`."""
+        if self._listener is not None:
+            await self._listener.close()
+        if self._queue is not None:
+            self._queue.close()
+        if self._service.shelf is not None:
+            self._service.shelf.close()
+
+    # Commands
+
+    def _enqueue(self, order: StartShards | Load) -> None:
+        """Obeyed in their order; more than a few unanswered ones are refused."""
+        if self._obeying is None:
+            self._obeying = self.keep(self._obey_all(), "shard-commands")
+            self.keep(self._report(), "shard-health")
+        try:
+            self._orders.put_nowait(order)
+        except asyncio.QueueFull:
+            error = BadRequest("The shard process has too many commands waiting.", fix="Wait.")
+            self.say(Failed(error, _request_of(order)))
+
+    def _revoke(self, command: RevokeTokens) -> None:
+        self._revoked = frozenset(command.token_ids)
+        self._service.revoke(self._revoked)
+
+    def _pause(self, command: Pause) -> None:
+        self._tell_askers(Drain("the node goes to sleep" if command.paused else ""))
+        self.say(Paused(command.paused))
+
+    async def _obey_all(self) -> None:
+        while True:
+            order = await self._orders.get()
+            try:
+                if isinstance(order, StartShards):
+                    self.say(await self._start(order))
+                else:
+                    self.say(await self._load(order))
+            except MeshError as error:
+                self.say(Failed(error, _request_of(order)))
+                if self._queue is not None:
+                    # Gigabytes may have been read before a load failed, and the process lives on.
+                    await self._queue.load(release_memory)
+
+    async def _start(self, command: StartShards) -> Listening:
+        if self._place is not None:
+            raise BadRequest("The shard process has started already.", fix="Send start once.")
+        device = await asyncio.to_thread(choose_device, command.device)
+        threads = await asyncio.to_thread(
+            kept_threads, command.threads, device.value, command.threads_dir
+        )
+        hello, host = command.hello, command.listen_host
+        own = NodeId(hello.node_id)
+        tls = await self.members.open(command.tls)
+        clock = SteadyClock(SystemClock().now())
+        self._service.permits = Permits(tls, clock)
+        self._service.revoke(self._revoked)
+        interfaces = [host] if command.interfaces is None else command.interfaces
+        listener = self._listener = await serve(
+            Reach.of(interfaces, host) or host,
+            command.listen_port,
+            accept=self._accept,
+            hello=lambda: dated(leased(hello, command.session_lease_s), clock),
+            limits=replace(DEFAULT_LIMITS, accounts=self._service.accounts),
+            ssl=tls.server,
+        )
+        self._queue = Scheduler(threads.value)
+        self._queue.on_lost = self.end_failed
+        self._room = Room(
+            partial(headroom, device.value), lambda: list(self._held.values()), self.say_loading
+        )
+        if command.harvest_dir is not None:
+            limit_bytes = command.harvest_mb << 20
+            self._service.shelf = HarvestShelf(command.harvest_dir, limit_bytes, own)
+        self._place = HostedOn(
+            own, hello.node_name, _endpoint(host, listener.port), device.value, threads.value
+        )
+        await self.follow_members(self._keep_only)
+        return Listening(listener.port, str(device.value), (device.reason, threads.reason))
+
+    async def _load(self, command: Load) -> Loaded:
+        place, queue, room, request = *self._started(), command.request
+        if request.advertise_host and self._listener is not None:
+            endpoint = _endpoint(request.advertise_host, self._listener.port)
+            place = replace(place, endpoint=endpoint)
+        self._service.require_absent(request.shard_id)
+        # A model that cannot be loaded must not take those that can down with the process.
+        reading = queue.load(lambda: plan_shard(request, place))
+        plan = await as_mesh_error(reading, "reading a checkpoint", device_failed)
+        room_for = partial(room.loading, plan.shard_id, plan.need)
+        async with room_for():
+            loaded = await as_mesh_error(
+                queue.load(lambda: self._load_shard(plan)), "loading a shard", device_failed
+            )
+        server = ShardServer(
+            loaded.descriptor,
+            loaded.load,
+            request.settings,
+            hidden_size=loaded.hidden_size,
+            scheduler=queue,
+            make_room=lambda: nullcontext() if loaded.is_spare() else room_for(),
+        )
+        server.on_change(self._changed.set)
+        await server.start()
+        settings = TapSettings(
+            request.max_tap_sessions,
+            memory_bytes=request.tap_memory_mb << 20,
+            positions=request.settings.kv_tokens,
+        )
+        room_for_traces = partial(room.loading, traces_of(plan.shard_id), plan.plain_need)
+        taps = TapServer(server, loaded.load_plain, queue, settings, room_for_traces)
+        self._service.add(server, taps)
+        self._held[plan.shard_id] = HeldShard(server, taps, plan.need)
+        watch = WeightWatch(taps.weights, queue)
+        self.keep(self._watch(plan.shard_id, watch), f"weights of {plan.shard_id}")
+        self._changed.set()
+        again = (f"loaded again: {command.because}",) if command.because else ()
+        return Loaded(
+            loaded.descriptor, loaded.bytes_read, loaded.load_ms, (*loaded.reasons, *again)
+        )
+
+    # Weights, memory, links
+
+    async def _watch(self, name: ShardId, watch: WeightWatch) -> None:
+        """Serve a shard no longer once its weights have changed."""
+        weight = await watch.changed()
+        error = WeightsCorrupted(
+            f"{name} was withdrawn: {weight} in memory is not what was loaded.",
+            fix="It is loaded again by itself.",
+        )
+        held = self._held.pop(name)
+        if not self.is_stopping:  # then none is served any more
+            self._service.remove(name)
+            self.say(Withdrawn(name, error))
+        await held.server.evict(error)
+
+    def _links(self) -> Iterable[WebSocketLink]:
+        return self._listener.links if self._listener is not None else ()
+
+    def _keep_only(self, members: frozenset[NodeId]) -> None:
+        for link in self._links():
+            if link.peer.node_id not in members:
+                link.close("you are no longer trusted here")
+
+    def _tell_askers(self, notice: Drain) -> None:
+        for link in self._links():
+            with contextlib.suppress(LinkLost):  # then it needs no telling
+                link.send(notice)
+
+    async def _report(self) -> None:
+        rss_mb = 0.0
+        while True:
+            # Not `wait_for`: before Python 3.12 it loses a cancellation that comes with the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HEALTH_INTERVAL_S):
+                    await self._changed.wait()
+                # What changes together is said together.
+                await asyncio.sleep(_CHANGES_TOGETHER_S)
+            self._changed.clear()
+            self._require_progress()
+            with contextlib.suppress(OSError):  # no descriptor is left to read it with
+                rss_mb = psutil.Process().memory_info().rss / 2**20
+            shards = tuple([await _report_of(held) for held in self._held.values()])
+            memory = await self._look_after_room()
+            sessions, accounts = self._service.sessions(), self._service.reports()
+            self.say(Health(shards, rss_mb, sessions, accounts, memory))
+
+    async def _look_after_room(self) -> Memory | None:
+        """What is free now; where that is little, an idle shard goes."""
+        if self._room is None:
+            return None
+        with contextlib.suppress(OSError):  # as above: what was known last has to do
+            await self._room.relieve()
+        return self._room.memory
+
+    def _require_progress(self) -> None:
+        """End the process when its device does, which its loop knows nothing of."""
+        if self._queue is not None and self._queue.busy_s > self._stuck_s:
+            self.end_failed(
+                DeviceLost(
+                    f"The device has been at one step for {self._queue.busy_s:.0f} s.",
+                    fix="The process starts again by itself; see its log if this repeats.",
+                )
+            )
+
+    def _accept(self, link: WebSocketLink) -> LinkHandler:
+        require_node(link.peer_certificate, link.peer.node_id)
+        if not self.members.tls.trusts(link.peer.node_id):
+            raise UntrustedPeer(  # put out between its handshake and its hello
+                "This node does not trust you with its shards.", fix="See `hearthnet members`."
+            )
+        if link.peer.purpose != "tensors":
+            raise BadRequest(
+                f"A shard takes tensor links, not {link.peer.purpose!r}.",
+                fix="Connect to the daemon's control port.",
+            )
+        return self._service.handler(link)
+
+    def _started(self) -> tuple[HostedOn, Scheduler, Room]:
+        if self._place is None or self._queue is None or self._room is None:
+            raise BadRequest("The shard process has not started.", fix="Send start first.")
+        return self._place, self._queue, self._room
+
+
+async def _report_of(held: HeldShard) -> ShardReport:
+    health = replace(await held.server.health(), memory=held.memory)
+    return ShardReport(health, held.server.load_now())
+
+
+def _request_of(order: StartShards | Load) -> ShardRequest | None:
+    return order.request if isinstance(order, Load) else None
+
+
+def _endpoint(host: str, port: int) -> Endpoint:
+    """Where askers dial."""
+    return Endpoint(f"wss://[{host}]:{port}" if ":" in host else f"wss://{host}:{port}")
+
+
+def main(load: LoadShard = load_shard, *, stuck_s: float = _STUCK_S) -> None:
+    """Be the process, until told to stop or until the daemon is gone."""
+    faulthandler.enable()  # a write to a weight ends the process: where it was is in the log
+    gc.freeze()  # what was imported stays: loading need not search it for garbage
+    asyncio.run(ShardProcess(load, stuck_s=stuck_s).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Whether a shard's weights are on the device: loaded on demand, freed when nobody needs them.
+
+Knows how to load only as a function it is given; which sessions there are is told to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING
+
+from mesh.shard.memory import release_memory
+from mesh.shard.scheduler import Scheduler
+from mesh.shard.settings import ShardSettings
+
+if TYPE_CHECKING:
+    from mesh.shard.runtime import SpanRuntime
+
+
+MakeRoom = Callable[[], AbstractAsyncContextManager[None]]
+"""The block may load. Raises NotEnoughMemory."""
+
+
+class ResidentWeights:
+    """The weights of one shard and the timer that frees them."""
+
+    def __init__(
+        self,
+        load: Callable[[], SpanRuntime],
+        settings: ShardSettings,
+        scheduler: Scheduler,
+        make_room: MakeRoom,
+    ) -> None:
+        self._load = load
+        self._settings = settings
+        self._scheduler = scheduler
+        self._make_room = make_room
+        self._loading: asyncio.Task[SpanRuntime] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._evicting: asyncio.Task[None] | None = None
+        self.runtime: SpanRuntime | None = None
+        """The loaded span, None while the weights are not here."""
+        self.changed: Callable[[], None] = lambda: None
+
+    async def acquire(self) -> SpanRuntime:
+        """The loaded span; loads it first when it is not here. Raises what loading raises."""
+        self.keep()
+        if self.runtime is not None:
+            return self.runtime
+        if self._loading is None:
+            self._loading = asyncio.create_task(self._load_now(), name="shard-load")
+            self._loading.add_done_callback(_retrieve)
+        # Shielded: one opener that gives up must not stop the load for the others.
+        return await asyncio.shield(self._loading)
+
+    def keep(self) -> None:
+        """A session is here: do not free the weights."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def idle(self) -> None:
+        """The last session left: free the weights after `eviction_idle_s` unless one comes."""
+        self.keep()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._settings.eviction_idle_s, self._evict_idle)
+
+    async def evict(self) -> None:
+        """Free the weights now; a load under way is waited for first.
+
+        A session that still computes keeps them alive until it ends.
+        """
+        self.keep()
+        if self._loading is not None:
+            await asyncio.wait([self._loading])
+        await self._free(self._take())
+
+    def _evict_idle(self) -> None:
+        self._timer = None
+        if self._loading is not None:
+            self.idle()
+            return
+        # Taken at once: a session that opens right now must not get weights on their way out.
+        self._evicting = asyncio.create_task(self._free(self._take()), name="shard-evict")
+
+    def _take(self) -> list[SpanRuntime | None]:
+        holder = [self.runtime]
+        self.runtime = None
+        self.changed()
+        return holder
+
+    async def _free(self, holder: list[SpanRuntime | None]) -> None:
+        # Giving back gigabytes takes a while, so the last reference goes on the loading thread.
+        await self._scheduler.load(lambda: _drop(holder))
+
+    async def _load_now(self) -> SpanRuntime:
+        try:
+            async with self._make_room():
+                self.runtime = await self._scheduler.load(self._load)
+            return self.runtime
+        finally:
+            self._loading = None
+            self.changed()
+
+
+def _drop(holder: list[SpanRuntime | None]) -> None:
+    holder.clear()
+    release_memory()
+
+
+def _retrieve(loading: asyncio.Task[SpanRuntime]) -> None:
+    # Every opener may have given up by now; the error was theirs.
+    if not loading.cancelled():
+        loading.exception()

@@ -1,0 +1,341 @@
+"""The daemon's side of the shard process: tells it what to load, hears how it is doing.
+
+One process serves all shards of one device (`mesh.shard.process`). A crash of it is those shards'
+failure, not the node's: it is started again and loads the same shards. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import structs, to_builtins
+
+from mesh.errors import Busy, InternalError, MeshError, PortInUse, WeightsCorrupted
+from mesh.processes.attempts import Attempts
+from mesh.processes.lifecycle import Ending, SilenceLimits
+from mesh.processes.messages import Handlers
+from mesh.processes.supervisor import Supervisor
+from mesh.shard.commands import (
+    Failed,
+    Health,
+    Listening,
+    Load,
+    Loaded,
+    Pause,
+    Paused,
+    RevokeTokens,
+    ShardReport,
+    ShardRequest,
+    StartShards,
+    Withdrawn,
+    traces_of,
+)
+from mesh.shard.room import Memory
+from mesh.types import ShardDescriptor, ShardHealth, ShardId
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 600.0
+_NOTABLE_MB = 64
+"""A footprint that changed by more is advertised at once."""
+
+
+@dataclass(slots=True)
+class LocalShard:
+    """One shard of this node: what is advertised of it and what loading it took."""
+
+    loaded: Loaded
+    report: ShardReport | None = None
+    rss_mb: float = 0.0
+
+    @property
+    def descriptor(self) -> ShardDescriptor:
+        """What is advertised of it."""
+        return self.loaded.descriptor
+
+    @property
+    def health(self) -> ShardHealth:
+        """As it was said last."""
+        if self.report is not None:
+            return self.report.health
+        shard = self.descriptor
+        return ShardHealth(shard.shard_id, True, shard.advertised_at, 0.0, 0.0, 0, 0)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What loading it took and how it does, as the status shows it."""
+        facts = {
+            "bytes_read": self.loaded.bytes_read,
+            "load_ms": self.loaded.load_ms,
+            "reasons": list(self.loaded.reasons),
+        }
+        if self.report is not None:
+            health = to_builtins(self.report.health)
+            del health["last_seen"]
+            facts |= {**health, "rss_mb": self.rss_mb, **to_builtins(self.report.load)}
+        return facts
+
+
+class ShardSupervisor(Supervisor):
+    """Runs the shard process and keeps the list of what it serves.
+
+    `shards` are advertised; `private` ones were loaded with `ensure`, for this node alone.
+    `sessions` says who has which session open here, as `ShardService.sessions`, and `accounts` who
+    holds what, as `ShardService.reports`.
+    """
+
+    def __init__(
+        self,
+        start: StartShards | None,
+        shards: Sequence[ShardRequest],
+        on_change: Callable[[], None],
+        limits: SilenceLimits | None = None,
+        module: str = "mesh.shard.process",
+    ) -> None:
+        """`module` is what the process runs, something that calls `mesh.shard.process.main`."""
+        super().__init__("the shards' process", module, start, limits)
+        self.requests = tuple(shards)
+        self.shards: dict[ShardId, LocalShard] = {}
+        self.private: dict[ShardId, LocalShard] = {}
+        self.failed: dict[ShardId, MeshError] = {}
+        self.reasons: tuple[str, ...] = ()
+        self.sessions: list[dict[str, Any]] = []
+        self.accounts: list[dict[str, Any]] = []
+        self.port: int | None = None
+        self.memory: Memory | None = None
+        """What is free on the device, and of main memory."""
+        self._on_change = on_change
+        self._settled = asyncio.Event()
+        self._revoked: tuple[str, ...] = ()
+        self._attempts = Attempts()
+        self._loading: dict[ShardId, asyncio.Future[LocalShard]] = {}
+
+    @property
+    def serving(self) -> list[LocalShard]:
+        """What may be offered now: nothing while the process does not answer."""
+        return list(self.shards.values()) if self.is_up else []
+
+    async def wait_settled(self) -> None:
+        """Until every shard has loaded or failed. Raises the first failure."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S + LOAD_TIMEOUT_S):
+                await self._settled.wait()
+        except TimeoutError:
+            raise InternalError("the shards did not load in time.", fix="See the log.") from None
+        for error in self.failed.values():
+            raise error
+
+    async def ensure(self, request: ShardRequest) -> LocalShard:
+        """A shard that this node may use: loaded now, for it alone, unless it is here already.
+
+        One of those it is to serve is waited for, and served as well. Raises what loading raises,
+        InternalError when it takes too long, or Busy when the process is being stopped.
+        """
+        name = request.shard_id
+        here = self._here(name)
+        if here is not None:
+            return here
+        if self.is_stopping:  # a second process would take the port of the one that drains
+            raise Busy("this node is stopping.", fix="Ask another node, or start this one again.")
+        self.start()
+        if (refusal := self._why_not(name)) is not None:
+            raise refusal
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S + LOAD_TIMEOUT_S):
+                await self.wait_up()
+                here = self._here(name)
+                return here if here is not None else await asyncio.shield(self._load(request))
+        except TimeoutError:
+            raise InternalError(f"{name} did not load in time.", fix="See the log.") from None
+
+    def wanted(self) -> list[ShardId]:
+        """The shards this node is configured to serve."""
+        return [request.shard_id for request in self.requests]
+
+    def knows(self, name: ShardId) -> bool:
+        """Whether a wanted shard has loaded or failed."""
+        return name in self.shards or name in self.failed
+
+    def try_again(self) -> None:
+        """Load what did not load, whatever happened when that was tried."""
+        self._attempts.forget()
+        self._load_missing()
+
+    def pause(self, paused: bool) -> None:
+        """Ask whoever has a session here to move it elsewhere; False takes that back."""
+        self.tell(Pause(paused))
+
+    def revoke_tokens(self, token_ids: Sequence[str]) -> None:
+        """Exactly these tokens are revoked: sessions that were opened with one of them end."""
+        self._revoked = tuple(token_ids)
+        self.tell(RevokeTokens(self._revoked))
+
+    async def stop(self) -> None:
+        """End the process, which says goodbye to askers, and wait for it."""
+        await self.drain(0.0)
+
+    # What a kind of process decides
+
+    def answers(self) -> Handlers:
+        """See `Supervisor`."""
+        return {
+            Listening: self._listens,
+            Loaded: self._loaded,
+            Failed: self._failed,
+            Withdrawn: self._withdrawn,
+            Paused: self._paused,
+            Health: self._reported,
+        }
+
+    def on_started(self) -> None:
+        """See `Supervisor`."""
+        self.tell(RevokeTokens(self._revoked))
+        super().on_started()
+
+    def on_ended(self, ending: Ending) -> None:
+        """See `Supervisor`."""
+        self.shards.clear()
+        self.private.clear()
+        self.sessions, self.accounts = [], []
+        self.memory = None
+        if ending.loading is not None:
+            error = self._attempts.died(ending.loading, ending, _now())
+            self._did_not_load(ShardId(ending.loading.name), error)
+        for name in list(self._loading):
+            self._not_loaded(name, self.error_of(ending))
+        self._on_change()
+
+    def on_changed(self) -> None:
+        """See `Supervisor`."""
+        self._on_change()
+
+    # What the process says
+
+    def _listens(self, answer: Listening) -> None:
+        self._use_port(answer.port)
+        self.reasons = answer.reasons
+        self.ready()
+        self._load_missing()
+        self._note_settled()
+
+    def _loaded(self, answer: Loaded) -> None:
+        shard, name = LocalShard(answer), answer.descriptor.shard_id
+        self._attempts.succeeded(name)
+        loading = self._loading.pop(name, None)
+        if loading is not None:
+            loading.set_result(shard)
+        if name not in self.wanted():
+            self.private[name] = shard
+            return
+        self.shards[name] = shard
+        self.failed.pop(name, None)
+        self._note_settled()
+
+    def _failed(self, answer: Failed) -> None:
+        error, request = answer.error, answer.request
+        if isinstance(error, PortInUse):
+            self.replace()  # without a listener it is of no use
+            if self.port is not None:
+                logger.warning("%s The shards move to another port.", error.message)
+                self._use_port(None)
+                return
+        if request is not None:
+            self._attempts.failed(request.shard_id, error, _now())
+        for name in self.wanted() if request is None else [request.shard_id]:
+            self._did_not_load(name, error)
+
+    def _withdrawn(self, answer: Withdrawn) -> None:
+        """The process serves it no longer: its weights have changed."""
+        name, error = answer.shard_id, self._attempts.corrupted(answer.shard_id, answer.error)
+        self.private.pop(name, None)
+        if self.shards.pop(name, None) is not None:
+            self.failed[name] = error
+        logger.error("shard=%s withdrawn: %s", name, error)
+        self._on_change()
+        self._load_missing()
+
+    def _paused(self, answer: Paused) -> None:
+        logger.info("askers were told to %s", "move" if answer.paused else "come back if they like")
+
+    def _reported(self, answer: Health) -> None:
+        self.sessions, self.accounts = answer.sessions, answer.accounts
+        self.memory = answer.memory
+        notable = [self._take(report, answer.rss_mb) for report in answer.shards]
+        if any(notable):
+            self._on_change()
+        self._load_missing()
+
+    # Private
+
+    def _use_port(self, port: int | None) -> None:
+        """Peers know the old endpoint; coming back on it spares them an advertisement."""
+        self.port = port
+        if isinstance(self.first_command, StartShards):
+            self.first_command = structs.replace(self.first_command, listen_port=port or 0)
+
+    def _here(self, name: ShardId) -> LocalShard | None:
+        if not self.is_up:
+            return None
+        return self.shards.get(name) or self.private.get(name)
+
+    def _why_not(self, name: ShardId) -> MeshError | None:
+        """Why a shard is not to be loaded now, after what happened when it was."""
+        free_mb = 0 if self.memory is None else self.memory.ram_mb
+        return self._attempts.why_not(name, _now(), free_mb)
+
+    def _load_missing(self) -> None:
+        """Ask for every wanted shard that is not here and may be tried."""
+        for request in self.requests:
+            name = request.shard_id
+            if self._here(name) is None and self._why_not(name) is None and self.is_up:
+                self._load(request)
+
+    def _load(self, request: ShardRequest) -> asyncio.Future[LocalShard]:
+        """Ask for it unless that was done: asked twice, the process refuses what it just loaded."""
+        name = request.shard_id
+        if name not in self._loading:
+            self._loading[name] = asyncio.get_running_loop().create_future()
+            if self._why_not(traces_of(name)) is not None:  # its weights once more were too many
+                request = dataclasses.replace(request, max_tap_sessions=0)
+            because = self.failed.get(name)
+            why = because.message if isinstance(because, WeightsCorrupted) else ""
+            self.tell(Load(request, why))
+        return self._loading[name]
+
+    def _did_not_load(self, name: ShardId, error: MeshError) -> None:
+        self._not_loaded(name, error)
+        if name in self.wanted():
+            self.failed[name] = error
+            logger.error("shard=%s failed: %s", name, error)
+            self._note_settled()
+
+    def _not_loaded(self, name: ShardId, error: MeshError) -> None:
+        loading = self._loading.pop(name, None)
+        if loading is not None:
+            loading.set_exception(error)
+            loading.exception()  # often nobody waits, which is no error of its own
+
+    def _take(self, report: ShardReport, rss_mb: float) -> bool:
+        """Take note of it; whether others should know before the next heartbeat."""
+        name = report.health.shard_id
+        shard = self.shards.get(name) or self.private.get(name)
+        if shard is None:
+            return False
+        before, now = shard.health.memory, report.health.memory
+        shard.report, shard.rss_mb = report, rss_mb
+        return before is None or now is None or abs(before.total_mb - now.total_mb) > _NOTABLE_MB
+
+    def _note_settled(self) -> None:
+        if len(self.shards) + len(self.failed) >= len(self.requests):
+            self._settled.set()
+        self._on_change()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,1 @@
+"""What the pages say is true: read with the code that they are about."""

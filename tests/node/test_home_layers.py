@@ -1,0 +1,54 @@
+"""The layers a node loads for itself alone, with a real shard process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from mesh.config import Config
+from mesh.errors import NotEnoughMemory
+from mesh.models.local import LocalModel
+from mesh.node.home_layers import HomeLayers
+from mesh.shard.supervisor import ShardSupervisor
+from mesh.types import LayerRange, ModelId
+from tests import secure
+from tests.shard.spans import checkpoint
+
+LAYER_MB = 10
+
+
+@pytest.mark.slow
+async def test_what_is_loaded_to_check_others_is_bounded_in_all() -> None:
+    manifest = await asyncio.to_thread(checkpoint)
+    layers = manifest.total_layers
+    model = LocalModel(
+        ModelId("toy"), str(manifest.directory), "", layers, None, None, layers * LAYER_MB
+    )
+    limit = {"research": {"distributed_inference": {"spot_check_home_mb": 3 * LAYER_MB}}}
+    config = await asyncio.to_thread(Config.model_validate, limit)
+    changed = asyncio.Event()
+    host = ShardSupervisor(secure.start_command(), (), changed.set)
+    home = HomeLayers(config, [model], host, lambda: None)
+    one, two, three = LayerRange(0, 2), LayerRange(2, 4), LayerRange(3, 4)
+    with pytest.raises(NotEnoughMemory):
+        await home.judge(model, one)
+    host.start()
+    try:
+        async with asyncio.timeout(60):
+            found = await asyncio.gather(
+                home.judge(model, one), home.judge(model, two), return_exceptions=True
+            )
+            assert [type(each).__name__ for each in found] == ["LocalShard", "NotEnoughMemory"]
+            assert await home.judge(model, one) is found[0]
+            await home.judge(model, three)
+            assert host.pid is not None
+            os.kill(host.pid, signal.SIGKILL)
+            while host.private:
+                changed.clear()
+                await changed.wait()
+            await home.judge(model, two)  # what ended with the process takes no room
+    finally:
+        await host.stop()

@@ -1,0 +1,84 @@
+"""Requests and frames on their way to and from an asker."""
+
+from __future__ import annotations
+
+import pytest
+
+from mesh.errors import BadRequest, NoRoute
+from mesh.pipeline.commands import Credit, Ended, Frame, Generate
+from mesh.processes.messages import Inbox, Message, encode
+from mesh.types import (
+    Edit,
+    GenerationRequest,
+    ModelId,
+    PipelineAborted,
+    Principal,
+    PrincipalKind,
+    SamplingParams,
+    ShardFailover,
+    ShardId,
+    ShardStatus,
+    Site,
+    TokenDelta,
+    TokenLogprob,
+    WireDtype,
+)
+
+FRAMES = [
+    TokenDelta("a", (1, 2), (TokenLogprob(1, "a", -0.5, ((2, "b", -1.0),)),), 3),
+    ShardStatus(ShardId("m:0-3"), "attic", "degraded", "it is slow"),
+    ShardFailover(ShardId("m:0-3"), (ShardId("m:0-1"), ShardId("m:2-3")), 7),
+    PipelineAborted("nobody is left"),
+]
+
+
+def passed_on(message: Message, *understood: type[Message]) -> Message:
+    """What the other side makes of a message."""
+    got: list[Message] = []
+    Inbox(dict.fromkeys(understood or [type(message)], got.append)).read(encode(message))
+    (arrived,) = got
+    return arrived
+
+
+def test_a_request_comes_back_as_it_was() -> None:
+    request = GenerationRequest(
+        "cmpl-1",
+        ModelId("m"),
+        prompt_ids=(5, 1, 4),
+        sampling=SamplingParams(temperature=0.5, seed=3, stop=("a", "b")),
+        wire_dtype=WireDtype.BF16,
+        edits=(Edit(Site(3), 2.0, b"data"),),
+        principal=Principal(PrincipalKind.KEY, "0a1b2c3d"),
+    )
+    assert passed_on(Generate(request)) == Generate(request)
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_a_frame_comes_back_as_it_was(frame: TokenDelta) -> None:
+    arrived = passed_on(Frame.of("r", frame))
+    assert isinstance(arrived, Frame)
+    assert (arrived.id, arrived.frame) == ("r", frame)
+
+
+def test_an_error_comes_back_as_one_of_its_class() -> None:
+    arrived = passed_on(Ended("r", NoRoute("nobody.", fix="Wait.")))
+    assert isinstance(arrived, Ended)
+    assert isinstance(arrived.error, NoRoute)
+    assert str(arrived.error) == "nobody. Wait."
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (encode(Credit("r", 1)), "Credit"),
+        (b"\x81\xa4type\xa5Ended", "id"),
+        (b"\x82\xa4type\xa5Ended\xa2id\x01", "str"),
+        (b"\x83\xa4type\xa5Ended\xa2id\xa1r\xa1x\x01", "unknown field"),
+        (b"\x90", "object"),
+        (b"\xc1", "malformed"),
+        (b"", "truncated"),
+    ],
+)
+def test_what_is_no_message_for_this_side_is_refused_by_name(body: bytes, why: str) -> None:
+    with pytest.raises(BadRequest, match=why):
+        Inbox({Ended: lambda _: None}).read(body)

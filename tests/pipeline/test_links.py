@@ -1,0 +1,86 @@
+"""The links that an asker holds to hosts."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mesh.errors import UntrustedPeer
+from mesh.pipeline.links import HopLinks
+from mesh.types import NodeId
+from mesh.wire.link import Link, LinkHandler
+from tests.pipeline.toy_mesh import ToyNetwork
+
+
+async def test_a_host_that_starts_again_and_again_leaves_no_closed_lines_behind() -> None:
+    network = ToyNetwork()
+    lines = HopLinks(network.dial)
+    for _ in range(5):
+        shard = network.add("0-7", name="restless")  # each life has a port of its own
+        line = await lines.link(shard.descriptor.host, shard.descriptor.endpoint)
+        shard.kill()
+        assert line.is_closed
+    last = network.add("0-7", name="restless")
+    kept = await lines.link(last.descriptor.host, last.descriptor.endpoint)
+    assert list(lines._links.values()) == [kept]
+    await lines.close()
+
+
+async def test_who_gives_up_waiting_for_a_dial_does_not_end_it_for_the_others() -> None:
+    network = ToyNetwork()
+    place = network.add("0-7").descriptor
+    answering = asyncio.Event()
+
+    async def dial(host: str, port: int, handler: LinkHandler) -> Link:
+        await answering.wait()
+        return await network.dial(host, port, handler)
+
+    lines = HopLinks(dial)
+    first, second = (asyncio.create_task(lines.link(place.host, place.endpoint)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    answering.set()
+    await asyncio.wait([second])
+    assert not second.cancelled()
+    assert not second.result().is_closed
+    await lines.close()
+
+
+async def test_a_host_that_is_put_out_during_a_dial_gets_no_line() -> None:
+    network = ToyNetwork()
+    out, kept = network.add("0-3", name="out"), network.add("4-7", name="kept")
+    answering = asyncio.Event()
+
+    async def dial(host: str, port: int, handler: LinkHandler) -> Link:
+        await answering.wait()
+        return await network.dial(host, port, handler)
+
+    lines = HopLinks(dial)
+    places = [shard.descriptor for shard in (out, kept)]
+    dials = [asyncio.create_task(lines.link(place.host, place.endpoint)) for place in places]
+    await asyncio.sleep(0)
+    lines.keep_only(frozenset({NodeId("kept")}))
+    answering.set()
+    refused, line = await asyncio.gather(*dials, return_exceptions=True)
+    assert isinstance(refused, UntrustedPeer)
+    assert [link.is_closed for link in out.links] == [True]
+    assert line is await lines.link(kept.descriptor.host, kept.descriptor.endpoint)
+    assert [link.is_closed for link in kept.links] == [False]
+    await lines.close()
+
+
+async def test_a_host_that_is_put_out_is_not_dialled_until_it_is_let_in_again() -> None:
+    network = ToyNetwork()
+    shard = network.add("0-7", name="restless")
+    place = shard.descriptor
+    lines = HopLinks(network.dial)
+    assert not (await lines.link(place.host, place.endpoint)).is_closed
+    lines.keep_only(frozenset())
+    with pytest.raises(UntrustedPeer):
+        await lines.link(place.host, place.endpoint)
+    assert [link.is_closed for link in shard.links] == [True]
+    lines.keep_only(frozenset({place.host}))
+    assert not (await lines.link(place.host, place.endpoint)).is_closed
+    await lines.close()

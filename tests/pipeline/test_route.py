@@ -1,0 +1,80 @@
+"""Opening a route: who refuses is left out, and who is only full is asked again for a moment."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mesh.errors import NoRoute
+from mesh.pipeline.generation import PipelineOrchestrator
+from mesh.pipeline.route import FULL_DELAYS_S
+from mesh.types import Done
+from tests.pipeline.toy_mesh import ToyNetwork, expected_tokens, toy_orchestrator, toy_request
+from tests.simulation.virtual_loop import run_virtually
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+async def tokens_of(orchestrator: PipelineOrchestrator, name: str) -> list[int]:
+    """The whole answer to `PROMPT`."""
+    async for frame in orchestrator.chat(toy_request(PROMPT, 4, name)):
+        if isinstance(frame, Done):
+            return list(frame.token_ids)
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("frees_after_s", [0.04, 1.0])
+def test_a_route_waits_a_moment_for_room_where_every_shard_is_full(frees_after_s: float) -> None:
+    async def main() -> None:
+        network = ToyNetwork()
+        shards = [network.add("0-7", streams=1, name=name) for name in ("a", "b")]
+        orchestrator, sessions = toy_orchestrator(network)
+        live = [orchestrator.chat(toy_request(PROMPT, 90, name)) for name in ("r1", "r2")]
+        for stream in live:
+            await anext(stream)
+        waiting = asyncio.create_task(tokens_of(orchestrator, "r3"), name="waiting")
+        await asyncio.sleep(frees_after_s)
+        assert not waiting.done()
+        await live[0].aclose()
+        assert await waiting == expected_tokens(PROMPT, 4)
+        await live[1].aclose()
+        await sessions.close()
+        await asyncio.sleep(0)  # what was said last arrives
+        assert [shard.open_streams() for shard in shards] == [0, 0]
+
+    run_virtually(main)
+
+
+def test_what_stays_full_is_said_after_the_stated_time() -> None:
+    async def main() -> None:
+        network = ToyNetwork()
+        network.add("0-7", streams=1, name="a")
+        orchestrator, sessions = toy_orchestrator(network)
+        live = orchestrator.chat(toy_request(PROMPT, 90, "r1"))
+        await anext(live)
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(NoRoute, match=r"a: full\."):
+            await tokens_of(orchestrator, "r2")
+        waited_s = asyncio.get_running_loop().time() - began  # of virtual time
+        assert waited_s == pytest.approx(sum(FULL_DELAYS_S), abs=0.01)
+        await live.aclose()
+        await sessions.close()
+
+    run_virtually(main)
+
+
+def test_whoever_can_go_home_does_not_wait_for_room() -> None:
+    async def main() -> None:
+        network = ToyNetwork()
+        network.add("0-7", streams=1, name="a")
+        orchestrator, sessions = toy_orchestrator(network, home=network.home())
+        live = orchestrator.chat(toy_request(PROMPT, 90, "r1"))
+        await anext(live)
+        began = asyncio.get_running_loop().time()
+        assert await tokens_of(orchestrator, "r2") == expected_tokens(PROMPT, 4)
+        assert asyncio.get_running_loop().time() - began < FULL_DELAYS_S[0]  # of virtual time
+        await live.aclose()
+        await sessions.close()
+
+    run_virtually(main)

@@ -1,0 +1,125 @@
+"""The daemon's side of an asker process; the process is real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from mesh.config import Config
+from mesh.errors import DeviceLost, InternalError
+from mesh.identity.tls import TlsMaterial
+from mesh.models.builtin import checkpoint_dir
+from mesh.models.local import LocalModel
+from mesh.node.wiring import start_asker
+from mesh.pipeline.commands import Offer, StartAsker
+from mesh.pipeline.supervisor import AskerSupervisor
+from mesh.processes.lifecycle import SilenceLimits
+from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, SamplingParams, ShardId
+from tests import secure
+
+MODEL = ModelId("builtin")
+TIMEOUT_S = 60.0
+REQUEST = GenerationRequest("r", MODEL, prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=4))
+
+
+class Owner:
+    """A daemon that knows no shards."""
+
+    def routable(self, model_id: ModelId) -> list[Offer]:
+        return []
+
+    def asker_changed(self) -> None:
+        pass
+
+    def latencies(self, shards: dict[ShardId, list[float]]) -> None:
+        pass
+
+    def asker_event(self, event: dict[str, Any]) -> None:
+        pass
+
+    async def load_locally(self, model_id: ModelId) -> list[RouteHop]:
+        raise NotImplementedError
+
+    async def load_judge(self, model_id: ModelId, layers: LayerRange) -> RouteHop:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> StartAsker:
+    model = LocalModel(MODEL, str(checkpoint_dir()), "", 8, None, None)
+    config = Config(state_dir=tmp_path, threads=1)
+    start = start_asker(config, secure.KEY, model, TlsMaterial.of(secure.KEY, []))
+    options = replace(start.options, cache_dir=tmp_path)
+    settings = replace(start.settings, cache_dir=str(tmp_path))
+    return structs.replace(start, options=options, settings=settings)
+
+
+async def test_a_process_that_stands_still_is_replaced_and_an_idle_one_is_not(
+    start: StartAsker,
+) -> None:
+    limits = SilenceLimits(suspect_s=2.0, replace_s=4.0)
+    asker = AskerSupervisor(start, Owner(), limits)
+    asker.start()
+    try:
+        await asker.wait_ready()
+        stuck = asker.pid
+        assert stuck is not None
+        await asyncio.sleep(5.0)  # there is no event for what does not happen
+        assert asker.pid == stuck
+        assert asker.is_ready
+        os.kill(stuck, signal.SIGSTOP)
+        async with asyncio.timeout(TIMEOUT_S):
+            with pytest.raises(InternalError, match="stopped answering"):
+                await anext(asker.generate(REQUEST))
+            assert not asker.is_ready
+            await asker.wait_ready()
+        assert asker.pid != stuck
+    finally:
+        await asker.stop()
+
+
+async def test_a_process_whose_device_does_nothing_more_ends_itself_and_is_replaced(
+    start: StartAsker,
+) -> None:
+    settings = replace(start.settings, activation_dtype="fp32", cache_dir="")
+    start = structs.replace(start, settings=settings)
+    asker = AskerSupervisor(start, Owner(), module="tests.pipeline.doomed_asker")
+    asker.start()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await asker.wait_ready()
+            first = asker.pid
+            with pytest.raises(InternalError, match="device-side assert triggered"):
+                await anext(asker.generate(REQUEST))
+            await asker.wait_ready()
+        assert asker.pid != first
+        assert asker.ending is not None
+        assert isinstance(asker.ending.said, DeviceLost)
+    finally:
+        await asker.stop()
+
+
+async def test_ends_that_fail_in_a_way_nobody_foresaw_are_reported(
+    start: StartAsker, tmp_path: Path
+) -> None:
+    directory = await asyncio.to_thread(shutil.copytree, checkpoint_dir(), tmp_path / "odd")
+    config = json.loads((directory / "config.json").read_text()) | {"pad_token_id": 1 << 20}
+    (directory / "config.json").write_text(json.dumps(config))
+    asker = AskerSupervisor(structs.replace(start, directory=directory), Owner())
+    asker.start()
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            with pytest.raises(InternalError, match="AssertionError"):
+                await asker.wait_ready()
+        assert not asker.is_ready
+    finally:
+        await asker.stop()

@@ -1,0 +1,49 @@
+"""Child processes and their channel: what reads nothing is cut off, what fails leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+
+from mesh.errors import LinkLost
+from mesh.processes import channel as channel_module
+from mesh.processes.channel import Channel
+from mesh.processes.child import Child
+from mesh.processes.messages import Trust
+from mesh.processes.warm_parent import end_warm_parent
+
+
+def _open_files() -> set[str]:
+    return {fd.name for fd in Path("/proc/self/fd").iterdir()}
+
+
+async def test_a_start_that_fails_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    await asyncio.to_thread(end_warm_parent)
+    monkeypatch.setattr("sys.executable", "/nonexistent")
+    before = _open_files()
+    with pytest.raises(OSError, match="nonexistent"):
+        await Child.start("m", name="m", on_message=print, on_closed=print)
+    assert _open_files() == before
+
+
+async def test_whoever_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "MAX_UNREAD_BYTES", 8 << 20)
+    ours, theirs = socket.socketpair()
+    closed = asyncio.Event()
+    channel = await Channel.open(ours, print, closed.set)
+
+    def send(count: int) -> None:
+        for _ in range(count):
+            channel.send(Trust((bytes(1 << 20),)))
+
+    with theirs:
+        send(8)
+        with pytest.raises(LinkLost, match="reads nothing"):
+            send(4)
+        async with asyncio.timeout(10):
+            await closed.wait()
+        with pytest.raises(LinkLost, match="gone"):
+            channel.send(Trust(()))

@@ -1,0 +1,190 @@
+"""One rule for every process of the daemon: heard or replaced, whatever holds it up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from mesh.errors import BadRequest, DeviceLost
+from mesh.identity.tls import TlsMaterial
+from mesh.processes import supervisor
+from mesh.processes.lifecycle import Ending, ProcessState, SilenceLimits
+from mesh.processes.messages import Handlers, Start
+from mesh.processes.supervisor import Supervisor
+from mesh.processes.warm_parent import end_warm_parent
+from tests import secure
+from tests.lively import FailForGood, Garble, Ready, Work
+
+TIMEOUT_S = 60.0
+SUSPECT_S = 2.0
+
+
+class Watched(Supervisor):
+    """Of a process of `tests.lively`; remembers what became of it."""
+
+    def __init__(self, replace_s: float = 4.0) -> None:
+        limits = SilenceLimits(start_s=30.0, suspect_s=SUSPECT_S, replace_s=replace_s)
+        tls = TlsMaterial.of(secure.KEY, [])
+        super().__init__("the process", "tests.lively", Start(secure.HELLO, tls), limits)
+        self.endings: list[Ending] = []
+        self.states: list[ProcessState] = []
+        self._happened = asyncio.Event()
+
+    def answers(self) -> Handlers:
+        return {Ready: lambda _: self.ready()}
+
+    def on_started(self) -> None:
+        super().on_started()
+        self._happened.set()
+
+    def on_ended(self, ending: Ending) -> None:
+        self.endings.append(ending)
+        self._happened.set()
+
+    def on_changed(self) -> None:
+        self.states.append(self.state)
+        self._happened.set()
+
+    async def sees(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition():
+                self._happened.clear()
+                await self._happened.wait()
+
+    async def up(self) -> int:
+        """The process id of the one that is up."""
+        async with asyncio.timeout(TIMEOUT_S):
+            await self.wait_up()
+        assert self.state is ProcessState.UP
+        assert self.trouble is None
+        assert self.pid is not None
+        return self.pid
+
+
+@pytest_asyncio.fixture
+async def process(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
+    monkeypatch.setattr(supervisor, "RESTART_DELAYS_S", (0.1,))
+    process = Watched()
+    process.start()
+    yield process
+    await process.stop()
+    assert process.state is ProcessState.STOPPED
+
+
+async def test_one_that_stands_still_is_out_of_order_first_and_then_replaced(
+    process: Watched,
+) -> None:
+    first = await process.up()
+    os.kill(first, signal.SIGSTOP)
+    await process.sees(lambda: not process.is_up)
+    assert process.states == [ProcessState.SILENT]
+    assert "said nothing for 2 s" in str(process.trouble)
+    assert not process.endings, "it may come back"
+    await process.sees(lambda: bool(process.endings))
+    (ending,) = process.endings
+    assert ending == Ending(-signal.SIGKILL, hung=True)
+    assert not ending.was_killed, "not by anybody else"
+    assert process.state is ProcessState.ENDED
+    assert "stopped answering" in str(process.trouble)
+    assert await process.up() != first
+
+
+async def test_one_that_is_heard_again_in_time_is_left_alone() -> None:
+    process = Watched(replace_s=600.0)
+    process.start()
+    try:
+        first = await process.up()
+        os.kill(first, signal.SIGSTOP)
+        await process.sees(lambda: not process.is_up)
+        os.kill(first, signal.SIGCONT)
+        assert await process.up() == first
+        assert process.states == [ProcessState.SILENT, ProcessState.UP]
+        assert not process.endings
+    finally:
+        await process.stop()
+
+
+async def test_work_beside_the_loop_is_no_silence(process: Watched) -> None:
+    first = await process.up()
+    assert process.tell(Work(60.0))
+    await asyncio.sleep(3 * SUSPECT_S)  # there is no event for what does not happen
+    assert await process.up() == first
+    assert not process.states
+
+
+async def test_a_daemon_that_stood_still_itself_blames_nobody(process: Watched) -> None:
+    first = await process.up()
+    os.kill(first, signal.SIGSTOP)
+    time.sleep(3 * SUSPECT_S)  # noqa: ASYNC251 - as when the machine sleeps, and all on it
+    os.kill(first, signal.SIGCONT)
+    await asyncio.sleep(2 * supervisor.TICK_S)
+    assert await process.up() == first
+    assert not process.states
+
+
+async def test_one_that_can_do_nothing_any_more_says_why_and_is_replaced(process: Watched) -> None:
+    first = await process.up()
+    assert process.tell(FailForGood())
+    await process.sees(lambda: bool(process.endings))
+    (ending,) = process.endings
+    assert isinstance(ending.said, DeviceLost)
+    assert not ending.hung
+    assert "fell off the bus" in str(process.trouble)
+    assert await process.up() != first
+
+
+async def test_one_that_says_what_nobody_understands_is_replaced(process: Watched) -> None:
+    first = await process.up()
+    assert process.tell(Garble())
+    await process.sees(lambda: bool(process.endings))
+    (ending,) = process.endings
+    assert isinstance(ending.said, BadRequest)
+    assert "Garble" in ending.said.message
+    assert await process.up() != first
+
+
+async def test_the_next_one_trusts_whom_the_last_was_told_to(process: Watched) -> None:
+    first = await process.up()
+    assert process.first_command is not None
+    own = process.first_command.tls.certificate
+    process.trust([own])
+    os.kill(first, signal.SIGKILL)
+    await process.sees(lambda: bool(process.endings))
+    assert await process.up() != first
+    assert process.first_command.tls.members == (own,)
+
+
+async def test_who_was_killed_is_told_from_who_was_hung(process: Watched) -> None:
+    os.kill(await process.up(), signal.SIGKILL)
+    await process.sees(lambda: bool(process.endings))
+    assert process.endings[0].was_killed
+    assert "SIGKILL" in str(process.trouble)
+
+
+async def test_a_start_that_fails_is_tried_again(
+    process: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = await process.up()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nonexistent")
+        await asyncio.to_thread(end_warm_parent)
+        await process.sees(lambda: len(process.endings) == 3)
+        assert "nonexistent" in str(process.trouble), "whoever asks for the state is told why"
+    assert "nonexistent" in caplog.text
+    assert process.endings[1:] == [Ending(None), Ending(None)]
+    assert await process.up() != first
+
+
+async def test_nobody_is_told_when_nobody_is_there(process: Watched) -> None:
+    await process.up()
+    await process.stop()
+    assert not process.tell(Work(0.0))
+    process.start()
+    assert process.pid is None, "what was stopped stays stopped"

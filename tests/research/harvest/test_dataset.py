@@ -1,0 +1,71 @@
+"""Data sets read in the same batches every time, and the directory a harvest grows in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mesh.errors import BadRequest
+from mesh.research.harvest.dataset import BATCH_CHARS, batches, digest
+from mesh.research.harvest.index import HarvestIndex, HarvestPlan
+
+PLAN = HarvestPlan("m", "model.layers.*", "ab" * 32, 100, 2)
+
+
+def test_lines_become_batches(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("one\r\ntwo \n\n  \nGrüße\nlast".encode())
+    found = list(batches(path, 2))
+    assert [batch.texts for batch in found] == [("one", "two "), ("Grüße", "last")]
+    assert [batch.lines for batch in found] == [(0, 1), (4, 5)]
+    assert [batch.number for batch in found] == [0, 1]
+    assert found == list(batches(path, 2))
+
+
+def test_long_texts_are_not_put_together(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join(["x" * (BATCH_CHARS // 2 + 1)] * 3))
+    assert [len(batch.texts) for batch in batches(path, 100)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("line", [b"{", b'{"t": "x"}', b'{"text": 1}', b"[1]", b"\xff", b"null"])
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+    with pytest.raises(BadRequest, match="line 2"):
+        list(batches(path, 1))
+
+
+def test_no_file_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="cannot be read"):
+        digest(tmp_path / "absent")
+
+
+def result(batch: int, weights: str = "w") -> dict[str, object]:
+    prompts = [{"line": batch, "ids": [1]}]
+    return {"batch": batch, "weights_sha256": weights, "prompts": prompts, "files": [{"file": "f"}]}
+
+
+def test_a_directory_is_taken_up_again(tmp_path: Path) -> None:
+    HarvestIndex(tmp_path / "out", PLAN).add(result(1))
+    (tmp_path / "out" / "batches" / "000000.99.tmp").write_text("{")  # half-written, then killed
+    index = HarvestIndex(tmp_path / "out", PLAN)
+    assert index.done() == {1}
+    index.add(result(0))
+    assert index.finish(2) == tmp_path / "out" / "index.json"
+
+
+def test_other_weights_and_other_plans_are_kept_apart(tmp_path: Path) -> None:
+    HarvestIndex(tmp_path / "out", PLAN).add(result(0))
+    with pytest.raises(BadRequest, match="weights"):
+        HarvestIndex(tmp_path / "out", PLAN).add(result(1, "other"))
+    with pytest.raises(BadRequest, match="module"):
+        HarvestIndex(tmp_path / "out", HarvestPlan("m", "model.layers.1", "ab" * 32, 100, 2))
+
+
+def test_a_damaged_batch_is_named(tmp_path: Path) -> None:
+    index = HarvestIndex(tmp_path / "out", PLAN)
+    (tmp_path / "out" / "batches" / "000000.json").write_text("{")
+    with pytest.raises(BadRequest, match=r"000000\.json is damaged"):
+        index.finish(1)

@@ -1,0 +1,1 @@
+"""What makes things that hearthnet ships, and is not shipped itself."""
