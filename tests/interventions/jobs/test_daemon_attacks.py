@@ -47,6 +47,8 @@ LIMITS = {
     "HEARTHNET_JOBS__MEMORY_MB": "512", "HEARTHNET_JOBS__RESULT_MB": "1",
 }  # fmt: skip
 _PATIENCE_S = 30.0
+_A_WHILE_S = 0.5
+"""Far longer than the next job's process waits before it is forked."""
 _AN_END = ("COMPLETED", "ERROR")
 
 
@@ -176,6 +178,17 @@ class Siege:
         daemon = psutil.Process(self.pid)
         return {self.pid, *(each.pid for each in daemon.children(recursive=True))}
 
+    def at_rest(self) -> set[int]:
+        """The same, once they have been the same for a while: the next job's process is forked
+        shortly after the end of the last."""
+        deadline = time.monotonic() + _PATIENCE_S
+        seen, since = self.processes(), time.monotonic()
+        while time.monotonic() < since + _A_WHILE_S < deadline:
+            time.sleep(0.05)
+            if (now := self.processes()) != seen:
+                seen, since = now, time.monotonic()
+        return seen
+
     def is_well(self) -> None:
         """Fail unless it is the same daemon, and answers honest people as ever."""
         assert self.node.process is not None
@@ -203,13 +216,14 @@ def siege(start_node: StartNode) -> Iterator[Siege]:  # noqa: F811
 def unharmed(siege: Siege, attacks: Callable[[], dict[str, str]]) -> None:
     """Run attacks on a daemon that was well; it still is, and nothing of them is left."""
     siege.is_well()
-    before = siege.processes()
+    before = siege.at_rest()
     assert attacks() == {}
     siege.is_well()
     deadline = time.monotonic() + _PATIENCE_S
-    while not only_another_stands_by(before, siege.processes()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert only_another_stands_by(before, siege.processes())
+    now = siege.at_rest()
+    while not only_another_stands_by(before, now) and time.monotonic() < deadline:
+        now = siege.at_rest()
+    assert only_another_stands_by(before, now), (before - now, now - before)
 
 
 def only_another_stands_by(before: set[int], now: set[int]) -> bool:
