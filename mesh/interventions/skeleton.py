@@ -64,7 +64,7 @@ def job_model(
 ) -> TransformersModel:
     """The nnsight model of a job: hop i of `channel` runs the layers ``hops[i]``.
 
-    The skeleton is used up: one job's model per skeleton and process.
+    There is one at a time: whoever had the skeleton before has it no more.
     """
     model = skeleton.model
     spans = [Hop(channel, number, layers) for number, layers in enumerate(hops)]

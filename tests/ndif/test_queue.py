@@ -414,7 +414,7 @@ async def test_a_job_that_we_cannot_conclude_has_an_end(
     queue = a_queue(tmp_path)
     await queue.start()
     with monkeypatch.context() as broken:
-        broken.setattr(queue.spool, "settle_result", lambda _: 1 // 0)
+        broken.setattr(queue.spool, "settle_result", lambda *_, **__: 1 // 0)
         feed = Feed()
         await hand_in(queue, "first", feed=feed)
         await all_done(queue)

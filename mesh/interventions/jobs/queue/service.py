@@ -154,7 +154,8 @@ class JobQueue:
             )
 
     async def submit(self, asked: Submission, arrived: Incoming, feed: Feed | None = None) -> Job:
-        """Accept a job: it is on the disk when this returns. Its updates go to `feed`.
+        """Accept a job: one that outlives the daemon is on the disk when this returns. Its updates
+        go to `feed`.
 
         Raises Busy when there is no place, StorageFull. `arrived` is used up in any case.
         """
@@ -257,7 +258,7 @@ class JobQueue:
 
     async def _keep(self, job: Job, arrived: Incoming) -> None:
         try:
-            await asyncio.to_thread(arrived.keep, job.job_id)
+            await asyncio.to_thread(arrived.keep, job.job_id, durable=job.asked.durable)
             try:
                 await self._file.add(job)
             except BaseException:

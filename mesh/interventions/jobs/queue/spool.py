@@ -85,14 +85,18 @@ class Spool:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         return path
 
-    def settle_result(self, job_id: str) -> int:
-        """Put a finished result on the disk; its size. Blocks. Raises OSError."""
+    def settle_result(self, job_id: str, *, durable: bool) -> int:
+        """The size of a finished result, which survives a power cut where it has to be `durable`.
+
+        Blocks. Raises OSError.
+        """
         path = self.result(job_id)
         path.chmod(0o600)
         with path.open("rb") as file:
-            os.fsync(file.fileno())
             size_bytes = os.fstat(file.fileno()).st_size
-        _sync_directory(path.parent)
+            if durable:
+                os.fsync(file.fileno())
+                _sync_directory(path.parent)
         return size_bytes
 
     def remove(self, *files: Path) -> None:
@@ -138,13 +142,18 @@ class Incoming:
         while view:
             view = view[self._file.write(view) :]
 
-    def keep(self, job_id: str) -> None:
-        """Make it that job's payload; it is on the disk afterwards. Blocks. Raises OSError."""
-        os.fsync(self._file.fileno())
+    def keep(self, job_id: str, *, durable: bool) -> None:
+        """Make it that job's payload, which survives a power cut where it has to be `durable`.
+
+        Blocks. Raises OSError.
+        """
+        if durable:
+            os.fsync(self._file.fileno())
         self._file.close()
         kept = self._spool.payload(job_id)
         self._path.rename(kept)
-        _sync_directory(kept.parent)
+        if durable:
+            _sync_directory(kept.parent)
 
     def discard(self) -> None:
         """Remove what has come. Blocks. Raises OSError."""

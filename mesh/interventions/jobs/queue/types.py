@@ -43,6 +43,11 @@ class Submission:
     env: Mapping[str, Any]
     trusted: bool
 
+    @property
+    def durable(self) -> bool:
+        """Whether it outlives the daemon; one that somebody waits for on a socket does not."""
+        return not self.blocking
+
 
 @dataclass(frozen=True, slots=True)
 class Job:

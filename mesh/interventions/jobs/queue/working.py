@@ -208,7 +208,9 @@ class Worker:
 
     async def _complete(self, ticket: Ticket, report: JobReport) -> None:
         try:
-            size_bytes = await asyncio.to_thread(self._work.spool.settle_result, ticket.job_id)
+            size_bytes = await asyncio.to_thread(
+                self._work.spool.settle_result, ticket.job_id, durable=ticket.job.asked.durable
+            )
         except OSError as error:
             said = f"The result could not be kept: {error.strerror}."
             await self._work.finish(ticket, Status.ERROR, said)

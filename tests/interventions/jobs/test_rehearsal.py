@@ -1,0 +1,37 @@
+"""A trace of no use before the first real one: it runs in every family, and leaves nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mesh.interventions.jobs.inside import execute
+from mesh.interventions.jobs.order import JobOrder
+from mesh.interventions.jobs.rehearsal import NoLayers, written
+from mesh.interventions.skeleton import job_model, load_skeleton
+from mesh.shard.taps.session import TapLimits, TapSession
+from mesh.types import LayerRange
+from tests.checkpoints import FAMILIES
+from tests.interventions.cases import CASES, Parts
+from tests.interventions.worlds import SPLITS, DirectChannel, checkpoint, equal, remote, tree
+
+ORDER = JobOrder(compress=True, attention="", trusted=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trace_after_a_rehearsal_gives_what_one_without_gives(family: str) -> None:
+    manifest = checkpoint(family)
+    skeleton = load_skeleton(manifest, dtype=torch.float32)
+    request = written(skeleton.model)
+    job_model(skeleton, NoLayers(), [LayerRange(0, manifest.total_layers)], print)
+    for _ in range(2):
+        (seen,) = execute(skeleton.model, ORDER, request).values()
+        assert seen.logits.shape[-1] == skeleton.model.config.get_text_config().vocab_size
+
+    split = SPLITS[2]
+    channel = DirectChannel(
+        [TapSession(tree(family, held), run, TapLimits()) for run, held in split]
+    )
+    model = job_model(skeleton, channel, [run for run, _ in split], print)
+    for name in ("logits", "edit_in_place"):
+        equal(CASES[name](Parts(model)), CASES[name](Parts(remote(family, 2).model)), 0.0)
