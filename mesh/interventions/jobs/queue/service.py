@@ -315,6 +315,7 @@ class JobQueue:
         except StorageFull:
             # The client is told all the same; the sweep writes it down when the disk takes it.
             logger.exception("job=%s ended and could not be written down", job.job_id)
+        ticket.tell(Update(job.job_id, status, description, job.meta, result_bytes))
         gone = [self.spool.payload(job.job_id)]
         if not result_bytes:
             gone.append(self.spool.result(job.job_id))
@@ -323,7 +324,6 @@ class JobQueue:
         except OSError:
             logger.exception("job=%s left files, which the next start removes", job.job_id)
         self.spool.release(job.payload_bytes)
-        ticket.tell(Update(job.job_id, status, description, job.meta, result_bytes))
         ticket.ended.set()
         fields = {"job": shown_id(job.job_id), "model": job.asked.model_id, "status": status.value}
         self._tell("job_ended", {**fields, **job.meta})
