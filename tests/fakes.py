@@ -242,11 +242,14 @@ class ScriptedView:
                 "api_tls": None,
                 "endpoint": "wss://127.0.0.1:8421",
                 "state_dir": "/state",
+                "hearth": {"id": "hh2", "name": "the house"},
                 "enabled": True,
+                "paused": False,
             },
             "peers": self.peers(),
             "models": self.models(),
             "shards": [{"shard_id": "echo:0-5", "model_id": "echo", "layers": "0-5"}],
+            "processes": [],
             "generations": [
                 {
                     "id": "chatcmpl-1",

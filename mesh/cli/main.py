@@ -32,14 +32,10 @@ from mesh.cli import (
     steer,
     up,
 )
+from mesh.cli.glance import NO_DAEMON, three_lines
 from mesh.cli.options import ask, locate_daemon
 from mesh.cli.output import EXIT_CODES_HELP, report, say
 from mesh.errors import NotRunning
-
-_QUICKSTART = """\
-No hearthnet daemon runs here.
-  hearthnet up --detach       start a node that holds the built-in model
-  hearthnet chat              talk to it"""
 
 
 @dataclass
@@ -102,9 +98,9 @@ def hearthnet(
     context.obj.debug = debug
     if context.invoked_subcommand is None:
         try:
-            status.show(ask(locate_daemon(None, None, None), lambda client: client.status()))
+            say(three_lines(ask(locate_daemon(None, None, None), lambda client: client.status())))
         except NotRunning:
-            say(_QUICKSTART)
+            say(NO_DAEMON)
 
 
 def main() -> NoReturn:

@@ -49,16 +49,20 @@ async def test_version(hearthnet: Run) -> None:
     assert finished.out.startswith("hearthnet ")
 
 
-async def test_bare_command_is_a_quickstart_or_the_status(hearthnet: Run) -> None:
+async def test_bare_command_without_a_daemon_says_how_to_begin(hearthnet: Run) -> None:
     finished = await hearthnet()
     assert (finished.code, len(finished.out.splitlines())) == (0, 3)
     assert "hearthnet up" in finished.out
 
 
-async def test_bare_command_shows_the_running_daemon(hearthnet: Run, daemon: Served) -> None:
+async def test_bare_command_says_in_three_lines_what_is(hearthnet: Run, daemon: Served) -> None:
     finished = await hearthnet()
     assert finished.code == 0
-    assert finished.out.startswith("here (nnnnnn)")
+    assert finished.out.splitlines() == [
+        "here is up in the house with attic[2J; it holds echo 0-5.",
+        "echo answers.",
+        "next: hearthnet chat",
+    ]
 
 
 async def test_reading_verbs_print_json(hearthnet: Run, daemon: Served) -> None:
