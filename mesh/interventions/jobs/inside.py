@@ -32,7 +32,7 @@ from nnsight.schema.request import RequestModel
 from nnsight.tracing.tracer import _saves, dec, inc
 from nnsight.tracing.util import filter_traceback
 
-from mesh.errors import BadRequest
+from mesh.errors import BadRequest, MeshError
 from mesh.interventions.channel import SocketChannel
 from mesh.interventions.jail.limits import ToldError
 from mesh.interventions.jail.lockdown import readable_paths
@@ -75,7 +75,8 @@ def warm(argument: str) -> None:
     try:
         for _ in range(TIMES):
             _rehearse(_skeleton.model)
-    except Exception:  # noqa: BLE001 - told to the first job that traces such a model
+    except (MeshError, RuntimeError, TypeError, ValueError):
+        # Told to the first job that traces such a model.
         _rehearsal = b""
 
 
