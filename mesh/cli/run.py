@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.answers import Answer, receive
+from mesh.cli.answers import ReceivedAnswer, receive
 from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
 from mesh.cli.output import note, print_json
 from mesh.errors import BadRequest
@@ -55,7 +55,7 @@ def run(  # noqa: PLR0913 - flags
     }  # fmt: skip
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": text})
-    answer = Answer()
+    answer = ReceivedAnswer()
 
     async def question(client: Client) -> None:
         if raw:
