@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Callable, KeysView, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from types import UnionType
 from typing import (
     Annotated,
@@ -51,6 +52,7 @@ MAX_ELEMENTS = 1024
 before it sees that the input ends: at `MAX_DEPTH` 8 MiB."""
 MAX_DEPTH = 12
 MAX_TEXT = 256
+MAX_FILE_BYTES = 1 << 20
 _MAX_SHOWN = 60
 
 _AS_THEY_ARE = (bytes, bytearray, memoryview)
@@ -221,6 +223,15 @@ def parse_json(text: bytes | str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise Fault(f"is not JSON: {error!s:.200}") from error
+
+
+def read_file(path: Path, form: type[T], max_bytes: int = MAX_FILE_BYTES) -> T:
+    """The record that a JSON file holds. Raises Fault, and OSError where it cannot be read."""
+    with path.open("rb") as stream:
+        text = stream.read(max_bytes + 1)
+    if len(text) > max_bytes:
+        raise Fault(f"has more than {max_bytes} bytes")
+    return convert(parse_json(text), form)
 
 
 # Plain values to a class, and back.

@@ -11,12 +11,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from mesh import codec
+from mesh.codec import Fault
 from mesh.errors import AlreadyRunning
 from mesh.paths import StatePaths
 
@@ -84,9 +86,8 @@ class DaemonRecord:
 def read_daemon(file: Path) -> DaemonRecord | None:
     """The daemon that runs now; None when there is none or the file is not readable as one."""
     try:
-        found = json.loads(file.read_text("utf-8"))
-        record = DaemonRecord(**{field.name: found[field.name] for field in fields(DaemonRecord)})
-    except (OSError, ValueError, KeyError, TypeError):
+        record = codec.read_file(file, DaemonRecord)
+    except (OSError, Fault):
         return None
     return record if record.is_alive else None
 

@@ -34,7 +34,7 @@ def create_app(
     What `require` does not name is for everybody that the gate lets in.
     """
     closing = asyncio.Event()
-    kept = KeptStreams(ping_s=settings.ping_s)
+    kept = KeptStreams()
     access = Access(settings, api_keys, SystemClock())
     administration = [
         *(hearth.routes(control, settings) if control is not None else []),
@@ -45,7 +45,7 @@ def create_app(
             *require(Scope.CHAT, chat.routes(generations, settings, kept)),
             *require(Scope.CHAT, completions.routes(generations, settings, kept)),
             *require(Scope.CHAT, models.routes(view)),
-            *require(Scope.CHAT, streams.routes(kept)),
+            *require(Scope.CHAT, streams.routes(kept, settings)),
             *require(Scope.ADMIN, administration),
             *(require(Scope.INTERVENTIONS, ndif.routes(jobs, view)) if jobs is not None else []),
             *(ndif.open_routes(jobs) if jobs is not None else []),

@@ -14,7 +14,7 @@ from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.sightings import PeerState, PeerView
 from mesh.health.detector import Verdict
-from mesh.health.eventstream import EventStream
+from mesh.health.eventstream import EventFeed
 from mesh.health.metrics import Metrics
 from mesh.models.local import LocalModel
 from mesh.pipeline.commands import LiveGeneration
@@ -35,7 +35,7 @@ class NodeParts:
     peers: Callable[[], list[PeerView]]
     askers: dict[ModelId, AskerSupervisor]
     host: ShardSupervisor
-    events: EventStream
+    events: EventFeed
     metrics: Metrics
     verdict: Callable[[NodeId], Verdict]
     privacy: Callable[[], dict[str, Any]]

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from mesh.api.faults import error_body
-from mesh.api.sse import PING, encode
+from mesh.api.sse import encode
 from mesh.errors import Busy, InternalError, MeshError, NotFound
 from mesh.types import Principal
 
@@ -33,6 +33,28 @@ class _Kept:
     task: asyncio.Task[None] | None = None
 
 
+class KeptEvents(AsyncIterator[bytes]):
+    """What one reader is still to get of a stream, each event as soon as it is there."""
+
+    def __init__(self, kept: _Kept, position: int) -> None:
+        self._kept = kept
+        self._position = position
+
+    async def __anext__(self) -> bytes:
+        """The next event; waits for it while the stream goes on."""
+        kept = self._kept
+        while self._position >= len(kept.events):
+            if kept.ended:
+                raise StopAsyncIteration
+            kept.news.clear()
+            await kept.news.wait()
+        self._position += 1
+        return kept.events[self._position - 1]
+
+    async def aclose(self) -> None:
+        """The reader has left; the stream goes on for whoever comes back."""
+
+
 class KeptStreams:
     """Owns the tasks that produce resumable streams. `close` ends them.
 
@@ -40,9 +62,8 @@ class KeptStreams:
     stream's id is random and shown to nobody else.
     """
 
-    def __init__(self, *, keep_s: float = KEEP_S, ping_s: float = 10.0) -> None:
+    def __init__(self, *, keep_s: float = KEEP_S) -> None:
         self._keep_s = keep_s
-        self._ping_s = ping_s
         self._kept: dict[tuple[Principal, str], _Kept] = {}
 
     def keep(self, owner: Principal, stream_id: str, chunks: AsyncGenerator[bytes, None]) -> None:
@@ -58,9 +79,7 @@ class KeptStreams:
             self._produce(key, kept, chunks), name=f"stream {stream_id}"
         )
 
-    async def follow(
-        self, owner: Principal, stream_id: str, after: int
-    ) -> AsyncGenerator[bytes, None]:
+    def follow(self, owner: Principal, stream_id: str, after: int) -> KeptEvents:
         """The events after number `after` (-1: all), to the end. Raises NotFound."""
         kept = self._kept.get((owner, stream_id))
         if kept is None:
@@ -68,19 +87,7 @@ class KeptStreams:
                 f"There is no stream {stream_id!r}, or its {self._keep_s:g} s are over.",
                 fix="Ask again; only streams asked for with `resumable` are kept.",
             )
-        position = after + 1
-        while True:
-            while position < len(kept.events):
-                yield kept.events[position]
-                position += 1
-            if kept.ended:
-                return
-            kept.news.clear()
-            try:
-                async with asyncio.timeout(self._ping_s):
-                    await kept.news.wait()
-            except TimeoutError:
-                yield PING
+        return KeptEvents(kept, after + 1)
 
     async def close(self) -> None:
         """End every stream."""

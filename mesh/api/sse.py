@@ -1,7 +1,7 @@
-"""Server-sent events: a generator pulled as fast as the client reads, and no faster.
+"""Server-sent events: chunks pulled as fast as the client reads, and no faster.
 
-At most one item is in flight between the generator and the socket, so a slow reader slows its own
-stream and nothing else. When the client leaves, the generator is closed at once. Knows nothing of
+At most one item is in flight between their source and the socket, so a slow reader slows its own
+stream and nothing else. When the client leaves, the source is closed at once. Knows nothing of
 what the events say.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -78,6 +78,16 @@ async def unless_gone(
             logger.warning("closing an abandoned answer failed", exc_info=outcome)
 
 
+class Chunks(Protocol):
+    """Where an answer's bytes come from, as a generator has it."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        """Itself."""
+
+    def aclose(self) -> Awaitable[None]:
+        """Nobody wants more."""
+
+
 class EventStream(Response):
     """A response of server-sent events, with a comment whenever none came for `ping_s` seconds.
 
@@ -89,7 +99,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        chunks: AsyncGenerator[bytes, None],
+        chunks: Chunks,
         closing: asyncio.Event | None = None,
         *,
         headers: Mapping[str, str] | None = None,

@@ -11,7 +11,7 @@ from mesh.cli.output import event_line, note, say, summary_line
 
 
 @dataclass
-class Answer:
+class ReceivedAnswer:
     """An answer as received so far; complete once `extension` is set."""
 
     text: str = ""
@@ -35,7 +35,7 @@ class Answer:
 
 
 async def receive(
-    chunks: AsyncGenerator[dict[str, Any], None], answer: Answer, *, show: bool = True
+    chunks: AsyncGenerator[dict[str, Any], None], answer: ReceivedAnswer, *, show: bool = True
 ) -> None:
     """Fill `answer` from a stream, printing the text on stdout as it comes unless `show` is off.
 
@@ -51,7 +51,7 @@ async def receive(
             say()
 
 
-def _take(chunk: dict[str, Any], answer: Answer, *, show: bool) -> None:
+def _take(chunk: dict[str, Any], answer: ReceivedAnswer, *, show: bool) -> None:
     extension = chunk.get("hearthnet", {})
     if "event" in extension:
         note(f"[{event_line(extension['event'])}]")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.answers import Answer, receive
+from mesh.cli.answers import ReceivedAnswer, receive
 from mesh.cli.options import ApiPort, Host, StateDir, locate_daemon
 from mesh.cli.output import note, one_line, report, route_line
 from mesh.errors import MeshError, ModelNotFound
@@ -56,7 +56,7 @@ class Conversation:
     system: str = ""
     options: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     turns: list[dict[str, str]] = field(default_factory=list)
-    last: Answer | None = None
+    last: ReceivedAnswer | None = None
 
     def messages(self) -> list[dict[str, str]]:
         """What the model is shown."""
@@ -66,7 +66,7 @@ class Conversation:
     async def turn(self, client: Client, text: str) -> None:
         """Ask and print. A stopped answer stays in the conversation as far as it came."""
         self.turns.append({"role": "user", "content": text})
-        answer = Answer()
+        answer = ReceivedAnswer()
         try:
             await receive(client.chat(self.model, self.messages(), **self.options), answer)
         finally:

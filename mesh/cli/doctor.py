@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
+from mesh.cli.options import Daemon, Json, asks
 from mesh.cli.output import print_json, say
 
 app = typer.Typer(help="Say in plain words what is so on this machine.", no_args_is_help=True)
@@ -18,20 +18,11 @@ def doctor() -> None:
 
 
 @app.command()
-def privacy(
-    *,
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    json: Json = False,
-) -> None:
+@asks
+def privacy(daemon: Daemon) -> None:
     """Who can see what of your prompts and answers, on the routes there are now."""
-    report = ask(locate_daemon(state_dir, host, api_port), lambda client: client.privacy())
-    if json:
-        print_json(report)
-        return
-    for line in report["words"]:
-        say(line)
+    report = daemon.ask(lambda client: client.privacy())
+    daemon.show(report, lambda _: say("\n".join(report["words"])))
 
 
 @app.command()

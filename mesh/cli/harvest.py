@@ -7,11 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
-from mesh.cli.output import note, print_json, say
+from mesh.cli.options import Daemon, asks
+from mesh.cli.output import note, say
 
 
+@asks
 def harvest(  # noqa: PLR0913 - flags
+    daemon: Daemon,
     model: Annotated[str, typer.Argument(help="The model to run.")],
     *,
     module: Annotated[
@@ -27,10 +29,6 @@ def harvest(  # noqa: PLR0913 - flags
     max_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 1024,
     batch: Annotated[int, typer.Option(min=1, max=1024, help="Prompts of one file.")] = 32,
     parallel: Annotated[int, typer.Option(min=1, max=8, help="Batches at a time.")] = 2,
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    json: Json = False,
 ) -> None:
     """Run prompts and leave the activations on the nodes, as safetensors; DIR gets the index.
 
@@ -48,10 +46,9 @@ def harvest(  # noqa: PLR0913 - flags
         note(f"batch {result['batch']}: {tokens} tokens, {len(result['files'])} files")
 
     prompts = batches(dataset, batch)
-    client = locate_daemon(state_dir, host, api_port)
-    count = ask(client, lambda c: run(c, index, prompts, parallel=parallel, on_batch=tell))
+    count = daemon.ask(lambda c: run(c, index, prompts, parallel=parallel, on_batch=tell))
     path = index.finish(count)
-    if json:
-        print_json({"index": str(path), "run": plan.run, "batches": count})
-    else:
-        say(f"{count} batches are harvested; {path} says which node has what.")
+    daemon.show(
+        {"index": str(path), "run": plan.run, "batches": count},
+        lambda _: say(f"{count} batches are harvested; {path} says which node has what."),
+    )

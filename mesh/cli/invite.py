@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
+from mesh.cli.options import Daemon, asks
 from mesh.cli.output import note, print_json, say
 from mesh.errors import BadValue, PairingRejected
 
@@ -24,7 +24,9 @@ _ENDINGS = {
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 
+@asks
 def invite(
+    daemon: Daemon,
     *,
     level: Annotated[str, typer.Option(help="trusted (uses and serves shards) or member.")] = (
         "trusted"
@@ -32,24 +34,19 @@ def invite(
     ttl: Annotated[str, typer.Option(metavar="TIME", help="How long it lasts: 90s, 3m, 1h.")] = (
         "3m"
     ),
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Wait until somebody has joined.")
     ] = True,
-    json: Json = False,
 ) -> None:
     """Let one more machine into this hearth: print a code that is good once, and a QR code.
 
     Waits and says who joined; Ctrl-C takes the code back. With --json it does not wait.
     """
     ttl_s = seconds(ttl)
-    client = locate_daemon(state_dir, host, api_port)
-    if json:
-        print_json(ask(client, lambda client: client.invite(level, ttl_s)))
+    if daemon.json:
+        print_json(daemon.ask(lambda client: client.invite(level, ttl_s)))
         return
-    ask(client, lambda client: _invite(client, level, ttl_s, wait=wait))
+    daemon.ask(lambda client: _invite(client, level, ttl_s, wait=wait))
 
 
 async def _invite(client: Client, level: str, ttl_s: float, *, wait: bool) -> None:

@@ -62,14 +62,14 @@ def join_alone(config: Config, code: str, peer: str | None) -> dict[str, Any]:
 
     from mesh.clock import SystemClock
     from mesh.discovery.interfaces import choose
-    from mesh.hearth.joining import Joiner, join_hearth
+    from mesh.hearth.joining import JoiningNode, join_hearth
     from mesh.identity.keys import load_or_create
     from mesh.paths import StatePaths
     from mesh.runtime import sole_use
 
     paths = StatePaths(config.state_dir).create()
     with sole_use(paths):
-        joiner = Joiner(load_or_create(paths.identity_key), config.name, paths, SystemClock())
+        joiner = JoiningNode(load_or_create(paths.identity_key), config.name, paths, SystemClock())
         interfaces = choose(list(config.interface))[0]
         record = asyncio.run(join_hearth(joiner, code, peer, interfaces))
     return {"id": record.hearth_id, "name": record.name}

@@ -6,13 +6,12 @@ Asks the daemon; where none runs, reads and writes its file.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
-from mesh.cli.output import print_json, print_table, say
+from mesh.cli.options import Daemon, ask, asks
+from mesh.cli.output import print_table, say
 from mesh.errors import BadValue, NotRunning
 
 if TYPE_CHECKING:
@@ -27,44 +26,36 @@ _QUOTAS = {"requests": "requests_per_minute", "tokens": "tokens_per_day"}
 
 
 @app.callback(invoke_without_command=True)
-def keys(
-    context: typer.Context,
-    *,
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    json: Json = False,
-) -> None:
+@asks
+def keys(daemon: Daemon, context: typer.Context) -> None:
     """List the keys; see the verbs below for making and revoking them."""
     if context.invoked_subcommand is None:
-        listing(state_dir=state_dir, host=host, api_port=api_port, json=json)
+        _list(daemon)
 
 
 @app.command("list")
-def listing(
-    *,
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    json: Json = False,
-) -> None:
+@asks
+def listing(daemon: Daemon) -> None:
     """Show every key's id, name, scopes and quotas; the keys themselves are kept nowhere."""
+    _list(daemon)
+
+
+def _list(daemon: Daemon) -> None:
     from mesh.identity.api_keys import shown
 
     found = _either(
-        (state_dir, host, api_port),
+        daemon,
         lambda client: client.keys(),
         lambda keys: [shown(key) for key in keys.keys],
     )
-    if json:
-        print_json({"keys": found})
-        return
     rows = [[key["id"], key["name"], _rights(key), _limits(key)] for key in found]
-    print_table(["id", "name", "may", "at most"], rows)
+    daemon.show({"keys": found}, lambda _: print_table(["id", "name", "may", "at most"], rows))
 
 
 @app.command()
-def create(  # noqa: PLR0913 - flags
+@asks
+def create(
+    daemon: Daemon,
     *,
     name: Annotated[str, typer.Option(help="Whose it is, or for what.")] = "key",
     scope: Annotated[
@@ -79,10 +70,6 @@ def create(  # noqa: PLR0913 - flags
     trusted: Annotated[
         bool, typer.Option("--trusted", help="Its jobs may use what others' may not.")
     ] = False,
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    json: Json = False,
 ) -> None:
     """Make a key and show it, this once."""
     from mesh.clock import SystemClock
@@ -97,53 +84,44 @@ def create(  # noqa: PLR0913 - flags
         return {**shown(key), "key": text}
 
     made = _either(
-        (state_dir, host, api_port),
+        daemon,
         lambda client: client.create_key(name, scopes, trusted=trusted, **limits),
         directly,
     )
-    if json:
-        print_json(made)
-        return
-    say(made["key"])
+    daemon.show(made, lambda _: say(made["key"]))
 
 
 @app.command()
+@asks
 def revoke(
+    daemon: Daemon,
     key_id: Annotated[str, typer.Argument(metavar="ID", help="As `hearthnet keys` shows it.")],
-    *,
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    json: Json = False,
 ) -> None:
     """Take a key back; its next request is refused."""
     from mesh.identity.api_keys import shown
 
     gone = _either(
-        (state_dir, host, api_port),
+        daemon,
         lambda client: client.revoke_key(key_id),
         lambda keys: shown(keys.revoke(key_id)),
     )
-    if json:
-        print_json(gone)
-        return
-    say(f"{gone['name']} ({gone['id']}) is revoked.")
+    daemon.show(gone, lambda _: say(f"{gone['name']} ({gone['id']}) is revoked."))
 
 
 def _either(
-    where: tuple[Path | None, str | None, int | None],
+    daemon: Daemon,
     asked: Callable[[Client], Awaitable[_T]],
     directly: Callable[[ApiKeys], _T],
 ) -> _T:
     """Ask the daemon, or use its file when it is this machine's and does not run."""
     try:
-        client = locate_daemon(*where)
+        client = daemon.client()
     except NotRunning:
         from mesh.config import load_config
         from mesh.identity.api_keys import ApiKeys
         from mesh.paths import StatePaths
 
-        paths = StatePaths(load_config({"state_dir": where[0]}).config.state_dir).create()
+        paths = StatePaths(load_config({"state_dir": daemon.state_dir}).config.state_dir).create()
         return directly(ApiKeys.load(paths.api_keys))
     return ask(client, asked)
 

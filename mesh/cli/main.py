@@ -19,14 +19,11 @@ from mesh.cli import (
     down,
     harvest,
     invite,
+    jobs,
     join,
     keys,
-    kill,
     members,
-    models,
     pause,
-    peers,
-    queue,
     run,
     status,
     steer,
@@ -58,11 +55,11 @@ app.command()(pause.resume)
 app.command()(status.status)
 app.command()(chat.chat)
 app.command()(run.run)
-app.command()(peers.peers)
-app.command()(models.models)
+app.command()(status.peers)
+app.command()(status.models)
 app.command()(harvest.harvest)
-app.command()(queue.queue)
-app.command()(kill.kill)
+app.command()(jobs.queue)
+app.command()(jobs.kill)
 app.command()(invite.invite)
 app.command()(join.join)
 app.add_typer(members.app, name="members")

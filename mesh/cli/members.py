@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
-from mesh.cli.output import print_json, print_table, say
+from mesh.cli.options import Daemon, asks
+from mesh.cli.output import print_table, say
 
 _FORKED = (
     "{name} has signed two histories and decides nothing until that is settled: `hearthnet members"
@@ -22,22 +22,11 @@ Level = Annotated[str | None, typer.Option("--to", help="member, trusted or anch
 
 
 @app.callback(invoke_without_command=True)
-def members(
-    context: typer.Context,
-    *,
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    json: Json = False,
-) -> None:
+@asks
+def members(daemon: Daemon, context: typer.Context) -> None:
     """Show who is in this hearth, at which trust level, and which decisions wait for a vote."""
-    if context.invoked_subcommand is not None:
-        return
-    hearth = ask(locate_daemon(state_dir, host, api_port), lambda client: client.hearth())
-    if json:
-        print_json(hearth)
-    else:
-        show(hearth)
+    if context.invoked_subcommand is None:
+        daemon.show(daemon.ask(lambda client: client.hearth()), show)
 
 
 def show(hearth: dict[str, Any]) -> None:
@@ -61,95 +50,66 @@ def show(hearth: dict[str, Any]) -> None:
 
 
 @app.command()
-def promote(
-    member: Member,
-    *,
-    to: Level = None,
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    json: Json = False,
-) -> None:
+@asks
+def promote(daemon: Daemon, member: Member, *, to: Level = None) -> None:
     """Raise a member's trust level, by one unless --to says which."""
-    client = locate_daemon(state_dir, host, api_port)
-    _tell(ask(client, lambda client: client.change_member("promote", member, level=to)), json)
+    _change(daemon, "promote", member, level=to)
 
 
 @app.command()
-def demote(
-    member: Member,
-    *,
-    to: Level = None,
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    json: Json = False,
-) -> None:
+@asks
+def demote(daemon: Daemon, member: Member, *, to: Level = None) -> None:
     """Lower a member's trust level, by one unless --to says which."""
-    client = locate_daemon(state_dir, host, api_port)
-    _tell(ask(client, lambda client: client.change_member("demote", member, level=to)), json)
+    _change(daemon, "demote", member, level=to)
 
 
 @app.command()
+@asks
 def revoke(
+    daemon: Daemon,
     member: Member,
     *,
     reason: Annotated[str, typer.Option(help="Why, for the record.")] = "",
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    json: Json = False,
 ) -> None:
     """Put a member out for good: its links are cut everywhere, its key never comes back."""
-    client = locate_daemon(state_dir, host, api_port)
-    _tell(ask(client, lambda client: client.change_member("revoke", member, reason=reason)), json)
+    _change(daemon, "revoke", member, reason=reason)
 
 
 @app.command()
-def readmit(
-    member: Member,
-    *,
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    json: Json = False,
-) -> None:
+@asks
+def readmit(daemon: Daemon, member: Member) -> None:
     """Let a member decide again that signed two histories because its log was restored."""
-    client = locate_daemon(state_dir, host, api_port)
-    _tell(ask(client, lambda client: client.change_member("readmit", member)), json)
+    _change(daemon, "readmit", member)
 
 
 @app.command()
+@asks
 def recover(
+    daemon: Daemon,
     code: Annotated[
         str | None, typer.Argument(help="The recovery code; asked for when it is left out.")
     ] = None,
-    *,
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    json: Json = False,
 ) -> None:
     """Make this machine the only anchor, with the code that was printed at the founding.
 
     For a hearth whose anchors are lost, stolen, or at odds. Members stay members.
     """
-    client = locate_daemon(state_dir, host, api_port)
     # Left out of the command line, it is in no shell's history.
     secret = code if code is not None else typer.prompt("Recovery code", err=True)
-    outcome = ask(client, lambda client: client.recover(secret))
-    if json:
-        print_json(outcome)
-        return
+    daemon.show(daemon.ask(lambda client: client.recover(secret)), _recovered)
+
+
+def _recovered(outcome: dict[str, Any]) -> None:
     say(f"{outcome['anchor']['name']} is the only anchor now.")
     if outcome["demoted"]:
         say(f"No anchors any more, but still members: {', '.join(outcome['demoted'])}.")
 
 
-def _tell(outcome: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(outcome)
-        return
+def _change(daemon: Daemon, act: str, member: str, **details: Any) -> None:
+    daemon.show(daemon.ask(lambda client: client.change_member(act, member, **details)), _changed)
+
+
+def _changed(outcome: dict[str, Any]) -> None:
     name, action = outcome["member"]["name"], outcome["action"]
     if not outcome["done"]:
         say(f"Your vote counts; {outcome['votes_missing']} more anchor(s) have to do the same.")

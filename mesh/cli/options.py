@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+
+from mesh.cli.output import print_json
 
 if TYPE_CHECKING:
     from mesh.client import Client
@@ -32,6 +37,54 @@ ApiPort = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+_FLAGS = {"state_dir": StateDir, "host": Host, "api_port": ApiPort, "json": Json}
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """The daemon that a verb's flags name, and how the verb prints what it says."""
+
+    state_dir: Path | None = None
+    host: str | None = None
+    api_port: int | None = None
+    json: bool = False
+
+    def client(self) -> Client:
+        """A client of it, to be closed. Raises NotRunning and ConfigError."""
+        return locate_daemon(self.state_dir, self.host, self.api_port)
+
+    def ask(self, question: Callable[[Client], Awaitable[_T]]) -> _T:
+        """Its answer to one question. Raises as `client`, and what it answers with."""
+        return ask(self.client(), question)
+
+    def show(self, answer: _T, in_words: Callable[[_T], None]) -> None:
+        """Print an answer as JSON where that was asked for, else in words."""
+        if self.json:
+            print_json(answer)
+        else:
+            in_words(answer)
+
+
+def asks(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb with --state-dir, --host, --api-port and --json for its parameter `daemon`."""
+    signature = inspect.signature(verb, eval_str=True)
+    own = [each for each in signature.parameters.values() if each.name != "daemon"]
+    flags = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(Daemon(), name), annotation=hint)
+        for name, hint in _FLAGS.items()
+    ]
+
+    def asking(**given: Any) -> None:
+        daemon = Daemon(**{name: given.pop(name) for name in _FLAGS})
+        verb(daemon=daemon, **given)
+
+    asking.__name__, asking.__doc__ = verb.__name__, verb.__doc__
+    parameters = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in own] + flags
+    asking.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    asking.__annotations__ = {each.name: each.annotation for each in parameters}
+    return asking
 
 
 def finite(number: float | None) -> float | None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.answers import Answer, receive
-from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
-from mesh.cli.output import note, print_json
+from mesh.cli.answers import ReceivedAnswer, receive
+from mesh.cli.options import Daemon, asks
+from mesh.cli.output import note
 from mesh.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ _Wire = Annotated[str | None, typer.Option(help="fp16, bf16 or fp32 between the 
 _Raw = Annotated[bool, typer.Option("--raw", help="Continue the text, without chat template.")]
 
 
+@asks
 def run(  # noqa: PLR0913 - flags
+    daemon: Daemon,
     model: Annotated[str, typer.Argument(help="See `hearthnet models`.")],
     prompt: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
     *,
@@ -42,10 +44,6 @@ def run(  # noqa: PLR0913 - flags
     ignore_eos: _IgnoreEos = False,
     wire_dtype: _Wire = None,
     raw: _Raw = False,
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    as_json: Json = False,
 ) -> None:
     """Ask once. Piped input is added to the prompt; the answer is the only thing on stdout."""
     text = _whole_prompt(prompt)
@@ -55,20 +53,17 @@ def run(  # noqa: PLR0913 - flags
     }  # fmt: skip
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": text})
-    answer = Answer()
+    answer = ReceivedAnswer()
 
     async def question(client: Client) -> None:
         if raw:
             chunks = client.complete(model, text, **options)
         else:
             chunks = client.chat(model, messages, **options)
-        await receive(chunks, answer, show=not as_json)
+        await receive(chunks, answer, show=not daemon.json)
 
-    ask(locate_daemon(state_dir, host, api_port), question)
-    if as_json:
-        print_json(answer.to_dict())
-    else:
-        note(answer.summary)
+    daemon.ask(question)
+    daemon.show(answer.to_dict(), lambda _: note(answer.summary))
 
 
 def _whole_prompt(prompt: str | None) -> str:

@@ -1,25 +1,31 @@
-"""`hearthnet status`: the whole picture."""
+"""`hearthnet status`, `peers` and `models`: the whole picture, and parts of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
-from mesh.cli.output import note, print_json, print_table, route_line, say
+from mesh.cli.options import Daemon, asks
+from mesh.cli.output import note, print_table, route_line, say
 
 
-def status(
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    as_json: Json = False,
-) -> None:
+@asks
+def status(daemon: Daemon) -> None:
     """Show this node, its peers, models, shards and running generations."""
-    picture = ask(locate_daemon(state_dir, host, api_port), lambda client: client.status())
-    if as_json:
-        print_json(picture)
-    else:
-        show(picture)
+    daemon.show(daemon.ask(lambda client: client.status()), show)
+
+
+@asks
+def peers(daemon: Daemon) -> None:
+    """List the other nodes and the layers each holds."""
+    found = daemon.ask(lambda client: client.peers())
+    daemon.show({"peers": found}, lambda _: print_peers(found))
+
+
+@asks
+def models(daemon: Daemon) -> None:
+    """List the models of the mesh and what keeps each from answering."""
+    found = daemon.ask(lambda client: client.models())
+    daemon.show({"models": found}, lambda _: print_models(found))
 
 
 def show(picture: dict[str, Any]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
-from mesh.cli.output import print_json, print_table, say
+from mesh.cli.options import Daemon, asks
+from mesh.cli.output import print_table, say
 
 app = typer.Typer(help="Named steering edits that chat requests can use.", no_args_is_help=True)
 
@@ -16,7 +16,9 @@ Name = Annotated[str, typer.Argument(help="What requests call it.")]
 
 
 @app.command()
-def publish(  # noqa: PLR0913 - every flag is a parameter
+@asks
+def publish(
+    daemon: Daemon,
     name: Name,
     file: Annotated[
         Path,
@@ -28,36 +30,22 @@ def publish(  # noqa: PLR0913 - every flag is a parameter
     path: Annotated[str, typer.Option(help="Where: model.layers.N, model.layers.N.mlp, ...")],
     model: Annotated[str, typer.Option(help="The model it was made for.")] = "builtin",
     side: Annotated[str, typer.Option(help="output or input of that module.")] = "output",
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    json: Json = False,
 ) -> None:
     """Publish an edit under a name; the newest edit of a name is the one that counts."""
     tensors = file.read_bytes()
-    made = ask(
-        locate_daemon(state_dir, host, api_port),
-        lambda client: client.publish_steering(name, model, path, side, tensors),
-    )
-    if json:
-        print_json(made)
-    else:
-        say(f"{made['name']} ({made['kind']}) steers the {side} of {path} of {model}.")
+    made = daemon.ask(lambda client: client.publish_steering(name, model, path, side, tensors))
+    said = f"{made['name']} ({made['kind']}) steers the {side} of {path} of {model}."
+    daemon.show(made, lambda _: say(said))
 
 
 @app.command("list")
-def show(
-    *,
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    json: Json = False,
-) -> None:
+@asks
+def show(daemon: Daemon) -> None:
     """List the published edits."""
-    edits = ask(locate_daemon(state_dir, host, api_port), lambda client: client.steerings())
-    if json:
-        print_json(edits)
-        return
+    daemon.show(daemon.ask(lambda client: client.steerings()), _show)
+
+
+def _show(edits: list[dict[str, Any]]) -> None:
     print_table(
         ["name", "model", "path", "side", "kind", "bytes", "by"],
         [
@@ -68,19 +56,8 @@ def show(
 
 
 @app.command()
-def remove(
-    name: Name,
-    *,
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    json: Json = False,
-) -> None:
+@asks
+def remove(daemon: Daemon, name: Name) -> None:
     """Take a published edit back; answers that run go on with it."""
-    done = ask(
-        locate_daemon(state_dir, host, api_port), lambda client: client.remove_steering(name)
-    )
-    if json:
-        print_json(done)
-    else:
-        say(f"{name} is removed.")
+    done = daemon.ask(lambda client: client.remove_steering(name))
+    daemon.show(done, lambda _: say(f"{name} is removed."))

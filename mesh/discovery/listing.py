@@ -16,7 +16,7 @@ from mesh.discovery.greeting import PeerHello, label
 from mesh.discovery.links import ControlLink
 from mesh.discovery.notices import Notices
 from mesh.discovery.sightings import Sightings
-from mesh.discovery.trust import Trust
+from mesh.discovery.trust import PeerTrust
 from mesh.errors import BadAdvertisement
 from mesh.types import NodeId
 from mesh.wire.messages import Advertise
@@ -33,7 +33,7 @@ class Listing:
         self,
         store: ShardStore,
         notices: Notices,
-        trust: Trust,
+        trust: PeerTrust,
         sightings: Sightings,
         accounts: ResourceLedger,
     ) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mesh.discovery import advertisement
 from mesh.discovery.advertisement import Advertisement
-from mesh.discovery.trust import Trust
+from mesh.discovery.trust import PeerTrust
 from mesh.errors import BadAdvertisement, BadEvent
 from mesh.events.ephemera import Ephemera, Notice, seal_notice
 from mesh.types import NodeId
@@ -39,7 +39,9 @@ class Notices:
     hold.
     """
 
-    def __init__(self, own: NodeId, hearth: str, trust: Trust, *, epoch: int, ttl_s: float) -> None:
+    def __init__(
+        self, own: NodeId, hearth: str, trust: PeerTrust, *, epoch: int, ttl_s: float
+    ) -> None:
         self._own = own
         self._hearth = hearth
         self._trust = trust

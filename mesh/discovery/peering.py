@@ -27,7 +27,7 @@ from mesh.discovery.listing import Listing, info
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.notices import EXPIRY_FACTOR, Notices
 from mesh.discovery.sightings import PeerState, PeerView, Sightings, why_not
-from mesh.discovery.trust import Trust
+from mesh.discovery.trust import PeerTrust
 from mesh.errors import (
     BadAdvertisement,
     BadEvent,
@@ -89,7 +89,7 @@ class Peering:
         shards: Callable[[], Sequence[Advertisement]],
         on_event: Callable[[PeerEvent], None],
         *,
-        trust: Trust,
+        trust: PeerTrust,
         on_message: Callable[[NodeId, Said], None] = lambda peer, message: None,
         mdns: Mdns | None = None,
     ) -> None:

@@ -9,7 +9,7 @@ from mesh.identity.tls import TlsContexts
 from mesh.types import NodeId
 
 
-class Trust(Protocol):
+class PeerTrust(Protocol):
     """Who may link, and whose shards count. The hearth provides it."""
 
     @property

@@ -16,7 +16,7 @@ from mesh.events.decision import DecisionDraft, DecisionId, SignedDecision
 from mesh.events.intake import Intake, Report
 from mesh.events.rules import Membership
 from mesh.events.types import GENESIS, Draft, Event, EventId, Payload, Place, Sign, seal
-from mesh.events.verdict import Verdict
+from mesh.events.verdict import EventVerdict
 from mesh.types import NodeId
 
 Say = Callable[[Sequence[DecisionId], int], dict[str, Any]]
@@ -74,7 +74,7 @@ class Author:
         )  # fmt: skip
         decision = decisions.seal(draft, self._sign)
         verdict = docket.offer(decision)
-        if verdict is not Verdict.ACCEPTED:
+        if verdict is not EventVerdict.ACCEPTED:
             raise LogRefused(
                 f"No node of the hearth would take this decision ({verdict}).",
                 fix="See `hearthnet members`: only an anchor decides, and a forked one does not.",

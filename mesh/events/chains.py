@@ -16,11 +16,11 @@ from mesh.accounts.ledger import Hold, Resource, ResourceLedger, of_peer
 from mesh.clock import Clock
 from mesh.errors import Busy
 from mesh.events import apply as applying
-from mesh.events.pending import Pending
+from mesh.events.pending import PendingEvents
 from mesh.events.rules import Membership, Verify
 from mesh.events.state import State
 from mesh.events.types import GENESIS, MAX_EVENT_BYTES, MAX_INT63, Event, EventId, Place
-from mesh.events.verdict import Verdict
+from mesh.events.verdict import EventVerdict
 from mesh.types import NodeId
 
 MAX_LAMPORT_LEAP = 1 << 20
@@ -85,7 +85,7 @@ class Chains:
         self.accounts = ResourceLedger(clock, allowances.LOG) if accounts is None else accounts
         self.state = State(membership)
         self.lamport = 0
-        self.pending = Pending(clock, self.accounts)
+        self.pending = PendingEvents(clock, self.accounts)
         self._verify = verify
         self._chains: dict[NodeId, Chain] = {}
         self._open: _Transaction | None = None
@@ -207,20 +207,20 @@ class Chains:
 
     def offer(
         self, event: Event, source: NodeId | None = None, until: float | None = None
-    ) -> Verdict:
+    ) -> EventVerdict:
         """Judge one event and take it in if it is valid and next in its chain."""
         verdict = self._judge_chain(event)
         if verdict is None:
             verdict = self._take_in(event)
-        elif verdict is Verdict.FORKED:
+        elif verdict is EventVerdict.FORKED:
             verdict = self._judge_conflict(event)
-        if verdict is Verdict.HELD:
+        if verdict is EventVerdict.HELD:
             self.pending.hold(event, source, until)
         return verdict
 
-    def settle(self) -> list[tuple[NodeId | None, Verdict]]:
+    def settle(self) -> list[tuple[NodeId | None, EventVerdict]]:
         """Apply what was accepted, and offer again what waited for it: sources and verdicts."""
-        verdicts: list[tuple[NodeId | None, Verdict]] = []
+        verdicts: list[tuple[NodeId | None, EventVerdict]] = []
         self._flush()
         while ready := self._transaction().ready:
             self._transaction().ready = set()
@@ -228,7 +228,7 @@ class Chains:
                 while waiting := list(self.pending.take(author, self.stored(author) + 1)):
                     results = [self.offer(h.event, h.source, h.until) for h in waiting]
                     verdicts += [(h.source, v) for h, v in zip(waiting, results, strict=True)]
-                    if Verdict.ACCEPTED not in results:
+                    if EventVerdict.ACCEPTED not in results:
                         break
             self._flush()
         return verdicts
@@ -246,22 +246,22 @@ class Chains:
         if generation >= self.generation(author):
             self.state = applying.freeze(self.state, author, (generation, seq - 1))
 
-    def judge_proof(self, first: Event, second: Event) -> Verdict:
+    def judge_proof(self, first: Event, second: Event) -> EventVerdict:
         """Whether two events prove a fork that is not known yet: FORKED, KNOWN, HELD or bad."""
         if (first.author, first.place) != (second.author, second.place) or first.id == second.id:
-            return Verdict.MALFORMED
+            return EventVerdict.MALFORMED
         if {first.hearth_id, second.hearth_id} != {self.hearth_id}:
-            return Verdict.FOREIGN
+            return EventVerdict.FOREIGN
         frozen = self.state.frozen.get(first.author)
         if frozen is not None and frozen < first.place:
-            return Verdict.KNOWN
+            return EventVerdict.KNOWN
         checks = [self._is_signed(first), self._is_signed(second)]
         if None in checks:
-            return Verdict.HELD
+            return EventVerdict.HELD
         if not all(checks):
-            return Verdict.FORGED
+            return EventVerdict.FORGED
         has_begun_again = first.generation < self.generation(first.author)
-        return Verdict.VOID if has_begun_again else Verdict.FORKED
+        return EventVerdict.VOID if has_begun_again else EventVerdict.FORKED
 
     def refold(self, author: NodeId, chain: Iterable[Event]) -> None:
         """Fold a stale author's chain, as stored, again."""
@@ -269,23 +269,23 @@ class Chains:
 
     # How an event is judged.
 
-    def _judge_chain(self, event: Event) -> Verdict | None:
+    def _judge_chain(self, event: Event) -> EventVerdict | None:
         """All that can be said without the signature; None when it is next in its chain."""
         if event.hearth_id != self.hearth_id:
-            return Verdict.FOREIGN
+            return EventVerdict.FOREIGN
         chain = self._chains.get(event.author)
         if chain is not None and event.generation != chain.generation:
             if event.generation < chain.generation or event.seq > 1:
-                return Verdict.VOID
+                return EventVerdict.VOID
             chain = None
         known = chain is not None and event.seq <= len(chain)
         if chain is not None and known and chain.id_at(event.seq) == event.id:
-            return Verdict.KNOWN
+            return EventVerdict.KNOWN
         if self._is_beyond(event):
-            return Verdict.VOID
+            return EventVerdict.VOID
         if event.lamport > min(self.lamport + MAX_LAMPORT_LEAP, MAX_INT63 - MAX_LAMPORT_LEAP):
-            return Verdict.TOO_FAR
-        return Verdict.FORKED if known else _judge_link(chain or Chain(), event)
+            return EventVerdict.TOO_FAR
+        return EventVerdict.FORKED if known else _judge_link(chain or Chain(), event)
 
     def _is_beyond(self, event: Event) -> bool:
         """Whether an event comes after its author was put out, or forked this chain."""
@@ -294,27 +294,27 @@ class Chains:
         forked = frozen[0] == event.generation and event.seq > frozen[1]
         return forked or (cut is not None and event.place > cut)
 
-    def _judge_conflict(self, event: Event) -> Verdict:
+    def _judge_conflict(self, event: Event) -> EventVerdict:
         signed = self._is_signed(event)
         if signed is None:
-            return Verdict.VOID
+            return EventVerdict.VOID
         if not signed:
-            return Verdict.FORGED
+            return EventVerdict.FORGED
         known = self.conflicts.get(event.author)
         if known is None or event.seq < known.seq:
             self.conflicts[event.author] = event
-        return Verdict.FORKED
+        return EventVerdict.FORKED
 
-    def _take_in(self, event: Event) -> Verdict:
+    def _take_in(self, event: Event) -> EventVerdict:
         signed = self._is_signed(event)
         if not signed:
-            return Verdict.HELD if signed is None else Verdict.FORGED
+            return EventVerdict.HELD if signed is None else EventVerdict.FORGED
         transaction = self._transaction()
         before = self._chains.get(event.author) or Chain(event.generation)
         chain = before if before.generation == event.generation else Chain(event.generation)
         if not self._has_room(event.author, chain, len(event.body)):
             self._full[event.author] = len(chain)
-            return Verdict.FULL
+            return EventVerdict.FULL
         if chain is not before or self.state.frozen.get(event.author, event.place) < (
             event.generation, 0
         ):  # fmt: skip
@@ -329,7 +329,7 @@ class Chains:
         chain.lamport = event.lamport
         chain.size_bytes += len(event.body)
         self.lamport = max(self.lamport, event.lamport)
-        return Verdict.ACCEPTED
+        return EventVerdict.ACCEPTED
 
     def _has_room(self, author: NodeId, chain: Chain, size_bytes: int) -> bool:
         """The same answer on every node, whatever came in which order: chains are equal."""
@@ -371,10 +371,10 @@ class Chains:
         return self._open
 
 
-def _judge_link(chain: Chain, event: Event) -> Verdict | None:
+def _judge_link(chain: Chain, event: Event) -> EventVerdict | None:
     """Whether an event that is not in the chain can be its next; None when it can."""
     if event.seq > len(chain) + 1:
-        return Verdict.HELD
+        return EventVerdict.HELD
     if event.prev != chain.id_at(len(chain)):
-        return Verdict.DIVERGED
-    return Verdict.BROKEN if event.lamport <= chain.lamport else None
+        return EventVerdict.DIVERGED
+    return EventVerdict.BROKEN if event.lamport <= chain.lamport else None

@@ -18,7 +18,7 @@ from mesh.errors import BadEvent
 from mesh.events.decision import MAX_PARENTS, DecisionId, SignedDecision, decode
 from mesh.events.graph import Graph, positions
 from mesh.events.rules import Membership, Rules
-from mesh.events.verdict import Verdict
+from mesh.events.verdict import EventVerdict
 from mesh.types import NodeId
 
 MAX_PER_AUTHOR = 2048
@@ -125,27 +125,27 @@ class Docket:
         self._began = len(self.graph)
         self._publish(membership)
 
-    def take(self, received: Sequence[Signed]) -> list[Verdict]:
+    def take(self, received: Sequence[Signed]) -> list[EventVerdict]:
         """Offer what a peer sent."""
         verdicts = []
         for body, signature in received:
             try:
                 decision = decode(body, signature)
             except BadEvent:
-                verdicts.append(Verdict.MALFORMED)
+                verdicts.append(EventVerdict.MALFORMED)
             else:
                 verdicts.append(self.offer(decision))
         return verdicts
 
-    def offer(self, decision: SignedDecision) -> Verdict:
+    def offer(self, decision: SignedDecision) -> EventVerdict:
         """Judge one decision and take it in; then what waited for it."""
         verdict = self._examine(decision)
-        if verdict is Verdict.HELD:
+        if verdict is EventVerdict.HELD:
             self._wait(decision)
-        elif verdict is Verdict.ACCEPTED:
+        elif verdict is EventVerdict.ACCEPTED:
             self._add(decision)
             self._settle()
-        elif verdict is not Verdict.KNOWN:
+        elif verdict is not EventVerdict.KNOWN:
             self._refuse(decision.id)
         return verdict
 
@@ -163,30 +163,30 @@ class Docket:
         self.wanted = tuple(dict.fromkeys(missing))
         self.membership = membership
 
-    def _examine(self, decision: SignedDecision) -> Verdict:
+    def _examine(self, decision: SignedDecision) -> EventVerdict:
         """What costs least comes first."""
         if decision.hearth_id != self._hearth_id:
-            return Verdict.FOREIGN
+            return EventVerdict.FOREIGN
         if decision.id in self.graph:
-            return Verdict.KNOWN
+            return EventVerdict.KNOWN
         if self.graph.missing(decision):
-            return Verdict.HELD
-        return self._find_fault(decision) or Verdict.ACCEPTED
+            return EventVerdict.HELD
+        return self._find_fault(decision) or EventVerdict.ACCEPTED
 
-    def _find_fault(self, decision: SignedDecision) -> Verdict | None:
+    def _find_fault(self, decision: SignedDecision) -> EventVerdict | None:
         """What keeps out a decision whose parents are here."""
         key = self._judge.key(decision)
         if decision.depth != self.graph.depth_after(decision.parents):
-            return Verdict.BROKEN
+            return EventVerdict.BROKEN
         if key is not None and not _is_signed(decision, key):
-            return Verdict.FORGED
+            return EventVerdict.FORGED
         if key is None or not self._judge.permits(decision):
-            return Verdict.UNLAWFUL
+            return EventVerdict.UNLAWFUL
         if decision.id in self._relied_on():
             return None
         if self._judge.rewrites(decision):
-            return Verdict.VOID
-        return None if self._has_room(decision) else Verdict.FULL
+            return EventVerdict.VOID
+        return None if self._has_room(decision) else EventVerdict.FULL
 
     def _has_room(self, decision: SignedDecision) -> bool:
         if self._judge.is_second_history(decision):
@@ -228,10 +228,10 @@ class Docket:
             moving = False
             for decision in list(self._waiting.values()):
                 verdict = self._examine(decision)
-                if verdict is Verdict.ACCEPTED:
+                if verdict is EventVerdict.ACCEPTED:
                     self._add(decision)
                     moving = True
-                elif verdict is not Verdict.HELD:
+                elif verdict is not EventVerdict.HELD:
                     del self._waiting[decision.id]
                     self._refuse(decision.id)
 

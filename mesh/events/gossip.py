@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from mesh.accounts.ledger import Resource, of_peer
 from mesh.errors import LimitReached, MeshError
-from mesh.events.log import Change, EventLog
+from mesh.events.log import EventLog, LogChange
 from mesh.events.messages import Ask, Heads, Message, Page, Probe, Pull
-from mesh.events.sync import Exchange, answer_probe, heads_of, wants_something
+from mesh.events.sync import CatchUp, answer_probe, heads_of, wants_something
 from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class GossipSettings:
     max_backoff_s: float = 60.0
 
 
-class Gossip:
+class LogGossip:
     """Call `start`, then `peer_up` and `peer_down` as links come and go, and `stop`."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Gossip:
         if known is not None and not self._log.muted(peer):
             known.receive(message)
 
-    def _changed(self, change: Change) -> None:
+    def _changed(self, change: LogChange) -> None:
         self._news.set()
 
     async def _tell(self) -> None:
@@ -171,7 +171,7 @@ class _Peer:
     async def _exchange(self) -> bool:
         """Catch up once; False when the peer announced what it could not show."""
         self._number += 1
-        exchange = Exchange(self._number, self._log.replica)
+        exchange = CatchUp(self._number, self._log.replica)
         message = exchange.start()
         while True:
             turn = exchange.receive(await self._request(message))

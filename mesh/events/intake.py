@@ -21,7 +21,7 @@ from mesh.events.docket import Docket, Signed
 from mesh.events.rules import Membership
 from mesh.events.store import Proof
 from mesh.events.types import Event, Place, decode
-from mesh.events.verdict import Verdict
+from mesh.events.verdict import EventVerdict
 from mesh.types import NodeId
 
 SKEW_S = 600.0
@@ -45,7 +45,7 @@ class Received:
 class Deliberated:
     """What became of decisions a peer sent, in their order, and who is in then."""
 
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[EventVerdict, ...]
     membership: Membership
 
 
@@ -57,7 +57,7 @@ class Outcome:
     another chain, `decided` counts the decisions that were taken in.
     """
 
-    verdicts: Counter[Verdict] = field(default_factory=Counter)
+    verdicts: Counter[EventVerdict] = field(default_factory=Counter)
     decided: int = 0
     offered: set[NodeId] = field(default_factory=set)
     diverged: set[NodeId] = field(default_factory=set)
@@ -133,7 +133,7 @@ class Intake:
     def take_own(self, event: Event) -> None:
         """Offer an event of this node. Raises LogRefused unless its peers would take it."""
         verdict = self.chains.offer(event)
-        if verdict is Verdict.ACCEPTED:
+        if verdict is EventVerdict.ACCEPTED:
             self.settle(None)
             return
         list(self.chains.pending.take(event.author, event.seq))  # it must not come true later
@@ -148,7 +148,7 @@ class Intake:
         self._settle_held()
         for author, waiting in self.orphans.items():
             while (place := self._next_place(author)) in waiting:
-                if self.chains.offer(decode(*waiting[place]), source) is not Verdict.ACCEPTED:
+                if self.chains.offer(decode(*waiting[place]), source) is not EventVerdict.ACCEPTED:
                     break
                 self.adopted.append((author, place))
                 self._settle_held()
@@ -198,27 +198,31 @@ class Intake:
 
     def _take_event(
         self, body: bytes, signature: bytes, source: NodeId, outcome: Outcome
-    ) -> Verdict:
+    ) -> EventVerdict:
         try:
             event = decode(body, signature)
         except BadEvent:
-            verdict = Verdict.MALFORMED
+            verdict = EventVerdict.MALFORMED
         else:
             verdict = self._offer(event, source)
             outcome.offered.add(event.author)
-            if verdict is Verdict.DIVERGED:
+            if verdict is EventVerdict.DIVERGED:
                 outcome.diverged.add(event.author)
         outcome.verdicts[verdict] += 1
         self._charge(source, verdict)
         return verdict
 
-    def _offer(self, event: Event, source: NodeId) -> Verdict:
+    def _offer(self, event: Event, source: NodeId) -> EventVerdict:
         author, accounts = event.author, self.chains.accounts
         is_fresh = event.place >= self._next_place(author)
         if is_fresh and accounts.exhausted(of_peer(author), Resource.EVENTS_PER_MINUTE):
-            return Verdict.LATER
+            return EventVerdict.LATER
         verdict = self.chains.offer(event, source)
-        if verdict is Verdict.FULL and author not in self._full and len(self._full) < _MAX_WARNED:
+        if (
+            verdict is EventVerdict.FULL
+            and author not in self._full
+            and len(self._full) < _MAX_WARNED
+        ):
             self._full.add(author)
             self.on_report(
                 Report(
@@ -230,14 +234,14 @@ class Intake:
             )  # fmt: skip
         return verdict
 
-    def _take_proof(self, first: Signed, second: Signed, source: NodeId) -> Verdict:
+    def _take_proof(self, first: Signed, second: Signed, source: NodeId) -> EventVerdict:
         try:
             proof = decode(*first), decode(*second)
         except BadEvent:
-            verdict = Verdict.MALFORMED
+            verdict = EventVerdict.MALFORMED
         else:
             verdict = self.chains.judge_proof(*proof)
-            if verdict is Verdict.FORKED:
+            if verdict is EventVerdict.FORKED:
                 self.chains.freeze(proof[0].author, proof[0].place)
                 self._proofs.append(proof)
         self._charge(source, verdict)
@@ -248,7 +252,7 @@ class Intake:
             if source is not None:
                 self._charge(source, verdict)
 
-    def _charge(self, source: NodeId, verdict: Verdict) -> None:
+    def _charge(self, source: NodeId, verdict: EventVerdict) -> None:
         if verdict.is_bad:
             self.blame(source)
 

@@ -34,8 +34,8 @@ from mesh.events.store import (
     MAX_PAGE_EVENTS,
     PROOF_OVERHEAD_BYTES,
     RECORD_OVERHEAD_BYTES,
-    Batch,
     Store,
+    WriteBatch,
 )
 from mesh.events.sync import Replica
 from mesh.events.types import Event, Payload, Sign
@@ -53,7 +53,7 @@ _CLOSE_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class LogChange:
     """What one transaction brought, in the order it was taken in, and the state."""
 
     events: tuple[Event, ...]
@@ -81,7 +81,7 @@ class EventLog:
         self.chains: Chains = intake.chains
         self.docket: Docket = intake.docket
         self.replica = Replica(intake.chains, intake.docket)
-        self.on_change: list[Callable[[Change], None]] = []
+        self.on_change: list[Callable[[LogChange], None]] = []
         self._store = store
         self._intake = intake
         self._rules = rules
@@ -308,7 +308,7 @@ class EventLog:
         if accepted or proofs or decided:
             replaced = [(node, chains.generation(node)) for node in chains.replaced]
             await self._store.write(
-                Batch(accepted, decided, proofs, self._intake.adopted, replaced, notes)
+                WriteBatch(accepted, decided, proofs, self._intake.adopted, replaced, notes)
             )
         if appended is None and head > author.head:
             author.tell_restored()
@@ -328,7 +328,7 @@ class EventLog:
             await asyncio.to_thread(self.docket.commit, self.chains.state.membership)
         await self._refold()
         if events or decided or self.chains.state is not before:
-            change = Change(events, decided, self.chains.state)
+            change = LogChange(events, decided, self.chains.state)
             for listener in self.on_change:
                 listener(change)
         self._since_snapshot += len(events)
@@ -352,6 +352,6 @@ class EventLog:
             return
         dumped = await asyncio.to_thread(snapshot.dump, self.chains.state, self._rules.version)
         if dumped is not None:
-            await self._store.write(Batch(notes={opening.SNAPSHOT: dumped}))
+            await self._store.write(WriteBatch(notes={opening.SNAPSHOT: dumped}))
             await self._store.compact()
             self._since_snapshot = 0

@@ -33,7 +33,7 @@ class Held:
     room: Hold
 
 
-class Pending:
+class PendingEvents:
     """Waiting events by author; of an author's events the nearest to its chain are kept.
 
     Whoever sent them has so many bytes of them on its account, and no more.

@@ -31,7 +31,7 @@ class Membership(Protocol):
         """
 
 
-class Judge(Protocol):
+class GraphJudge(Protocol):
     """Follows one graph of decisions and says what they mean. Not for several threads at a time."""
 
     def key(self, decision: SignedDecision) -> bytes | None:
@@ -80,7 +80,7 @@ class Rules(Protocol):
     version: str
     """Changes whenever the same decisions may give another membership than before."""
 
-    def judge(self, graph: Graph) -> Judge:
+    def judge(self, graph: Graph) -> GraphJudge:
         """The judge of the decisions in a graph that is empty now."""
 
 

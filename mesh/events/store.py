@@ -60,7 +60,7 @@ Proof = tuple[Event, Event]
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class WriteBatch:
     """What one transaction writes."""
 
     events: Sequence[Event] = ()
@@ -114,7 +114,7 @@ class Store:
             await self._reader.close()
             await self._writer.close()
 
-    async def write(self, batch: Batch) -> None:
+    async def write(self, batch: WriteBatch) -> None:
         """Write everything or nothing, durably. Raises LogFull, LogCorrupt.
 
         Not for two tasks at a time.
@@ -213,7 +213,7 @@ class Store:
         except sqlite3.Error as error:
             raise translate(error) from error
 
-    async def _write(self, batch: Batch) -> None:
+    async def _write(self, batch: WriteBatch) -> None:
         writer = self._writer
         if batch.decisions:
             await writer.executemany(

@@ -1,6 +1,6 @@
 """One replica catching up with another, without I/O: messages in, messages and events out.
 
-The one that wants to know drives an `Exchange`; the other answers each request by itself and keeps
+The one that wants to know drives an `CatchUp`; the other answers each request by itself and keeps
 nothing. Heads are compared, what is missing is pulled in bounded pages, decisions before events;
 where two chains of one author differ, the first difference is searched, because the two events
 there prove the fork.
@@ -78,7 +78,7 @@ class _Search:
         return tuple(self.low + 1 + i * between // count for i in range(count))
 
 
-class Exchange:
+class CatchUp:
     """One catching-up with one peer; at most one per peer may run at a time."""
 
     def __init__(self, number: int, replica: Replica) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class Verdict(StrEnum):
+class EventVerdict(StrEnum):
     """What became of an offered event."""
 
     ACCEPTED = "accepted"
@@ -40,7 +40,7 @@ class Verdict(StrEnum):
 
 _BAD = frozenset(
     {
-        Verdict.MALFORMED, Verdict.FOREIGN, Verdict.TOO_FAR, Verdict.BROKEN, Verdict.UNLAWFUL,
-        Verdict.FORGED,
+        EventVerdict.MALFORMED, EventVerdict.FOREIGN, EventVerdict.TOO_FAR, EventVerdict.BROKEN,
+        EventVerdict.UNLAWFUL, EventVerdict.FORGED,
     }
 )  # fmt: skip

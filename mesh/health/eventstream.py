@@ -16,7 +16,7 @@ HISTORY = 1000
 """Events kept for readers that come late or come back."""
 
 
-class EventStream:
+class EventFeed:
     """Numbers events and lets any number of readers follow, each at its own pace.
 
     A reader that falls behind by more than `HISTORY` misses the oldest and sees a gap in the ids.

@@ -25,8 +25,8 @@ from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import Clock
 from mesh.errors import BadFrame, LogForked, MeshError
 from mesh.events import messages
-from mesh.events.gossip import Gossip, Send
-from mesh.events.log import Change, EventLog
+from mesh.events.gossip import LogGossip, Send
+from mesh.events.log import EventLog, LogChange
 from mesh.events.state import Fact
 from mesh.hearth import founding
 from mesh.hearth.founding import OnReport, open_log
@@ -59,7 +59,7 @@ class Hearth:
         self.on_roster: list[Callable[[Roster, Roster], None]] = []
         self._record = record
         self._log = log
-        self._gossip: Gossip | None = None
+        self._gossip: LogGossip | None = None
         self._tls: TlsContexts | None = None
         self._roster = Roster(record.hearth_id, record.name)
         self._revoked: frozenset[str] = frozenset()
@@ -215,7 +215,7 @@ class Hearth:
 
     def start_gossip(self, send: Send, rng: random.Random | None = None) -> None:
         """Begin to keep the log in step with linked peers; `rng` spreads when they are asked."""
-        self._gossip = Gossip(self._log, send, rng=rng, on_exchange=self._heard.set)
+        self._gossip = LogGossip(self._log, send, rng=rng, on_exchange=self._heard.set)
         self._gossip.start()
 
     def peer_up(self, peer: NodeId) -> None:
@@ -250,7 +250,7 @@ class Hearth:
 
     # Following.
 
-    def _note(self, change: Change) -> None:
+    def _note(self, change: LogChange) -> None:
         self._changed.set()
 
     async def _follow(self) -> None:

@@ -34,7 +34,7 @@ class OpenWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class WindowOutcome:
     """The end of a pairing window: why it ended, and the member it let in."""
 
     ending: Ending
@@ -58,7 +58,7 @@ class Inviting:
         self._on_end = on_end
         self._listener: PairingListener | None = None
         self._task: asyncio.Task[None] | None = None
-        self._ended: dict[int, Outcome] = {}
+        self._ended: dict[int, WindowOutcome] = {}
         self._news = asyncio.Event()
 
     async def open(
@@ -96,7 +96,7 @@ class Inviting:
         if task is not None:
             await asyncio.wait([task], timeout=_STOP_TIMEOUT_S)
 
-    async def outcome(self, port: int, timeout_s: float) -> Outcome | None:
+    async def outcome(self, port: int, timeout_s: float) -> WindowOutcome | None:
         """How the window at `port` ended; None when it is still open after `timeout_s`.
 
         Raises NotFound for a window that nobody remembers.
@@ -115,7 +115,7 @@ class Inviting:
     async def _watch(self, listener: PairingListener) -> None:
         ending, joined = await listener.wait()
         logger.info("invitation ended: %s%s", ending, f" by {joined.name}" if joined else "")
-        self._ended[listener.port] = Outcome(ending, joined)
+        self._ended[listener.port] = WindowOutcome(ending, joined)
         while len(self._ended) > _REMEMBERED:
             del self._ended[next(iter(self._ended))]
         self._news.set()

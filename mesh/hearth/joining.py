@@ -32,7 +32,7 @@ _MAX_WINDOWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Joiner:
+class JoiningNode:
     """The node that joins: its key, its name, the directory of its state."""
 
     key: NodeKey
@@ -42,7 +42,7 @@ class Joiner:
 
 
 async def join_hearth(
-    joiner: Joiner, code: str, peer: str | None, interfaces: Sequence[InterfaceChoice]
+    joiner: JoiningNode, code: str, peer: str | None, interfaces: Sequence[InterfaceChoice]
 ) -> HearthRecord:
     """Take up an invitation and keep what it says; the node is a member when this returns.
 
@@ -60,7 +60,7 @@ async def join_hearth(
     return await _search(joiner, ticket, interfaces)
 
 
-async def require_alone(joiner: Joiner) -> None:
+async def require_alone(joiner: JoiningNode) -> None:
     """A node is in one hearth. Raises PairingRejected when others are in this one's."""
     paths = joiner.paths
     record = await asyncio.to_thread(read_record, paths.hearth)
@@ -88,7 +88,7 @@ def check_alone(hearth: Hearth) -> None:
 
 
 async def _search(
-    joiner: Joiner, ticket: Ticket, interfaces: Sequence[InterfaceChoice]
+    joiner: JoiningNode, ticket: Ticket, interfaces: Sequence[InterfaceChoice]
 ) -> HearthRecord:
     """Try the code at every window that the network shows, until one takes it."""
     failure: MeshError | None = None
@@ -148,7 +148,7 @@ async def windows(
         await multicast.close()
 
 
-async def _join_at(joiner: Joiner, ticket: Ticket, host: str, port: int) -> HearthRecord:
+async def _join_at(joiner: JoiningNode, ticket: Ticket, host: str, port: int) -> HearthRecord:
     kept: list[HearthRecord] = []
 
     async def keep(joined: Joined) -> None:

@@ -31,8 +31,8 @@ from mesh.events.intake import Report
 from mesh.hearth.epoch import next_epoch
 from mesh.hearth.founding import found
 from mesh.hearth.hearth import Hearth
-from mesh.hearth.inviting import Inviting, OpenWindow, Outcome
-from mesh.hearth.joining import Joiner, check_alone, join_hearth
+from mesh.hearth.inviting import Inviting, OpenWindow, WindowOutcome
+from mesh.hearth.joining import JoiningNode, check_alone, join_hearth
 from mesh.hearth.publishing import Publisher, Serving
 from mesh.hearth.record import HearthRecord, read_record, write_record
 from mesh.identity.invitations import Ending
@@ -232,7 +232,7 @@ class Network:
             level, ttl_s, self._settings.peering.answers_at or host, host
         )
 
-    async def invitation(self, port: int, timeout_s: float) -> Outcome | None:
+    async def invitation(self, port: int, timeout_s: float) -> WindowOutcome | None:
         """How the pairing window at `port` ended; None while it is open, after `timeout_s`."""
         self.require_hearth()
         assert self._inviting is not None  # noqa: S101 - lives as long as the hearth
@@ -249,7 +249,7 @@ class Network:
         async with self._moving:
             # The log of the hearth that is left must be closed while it is looked at again.
             name = self._settings.peering.name
-            joiner = Joiner(self._key, name, self._paths, self._clock)
+            joiner = JoiningNode(self._key, name, self._paths, self._clock)
             port = self.port
             choices = await asyncio.to_thread(interfaces.choose, list(self._settings.interfaces))
             peering = replace(self._settings.peering, port=port)

@@ -40,7 +40,7 @@ _FIX = "Ask the issuer for a new token."
 
 
 @dataclass(frozen=True, slots=True)
-class Claims:
+class TokenClaims:
     """The content of a token. Times are Unix seconds by the clock that `issue` was given.
 
     `audience` is the node that is to honour it, `holder` the node that may use it, `subject` what
@@ -109,7 +109,9 @@ class TokenVerifier:
         """From now on exactly these ids are revoked."""
         self._revoked = token_ids
 
-    def take(self, token: str, *, holder: NodeId, scope: str, subject: str | None = None) -> Claims:
+    def take(
+        self, token: str, *, holder: NodeId, scope: str, subject: str | None = None
+    ) -> TokenClaims:
         """Accept a token from the link to `holder` for `scope`, once.
 
         Raises TokenRejected, whose `param` is the check that failed: form, signature, issuer,
@@ -128,7 +130,7 @@ class TokenVerifier:
         self._take_once(claims)
         return claims
 
-    def check(self, claims: Claims) -> None:
+    def check(self, claims: TokenClaims) -> None:
         """Whether a taken token still holds; for sessions that outlive a check.
 
         Raises TokenRejected (expiry, revoked, issuer).
@@ -141,7 +143,7 @@ class TokenVerifier:
         if self._public_key(claims.issuer) is None:
             _reject("issuer", "comes from a node that is not a member")
 
-    def _authentic(self, token: str) -> Claims:
+    def _authentic(self, token: str) -> TokenClaims:
         """The claims, once the issuer's signature holds: nothing else is looked at before."""
         signed, payload, signature = _split(token)
         claims = _read_claims(payload)
@@ -154,7 +156,7 @@ class TokenVerifier:
             _reject("signature", "was not signed by its issuer")
         return claims
 
-    def _take_once(self, claims: Claims) -> None:
+    def _take_once(self, claims: TokenClaims) -> None:
         seen = self._seen.setdefault(claims.holder, {})
         if claims.token_id in seen:
             _reject("replay", "was used before")
@@ -199,7 +201,7 @@ class _Payload:
     jti: _Label
 
 
-def _read_claims(payload: bytes) -> Claims:
+def _read_claims(payload: bytes) -> TokenClaims:
     try:
         said = codec.convert(codec.parse_json(payload), _Payload)
     except Fault as fault:
@@ -209,7 +211,9 @@ def _read_claims(payload: bytes) -> Claims:
     if not 0 < said.exp - said.iat <= MAX_TTL_S:
         _reject("form", f"lives longer than {MAX_TTL_S} s")
     scope = frozenset(said.scope.split(" "))
-    return Claims(said.iss, said.sub, said.aud, said.cnf.kid, scope, said.iat, said.exp, said.jti)
+    return TokenClaims(
+        said.iss, said.sub, said.aud, said.cnf.kid, scope, said.iat, said.exp, said.jti
+    )
 
 
 def _reject(check: str, why: str) -> NoReturn:

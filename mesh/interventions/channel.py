@@ -11,8 +11,7 @@ import socket
 import struct
 from typing import Protocol
 
-import msgpack
-
+from mesh import codec
 from mesh.errors import BadFrame, LinkLost, from_dict
 from mesh.interventions.receiving import receive_exactly
 from mesh.shard.taps.parts import MAX_MESSAGE_BYTES
@@ -54,5 +53,5 @@ class SocketChannel:
         except OSError as error:
             raise LinkLost(f"The job's channel broke: {error}.", fix="Run it again.") from error
         if status != ANSWER:
-            raise from_dict(msgpack.unpackb(answer))
+            raise from_dict(codec.unpack_map(answer))
         return answer

@@ -17,7 +17,7 @@ from nnsight.intervention.source import Compiled, bind
 from torch import nn
 
 from mesh.errors import BadRequest, MeshError
-from mesh.interventions.hop import CPU, Header, Hop
+from mesh.interventions.hop import CPU, Header, JobHop
 from mesh.shard.taps.codec import Buffers, Kind, Path, Reader, Staying, Writer, is_cache
 
 if TYPE_CHECKING:
@@ -49,13 +49,13 @@ class Hooks:
         self._interleaver = interleaver
         self._prefix = f"{prefix}."
         self._caches = caches
-        self._routes: tuple[Any, dict[Hop, frozenset[str]]] = (None, {})
+        self._routes: tuple[Any, dict[JobHop, frozenset[str]]] = (None, {})
         self._observed_with_grad = False
         self.attention: Callable[[], str] = lambda: "sdpa"
         self.require_as_sent: Callable[[int, int], None] = lambda _first, _stop: None
         """Raises BadRequest when a layer from `first` up to `stop` is not what its hop computed."""
 
-    def run(self, hop: Hop, request: Header, value: Any) -> Any:
+    def run(self, hop: JobHop, request: Header, value: Any) -> Any:
         """Have `hop` run something over `value`; returns what comes out at its end.
 
         Raises RemoteLayerError for what model code raises there, MeshError when the hop refuses or
@@ -94,7 +94,7 @@ class Hooks:
             hop.joints.tracking = outer
 
     def _message(
-        self, hop: Hop, request: Header, value: Any, *, watching: bool
+        self, hop: JobHop, request: Header, value: Any, *, watching: bool
     ) -> tuple[Header, Buffers]:
         writer = Writer(hop.tensors.write, self._other)
         changed = hop.tensors.write_changed(writer.buffers)
@@ -102,13 +102,13 @@ class Hooks:
         header |= self._wants(hop) if watching else {"want": []}
         return header, writer.buffers
 
-    def _exchange(self, hop: Hop, header: Header, buffers: Buffers) -> tuple[Header, Buffers]:
+    def _exchange(self, hop: JobHop, header: Header, buffers: Buffers) -> tuple[Header, Buffers]:
         try:
             return hop.exchange(header, buffers)
         except BadRequest as error:
             raise RemoteLayerError(str(error)) from None
 
-    def _abort(self, hop: Hop) -> None:
+    def _abort(self, hop: JobHop) -> None:
         try:
             reply, _ = hop.exchange({"op": "abort"}, [])
         except MeshError:
@@ -118,7 +118,7 @@ class Hooks:
 
     # What the interleaver wants of a hop
 
-    def _wants(self, hop: Hop) -> Header:
+    def _wants(self, hop: JobHop) -> Header:
         interleaver = self._interleaver
         wanted: dict[str, list[int]] = {}
         for mediator in interleaver.mediators:
@@ -137,7 +137,7 @@ class Hooks:
             "sourced": hop.new_sources(frozenset(base for base in sourced if base is not None)),
         }
 
-    def _observers(self, hop: Hop) -> frozenset[str]:
+    def _observers(self, hop: JobHop) -> frozenset[str]:
         observers = self._interleaver.observers
         if self._routes[0] is not observers:
             self._routes = (observers, {})
@@ -150,7 +150,7 @@ class Hooks:
             routes[hop] = frozenset(location for location in mine if location is not None)
         return routes[hop]
 
-    def _within(self, hop: Hop, provider: str) -> str | None:
+    def _within(self, hop: JobHop, provider: str) -> str | None:
         """`provider` as the hop names it, None when it is not the hop's."""
         if not provider.startswith(self._prefix):
             return None
@@ -160,18 +160,18 @@ class Hooks:
 
     # What a hop says
 
-    def _count(self, hop: Hop, pattern: Any) -> None:
+    def _count(self, hop: JobHop, pattern: Any) -> None:
         counts = self._interleaver.counts
         for location, visits in hop.visits(pattern):
             provider = self._prefix + location
             counts[provider] = counts.get(provider, 0) + visits
 
-    def _observed(self, hop: Hop, reply: Header, reader: Reader) -> None:
+    def _observed(self, hop: JobHop, reply: Header, reader: Reader) -> None:
         for location, value in reply["observed"]:
             self._interleaver.handle(self._prefix + location, reader.value(value))
         hop.tensors.read_changed(reply["changed"], reader)
 
-    def _serve(self, hop: Hop, reply: Header, reader: Reader) -> Any:
+    def _serve(self, hop: JobHop, reply: Header, reader: Reader) -> Any:
         self._observed(hop, reply, reader)
         if reply["op"] == "hit":
             value = reader.value(reply["value"])
@@ -204,7 +204,7 @@ class Hooks:
             fix="Use tensors, numbers, text and containers of them.",
         )
 
-    def _reader(self, hop: Hop, buffers: Buffers) -> Reader:
+    def _reader(self, hop: JobHop, buffers: Buffers) -> Reader:
         def other(data: list[Any], _path: Path) -> Any:
             if data[0] == Kind.CACHE:
                 return self._caches.by_number(int(data[1]))

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 Header = dict[str, Any]
 
 
-class Hop:
+class JobHop:
     """One hop of the job's route: layers of the model, in order, on one shard."""
 
     def __init__(self, channel: SpanChannel, number: int, layers: LayerRange) -> None:

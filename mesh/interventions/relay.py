@@ -49,7 +49,7 @@ class _TapTerms:
     shard: ShardDescriptor
 
     def opening(self, session: int, layers: LayerRange) -> list[Message]:
-        """See `mesh.pipeline.hop.Terms.opening`."""
+        """What asks a hop for a tap session."""
         model_id, weights = self.shard.model_id, self.shard.weights_sha256
         return [OpenTaps(session, model_id, weights, layers.start, layers.stop)]
 
@@ -58,7 +58,7 @@ class _TapTerms:
         return fed
 
 
-class Incoming:
+class IncomingMessage:
     """A message that is still arriving: `left` bytes of it."""
 
     def __init__(self, reader: asyncio.StreamReader, length: int) -> None:
@@ -72,7 +72,7 @@ class Incoming:
         return part
 
 
-class TapSession(HopSession):
+class RelayedSession(HopSession):
     """One intervention session on one hop, from the asking side.
 
     An answer may take as long as the job may: a link notices by itself when its other end is gone.
@@ -99,7 +99,7 @@ class TapSession(HopSession):
             )
         await super().open()
 
-    async def call(self, message: Incoming) -> AsyncGenerator[tuple[int, bytes]]:
+    async def call(self, message: IncomingMessage) -> AsyncGenerator[tuple[int, bytes]]:
         """Pass on a message as it arrives; the parts of its answer, the last one as ANSWER.
 
         Raises what the hop answers, LinkLost, and IncompleteReadError when the message ends early.
@@ -130,20 +130,20 @@ class TapSession(HopSession):
         yield ANSWER, bytes(answer.data)
 
     def close(self) -> None:
-        """See `HopSession.close`."""
+        """Free the session on the hop, if it can still be told."""
         super().close()
         if self._waiting is not None:
             self._waiting.cancel()
 
     def message(self, message: Message) -> None:
-        """See `HopSession.message`."""
+        """Put a part of the hop's answer where the job waits for it."""
         if not isinstance(message, Blob):
             super().message(message)
         elif self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(message)
 
     def fail(self, error: MeshError) -> None:
-        """See `HopSession.fail`."""
+        """Take the hop as lost from now on; whoever waits gets the error."""
         super().fail(error)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(error)
@@ -187,7 +187,7 @@ class TapSession(HopSession):
 class HopSessions:
     """The sessions of one job, one per hop of its route."""
 
-    def __init__(self, hops: Sequence[TapSession]) -> None:
+    def __init__(self, hops: Sequence[RelayedSession]) -> None:
         self.hops = hops
 
     @classmethod
@@ -206,12 +206,12 @@ class HopSessions:
                 route,
                 links,
                 lambda hop: counted.claim(key_of(hop.shard)),
-                partial(TapSession, open_s=open_s),
+                partial(RelayedSession, open_s=open_s),
             )
         )
 
     @property
-    def lost(self) -> TapSession | None:
+    def lost(self) -> RelayedSession | None:
         """A hop that failed itself. None when all are up."""
         return next((hop for hop in self.hops if hop.is_lost), None)
 
@@ -222,8 +222,8 @@ class HopSessions:
         if self.lost is not None:
             notify()
 
-    def call(self, hop: int, message: Incoming) -> AsyncGenerator[tuple[int, bytes]]:
-        """See `TapSession.call`. Raises BadRequest for a hop that is none."""
+    def call(self, hop: int, message: IncomingMessage) -> AsyncGenerator[tuple[int, bytes]]:
+        """See `RelayedSession.call`. Raises BadRequest for a hop that is none."""
         if hop >= len(self.hops):
             raise BadRequest(f"The job has no hop {hop}.", fix="This is a bug.")
         return self.hops[hop].call(message)
@@ -246,7 +246,7 @@ async def relay(sock: socket.socket, sessions: HopSessions) -> None:
             hop, status, length = HEAD.unpack(await reader.readexactly(HEAD.size))
             if status != ANSWER or length > MAX_FRAME_BYTES:
                 raise BadFrame("The job sent what is no message.", fix="It is ended.")
-            message = Incoming(reader, length)
+            message = IncomingMessage(reader, length)
             try:
                 async with aclosing(sessions.call(hop, message)) as answer:
                     async for status, part in answer:

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from mesh.interventions.channel import SpanChannel
 from mesh.interventions.gradients import watch_gradients
 from mesh.interventions.hooks import SpanInterleaver
-from mesh.interventions.hop import Hop
+from mesh.interventions.hop import JobHop
 from mesh.interventions.spans import Log, RemoteSpans
 from mesh.models import load
 from mesh.models.manifest import Manifest
@@ -67,6 +67,6 @@ def job_model(
     There is one at a time: whoever had the skeleton before has it no more.
     """
     model = skeleton.model
-    spans = [Hop(channel, number, layers) for number, layers in enumerate(hops)]
+    spans = [JobHop(channel, number, layers) for number, layers in enumerate(hops)]
     RemoteSpans(model._module, skeleton.layers, model.interleaver, spans, log)
     return model

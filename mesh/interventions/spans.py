@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import _active_collector
 from mesh.errors import BadRequest
 from mesh.interventions.caches import Caches
 from mesh.interventions.hooks import Hooks, SpanInterleaver
-from mesh.interventions.hop import Hop
+from mesh.interventions.hop import JobHop
 from mesh.interventions.weights import RemoteParameters, RemoteWeights
 
 Log = Callable[[str], None]
@@ -32,7 +32,7 @@ Log = Callable[[str], None]
 class _Deferred:
     """Layers called so far of a run that is not asked for yet."""
 
-    hop: Hop
+    hop: JobHop
     hidden: torch.Tensor
     start: int
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
@@ -47,7 +47,7 @@ class RemoteSpans:
     """The remote layers of one model in one job."""
 
     def __init__(
-        self, model: nn.Module, layers: str, interleaver: SpanInterleaver, hops: Sequence[Hop],
+        self, model: nn.Module, layers: str, interleaver: SpanInterleaver, hops: Sequence[JobHop],
         log: Log,
     ) -> None:  # fmt: skip
         """`layers` names the list of decoder layers in `model`; nnsight has wrapped it already."""

@@ -13,7 +13,7 @@ from mesh.api.ndif.results import ResultUrls, load_key
 from mesh.api.ndif.routes import JobsApi
 from mesh.clock import Clock
 from mesh.config import Config
-from mesh.health.eventstream import EventStream
+from mesh.health.eventstream import EventFeed
 from mesh.health.metrics import Metrics
 from mesh.interventions.jobs.queue.service import JobQueue, QueueSettings
 from mesh.interventions.jobs.queue.spool import Spool
@@ -25,7 +25,7 @@ _BEYOND_LIMIT_S = 300.0
 
 
 async def start_queue(
-    config: Config, runner: JobRunner, clock: Clock, events: EventStream, metrics: Metrics
+    config: Config, runner: JobRunner, clock: Clock, events: EventFeed, metrics: Metrics
 ) -> JobsApi:
     """Take up what is left from before. Raises StorageFull, SchemaTooNew, KeyUnreadable."""
     jobs = config.jobs
@@ -45,7 +45,7 @@ async def start_queue(
     return JobsApi(queue, ResultUrls(key, clock))
 
 
-def _tell(events: EventStream, metrics: Metrics, kind: str, fields: dict[str, Any]) -> None:
+def _tell(events: EventFeed, metrics: Metrics, kind: str, fields: dict[str, Any]) -> None:
     events.emit(kind, **fields)
     if kind == "job_ended":
         metrics.jobs.end(fields["status"], fields.get("wall_s", 0.0))

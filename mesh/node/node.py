@@ -29,7 +29,7 @@ from mesh.discovery.distance import Distances
 from mesh.discovery.events import PeerEvent
 from mesh.discovery.notices import EXPIRY_FACTOR
 from mesh.health.detector import FailureDetector, NodeHealth
-from mesh.health.eventstream import EventStream
+from mesh.health.eventstream import EventFeed
 from mesh.health.metrics import Metrics
 from mesh.health.peerwatch import PeerWatch
 from mesh.hearth.control import Control
@@ -71,7 +71,7 @@ class Node:
         self._models = list(models)
         self._clock = SystemClock()
         self._started_at = self._clock.now()
-        self._events = EventStream(self._clock)
+        self._events = EventFeed(self._clock)
         self._metrics = Metrics()
         self._accounts = ResourceLedger(self._clock, allowances.DAEMON)
         timeout_s = config.distributed.shard_health_timeout_seconds
@@ -277,7 +277,7 @@ class Node:
         return [Advertisement(s.descriptor, s.health) for s in self._host.serving]
 
     def routable(self, model_id: ModelId) -> list[Offer]:
-        """See `AskerOwner`."""
+        """The shards that an asker may route to now."""
         home = [Offer(shard) for shard in self._home.shards(model_id)]
         if not self._is_distributed:
             own = [s for s in self._served() if s.descriptor.model_id == model_id]
@@ -285,7 +285,7 @@ class Node:
         return home + (self._offers.of(model_id) if self._offers is not None else [])
 
     def latencies(self, shards: dict[ShardId, list[float]]) -> None:
-        """See `AskerOwner`."""
+        """Take in milliseconds of steps per shard."""
         self._metrics.latencies(shards)
 
     def asker_event(self, event: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ DEFAULT_MAX_POSITIONS = 4096
 
 
 class CheckpointEnds:
-    """`mesh.pipeline.model.Ends` on one device in one dtype, whatever the wire's dtype is."""
+    """`mesh.pipeline.model.ModelEnds` on one device in one dtype, whatever the wire's dtype is."""
 
     def __init__(self, ends: Ends, device: torch.device, dtype: torch.dtype) -> None:
         self._ends = ends
@@ -38,11 +38,11 @@ class CheckpointEnds:
         self._dtype = dtype
 
     def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:
-        """See `mesh.pipeline.model.Ends.embed`."""
+        """(1, rows) token ids at positions from `position` to (1, rows, hidden)."""
         return self._ends.embed(ids.to(self._device), position)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See `mesh.pipeline.model.Ends.logits`."""
+        """(1, rows, hidden) after the last layer to (1, rows, vocab)."""
         return self._ends.logits(hidden.to(self._device, self._dtype))
 
 
@@ -55,7 +55,7 @@ class CheckpointText:
         self.eos_ids = tokenizer.eos_ids
 
     def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
-        """See `mesh.pipeline.model.Text.prompt_ids`."""
+        """The token ids of a request. Raises BadRequest, ContextTooLong beyond `most`."""
         if request.messages is not None:
             return self._tokenizer.encode_chat(request.messages, most)
         if request.prompt is not None:
@@ -78,11 +78,11 @@ class CheckpointText:
         return ids
 
     def decoder(self) -> TextDecoder:
-        """See `mesh.pipeline.model.Text.decoder`."""
+        """A fresh decoder for one answer."""
         return self._tokenizer.decoder()
 
     def token_text(self, token_id: int) -> str:
-        """See `mesh.pipeline.model.Text.token_text`."""
+        """One token on its own, for log-probabilities."""
         return self._tokenizer.token_text(token_id)
 
 

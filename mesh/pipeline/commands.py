@@ -122,7 +122,8 @@ class LiveGeneration:
 
 
 class StartAsker(Start, frozen=True):
-    """Load the ends of the model in `directory`; route to `shards` until `Shards` says others."""
+    """Load the ends of the model in `directory`; route to `shards` until there are other
+    `RoutableShards`."""
 
     directory: Path
     model_id: ModelId
@@ -131,14 +132,14 @@ class StartAsker(Start, frozen=True):
     shards: tuple[Offer, ...] = ()
 
 
-class Shards(Message, frozen=True):
+class RoutableShards(Message, frozen=True):
     """Who may be routed to now, all of them."""
 
     shards: tuple[Offer, ...]
 
 
 class Generate(Message, frozen=True):
-    """Begin a generation, whose `Frame`s and `Ended` carry the request's id."""
+    """Begin a generation, whose `GenerationFrame`s and `Ended` carry the request's id."""
 
     request: GenerationRequest
 
@@ -168,13 +169,13 @@ class LoadedLocally(Message, frozen=True):
 # Answers
 
 
-class Ready(Message, frozen=True):
+class AskerReady(Message, frozen=True):
     """The ends are loaded; `reasons` say how their device and format were chosen."""
 
     reasons: tuple[str, ...]
 
 
-class Frame(Message, frozen=True):
+class GenerationFrame(Message, frozen=True):
     """A frame of a generation's stream: the one field beside the id, named as the frame's type."""
 
     id: str
@@ -222,7 +223,7 @@ class LoadLocally(Message, frozen=True):
     layers: LayerRange | None
 
 
-class Report(Message, frozen=True):
+class AskerReport(Message, frozen=True):
     """What the asker does, whenever that has changed.
 
     `latencies` are milliseconds of steps per shard, and `events` what people should know, each with

@@ -102,7 +102,7 @@ class Engine:
         return self._orchestrator.chat(request, self._prepared)
 
     async def harvest(self, order: HarvestOrder) -> dict[str, Any]:
-        """See `mesh.pipeline.harvest.harvest`."""
+        """One batch's token ids and files. Raises as `mesh.pipeline.harvest.harvest`."""
         return await harvest(self._model, self.sessions, self._prompts, order)
 
     async def watch_stalls(self) -> None:

@@ -8,12 +8,12 @@ tokens so far are never touched: only caches are rebuilt.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from mesh.errors import BadSteering, CacheFull, ContextTooLong, MeshError, NoRoute
 from mesh.pipeline.history import chunk_rows
-from mesh.pipeline.route import HopLost
+from mesh.pipeline.route import HopLost, open_route
 from mesh.pipeline.sessions import GenerationSession
 from mesh.routing.cover import ShardKey, key_of
 from mesh.routing.router import UNSERVED, ShardRouter
@@ -150,19 +150,21 @@ class Failover:
         model_id, weights, whole = (
             pipeline.model_id, pipeline.weights_sha256, LayerRange(0, pipeline.total_layers),
         )  # fmt: skip
-        while True:
-            try:
-                if count == 1:
-                    hops = self._router.repick(pipeline, index, excluded)
-                else:
-                    hops = self._router.cover(model_id, weights, whole, excluded)
-                await route.replace(index, hops, self._rows, count=count)
-            except HopLost as refused:
-                excluded.add(key_of(refused.hop.shard))
-            except UNSERVED:
-                return ()
-            else:
-                return hops
+
+        def pick(refused: Collection[ShardKey]) -> tuple[RouteHop, ...]:
+            excluded.update(refused)
+            if count == 1:
+                return self._router.repick(pipeline, index, excluded)
+            return self._router.cover(model_id, weights, whole, excluded)
+
+        async def put(hops: tuple[RouteHop, ...]) -> tuple[RouteHop, ...]:
+            await route.replace(index, hops, self._rows, count=count)
+            return hops
+
+        try:
+            return await open_route(pick, put)
+        except (*UNSERVED, BadSteering, ContextTooLong):
+            return ()
 
     async def _home(self, lost: HopLost) -> PipelineAborted | None:
         """Go on with the whole model at home, and what to say of that; None when that cannot be."""

@@ -494,7 +494,7 @@ class GenerationHop(HopSession):
             self.step(position, tensor)
 
     def cut(self, position: int) -> None:
-        """See `HopSession.cut`."""
+        """Forget everything from `position` on, also for whoever observes the hop."""
         self.history.cut(position)
         self.delivered = min(self.delivered, position)
         self._observer.cut(self, position)

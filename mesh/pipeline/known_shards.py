@@ -26,7 +26,7 @@ class KnownShards:
         self._shards = tuple(shards)
 
     def candidates(self, model_id: ModelId) -> list[Candidate]:
-        """See `mesh.routing.router.ShardStore`."""
+        """Every shard of the model that the daemon named, but for known liars."""
         return [
             self._candidate(offer)
             for offer in self._shards

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Ends(Protocol):
+class ModelEnds(Protocol):
     """Embedding, final norm and output head, on the asker's own device."""
 
     def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ class AskerModel:
     hidden_size: int
     vocab_size: int
     max_positions: int
-    ends: Ends
+    ends: ModelEnds
     text: Text
     routed: bool = False
     """Whether rows go to experts, so that honest machines may differ after a near tie."""

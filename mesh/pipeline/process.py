@@ -23,18 +23,18 @@ from mesh.errors import InternalError, MeshError, PipelineStalled, as_mesh_error
 from mesh.pipeline.checkpoint import load_asker
 from mesh.pipeline.commands import (
     AskerOptions,
+    AskerReady,
+    AskerReport,
     Credit,
     Ended,
-    Frame,
     Generate,
+    GenerationFrame,
     Harvest,
     Harvested,
     LoadedLocally,
     LoadLocally,
     Offer,
-    Ready,
-    Report,
-    Shards,
+    RoutableShards,
     StartAsker,
 )
 from mesh.pipeline.dialing import secured
@@ -99,15 +99,15 @@ class AskerProcess(Worker):
         self._load_asker = load
         self._engine = engine
         self._readers: dict[str, _Reader] = {}
-        self._reported = Report()
+        self._reported = AskerReport()
         self._shards: tuple[Offer, ...] | None = None
         self._local: dict[LayerRange | None, asyncio.Future[tuple[RouteHop, ...]]] = {}
 
     def commands(self) -> Handlers:
-        """See `Worker`."""
+        """What an asker is told beside `Trust` and `Stop`."""
         return {
             StartAsker: lambda command: self.spawn(self._start(command), "start"),
-            Shards: self._take_shards,
+            RoutableShards: self._take_shards,
             Generate: self._generate,
             Harvest: self._harvest,
             Credit: self._credit,
@@ -116,7 +116,7 @@ class AskerProcess(Worker):
         }
 
     async def close(self) -> None:
-        """See `Worker`."""
+        """Let go of the engine, its sessions and its links."""
         if self._engine is not None:
             await self._engine.close()
 
@@ -146,7 +146,7 @@ class AskerProcess(Worker):
         except MeshError as error:
             self.say(Failed(error))
         else:
-            self.say(Ready(tuple(reasons)))
+            self.say(AskerReady(tuple(reasons)))
 
     async def _load(self, command: StartAsker) -> list[str]:
         """Load the ends and begin to follow the mesh; the reasons of what was chosen."""
@@ -173,7 +173,7 @@ class AskerProcess(Worker):
         self.keep(self._report_regularly(), "report")
         return reasons
 
-    def _take_shards(self, command: Shards) -> None:
+    def _take_shards(self, command: RoutableShards) -> None:
         self._shards = command.shards
         if self._engine is not None:
             self._engine.shards.replace(command.shards)
@@ -252,7 +252,7 @@ class AskerProcess(Worker):
                     self._report()
                     is_first = False
                 await reader.take()
-                self.say(Frame.of(key, frame))
+                self.say(GenerationFrame.of(key, frame))
 
     async def _local_model(self) -> tuple[RouteHop, ...]:
         return await self.load_locally(None)
@@ -274,7 +274,7 @@ class AskerProcess(Worker):
 
     def _report(self) -> None:
         engine = self._started()
-        report = Report(
+        report = AskerReport(
             engine.generations(),
             engine.oversight.rows(),
             engine.accounts.report(""),

@@ -23,10 +23,12 @@ from mesh.errors import (
     PipelineStalled,
 )
 from mesh.pipeline.commands import (
+    AskerReady,
+    AskerReport,
     Credit,
     Ended,
-    Frame,
     Generate,
+    GenerationFrame,
     Harvest,
     Harvested,
     HarvestOrder,
@@ -34,9 +36,7 @@ from mesh.pipeline.commands import (
     LoadedLocally,
     LoadLocally,
     Offer,
-    Ready,
-    Report,
-    Shards,
+    RoutableShards,
     StartAsker,
 )
 from mesh.processes.attempts import Attempts
@@ -53,7 +53,7 @@ CREDIT_BATCH = 16
 HARVEST_TIMEOUT_S = 900.0
 MAX_WAITING_FRAMES = 128
 
-Stream = asyncio.Queue[Frame | Ended | Harvested]
+Stream = asyncio.Queue[GenerationFrame | Ended | Harvested]
 
 
 class AskerOwner(Protocol):
@@ -135,7 +135,7 @@ class AskerSupervisor(Supervisor):
 
     def push_shards(self) -> None:
         """Tell the process who serves what now."""
-        self.tell(Shards(self._routable()))
+        self.tell(RoutableShards(self._routable()))
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         """The frames of one generation; closing the generator cancels it on every hop."""
@@ -148,7 +148,7 @@ class AskerSupervisor(Supervisor):
             self._order(Generate(request))
             while True:
                 answer = await stream.get()  # at the latest that the process fell silent
-                if not isinstance(answer, Frame) or answer.frame is None:
+                if not isinstance(answer, GenerationFrame) or answer.frame is None:
                     ended = answer
                     break
                 yield answer.frame
@@ -167,7 +167,7 @@ class AskerSupervisor(Supervisor):
         await self.wait_ready()
         key = f"harvest-{uuid.uuid4().hex}"
         stream = self._streams[key] = Stream(maxsize=2)  # an answer, and the process' end
-        answer: Frame | Ended | Harvested | None = None
+        answer: GenerationFrame | Ended | Harvested | None = None
         try:
             self._order(Harvest(key, order))
             async with asyncio.timeout(HARVEST_TIMEOUT_S):
@@ -190,24 +190,24 @@ class AskerSupervisor(Supervisor):
     # What a kind of process decides
 
     def answers(self) -> Handlers:
-        """See `Supervisor`."""
+        """What an asker says; it is ready once its ends are loaded."""
         return {
-            Ready: self._is_loaded,
+            AskerReady: self._is_loaded,
             Failed: self._failed,
-            Report: self._reported,
+            AskerReport: self._reported,
             LoadLocally: self._asked_to_load,
-            Frame: self._pass_on,
+            GenerationFrame: self._pass_on,
             Ended: self._pass_on,
             Harvested: self._pass_on,
         }
 
     def on_started(self) -> None:
-        """See `Supervisor`."""
+        """Tell a new asker what to load."""
         if isinstance(self.first_command, StartAsker):
             self.tell(structs.replace(self.first_command, shards=self._routable()))
 
     def on_ended(self, ending: Ending) -> None:
-        """See `Supervisor`."""
+        """End what ran in an asker that is no more with the reason."""
         if ending.loading is not None:
             self.error = self._attempts.died(ending.loading, ending, _now())
         lost = self.error_of(ending)
@@ -217,16 +217,16 @@ class AskerSupervisor(Supervisor):
         self._owner.asker_changed()
 
     def on_changed(self) -> None:
-        """See `Supervisor`."""
+        """Have it known that the asker fell silent, was heard again or is gone."""
         self._owner.asker_changed()
 
     def why_not_start(self, free_mb: int) -> MeshError | None:
-        """See `Supervisor`."""
+        """Why no asker is to be started while so much main memory is free."""
         return self._attempts.why_not(self.model_id, _now(), free_mb)
 
     # What the process says
 
-    def _is_loaded(self, answer: Ready) -> None:
+    def _is_loaded(self, answer: AskerReady) -> None:
         self.reasons, self.error = answer.reasons, None
         self._attempts.succeeded(self.model_id)
         self.ready()
@@ -240,7 +240,7 @@ class AskerSupervisor(Supervisor):
             self.replace()  # by one that gives it another try, in time
         self._owner.asker_changed()
 
-    def _reported(self, answer: Report) -> None:
+    def _reported(self, answer: AskerReport) -> None:
         self.generations, self.standings = answer.generations, answer.standings
         self.accounts = answer.accounts
         if answer.latencies:
@@ -254,7 +254,7 @@ class AskerSupervisor(Supervisor):
         self._loading.add(task)
         task.add_done_callback(self._loading.discard)
 
-    def _pass_on(self, answer: Frame | Ended | Harvested) -> None:
+    def _pass_on(self, answer: GenerationFrame | Ended | Harvested) -> None:
         stream = self._streams.get(answer.id)
         if stream is not None:
             stream.put_nowait(answer)

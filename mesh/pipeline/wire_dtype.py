@@ -7,12 +7,13 @@ fp32; the narrowest that changes nothing but rounding is kept with the checkpoin
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from mesh import codec
+from mesh.codec import Fault
 from mesh.models.hashing import write_json_atomically
 from mesh.pipeline.failover import Failover, FailoverSettings
 from mesh.pipeline.model import AskerModel
@@ -64,9 +65,8 @@ async def exercise(
 def read_verdict(cache_dir: Path, weights_sha256: str) -> WireVerdict | None:
     """What an earlier probe of this checkpoint found; None when there was none."""
     try:
-        fields = json.loads(_path(cache_dir, weights_sha256).read_text(encoding="utf-8"))
-        return WireVerdict(WireDtype(fields["dtype"]), str(fields["reason"]))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return codec.read_file(_path(cache_dir, weights_sha256), WireVerdict)
+    except (FileNotFoundError, Fault):
         return None  # absent or from another version: probing again costs little
 
 

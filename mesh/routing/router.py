@@ -14,7 +14,7 @@ UNSERVED = (NoRoute, WeightsMismatch)
 """What the router raises when nobody serves the layers: none at all, or none of these weights."""
 
 
-class ShardStore(Protocol):
+class ShardSource(Protocol):
     """Where the router looks up who serves what (`mesh.discovery` keeps the real one)."""
 
     def candidates(self, model_id: ModelId) -> Sequence[Candidate]:
@@ -24,7 +24,7 @@ class ShardStore(Protocol):
 class ShardRouter:
     """Covers a model's layers from the shards a store knows."""
 
-    def __init__(self, store: ShardStore, rules: CoverRules) -> None:
+    def __init__(self, store: ShardSource, rules: CoverRules) -> None:
         self._store = store
         self._rules = rules
 

@@ -121,7 +121,7 @@ class Loaded(Message, frozen=True):
     reasons: tuple[str, ...]
 
 
-class Failed(Message, frozen=True):
+class ShardFailed(Message, frozen=True):
     """The start failed, or, with a `request`, a load."""
 
     error: MeshError

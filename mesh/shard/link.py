@@ -60,7 +60,7 @@ class LinkSessions:
         self._parts = EditParts(service.accounts, of_peer(self.peer))
 
     def message(self, message: Message) -> None:
-        """See `LinkHandler.message`."""
+        """Hand one message of the link to the session it is for."""
         # Steps first: there are a thousand of them to one of anything else.
         if isinstance(message, Step):
             try:
@@ -89,7 +89,7 @@ class LinkSessions:
         return NodeId(self._link.peer.node_id)
 
     def rows(self) -> list[dict[str, Any]]:
-        """See `ShardService.sessions`."""
+        """Who has which session open by which token on this link, JSON-able."""
         peer = self._link.peer
         return [
             {

@@ -33,7 +33,6 @@ from mesh.identity.tls import require_node
 from mesh.processes.messages import Handlers
 from mesh.processes.worker import Daemon, Worker
 from mesh.shard.commands import (
-    Failed,
     Health,
     Listening,
     Load,
@@ -41,6 +40,7 @@ from mesh.shard.commands import (
     Pause,
     Paused,
     RevokeTokens,
+    ShardFailed,
     ShardReport,
     ShardRequest,
     StartShards,
@@ -130,7 +130,7 @@ class ShardProcess(Worker):
                     await self._changed.wait()
 
     async def close(self) -> None:
-        """See `Worker`."""
+        """Stop listening and computing."""
         if self._listener is not None:
             await self._listener.close()
         if self._queue is not None:
@@ -149,7 +149,7 @@ class ShardProcess(Worker):
             self._orders.put_nowait(order)
         except asyncio.QueueFull:
             error = BadRequest("The shard process has too many commands waiting.", fix="Wait.")
-            self.say(Failed(error, _request_of(order)))
+            self.say(ShardFailed(error, _request_of(order)))
 
     def _revoke(self, command: RevokeTokens) -> None:
         self._revoked = frozenset(command.token_ids)
@@ -168,7 +168,7 @@ class ShardProcess(Worker):
                 else:
                     self.say(await self._load(order))
             except MeshError as error:
-                self.say(Failed(error, _request_of(order)))
+                self.say(ShardFailed(error, _request_of(order)))
                 if self._queue is not None:
                     # Gigabytes may have been read before a load failed, and the process lives on.
                     await self._queue.load(release_memory)

@@ -20,7 +20,7 @@ from mesh.shard.resident_weights import MakeRoom, ResidentWeights
 from mesh.shard.scheduler import Scheduler
 from mesh.shard.sessions import ChatSession, gone
 from mesh.shard.settings import ShardSettings
-from mesh.shard.steering import Steering
+from mesh.shard.steering import SessionEdits
 from mesh.types import THIS_NODE, Edit, Principal, ShardDescriptor, ShardHealth
 from mesh.wire.messages import Blob, Failure, Open, Result, Step
 
@@ -142,7 +142,9 @@ class ShardServer:
         BadRequest, BadSteering, Busy, CacheFull or ContextTooLong, and has then changed
         nothing.
         """
-        steering = Steering.check(edits, layers_asked(request, self.descriptor), self.hidden_size)
+        steering = SessionEdits.check(
+            edits, layers_asked(request, self.descriptor), self.hidden_size
+        )
         session = ChatSession(self, request, owner, steering, recording)
         if self.weights.runtime is not None and recording is None:
             session.use(self.weights.runtime)

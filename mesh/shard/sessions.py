@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mesh.shard.recording import Recording
     from mesh.shard.runtime import SpanRuntime
     from mesh.shard.server import ShardServer
-    from mesh.shard.steering import Steering
+    from mesh.shard.steering import SessionEdits
 
 GROWTH = 256
 """Positions that a cache grows by at least, where there is room; a quarter of it if that is more,
@@ -92,7 +92,7 @@ class ChatSession(Session):
         server: ShardServer,
         request: Open,
         owner: Principal,
-        steering: Steering,
+        steering: SessionEdits,
         recording: Recording | None = None,
     ) -> None:
         super().__init__(request.session, owner, steering.layers)
@@ -118,12 +118,12 @@ class ChatSession(Session):
 
     @property
     def is_open(self) -> bool:
-        """See `Session`."""
+        """Whether it has a cache and may compute."""
         return self.sequence is not None
 
     @property
     def is_loading(self) -> bool:
-        """See `Session`."""
+        """Whether the weights have to be read first."""
         return self._server.resident() is None
 
     @property
@@ -293,7 +293,7 @@ class ChatSession(Session):
             self.active_at = _now()
 
     def close(self) -> None:
-        """See `Session`."""
+        """End it; steps that wait are not answered."""
         self.end_with(None)
 
     def end_with(self, error: MeshError | None) -> None:

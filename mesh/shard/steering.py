@@ -60,14 +60,14 @@ class _Finite:
 
 
 @dataclass(frozen=True, slots=True)
-class Steering:
+class SessionEdits:
     """The checked edits of one session, which runs on `layers`."""
 
     layers: LayerRange
     edits: tuple[tuple[Edit, EditTensors], ...] = ()
 
     @classmethod
-    def check(cls, edits: Sequence[Edit], layers: LayerRange, hidden_size: int) -> Steering:
+    def check(cls, edits: Sequence[Edit], layers: LayerRange, hidden_size: int) -> SessionEdits:
         """Read the edits. Raises BadSteering for one of other layers, of another width or form."""
         check_edits(edits)
         read = tuple((edit, read_edit(edit.data)) for edit in edits)

@@ -21,7 +21,6 @@ from mesh.processes.lifecycle import Ending, SilenceLimits
 from mesh.processes.messages import Handlers
 from mesh.processes.supervisor import Supervisor
 from mesh.shard.commands import (
-    Failed,
     Health,
     Listening,
     Load,
@@ -29,6 +28,7 @@ from mesh.shard.commands import (
     Pause,
     Paused,
     RevokeTokens,
+    ShardFailed,
     ShardReport,
     ShardRequest,
     StartShards,
@@ -183,23 +183,23 @@ class ShardSupervisor(Supervisor):
     # What a kind of process decides
 
     def answers(self) -> Handlers:
-        """See `Supervisor`."""
+        """What the shard process says; it is ready once it listens."""
         return {
             Listening: self._listens,
             Loaded: self._loaded,
-            Failed: self._failed,
+            ShardFailed: self._failed,
             Withdrawn: self._withdrawn,
             Paused: self._paused,
             Health: self._reported,
         }
 
     def on_started(self) -> None:
-        """See `Supervisor`."""
+        """Tell a new shard process where to listen."""
         self.tell(RevokeTokens(self._revoked))
         super().on_started()
 
     def on_ended(self, ending: Ending) -> None:
-        """See `Supervisor`."""
+        """Withdraw the shards of a process that is no more."""
         self.shards.clear()
         self.private.clear()
         self.sessions, self.accounts = [], []
@@ -212,7 +212,7 @@ class ShardSupervisor(Supervisor):
         self._on_change()
 
     def on_changed(self) -> None:
-        """See `Supervisor`."""
+        """Have it known that the process fell silent, was heard again or is gone."""
         self._on_change()
 
     # What the process says
@@ -237,7 +237,7 @@ class ShardSupervisor(Supervisor):
         self.failed.pop(name, None)
         self._note_settled()
 
-    def _failed(self, answer: Failed) -> None:
+    def _failed(self, answer: ShardFailed) -> None:
         error, request = answer.error, answer.request
         if isinstance(error, PortInUse):
             self.replace()  # without a listener it is of no use

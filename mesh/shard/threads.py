@@ -13,15 +13,24 @@ import logging
 import os
 import platform
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from msgspec import Meta
 
+from mesh import codec
+from mesh.codec import Fault
 from mesh.shard.device import Choice, choose_threads, cpu_model, usable_cores
 
 logger = logging.getLogger(__name__)
 
-_MOST_THREADS = 4096
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    machine: str
+    threads: Annotated[int, Meta(ge=1, le=4096)]
 
 
 def kept_threads(requested: int, device: torch.device, directory: Path | None) -> Choice[int]:
@@ -55,15 +64,13 @@ def machine_class() -> str:
 
 def _read(path: Path, machine: str) -> int | None:
     try:
-        said = json.loads(path.read_text("utf-8"))
-        threads = said["threads"]
-        is_ours = said["machine"] == machine and type(threads) is int
+        kept = codec.read_file(path, _Kept)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, Fault) as error:
         logger.warning("%s cannot be read and is written again: %r", path, error)
         return None
-    return threads if is_ours and 1 <= threads <= _MOST_THREADS else None
+    return kept.threads if kept.machine == machine else None
 
 
 def _keep(path: Path, machine: str, threads: int) -> int:

@@ -32,7 +32,7 @@ from mesh.wire.tensors import TensorHeader
 _FIX = "Run the same hearthnet version on both machines."
 
 
-class Inbox:
+class TensorInbox:
     """Takes frames of tensors; `account`, when there is one, says whether there is room for them.
 
     Every frame may raise BadFrame or FrameTooLarge, and one that bears bytes Busy.
@@ -161,7 +161,7 @@ class Inbox:
         self._outbox.window = window
         self._outbox.flush()
 
-    _TAKE: ClassVar[dict[FrameType, Callable[[Inbox, Frame], Bearer | None]]] = {
+    _TAKE: ClassVar[dict[FrameType, Callable[[TensorInbox, Frame], Bearer | None]]] = {
         FrameType.DATA: _chunk,
         FrameType.END: _end,
         FrameType.ACK: _ack,
@@ -172,5 +172,5 @@ class Inbox:
     }
 
 
-TENSOR_FRAMES = frozenset(Inbox._TAKE)  # noqa: SLF001 - our own class
+TENSOR_FRAMES = frozenset(TensorInbox._TAKE)  # noqa: SLF001 - our own class
 _BEAR_BYTES = TENSOR_FRAMES - {FrameType.END, FrameType.ACK, FrameType.FLOW}

@@ -40,7 +40,7 @@ from mesh.wire.frames import (
     number,
     version_mismatch,
 )
-from mesh.wire.inbox import TENSOR_FRAMES, Inbox
+from mesh.wire.inbox import TENSOR_FRAMES, TensorInbox
 from mesh.wire.limits import DEFAULT_LIMITS, Limits
 from mesh.wire.messages import (
     BLOBS,
@@ -90,7 +90,7 @@ class TensorSession:
         self._pings: set[int] = set()
         credits = Credits(limits)
         self._outbox = Outbox(limits, credits)
-        self._inbox = Inbox(limits, credits, self._outbox)
+        self._inbox = TensorInbox(limits, credits, self._outbox)
         self._account: Hold | None = None
 
     @property

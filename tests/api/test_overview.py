@@ -17,7 +17,7 @@ from mesh.config import Config
 from mesh.discovery.directory import NodeInfo, ShardStore
 from mesh.errors import NotEnoughMemory
 from mesh.health.detector import Verdict
-from mesh.health.eventstream import EventStream
+from mesh.health.eventstream import EventFeed
 from mesh.health.metrics import Metrics
 from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
@@ -71,7 +71,7 @@ class Household:
         return Overview(
             NodeParts(
                 node=dict, models=self.models, store=self.store, peers=list, askers=self.askers,
-                host=self.host, events=EventStream(SystemClock()), metrics=Metrics(),
+                host=self.host, events=EventFeed(SystemClock()), metrics=Metrics(),
                 verdict=lambda _: Verdict.HEALTHY, privacy=dict, lacking=lambda: self.lacking,
                 processes=lambda: [self.host],
                 accounts=list,

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, cast
 
 import httpx
+import pytest
 
 from mesh.api.app import create_app
 from mesh.api.server import serve_api
@@ -86,7 +87,7 @@ async def as_it_is(request: GenerationRequest) -> GenerationRequest:
     return request
 
 
-async def streamed(tokens: int) -> str:
+async def streamed(tokens: int, *, resumable: bool = False) -> str:
     """An answer of so many tokens, through everything of a daemon that is behind its process."""
     askers = Askers(
         {MODEL: cast("AskerSupervisor", Process(tokens))},
@@ -98,17 +99,18 @@ async def streamed(tokens: int) -> str:
     server = await serve_api(
         create_app(askers, ScriptedView(), ApiSettings()), "127.0.0.1", 0, None
     )
-    body = {"model": MODEL, "prompt": "a", "stream": True}
+    body = {"model": MODEL, "prompt": "a", "stream": True, "resumable": resumable}
     async with httpx.AsyncClient(base_url=server.url(), trust_env=False, timeout=30) as http:
         response = await http.post("/v1/completions", json=body)
     await server.close()
     return response.text
 
 
-async def test_a_token_passes_at_most_four_generators() -> None:
+@pytest.mark.parametrize("resumable", [False, True])
+async def test_a_token_passes_at_most_four_generators(resumable: bool) -> None:
     asker = await in_the_askers_process()
     with yields_counted() as counted:
-        text = await streamed(TOKENS)
+        text = await streamed(TOKENS, resumable=resumable)
     assert text.count('"a "') == TOKENS
     daemon = passed(counted)
     assert asker == {"PipelineOrchestrator.chat"}
@@ -116,7 +118,8 @@ async def test_a_token_passes_at_most_four_generators() -> None:
     assert len(asker | daemon) <= MOST_GENERATORS
 
 
-async def test_no_task_is_made_for_a_token() -> None:
+@pytest.mark.parametrize("resumable", [False, True])
+async def test_no_task_is_made_for_a_token(resumable: bool) -> None:
     made = 0
 
     def counting(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
@@ -128,6 +131,6 @@ async def test_no_task_is_made_for_a_token() -> None:
     for tokens in (1, TOKENS):
         asyncio.get_running_loop().set_task_factory(counting)
         made = 0
-        await streamed(tokens)
+        await streamed(tokens, resumable=resumable)
         counts.append(made)
     assert counts[1] - counts[0] < TOKENS // 4, counts

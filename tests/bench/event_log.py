@@ -13,7 +13,7 @@ from typing import Any
 
 from mesh.events import apply as applying
 from mesh.events.docket import Docket
-from mesh.events.gossip import Gossip, GossipSettings
+from mesh.events.gossip import GossipSettings, LogGossip
 from mesh.events.messages import Message, from_dict, to_dict
 from mesh.events.state import State
 from mesh.events.types import MODEL_PUBLISHED, Event
@@ -99,7 +99,7 @@ async def _converge(directory: Path) -> dict[str, float]:
     """Seconds from the first append at one node to the last event at the other two."""
     *_, founding = household(3)
     nodes = [await open_node(directory / f"{number}.db", number) for number in range(3)]
-    gossips: dict[NodeId, Gossip] = {}
+    gossips: dict[NodeId, LogGossip] = {}
 
     def sender(own: NodeId) -> Any:
         def send(peer: NodeId, message: Message) -> None:
@@ -112,7 +112,7 @@ async def _converge(directory: Path) -> dict[str, float]:
     for node in nodes:
         await node.log.ingest(received(founding), NodeId("pairing"))
         own = node.author.id
-        gossips[own] = Gossip(node.log, sender(own), GossipSettings())
+        gossips[own] = LogGossip(node.log, sender(own), GossipSettings())
     for own, gossip in gossips.items():
         gossip.start()
         for peer in gossips.keys() - {own}:

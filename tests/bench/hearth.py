@@ -22,7 +22,7 @@ from mesh.config import Config
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.interfaces import choose
 from mesh.events.types import MODEL_PUBLISHED
-from mesh.hearth.joining import Joiner, join_hearth
+from mesh.hearth.joining import JoiningNode, join_hearth
 from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
 from mesh.hearth.publishing import Serving
 from mesh.identity.keys import load_or_create
@@ -56,7 +56,7 @@ async def _pair(first: Network, name: str, directory: Path) -> float:
     key = await asyncio.to_thread(load_or_create, paths.identity_key)
     window = await first.invite(TrustLevel.TRUSTED, 60.0)
     interfaces = (await asyncio.to_thread(choose, ["127.0.0.1"]))[0]
-    joiner, place = Joiner(key, name, paths, _CLOCK), f"{window.host}:{window.port}"
+    joiner, place = JoiningNode(key, name, paths, _CLOCK), f"{window.host}:{window.port}"
     began = time.perf_counter()
     await join_hearth(joiner, window.invitation.code, place, interfaces)
     return time.perf_counter() - began

@@ -27,7 +27,7 @@ from mesh.events.log import EventLog
 from mesh.events.messages import Ask, Message, Page, Probe, Pull, from_dict, to_dict
 from mesh.events.state import AuthorFold, State
 from mesh.events.store import MAX_PAGE_EVENTS
-from mesh.events.sync import Exchange, Replica, answer_probe, heads_of
+from mesh.events.sync import CatchUp, Replica, answer_probe, heads_of
 from mesh.events.types import (
     GENESIS,
     MODEL_PUBLISHED,
@@ -315,7 +315,7 @@ class MemoryReplica:
 
     def pull_from(self, other: MemoryReplica, name: str = "peer") -> Generator[None, None, bool]:
         """One exchange, message by message; what it gives at the end is `fruitless`."""
-        exchange = Exchange(1, self.replica)
+        exchange = CatchUp(1, self.replica)
         message = exchange.start()
         while True:
             yield

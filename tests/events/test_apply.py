@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mesh.events.snapshot import dump, load
 from mesh.events.state import State
 from mesh.events.types import TOKEN_REVOKED
-from mesh.events.verdict import Verdict
+from mesh.events.verdict import EventVerdict
 from mesh.identity.roster import TrustLevel
 from tests.events.support import (
     Author,
@@ -67,7 +67,7 @@ def test_every_prefix_folds_to_what_its_events_mean(seed: int) -> None:
     replica = MemoryReplica()
     taken = []
     for event in events:
-        if replica.take([event]).verdicts[Verdict.ACCEPTED]:
+        if replica.take([event]).verdicts[EventVerdict.ACCEPTED]:
             taken.append(event)
         assert meaning(replica.state) == meaning(reference(taken))
 
@@ -145,7 +145,7 @@ def test_revocation_reaches_back_behind_a_back_dated_event() -> None:
         assert set(replica.state.models()) == {"kept"}
         assert replica.chains.height(other.id) == kept.seq
         late = other.fork().publish("later still")
-        assert replica.take([late]).verdicts == {Verdict.VOID: 1}
+        assert replica.take([late]).verdicts == {EventVerdict.VOID: 1}
 
 
 def test_unknown_types_and_malformed_payloads_are_kept_but_say_nothing() -> None:

@@ -13,7 +13,7 @@ from mesh.accounts.ledger import Limit, Resource, ResourceLedger, of_peer
 from mesh.events import chains, pending
 from mesh.events.intake import Received
 from mesh.events.types import Event, decode, seal
-from mesh.events.verdict import Verdict
+from mesh.events.verdict import EventVerdict
 from mesh.types import NodeId
 from tests.events.support import (
     HEARTH,
@@ -33,12 +33,12 @@ BAD_PER_MINUTE = allowances.LOG[Resource.BAD_EVENTS_PER_MINUTE].each
 WAITING = allowances.LOG[Resource.EVENT_BYTES_WAITING]
 
 
-def room() -> pending.Pending:
+def room() -> pending.PendingEvents:
     clock = FakeClock()
-    return pending.Pending(clock, ResourceLedger(clock, allowances.LOG))
+    return pending.PendingEvents(clock, ResourceLedger(clock, allowances.LOG))
 
 
-def verdict_of(replica: MemoryReplica, event: Record) -> Verdict:
+def verdict_of(replica: MemoryReplica, event: Record) -> EventVerdict:
     (found,) = replica.take([event]).verdicts
     return found
 
@@ -48,26 +48,26 @@ def test_each_refusal_has_its_name() -> None:
     replica = MemoryReplica()
     replica.take(events)
     good = other.fork().publish("m", 30)
-    assert verdict_of(replica, altered(good, signature=bytes(64))) is Verdict.FORGED
-    assert verdict_of(replica, altered(good, body=good.body[:-1])) is Verdict.MALFORMED
+    assert verdict_of(replica, altered(good, signature=bytes(64))) is EventVerdict.FORGED
+    assert verdict_of(replica, altered(good, body=good.body[:-1])) is EventVerdict.MALFORMED
     foreign = altered(other.draft("model.published", {"model_id": "m"}), hearth_id="another")
-    assert verdict_of(replica, seal(foreign, other.key.sign)) is Verdict.FOREIGN
+    assert verdict_of(replica, seal(foreign, other.key.sign)) is EventVerdict.FOREIGN
     far = other.fork().publish("m", 2**63 - 1)
-    assert verdict_of(replica, far) is Verdict.TOO_FAR
+    assert verdict_of(replica, far) is EventVerdict.TOO_FAR
     ahead = other.fork()
     ahead.publish("skipped")
-    assert verdict_of(replica, ahead.publish("m")) is Verdict.HELD
+    assert verdict_of(replica, ahead.publish("m")) is EventVerdict.HELD
     known = founder.publish("known", 31)
-    assert verdict_of(replica, known) is Verdict.ACCEPTED
-    assert verdict_of(replica, known) is Verdict.KNOWN
-    assert verdict_of(replica, events[1]) is Verdict.KNOWN
+    assert verdict_of(replica, known) is EventVerdict.ACCEPTED
+    assert verdict_of(replica, known) is EventVerdict.KNOWN
+    assert verdict_of(replica, events[1]) is EventVerdict.KNOWN
     behind = altered(founder.draft("model.published", {"model_id": "m"}), lamport=1)
-    assert verdict_of(replica, seal(behind, founder.key.sign)) is Verdict.BROKEN
+    assert verdict_of(replica, seal(behind, founder.key.sign)) is EventVerdict.BROKEN
     elsewhere = altered(founder.draft("model.published", {"model_id": "m"}), prev=b"x" * 32)
-    assert verdict_of(replica, seal(elsewhere, founder.key.sign)) is Verdict.DIVERGED
+    assert verdict_of(replica, seal(elsewhere, founder.key.sign)) is EventVerdict.DIVERGED
     stolen = seal(founder.draft("model.published", {"model_id": "m"}), other.key.sign)
-    assert verdict_of(replica, stolen) is Verdict.FORGED
-    assert verdict_of(replica, good) is Verdict.ACCEPTED
+    assert verdict_of(replica, stolen) is EventVerdict.FORGED
+    assert verdict_of(replica, good) is EventVerdict.ACCEPTED
 
 
 def test_lamport_poison_does_not_stop_the_log() -> None:
@@ -75,10 +75,10 @@ def test_lamport_poison_does_not_stop_the_log() -> None:
     replica = MemoryReplica()
     replica.take(events)
     limit = replica.chains.lamport + chains.MAX_LAMPORT_LEAP
-    assert verdict_of(replica, other.fork().publish("m", limit + 1)) is Verdict.TOO_FAR
+    assert verdict_of(replica, other.fork().publish("m", limit + 1)) is EventVerdict.TOO_FAR
     assert replica.chains.lamport < limit
-    assert verdict_of(replica, other.publish("m", limit)) is Verdict.ACCEPTED
-    assert verdict_of(replica, founder.publish("n", limit + 1)) is Verdict.ACCEPTED
+    assert verdict_of(replica, other.publish("m", limit)) is EventVerdict.ACCEPTED
+    assert verdict_of(replica, founder.publish("n", limit + 1)) is EventVerdict.ACCEPTED
 
 
 def test_a_fork_keeps_both_events_and_freezes_the_author_everywhere() -> None:
@@ -94,7 +94,7 @@ def test_a_fork_keeps_both_events_and_freezes_the_author_everywhere() -> None:
         assert replica.chains.height(liar.id) == ours.seq - 1
         assert set(replica.state.models()) == {"before"}
         assert [report.kind for report in replica.reports] == ["facts_forked"]
-        assert verdict_of(replica, founder.fork().publish("honest")) is Verdict.ACCEPTED
+        assert verdict_of(replica, founder.fork().publish("honest")) is EventVerdict.ACCEPTED
         again = meaning(reference([*events, ours, after], {liar.id: (1, ours.seq - 1)}))
         assert {a: f for a, f in again[1].items() if a == liar.id} == {
             a: f for a, f in meaning(replica.state)[1].items() if a == liar.id
@@ -108,7 +108,7 @@ def test_a_forged_conflict_is_no_fork() -> None:
     replica = MemoryReplica()
     replica.take(events)
     forged = altered(copy.publish("n", 20), signature=bytes(64))
-    assert verdict_of(replica, forged) is Verdict.FORGED
+    assert verdict_of(replica, forged) is EventVerdict.FORGED
     assert not replica.proofs
     assert replica.chains.height(other.id) == 1
 
@@ -158,7 +158,7 @@ def test_a_flood_of_bad_events_is_cheap_and_changes_nothing() -> None:
     assert replica.verifier.calls - spent <= BAD_PER_MINUTE
     assert peak < 4 << 20
     assert [report.kind for report in replica.reports] == ["peer_muted"]
-    assert replica.take([authors[0].publish("fine")], "friend").verdicts[Verdict.ACCEPTED] == 1
+    assert replica.take([authors[0].publish("fine")], "friend").verdicts[EventVerdict.ACCEPTED] == 1
 
 
 def test_replays_are_recognised_without_a_signature_check() -> None:
@@ -168,7 +168,7 @@ def test_replays_are_recognised_without_a_signature_check() -> None:
     replica.take(events)
     spent = replica.verifier.calls
     outcome = replica.take(events * 100, "echo")
-    assert outcome.verdicts == {Verdict.KNOWN: 600}
+    assert outcome.verdicts == {EventVerdict.KNOWN: 600}
     assert replica.verifier.calls == spent
     assert len(authors) == 3
 
@@ -181,7 +181,7 @@ def test_a_muted_peer_is_heard_again_later() -> None:
     event = founder.publish("m")
     assert replica.take([event], "attacker").verdicts == {}
     replica.clock.seconds += allowances.MUTED_S + 1
-    assert replica.take([event], "attacker").verdicts == {Verdict.ACCEPTED: 1}
+    assert replica.take([event], "attacker").verdicts == {EventVerdict.ACCEPTED: 1}
 
 
 def test_a_few_bad_events_a_minute_mute_nobody() -> None:
@@ -251,7 +251,7 @@ def test_what_is_kept_of_one_author_ends_at_the_same_event_on_every_node(
         replica.take(events)
         for start in range(0, len(order), 64):
             replica.take(order[start : start + 64])
-        while replica.take(flood).verdicts[Verdict.ACCEPTED]:
+        while replica.take(flood).verdicts[EventVerdict.ACCEPTED]:
             pass  # what overflowed the waiting room is sent again
         replicas.append(replica)
     heights = {replica.chains.height(flooder.id) for replica in replicas}
@@ -261,7 +261,7 @@ def test_what_is_kept_of_one_author_ends_at_the_same_event_on_every_node(
     for replica in replicas:
         assert [report.kind for report in replica.reports] == ["author_full"]
         assert replica.chains.is_full(flooder.id)
-        assert replica.take([fine]).verdicts == {Verdict.ACCEPTED: 1}
+        assert replica.take([fine]).verdicts == {EventVerdict.ACCEPTED: 1}
         assert replica.chains.accounts.held(of_peer(flooder.id), resource) <= most
 
 
@@ -275,10 +275,13 @@ def test_an_author_that_signs_too_much_in_a_minute_is_taken_in_later() -> None:
     for event in flood:
         replica.take([event])
     assert replica.chains.height(flooder.id) == 100
-    assert replica.take([flood[0], flood[149]]).verdicts == {Verdict.KNOWN: 1, Verdict.LATER: 1}
-    assert replica.take([founder.publish("fine", 300)]).verdicts == {Verdict.ACCEPTED: 1}
+    assert replica.take([flood[0], flood[149]]).verdicts == {
+        EventVerdict.KNOWN: 1,
+        EventVerdict.LATER: 1,
+    }
+    assert replica.take([founder.publish("fine", 300)]).verdicts == {EventVerdict.ACCEPTED: 1}
     clock.seconds += 60
-    assert replica.take(flood).verdicts == {Verdict.KNOWN: 100, Verdict.ACCEPTED: 50}
+    assert replica.take(flood).verdicts == {EventVerdict.KNOWN: 100, EventVerdict.ACCEPTED: 50}
     assert not replica.reports
 
 
@@ -306,12 +309,12 @@ def test_a_failed_write_leaves_memory_as_it_was() -> None:
     more = facts(authors, 20, random.Random(2))
     replica.chains.begin()
     for event in more:
-        assert replica.chains.offer(event) is Verdict.ACCEPTED
+        assert replica.chains.offer(event) is EventVerdict.ACCEPTED
     replica.chains.settle()
     replica.chains.rollback()
     assert replica.state == before
     assert (replica.chains.heads(), replica.chains.lamport) == (heads, lamport)
-    assert replica.take(more).verdicts[Verdict.ACCEPTED] == 20
+    assert replica.take(more).verdicts[EventVerdict.ACCEPTED] == 20
 
 
 @pytest.mark.parametrize("days", [-1, 1])

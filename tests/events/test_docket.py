@@ -22,7 +22,7 @@ from mesh.events.decision import (
 )
 from mesh.events.docket import Docket
 from mesh.events.intake import Received
-from mesh.events.verdict import Verdict
+from mesh.events.verdict import EventVerdict
 from mesh.identity import decisions
 from mesh.identity.certificates import make_certificate
 from mesh.identity.decisions import (
@@ -45,7 +45,7 @@ def docket() -> Docket:
     return Docket(HEARTH, HearthRules(HEARTH))
 
 
-def offer(to: Docket, *given: SignedDecision) -> list[Verdict]:
+def offer(to: Docket, *given: SignedDecision) -> list[EventVerdict]:
     to.begin()
     verdicts = to.take([signed(decision) for decision in given])
     to.commit(to.derive())
@@ -82,24 +82,24 @@ def roster(of: Docket) -> Roster:
 def test_each_refusal_has_its_name() -> None:
     house, (founder, other), events = anchors()
     to = docket()
-    assert offer(to, *events) == [Verdict.ACCEPTED] * 3
+    assert offer(to, *events) == [EventVerdict.ACCEPTED] * 3
     tip, depth = house.graph.tips, 4
     good = said(founder, added(5), tip, depth)
     cases = {
-        Verdict.KNOWN: events[1],
-        Verdict.FORGED: replace(good, signature=bytes(64)),
-        Verdict.BROKEN: said(founder, added(6), tip, depth + 1),
-        Verdict.UNLAWFUL: said(Author(9), added(6), tip, depth),
-        Verdict.HELD: said(other, added(6), (DecisionId(b"x" * 32),), depth),
-        Verdict.ACCEPTED: good,
+        EventVerdict.KNOWN: events[1],
+        EventVerdict.FORGED: replace(good, signature=bytes(64)),
+        EventVerdict.BROKEN: said(founder, added(6), tip, depth + 1),
+        EventVerdict.UNLAWFUL: said(Author(9), added(6), tip, depth),
+        EventVerdict.HELD: said(other, added(6), (DecisionId(b"x" * 32),), depth),
+        EventVerdict.ACCEPTED: good,
     }
     for verdict, decision in cases.items():
         assert offer(to, decision) == [verdict], verdict
     elsewhere = seal(replace_draft(good, hearth_id="another"), founder.key.sign)
-    assert offer(to, elsewhere) == [Verdict.FOREIGN]
-    assert to.take([(b"\xc1", bytes(64))]) == [Verdict.MALFORMED]
+    assert offer(to, elsewhere) == [EventVerdict.FOREIGN]
+    assert to.take([(b"\xc1", bytes(64))]) == [EventVerdict.MALFORMED]
     unreadable = seal(replace_draft(good, payload={}, parents=to.tips, depth=5), founder.key.sign)
-    assert offer(to, unreadable) == [Verdict.UNLAWFUL]
+    assert offer(to, unreadable) == [EventVerdict.UNLAWFUL]
 
 
 def replace_draft(decision: SignedDecision, **changes: Any) -> DecisionDraft:
@@ -173,9 +173,9 @@ def test_what_waits_for_its_parents_is_taken_in_with_them_and_asked_for() -> Non
     first = house.add(Author(5))
     second = house.say(added(6), other)
     third = house.say(Acknowledged())
-    assert offer(to, third, second) == [Verdict.HELD, Verdict.HELD]
+    assert offer(to, third, second) == [EventVerdict.HELD, EventVerdict.HELD]
     assert to.wanted == (first.id,)
-    assert offer(to, first) == [Verdict.ACCEPTED]
+    assert offer(to, first) == [EventVerdict.ACCEPTED]
     assert to.wanted == ()
     assert len(to.graph) == 6
 
@@ -186,7 +186,7 @@ def test_what_waits_is_bounded_and_signed_by_somebody_known() -> None:
     offer(to, *events)
     nowhere = (DecisionId(b"x" * 32),)
     strange = [said(Author(99), added(6), nowhere, 9, n) for n in range(20)]
-    assert set(offer(to, *strange)) == {Verdict.HELD}
+    assert set(offer(to, *strange)) == {EventVerdict.HELD}
     assert to.wanted == ()
     for number in range(docket_module.MAX_WAITING + 50):
         offer(to, said(founder, added(6), (DecisionId(b"%032d" % number),), 9))
@@ -204,7 +204,7 @@ def test_a_failed_write_leaves_memory_as_it_was() -> None:
     assert to.derive() != before
     to.rollback()
     assert (to.derive(), len(to.graph), set(to.graph.tips)) == (before, length, set(tips))
-    assert offer(to, *more) == [Verdict.ACCEPTED] * 2
+    assert offer(to, *more) == [EventVerdict.ACCEPTED] * 2
     assert roster(to).anchors == (other.id,)
 
 
@@ -220,10 +220,10 @@ def test_one_author_cannot_fill_the_log(monkeypatch: pytest.MonkeyPatch) -> None
         flood.append(one)
         parents = (one.id,)
     verdicts = offer(to, *flood)
-    assert verdicts.count(Verdict.ACCEPTED) == 60
+    assert verdicts.count(EventVerdict.ACCEPTED) == 60
     assert len(to.graph) == 63
     fine = said(founder, added(5), to.parents(everything=False), to.graph.depth_after(to.tips))
-    assert offer(to, fine) == [Verdict.ACCEPTED]
+    assert offer(to, fine) == [EventVerdict.ACCEPTED]
 
 
 def test_of_a_forked_author_only_so_much_is_kept_as_evidence() -> None:
@@ -233,16 +233,16 @@ def test_of_a_forked_author_only_so_much_is_kept_as_evidence() -> None:
     tip = to.tips
     many = [said(mad, added(10), tip, 4, number) for number in range(40)]
     verdicts = offer(to, *many)
-    assert verdicts.count(Verdict.ACCEPTED) == 1 + docket_module.MAX_SECOND_HISTORIES
+    assert verdicts.count(EventVerdict.ACCEPTED) == 1 + docket_module.MAX_SECOND_HISTORIES
     assert roster(to).forked == {mad.id}
     # What was refused is not asked for again.
     assert to.lacks([decision.id for decision in many]) == []
     # But what an anchor has come to rely on is taken in whatever it is.
     relied_on = many[-1]
     later = said(founder, added(5), (relied_on.id,), 5)
-    assert offer(to, later) == [Verdict.HELD]
+    assert offer(to, later) == [EventVerdict.HELD]
     assert to.wanted == (relied_on.id,)
-    assert offer(to, relied_on) == [Verdict.ACCEPTED]
+    assert offer(to, relied_on) == [EventVerdict.ACCEPTED]
     assert later.id in to.graph
 
 
@@ -254,7 +254,7 @@ def test_a_broken_recovery_by_a_member_is_refused_and_harms_nothing() -> None:
     for parents in (to.tips, (DecisionId(b"x" * 32),)):
         draft = DecisionDraft(HEARTH, other.id, 4, 0, kind, {"certificate": b"?"}, parents)
         offer(to, seal(draft, other.key.sign))
-    assert offer(to, said(founder, added(5), to.tips, 4)) == [Verdict.ACCEPTED]
+    assert offer(to, said(founder, added(5), to.tips, 4)) == [EventVerdict.ACCEPTED]
 
 
 def test_a_decision_names_as_many_others_as_it_can() -> None:
@@ -264,7 +264,7 @@ def test_a_decision_names_as_many_others_as_it_can() -> None:
     tip = to.tips
     wide = [said(other, Acknowledged(), tip, 4, number) for number in range(50)]
     deep = said(other, Acknowledged(), (wide[0].id,), 5)
-    assert set(offer(to, *wide, deep)) == {Verdict.ACCEPTED}
+    assert set(offer(to, *wide, deep)) == {EventVerdict.ACCEPTED}
     for everything in (False, True):
         parents = to.parents(everything=everything)
         assert len(parents) == MAX_PARENTS
@@ -285,7 +285,7 @@ def test_a_history_that_only_its_own_anchors_acknowledge_is_no_history() -> None
     nod = said(puppet, Acknowledged(), (crowned.id,), 4)
     coup = said(puppet, Revoked(other.id, NOTHING), (nod.id,), 5)
     assert offer(to, made, crowned, nod, coup) == [
-        Verdict.ACCEPTED, Verdict.ACCEPTED, Verdict.VOID, Verdict.HELD,
+        EventVerdict.ACCEPTED, EventVerdict.ACCEPTED, EventVerdict.VOID, EventVerdict.HELD,
     ]  # fmt: skip
     assert set(roster(to).anchors) == {other.id}
     assert roster(to).forked == {founder.id}

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from mesh.errors import LinkLost
-from mesh.events.gossip import Gossip, GossipSettings
+from mesh.events.gossip import GossipSettings, LogGossip
 from mesh.events.intake import Received
 from mesh.events.messages import Ask, Heads, Message, Page, Pull, from_dict, to_dict
 from mesh.events.types import MODEL_PUBLISHED, decode
@@ -32,13 +32,13 @@ class Network:
     """Carries messages between nodes as a link would: later, as maps, or not at all."""
 
     def __init__(self) -> None:
-        self.nodes: dict[NodeId, tuple[Node, Gossip]] = {}
+        self.nodes: dict[NodeId, tuple[Node, LogGossip]] = {}
         self.cut: set[frozenset[NodeId]] = set()
         self.sent: list[tuple[NodeId, NodeId, Message]] = []
 
-    def add(self, node: Node) -> Gossip:
+    def add(self, node: Node) -> LogGossip:
         own = node.author.id
-        gossip = Gossip(
+        gossip = LogGossip(
             node.log, lambda peer, message: self._send(own, peer, message), SETTINGS,
             random.Random(1),
         )  # fmt: skip
@@ -146,7 +146,7 @@ async def test_one_question_at_a_time_and_pages_are_bounded(tmp_path: Path) -> N
 async def test_only_the_answer_to_the_open_question_is_heard(tmp_path: Path) -> None:
     node = await open_node(tmp_path / "events.db", 9)
     sent: asyncio.Queue[Message] = asyncio.Queue()
-    gossip = Gossip(node.log, lambda _, message: sent.put_nowait(message), SETTINGS)
+    gossip = LogGossip(node.log, lambda _, message: sent.put_nowait(message), SETTINGS)
     peer, (founder,) = NodeId("peer"), household(1)[1]
     event = founder.publish("m")
     heads = {founder.id: (1, 1, event.id[:8])}

@@ -24,7 +24,7 @@ from mesh.errors import (
 )
 from mesh.events import log as log_module
 from mesh.events.intake import Received
-from mesh.events.log import Change
+from mesh.events.log import LogChange
 from mesh.events.messages import Pull
 from mesh.events.store import MAX_PAGE_BYTES
 from mesh.events.types import MODEL_PUBLISHED, decode
@@ -117,7 +117,7 @@ async def test_snapshots_are_taken_on_the_way_and_replace_each_other(
 
 
 async def test_listeners_hear_of_each_transaction(path: Path) -> None:
-    changes: list[Change] = []
+    changes: list[LogChange] = []
     async with opened(path) as node:
         node.log.on_change.append(changes.append)
         await found(node)

@@ -8,10 +8,10 @@ from contextlib import aclosing
 import pytest
 
 from mesh.clock import SystemClock
-from mesh.health.eventstream import EventStream
+from mesh.health.eventstream import EventFeed
 
 
-async def _read(stream: EventStream, after: int | None, count: int) -> list[int]:
+async def _read(stream: EventFeed, after: int | None, count: int) -> list[int]:
     async with aclosing(stream.follow(after)) as events, asyncio.timeout(5):
         return [(await anext(events))["id"] for _ in range(count)]
 
@@ -21,7 +21,7 @@ async def _read(stream: EventStream, after: int | None, count: int) -> list[int]
     [(0, [1, 2, 3, 4]), (2, [3, 4]), (3, [4]), (None, [4]), (4, [1, 2, 3, 4]), (500, [1, 2, 3, 4])],
 )
 async def test_reader_gets_what_it_has_not(after: int | None, ids: list[int]) -> None:
-    stream = EventStream(SystemClock())
+    stream = EventFeed(SystemClock())
     for _ in range(3):
         stream.emit("peer_up")
     reader = asyncio.create_task(_read(stream, after, len(ids)), name="reader")
@@ -31,7 +31,7 @@ async def test_reader_gets_what_it_has_not(after: int | None, ids: list[int]) ->
 
 
 async def test_reader_from_before_a_restart_gets_what_happens_after_it() -> None:
-    stream = EventStream(SystemClock())
+    stream = EventFeed(SystemClock())
     reader = asyncio.create_task(_read(stream, 500, 20), name="reader")
     await asyncio.sleep(0)
     for _ in range(20):

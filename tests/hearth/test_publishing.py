@@ -11,7 +11,7 @@ from pathlib import Path
 from mesh.clock import SystemClock
 from mesh.discovery.advertisement import Advertisement
 from mesh.events.intake import Report
-from mesh.events.log import Change
+from mesh.events.log import LogChange
 from mesh.events.messages import Pull
 from mesh.events.types import MODEL_PUBLISHED, SHARD_ADVERTISED
 from mesh.hearth.founding import found
@@ -44,7 +44,7 @@ class Home:
         hearth._log.on_change.append(self._note)
         self.publisher = Publisher(hearth, self._looked, settle_s=0.0, retry_s=0.01)
 
-    def _note(self, change: Change) -> None:
+    def _note(self, change: LogChange) -> None:
         self.said += [event.type for event in change.events]
 
     def _looked(self) -> Serving | None:

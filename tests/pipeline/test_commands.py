@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mesh.errors import BadRequest, NoRoute
-from mesh.pipeline.commands import Credit, Ended, Frame, Generate
+from mesh.pipeline.commands import Credit, Ended, Generate, GenerationFrame
 from mesh.processes.messages import Inbox, Message, encode
 from mesh.types import (
     Edit,
@@ -55,8 +55,8 @@ def test_a_request_comes_back_as_it_was() -> None:
 
 @pytest.mark.parametrize("frame", FRAMES)
 def test_a_frame_comes_back_as_it_was(frame: TokenDelta) -> None:
-    arrived = passed_on(Frame.of("r", frame))
-    assert isinstance(arrived, Frame)
+    arrived = passed_on(GenerationFrame.of("r", frame))
+    assert isinstance(arrived, GenerationFrame)
     assert (arrived.id, arrived.frame) == ("r", frame)
 
 

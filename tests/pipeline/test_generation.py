@@ -8,7 +8,7 @@ import pytest
 
 from mesh.clock import SystemClock
 from mesh.errors import BadRequest, ContextTooLong, NoRoute, SessionGone
-from mesh.pipeline.commands import Frame
+from mesh.pipeline.commands import GenerationFrame
 from mesh.pipeline.generation import PipelineOrchestrator
 from mesh.pipeline.hop import STEPS_UNDER_WAY
 from mesh.pipeline.watch.oversight import Oversight
@@ -72,7 +72,7 @@ async def test_the_first_token_says_how_long_the_prompt_is() -> None:
     orchestrator, sessions = toy_orchestrator(network)
     frames = await frames_of(orchestrator, toy_request(PROMPT, 3))
     assert [f.prompt_tokens for f in frames if isinstance(f, TokenDelta)] == [6, 0, 0]
-    sent = [Frame.of("r", frame) for frame in frames]
+    sent = [GenerationFrame.of("r", frame) for frame in frames]
     assert [passed_on(frame) for frame in sent] == sent
     await sessions.close()
 

@@ -15,8 +15,8 @@ from mesh.pipeline import process as process_module
 from mesh.pipeline.commands import (
     Credit,
     Ended,
-    Frame,
     Generate,
+    GenerationFrame,
     Harvest,
     HarvestOrder,
     LoadedLocally,
@@ -129,7 +129,7 @@ class Listening:
     async def heard(self, wait_s: float) -> tuple[int, int]:
         """After so many seconds: the frames that came so far, and the steps that the hop ran."""
         await asyncio.sleep(wait_s)
-        return sum(isinstance(each, Frame) for each in self._said), len(self.hop.steps)
+        return sum(isinstance(each, GenerationFrame) for each in self._said), len(self.hop.steps)
 
     def endings(self) -> list[Ended]:
         return [message for message in self._said if isinstance(message, Ended)]

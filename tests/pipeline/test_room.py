@@ -9,7 +9,7 @@ import pytest
 
 from mesh.clock import SystemClock
 from mesh.errors import CacheFull
-from mesh.pipeline.commands import Frame
+from mesh.pipeline.commands import GenerationFrame
 from mesh.pipeline.terms import FIRST_ANSWER
 from mesh.pipeline.watch.oversight import Oversight
 from mesh.routing.cover import key_of
@@ -112,7 +112,7 @@ async def test_an_answer_that_nobody_has_room_for_ends_there_and_says_so() -> No
     assert isinstance(done, Done)
     assert done.finish_reason == "length"
     assert "node-1001 has no room" in done.note
-    assert passed_on(Frame.of("r", done)) == Frame.of("r", done)
+    assert passed_on(GenerationFrame.of("r", done)) == GenerationFrame.of("r", done)
     assert not sessions.known(), "what it held is given back to whoever waits for room"
     await sessions.close()
 

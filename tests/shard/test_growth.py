@@ -17,7 +17,7 @@ from mesh.shard.admission import SessionTable
 from mesh.shard.runtime import SpanRuntime
 from mesh.shard.sessions import GROWTH, ChatSession
 from mesh.shard.settings import ShardSettings
-from mesh.shard.steering import Steering
+from mesh.shard.steering import SessionEdits
 from mesh.types import LayerRange, WireDtype
 from mesh.wire.messages import Open
 from tests.shard.asker import Attic, close_to
@@ -110,7 +110,7 @@ class Sharing(RuleBasedStateMachine):
         request = Open(
             self.numbers, "toy", "", 0, 4, positions, WireDtype.FP32
         )  # fmt: skip
-        session = ChatSession(cast("Any", None), request, owner, Steering(LayerRange(0, 4), ()))
+        session = ChatSession(cast("Any", None), request, owner, SessionEdits(LayerRange(0, 4), ()))
         self._attempt(session, lambda: self.table.admit(session, 0.0))
         return session
 

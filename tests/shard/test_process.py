@@ -30,13 +30,13 @@ from mesh.processes.child import Child
 from mesh.processes.lifecycle import SilenceLimits
 from mesh.processes.messages import Alive, Inbox, LastWords, Loads, Message, Stop, Trust
 from mesh.shard.commands import (
-    Failed,
     Health,
     Listening,
     Load,
     Loaded,
     Pause,
     Paused,
+    ShardFailed,
     Withdrawn,
 )
 from mesh.shard.runtime import SpanRuntime
@@ -52,7 +52,7 @@ from tests.shard.hosts import hosted
 from tests.shard.spans import checkpoint, relative_error, rows, runtime, step
 
 TIMEOUT_S = 60.0
-ANSWERS = (Alive, LastWords, Loads, Listening, Loaded, Failed, Withdrawn, Paused, Health)
+ANSWERS = (Alive, LastWords, Loads, Listening, Loaded, ShardFailed, Withdrawn, Paused, Health)
 M = TypeVar("M", bound=Message)
 
 
@@ -108,7 +108,7 @@ async def test_a_shard_process_from_start_to_stop(
 
     request = secure.request(**shard)
     child.channel.send(Load(replace(request, directory=Path("/nowhere"))))
-    failed = await daemon.hears(Failed)
+    failed = await daemon.hears(ShardFailed)
     assert isinstance(failed.error, ModelNotFound)
     assert failed.request is not None
     assert failed.request.directory == Path("/nowhere")
@@ -124,7 +124,7 @@ async def test_a_shard_process_from_start_to_stop(
     assert loaded.bytes_read > 0
 
     child.channel.send(Load(request))
-    assert "already loaded" in (await daemon.hears(Failed)).error.message
+    assert "already loaded" in (await daemon.hears(ShardFailed)).error.message
 
     asker = Asker()
     link = await secure.dial("127.0.0.1", listening.port, asker)

@@ -67,9 +67,9 @@ def streamed(
         return EventStream(chunks, ping_s=settings.ping_s)
     owner = caller.principal.account
     streams.keep(owner, head.id, chunks)
+    kept = streams.follow(owner, head.id, -1)
     # The id is in every chunk, but a connection may break before the first.
-    events = streams.follow(owner, head.id, -1)
-    return EventStream(events, headers={"X-Request-Id": head.id})
+    return EventStream(kept, headers={"X-Request-Id": head.id}, ping_s=settings.ping_s)
 
 
 async def events(

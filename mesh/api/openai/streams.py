@@ -13,15 +13,17 @@ from starlette.routing import Route
 
 from mesh.api.auth import caller_of
 from mesh.api.resumable import KeptStreams
+from mesh.api.services import ApiSettings
 from mesh.api.sse import EventStream, last_event_id
 
 
-def routes(kept: KeptStreams) -> list[Route]:
+def routes(kept: KeptStreams, settings: ApiSettings) -> list[Route]:
     """The endpoint's route."""
 
     async def resume(request: Request) -> Response:
         last, owner = last_event_id(request), caller_of(request).principal.account
         after = -1 if last is None else last
-        return EventStream(kept.follow(owner, request.path_params["stream_id"], after))
+        rest = kept.follow(owner, request.path_params["stream_id"], after)
+        return EventStream(rest, ping_s=settings.ping_s)
 
     return [Route("/v1/streams/{stream_id}", resume, methods=["GET"])]

@@ -18,7 +18,7 @@ from mesh.types import NodeId
 Order = tuple[int, NodeId, bytes]
 
 
-class SignedDecision(Protocol):
+class LoggedDecision(Protocol):
     """The fields of a decision in the log that identity reads."""
 
     @property

@@ -8,11 +8,15 @@ from dataclasses import dataclass, replace
 from mesh.identity.decisions import Founded, LevelChanged, Revoked
 from mesh.identity.membership.acts import Acts
 from mesh.identity.membership.resolve import Holding, Resolver
-from mesh.identity.membership.rulings import Kind, Matter, Ruling, Votes
+from mesh.identity.membership.rulings import Matter, Ruling, RulingKind, Votes
 from mesh.identity.roster import Cut, Member, Pending, Roster, TrustLevel
 from mesh.types import NodeId
 
-_LABELS = {Kind.REVOKE: "revoke", Kind.READMIT: "readmit", Kind.PROMOTE: TrustLevel.ANCHOR.label}
+_LABELS = {
+    RulingKind.REVOKE: "revoke",
+    RulingKind.READMIT: "readmit",
+    RulingKind.PROMOTE: TrustLevel.ANCHOR.label,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class Court:
         """The ends of those who are out, and which of them are frozen."""
         cuts: dict[NodeId, Cut] = {}
         decided: set[NodeId] = set()
-        rulings = [r for r in holding.possible if r.matter.kind is Kind.REVOKE]
+        rulings = [r for r in holding.possible if r.matter.kind is RulingKind.REVOKE]
         for act in self.acts.all:
             # Whoever never was a candidate is put out by a single vote, which is no ruling.
             if (
@@ -76,7 +80,7 @@ class Court:
                 and act.decision.subject not in self.votes.candidates
                 and holds[act.bit]
             ):
-                rulings.append(Ruling.of(Matter(Kind.REVOKE, act.decision.subject), (act,)))
+                rulings.append(Ruling.of(Matter(RulingKind.REVOKE, act.decision.subject), (act,)))
                 decided.add(act.decision.subject)
         again = holding.anchors | holding.forked
         for ruling in rulings:
@@ -108,7 +112,7 @@ class Court:
             ):
                 said[decision.subject].append((act.reach, decision.level))
         for ruling in holding.decided:
-            if ruling.matter.kind is Kind.DEMOTE and ruling.subject in said:
+            if ruling.matter.kind is RulingKind.DEMOTE and ruling.subject in said:
                 said[ruling.subject].append((ruling.mask, ruling.matter.level))
         return {node: _newest(words) for node, words in said.items()}
 
@@ -138,13 +142,13 @@ class Court:
 
 def _is_done(matter: Matter, holding: Holding) -> bool:
     match matter.kind:
-        case Kind.PROMOTE:
+        case RulingKind.PROMOTE:
             return matter.subject in holding.counted
-        case Kind.READMIT:
+        case RulingKind.READMIT:
             return matter.subject not in holding.forked
-        case Kind.DEMOTE:
+        case RulingKind.DEMOTE:
             return matter.subject not in holding.counted
-        case Kind.REVOKE:
+        case RulingKind.REVOKE:
             return False
 
 

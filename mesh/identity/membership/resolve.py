@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from mesh.identity.decisions import Added, Founded, Recovered, Revoked
 from mesh.identity.membership.acts import Act, Acts
-from mesh.identity.membership.rulings import Kind, Matter, Ruling, Votes, subject_of
+from mesh.identity.membership.rulings import Matter, Ruling, RulingKind, Votes, subject_of
 from mesh.types import NodeId
 
 _MAX_ROUNDS = 64
@@ -53,7 +53,7 @@ class Era:
         return tuple(
             ruling
             for ruling in rulings
-            if ruling.matter.kind is Kind.REVOKE and ruling.subject not in again
+            if ruling.matter.kind is RulingKind.REVOKE and ruling.subject not in again
         )
 
 
@@ -168,7 +168,7 @@ class Reading:
             and not ruling.is_own
             and (
                 not ruling.is_known_to(act.past)
-                if ruling.matter.kind is Kind.READMIT
+                if ruling.matter.kind is RulingKind.READMIT
                 else not self._is_reinstated(act, ruling)
             )
             for ruling in self.against.get(act.author, ())
@@ -356,7 +356,7 @@ class Resolver:
         settled += [
             ruling.mask
             for ruling in decided
-            if ruling.matter.kind is Kind.READMIT and ruling.subject == node
+            if ruling.matter.kind is RulingKind.READMIT and ruling.subject == node
         ]
         # Void is what knows nothing of what settled the matter, and was not seen by it.
         void = 0
@@ -373,7 +373,7 @@ class Resolver:
 
 
 def _root(act: Act) -> Ruling:
-    return Ruling.of(Matter(Kind.PROMOTE, act.author), (act,))
+    return Ruling.of(Matter(RulingKind.PROMOTE, act.author), (act,))
 
 
 def _is_alive(grant: Ruling, ends: Iterable[Ruling]) -> bool:

@@ -19,10 +19,10 @@ from mesh.identity import decisions
 from mesh.identity.certificates import check_certificate
 from mesh.identity.decisions import Decision, Founded, Recovered, Revoked
 from mesh.identity.keys import node_id
-from mesh.identity.membership.acts import Act, Acts, SignedDecision, let_in
+from mesh.identity.membership.acts import Act, Acts, LoggedDecision, let_in
 from mesh.identity.membership.reading import Court
 from mesh.identity.membership.resolve import Resolver
-from mesh.identity.membership.rulings import Kind, Votes, matter_of
+from mesh.identity.membership.rulings import RulingKind, Votes, matter_of
 from mesh.identity.recovery import proves
 from mesh.identity.roster import Roster, SignedFact
 from mesh.types import NodeId
@@ -30,7 +30,7 @@ from mesh.types import NodeId
 _NOBODY: frozenset[NodeId] = frozenset()
 
 
-class History(Protocol):
+class DecisionGraph(Protocol):
     """The graph of decisions, as the log keeps it."""
 
     def reach(self, ids: Sequence[Any]) -> int:
@@ -45,7 +45,7 @@ class HearthRules:
     def __init__(self, hearth_id: str) -> None:
         self.hearth_id = hearth_id
 
-    def judge(self, graph: History) -> Judge:
+    def judge(self, graph: DecisionGraph) -> Judge:
         """The judge of the decisions in a graph, which is empty now."""
         return Judge(self.hearth_id, graph)
 
@@ -56,7 +56,7 @@ class Judge:
     Not for several threads at a time. All else is a function of what is in the graph.
     """
 
-    def __init__(self, hearth_id: str, graph: History) -> None:
+    def __init__(self, hearth_id: str, graph: DecisionGraph) -> None:
         self._hearth_id = hearth_id
         self._graph = graph
         self._acts = Acts()
@@ -65,7 +65,7 @@ class Judge:
         self._court = Court(hearth_id, self._acts, self._votes, self._resolver)
         self._keys: dict[NodeId, bytes] = {}
 
-    def key(self, decision: SignedDecision) -> bytes | None:
+    def key(self, decision: LoggedDecision) -> bytes | None:
         """The raw public key of the author; None when nobody let it in and it brings none."""
         known = self._keys.get(decision.author)
         if known is not None:
@@ -76,7 +76,7 @@ class Judge:
         key = check_certificate(said.certificate)
         return key if node_id(key) == decision.author else None
 
-    def permits(self, decision: SignedDecision) -> bool:
+    def permits(self, decision: LoggedDecision) -> bool:
         """Whether a decision whose parents are all here can ever count.
 
         A function of the decision and its past only: the answer is the same on every node. The
@@ -98,7 +98,7 @@ class Judge:
                 return self._may_leave(subject, past)
         return decision.author in self._resolver.holding(past).anchors
 
-    def note(self, decision: SignedDecision) -> None:
+    def note(self, decision: LoggedDecision) -> None:
         """The decision was added to the graph; `permits` let it in."""
         said = decisions.decode(decision.type, decision.payload)
         past = self._graph.reach(decision.parents)
@@ -142,7 +142,7 @@ class Judge:
         reading = self._resolver.holding(self._acts.everything).lenient
         return sum(act.bit for act in self._acts.all if reading.stands(act))
 
-    def is_second_history(self, decision: SignedDecision) -> bool:
+    def is_second_history(self, decision: LoggedDecision) -> bool:
         """Whether the author has signed a decision here that this one's past does not have."""
         if decision.type == decisions.ACKNOWLEDGED:
             return False
@@ -158,7 +158,7 @@ class Judge:
             for twin in self._acts.twins.values()
         )
 
-    def is_recovery(self, decision: SignedDecision) -> bool:
+    def is_recovery(self, decision: LoggedDecision) -> bool:
         """Whether the recovery code's key has signed all of a decision that its author recovers."""
         said = _read(decision)
         if not isinstance(said, Recovered) or not self._acts.all:
@@ -172,7 +172,7 @@ class Judge:
             founding.recovery_key, said.proof, statement
         )
 
-    def rewrites(self, decision: SignedDecision) -> bool:
+    def rewrites(self, decision: LoggedDecision) -> bool:
         """Whether a decision would bring in another history than others have acknowledged here.
 
         Of two histories of one author each can look as true as the other, with anchors that only
@@ -205,7 +205,7 @@ class Judge:
         """How many decisions of an author are here."""
         return len(self._acts.by_author.get(author, ()))
 
-    def _is_founding(self, decision: SignedDecision, said: Founded) -> bool:
+    def _is_founding(self, decision: LoggedDecision, said: Founded) -> bool:
         return (
             not self._acts.all
             and not decision.parents
@@ -230,12 +230,12 @@ class Judge:
                 mask |= act.reach
         if author in self._votes.candidates:
             for ruling in self._resolver.holding(past).decided if past else ():
-                if ruling.matter.kind is Kind.READMIT and ruling.subject == author:
+                if ruling.matter.kind is RulingKind.READMIT and ruling.subject == author:
                     mask |= ruling.mask
         return mask
 
 
-def _read(decision: SignedDecision) -> Decision | None:
+def _read(decision: LoggedDecision) -> Decision | None:
     """What it says; None for what this version cannot read."""
     try:
         return decisions.decode(decision.type, decision.payload)

@@ -18,7 +18,7 @@ from mesh.identity.roster import TrustLevel
 from mesh.types import NodeId
 
 
-class Kind(StrEnum):
+class RulingKind(StrEnum):
     """The effect of a ruling on its subject."""
 
     PROMOTE = "promote"
@@ -31,14 +31,14 @@ class Kind(StrEnum):
 class Matter:
     """The question of a vote. `level` is where a demotion leads."""
 
-    kind: Kind
+    kind: RulingKind
     subject: NodeId
     level: TrustLevel = TrustLevel.MEMBER
 
     @property
     def promotes(self) -> bool:
         """Whether it makes an anchor."""
-        return self.kind is Kind.PROMOTE
+        return self.kind is RulingKind.PROMOTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Ruling:
     @property
     def ends(self) -> bool:
         """Whether it takes an anchor's right to decide away."""
-        return self.matter.kind in (Kind.DEMOTE, Kind.REVOKE)
+        return self.matter.kind in (RulingKind.DEMOTE, RulingKind.REVOKE)
 
     @property
     def voters(self) -> frozenset[NodeId]:
@@ -196,13 +196,13 @@ def matter_of(act: Act, counted: Container[NodeId], forked: Container[NodeId]) -
     """
     match act.decision:
         case LevelChanged(subject, TrustLevel.ANCHOR):
-            return Matter(Kind.PROMOTE, subject)
+            return Matter(RulingKind.PROMOTE, subject)
         case LevelChanged(subject, level) if subject in counted:
-            return Matter(Kind.DEMOTE, subject, level)
+            return Matter(RulingKind.DEMOTE, subject, level)
         case Revoked(subject):
-            return Matter(Kind.REVOKE, subject)
+            return Matter(RulingKind.REVOKE, subject)
         case Readmitted(subject) if subject in forked:
-            return Matter(Kind.READMIT, subject)
+            return Matter(RulingKind.READMIT, subject)
     return None
 
 

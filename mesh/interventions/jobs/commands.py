@@ -20,14 +20,14 @@ class StartJobs(Start, frozen=True):
     settings: RunnerSettings
 
 
-class Run(Message, frozen=True):
+class RunJob(Message, frozen=True):
     """Begin a job; its id is the spec's."""
 
     spec: JobSpec
     place: JobPlace
 
 
-class Shards(Message, frozen=True):
+class JobShards(Message, frozen=True):
     """Who serves a job's model now: the answer to `AskShards`."""
 
     job_id: str
@@ -37,12 +37,12 @@ class Shards(Message, frozen=True):
 # Answers
 
 
-class Ready(Message, frozen=True):
+class JobsReady(Message, frozen=True):
     """Jobs may come."""
 
 
 class AskShards(Message, frozen=True):
-    """A job that is run again asks who serves its model by now; `Shards` answers."""
+    """A job that is run again asks who serves its model by now; `JobShards` answers."""
 
     job_id: str
 

@@ -155,7 +155,7 @@ class _Portable(pickle.Pickler):
     """Writes nothing that a client without hearthnet could not load."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """See `pickle.Pickler.reducer_override`."""
+        """How an object is pickled that not every client can read as it is."""
         named = obj if isinstance(obj, type) else type(obj)
         module = str(getattr(obj, "__module__", None) or named.__module__)
         if module.partition(".")[0] == "mesh":

@@ -8,17 +8,17 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgpack
 
+from mesh import codec
 from mesh.types import LayerRange
 
 _LENGTH = struct.Struct(">I")
 
 
-@dataclass(frozen=True, slots=True)
-class JobOrder:
+class JobOrder(NamedTuple):
     """How to run a request.
 
     `attention` is what layers compute attention with, empty for the model's own choice. `trusted`
@@ -31,15 +31,15 @@ class JobOrder:
 
     def pack(self, request: bytes) -> bytes:
         """The payload of the job."""
-        head: bytes = msgpack.packb([self.compress, self.attention, self.trusted])
+        head: bytes = msgpack.packb(self)
         return b"".join((_LENGTH.pack(len(head)), head, request))
 
     @classmethod
     def unpack(cls, payload: bytes) -> tuple[JobOrder, bytes]:
-        """The order and the request as the client sent it."""
+        """The order and the request as the client sent it. Raises Fault."""
         (length,) = _LENGTH.unpack_from(payload)
         start = _LENGTH.size + length
-        return cls(*msgpack.unpackb(payload[_LENGTH.size : start])), payload[start:]
+        return codec.convert(codec.unpack(payload[_LENGTH.size : start]), cls), payload[start:]
 
 
 def pack_hops(hops: Sequence[LayerRange]) -> str:
@@ -48,5 +48,6 @@ def pack_hops(hops: Sequence[LayerRange]) -> str:
 
 
 def unpack_hops(hint: str) -> tuple[LayerRange, ...]:
-    """The reverse of `pack_hops`."""
-    return tuple(LayerRange(*hop) for hop in json.loads(hint))
+    """The reverse of `pack_hops`. Raises Fault."""
+    hops = codec.convert(codec.parse_json(hint), list[tuple[int, int]])
+    return tuple(LayerRange(*hop) for hop in hops)

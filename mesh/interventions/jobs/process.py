@@ -20,10 +20,10 @@ from mesh.interventions.jobs.commands import (
     AskShards,
     Broke,
     Finished,
+    JobShards,
+    JobsReady,
     Line,
-    Ready,
-    Run,
-    Shards,
+    RunJob,
     StartJobs,
 )
 from mesh.interventions.jobs.routes import Routes
@@ -52,16 +52,16 @@ class JobsProcess(Worker):
         self._asked: dict[str, asyncio.Future[Sequence[Offer]]] = {}
 
     def commands(self) -> Handlers:
-        """See `Worker`."""
+        """What the process is told beside `Trust` and `Stop`."""
         return {
             StartJobs: lambda command: self.spawn(self._start(command), "start"),
-            Run: self._begin,
+            RunJob: self._begin,
             Cancel: self._cancel,
-            Shards: self._take_shards,
+            JobShards: self._take_shards,
         }
 
     async def close(self) -> None:
-        """See `Worker`."""
+        """End every job and every link."""
         if self._runner is not None:
             await self._runner.close()
 
@@ -75,10 +75,10 @@ class JobsProcess(Worker):
         routes = Routes(NodeId(command.hello.node_id), links, command.routes.cover_rules)
         self._runner = JailRunner(routes, command.settings)
         await self.follow_members(routes.keep_only)
-        self.say(Ready())
+        self.say(JobsReady())
         self.keep(self._report(), "report accounts")
 
-    def _begin(self, command: Run) -> None:
+    def _begin(self, command: RunJob) -> None:
         job_id = command.spec.job_id
         task = self._jobs[job_id] = self.spawn(self._run(command), f"job {job_id}")
         task.add_done_callback(lambda _: self._jobs.pop(job_id, None))
@@ -87,12 +87,12 @@ class JobsProcess(Worker):
         if command.id in self._jobs:
             self._jobs[command.id].cancel()
 
-    def _take_shards(self, command: Shards) -> None:
+    def _take_shards(self, command: JobShards) -> None:
         asked = self._asked.pop(command.job_id, None)
         if asked is not None and not asked.done():
             asked.set_result(command.shards)
 
-    async def _run(self, command: Run) -> None:
+    async def _run(self, command: RunJob) -> None:
         """A cancelled job says nothing: it has nobody who waits for it."""
         job_id = command.spec.job_id
         try:
@@ -111,7 +111,7 @@ class JobsProcess(Worker):
         else:
             self.say(Finished(job_id, report))
 
-    async def _newest(self, command: Run) -> Sequence[Offer]:
+    async def _newest(self, command: RunJob) -> Sequence[Offer]:
         """Who serves the model now; who did at the start, when the daemon does not say."""
         job_id = command.spec.job_id
         asked: asyncio.Future[Sequence[Offer]] = asyncio.get_running_loop().create_future()

@@ -113,13 +113,13 @@ class Routes:
 
 
 class _OneDtype:
-    """The shards that compute in one number format; a `mesh.routing.router.ShardStore`."""
+    """The shards that compute in one number format; a `mesh.routing.router.ShardSource`."""
 
     def __init__(self, known: KnownShards, dtype: str) -> None:
         self._known = known
         self._dtype = dtype
 
     def candidates(self, model_id: ModelId) -> list[Candidate]:
-        """See `mesh.routing.router.ShardStore`."""
+        """The known shards of this number format."""
         everyone = self._known.candidates(model_id)
         return [each for each in everyone if each.descriptor.dtype == self._dtype]

@@ -18,10 +18,10 @@ from mesh.interventions.jobs.commands import (
     AskShards,
     Broke,
     Finished,
+    JobShards,
+    JobsReady,
     Line,
-    Ready,
-    Run,
-    Shards,
+    RunJob,
     StartJobs,
 )
 from mesh.interventions.jobs.runner import JobPlace
@@ -73,14 +73,14 @@ class JobsSupervisor(Supervisor):
         self._waiting: dict[str, _Waiting] = {}
 
     def why_not(self, model_id: ModelId) -> str | None:
-        """See `JobRunner.why_not`."""
+        """Why jobs of this model cannot run now, in words; None when they can."""
         if model_id in self._directories:
             return None
         known = ", ".join(sorted(self._directories)) or "none"
         return f"this node has no files of {model_id!r}; it can run jobs of: {known}."
 
     async def run(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
-        """See `JobRunner.run`."""
+        """Run a job in the process to its end. Raises as `JobRunner.run`."""
         if (reason := self.why_not(spec.model_id)) is not None:
             raise ModelNotFound(reason, fix="Start the node with `--model PATH=ID`.")
         try:
@@ -99,9 +99,9 @@ class JobsSupervisor(Supervisor):
     # What a kind of process decides
 
     def answers(self) -> Handlers:
-        """See `Supervisor`."""
+        """What the process says; it is ready once jobs may come."""
         return {
-            Ready: lambda answer: self._is_told(None),
+            JobsReady: lambda answer: self._is_told(None),
             Failed: lambda answer: self._is_told(answer.error),
             Accounts: self._report,
             AskShards: self._tell_shards,
@@ -111,12 +111,12 @@ class JobsSupervisor(Supervisor):
         }
 
     def on_started(self) -> None:
-        """See `Supervisor`."""
+        """Tell a new process its limits."""
         self._error = None
         super().on_started()
 
     def on_ended(self, ending: Ending) -> None:
-        """See `Supervisor`."""
+        """Fail the jobs of a process that is no more."""
         lost = LinkLost(f"{self.name}: {ending}.", fix="Another is started; try again.")
         for waiting in self._waiting.values():
             if not waiting.ended.done():
@@ -138,7 +138,7 @@ class JobsSupervisor(Supervisor):
         waiting = self._waiting.get(answer.job_id)
         if waiting is not None:
             shards = tuple(self._owner.routable(waiting.model_id))
-            self.tell(Shards(answer.job_id, shards))
+            self.tell(JobShards(answer.job_id, shards))
 
     def _pass_on(self, answer: Line | Finished | Broke) -> None:
         waiting = self._waiting.get(answer.job_id)
@@ -161,7 +161,7 @@ class JobsSupervisor(Supervisor):
         ended: asyncio.Future[JobReport] = asyncio.get_running_loop().create_future()
         waiting = self._waiting[spec.job_id] = _Waiting(spec.model_id, on_text, ended)
         try:
-            if not self.tell(Run(spec, place)):
+            if not self.tell(RunJob(spec, place)):
                 raise LinkLost(f"{self.name} is gone.", fix="Another is started.")
             return await ended
         except asyncio.CancelledError:

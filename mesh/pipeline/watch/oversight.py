@@ -65,13 +65,13 @@ class Oversight:
     # HopObserver
 
     def claim(self, hop: RouteHop) -> Claim:
-        """See `HopObserver.claim`."""
+        """Count a session that is about to be opened on this hop."""
         return self.claims.claim(key_of(hop.shard))
 
     def answered(
         self, hop: GenerationHop, position: int, tensor: WireTensor, elapsed_s: float
     ) -> MeshError | None:
-        """See `HopObserver.answered`."""
+        """Check an answer of the right shape before anybody uses it; an error refuses it."""
         shard = hop.hop.shard
         key = key_of(shard)
         if hop.terms.edits:
@@ -97,12 +97,12 @@ class Oversight:
         return None
 
     def corrupted(self, hop: RouteHop, what: str) -> MeshError:
-        """See `HopObserver.corrupted`."""
+        """Report a hop that answered `what` instead of activations; the error of that."""
         self._event("shard_corrupt", hop.shard, layers=str(hop.layers), seen=what)
         return corrupt(hop.shard.node_name, what)
 
     def failed(self, hop: RouteHop, error: MeshError) -> None:
-        """See `HopObserver.failed`."""
+        """Note a hop that could not be opened, or was lost."""
         key = key_of(hop.shard)
         if isinstance(error, _NO_FAULT):
             return
@@ -113,22 +113,22 @@ class Oversight:
         self.reputations.failed(key, error.message)
 
     def lie_of(self, hop: RouteHop) -> MeshError | None:
-        """See `HopObserver.lie_of`."""
+        """The error of a shard that was caught in a wrong answer; None for an honest one."""
         if not self.reputations.is_liar(key_of(hop.shard)):
             return None
         return corrupt(hop.shard.node_name, "a wrong answer to somebody else meanwhile")
 
     async def make_room(self, hop: RouteHop) -> bool:
-        """See `HopObserver.make_room`."""
+        """Free what checks hold on a hop that is full; whether anything was."""
         return self.spot_checks is not None and await self.spot_checks.yield_to(hop.shard.host)
 
     def cut(self, hop: GenerationHop, position: int) -> None:
-        """See `HopObserver.cut`."""
+        """Forget what was seen of a hop from `position` on."""
         if self.spot_checks is not None:
             self.spot_checks.cut(hop, position)
 
     def closed(self, hop: GenerationHop) -> None:
-        """See `HopObserver.closed`."""
+        """Check nothing more of a session that ended, or was parked."""
         if self.spot_checks is not None:
             self.spot_checks.closed(hop)
 

@@ -9,15 +9,20 @@ it.
 
 from __future__ import annotations
 
-import json
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
+from mesh import codec
+from mesh.codec import Fault
 from mesh.errors import ShardCorrupt
 from mesh.models.hashing import write_json_atomically
 from mesh.wire.messages import WireTensor
@@ -35,6 +40,13 @@ _SAME = 0.02
 _FIX = "Another shard is tried; check the memory and the software of that node."
 
 Floats = NDArray[np.float32]
+Boundary = Annotated[str, Meta(pattern=r"\A[0-9]{1,6}\Z")]
+Norm = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    norms: dict[Boundary, Norm]
 
 
 def rows_as_floats(tensor: WireTensor) -> Floats:
@@ -122,9 +134,9 @@ class Envelope:
     def read(cls, cache_dir: Path, weights_sha256: str) -> Envelope:
         """The bounds of an earlier run; an empty envelope when there are none."""
         try:
-            fields = json.loads(_path(cache_dir, weights_sha256).read_text(encoding="utf-8"))
-            return cls({int(key): float(norm) for key, norm in fields["norms"].items()})
-        except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+            kept = codec.read_file(_path(cache_dir, weights_sha256), _Bounds)
+            return cls({int(boundary): norm for boundary, norm in kept.norms.items()})
+        except (FileNotFoundError, Fault):
             return cls()  # absent or from another version: recording again costs little
 
     def write(self, cache_dir: Path, weights_sha256: str) -> None:

@@ -15,10 +15,9 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -33,7 +32,8 @@ from mesh.pipeline.watch.reputation import Reputations
 from mesh.pipeline.watch.sanity import rows_as_floats
 from mesh.processes.tasks import spawn
 from mesh.routing.cover import Candidate, key_of
-from mesh.types import LayerRange, ModelId, RouteHop, ShardDescriptor
+from mesh.routing.router import ShardSource
+from mesh.types import LayerRange, RouteHop, ShardDescriptor
 from mesh.wire.messages import WireTensor
 
 logger = logging.getLogger(__name__)
@@ -49,13 +49,6 @@ YIELD_SECONDS = 5.0
 FIRST_REFUSAL_S, LONGEST_REFUSAL_S = 15.0, 1800.0
 """For how long layers that did not load at home are not asked for again: twice as long each time,
 because some reasons pass, such as a process that starts again, and others do not."""
-
-
-class Replicas(Protocol):
-    """Where other hosts of the same layers are looked up: the router's store."""
-
-    def candidates(self, model_id: ModelId) -> Sequence[Candidate]:
-        """See `mesh.routing.router.ShardStore`."""
 
 
 Judge = Callable[[LayerRange], Awaitable[RouteHop]]
@@ -106,7 +99,7 @@ class SpotChecks:
     def __init__(
         self,
         links: HopLinks,
-        replicas: Replicas,
+        replicas: ShardSource,
         reputations: Reputations,
         on_finding: Callable[[Finding], None],
         judge: Judge,

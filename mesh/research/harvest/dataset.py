@@ -17,7 +17,7 @@ BATCH_CHARS = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PromptBatch:
     """Prompts that are run together; `lines` are their numbers in the file, from 0."""
 
     number: int
@@ -38,7 +38,7 @@ def digest(path: Path) -> str:
         ) from error
 
 
-def batches(path: Path, size: int) -> Iterator[Batch]:
+def batches(path: Path, size: int) -> Iterator[PromptBatch]:
     """The same batches every time: up to `size` prompts each. Empty lines are left out.
 
     Raises BadRequest, naming the line, for text that is not UTF-8 or JSON without a ``text``.
@@ -48,13 +48,13 @@ def batches(path: Path, size: int) -> Iterator[Batch]:
     chars = number = 0
     for line, text in _prompts(path):
         if texts and (len(texts) == size or chars + len(text) > BATCH_CHARS):
-            yield Batch(number, tuple(lines), tuple(texts))
+            yield PromptBatch(number, tuple(lines), tuple(texts))
             lines, texts, chars, number = [], [], 0, number + 1
         lines.append(line)
         texts.append(text)
         chars += len(text)
     if texts:
-        yield Batch(number, tuple(lines), tuple(texts))
+        yield PromptBatch(number, tuple(lines), tuple(texts))
 
 
 def _prompts(path: Path) -> Iterator[tuple[int, str]]:

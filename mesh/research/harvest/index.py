@@ -11,11 +11,16 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from mesh import codec
+from mesh.codec import Fault
 from mesh.errors import BadRequest
 
 VERSION = 1
+_MAX_BYTES = 1 << 30
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,26 @@ class HarvestPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True, slots=True)
+class _Head(HarvestPlan):
+    version: int
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    line: int
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    batch: int
+    weights_sha256: str
+    prompts: list[_Prompt]
+    files: list[dict[str, Any]]
+
+
 class HarvestIndex:
     """The directory of one harvest, on the machine of whoever asked."""
 
@@ -45,18 +70,17 @@ class HarvestIndex:
         self._batches = directory / "batches"
         self._batches.mkdir(parents=True, exist_ok=True)
         head = {"version": VERSION, "run": plan.run, **asdict(plan)}
-        known = _read(directory / "harvest.json")
+        known = _read(directory / "harvest.json", _Head)
         if known is None:
             _write(directory / "harvest.json", head)
-        elif known != head:
-            other = sorted(name for name in head if known.get(name) != head[name])
+        elif other := sorted(name for name in head if getattr(known, name) != head[name]):
             raise BadRequest(
                 f"{directory} holds another harvest: {', '.join(other)} differ.",
                 fix="Choose another --out, or give the same options again.",
                 param="out",
             )
         self._weights = {
-            read["weights_sha256"] for n in self.done() if (read := self._batch(n)) is not None
+            read.weights_sha256 for n in self.done() if (read := self._batch(n)) is not None
         }
 
     def done(self) -> set[int]:
@@ -77,9 +101,9 @@ class HarvestIndex:
 
     def finish(self, count: int) -> Path:
         """Join `count` batches to ``index.json``; its path."""
-        read = [self._batch(number) for number in range(count)]
-        prompts = [prompt for one in read if one for prompt in one["prompts"]]
-        files = [{"batch": one["batch"], **f} for one in read if one for f in one["files"]]
+        read = [one for number in range(count) if (one := self._batch(number)) is not None]
+        prompts = [codec.plain(prompt) for one in read for prompt in one.prompts]
+        files = [{"batch": one.batch, **file} for one in read for file in one.files]
         index = {
             "version": VERSION,
             "run": self.plan.run,
@@ -93,18 +117,18 @@ class HarvestIndex:
         _write(path, index)
         return path
 
-    def _batch(self, number: int) -> dict[str, Any] | None:
-        return _read(self._batches / f"{number:06d}.json")
+    def _batch(self, number: int) -> _Batch | None:
+        return _read(self._batches / f"{number:06d}.json", _Batch)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path, form: type[T]) -> T | None:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        return codec.read_file(path, form, _MAX_BYTES)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise BadRequest(f"{path} is damaged: {error}.", fix="Delete it.", param="out") from error
-    return fields if isinstance(fields, dict) else None
+    except Fault as fault:
+        said = f"{fault.field} {fault.why}".strip()
+        raise BadRequest(f"{path} is damaged: {said}.", fix="Delete it.", param="out") from fault
 
 
 def _write(path: Path, fields: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from mesh.client import Client
 from mesh.errors import MeshError
-from mesh.research.harvest.dataset import Batch
+from mesh.research.harvest.dataset import PromptBatch
 from mesh.research.harvest.index import HarvestIndex
 
 RETRY_DELAYS_S = (1.0, 5.0, 15.0)
@@ -21,7 +21,7 @@ RETRY_DELAYS_S = (1.0, 5.0, 15.0)
 async def run(
     client: Client,
     index: HarvestIndex,
-    batches: Iterator[Batch],
+    batches: Iterator[PromptBatch],
     *,
     parallel: int,
     on_batch: Callable[[dict[str, Any]], None],
@@ -56,7 +56,7 @@ async def run(
     return count
 
 
-async def _ask(client: Client, index: HarvestIndex, batch: Batch) -> dict[str, Any]:
+async def _ask(client: Client, index: HarvestIndex, batch: PromptBatch) -> dict[str, Any]:
     delays = iter(RETRY_DELAYS_S)
     plan = index.plan
     while True:

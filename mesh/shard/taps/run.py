@@ -27,7 +27,7 @@ Header = dict[str, Any]
 Request = tuple[Header, Buffers]
 
 
-class Patterns:
+class PassPatterns:
     """How often which locations were passed, sent once and named by a number from then on."""
 
     def __init__(self, meter: MemoryMeter) -> None:
@@ -56,7 +56,7 @@ class Host(Protocol):
     """What a run needs of its session."""
 
     tensors: ShardTensors
-    patterns: Patterns
+    patterns: PassPatterns
     observed: frozenset[str]
     sourced: dict[str, Any]
 

@@ -83,11 +83,11 @@ class JobSession(Session):
 
     @property
     def is_open(self) -> bool:
-        """See `Session`."""
+        """Whether there are layers to tap."""
         return self.tap is not None
 
     async def opened(self) -> None:
-        """See `Session`."""
+        """Wait until there are layers to tap. Raises MeshError, and is closed then."""
         try:
             tap = await self._server.tap(self.layers)
             if self.closed:

@@ -30,7 +30,7 @@ from mesh.shard.taps.mail import CountedBuffers, Mail
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter, Tally
 from mesh.shard.taps.ordinary import OrdinaryForwards
 from mesh.shard.taps.refusals import FIX, MALFORMED, malformed, nothing_else, raised, refusal
-from mesh.shard.taps.run import NAME_BYTES, Header, Patterns, Request, Run
+from mesh.shard.taps.run import NAME_BYTES, Header, PassPatterns, Request, Run
 from mesh.shard.taps.shared_tensors import Loose, ShardTensors
 from mesh.shard.taps.tree import SpanTree
 from mesh.shard.taps.weight_copies import WeightCopies
@@ -75,7 +75,7 @@ class TapSession:
         self._weights = WeightCopies(tree)
         self._joints = ShardJoints(self.meter)
         self.tensors = ShardTensors(tree.device, self.meter, self._joints, self._weights)
-        self.patterns = Patterns(self.meter)
+        self.patterns = PassPatterns(self.meter)
         self.sourced: dict[str, Any] = {}
         self.observed: frozenset[str] = frozenset()
         self._observed_with_grad = False
@@ -326,7 +326,7 @@ class TapSession:
         return hidden, (between[:-1] if header["between"] else []), captured
 
     def show(self, run: Run, provider: str, value: Any) -> Any:
-        """See `Host`."""
+        """Let the job see `value`; what it makes of it."""
         if provider.endswith(".fn") and provider[:-3] in self.sourced:
             info = sources.drill(self._tree.reporter, self.sourced, provider[:-3], value)
             self._sources.grow(_SOURCE_OBJECTS * len(info.get("source", "")) + ENTRY_BYTES)
@@ -371,11 +371,11 @@ class TapSession:
             buffers.clear()
 
     def new_writer(self, run: Run) -> Writer:
-        """See `Host`."""
+        """A writer for the run's next message."""
         return Writer(self.tensors.write, self._other(run), self.mail.new_buffers())
 
     def pack(self, header: Header, buffers: Buffers) -> bytes:
-        """See `Host`."""
+        """The bytes of a message to hand out. Raises BadRequest, LimitReached."""
         assert isinstance(buffers, CountedBuffers)  # noqa: S101 - all writers here have such
         return self.mail.pack(header, buffers)
 

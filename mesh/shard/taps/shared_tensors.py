@@ -202,21 +202,21 @@ class ShardTensors(SharedTensors):
         """Whether something of the model's was shown; for whoever shows to take back."""
 
     def clear(self) -> None:
-        """See `SharedTensors.clear`."""
+        """Forget every tensor; the other end does so at the same point."""
         self._meter.give(len(self) * ENTRY_BYTES)
         super().clear()
 
     def read_changed(self, entries: list[Any], reader: Reader) -> None:
-        """See `SharedTensors.read_changed`."""
+        """The tensors that a job has changed. Raises BadRequest, LimitReached."""
         super().read_changed(entries, reader)
         self._weights.apply()
 
     def write(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
-        """See `SharedTensors.write`."""
+        """The entry of a tensor on its way to the job."""
         return super().write(self._shown(tensor), buffers)
 
     def write_detached(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
-        """See `SharedTensors.write_detached`."""
+        """The entry of a tensor that the job only looks at."""
         return super().write_detached(self._shown(tensor), buffers)
 
     def _shown(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -308,9 +308,9 @@ class Loose:
         self._device = device
 
     def write(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
-        """See `SharedTensors.write`."""
+        """The entry of a tensor that nobody keeps."""
         return [int(Kind.TENSOR), 0, 0, write_tensor(tensor, buffers)]
 
     def read(self, entry: list[Any], next_buffer: Callable[[], memoryview]) -> torch.Tensor:
-        """See `SharedTensors.read`."""
+        """The tensor of an entry that came in. Raises BadRequest, LimitReached."""
         return read_tensor(entry[3], next_buffer(), self._device)

@@ -50,7 +50,7 @@ class _Reporter(Interleaver):  # type: ignore[misc]  # nnsight is untyped here
         self.visitor: Visitor | None = None
 
     def handle(self, provider: str, value: Any) -> Any:
-        """See `nnsight.intervention.interleaver.Interleaver.handle`."""
+        """A location was passed with this value."""
         if self.visitor is None:
             return value
         return self.visitor.reached(provider, value)

@@ -21,7 +21,7 @@ from mesh.pipeline.terms import SessionTerms
 from mesh.routing.cover import key_of
 from mesh.shard.hooks import hooked
 from mesh.shard.runtime import SpanRuntime, StepInput
-from mesh.shard.steering import Steering, _Added
+from mesh.shard.steering import SessionEdits, _Added
 from mesh.types import Edit, LayerRange, RouteHop, Site, WireDtype
 from mesh.wire.activations import to_torch, to_wire
 from tests import secure
@@ -69,7 +69,7 @@ def test_every_family_is_steered_like_by_a_hook(family: str) -> None:
     entered = hidden_states(model, rows(9), edits)
     plain = hidden_states(model, rows(9), [])
     span: SpanRuntime = runtime(family, SPAN)
-    hooks = Steering.check(edits, SPAN, HIDDEN).hooks(span)
+    hooks = SessionEdits.check(edits, SPAN, HIDDEN).hooks(span)
     # In two steps, and the second one row by row: every way a step is computed.
     cache = span.new_cache(32)
     outputs = [
@@ -83,7 +83,7 @@ def test_every_family_is_steered_like_by_a_hook(family: str) -> None:
 def test_a_forward_without_hooks_is_left_alone() -> None:
     span = runtime()
     layer = span.layer(1)
-    hooks = Steering.check([edit(1)], WHOLE, HIDDEN).hooks(span)
+    hooks = SessionEdits.check([edit(1)], WHOLE, HIDDEN).hooks(span)
     span.forward([StepInput(span.new_cache(32), 0, rows(3), hooks)])
     for module in (layer, layer.mlp):
         assert not module._forward_hooks
@@ -115,7 +115,7 @@ def test_a_place_without_one_row_per_token_is_refused(part: str, why: str) -> No
 def test_experts_are_no_place_and_say_so() -> None:
     span = runtime("qwen3_moe", SPAN)
     for part in ("mlp.experts", "mlp.gate"):
-        hooks = Steering.check([edit(1, part)], SPAN, HIDDEN).hooks(span)
+        hooks = SessionEdits.check([edit(1, part)], SPAN, HIDDEN).hooks(span)
         with pytest.raises(BadSteering, match=r"does not pass|cannot be followed"):
             span.forward([StepInput(span.new_cache(32), 0, rows(3), hooks)])
 

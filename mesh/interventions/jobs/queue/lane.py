@@ -13,7 +13,7 @@ from mesh.types import ModelId
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class JobTicket:
     """A job that has not ended. `ending` is why it is being ended, once somebody does."""
 
     job: Job
@@ -59,12 +59,12 @@ class Lane:
         self.is_warm = False
         self._news = asyncio.Event()
 
-    def put(self, ticket: Ticket) -> None:
+    def put(self, ticket: JobTicket) -> None:
         """Have a job wait."""
         self.line.put(ticket.job.asked.owner, ticket.job_id)
         self._news.set()
 
-    def put_back(self, ticket: Ticket) -> None:
+    def put_back(self, ticket: JobTicket) -> None:
         """Have a job wait again, before the others."""
         self.line.put_back(ticket.job.asked.owner, ticket.job_id)
         self._news.set()

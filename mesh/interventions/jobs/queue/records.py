@@ -11,10 +11,11 @@ import logging
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, NamedTuple, Self
 
 import aiosqlite
 
+from mesh import codec
 from mesh.errors import SchemaTooNew, StorageFull
 from mesh.events.opening import is_damage
 from mesh.interventions.jobs.queue.types import Job, Status, Submission
@@ -46,6 +47,26 @@ _UPDATE = (
     "UPDATE jobs SET status = ?, description = ?, attempts = ?, ended_at = ?, result_bytes = ?,"
     " meta = ? WHERE job_id = ?"
 )
+
+
+class _Row(NamedTuple):
+    """What `_COLUMNS` hold."""
+
+    job_id: str
+    owner: str
+    model_id: str
+    blocking: int
+    compress: int
+    env: str
+    trusted: int
+    received_at: float
+    status: Status
+    description: str
+    attempts: int
+    ended_at: float | None
+    payload_bytes: int
+    result_bytes: int
+    meta: str
 
 
 class JobRecords:
@@ -120,7 +141,11 @@ class JobRecords:
         self, where: str, values: Sequence[object], order: str = " ORDER BY number"
     ) -> list[Job]:
         query = f"SELECT {_COLUMNS} FROM jobs WHERE {where}{order}"  # noqa: S608 - our own texts
-        return [_job(row) for row in await self._run(query, values)]
+        rows = await self._run(query, values)
+        try:
+            return [_job(codec.convert(tuple(row), _Row)) for row in rows]
+        except ValueError as error:
+            raise _unusable(error) from error
 
     async def _run(self, query: str, values: Sequence[object]) -> list[sqlite3.Row]:
         try:
@@ -164,22 +189,22 @@ def _row(job: Job) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def _job(row: sqlite3.Row) -> Job:
-    (
-        job_id, owner, model_id, blocking, compress, env, trusted, received_at, status, description,
-        attempts, ended_at, payload_bytes, result_bytes, meta,
-    ) = row  # fmt: skip
+def _job(row: _Row) -> Job:
     asked = Submission(
-        Principal.parse(owner), ModelId(model_id), bool(blocking), bool(compress), json.loads(env),
-        bool(trusted),
+        Principal.parse(row.owner), ModelId(row.model_id), bool(row.blocking), bool(row.compress),
+        _map(row.env), bool(row.trusted),
     )  # fmt: skip
     return Job(
-        job_id, asked, received_at, Status(status), description, attempts, ended_at, payload_bytes,
-        result_bytes, json.loads(meta),
+        row.job_id, asked, row.received_at, row.status, row.description, row.attempts, row.ended_at,
+        row.payload_bytes, row.result_bytes, _map(row.meta),
     )  # fmt: skip
 
 
-def _unusable(error: sqlite3.Error | OSError) -> StorageFull:
+def _map(text: str) -> dict[str, Any]:
+    return codec.convert(codec.parse_json(text), dict[str, Any])
+
+
+def _unusable(error: sqlite3.Error | OSError | ValueError) -> StorageFull:
     return StorageFull(
         f"The table of jobs cannot be used: {error}.",
         fix="Free space on the disk, or make the state directory writable.",

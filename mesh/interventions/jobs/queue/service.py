@@ -18,11 +18,11 @@ from typing import Any
 from mesh.clock import Clock
 from mesh.errors import Busy, InternalError, NotFound, StorageFull
 from mesh.interventions.jobs.queue.feed import Feed
-from mesh.interventions.jobs.queue.lane import Lane, Ticket
+from mesh.interventions.jobs.queue.lane import JobTicket, Lane
 from mesh.interventions.jobs.queue.records import JobRecords
 from mesh.interventions.jobs.queue.spool import Incoming, Spool
 from mesh.interventions.jobs.queue.types import Job, Status, Submission, Update
-from mesh.interventions.jobs.queue.working import Work, Worker
+from mesh.interventions.jobs.queue.working import RunLoop, Work
 from mesh.interventions.jobs.types import JobRunner
 from mesh.types import ModelId, Principal, shown_id
 
@@ -80,7 +80,7 @@ class JobQueue:
         self._tell = tell
         self._records: JobRecords | None = None
         self._lanes: dict[ModelId, Lane] = {}
-        self._tickets: dict[str, Ticket] = {}
+        self._tickets: dict[str, JobTicket] = {}
         self._arriving: Counter[tuple[ModelId, Principal]] = Counter()
         self._slots = asyncio.Semaphore(settings.concurrent)
         self._tasks: list[asyncio.Task[None]] = []
@@ -253,7 +253,7 @@ class JobQueue:
     def _now(self) -> float:
         return self._clock.now().timestamp()
 
-    def _of(self, model_id: ModelId) -> list[Ticket]:
+    def _of(self, model_id: ModelId) -> list[JobTicket]:
         return [t for t in self._tickets.values() if t.job.asked.model_id == model_id]
 
     async def _keep(self, job: Job, arrived: Incoming) -> None:
@@ -269,21 +269,21 @@ class JobQueue:
                 f"The job could not be stored: {error}.", fix="Free space on the node's disk."
             ) from error
 
-    def _ticket(self, job: Job, feed: Feed | None) -> Ticket:
+    def _ticket(self, job: Job, feed: Feed | None) -> JobTicket:
         update = Update(job.job_id, Status.RECEIVED, "")
-        ticket = Ticket(job, feed, self._clock.monotonic(), update)
+        ticket = JobTicket(job, feed, self._clock.monotonic(), update)
         self._tickets[job.job_id] = ticket
         self._lanes.setdefault(job.asked.model_id, Lane(job.asked.model_id))
         return ticket
 
-    def _admit(self, ticket: Ticket) -> None:
+    def _admit(self, ticket: JobTicket) -> None:
         lane = self._lanes[ticket.job.asked.model_id]
         lane.put(ticket)
         if not lane.workers:
             work = Work(
                 self._slots, self.runner, self.spool, self._record, self._finish, self._tell
             )
-            worker = Worker(lane, self._tickets, work, self.settings, self._clock)
+            worker = RunLoop(lane, self._tickets, work, self.settings, self._clock)
             lane.workers = [
                 asyncio.create_task(worker.work_for_ever(), name=f"jobs of {lane.model_id} {n}")
                 for n in range(self.settings.concurrent)
@@ -294,7 +294,7 @@ class JobQueue:
 
     async def _finish(
         self,
-        ticket: Ticket,
+        ticket: JobTicket,
         status: Status,
         description: str,
         meta: dict[str, Any] | None = None,

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from mesh.clock import Clock
 from mesh.errors import Busy, JobFailed, MeshError, NoRoute, StorageFull
-from mesh.interventions.jobs.queue.lane import Lane, Ticket
+from mesh.interventions.jobs.queue.lane import JobTicket, Lane
 from mesh.interventions.jobs.queue.spool import Spool
 from mesh.interventions.jobs.queue.types import Job, Status, Update
 from mesh.interventions.jobs.types import JobReport, JobRunner, JobSpec
@@ -63,13 +63,13 @@ class Work:
     tell: Callable[[str, dict[str, Any]], None]
 
 
-class Worker:
+class RunLoop:
     """Runs the jobs of one lane; several tasks may be in `work_for_ever` at once."""
 
     def __init__(
         self,
         lane: Lane,
-        tickets: Mapping[str, Ticket],
+        tickets: Mapping[str, JobTicket],
         work: Work,
         settings: WorkSettings,
         clock: Clock,
@@ -119,7 +119,7 @@ class Worker:
         finally:
             work.spool.release(self._settings.max_result_bytes)
 
-    async def _run_to_its_end(self, ticket: Ticket) -> MeshError | None:
+    async def _run_to_its_end(self, ticket: JobTicket) -> MeshError | None:
         try:
             return await self._run(ticket)
         except Exception:
@@ -127,7 +127,7 @@ class Worker:
                 await self._work.finish(ticket, Status.ERROR, _UNFORESEEN)
             raise
 
-    async def _run(self, ticket: Ticket) -> MeshError | None:
+    async def _run(self, ticket: JobTicket) -> MeshError | None:
         lane = self._lane
         lane.running.add(ticket.job_id)
         ticket.begun_s = self._clock.monotonic()
@@ -150,7 +150,7 @@ class Worker:
             lane.running.discard(ticket.job_id)
         return await self._conclude(ticket, run)
 
-    async def _attempt(self, ticket: Ticket) -> JobReport:
+    async def _attempt(self, ticket: JobTicket) -> JobReport:
         """Raises MeshError; what the runner raises is in `JobRunner`."""
         asked, job_id, work = ticket.job.asked, ticket.job_id, self._work
         if not self._lane.is_warm:
@@ -179,7 +179,7 @@ class Worker:
                 fix="Ask for less in one job, or raise jobs.wall_seconds.",
             ) from None
 
-    async def _conclude(self, ticket: Ticket, run: asyncio.Task[JobReport]) -> MeshError | None:
+    async def _conclude(self, ticket: JobTicket, run: asyncio.Task[JobReport]) -> MeshError | None:
         """What follows from how a run ended; the obstacle when it is to be tried again."""
         took: dict[str, Any] = {
             "wall_s": round(self._clock.monotonic() - (ticket.begun_s or 0.0), 3)
@@ -206,7 +206,7 @@ class Worker:
             await finish(ticket, Status.ERROR, _UNFORESEEN, took)
         return None
 
-    async def _complete(self, ticket: Ticket, report: JobReport) -> None:
+    async def _complete(self, ticket: JobTicket, report: JobReport) -> None:
         try:
             size_bytes = await asyncio.to_thread(
                 self._work.spool.settle_result, ticket.job_id, durable=ticket.job.asked.durable
@@ -231,7 +231,7 @@ class Worker:
             return  # room comes when one of our own ends, which has a limit
         if lane.held_since_s is None:
             lane.held_since_s = now_s
-        spent: list[tuple[Ticket, float]] = []
+        spent: list[tuple[JobTicket, float]] = []
         for job_id in lane.line.order():
             ticket = self._tickets[job_id]
             waited_s = now_s - max(lane.held_since_s, ticket.admitted_s)
@@ -252,7 +252,7 @@ def _is_being_ended() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _say(ticket: Ticket, line: str) -> None:
+def _say(ticket: JobTicket, line: str) -> None:
     ticket.tell(Update(ticket.job_id, Status.LOG, line))
 
 

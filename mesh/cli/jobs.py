@@ -1,27 +1,35 @@
-"""`hearthnet queue`: the jobs of nnsight clients that run, wait or have ended."""
+"""`hearthnet queue` and `kill`: the jobs of nnsight clients that run, wait or have ended."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
-from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
-from mesh.cli.output import print_json, print_table, say
+import typer
+
+from mesh.cli.options import Daemon, asks
+from mesh.cli.output import print_table, say
 
 _SHOWN_ENDED = 10
 
 
-def queue(
-    state_dir: StateDir = None,
-    host: Host = None,
-    api_port: ApiPort = None,
-    as_json: Json = False,
-) -> None:
+@asks
+def queue(daemon: Daemon) -> None:
     """Show the jobs of nnsight clients: those that run, those that wait and the last that ended."""
-    found = ask(locate_daemon(state_dir, host, api_port), lambda client: client.jobs())
-    if as_json:
-        print_json(found)
-        return
+    daemon.show(daemon.ask(lambda client: client.jobs()), _show)
+
+
+@asks
+def kill(
+    daemon: Daemon,
+    job: Annotated[str, typer.Argument(metavar="ID", help="As `hearthnet queue` shows it.")],
+) -> None:
+    """End a job that runs or waits; its client is told."""
+    ended = daemon.ask(lambda client: client.kill_job(job))
+    daemon.show(ended, lambda _: say(f"{ended['id']} has ended: {ended['status']}"))
+
+
+def _show(found: dict[str, Any]) -> None:
     rows = [*found["jobs"], *found["ended"][:_SHOWN_ENDED]]
     if not rows:
         say("no jobs")
