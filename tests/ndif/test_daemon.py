@@ -18,6 +18,7 @@ from nnsight.modeling.transformers import TransformersModel
 from mesh.cli.local_node import LocalNode
 from mesh.models.builtin import checkpoint_dir
 from tests.ndif import client
+from tests.warm.daemons import WarmNode
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,7 @@ PROMPT = "The attic is"
 def starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
     """It answers, and may not have loaded anything."""
     root = tmp_path_factory.mktemp("daemon")
-    with LocalNode("solo", root / "solo", FLAGS, ENVIRONMENT) as node:
+    with WarmNode("solo", root / "solo", FLAGS, ENVIRONMENT) as node:
         node.wait_up()
         yield node
 

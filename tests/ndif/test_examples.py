@@ -16,6 +16,7 @@ import nnsight
 import pytest
 
 from mesh.cli.local_node import LocalNode, start_hearth
+from tests.warm.daemons import WarmNode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -34,7 +35,7 @@ def laptops(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
         "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__ACTIVATION_DTYPE": "fp32",
     }
     nodes = [
-        LocalNode(
+        WarmNode(
             name, root / name, ("--threads", "1", "--dtype", "fp32", "--layers", span), variables
         )
         for name, span in SPANS.items()
