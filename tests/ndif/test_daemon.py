@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import nnsight
 import pytest
 import torch
 from nnsight.intervention.backends.remote import RemoteError
@@ -45,8 +44,7 @@ def daemon(starting: LocalNode) -> LocalNode:
 @pytest.fixture
 def model(daemon: LocalNode, monkeypatch: pytest.MonkeyPatch) -> TransformersModel:
     """The model as a user has it, pointed at the daemon."""
-    monkeypatch.setattr(nnsight.CONFIG.API, "HOST", daemon.url)
-    monkeypatch.setattr(nnsight.CONFIG.API, "APIKEY", daemon.record.api_key)
+    client.configure(monkeypatch, HOST=daemon.url, APIKEY=daemon.record.api_key)
     monkeypatch.setitem(huggingface._ID_CACHE, str(checkpoint_dir()), "builtin")
     return client.model()
 
