@@ -71,8 +71,8 @@ def test_no_weight_of_chat_or_jobs_can_be_written_to(
     assert span.protection.protected_bytes == span.protection.total_bytes > 0
     shared = twin(span.loaded)
     assert shared is not None
-    assert unprotected(SpanTree(shared, CPU)._model) == []
-    assert unprotected(SpanTree(loaded(family), CPU)._model) == []
+    assert unprotected(SpanTree(shared, CPU).loaded.module) == []
+    assert unprotected(SpanTree(loaded(family), CPU).loaded.module) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -40,7 +40,7 @@ from tests.interventions.jobworld import (
     served,
     shards,
 )
-from tests.interventions.worlds import equal, whole
+from tests.interventions.worlds import equal, module_of, whole
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 WHOLE = LayerRange(0, 6)
@@ -120,7 +120,7 @@ def _eager() -> Any:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         model = whole("llama")
-        module = model._module
+        module = module_of(model)
         module.set_attn_implementation("eager")
         try:
             return module(**model.tokenizer(PROMPT, return_tensors="pt"), output_attentions=True)

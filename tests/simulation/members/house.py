@@ -413,7 +413,7 @@ class House:
             cache_dir="", fallback_to_local=False, fallback_after=2, spot_check_probability=0.0,
         )  # fmt: skip
         engine = Engine(_MODEL, party(name).id, settings, nowhere, no_judge, dial)
-        engine.spot_checks._rng = random.Random(seed)
+        engine.spot_checks.rng = random.Random(seed)
         shard = descriptor(party("ann").id, "ann")
         seen = datetime(2000, 1, 1, tzinfo=UTC)
         health = ShardHealth(shard.shard_id, True, seen, 0.0, 0.0, 0, 0)
