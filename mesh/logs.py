@@ -115,8 +115,9 @@ class _Lines(logging.Formatter):
 class LogFile:
     """The file that descriptor `fd` writes to, shared with other processes."""
 
-    def __init__(self, path: Path, fd: int) -> None:
+    def __init__(self, path: Path, fd: int, max_bytes: int = MAX_FILE_BYTES) -> None:
         self.path = path
+        self._max_bytes = max_bytes
         self._fd = fd
 
     @property
@@ -128,7 +129,7 @@ class LogFile:
 
     def tend(self) -> None:
         """Move the file aside if it is full; go over to the new one. Raises OSError."""
-        if self.is_here and os.fstat(self._fd).st_size < MAX_FILE_BYTES:
+        if self.is_here and os.fstat(self._fd).st_size < self._max_bytes:
             return
         with _sole(self.path.parent) as alone:
             if not alone:

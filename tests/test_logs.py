@@ -261,7 +261,6 @@ def test_a_stream_that_is_not_the_file_is_left_alone(to: str, tmp_path: Path) ->
 def test_a_directory_that_is_gone_costs_no_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "MAX_FILE_BYTES", 100)
     monkeypatch.setattr(logging, "raiseExceptions", False)
     directory = tmp_path / "logs"
     directory.mkdir()
@@ -269,7 +268,7 @@ def test_a_directory_that_is_gone_costs_no_line(
     with (directory / "daemon.log").open("a") as stream:
         os.link(directory / "daemon.log", kept)
         handler = LogHandler(
-            stream, LineRates(), LogFile(directory / "daemon.log", stream.fileno())
+            stream, LineRates(), LogFile(directory / "daemon.log", stream.fileno(), max_bytes=100)
         )
         logger = logging.Logger("mesh.there")  # noqa: LOG001
         logger.addHandler(handler)

@@ -19,7 +19,6 @@ from mesh.api.services import ApiSettings
 NEIGHBOUR = "neighbour"
 """The name in a request's state of the connection's `Neighbour`."""
 
-MAX_CONNECTIONS = 512
 _LATER_S = 2.0
 """How long after the handler's own limit a body is cut; a client that reads is told why first."""
 
@@ -34,6 +33,7 @@ class BoundedConnection(H11Protocol):
             h11.SEND_BODY: settings.body_timeout_s + _LATER_S,
         }
         self._unread_limit_s = settings.unread_timeout_s
+        self._max_connections = settings.max_connections
         self._phase: object = None
         self._asking: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -42,7 +42,7 @@ class BoundedConnection(H11Protocol):
         """Start the clock of the first request's head; who is at the other end is looked up when
         asked."""
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > self._max_connections:
             transport.abort()
         self.app_state = {**self.app_state, NEIGHBOUR: Neighbour(transport)}
         self._follow_phase()

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from mesh.api.auth import MAX_HEADER_BYTES
-from mesh.api.connection import MAX_CONNECTIONS, BoundedConnection
+from mesh.api.connection import BoundedConnection
 from mesh.api.listener import TlsListener
 from mesh.api.tls import ApiTls
 from mesh.config import is_loopback
@@ -135,7 +135,7 @@ async def serve_api(app: Starlette, host: str, port: int, tls: ApiTls | None = N
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=MAX_CONNECTIONS,
+        limit_concurrency=app.state.settings.max_connections,
         timeout_graceful_shutdown=_GRACE_S,
     )
     server = _Server(config, listener, tls, app.state.settings.head_timeout_s)

@@ -167,4 +167,5 @@ class ApiSettings:
     head_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0
+    max_connections: int = 512
     accounts: ResourceLedger | None = field(default=None, repr=False, compare=False)

@@ -80,16 +80,22 @@ class LocalNode:
         its_end, self._tether = os.pipe()
         try:
             with paths.daemon_log.open("ab") as log:
-                self.process = subprocess.Popen(
+                self.process = self.launch(
                     [sys.executable, "-m", "mesh.cli.tethered", "up", *arguments],
-                    env={**inherited, CONFIG_VARIABLE: str(own_config), **self.environment},
-                    stdin=its_end,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
+                    {**inherited, CONFIG_VARIABLE: str(own_config), **self.environment},
+                    its_end,
+                    log.fileno(),
                 )
         finally:
             os.close(its_end)
+
+    def launch(
+        self, command: list[str], environment: dict[str, str], tether: int, log: int
+    ) -> subprocess.Popen[bytes]:
+        """Start `command` in a session of its own, with these descriptors as input and outputs."""
+        return subprocess.Popen(
+            command, env=environment, stdin=tether, stdout=log, stderr=log, start_new_session=True
+        )
 
     def join(self, anchor: LocalNode, level: str = "trusted") -> Pairing:
         """Pair with a running anchor's hearth, for a daemon that is not started yet."""

@@ -9,7 +9,7 @@ import ipaddress
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from typing import Any
@@ -18,7 +18,6 @@ import psutil
 
 from mesh.errors import BadValue
 
-_LOOK_EVERY_S = 1.0
 _VIRTUAL = (
     ("container bridge", r"docker.*|br-.+|cni.*|cbr\d+|flannel.*|cali.*|podman\d*|lx[cd]br\d+"),
     ("container link", r"veth.*|vethernet.*"),
@@ -71,10 +70,12 @@ def choose(requested: Sequence[str]) -> tuple[list[InterfaceChoice], list[Skippe
     return select(read_table(), requested)
 
 
-def present(requested: Sequence[str]) -> list[InterfaceChoice]:
+def present(
+    requested: Sequence[str], table: Sequence[Interface] | None = None
+) -> list[InterfaceChoice]:
     """The addresses to use now; none while something that was asked for is not there."""
     try:
-        return choose(requested)[0]
+        return select(read_table() if table is None else table, requested)[0]
     except BadValue:
         return []
 
@@ -85,7 +86,16 @@ class Reach:
     At those that `choose` gives now, and at `first`. Has no effect on who may come in.
     """
 
-    def __init__(self, requested: Sequence[str], first: str) -> None:
+    def __init__(
+        self,
+        requested: Sequence[str],
+        first: str,
+        read: Callable[[], Sequence[Interface]] | None = None,
+        look_every_s: float = 1.0,
+    ) -> None:
+        """`read` gives the machine's interfaces: `read_table`, unless something else is given."""
+        self._read = read or read_table
+        self._look_every_s = look_every_s
         self._requested = tuple(requested)
         self._first = first
         self._known = frozenset({first})
@@ -98,9 +108,9 @@ class Reach:
 
     def __call__(self, address: str) -> bool:
         """Whether to answer at this address."""
-        if address not in self._known and time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
+        if address not in self._known and time.monotonic() - self._looked_at >= self._look_every_s:
             self._looked_at = time.monotonic()
-            chosen = present(self._requested)
+            chosen = present(self._requested, self._read())
             self._known = frozenset({self._first, *(str(each.address) for each in chosen)})
         return address in self._known
 

@@ -102,11 +102,11 @@ class Peering:
         self._mdns = mdns
         self._limits = replace(CONTROL_LIMITS, accounts=trust.accounts)
         self._run = secrets.token_hex(8)
-        self._dials = 0
-        self._links = LinkTable(settings.node_id)
+        self.dials = 0
+        self.links = LinkTable(settings.node_id)
         self._dialer = Dialer(
             self._dial,
-            lambda node_id: self._links.get(node_id) is not None,
+            lambda node_id: self.links.get(node_id) is not None,
             own_id=settings.node_id,
             settings=settings.dial,
         )
@@ -170,7 +170,7 @@ class Peering:
         await self._dialer.stop()
         if self._heartbeat is not None:
             await end_tasks([self._heartbeat])
-        for link in self._links.all():
+        for link in self.links.all():
             link.link.close("goodbye")
         if self._mdns is not None:
             await self._mdns.stop()
@@ -184,7 +184,7 @@ class Peering:
     def follow_members(self) -> None:
         """The members are others: cut links to those that are out, try those that came in."""
         tls = self._trust.tls
-        for end in self._links.all():
+        for end in self.links.all():
             if tls.trusts(end.hello.node_id):
                 self._listing.relist(end)
             else:
@@ -198,7 +198,7 @@ class Peering:
 
     def send(self, peer: NodeId, message: Said) -> None:
         """Queue a message to a linked peer. Raises LinkLost when it is not linked."""
-        end = self._links.get(peer)
+        end = self.links.get(peer)
         if end is None:
             raise LinkLost(f"There is no link to {peer}.", fix="It is dialled again.")
         end.link.send(message)
@@ -210,14 +210,14 @@ class Peering:
                 end.hello.node_id, end.hello.name, end.hello.address,
                 PeerState.UP, "", end.link.rtt_ms,
             )
-            for end in self._links.all()
+            for end in self.links.all()
         ]  # fmt: skip
         up = {view.node_id for view in linked}
         return linked + [view for view in self._sightings.rows() if view.node_id not in up]
 
     def silences(self) -> list[tuple[NodeId, float]]:
         """Every linked peer and for how many seconds nothing came from it."""
-        return [(end.hello.node_id, end.link.silent_s) for end in self._links.all()]
+        return [(end.hello.node_id, end.link.silent_s) for end in self.links.all()]
 
     # Telling.
 
@@ -239,7 +239,7 @@ class Peering:
         except (BadAdvertisement, BadEvent) as error:
             self._sightings.warn_once("own", Warned(error.code, error.message, error.fix))
             return
-        for peer in self._links.all():
+        for peer in self.links.all():
             self._send(peer, notice)
         self._store.sweep()
         if self._mdns is not None:
@@ -280,8 +280,8 @@ class Peering:
 
     async def _dial(self, target: Target, endpoint: str) -> DialResult:
         host, port = parse_endpoint(endpoint)
-        self._dials += 1
-        dial = self._dials
+        self.dials += 1
+        dial = self.dials
         end = ControlLink(self._on_message, self._on_closed, initiated=True, dial=dial)
         hello = to_hello(self._own(dial))
         try:
@@ -332,12 +332,12 @@ class Peering:
         return PeerState.UP, ""
 
     def _take_in(self, end: ControlLink, link: WebSocketLink, peer: PeerHello) -> None:
-        old = self._links.get(peer.node_id)
+        old = self.links.get(peer.node_id)
         if old is not None and old.hello.run != peer.run and old.hello.address != peer.address:
             self._sightings.warn_cloned(peer.node_id, old.hello.address, peer.address)
         end.host = link.peer_host
         end.identify(link, peer)
-        admitted = self._links.admit(end)
+        admitted = self.links.admit(end)
         if admitted is Admitted.FIRST:
             try:
                 self._store.update(info(peer), [])
@@ -351,11 +351,11 @@ class Peering:
     def _on_message(self, end: ControlLink, message: ControlMessage) -> None:
         if not isinstance(message, Advertise):  # who said it counts, not on which of two links
             self._heard(end.hello.node_id, message)
-        elif self._links.is_current(end):
+        elif self.links.is_current(end):
             self._listing.hear(end, message)
 
     def _on_closed(self, end: ControlLink, error: MeshError | None) -> None:
-        if not self._links.drop(end) or self._stopping:
+        if not self.links.drop(end) or self._stopping:
             return
         peer = end.hello
         if error is None:

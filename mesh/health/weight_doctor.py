@@ -10,11 +10,12 @@ import dataclasses
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 STARTED, WROTE, REFUSED, ABSENT = "STARTED", "WROTE", "REFUSED", "ABSENT"
-_CANARIES = [sys.executable, "-m", "mesh.shard.canaries"]
+CANARIES = (sys.executable, "-m", "mesh.shard.canaries")
 _TIMEOUT_S = 120.0
 _ENDED = {-int(signal.SIGSEGV), -int(getattr(signal, "SIGBUS", signal.SIGSEGV))}
 
@@ -54,14 +55,20 @@ class WeightReport:
         return "\n".join([head, *lines, rest])
 
 
-def examine() -> WeightReport:
-    """Let every canary fly, one after the other; some seconds each."""
+def examine(
+    canaries: Sequence[str] = CANARIES, *, protects: bool = sys.platform != "win32"
+) -> WeightReport:
+    """Let every canary fly, one after the other; some seconds each.
+
+    `canaries` is the command that takes one's name; `protects`: whether this system can make memory
+    read-only.
+    """
     held, broken, absent = [], {}, {}
     for name in (*MEMORY, *NETS):
-        if name in MEMORY and sys.platform == "win32":
+        if name in MEMORY and not protects:
             absent[name] = "this system cannot make such memory read-only"
             continue
-        flown = _fly(name)
+        flown = _fly([*canaries, name])
         said = flown.stdout.split()
         if said[:1] == [ABSENT]:
             absent[name] = flown.stdout.strip().removeprefix(ABSENT).strip()
@@ -80,8 +87,7 @@ def _is_stopped(name: str, flown: subprocess.CompletedProcess[str]) -> bool:
     return flown.returncode == 0 and flown.stdout.split()[1:] == [REFUSED]
 
 
-def _fly(name: str) -> subprocess.CompletedProcess[str]:
-    command = [*_CANARIES, name]
+def _fly(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S

@@ -14,7 +14,7 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,25 +40,32 @@ from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
 
-ALONE_S = 30.0
-"""How long a node that has just started waits to hear from another member before it signs."""
-
-_ACKNOWLEDGE_S = 5.0
-"""How long an anchor collects what others decided before it says that it has seen it."""
-
 _STOP_TIMEOUT_S = 5.0
 _MAX_REVOKED_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """How long a member waits for others."""
+
+    alone_s: float = 30.0
+    """A node that has just started, to hear from another member before it signs."""
+    acknowledge_s: float = 5.0
+    """An anchor, for what others decide, before it says that it has seen it."""
 
 
 class Hearth:
     """Use `open`, then `close`. `on_roster` gets the roster before and after each change, and
     is called as well when tokens were revoked."""
 
-    def __init__(self, key: NodeKey, record: HearthRecord, log: EventLog) -> None:
+    def __init__(
+        self, key: NodeKey, record: HearthRecord, log: EventLog, waits: Waits | None = None
+    ) -> None:
         self.key = key
         self.on_roster: list[Callable[[Roster, Roster], None]] = []
         self._record = record
         self._log = log
+        self._waits = waits or Waits()
         self._gossip: LogGossip | None = None
         self._tls: TlsContexts | None = None
         self._roster = Roster(record.hearth_id, record.name)
@@ -77,10 +84,11 @@ class Hearth:
         clock: Clock,
         on_report: OnReport,
         accounts: ResourceLedger | None = None,
+        waits: Waits | None = None,
     ) -> Self:
         """Open the hearth's log below the directory `logs`. Raises what `EventLog.open` raises."""
         log = await open_log(key, record.hearth_id, logs, clock, on_report, accounts)
-        hearth = cls(key, record, log)
+        hearth = cls(key, record, log, waits)
         hearth._roster, hearth._revoked = hearth._read_roster(), hearth.revoked_tokens()
         material = TlsMaterial.of(key, hearth._roster.certificates)
         hearth._tls = await asyncio.to_thread(TlsContexts, material)
@@ -153,7 +161,7 @@ class Hearth:
         return Cut(*self._log.chains.heads().get(node, (0, 0, b"")))
 
     async def heard(self) -> None:
-        """Wait until another member was heard from, or `ALONE_S` after the start."""
+        """Wait until another member was heard from, or `Waits.alone_s` after the start."""
         await self._heard.wait()
 
     async def decide(self, decision: Decision) -> None:
@@ -262,7 +270,7 @@ class Hearth:
     async def _wait_alone(self) -> None:
         if self._roster.members.keys() - {self.key.node_id}:
             with suppress(TimeoutError):
-                async with asyncio.timeout(ALONE_S):
+                async with asyncio.timeout(self._waits.alone_s):
                     await self._heard.wait()
         self._heard.set()
 
@@ -271,7 +279,7 @@ class Hearth:
         own = self.key.node_id
         await self._heard.wait()
         while True:
-            await asyncio.sleep(_ACKNOWLEDGE_S)
+            await asyncio.sleep(self._waits.acknowledge_s)
             news = self._log.docket.unheard(own)
             is_anchor = self._roster.at_least(own, TrustLevel.ANCHOR)
             if not is_anchor or all(said.type == decisions.ACKNOWLEDGED for said in news):

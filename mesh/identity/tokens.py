@@ -97,8 +97,14 @@ class TokenVerifier:
     """
 
     def __init__(
-        self, audience: NodeId, public_key: Callable[[NodeId], bytes | None], clock: Clock
+        self,
+        audience: NodeId,
+        public_key: Callable[[NodeId], bytes | None],
+        clock: Clock,
+        *,
+        replay_entries: int = REPLAY_ENTRIES,
     ) -> None:
+        self._replay_entries = replay_entries
         self._audience = audience
         self._public_key = public_key
         self._clock = clock
@@ -160,11 +166,11 @@ class TokenVerifier:
         seen = self._seen.setdefault(claims.holder, {})
         if claims.token_id in seen:
             _reject("replay", "was used before")
-        if len(seen) >= REPLAY_ENTRIES:
+        if len(seen) >= self._replay_entries:
             now = self._clock.now().timestamp()
             seen = {t: until for t, until in seen.items() if until + SKEW_S >= now}
             self._seen[claims.holder] = seen
-            if len(seen) >= REPLAY_ENTRIES:
+            if len(seen) >= self._replay_entries:
                 _reject("replay", "comes while too many others are valid")
         seen[claims.token_id] = claims.expires_at
 

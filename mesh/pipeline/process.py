@@ -93,9 +93,11 @@ class AskerProcess(Worker):
         *,
         engine: Engine | None = None,
         daemon: Daemon | None = None,
+        local_load_s: float = LOCAL_LOAD_TIMEOUT_S,
     ) -> None:
         """`engine` is what answers before a `StartAsker` makes one."""
         super().__init__(daemon)
+        self._local_load_s = local_load_s
         self._load_asker = load
         self._engine = engine
         self._readers: dict[str, _Reader] = {}
@@ -130,7 +132,7 @@ class AskerProcess(Worker):
             asked = self._local[layers] = asyncio.get_running_loop().create_future()
             self.say(LoadLocally(layers))
         try:
-            async with asyncio.timeout(LOCAL_LOAD_TIMEOUT_S):
+            async with asyncio.timeout(self._local_load_s):
                 return await asyncio.shield(asked)
         except TimeoutError:
             if self._local.get(layers) is asked:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -113,22 +114,28 @@ def cpu_has_amx() -> bool:
     return "amx_tile" in _cpu_flags()
 
 
-def choose_threads(requested: int, device: torch.device) -> Choice[int]:
+def choose_threads(
+    requested: int,
+    device: torch.device,
+    cores: int | None = None,
+    measure: Callable[[int], float] | None = None,
+) -> Choice[int]:
     """How many threads a CPU kernel uses; 0 measures one against all physical cores now.
 
     A second thread on a core that another process wants makes every kernel wait for it, so more
-    threads must be clearly faster to be taken.
+    threads must be clearly faster to be taken. `cores` None are those that this process may use;
+    `measure`, `gemv_ms` unless given, says how long so many threads take.
     """
     if requested > 0:
         return Choice(requested, f"threads {requested}: as requested")
-    cores = usable_cores()
+    cores, measure = cores or usable_cores(), measure or gemv_ms
     if device.type != "cpu" or cores == 1:
         return Choice(
             1, "threads 1: one core" if cores == 1 else f"threads 1: {device.type} computes"
         )
     before = torch.get_num_threads()
     try:
-        alone, together = _gemv_ms(1), _gemv_ms(cores)
+        alone, together = measure(1), measure(cores)
     finally:
         torch.set_num_threads(before)
     if together < 0.85 * alone:
@@ -227,8 +234,8 @@ def usable_cores() -> int:
     return max(1, min(physical, allowed))
 
 
-def _gemv_ms(threads: int) -> float:
-    """The best of several matrix-vector products that do not fit the caches of a core."""
+def gemv_ms(threads: int) -> float:
+    """Milliseconds: the best of several matrix-vector products that do not fit a core's caches."""
     torch.set_num_threads(threads)
     weights = [torch.zeros(4096, 2048) for _ in range(4)]
     vector = torch.zeros(1, 2048)

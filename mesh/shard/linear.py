@@ -116,6 +116,8 @@ def _agrees(packed: PackedLinear, weight: torch.Tensor) -> bool:
 def _packing_fails(dtype: torch.dtype) -> str | None:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "this torch has no oneDNN"
+    if not torch.backends.mkldnn.enabled:
+        return "oneDNN is switched off"
     if not all(hasattr(_OPS, op) for op in ("_reorder_linear_weight", "_linear_pointwise")):
         return "this torch has no packed linear operator"
     weight = torch.eye(32, dtype=dtype)

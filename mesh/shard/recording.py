@@ -50,7 +50,7 @@ class HarvestShelf:
         self._limit_bytes = limit_bytes
         self._own = own
         self._writer = ThreadPoolExecutor(1, "shard-harvest")
-        self._reserved = 0
+        self.reserved_bytes = 0
         self._is_swept = False
 
     def recording(self, batch: HarvestBatch, peer: NodeId) -> Recording:
@@ -80,17 +80,17 @@ class HarvestShelf:
             self._is_swept = True
         if size > 0 and not is_own:
             used = sum(file.stat().st_size for file in self.directory.glob("*/*.safetensors"))
-            if used + self._reserved + size > self._limit_bytes:
+            if used + self.reserved_bytes + size > self._limit_bytes:
                 raise DiskFull(
                     f"Harvests take {used >> 20} MiB here, {size >> 20} MiB more were asked for;"
                     f" the limit is {self._limit_bytes >> 20} MiB.",
                     fix=f"Delete old runs in {self.directory}, or raise harvest_mb.",
                 )
-        self._reserved += size
+        self.reserved_bytes += size
 
     def release(self, size: int) -> None:
         """The opposite of `reserve`."""
-        self._reserved -= size
+        self.reserved_bytes -= size
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -33,33 +34,53 @@ class _Kept:
     threads: Annotated[int, Meta(ge=1, le=4096)]
 
 
-def kept_threads(requested: int, device: torch.device, directory: Path | None) -> Choice[int]:
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a measured number of threads holds for: the processor and how much of it is ours."""
+
+    cpu: str
+    cores: int
+
+    def named(self) -> str:
+        """As it is written down."""
+        capability = torch.backends.cpu.get_cpu_capability()
+        return f"{platform.machine()}/{self.cpu}/{capability}/{self.cores} cores"
+
+
+Choose = Callable[[int, torch.device, int], Choice[int]]
+"""As `choose_threads`, of so many cores."""
+
+
+def kept_threads(
+    requested: int,
+    device: torch.device,
+    directory: Path | None,
+    *,
+    machine: Machine | None = None,
+    choose: Choose = choose_threads,
+) -> Choice[int]:
     """As `choose_threads`, but what `directory` holds for this machine counts, and is kept there.
 
     Of processes that measure at the same time, the first one's number holds for all. Without a
-    directory, or one that cannot be written, it is measured at every call.
+    directory, or one that cannot be written, it is measured at every call. `machine` is this one
+    unless given.
     """
-    if requested > 0 or device.type != "cpu" or directory is None or usable_cores() == 1:
-        return choose_threads(requested, device)
-    machine = machine_class()
-    path = directory / f"{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
-    found = _read(path, machine)
+    machine = machine or Machine(cpu_model(), usable_cores())
+    if requested > 0 or device.type != "cpu" or directory is None or machine.cores == 1:
+        return choose(requested, device, machine.cores)
+    said = machine.named()
+    path = directory / f"{hashlib.sha256(said.encode()).hexdigest()[:16]}.json"
+    found = _read(path, said)
     if found is None:
-        measured = choose_threads(0, device)
+        measured = choose(0, device, machine.cores)
         try:
-            found = _keep(path, machine, measured.value)
+            found = _keep(path, said, measured.value)
         except OSError as error:
             logger.warning("the number of threads is not kept in %s: %s", path, error)
             return measured
         if found == measured.value:
             return Choice(found, f"{measured.reason}; kept in {path}")
     return Choice(found, f"threads {found}: as kept in {path}")
-
-
-def machine_class() -> str:
-    """What a measured number of threads holds for: the processor and how much of it is ours."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()}/{cpu_model()}/{capability}/{usable_cores()} cores"
 
 
 def _read(path: Path, machine: str) -> int | None:

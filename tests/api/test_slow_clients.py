@@ -11,7 +11,6 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from mesh.api import connection
 from mesh.api.auth import MAX_HEADER_BYTES, MAX_HEADERS
 from tests.api.conftest import SETTINGS, Served, serving
 
@@ -23,8 +22,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @pytest.fixture
-async def quick(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
-    monkeypatch.setattr(connection, "_LATER_S", 0.2)
+async def quick() -> AsyncIterator[Served]:
     async with serving(QUICK) as api:
         yield api
 
@@ -114,11 +112,8 @@ async def test_too_large_bodies_are_refused_whether_they_say_so_or_not(quick: Se
             assert refused.status_code == 413
 
 
-async def test_connections_beyond_the_limit_are_dropped_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 20)
-    async with serving(replace(SETTINGS, head_timeout_s=60)) as api:
+async def test_connections_beyond_the_limit_are_dropped_at_once() -> None:
+    async with serving(replace(SETTINGS, head_timeout_s=60, max_connections=20)) as api:
         async with AsyncExitStack() as stack:
             streams = [await stack.enter_async_context(raw(api)) for _ in range(40)]
             reads = [asyncio.create_task(reader.read()) for reader, _ in streams]

@@ -67,7 +67,7 @@ async def _converge(networks: list[Network]) -> dict[str, float]:
     first, others = hearths[0], hearths[1:]
     changed = asyncio.Event()
     for hearth in others:
-        hearth._log.on_change.append(lambda _: changed.set())
+        hearth.log.on_change.append(lambda _: changed.set())
     began = time.perf_counter()
     for number in range(EVENTS):
         await first.publish(MODEL_PUBLISHED, {"model_id": str(number % 50)})

@@ -80,7 +80,7 @@ async def _answer(engine: Engine, number: int) -> _Answer:
     before: tuple[float, bool, int] | None = None
     async for frame in engine.chat(request):
         if isinstance(frame, TokenDelta):
-            now = (time.perf_counter(), bool(engine.spot_checks._tasks), _agreed(engine))
+            now = (time.perf_counter(), engine.spot_checks.running > 0, _agreed(engine))
             if before is not None:
                 checked = before[1] or now[1] or before[2] != now[2]
                 times[checked].append((now[0] - before[0]) * 1e3)

@@ -26,6 +26,7 @@ import httpx
 import psutil
 
 from mesh.cli.local_node import LocalNode, start_hearth
+from tests.warm.daemons import WarmNode
 
 SERVING = {
     "attic": "0-2", "barn": "3-5", "cellar": "6-7",
@@ -64,7 +65,7 @@ class Household:
         # In fp16 another cut of the layers rounds elsewhere: only fp32 promises the same ids.
         environment = {"OMP_NUM_THREADS": "1", _HEALTH: str(STALL_S), _ACTIVATIONS: "fp32"}
         self.nodes = {
-            name: LocalNode(
+            name: WarmNode(
                 name, directory / name, ("--threads", "1", "--layers", layers), environment
             )
             for name, layers in {**SERVING, ASKER: "none"}.items()

@@ -6,7 +6,6 @@ from ipaddress import IPv4Interface
 
 import pytest
 
-from mesh.discovery import interfaces
 from mesh.discovery.interfaces import Interface, Reach, choose, read_table, select
 from mesh.errors import BadValue
 
@@ -48,11 +47,9 @@ def test_one_address_that_was_asked_for_is_the_only_one_to_listen_at() -> None:
     assert Reach.of(["127.0.0.1", "10.0.0.1"], "127.0.0.1") is not None
 
 
-def test_what_is_answered_at_follows_the_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interfaces, "_LOOK_EVERY_S", 0.0)
+def test_what_is_answered_at_follows_the_interfaces() -> None:
     table = [LO, DOCKER]
-    monkeypatch.setattr(interfaces, "read_table", lambda: table)
-    reach = Reach([], "127.0.0.1")
+    reach = Reach([], "127.0.0.1", lambda: table, look_every_s=0.0)
     assert [reach(a) for a in ("127.0.0.1", "172.17.0.1", "192.168.1.20")] == [True, False, False]
     table.append(WIFI)  # the network comes up
     assert [reach(a) for a in ("127.0.0.1", "172.17.0.1", "192.168.1.20")] == [True, False, True]

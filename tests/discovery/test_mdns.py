@@ -59,6 +59,12 @@ class Listener:
                 await self.changed.wait()
 
 
+def inside(mdns: Mdns) -> tuple[Any, Any]:
+    """The library's socket and what it announces."""
+    multicast: Any = mdns._multicast
+    return multicast._zeroconf.zeroconf, multicast._info
+
+
 @asynccontextmanager
 async def listening(*listeners: Listener) -> AsyncIterator[None]:
     try:
@@ -107,9 +113,7 @@ async def test_node_that_vanishes_silently_is_dropped_and_found_again(hearth: st
     one, other = Listener(hearth), Listener(hearth)
     async with listening(one, other):
         await one.until(lambda: one.sees(other) is not None)
-        assert other.mdns._multicast is not None
-        zeroconf = other.mdns._multicast._zeroconf.zeroconf
-        info = other.mdns._multicast._info
+        zeroconf, info = inside(other.mdns)
         zeroconf.registry.async_remove(info)  # it answers nobody from here on, and says no goodbye
         await one.until(lambda: one.sees(other) is None)
         zeroconf.registry.async_add(info)
@@ -181,6 +185,5 @@ def bogus(count: int, *, plausible: bool) -> list[bytes]:
 
 def receive(mdns: Mdns, packet: bytes) -> None:
     """As if it had come from the network, but for this instance only."""
-    assert mdns._multicast is not None
-    zeroconf: Any = mdns._multicast._zeroconf.zeroconf
+    zeroconf, _ = inside(mdns)
     zeroconf.engine.protocols[0].datagram_received(packet, ("127.0.0.1", 5353))

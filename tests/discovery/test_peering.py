@@ -19,7 +19,7 @@ from mesh.discovery.greeting import PeerHello, to_hello
 from mesh.discovery.interfaces import InterfaceChoice
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.multicast import Multicast
-from mesh.errors import ConnectFailed, PeerRefused, UntrustedPeer
+from mesh.errors import ConnectFailed, LinkLost, PeerRefused, UntrustedPeer
 from mesh.identity.keys import node_id
 from mesh.types import ModelId
 from mesh.wire.connection import WebSocketLink
@@ -186,7 +186,7 @@ async def test_both_dialling_at_once_keep_the_link_of_the_smaller_id(hearth: str
             await node.until(lambda store: len(store.shards(TINY)) == 2)
             assert not node.told("peer_down")
             assert len(node.told("peer_up")) == 1
-        [kept], [same] = one.peering._links.all(), other.peering._links.all()
+        [kept], [same] = one.peering.links.all(), other.peering.links
         assert (kept.initiated, same.initiated) == (True, False)
         assert kept.dial == same.dial
 
@@ -199,7 +199,7 @@ async def test_node_named_by_two_addresses_keeps_one_link(hearth: str) -> None:
             await other.until(lambda store: one.id in other.online())
             one.serve(advertised(one.id))
             await other.until(lambda store: len(store.shards(TINY)) == 1)
-            assert len(other.peering._links.all()) == len(one.peering._links.all()) == 1
+            assert len(other.peering.links.all()) == len(one.peering.links) == 1
             assert not other.told("peer_down")
             assert not one.told("peer_down")
 
@@ -251,7 +251,7 @@ async def test_other_hearth_is_shown_and_never_dialled(hearth: str) -> None:
         await stranger.event(
             lambda event: event.type == "peer_seen" and getattr(event, "node_id", "") == node.id
         )
-        assert node.peering._dials == stranger.peering._dials == 0
+        assert node.peering.dials == stranger.peering.dials == 0
         assert node.online() == {node.id}
 
 
@@ -385,11 +385,10 @@ async def test_heartbeats_renew_what_would_expire(hearth: str) -> None:
 
 def cut(node: Node) -> None:
     """Break every link of a node as a power failure would, without a goodbye."""
-    for end in node.peering._links.all():
+    for end in node.peering.links.all():
         link = end.link
         assert isinstance(link, WebSocketLink)
-        assert link._transport is not None
-        link._transport.abort()
+        link.abort(LinkLost("The power failed.", fix="Wait."))
 
 
 def free_ports(count: int) -> list[int]:

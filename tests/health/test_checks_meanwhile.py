@@ -62,7 +62,7 @@ async def pass_through(route: Route, first: int, count: int, value: int) -> None
 def test_a_follow_up_that_takes_the_session_back_accuses_nobody(judges: tuple[str, ...]) -> None:
     async def body(mesh: Watched, shards: list[ToyShard]) -> None:
         answer = tokens_of(await mesh.ask(6))
-        assert mesh.engine.spot_checks._tasks, "the check waits for its judge"
+        assert mesh.engine.spot_checks.running, "the check waits for its judge"
         edited = [*PROMPT, *answer[:3], 90, 91]
         frames = await mesh.ask(6, prompt=edited, name="r2")
         assert tokens_of(frames) == expected_tokens(edited, 6)
@@ -80,7 +80,7 @@ def test_a_cut_while_the_judges_session_is_resumed_makes_it_go_back_too() -> Non
             await pass_through(route, 0, 6, value=10)
             await mesh.idle()
             await pass_through(route, 6, 1, value=20)
-            assert mesh.engine.spot_checks._tasks
+            assert mesh.engine.spot_checks.running
             route.cut(2)
             await pass_through(route, 2, 8, value=40)
             await mesh.idle()
@@ -143,7 +143,6 @@ def test_a_check_that_is_ended_before_it_began_leaves_nothing_behind() -> None:
             await mesh.idle()
             assert ended == 1
             assert mesh.checks(shard)["agreed"] > 1, "it was checked again after that"
-            assert not spot_checks._busy
             assert not judge.sessions
             await mesh.engine.close()
 

@@ -101,7 +101,7 @@ async def test_honest_hosts_are_never_accused_with_halves_on_the_wire(tmp_path: 
         for prompt in PROMPTS:
             done = await answer(engine, model, prompt)
             assert done.failovers == 0
-        await asyncio.gather(*engine.spot_checks._tasks)
+        await engine.spot_checks.settled()
         assert engine.oversight.take_events() == []
         checks = [row["checks"] for row in engine.oversight.rows()]
         agreed = sum(count.get("agreed", 0) for count in checks)
@@ -150,7 +150,7 @@ async def test_attacks_on_weights_change_no_answer_and_leave_their_host_above_su
             during += [await answer(engine, model, prompt) for prompt in PROMPTS]
         await attacking
         after = [await answer(engine, model, prompt) for prompt in PROMPTS]
-        await asyncio.gather(*engine.spot_checks._tasks)
+        await engine.spot_checks.settled()
         said = [done.token_ids for done in before]
         rounds = len(during) // len(said) + 1
         assert [done.token_ids for done in (*during, *after)] == said * rounds

@@ -57,7 +57,7 @@ async def test_a_subtle_liar_is_caught_within_tokens_and_left(seed: int) -> None
     network, (liar, _, third) = halves("a-liar", "b", "c")
     liar.answer, lies = lies_in(0.1, seed)
     with watched(network, probability=0.25) as mesh:
-        mesh.engine.spot_checks._rng = random.Random(seed)
+        mesh.engine.spot_checks.rng = random.Random(seed)
         frames = await answers(mesh, 120)
         assert lies
         caught = tokens_before_failover(frames)
@@ -169,14 +169,14 @@ def test_layers_that_do_not_load_at_home_are_tried_again_and_more_rarely() -> No
         loop = asyncio.get_running_loop()
         tried: list[float] = []
         with watched(network, probability=1.0) as mesh:
-            judge = mesh._judge
+            judge = mesh.judge
 
             async def counted(layers: LayerRange) -> RouteHop:
                 if layers == only.descriptor.layer_range:
                     tried.append(loop.time())
                 return await judge(layers)
 
-            mesh.engine.spot_checks._judge = counted
+            mesh.judge = counted
             for _ in range(200):
                 await mesh.ask(2)
                 await mesh.idle()
@@ -377,8 +377,8 @@ async def test_closing_ends_checks_under_way() -> None:
     judge.before_step = lambda step: False
     with watched(network, probability=1.0) as mesh:
         await answers(mesh, 3)
-        assert mesh.engine.spot_checks._tasks
+        assert mesh.engine.spot_checks.running
         await mesh.engine.close()
-        assert not mesh.engine.spot_checks._tasks
+        assert not mesh.engine.spot_checks.running
         await asyncio.sleep(0.01)
         assert not judge.sessions

@@ -17,6 +17,7 @@ from mesh.health.detector import Verdict
 from mesh.pipeline.commands import EngineSettings, Offer, RouteLimits
 from mesh.pipeline.engine import Engine
 from mesh.pipeline.model import AskerModel
+from mesh.pipeline.watch.spot_checks import Judge
 from mesh.types import (
     THIS_NODE,
     LayerRange,
@@ -54,16 +55,20 @@ class Watched:
         self.network = network
         self.home: ToyShard | None = None
         """Loaded to check others by, and to go home to; not advertised."""
+        self.judge: Judge = self._at_home
         self.engine = Engine(
-            model, NodeId(ASKER), settings, self._local_model, self._judge, network.dial
+            model, NodeId(ASKER), settings, self._local_model, self._judge_now, network.dial
         )
-        self.engine.spot_checks._rng = random.Random(7)
+        self.engine.spot_checks.rng = random.Random(7)
         self.publish()
 
     async def _local_model(self) -> Sequence[RouteHop]:
-        return [await self._judge(LayerRange(0, TOTAL_LAYERS))]
+        return [await self.judge(LayerRange(0, TOTAL_LAYERS))]
 
-    async def _judge(self, layers: LayerRange) -> RouteHop:
+    async def _judge_now(self, layers: LayerRange) -> RouteHop:
+        return await self.judge(layers)
+
+    async def _at_home(self, layers: LayerRange) -> RouteHop:
         if self.home is None or not self.home.descriptor.layer_range.covers(layers):
             raise NotEnoughMemory("nothing is loaded here.", fix="None.")
         return RouteHop(self.home.descriptor, layers)
@@ -116,8 +121,7 @@ class Watched:
 
     async def idle(self) -> None:
         """Until no check is under way."""
-        while self.engine.spot_checks._tasks:
-            await asyncio.gather(*self.engine.spot_checks._tasks)
+        await self.engine.spot_checks.settled()
 
     def standing(self, shard: ToyShard) -> int:
         descriptor = shard.descriptor

@@ -16,10 +16,9 @@ from mesh.clock import SystemClock
 from mesh.errors import BadRequest, LogForked, LogRefused, UntrustedPeer
 from mesh.events.intake import Report
 from mesh.events.messages import Message, Pull, from_dict, to_dict
-from mesh.hearth import hearth as hearth_module
 from mesh.hearth.control import Control
 from mesh.hearth.founding import found
-from mesh.hearth.hearth import Hearth
+from mesh.hearth.hearth import Hearth, Waits
 from mesh.hearth.network import Network
 from mesh.hearth.record import HearthRecord
 from mesh.identity.certificates import make_certificate
@@ -57,8 +56,10 @@ def unheard(report: Report) -> None:
 
 
 @asynccontextmanager
-async def opened(key: NodeKey, record: HearthRecord, logs: Path) -> AsyncIterator[Hearth]:
-    hearth = await Hearth.open(key, record, logs, CLOCK, unheard)
+async def opened(
+    key: NodeKey, record: HearthRecord, logs: Path, waits: Waits | None
+) -> AsyncIterator[Hearth]:
+    hearth = await Hearth.open(key, record, logs, CLOCK, unheard, waits=waits)
     try:
         yield hearth
     finally:
@@ -102,8 +103,8 @@ class Household:
         path.mkdir(exist_ok=True)
         return path
 
-    def open(self, name: str, logs: str = "") -> Any:
-        return opened(self.keys[name], self.record, self.logs(logs or name))
+    def open(self, name: str, logs: str = "", waits: Waits | None = None) -> Any:
+        return opened(self.keys[name], self.record, self.logs(logs or name), waits)
 
     def key(self, name: str) -> Any:
         return self.keys[name].node_id
@@ -127,7 +128,7 @@ def back_up(home: Household, name: str) -> None:
 
 
 async def test_a_node_signs_nothing_before_it_has_heard_from_a_member(
-    household: Household, monkeypatch: pytest.MonkeyPatch
+    household: Household,
 ) -> None:
     async with household.open("attic") as attic, household.open("barn") as barn:
         deciding = asyncio.create_task(attic.decide(added(household.keys["shed"], "shed")))
@@ -139,8 +140,7 @@ async def test_a_node_signs_nothing_before_it_has_heard_from_a_member(
         await asyncio.wait_for(deciding, 10)
         await asyncio.wait_for(publishing, 10)
     # With nobody there, it waits for so long and goes on.
-    monkeypatch.setattr(hearth_module, "ALONE_S", 0.3)
-    async with household.open("attic") as attic:
+    async with household.open("attic", waits=Waits(alone_s=0.3)) as attic:
         deciding = asyncio.create_task(attic.decide(added(household.keys["cellar"], "cellar")))
         await asyncio.sleep(0.05)
         assert not deciding.done()
@@ -174,8 +174,8 @@ async def fork(home: Household, stack: AsyncExitStack) -> tuple[Hearth, Hearth]:
         link(attic, barn)
         await attic.decide(added(home.keys["shed"], "shed"))
         await until(lambda: len(barn.roster.members) == 3)
-    attic = await stack.enter_async_context(home.open("attic", "attic-backup"))
-    attic._heard.set()  # it waited for somebody in vain
+    in_vain = Waits(alone_s=0.0)  # it waited for somebody
+    attic = await stack.enter_async_context(home.open("attic", "attic-backup", in_vain))
     await attic.decide(added(home.keys["cellar"], "cellar"))
     barn = await stack.enter_async_context(home.open("barn"))
     link(attic, barn)
@@ -220,10 +220,9 @@ async def test_evidence_of_a_fork_is_kept_and_handed_on(household: Household) ->
         await fork(household, stack)
     async with household.open("barn") as barn, household.open("cellar") as newcomer:
         assert barn.roster.forked == {household.key("attic")}
-        page = await barn._log.page(Pull(1, want=barn._log.docket.tips))
-        await newcomer._log.ingest(page, household.key("barn"))
-        await newcomer._apply()
-        assert newcomer.roster.forked == {household.key("attic")}
+        page = await barn.log.page(Pull(1, want=barn.log.docket.tips))
+        await newcomer.log.ingest(page, household.key("barn"))
+        await until(lambda: newcomer.roster.forked == {household.key("attic")})
 
 
 async def test_the_recovery_code_takes_over_where_nobody_decides(household: Household) -> None:
@@ -248,17 +247,18 @@ async def test_the_recovery_code_takes_over_where_nobody_decides(household: Hous
             await barn.decide(Readmitted(household.key("attic")))
 
 
-async def test_anchors_say_what_they_have_seen_once(
-    household: Household, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hearth_module, "_ACKNOWLEDGE_S", 0.05)
+async def test_anchors_say_what_they_have_seen_once(household: Household) -> None:
+    soon = Waits(acknowledge_s=0.05)
 
     def said(hearth: Hearth) -> list[tuple[str, str]]:
-        graph = hearth._log.docket.graph
+        graph = hearth.log.docket.graph
         decided = [graph[at] for at in range(len(graph))]
         return [(d.author, d.type) for d in decided if d.type == "hearth.acknowledged"]
 
-    async with household.open("attic") as attic, household.open("barn") as barn:
+    async with (
+        household.open("attic", waits=soon) as attic,
+        household.open("barn", waits=soon) as barn,
+    ):
         link(attic, barn)
         await attic.decide(added(household.keys["shed"], "shed"))
         expected = [(household.key("barn"), "hearth.acknowledged")]
@@ -273,8 +273,8 @@ async def flood(hearth: Hearth, key: NodeKey, decisions: list[Decision]) -> Any:
     from mesh.events.intake import Received
     from mesh.identity.decisions import encode
 
-    graph = hearth._log.docket.graph
-    parents = hearth._log.docket.tips
+    graph = hearth.log.docket.graph
+    parents = hearth.log.docket.tips
     bodies = []
     for number, decision in enumerate(decisions):
         kind, payload = encode(decision)
@@ -283,23 +283,22 @@ async def flood(hearth: Hearth, key: NodeKey, decisions: list[Decision]) -> Any:
         )
         sealed = seal(draft, key.sign)
         bodies.append((sealed.body, sealed.signature))
-    return await hearth._log.ingest(Received(decisions=tuple(bodies)), key.node_id)
+    return await hearth.log.ingest(Received(decisions=tuple(bodies)), key.node_id)
 
 
 async def test_decisions_of_who_never_was_an_anchor_are_refused_at_the_door(
     household: Household,
 ) -> None:
     shed = household.keys["shed"]
-    async with household.open("attic") as attic:
-        attic._heard.set()
+    async with household.open("attic", waits=Waits(alone_s=0.0)) as attic:
         await attic.decide(added(shed, "shed", TrustLevel.MEMBER))
-        before, length = attic.roster, len(attic._log.docket.graph)
+        before, length = attic.roster, len(attic.log.docket.graph)
         junk: list[Decision] = [
             LevelChanged(household.key("attic"), TrustLevel.MEMBER) for _ in range(300)
         ]
         outcome = await flood(attic, shed, junk)
         assert {verdict.value for verdict in outcome.verdicts} == {"unlawful"}
         # Nobody listens to it for a while, and nothing of it is stored.
-        assert attic._log.muted(household.key("shed"))
-        assert len(attic._log.docket.graph) == length
+        assert attic.log.muted(household.key("shed"))
+        assert len(attic.log.docket.graph) == length
         assert attic.roster == before

@@ -41,7 +41,7 @@ class Home:
         self.said: list[str] = []
         self._happened = asyncio.Event()
         self.rounds = 0
-        hearth._log.on_change.append(self._note)
+        hearth.log.on_change.append(self._note)
         self.publisher = Publisher(hearth, self._looked, settle_s=0.0, retry_s=0.01)
 
     def _note(self, change: LogChange) -> None:
@@ -149,8 +149,8 @@ async def hand_over(giver: Home, taker: Home) -> None:
     author = giver.hearth.key.node_id
     end = giver.hearth.end_of_facts(author)
     facts = ((author, end.generation, 1, end.last_seq),) if end.last_seq else ()
-    page = await giver.hearth._log.page(Pull(1, facts, want=giver.hearth._log.docket.tips))
-    await taker.hearth._log.ingest(page, author)
+    page = await giver.hearth.log.page(Pull(1, facts, want=giver.hearth.log.docket.tips))
+    await taker.hearth.log.ingest(page, author)
     await taker.hearth._apply()
 
 

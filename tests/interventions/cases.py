@@ -10,6 +10,8 @@ from typing import Any
 import nnsight
 import torch
 
+from tests.interventions.worlds import module_of
+
 PROMPT = "The kettle sings on the hearth while rain"
 OTHER = "Anna reads"
 
@@ -589,7 +591,7 @@ def cache_after_edit(p: Parts) -> Any:
 
 @case
 def edited_model(p: Parts) -> Any:
-    layers = "transformer.h" if hasattr(p.model._module, "transformer") else "model.layers"
+    layers = "transformer.h" if hasattr(module_of(p.model), "transformer") else "model.layers"
     with p.model.edit() as (_, edited):
         edited.get(layers)[1].mlp.output[:] = 0
     with p.model.trace(PROMPT):
@@ -645,13 +647,13 @@ def hidden_states_edited(p: Parts) -> Any:
 
 @case
 def attentions(p: Parts) -> Any:
-    p.model._module.set_attn_implementation("eager")
+    module_of(p.model).set_attn_implementation("eager")
     try:
         with p.model.trace(PROMPT, output_attentions=True, output_hidden_states=True):
             found = p.model.output.attentions.save()
             states = p.model.output.hidden_states.save()
     finally:
-        p.model._module.set_attn_implementation("sdpa")
+        module_of(p.model).set_attn_implementation("sdpa")
     return found, states
 
 

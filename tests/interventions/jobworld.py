@@ -8,7 +8,7 @@ import tempfile
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,10 @@ class Bench:
             while line not in self.lines:
                 self.spoke.clear()
                 await self.spoke.wait()
+
+    def set(self, **changes: Any) -> None:
+        """Change the runner's settings."""
+        self.runner.settings = replace(self.runner.settings, **changes)
 
     def place(self, family: str, hops: int) -> JobPlace:
         shards = served(*self.hosts, family=family, spans=ROUTES[hops])

@@ -122,10 +122,9 @@ RECORDED: list[bytes] = []
 
 
 def test_damaged_messages_of_a_real_job_never_break_the_shard() -> None:
-    world = remote("llama", 3)
-    channel = Recorder(world.channel.sessions)
-    for hop in world.model.interleaver.on_end.__self__._hops:
-        hop._channel = channel
+    world = remote("llama", 3, over=Recorder)
+    channel = world.channel
+    assert isinstance(channel, Recorder)
     for name in ("inside_layers", "edit_in_place", "generate_beams", "source_edit"):
         CASES[name](Parts(world.model))
     seeded = random.Random(7)

@@ -31,7 +31,7 @@ from mesh.shard.taps.shared_tensors import ShardTensors
 from mesh.shard.taps.weight_copies import WeightCopies
 from mesh.types import LayerRange
 from tests.interventions.cases import CASES, GRADIENTS, PROMPT, Parts
-from tests.interventions.worlds import CPU, checkpoint, equal, remote, tree, whole
+from tests.interventions.worlds import CPU, checkpoint, equal, module_of, remote, tree, whole
 
 
 @pytest.fixture(autouse=True)
@@ -104,11 +104,11 @@ def test_whatever_else_is_done_to_a_layer_takes_effect(kind: str) -> None:
                 mlp.down_proj.weight.data[:] *= 0.5
             case "assigned":
                 weight = torch.nn.Parameter(torch.ones(64, 128) / 50, requires_grad=False)
-                mlp.down_proj._module.weight = weight
+                module_of(mlp.down_proj).weight = weight
             case "attribute":
-                p.layers[2].input_layernorm._module.variance_epsilon = 0.5
+                module_of(p.layers[2].input_layernorm).variance_epsilon = 0.5
             case "hook":
-                mlp._module.register_forward_hook(lambda _module, _args, output: output * 2)
+                module_of(mlp).register_forward_hook(lambda _module, _args, output: output * 2)
         with p.model.trace(PROMPT):
             seen = p.layers[3].output.save()
             out = p.model.output.logits.save()
@@ -222,7 +222,7 @@ def test_second_derivatives_need_the_layers_in_the_job() -> None:
 
     local, spread, log = both()
     for parts in (local, spread):
-        parts.model._module.set_attn_implementation("eager")  # sdpa has no second derivative
+        module_of(parts.model).set_attn_implementation("eager")  # sdpa has no second derivative
     with pytest.raises(BadRequest, match="Second derivatives"):
         job(spread)
     for layer in (4, 5):
@@ -556,13 +556,13 @@ def test_scores_of_eager_attention_are_bounded() -> None:
     local, spread, _ = both()
     tight = Parts(remote("llama", 2, TapLimits(memory_bytes=2 << 20)).model)
     for parts in (local, spread, tight):
-        parts.model._module.set_attn_implementation("eager")
+        module_of(parts.model).set_attn_implementation("eager")
     fits, too_long = 100, 200  # 4 heads of 12 bytes for each pair: 0.5 and 1.9 MB
     equal(job(tight, fits), job(local, fits), 0.0)
     with pytest.raises(LimitReached, match=r"2097152 .*host.tap_memory_mb"):
         job(tight, too_long)
     equal(job(spread, too_long), job(local, too_long), 0.0)
-    tight.model._module.set_attn_implementation("sdpa")
+    module_of(tight.model).set_attn_implementation("sdpa")
     job(tight, too_long)
 
 

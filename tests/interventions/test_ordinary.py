@@ -20,7 +20,7 @@ from mesh.shard.taps.meter import MemoryMeter
 from mesh.shard.taps.ordinary import Widths, room_of
 from mesh.shard.taps.session import TapLimits
 from tests.checkpoints import FAMILIES
-from tests.interventions.worlds import DirectChannel, Remote, remote, tree
+from tests.interventions.worlds import SPLITS, DirectChannel, Remote, remote, tree
 
 LOOKED_AT = {"gpt2"}
 """Families whose loop passes to its layers what not every model does."""
@@ -148,7 +148,7 @@ def message() -> dict[str, Any]:
 
 @pytest.mark.parametrize("what", EXTRAORDINARY)
 def test_whatever_else_is_asked_for_is_looked_at(what: str, message: dict[str, Any]) -> None:
-    span = tree("llama", remote("llama", 1).channel.sessions[0]._layers)
+    span = tree("llama", SPLITS[1][0][1])
     widths = Widths.of(span.modules, span.config)
     assert widths is not None
     assert room_of(message, widths, [700], 0) is not None
@@ -162,8 +162,8 @@ def test_the_room_held_is_more_than_a_forward_makes(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = remote(family, 1)
-    session = world.channel.sessions[0]
-    widths = Widths.of(session._tree.modules, session._tree.config)
+    session, span = world.channel.sessions[0], tree(family, SPLITS[1][0][1])
+    widths = Widths.of(span.modules, span.config)
     headers = heard(world)
     most, take = [0], MemoryMeter.take
 
@@ -176,7 +176,7 @@ def test_the_room_held_is_more_than_a_forward_makes(
     with world.model.trace({"input_ids": PROMPT}):
         world.model.output.logits.save()
     if widths is None:
-        assert any(w.dim() > 2 for layer in session._tree.modules for w in layer.parameters())
+        assert any(w.dim() > 2 for layer in span.modules for w in layer.parameters())
         return
     room = room_of(headers[0], widths, [], 0)
     assert (room is None) == (family in LOOKED_AT)

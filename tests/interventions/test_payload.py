@@ -12,7 +12,7 @@ from nnsight.schema.request import RequestModel
 from nnsight.tracing.tracer import _saves, dec, inc
 
 from tests.interventions.cases import CASES, GRADIENTS, Parts
-from tests.interventions.worlds import checkpoint, equal, remote, whole
+from tests.interventions.worlds import DirectChannel, checkpoint, equal, remote, whole
 
 
 class Posting:
@@ -64,27 +64,23 @@ def test_jobs_take_turns_on_one_shard_without_mixing() -> None:
     """Two jobs, each started while the other stands still inside its trace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        one, other = Parts(remote("llama", 3).model), Parts(remote("llama", 3).model)
         inner: dict[str, Any] = {}
 
         def meanwhile(name: str, cases: dict[str, Callable[[Parts], Any]]) -> None:
             inner[name] = cases[name](other)
 
-        original = one.model.lm_head._module.forward
-        assert original is not None
-        sessions = one.model.interleaver.on_end.__self__._hops[1]._channel
-        exchange = sessions.call
         pending = iter(["source_edit", "generate_steered", "cache_everything"])
 
-        def call(hop: int, message: bytes) -> bytes:
-            answer = exchange(hop, message)
-            name = next(pending, None)
-            if name is not None:
-                meanwhile(name, CASES)
-            return answer
+        class Interrupted(DirectChannel):
+            def call(self, hop: int, message: bytes) -> bytes:
+                answer = super().call(hop, message)
+                name = next(pending, None)
+                if name is not None:
+                    meanwhile(name, CASES)
+                return answer
 
-        for hop in one.model.interleaver.on_end.__self__._hops:
-            hop._channel = type("Interrupted", (), {"call": staticmethod(call)})()
+        one = Parts(remote("llama", 3, over=Interrupted).model)
+        other = Parts(remote("llama", 3).model)
         outer = CASES["inside_layers"](one)
         gradients = GRADIENTS["inside"](one)
         reference = Parts(whole("llama"))

@@ -33,7 +33,6 @@ from mesh.models.load import load_span
 from mesh.pipeline.hop import Patience
 from mesh.pipeline.links import HopLink, HopLinks
 from mesh.pipeline.route import HopLost
-from mesh.shard import linear
 from mesh.shard.runtime import SpanRuntime
 from mesh.shard.scheduler import Scheduler
 from mesh.shard.server import ShardServer
@@ -49,6 +48,7 @@ from mesh.wire.messages import Blob, BlobKind, Hello, Step
 from tests.interventions.cases import CASES, GRADIENTS, PROMPT, Parts
 from tests.interventions.worlds import CPU, LAYERS, checkpoint, equal, whole
 from tests.shard.asker import settled
+from tests.shard.spans import plain_kernels
 from tests.wire.memory import MemoryLink, link_pair
 
 WHOLE = LayerRange(0, LAYERS)
@@ -214,22 +214,15 @@ async def test_an_answer_may_take_longer_than_opening(monkeypatch: pytest.Monkey
     equal(found, expected, 0.0)
 
 
-async def test_weights_are_shared_with_chat_unless_they_are_repacked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(linear, "_TOLERANCE", {})
-    async with shard() as here:
-        sessions = await HopSessions.open(here.route, here.lines)
-        runtime = await here.taps._shard.borrow()
-        tree = here.taps._tree
-        assert tree is not None
-        own = [module for layer in tree._layers.values() for module in layer.modules()]
-        assert not {*map(id, own)} & {*map(id, runtime.loaded.module.modules())}
-        theirs = {p.data_ptr() for p in runtime.loaded.module.parameters()}
-        assert {
-            p.data_ptr() for layer in tree._layers.values() for p in layer.parameters()
-        } <= theirs
-        sessions.close()
+async def test_weights_are_shared_with_chat_unless_they_are_repacked() -> None:
+    with plain_kernels():
+        async with shard() as here:
+            sessions = await HopSessions.open(here.route, here.lines)
+            chat, jobs = (loaded.module for loaded in here.taps.weights())
+            assert not {*map(id, jobs.layers.modules())} & {*map(id, chat.modules())}
+            theirs = {p.data_ptr() for p in chat.parameters()}
+            assert {p.data_ptr() for p in jobs.layers.parameters()} <= theirs
+            sessions.close()
 
 
 async def test_nodes_from_before_blobs_are_told_which_one_is_too_old(

@@ -36,7 +36,7 @@ def state(of: SpanTree) -> dict[str, Any]:
     """All there is to know of a tree's tensors, and of the plain attributes of its modules."""
     plain = {
         f"{path}.{name}": repr(value)
-        for path, module in of._model.named_modules()
+        for path, module in of.loaded.module.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, bool | int | float | str | tuple | list)
     }
@@ -46,7 +46,7 @@ def state(of: SpanTree) -> dict[str, Any]:
             each.tensor.grad, each.tensor._version,
             hashlib.sha256(each.tensor.detach().contiguous().view(torch.uint8).numpy()).hexdigest(),
         )
-        for each in belongings(of._model)
+        for each in belongings(of.loaded.module)
     }  # fmt: skip
 
 
@@ -157,6 +157,7 @@ def test_gradients_of_a_weight_that_a_trace_asks_for() -> None:
     spread = Parts(remote("llama", 3).model)
     equal(job(spread), job(own_whole("llama")), 1e-4)
     assert not any(
-        each.tensor.requires_grad for each in belongings(tree("llama", SPLITS[3][1][1])._model)
+        each.tensor.requires_grad
+        for each in belongings(tree("llama", SPLITS[3][1][1]).loaded.module)
     )
     equal(CASES["logits"](spread), CASES["logits"](Parts(whole("llama"))), 0.0)

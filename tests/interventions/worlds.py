@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -45,6 +45,11 @@ def whole(family: str) -> TransformersModel:
     module.requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     return TransformersModel(module, task="text-generation", tokenizer=tokenizer)
+
+
+def module_of(model: Any) -> Any:
+    """The module behind a part of a client's model, for which nnsight has no public name."""
+    return model._module
 
 
 @dataclass
@@ -101,11 +106,16 @@ SPLITS: dict[int, tuple[tuple[LayerRange, LayerRange], ...]] = {
 """Overlapping shards for two hops and more."""
 
 
-def remote(family: str, hops: int, limits: TapLimits | None = None) -> Remote:
-    """A fresh job over `hops` hops."""
+def remote(
+    family: str,
+    hops: int,
+    limits: TapLimits | None = None,
+    over: Callable[[list[TapSession]], DirectChannel] | None = None,
+) -> Remote:
+    """A fresh job over `hops` hops, to whose sessions it speaks `over` that."""
     split = SPLITS[hops]
     sessions = [TapSession(tree(family, held), run, limits or TapLimits()) for run, held in split]
-    channel = DirectChannel(sessions)
+    channel = (over or DirectChannel)(sessions)
     log: list[str] = []
     skeleton = load_skeleton(checkpoint(family), dtype=torch.float32)
     model = job_model(skeleton, channel, [run for run, _ in split], log.append)
@@ -114,7 +124,7 @@ def remote(family: str, hops: int, limits: TapLimits | None = None) -> Remote:
 
 def layers_of(model: Any) -> Any:
     """The list of decoder layers' envoys."""
-    return model.transformer.h if hasattr(model._module, "transformer") else model.model.layers
+    return model.transformer.h if hasattr(module_of(model), "transformer") else model.model.layers
 
 
 def equal(found: Any, expected: Any, tolerance: float) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from mesh.cli.local_node import LocalNode
 from mesh.paths import StatePaths
+from tests.warm.daemons import WarmNode
 
 StartNode = Callable[..., LocalNode]
 
@@ -37,7 +38,7 @@ def starter(root: Path) -> Iterator[StartNode]:
         def start(name: str, *flags: str, environment: dict[str, str] | None = None) -> LocalNode:
             """The first node founds the hearth, the others join it before they start."""
             variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
-            node = LocalNode(name, root / name, ("--threads", "1", *flags), variables)
+            node = WarmNode(name, root / name, ("--threads", "1", *flags), variables)
             if nodes and not StatePaths(node.state_dir).hearth.exists():
                 nodes[0].wait_up()
                 node.join(nodes[0])

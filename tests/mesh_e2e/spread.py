@@ -35,6 +35,7 @@ from mesh.types import (
     ModelId,
     SamplingParams,
     ShardDescriptor,
+    StreamFrame,
     WireDtype,
 )
 from tests import secure
@@ -57,7 +58,7 @@ class Spread:
     def __init__(self, model: AskerModel, host: ShardSupervisor, model_id: ModelId = MODEL) -> None:
         self.model = model
         self.model_id = model_id
-        self._host = host
+        self.host = host
         self._allowed: list[ShardDescriptor] = []
         self._router = ShardRouter(self, CoverRules())
         self._sessions = Sessions(
@@ -74,7 +75,7 @@ class Spread:
         wanted = {str(span) for span in layers}
         self._allowed = [
             hosted.descriptor
-            for hosted in self._host.shards.values()
+            for hosted in self.host.shards.values()
             if hosted.descriptor.model_id == self.model_id
             and str(hosted.descriptor.layer_range) in wanted
         ]
@@ -83,14 +84,19 @@ class Spread:
     def candidates(self, model_id: ModelId) -> list[Candidate]:
         return [Candidate(descriptor, 0, 1) for descriptor in self._allowed]
 
-    async def generate(self, request: GenerationRequest, wire: WireDtype = WireDtype.FP32) -> Done:
-        """Run a request to its end."""
-        request = replace(request, model=self.model_id)
+    def chat(
+        self, request: GenerationRequest, wire: WireDtype = WireDtype.FP32
+    ) -> AsyncIterator[StreamFrame]:
+        """The frames of a request."""
         orchestrator = PipelineOrchestrator(
             self.model, self._sessions, self._router, wire_dtype=wire
         )
+        return orchestrator.chat(replace(request, model=self.model_id))
+
+    async def generate(self, request: GenerationRequest, wire: WireDtype = WireDtype.FP32) -> Done:
+        """Run a request to its end."""
         done: Done | None = None
-        async for frame in orchestrator.chat(request):
+        async for frame in self.chat(request, wire):
             if isinstance(frame, Done):
                 done = frame
         assert done is not None

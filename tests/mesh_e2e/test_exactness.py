@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,20 +15,28 @@ import torch
 
 from mesh.models.builtin import checkpoint_dir
 from mesh.shard.supervisor import ShardSupervisor
-from mesh.types import ModelId, WireDtype
+from mesh.types import LayerRange, ModelId, WireDtype
 from tests import secure
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.mesh_e2e.spread import Spread, asking, greedy, hugging_face, loads_of, split
 
-LAYERS = 8
+LAYERS = 6
+"""So many that a family whose every sixth layer is another kind has one of them."""
 PROMPT = 200
-COUNT = 64
-SPLITS = [split(LAYERS, hops) for hops in (1, 2, 3, 4)]
+COUNT = 40
+COMPARED = 12
+"""Steps whose logits are compared, not their tokens alone."""
+BUILT_IN_LAYERS = 8
 
 TOGETHER = 7
 """Models in one shard process, which takes so many commands at once and no more."""
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def splits(layers: int) -> list[list[LayerRange]]:
+    """So many layers over one to four hops."""
+    return [split(layers, hops) for hops in (1, 2, 3, 4)]
 
 
 def prompt_ids(vocab: int, length: int, seed: int) -> list[int]:
@@ -57,7 +66,8 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
     made = House(root / "cache", directories={"builtin": checkpoint_dir()})
     for family in FAMILIES:
         made.directories[family] = make_checkpoint(root / family, family, layers=LAYERS)
-    held = [span for spans in SPLITS for span in spans]
+    held = {family: [*chain(*splits(LAYERS))] for family in FAMILIES}
+    held["builtin"] = [*chain(*splits(BUILT_IN_LAYERS))]
     names = list(made.directories)
     async with AsyncExitStack() as stack:
         for first in range(0, len(names), TOGETHER):
@@ -66,7 +76,7 @@ async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[House
                 load
                 for name in together
                 for load in loads_of(
-                    made.directories[name], held, ModelId(name), max_concurrent_streams=8
+                    made.directories[name], held[name], ModelId(name), max_concurrent_streams=8
                 )
             ]
             host = await stack.enter_async_context(secure.hosting(made.cache_dir, *loads))
@@ -80,13 +90,13 @@ async def test_one_to_four_hops_equal_hugging_face(family: str, house: House) ->
     async with house.asking(family) as (directory, mesh):
         prompt = prompt_ids(384, PROMPT, seed=1)
         ids, logits = hugging_face(directory, prompt, COUNT)
-        for spans in SPLITS:
+        for spans in splits(LAYERS):
             await mesh.use(spans)
             done = await mesh.generate(greedy(prompt, COUNT))
             assert list(done.token_ids) == ids, f"{len(spans)} hops"
             assert len(done.route) == len(spans)
-            ours = await mesh.logits(prompt, ids)
-            assert (ours - logits).abs().max() <= 1e-4, f"{len(spans)} hops"
+            ours = await mesh.logits(prompt, ids[:COMPARED])
+            assert (ours - logits[:COMPARED]).abs().max() <= 1e-4, f"{len(spans)} hops"
 
 
 async def test_the_built_in_model_is_exact_with_fp16_on_the_wire(house: House) -> None:
@@ -94,7 +104,7 @@ async def test_the_built_in_model_is_exact_with_fp16_on_the_wire(house: House) -
         for seed in (1, 2):
             prompt = prompt_ids(mesh.model.vocab_size, PROMPT, seed)
             ids, _ = hugging_face(directory, prompt, COUNT)
-            for spans in SPLITS:
+            for spans in splits(BUILT_IN_LAYERS):
                 await mesh.use(spans)
                 done = await mesh.generate(greedy(prompt, COUNT), WireDtype.FP16)
                 assert list(done.token_ids) == ids, f"{len(spans)} hops"

@@ -25,6 +25,7 @@ from mesh.paths import StatePaths
 from mesh.wire.messages import Hello, Message
 from mesh.wire.websocket import connect
 from tests.mesh_e2e.sniffer import Sniffer, is_tls, may_sniff
+from tests.warm.daemons import WarmNode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -67,7 +68,7 @@ def answers(node: LocalNode) -> bool:
 
 
 def run(root: Path, name: str, *flags: str) -> LocalNode:
-    return LocalNode(name, root / name, (*FLAGS, *flags), ALONE)
+    return WarmNode(name, root / name, (*FLAGS, *flags), ALONE)
 
 
 class Nobody:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.pipeline.generation import PipelineOrchestrator
-from mesh.types import Done, ShardFailover, StreamFrame, TokenDelta, WireDtype
+from mesh.types import Done, ShardFailover, StreamFrame, TokenDelta
 from tests.interventions.worlds import LAYERS, checkpoint
 from tests.mesh_e2e.spread import Spread, greedy, hugging_face, split, spread
 
@@ -18,7 +17,7 @@ PROMPT = list(range(5, 45))
 
 
 def streams(mesh: Spread) -> int:
-    return sum(hosted.health.active_streams for hosted in mesh._host.shards.values())
+    return sum(hosted.health.active_streams for hosted in mesh.host.shards.values())
 
 
 async def test_an_answer_that_is_read_slowly_keeps_its_caches_and_gives_back_its_streams(
@@ -31,10 +30,7 @@ async def test_an_answer_that_is_read_slowly_keeps_its_caches_and_gives_back_its
     frames: list[StreamFrame] = []
     async with spread(directory, layers, tmp_path, session_lease_s=LEASE_S) as mesh:
         await mesh.use(layers)
-        orchestrator = PipelineOrchestrator(
-            mesh.model, mesh._sessions, mesh._router, wire_dtype=WireDtype.FP32
-        )
-        async for frame in orchestrator.chat(greedy(PROMPT, 12)):
+        async for frame in mesh.chat(greedy(PROMPT, 12)):
             frames.append(frame)
             if isinstance(frame, TokenDelta) and len(frames) in (1, 5):
                 async with asyncio.timeout(20):

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 # nnsight puts attributes on `object`, and this module of the server's does not load after that.
 import anyio._backends._asyncio  # noqa: F401
+import nnsight
+import pytest
 import torch
 from nnsight.intervention.backends.remote import AsyncRemoteBackend, RemoteBackend
 from nnsight.modeling.transformers import TransformersModel
@@ -143,3 +145,9 @@ with model.trace("Hello", backend=kept):
     script = '{words}'
     value = model.output.logits.save()
 """
+
+
+def configure(monkeypatch: pytest.MonkeyPatch, **settings: object) -> None:
+    """Change the client's settings of the API for one test."""
+    for name, value in settings.items():
+        monkeypatch.setattr(nnsight.CONFIG.API, name, value)

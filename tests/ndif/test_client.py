@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 import nnsight
@@ -59,7 +59,7 @@ async def test_a_large_result_comes_from_a_url(node: Node) -> None:
 async def test_an_uncompressed_job_has_an_uncompressed_result(
     node: Node, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nnsight.CONFIG.API, "COMPRESS", False)
+    client.configure(monkeypatch, COMPRESS=False)
     result, _ = await in_thread(client.ask, node.url, words)
     assert result["words"] == words
     assert node.runner.specs[0].compress is False
@@ -117,7 +117,7 @@ async def test_a_host_with_a_slash_at_its_end(node: Node) -> None:
 
 
 async def test_the_helpers(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nnsight.CONFIG.API, "HOST", node.url)
+    client.configure(monkeypatch, HOST=node.url)
     status = await in_thread(nnsight.status)
     assert status.status.value == "UP"
     assert status.deployments["builtin"]["state"] == "RUNNING"
@@ -134,7 +134,9 @@ async def test_the_helpers(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
 class HalfView(OwnView):
     """A node that does not run its model yet, for the reason in `lacks`."""
 
-    lacks: ClassVar[dict[str, Any]] = {}
+    def __init__(self) -> None:
+        super().__init__()
+        self.lacks: dict[str, Any] = {}
 
     def models(self) -> list[dict[str, Any]]:
         return [{**row, **self.lacks} for row in super().models()]
@@ -143,8 +145,9 @@ class HalfView(OwnView):
 async def test_a_model_that_cannot_run_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving(tmp_path, view=HalfView()) as node:
-        monkeypatch.setattr(nnsight.CONFIG.API, "HOST", node.url)
+    half = HalfView()
+    async with serving(tmp_path, view=half) as node:
+        client.configure(monkeypatch, HOST=node.url)
 
         async def told() -> tuple[str, str]:
             async with httpx.AsyncClient(base_url=node.url, trust_env=False) as http:
@@ -154,12 +157,11 @@ async def test_a_model_that_cannot_run_says_why(
             return row["application_state"], row.get("reason", "")
 
         assert await told() == ("RUNNING", "")
-        monkeypatch.setattr(HalfView, "lacks", {"runnable": False, "reason": LOADING})
+        half.lacks = {"runnable": False, "reason": LOADING}
         assert await told() == ("DEPLOYING", "The model is loading.")
-        monkeypatch.setattr(HalfView, "lacks", {"runnable": False, "missing": ["2-3", "5-5"]})
+        half.lacks = {"runnable": False, "missing": ["2-3", "5-5"]}
         assert await told() == ("NOT_STARTED", "No node serves layers 2-3, 5-5.")
-        failed = {"runnable": False, "reason": "failed: The checkpoint is cut off."}
-        monkeypatch.setattr(HalfView, "lacks", failed)
+        half.lacks = {"runnable": False, "reason": "failed: The checkpoint is cut off."}
         assert await told() == ("UNHEALTHY", "failed: The checkpoint is cut off.")
         node.runner.obstacle = "this node has no files of it"
         assert await told() == ("UNHEALTHY", "this node has no files of it")
@@ -284,12 +286,12 @@ async def many(node: Node, clients: int, each: int) -> None:
     await asyncio.gather(*(in_thread(work, number) for number in range(clients)))
     assert len(set(node.runner.words)) == clients * each
     assert node.queue.counts() == (0, 0)
-    assert not node.queue._tickets
+    assert not node.queue.unended
     await until(lambda: not any((node.root / "jobs/payloads").iterdir()))
 
 
 def tickets(node: Node) -> list[object]:
-    return list(node.queue._tickets.values())
+    return list(node.queue.unended)
 
 
 async def post(http: httpx.AsyncClient, **fields: object) -> httpx.Response:

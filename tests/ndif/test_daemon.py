@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import nnsight
 import pytest
 import torch
 from nnsight.intervention.backends.remote import RemoteError
@@ -18,6 +17,7 @@ from nnsight.modeling.transformers import TransformersModel
 from mesh.cli.local_node import LocalNode
 from mesh.models.builtin import checkpoint_dir
 from tests.ndif import client
+from tests.warm.daemons import WarmNode
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ PROMPT = "The attic is"
 def starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
     """It answers, and may not have loaded anything."""
     root = tmp_path_factory.mktemp("daemon")
-    with LocalNode("solo", root / "solo", FLAGS, ENVIRONMENT) as node:
+    with WarmNode("solo", root / "solo", FLAGS, ENVIRONMENT) as node:
         node.wait_up()
         yield node
 
@@ -44,8 +44,7 @@ def daemon(starting: LocalNode) -> LocalNode:
 @pytest.fixture
 def model(daemon: LocalNode, monkeypatch: pytest.MonkeyPatch) -> TransformersModel:
     """The model as a user has it, pointed at the daemon."""
-    monkeypatch.setattr(nnsight.CONFIG.API, "HOST", daemon.url)
-    monkeypatch.setattr(nnsight.CONFIG.API, "APIKEY", daemon.record.api_key)
+    client.configure(monkeypatch, HOST=daemon.url, APIKEY=daemon.record.api_key)
     monkeypatch.setitem(huggingface._ID_CACHE, str(checkpoint_dir()), "builtin")
     return client.model()
 

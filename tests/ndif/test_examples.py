@@ -12,10 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import nnsight
 import pytest
 
 from mesh.cli.local_node import LocalNode, start_hearth
+from tests.ndif import client
+from tests.warm.daemons import WarmNode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -34,7 +35,7 @@ def laptops(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
         "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__ACTIVATION_DTYPE": "fp32",
     }
     nodes = [
-        LocalNode(
+        WarmNode(
             name, root / name, ("--threads", "1", "--dtype", "fp32", "--layers", span), variables
         )
         for name, span in SPANS.items()
@@ -61,7 +62,7 @@ def run(
     laptops: LocalNode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Any]:
     """Run a script in this process, which has everything imported already."""
-    monkeypatch.setattr(nnsight.CONFIG.API, "HOST", laptops.url)
+    client.configure(monkeypatch, HOST=laptops.url)
     monkeypatch.syspath_prepend(EXAMPLES)
 
     def call(script: str, *flags: str) -> Any:

@@ -69,7 +69,7 @@ async def test_another_user_s_jobs_are_not_there(node: Node, users: Users) -> No
     _, listed = await anna.ask("GET", "/mesh/v1/jobs")
     assert [(row["id"], row["owner"]) for row in listed["jobs"]] == [(job["id"], f"uid:{ANNA}")]
     node.runner.proceed.set()
-    await until(lambda: not node.queue._tickets)
+    await until(lambda: not node.queue.unended)
     assert running not in json.dumps((await ben.ask("GET", "/mesh/v1/jobs"))[1])
     (row,) = (await anna.ask("GET", "/mesh/v1/jobs"))[1]["ended"]
     assert row["id"] == job["id"]
@@ -91,7 +91,7 @@ async def test_users_take_turns_and_have_half_of_the_places_each(node: Node, use
     for user in users:
         await user.ask("POST", "/request", **parts(b"script = 'wait'"))
         await node.runner.began.get()
-    owners = {ticket.job.asked.owner for ticket in node.queue._tickets.values()}
+    owners = {ticket.job.asked.owner for ticket in node.queue.unended}
     assert owners == {Principal.user(ANNA), Principal.user(BEN)}
 
 

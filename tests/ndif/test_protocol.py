@@ -220,17 +220,17 @@ async def test_results_are_kept_two_hours_and_no_longer(tmp_path: Path) -> None:
         via = await in_thread(client.submit, node.url, "big 10")
         await in_thread(client.wait_for, via)
         clock.later = timedelta(seconds=KEEP_RESULTS_S - 60)
-        await node.queue._sweep()
+        await node.queue.sweep()
         await in_thread(client.wait_for, via)
         assert node.queue.spool.used_bytes > 0
         clock.later = timedelta(seconds=KEEP_RESULTS_S + 60)
-        await node.queue._sweep()
+        await node.queue.sweep()
         assert not list((tmp_path / "jobs/results").iterdir())
         assert node.queue.spool.used_bytes == 0
         with pytest.raises(RemoteError, match="deleted two hours after"):
             await in_thread(via)
         clock.later = timedelta(days=2)
-        await node.queue._sweep()
+        await node.queue.sweep()
         assert await in_thread(via) is None
 
 

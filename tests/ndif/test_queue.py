@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ async def _nothing_is_left_open() -> AsyncIterator[None]:
     """The table's thread would outlive a test that fails."""
     yield
     while _made:
-        await crashed(_made.pop())
+        await _made.pop().stop(0)
 
 
 def a_queue(root: Path, disk_bytes: int = 1 << 30, **settings: Any) -> JobQueue:
@@ -68,9 +69,17 @@ async def hand_in(
 
 
 async def all_done(queue: JobQueue) -> None:
-    left = list(queue._tickets.values())
-    await until(lambda: not queue._tickets)
+    left = queue.unended
+    await until(lambda: not queue.unended)
     await until(lambda: all(ticket.ended.is_set() for ticket in left))
+
+
+async def heard_until_its_end(feed: Feed) -> list[Update]:
+    """What a client was told, up to how its job ended."""
+    heard = [await feed.get()]
+    while heard[-1].status not in (Status.ERROR, Status.COMPLETED):
+        heard.append(await feed.get())
+    return heard
 
 
 async def test_keys_take_turns(tmp_path: Path) -> None:
@@ -165,21 +174,20 @@ async def test_a_restart_runs_what_was_accepted(tmp_path: Path) -> None:
 
 
 async def crashed(queue: JobQueue) -> None:
-    """What kill -9 leaves: nothing is written any more."""
-    tasks = [*queue._tasks, *(w for lane in queue._lanes.values() for w in lane.workers)]
-    if queue._records is not None:
-        await queue._records.close()
-    runs = [ticket.run for ticket in queue._tickets.values() if ticket.run is not None]
-    for task in [*tasks, *runs]:
-        task.cancel()
-    await asyncio.gather(*tasks, *runs, return_exceptions=True)
+    """What kill -9 leaves: the files as they are now, whatever is written afterwards."""
+    root = queue.spool.root
+    now = root.with_name("now")
+    await asyncio.to_thread(shutil.copytree, root, now)
+    await queue.stop(0)
+    await asyncio.to_thread(shutil.rmtree, root)
+    await asyncio.to_thread(now.rename, root)
 
 
 async def test_a_job_that_was_running_is_begun_once_more_and_not_twice(tmp_path: Path) -> None:
     for _ in range(2):
         queue = a_queue(tmp_path)
         await queue.start()
-        if not queue._tickets:
+        if not queue.unended:
             job = await hand_in(queue, "wait")
         await runner_of(queue).began.get()
         await crashed(queue)
@@ -323,7 +331,7 @@ async def test_a_job_is_on_the_disk_before_it_is_accepted(tmp_path: Path) -> Non
     (tmp_path / "jobs/payloads").rmdir()
     with pytest.raises(StorageFull):
         await hand_in(queue, "lost")
-    assert not queue._tickets
+    assert not queue.unended
     assert queue.spool.used_bytes == 0
     (tmp_path / "jobs/payloads").mkdir()
     job = await hand_in(queue, "wait")
@@ -383,7 +391,6 @@ async def test_jobs_that_lose_patience_together_do_not_cost_the_workers(tmp_path
     await all_done(queue)
     for job in jobs:
         assert (await queue.find(job.job_id, None)).status is Status.ERROR
-    assert not any(worker.done() for lane in queue._lanes.values() for worker in lane.workers)
     runner_of(queue).obstacle = None
     after = await hand_in(queue, "after that")
     await all_done(queue)
@@ -418,7 +425,7 @@ async def test_a_job_that_we_cannot_conclude_has_an_end(
         feed = Feed()
         await hand_in(queue, "first", feed=feed)
         await all_done(queue)
-    heard = [await feed.get() for _ in range(len(feed._waiting))]
+    heard = await heard_until_its_end(feed)
     assert heard[-1].status is Status.ERROR
     assert "nobody foresaw" in heard[-1].description
     job = await hand_in(queue, "second")
@@ -435,7 +442,7 @@ async def test_shards_that_stay_full_are_waited_for_as_long_as_missing_ones(tmp_
     job = await hand_in(queue, "in vain", feed=feed)
     await all_done(queue)
     assert "has room" in (await queue.find(job.job_id, None)).description
-    heard = [await feed.get() for _ in range(len(feed._waiting))]
+    heard = await heard_until_its_end(feed)
     assert Status.PROVISIONING in [each.status for each in heard]
     assert heard[-1].status is Status.ERROR
     await queue.stop(0)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from mesh.errors import PipelineStalled
-from mesh.pipeline import process as process_module
 from mesh.pipeline.commands import (
     Credit,
     Ended,
@@ -82,15 +81,11 @@ async def test_a_harvest_that_fails_in_a_way_nobody_foresaw_is_answered(
     assert "is no text" in str(answer.error)
 
 
-async def test_what_did_not_load_in_time_is_asked_for_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_what_did_not_load_in_time_is_asked_for_again() -> None:
     daemon = Daemon()
-    process = AskerProcess(daemon=daemon)
-    monkeypatch.setattr(process_module, "LOCAL_LOAD_TIMEOUT_S", 0.01)
+    process = AskerProcess(daemon=daemon, local_load_s=0.2)
     with pytest.raises(PipelineStalled):
         await process.load_locally(None)
-    monkeypatch.setattr(process_module, "LOCAL_LOAD_TIMEOUT_S", 5.0)
     again = asyncio.ensure_future(process.load_locally(None))
     await asyncio.sleep(0)
     assert daemon.said == [LoadLocally(None)] * 2

@@ -169,7 +169,7 @@ class Asker:
     async def open(self, session: int = 1, **changes: Any) -> None:
         """Open a session; raises what it is refused with."""
         self.send_open(session, **changes)
-        opened = await self._unwrapped()
+        opened = await self.unwrapped()
         assert isinstance(opened, Opened)
         assert opened.session == session
 
@@ -186,7 +186,7 @@ class Asker:
 
     async def hidden(self, number: int, session: int = 1) -> torch.Tensor:
         """The hidden states of the next answer, which must be of this step."""
-        result = await self._unwrapped()
+        result = await self.unwrapped()
         assert isinstance(result, Result)
         assert (result.session, result.step) == (session, number)
         return to_torch(result.tensor)
@@ -198,7 +198,7 @@ class Asker:
     async def resume(self, session: int = 1, max_tokens: int = 128) -> None:
         """Take it again; raises when refused."""
         self.link.send(Resume(session, max_tokens))
-        assert isinstance(await self._unwrapped(), Opened)
+        assert isinstance(await self.unwrapped(), Opened)
 
     def close(self, session: int = 1) -> None:
         """Free the session."""
@@ -209,7 +209,7 @@ class Asker:
         assert isinstance(self._link, MemoryLink)
         self._link.cut()
 
-    async def _unwrapped(self) -> Message:
+    async def unwrapped(self) -> Message:
         answer = await self.answer()
         if isinstance(answer, Failure):
             raise from_dict(answer.error)

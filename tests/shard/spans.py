@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +45,17 @@ def runtime(
     """A fresh runtime of some layers."""
     loaded = load_span(checkpoint(family), layers, dtype=dtype, device=CPU)
     return SpanRuntime(loaded, device=CPU, dtype=dtype, batch_invariant=batch_invariant)
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """What is loaded meanwhile is not packed."""
+    before = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = before
 
 
 def of_module(module: Any) -> SpanRuntime:

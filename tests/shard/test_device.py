@@ -50,19 +50,15 @@ def test_a_gpu_keeps_fp16_and_refuses_unknown_dtypes() -> None:
 
 
 @pytest.mark.parametrize(("together", "expected"), [(5.0, 2), (9.5, 1), (30.0, 1)])
-def test_more_threads_are_taken_only_when_clearly_faster(
-    together: float, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "usable_cores", lambda: 2)
-    monkeypatch.setattr(devices, "_gemv_ms", lambda threads: 10.0 if threads == 1 else together)
-    choice = choose_threads(0, CPU)
+def test_more_threads_are_taken_only_when_clearly_faster(together: float, expected: int) -> None:
+    choice = choose_threads(0, CPU, 2, lambda threads: 10.0 if threads == 1 else together)
     assert choice.value == expected
     assert "measured" in choice.reason
 
 
 def test_the_gemv_measures_something() -> None:
     before = torch.get_num_threads()
-    assert devices._gemv_ms(1) > 0
+    assert devices.gemv_ms(1) > 0
     torch.set_num_threads(before)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from mesh.models.load import load_span
 from mesh.models.pages import PAGE_BYTES
-from mesh.shard import linear, protection
+from mesh.shard import protection
 from mesh.shard.belongings import belongings
 from mesh.shard.linear import packed_memory
 from mesh.shard.runtime import SpanRuntime
@@ -23,7 +23,7 @@ from mesh.shard.taps.tree import SpanTree
 from mesh.shard.taps.twin import twin
 from mesh.types import LayerRange
 from tests.interventions.worlds import CPU, checkpoint
-from tests.shard.spans import rows, step
+from tests.shard.spans import plain_kernels, rows, step
 
 SPAN = LayerRange(1, 5)
 
@@ -63,24 +63,24 @@ def unprotected(module: Any) -> list[str]:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
 def test_no_weight_of_chat_or_jobs_can_be_written_to(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str,
 ) -> None:
-    monkeypatch.setattr(linear, "_TOLERANCE", {})  # plain kernels
-    span = runtime(family)
+    with plain_kernels():
+        span = runtime(family)
     assert unprotected(span.loaded.module) == []
     assert span.protection.protected_bytes == span.protection.total_bytes > 0
     shared = twin(span.loaded)
     assert shared is not None
-    assert unprotected(SpanTree(shared, CPU)._model) == []
-    assert unprotected(SpanTree(loaded(family), CPU)._model) == []
+    assert unprotected(SpanTree(shared, CPU).loaded.module) == []
+    assert unprotected(SpanTree(loaded(family), CPU).loaded.module) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_weights_of_another_dtype_are_protected_where_they_are_converted_to(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
 ) -> None:
-    monkeypatch.setattr(linear, "_TOLERANCE", {})
-    span = runtime("llama", dtype)
+    with plain_kernels():
+        span = runtime("llama", dtype)
     assert unprotected(span.loaded.module) == []
 
 

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import sys
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,13 +14,13 @@ import torch
 
 from mesh.models.load import load_span
 from mesh.models.pages import PAGE_BYTES, set_writable
-from mesh.shard import linear
 from mesh.shard.belongings import belongings
 from mesh.shard.linear import packed_memory
 from mesh.shard.runtime import SpanRuntime
 from mesh.shard.weight_check import WeightCheck
 from mesh.types import LayerRange
 from tests.interventions.worlds import CPU, checkpoint
+from tests.shard.spans import plain_kernels
 
 SPAN = LayerRange(1, 5)
 
@@ -56,10 +57,9 @@ def tensors(span: SpanRuntime) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_one_bit_is_noticed_wherever_it_is(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not packed:
-        monkeypatch.setattr(linear, "_TOLERANCE", {})
-    span = runtime()
+def test_one_bit_is_noticed_wherever_it_is(packed: bool) -> None:
+    with nullcontext() if packed else plain_kernels():
+        span = runtime()
     checking = check(span)
     assert a_round(checking) == set()
     assert a_round(checking, 1 << 20) == set()
@@ -72,11 +72,9 @@ def test_one_bit_is_noticed_wherever_it_is(packed: bool, monkeypatch: pytest.Mon
             assert a_round(checking) == set()
 
 
-def test_what_was_wrong_before_the_first_round_is_noticed_where_it_is_as_stored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(linear, "_TOLERANCE", {})
-    span = runtime()
+def test_what_was_wrong_before_the_first_round_is_noticed_where_it_is_as_stored() -> None:
+    with plain_kernels():
+        span = runtime()
     name = "layers.2.mlp.up_proj.weight"
     flip(tensors(span)[name], 77)
     assert a_round(check(span)) == {name}

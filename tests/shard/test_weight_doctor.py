@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from mesh.health import weight_doctor
 from mesh.health.weight_doctor import ABSENT, MEMORY, NETS, examine
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="no read-only memory there")
@@ -33,10 +32,9 @@ def test_all_ways_to_change_a_weight_are_stopped() -> None:
 
 
 @posix
-def test_what_gets_through_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_gets_through_is_said(tmp_path: Path) -> None:
     """In processes in which nothing is protected."""
-    monkeypatch.setattr(weight_doctor, "_CANARIES", _unsafe(tmp_path))
-    report = examine()
+    report = examine(_unsafe(tmp_path))
     assert {"stored", "converted", "operation"} <= set(report.broken)
     assert "it was changed" in report.broken["stored"]
     assert report.to_text().startswith("weights: not safe\n  OPEN  weights as they are stored")
@@ -50,27 +48,22 @@ def _unsafe(directory: Path) -> list[str]:
     return [sys.executable, str(script)]
 
 
-def test_a_canary_that_does_not_run_counts_as_one_that_got_through(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(weight_doctor, "_CANARIES", [sys.executable, "-c", "print('hello')"])
-    assert set(examine().broken) == {*MEMORY, *NETS}
-    monkeypatch.setattr(
-        weight_doctor, "_CANARIES", [sys.executable, "-c", f"print('{ABSENT} it is warm')"]
-    )
-    report = examine()
+def saying(words: str) -> list[str]:
+    """A canary that says so."""
+    return ["/bin/sh", "-c", f"echo '{words}'"]
+
+
+@posix
+def test_a_canary_that_does_not_run_counts_as_one_that_got_through() -> None:
+    assert set(examine(saying("hello"), protects=True).broken) == {*MEMORY, *NETS}
+    report = examine(saying(f"{ABSENT} it is warm"), protects=True)
     assert not report.broken
     assert "it is warm" in report.to_text()
 
 
-def test_where_memory_cannot_be_protected_the_doctor_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(
-        weight_doctor, "_CANARIES", [sys.executable, "-c", "print('STARTED REFUSED')"]
-    )
-    report = examine()
+@posix
+def test_where_memory_cannot_be_protected_the_doctor_says_so() -> None:
+    report = examine(saying("STARTED REFUSED"), protects=False)
     assert set(report.absent) == set(MEMORY)
     assert set(report.held) == set(NETS)
     assert "cannot make such memory read-only" in report.to_text()

@@ -119,7 +119,7 @@ class _Run:
         )
         judge = self._judge if self._schedule.has_home else no_judge
         engine = Engine(_MODEL, NodeId("asker"), settings, self._go_home, judge, self._world.dial)
-        engine.spot_checks._rng = random.Random(self._schedule.seed)
+        engine.spot_checks.rng = random.Random(self._schedule.seed)
         return engine
 
     async def all(self) -> list[Outcome]:

@@ -58,7 +58,7 @@ class SlowLink(MemoryLink):
         self._delay = delay
         self._last_arrival = 0.0
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
         self._pumping = False
         other, frame = self._other, self.session.next_frame()
         if other is None or frame is None:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from mesh.errors import LinkLost, PipelineStalled, VersionMismatch
+from mesh.wire.frames import FrameType, pack_frame
 from mesh.wire.messages import Message, Park, Result, Step
 from tests.wire.memory import MemoryLink, link_pair
 from tests.wire.support import SMALL, Recorder, answer, hello, same, tensor
@@ -99,7 +100,7 @@ async def test_cut_loses_what_is_under_way() -> None:
 
 async def test_a_refusal_ends_both_sides() -> None:
     a, got_a, b, got_b = pair()
-    b.session._expected += 1
+    b.session.receive(pack_frame(FrameType.PING, 1, 0, bytes(8)))  # with the number of a's next
     a.send(Park(1))
     assert "was expected" in str(await got_b.end())
     assert "was expected" in str(await got_a.end())

@@ -53,10 +53,9 @@ class Schedule:
     def check(self) -> None:
         for session in self.sessions:
             assert 0 <= session.in_flight <= SMALL.window
-            assert session._inbox._credits.outstanding <= SMALL.window
-            bound = SMALL.unanswered_bytes + SMALL.tensor_bytes + SMALL.window * SMALL.chunk_bytes
-            assert session._inbox._credits.unanswered_bytes <= bound
-            assert session._inbox._reassembly.size_bytes <= SMALL.reassembly_bytes
+            unanswered = SMALL.unanswered_bytes + SMALL.tensor_bytes
+            bound = unanswered + SMALL.window * SMALL.chunk_bytes + SMALL.reassembly_bytes
+            assert session.held_bytes <= bound
         assert len(self.waiting) <= SMALL.window
 
     def finish(self) -> None:

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,10 +43,25 @@ class WarmUp:
         return json.dumps(fields)
 
 
+async def start_jail(warm_up: WarmUp, max_jobs: int) -> Jail:
+    """A jail whose jobs find that model. Raises JailUnavailable."""
+    return await Jail.start(WARM_UP, warm_up.argument(), max_jobs=max_jobs)
+
+
 class WarmJails:
     """See the module."""
 
-    def __init__(self, *, max_jobs: int, idle_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        max_jobs: int,
+        idle_s: float,
+        start: Callable[[WarmUp, int], Awaitable[Jail]] = start_jail,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`start` makes a jail that may run so many jobs at once. Raises what `Jail.start` does."""
+        self._start = start
+        self._monotonic = monotonic
         self._max_jobs = max_jobs
         self._idle_s = idle_s
         self._jails: dict[WarmUp, Jail] = {}
@@ -54,6 +70,11 @@ class WarmJails:
         self._starting: defaultdict[WarmUp, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._idle: dict[WarmUp, asyncio.TimerHandle] = {}
         self._stopping: set[asyncio.Task[None]] = set()
+
+    @property
+    def live(self) -> tuple[Jail, ...]:
+        """Those that are there now."""
+        return tuple(self._jails.values())
 
     async def get(self, warm_up: WarmUp) -> Jail:
         """The live jail of that model; started, which takes seconds, when there is none.
@@ -67,12 +88,12 @@ class WarmJails:
                 await jail.stop()
                 jail = None
             if jail is None:
-                jail = await Jail.start(WARM_UP, warm_up.argument(), max_jobs=self._max_jobs)
+                jail = await self._start(warm_up, self._max_jobs)
                 self._jails[warm_up] = jail
                 self._examined(warm_up, jail, _LOOK_AGAIN_S)
             elif jail.report is None or jail.report.level is not Level.OS:
                 due_s, wait_s = self._next_looks[warm_up]
-                if time.monotonic() >= due_s:
+                if self._monotonic() >= due_s:
                     # What found them weak may have been a bad moment of the machine.
                     await jail.examine()
                     self._examined(warm_up, jail, min(2 * wait_s, _LONGEST_S))
@@ -87,7 +108,7 @@ class WarmJails:
         await asyncio.gather(*(jail.stop() for jail in jails), *self._stopping)
 
     def _examined(self, warm_up: WarmUp, jail: Jail, wait_s: float) -> None:
-        self._next_looks[warm_up] = (time.monotonic() + wait_s, wait_s)
+        self._next_looks[warm_up] = (self._monotonic() + wait_s, wait_s)
         level = jail.report.level if jail.report is not None else "unknown"
         logger.info("jail of %s in %s: level=%s", warm_up.model_id, warm_up.dtype, level)
 

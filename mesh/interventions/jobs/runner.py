@@ -63,15 +63,15 @@ class JailRunner:
 
     def __init__(self, routes: Routes, settings: RunnerSettings) -> None:
         self._routes = routes
-        self._settings = settings
-        self._jails = WarmJails(max_jobs=settings.max_running, idle_s=settings.idle_s)
+        self.settings = settings
+        self.jails = WarmJails(max_jobs=settings.max_running, idle_s=settings.idle_s)
         self._running = 0
 
     async def run(
         self, spec: JobSpec, place: JobPlace, on_text: Callable[[str], None], newest: Newest
     ) -> JobReport:
         """See `mesh.interventions.jobs.types.JobRunner.run`; `newest` is asked for a second run."""
-        if self._running >= self._settings.max_running:
+        if self._running >= self.settings.max_running:
             raise Busy(
                 f"{self._running} jobs run here already, the limit.",
                 fix="Wait for one to end, or raise jobs.max_running.",
@@ -84,7 +84,7 @@ class JailRunner:
 
     async def close(self) -> None:
         """End every job and every link."""
-        await self._jails.close()
+        await self.jails.close()
         await self._routes.close()
 
     # Private
@@ -98,9 +98,9 @@ class JailRunner:
         lost: list[_Loss] = []
         while True:
             async with self._route(manifest, place, lost) as route:
-                jail = await self._jails.get(self._warm_up(place, route))
+                jail = await self.jails.get(self._warm_up(place, route))
                 order = JobOrder(spec.compress, attention, spec.trusted)
-                attempt = _Attempt(jail, route, spec.trusted, self._settings.limits)
+                attempt = _Attempt(jail, route, spec.trusted, self.settings.limits)
                 outcome = await attempt.run(order.pack(request), on_text)
                 if outcome.ending is Ending.FINISHED:
                     await asyncio.to_thread(_write, spec.result, outcome.result)
@@ -135,11 +135,11 @@ class JailRunner:
 
     def _manifest(self, place: JobPlace) -> Manifest:
         return read_manifest(
-            place.directory, model_id=place.model_id, cache_dir=self._settings.cache_dir
+            place.directory, model_id=place.model_id, cache_dir=self.settings.cache_dir
         )
 
     def _warm_up(self, place: JobPlace, route: OpenRoute) -> WarmUp:
-        return WarmUp(place.model_id, place.directory, self._settings.cache_dir, route.dtype)
+        return WarmUp(place.model_id, place.directory, self.settings.cache_dir, route.dtype)
 
 
 @dataclass(frozen=True, slots=True)

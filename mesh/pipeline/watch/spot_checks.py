@@ -113,7 +113,7 @@ class SpotChecks:
         self._judge = judge
         self._refusals: dict[LayerRange, _Refusal] = {}
         self._settings = settings
-        self._rng = rng
+        self.rng = rng
         self._records: dict[GenerationHop, Record] = {}
         self._met: Counter[str] = Counter()
         self._busy: set[int] = set()
@@ -157,6 +157,16 @@ class SpotChecks:
         await self._end_checks()
         return had_any
 
+    @property
+    def running(self) -> int:
+        """How many checks are under way."""
+        return len(self._tasks)
+
+    async def settled(self) -> None:
+        """Until no check is under way."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks)
+
     async def close(self) -> None:
         """End every check and free what they hold."""
         await self._end_checks()
@@ -172,7 +182,7 @@ class SpotChecks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _is_due(self, record: Record) -> bool:
-        drawn = self._rng.random() < self._settings.probability
+        drawn = self.rng.random() < self._settings.probability
         host = record.hop.shard.host
         if not drawn and (record.greeted or self._met[host] >= NEWCOMER_SESSIONS):
             return False
@@ -360,7 +370,7 @@ class SpotChecks:
         """This machine first: its word needs no vote. Then the same kernels, then the idle."""
         shard = candidate.descriptor
         other_class = shard.determinism_class != checked.determinism_class
-        return (not candidate.is_self, other_class, candidate.queue_depth, self._rng.random())
+        return (not candidate.is_self, other_class, candidate.queue_depth, self.rng.random())
 
     def _tolerance(self, record: Record, one: ShardDescriptor, other: ShardDescriptor) -> Tolerance:
         wire, routed = record.terms.wire_dtype, self._settings.routed

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import platform
-import signal
 import subprocess
 import sys
 import time
@@ -24,20 +24,16 @@ from mesh.interventions.jail.job import Jail, JailedJob, examine_machine
 from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
 from mesh.interventions.jobs import jails
 from mesh.types import ModelId
+from tests.interventions.jail.processes import Unexamined, run_canary, warmed_parent
 
 STORIES = "tests.interventions.jail.stories:"
 WARM = jails.WarmUp(ModelId("m"), Path("/nowhere"), Path("/nowhere"), "fp32")
 
 
 @pytest.fixture
-async def jail(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Jail]:
+async def jail() -> AsyncIterator[Jail]:
     """Without torch and unexamined, so that each test starts in a moment."""
-
-    async def unexamined(*_: object, namespaces: bool) -> doctor.JailReport:
-        return doctor.JailReport(Level.OS, (), {}, namespaces, 0, True)
-
-    monkeypatch.setattr("mesh.interventions.jail.job.examine", unexamined)
-    started = await Jail.start(STORIES + "warm", namespaces=False, max_jobs=2)
+    started = await Unexamined.start(STORIES + "warm", namespaces=False, max_jobs=2)
     yield started
     await started.stop()
     assert not started.alive
@@ -61,8 +57,8 @@ async def hear(job: JailedJob) -> bytes:
         return await asyncio.get_running_loop().sock_recv(job.channel, 64)
 
 
-def children(jail: Jail) -> list[psutil.Process]:
-    return psutil.Process(jail._parent._process.pid).children(recursive=True)
+def children() -> list[psutil.Process]:
+    return warmed_parent().children(recursive=True)
 
 
 async def test_bytes_go_in_and_come_out(jail: Jail) -> None:
@@ -172,7 +168,7 @@ async def test_a_killed_job_is_gone_at_once(jail: Jail) -> None:
         assert await hear(job) == b"spinning"
         job.kill()
         assert (await job.outcome()).ending is Ending.KILLED
-    assert children(jail) == []
+    assert children() == []
     assert jail.running == 0
 
 
@@ -184,7 +180,7 @@ async def test_leaving_the_context_ends_the_job(jail: Jail) -> None:
 
     with pytest.raises(KeyError):
         await fail()
-    assert children(jail) == []
+    assert children() == []
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3, 5, 8, 20])
@@ -202,7 +198,7 @@ async def test_a_cancelled_start_leaves_no_job_behind(jail: Jail, turns: int) ->
     # Commands are obeyed in order: after this one, the kill has been as well.
     assert (await run(jail, "touching")).result == b"1"
     assert jail.running == 0
-    assert children(jail) == []
+    assert children() == []
 
 
 async def test_a_start_cancelled_in_the_turn_of_its_answer_leaves_nothing_open(
@@ -220,7 +216,7 @@ async def test_a_start_cancelled_in_the_turn_of_its_answer_leaves_nothing_open(
         await starting
     monkeypatch.undo()
     assert (await run(jail, "touching")).result == b"1"
-    assert children(jail) == []
+    assert children() == []
 
 
 async def test_the_number_of_jobs_is_bounded(jail: Jail) -> None:
@@ -241,8 +237,8 @@ async def test_a_job_sees_nothing_of_the_one_before(jail: Jail) -> None:
 async def test_the_end_of_the_parent_ends_its_jobs(jail: Jail) -> None:
     async with await jail.start_job(STORIES + "spinning", b"", trusted=False) as job:
         await hear(job)
-        (process,) = children(jail)
-        os.kill(jail._parent._process.pid, signal.SIGKILL)
+        (process,) = children()
+        warmed_parent().kill()
         outcome = await job.outcome()
         assert outcome.ending is Ending.CRASHED
         await asyncio.to_thread(process.wait, 2)
@@ -253,16 +249,13 @@ async def test_the_end_of_the_parent_ends_its_jobs(jail: Jail) -> None:
     assert jail.running == 0
 
 
-async def test_a_parent_that_stops_answering_does_not_keep_a_job_alive(
-    jail: Jail, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_parent_that_stops_answering_does_not_keep_a_job_alive(jail: Jail) -> None:
     """The wall limit holds even when the zygote is stopped."""
-    monkeypatch.setattr("mesh.interventions.jail.job._END_TIMEOUT_S", 0.3)
     limits = JobLimits(wall_s=0.3)
-    async with await jail.start_job(STORIES + "spinning", b"", trusted=False, limits=limits) as job:
+    async with await jail.start_job(STORIES + "waiting", b"", trusted=False, limits=limits) as job:
         await hear(job)
-        (process,) = children(jail)
-        os.kill(jail._parent._process.pid, signal.SIGSTOP)
+        (process,) = children()
+        warmed_parent().suspend()
         outcome = await job.outcome()
         assert outcome.ending is Ending.WALL_LIMIT
         await asyncio.to_thread(process.wait, 2)
@@ -282,10 +275,10 @@ async def test_two_hundred_jobs_leave_nothing(jail: Jail) -> None:
 
     results = await asyncio.gather(*(one(number) for number in range(200)))
     assert results == [str(number)[::-1].encode() for number in range(200)]
-    assert children(jail) == []
+    assert children() == []
     assert jail.running == 0
     assert psutil.Process().num_fds() == before
-    parent = psutil.Process(jail._parent._process.pid)
+    parent = warmed_parent()
     assert parent.num_threads() == 1
     assert parent.num_fds() < 12
 
@@ -301,7 +294,7 @@ async def test_a_failing_warm_up_says_why(argument: str, why: str) -> None:
 
 async def test_the_parent_holds_no_secret(jail: Jail) -> None:
     def look() -> tuple[bytes, Path, set[str]]:
-        root = Path("/proc") / str(jail._parent._process.pid)
+        root = Path("/proc") / str(warmed_parent().pid)
         opened = {str(fd.readlink()) for fd in (root / "fd").iterdir()}
         return (root / "environ").read_bytes(), (root / "cwd").readlink(), opened
 
@@ -312,10 +305,7 @@ async def test_the_parent_holds_no_secret(jail: Jail) -> None:
     assert all(name.startswith(("socket:", "pipe:", "/dev/null")) for name in opened)
 
 
-async def test_killing_twice_does_not_cost_the_parent(
-    jail: Jail, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mesh.interventions.jail.job._END_TIMEOUT_S", 0.2)
+async def test_killing_twice_does_not_cost_the_parent(jail: Jail) -> None:
     async with await jail.start_job(STORIES + "spinning", b"", trusted=False) as job:
         await hear(job)
         job.kill()
@@ -367,7 +357,7 @@ def slowed(name: str, times: int, jail: Jail) -> tuple[doctor.RunCanary, list[fl
             walls.append(limits.wall_s)
             if len(walls) <= times:
                 return JobOutcome(Ending.WALL_LIMIT, b"", "ended", limits.wall_s, 0.0, 0), b""
-        return await jail._run_canary(payload, limits)
+        return await run_canary(jail, payload, limits)
 
     return fly, walls
 
@@ -391,56 +381,58 @@ async def test_a_canary_that_was_stopped_before_its_attack_proves_nothing(jail: 
     async def halfway(payload: bytes, limits: JobLimits) -> tuple[JobOutcome, bytes]:
         if b'"name": "read_file"' in payload:
             return JobOutcome(Ending.WALL_LIMIT, b"", "ended", 5.0, 0.0, 0), STARTED
-        return await jail._run_canary(payload, limits)
+        return await run_canary(jail, payload, limits)
 
     report = await examine(halfway, namespaces=False)
     assert report.broken == {"read_file": "the canary was too slow to tell"}
 
 
-async def test_weak_walls_are_looked_at_again_after_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class Looking:
+    """Starts jails whose walls are found so strong, one look after the other."""
+
+    def __init__(self, *found: Level) -> None:
+        self.looks = 0
+        self._found = found
+
+    async def start(self, _: jails.WarmUp, max_jobs: int) -> Jail:
+        looking = self
+
+        class Looked(Jail):
+            async def examine(self) -> None:
+                level = looking._found[min(looking.looks, len(looking._found) - 1)]
+                looking.looks += 1
+                self.report = doctor.JailReport(level, (), {}, False, 0, True)
+
+        return await Looked.start(STORIES + "warm", namespaces=False, max_jobs=max_jobs)
+
+
+async def test_weak_walls_are_looked_at_again_after_a_while() -> None:
     found = [Level.NONE, Level.WEAK, Level.OS]
-    looks: list[Level] = []
-
-    async def look(*_: object, namespaces: bool) -> doctor.JailReport:
-        looks.append(found[len(looks)])
-        return doctor.JailReport(looks[-1], (), {}, namespaces, 0, True)
-
-    monkeypatch.setattr("mesh.interventions.jail.job.examine", look)
-    monkeypatch.setattr(jails, "WARM_UP", STORIES + "warm")
-    monkeypatch.setattr(jails, "_LOOK_AGAIN_S", 0.0)
-    warm = jails.WarmJails(max_jobs=1, idle_s=60)
+    looking, hours = Looking(*found), itertools.count(step=3600.0)
+    warm = jails.WarmJails(
+        max_jobs=1, idle_s=60, start=looking.start, monotonic=lambda: next(hours)
+    )
     try:
         for level in [*found, Level.OS]:
             jail = await warm.get(WARM)
             assert jail.report is not None
             assert jail.report.level is level
-        assert len(looks) == 3  # strong walls are not looked at again
+        assert looking.looks == 3  # strong walls are not looked at again
     finally:
         await warm.close()
 
 
-async def test_weak_walls_are_not_looked_at_before_every_job(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    looks: list[bool] = []
-
-    async def look(*_: object, namespaces: bool) -> doctor.JailReport:
-        looks.append(namespaces)
-        return doctor.JailReport(Level.WEAK, (), {}, namespaces, 0, True)
-
-    monkeypatch.setattr("mesh.interventions.jail.job.examine", look)
-    monkeypatch.setattr(jails, "WARM_UP", STORIES + "warm")
-    warm = jails.WarmJails(max_jobs=1, idle_s=60)
+async def test_weak_walls_are_not_looked_at_before_every_job() -> None:
+    looking, now = Looking(Level.WEAK), [0.0]
+    warm = jails.WarmJails(max_jobs=1, idle_s=60, start=looking.start, monotonic=lambda: now[0])
     try:
         for _ in range(3):
             await warm.get(WARM)
-        assert len(looks) == 1
-        monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 31)
+        assert looking.looks == 1
+        now[0] += 31
         await warm.get(WARM)
         await warm.get(WARM)
-        assert len(looks) == 2
+        assert looking.looks == 2
     finally:
         await warm.close()
 

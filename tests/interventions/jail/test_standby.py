@@ -8,38 +8,30 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest
 
-from mesh.interventions.jail import doctor
-from mesh.interventions.jail.doctor import Level
 from mesh.interventions.jail.job import Jail, JailedJob
 from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
+from tests.interventions.jail.processes import Unexamined, warmed_parent
 
 STORIES = "tests.interventions.jail.stories:"
 
 
 @pytest.fixture
-async def jail(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Jail]:
+async def jail() -> AsyncIterator[Jail]:
     """Without torch and unexamined, so that each test starts in a moment."""
-
-    async def unexamined(*_: object, namespaces: bool) -> doctor.JailReport:
-        return doctor.JailReport(Level.OS, (), {}, namespaces, 0, True)
-
-    monkeypatch.setattr("mesh.interventions.jail.job.examine", unexamined)
-    started = await Jail.start(STORIES + "warm", namespaces=False, max_jobs=2)
+    started = await Unexamined.start(STORIES + "warm", namespaces=False, max_jobs=2)
     yield started
     await started.stop()
 
 
-def parent(jail: Jail) -> psutil.Process:
-    return psutil.Process(jail._parent._process.pid)
-
-
-async def standing_by(jail: Jail) -> psutil.Process:
-    """The process that waits when no job runs."""
+async def standing_by(jail: Jail, besides: int = 0) -> psutil.Process:
+    """The process that waits when no job runs, another one than `besides`."""
+    assert jail.running == 0
     async with asyncio.timeout(20):
-        while jail._standby._job is None:  # noqa: ASYNC110 - nothing says when
+        while True:
+            processes = [each for each in warmed_parent().children() if each.pid != besides]
+            if len(processes) == 1:
+                return processes[0]
             await asyncio.sleep(0.01)
-    (process,) = parent(jail).children()
-    return process
 
 
 async def finish(job: JailedJob) -> None:
@@ -74,7 +66,7 @@ async def test_the_next_of_a_kind_is_there_before_its_payload(jail: Jail) -> Non
     second = await run(jail, b"2")
     assert second.result.startswith(b"a2 ")
     assert pids(second) == {waiting.pid}
-    assert (await standing_by(jail)).pid != waiting.pid
+    await standing_by(jail, besides=waiting.pid)
 
 
 @pytest.mark.parametrize("other", ["hint", "limits", "payload", "none"])
@@ -112,13 +104,12 @@ async def test_none_is_left_when_the_jail_stops(jail: Jail) -> None:
     waiting = await standing_by(jail)
     await jail.stop()
     await asyncio.to_thread(waiting.wait, 20)
-    assert jail._standby._job is None
 
 
 async def test_the_outcome_is_known_before_the_process_is_gone(jail: Jail) -> None:
     entry = STORIES + "ready"
     async with await jail.start_job(entry, b"1", trusted=False, hint="a") as job:
-        nursery = parent(jail)
+        nursery = warmed_parent()
         nursery.suspend()  # which would say that the process has ended
         try:
             await finish(job)

@@ -127,7 +127,7 @@ async def test_the_whole_battery_as_jobs(here: Bench) -> None:
 async def _honest_job(here: Bench) -> None:
     """The runner and the shards are as they were."""
     here.trusted = False
-    (jail,) = here.runner._jails._jails.values()
+    (jail,) = here.runner.jails.live
     assert jail.alive
     assert jail.running == 0
     first = await as_client(here, "llama", 3, _logits)

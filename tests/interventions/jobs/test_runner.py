@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from mesh.interventions.jobs import runner as runner_module
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange
 from tests.interventions.cases import PROMPT
+from tests.interventions.jail.processes import warmed_parent
 from tests.interventions.jobworld import (
     LIMITS,
     Bench,
@@ -39,7 +40,7 @@ from tests.interventions.jobworld import (
     served,
     shards,
 )
-from tests.interventions.worlds import equal, whole
+from tests.interventions.worlds import equal, module_of, whole
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 WHOLE = LayerRange(0, 6)
@@ -60,12 +61,14 @@ async def warm(host: ShardSupervisor) -> AsyncIterator[Bench]:
 
 
 @pytest.fixture
-def here(warm: Bench) -> Bench:
+def here(warm: Bench) -> Iterator[Bench]:
+    settings = warm.runner.settings
     warm.lines.clear()
     warm.reports.clear()
     warm.newest = ()
     warm.trusted = True
-    return warm
+    yield warm
+    warm.runner.settings = settings
 
 
 async def run(here: Bench, trace: Trace, *, hops: int = 1, **more: Any) -> dict[str, Any]:
@@ -117,7 +120,7 @@ def _eager() -> Any:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         model = whole("llama")
-        module = model._module
+        module = module_of(model)
         module.set_attn_implementation("eager")
         try:
             return module(**model.tokenizer(PROMPT, return_tensors="pt"), output_attentions=True)
@@ -265,12 +268,9 @@ def returning_much(model: TransformersModel) -> None:
     ],
 )
 async def test_limits_end_a_job_with_a_sentence(
-    here: Bench, monkeypatch: pytest.MonkeyPatch, trace: Trace, limits: dict[str, Any], said: str
+    here: Bench, trace: Trace, limits: dict[str, Any], said: str
 ) -> None:
-    settings = dataclasses.replace(
-        here.runner._settings, limits=dataclasses.replace(LIMITS, **limits)
-    )
-    monkeypatch.setattr(here.runner, "_settings", settings)
+    here.set(limits=dataclasses.replace(LIMITS, **limits))
     with pytest.raises(JobFailed, match=said) as failed:
         await run(here, trace)
     took = failed.value.took
@@ -309,7 +309,7 @@ async def test_cancelling_ends_the_process_at_once(here: Bench) -> None:
     request = await asyncio.to_thread(request_of, spinning)
     job = asyncio.create_task(here.run(request, here.place("llama", 1)))
     await here.said("begun")
-    (jail,) = here.runner._jails._jails.values()
+    (jail,) = here.runner.jails.live
     assert jail.running == 1
     begun = time.monotonic()
     job.cancel()
@@ -320,11 +320,8 @@ async def test_cancelling_ends_the_process_at_once(here: Bench) -> None:
     assert not (here.directory / f"result-{here.jobs}").exists()
 
 
-async def test_no_more_jobs_than_there_are_places(
-    here: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = dataclasses.replace(here.runner._settings, max_running=1)
-    monkeypatch.setattr(here.runner, "_settings", settings)
+async def test_no_more_jobs_than_there_are_places(here: Bench) -> None:
+    here.set(max_running=1)
     request = await asyncio.to_thread(request_of, spinning)
     job = asyncio.create_task(here.run(request, here.place("llama", 1)))
     await here.said("begun")
@@ -425,8 +422,7 @@ async def test_the_death_of_the_warmed_parent_is_survived(here: Bench) -> None:
     request = await asyncio.to_thread(request_of, lingering)
     job = asyncio.create_task(here.run(request, here.place("llama", 1)))
     await here.said("half way")
-    (jail,) = here.runner._jails._jails.values()
-    jail._parent.end()
+    warmed_parent().kill()
     assert loaded(await job).keys() == {"early", "late", "logits"}
     assert here.lines.count("half way") == 2
 

@@ -66,7 +66,7 @@ async def test_two_hundred_jobs_of_eight_clients_do_not_mix(tmp_path: Path) -> N
         await asyncio.gather(*(_client(here, jobs[c::CLIENTS]) for c in range(CLIENTS)))
         after = [process.memory_info().rss for process in watched]
         assert all(b - a < _GROWTH_BYTES for a, b in zip(before, after, strict=True))
-        (jail,) = here.runner._jails._jails.values()
+        (jail,) = here.runner.jails.live
         assert jail.running == 0
         assert here.jobs == 2 + CLIENTS * JOBS_EACH
 

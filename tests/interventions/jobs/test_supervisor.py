@@ -50,9 +50,13 @@ class Here:
         self.lines: list[str] = []
         self.spoke = asyncio.Event()
         self.host = host
+        self.offers: tuple[Offer, ...] | None = None
+        """Who serves the model; None: `host`."""
         self._directory = directory
 
     def routable(self, model_id: ModelId) -> tuple[Offer, ...]:
+        if self.offers is not None:
+            return self.offers
         return served(self.host, family=model_id, spans=ROUTES[2])
 
     def _on_text(self, text: str) -> None:
@@ -87,6 +91,7 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Her
 @pytest.fixture
 def here(running: Here) -> Here:
     running.lines.clear()
+    running.offers = None
     return running
 
 
@@ -181,25 +186,25 @@ async def test_a_jobs_process_that_stands_still_is_replaced_and_its_job_run_agai
 
 
 async def test_a_job_that_is_run_again_asks_who_serves_its_model_by_then(
-    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: Here, tmp_path: Path
 ) -> None:
     request = await asyncio.to_thread(request_of, lingering)
     everybody = here.routable(LLAMA)
     whole = LayerRange(0, 6)
     async with shards(["llama"], tmp_path, [whole]) as doomed:
         alone = served(doomed, family="llama", spans=[whole])
-        monkeypatch.setattr(here, "routable", lambda _: alone)
+        here.offers = alone
         job = asyncio.create_task(here.run("moved", request))
         await here.said("half way")
-        monkeypatch.setattr(here, "routable", lambda _: [*alone, *everybody])
+        here.offers = (*alone, *everybody)
         assert doomed.pid is not None
         os.kill(doomed.pid, signal.SIGKILL)
         report = await job
     assert report.hops == ("node", "node")
 
 
-async def test_nobody_serves_the_model(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(here, "routable", lambda _: [])
+async def test_nobody_serves_the_model(here: Here) -> None:
+    here.offers = ()
     with pytest.raises(NoRoute):
         await here.run("nobody", await asyncio.to_thread(request_of, lingering))
 

@@ -46,7 +46,7 @@ def shelve(attic: Attic, files: Path, limit_bytes: int, own: NodeId = OTHER) -> 
 
 async def sealed(asker: Asker) -> list[dict[str, Any]]:
     asker.link.send(Seal(1))
-    answer = await asker._unwrapped()
+    answer = await asker.unwrapped()
     assert isinstance(answer, Sealed)
     return answer.files
 
@@ -103,7 +103,7 @@ async def test_a_module_wider_than_the_model_counts_with_its_own_width(
     await asker.step(1, 0, rows(100))
     asker.link.send(Seal(1))
     with pytest.raises(DiskFull, match="limit"):
-        await asker._unwrapped()
+        await asker.unwrapped()
     await asyncio.wrap_future(shelf.submit(lambda: None))
     assert await asyncio.to_thread(listed, files) == []
     # What was set aside for it is free again.
@@ -135,7 +135,7 @@ async def test_more_rows_than_announced_never_reach_the_disk(attic: Attic, files
         await sealed(asker)
     asker.close()
     await asyncio.wrap_future(shelf.submit(lambda: None))
-    assert shelf._reserved == 0
+    assert shelf.reserved_bytes == 0
     assert not await asyncio.to_thread(listed, files)
 
 
@@ -149,7 +149,7 @@ async def test_a_session_closed_while_it_opens_sets_nothing_aside(
     with pytest.raises(BadRequest, match="closed"):
         await closed.start(runtime, LayerRange(0, 4))
     await asyncio.wrap_future(shelf.submit(lambda: None))
-    assert shelf._reserved == 0
+    assert shelf.reserved_bytes == 0
     assert not await asyncio.to_thread(listed, files)
 
 
@@ -168,7 +168,7 @@ async def test_a_full_disk_leaves_nothing_set_aside(
         await asker.step(1, 0, rows(100))
         with pytest.raises(DiskFull, match="No space left"):
             await sealed(asker)
-    assert shelf._reserved == 0
+    assert shelf.reserved_bytes == 0
     assert not await asyncio.to_thread(listed, files)
 
 
@@ -291,7 +291,7 @@ async def test_a_session_that_ends_while_it_waits_for_the_disk_is_gone(
     assert attic.server.queue_depth == 0
     await asyncio.wrap_future(shelf.submit(lambda: None))
     assert not await asyncio.to_thread(listed, files)
-    assert shelf._reserved == 0
+    assert shelf.reserved_bytes == 0
 
 
 async def test_seal_is_for_harvests(attic: Attic, files: Path) -> None:

@@ -168,14 +168,14 @@ class Eve:
             self.enter(name)
         _ATTACKS[attack.kind](self, attack)
 
-    def _repeated_ranges(self, attack: Attack) -> None:
+    def repeated_ranges(self, attack: Attack) -> None:
         authors = [node.id for node in self._house.nodes.values()]
         for name in attack.targets:
             for number in range(attack.size // 8):
                 rows = [[authors[number % 3], 1, 1, 1 << 40]] * messages.MAX_AUTHORS
                 self._say(name, {**to_dict(Pull(number)), "ranges": rows})
 
-    def _overlapping_pulls(self, attack: Attack) -> None:
+    def overlapping_pulls(self, attack: Attack) -> None:
         authors = sorted([*(node.id for node in self._house.nodes.values()), self.id])
         ranges = tuple((author, 1, 1, 1 << 40) for author in authors)
         tips = self._graph.tips[: messages.MAX_TIPS]
@@ -195,7 +195,7 @@ class Eve:
         if link is not None and link.deaf:
             link.cut()
 
-    def _void_flood(self, attack: Attack) -> None:
+    def void_flood(self, attack: Attack) -> None:
         everything = self._graph.tips[:MAX_PARENTS]
         old = (self._graph[0].id,)
         ways: list[Callable[[int], SignedDecision]] = [
@@ -208,7 +208,7 @@ class Eve:
         said = [self._rng.choice(ways)(number) for number in range(attack.size)]
         self.tell(attack.targets, said)
 
-    def _lawful_flood(self, attack: Attack) -> None:
+    def lawful_flood(self, attack: Attack) -> None:
         docket = self._house.nodes[attack.targets[0]].hearth.log.docket
         parents = docket.graph.tips[:MAX_PARENTS]
         said = []
@@ -222,7 +222,7 @@ class Eve:
                 parents = (one.id,)
         self.tell(attack.targets, said)
 
-    def _fat_orphans(self, attack: Attack) -> None:
+    def fat_orphans(self, attack: Attack) -> None:
         fat = {"x": bytes(_FAT)}
         said: list[Said] = []
         for number in range(attack.size // 2):
@@ -231,7 +231,7 @@ class Eve:
             said.append(self.fact(3 + 2 * number, EventId(self._rng.randbytes(32)), 5, _FAT))
         self.tell(attack.targets, said)
 
-    def _facts_flood(self, attack: Attack) -> None:
+    def facts_flood(self, attack: Attack) -> None:
         said: list[Said] = []
         if self._rng.random() < 0.5 or not self._chain:
             self._generation += 1
@@ -247,7 +247,7 @@ class Eve:
             said.append(event)
         self.tell(attack.targets, said)
 
-    def _half_tensors(self, attack: Attack) -> None:
+    def half_tensors(self, attack: Attack) -> None:
         for _ in range(12):
             link = self._shard_link()
             if link is None:
@@ -256,14 +256,14 @@ class Eve:
             for number in range(4):
                 link.emit(FrameType.DATA, pack_header(whole, number), bytes(15 * KIB))
 
-    def _tensors_on_control(self, attack: Attack) -> None:
+    def tensors_on_control(self, attack: Attack) -> None:
         for name in attack.targets:
             link = self._links.get(name)
             if link is not None and not link.is_closed:
                 size = self._rng.choice([100, 15 * KIB, 200 * KIB])
                 link.send(Step(1, 1, 0, WireTensor("int8", (size,), bytes(size))))
 
-    def _silent_sessions(self, attack: Attack) -> None:
+    def silent_sessions(self, attack: Attack) -> None:
         for _ in range(2):
             link = self._shard_link()
             if link is not None:
@@ -285,7 +285,7 @@ class Eve:
         except Busy:
             return None
 
-    def _late_fork(self, attack: Attack) -> None:
+    def late_fork(self, attack: Attack) -> None:
         graph = self._graph
         own = [graph[at] for at in range(len(graph)) if graph[at].author == self.id]
         said: list[Said] = []
@@ -304,7 +304,7 @@ class Eve:
                 said.append(self.fact(at + 1, prev, self._chain[at].lamport, number))
         self.tell(attack.targets, said)
 
-    def _back_dating(self, attack: Attack) -> None:
+    def back_dating(self, attack: Attack) -> None:
         graph = self._graph
         said: list[Said] = []
         for past in self._rng.sample(range(len(graph)), min(4, len(graph))):
@@ -353,15 +353,15 @@ class _Mute:
 
 
 _ATTACKS: dict[str, Callable[[Eve, Attack], None]] = {
-    "repeated ranges": Eve._repeated_ranges,
-    "overlapping pulls": Eve._overlapping_pulls,
-    "void flood": Eve._void_flood,
-    "lawful flood": Eve._lawful_flood,
-    "fat orphans": Eve._fat_orphans,
-    "facts flood": Eve._facts_flood,
-    "half tensors": Eve._half_tensors,
-    "tensors on control": Eve._tensors_on_control,
-    "silent sessions": Eve._silent_sessions,
-    "late fork": Eve._late_fork,
-    "back-dating": Eve._back_dating,
+    "repeated ranges": Eve.repeated_ranges,
+    "overlapping pulls": Eve.overlapping_pulls,
+    "void flood": Eve.void_flood,
+    "lawful flood": Eve.lawful_flood,
+    "fat orphans": Eve.fat_orphans,
+    "facts flood": Eve.facts_flood,
+    "half tensors": Eve.half_tensors,
+    "tensors on control": Eve.tensors_on_control,
+    "silent sessions": Eve.silent_sessions,
+    "late fork": Eve.late_fork,
+    "back-dating": Eve.back_dating,
 }

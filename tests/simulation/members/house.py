@@ -77,10 +77,10 @@ class HouseLink(SlowLink):
         self.owner = owner
         self.deaf = False
         self.holds: list[Hold] = []
-        self._unread: list[bytes] = []
+        self.unread: list[bytes] = []
         self._meter = meter
-        self._context = copy_context()
-        self._context.run(NODE.set, owner)
+        self.context = copy_context()
+        self.context.run(NODE.set, owner)
 
     def count(self, accounts: ResourceLedger, links: int) -> None:
         """As a server does with a link that opens. Raises Busy."""
@@ -117,39 +117,39 @@ class HouseLink(SlowLink):
         self.holds.clear()
         super().lose(error)
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
         other = self._other
         if isinstance(other, HouseLink) and other.deaf:
             self._pumping = False
             return
-        super()._deliver()
+        super().deliver()
         if isinstance(other, HouseLink) and not self.is_crowded:
-            other._send_late(self)
+            other.send_late(self)
 
     def _arrive(self, other: object, frame: bytes) -> None:
         assert isinstance(other, HouseLink)
         if self.silent or other.is_closed:
             return
-        if other.is_crowded or self._unread:
-            if not self._unread:
-                self._loop.call_later(other.session.limits.silence_s, other._not_heard, self)
-            self._unread.append(frame)
+        if other.is_crowded or self.unread:
+            if not self.unread:
+                self._loop.call_later(other.session.limits.silence_s, other.not_heard, self)
+            self.unread.append(frame)
         else:
-            other._context.run(other._arrived, frame)
+            other.context.run(other.arrived, frame)
 
-    def _send_late(self, other: HouseLink) -> None:
+    def send_late(self, other: HouseLink) -> None:
         """The other end reads again."""
-        unread, self._unread = self._unread, []
+        unread, self.unread = self.unread, []
         for frame in unread:
-            other._context.run(other._arrived, frame)
+            other.context.run(other.arrived, frame)
 
-    def _not_heard(self, other: HouseLink) -> None:
+    def not_heard(self, other: HouseLink) -> None:
         """As `WebSocketLink` with a peer that it could not read for so long."""
-        if other._unread:
+        if other.unread:
             self.lose(LinkLost("Nothing was heard.", fix="Connect again."))
             other.lose(None)
 
-    def _arrived(self, frame: bytes) -> None:
+    def arrived(self, frame: bytes) -> None:
         self._meter.charge("frame", FRAME_US + BYTE_US * len(frame))
         self.take(frame)
         self._meter.turn()
@@ -329,7 +329,7 @@ class House:
         near.count(one.accounts, 0)
         far.count(two.accounts, 1)
         for node, peer, end in ((one, two.id, near), (two, one.id, far)):
-            end._context.copy().run(node.up, peer, end)
+            end.context.copy().run(node.up, peer, end)
 
     def part(self, names: frozenset[str]) -> None:
         """Two honest nodes lose sight of each other."""
@@ -360,7 +360,7 @@ class House:
             far.lose(None)
             return None
         near.attach(handler)
-        far._context.copy().run(node.up, eve, far)
+        far.context.copy().run(node.up, eve, far)
         return near
 
     def _fell(self, name: str, peer: NodeId) -> None:
@@ -413,7 +413,7 @@ class House:
             cache_dir="", fallback_to_local=False, fallback_after=2, spot_check_probability=0.0,
         )  # fmt: skip
         engine = Engine(_MODEL, party(name).id, settings, nowhere, no_judge, dial)
-        engine.spot_checks._rng = random.Random(seed)
+        engine.spot_checks.rng = random.Random(seed)
         shard = descriptor(party("ann").id, "ann")
         seen = datetime(2000, 1, 1, tzinfo=UTC)
         health = ShardHealth(shard.shard_id, True, seen, 0.0, 0.0, 0, 0)

@@ -242,7 +242,10 @@ class JobQueue:
         lanes = self._lanes.values()
         return sum(len(lane.running) for lane in lanes), sum(len(lane.line) for lane in lanes)
 
-    # Private
+    @property
+    def unended(self) -> tuple[JobTicket, ...]:
+        """The jobs that have not ended yet."""
+        return tuple(self._tickets.values())
 
     @property
     def _file(self) -> JobRecords:
@@ -281,16 +284,13 @@ class JobQueue:
         lane.put(ticket)
         if not lane.workers:
             work = Work(
-                self._slots, self.runner, self.spool, self._record, self._finish, self._tell
+                self._slots, self.runner, self.spool, self._file.change, self._finish, self._tell
             )
             worker = RunLoop(lane, self._tickets, work, self.settings, self._clock)
             lane.workers = [
                 asyncio.create_task(worker.work_for_ever(), name=f"jobs of {lane.model_id} {n}")
                 for n in range(self.settings.concurrent)
             ]
-
-    async def _record(self, job: Job) -> None:
-        await self._file.change(job)
 
     async def _finish(
         self,
@@ -337,12 +337,13 @@ class JobQueue:
     async def _sweep_for_ever(self) -> None:
         while True:
             try:
-                await self._sweep()
+                await self.sweep()
             except (StorageFull, OSError):
                 logger.exception("ended jobs could not be tidied up; trying again")
             await asyncio.sleep(_SWEEP_S)
 
-    async def _sweep(self) -> None:
+    async def sweep(self) -> None:
+        """Forget what nobody asks for any more."""
         for ticket in [t for t in self._tickets.values() if t.ended.is_set()]:
             await self._file.change(ticket.job)
             del self._tickets[ticket.job_id]

@@ -1,0 +1,104 @@
+"""A Python process that has imported what a daemon and its processes need, and forks daemons.
+
+Started by `tests.warm.daemons`, once per process that runs tests. A daemon's own imports and its
+warm parent's cost six seconds of CPU, and a test that starts one tests neither: with this, both are
+forked, and from there on run what they run anywhere. Each is a process with its own session,
+environment and descriptors; the warm parent is the daemon's child, as it would be otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+from mesh.processes import nursery
+from mesh.processes.nursery import CHANNEL_FD, MAX_ORDER_BYTES, Nursery, warm
+
+WARM_MODULES = (*nursery.WARM_MODULES, "mesh.cli.main", "mesh.node.daemon", "mesh.cli.tethered")
+_NURSERY = [sys.executable, "-m", nursery.__name__]
+_STDIN, _STDOUT, _STDERR = 0, 1, 2
+
+
+class ForkedParent:
+    """A daemon's warm parent to be: forked before the daemon has a thread, and begun when asked."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._ours.close()
+            _be_warm_parent(theirs)
+        theirs.close()
+
+    def begin(self, control: int, environment: dict[str, str]) -> None:
+        """Have it serve over that descriptor, with that environment."""
+        with self._ours:
+            socket.send_fds(self._ours, [json.dumps(environment).encode()], [control])
+
+    def kill(self) -> None:
+        """As `subprocess.Popen` does."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """As `subprocess.Popen` does."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def _be_warm_parent(orders: socket.socket) -> None:
+    message, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 1)
+    if not message:
+        os._exit(0)
+    orders.close()
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for standard in (_STDIN, _STDOUT):
+        os.dup2(nothing, standard)
+    (control,) = fds
+    nursery.close_all_but({_STDIN, _STDOUT, _STDERR, control})
+    os.environ.clear()
+    os.environ.update(json.loads(message))
+    nursery.main(control)
+    os._exit(0)
+
+
+class WarmPopen(subprocess.Popen[Any]):
+    """Starts processes as before, but the daemon's first warm parent, which is there already."""
+
+    waiting: ForkedParent | None = None
+
+    def __new__(cls, args: list[str], **how: Any) -> Any:
+        parent = cls.waiting
+        if parent is None or args[: len(_NURSERY)] != _NURSERY:
+            return super().__new__(cls)
+        cls.waiting = None
+        (control,) = how["pass_fds"]
+        parent.begin(control, how["env"])
+        return parent
+
+
+def _be_daemon() -> None:
+    """Take the standard descriptors and the arguments, then run as ``python -m`` does."""
+    with socket.socket(fileno=int(os.environ.pop(CHANNEL_FD))) as channel:
+        message, fds, _, _ = socket.recv_fds(channel, MAX_ORDER_BYTES, 3)
+    for standard, fd in zip((_STDIN, _STDOUT, _STDERR), fds, strict=True):
+        os.dup2(fd, standard)
+        os.close(fd)
+    module, *arguments = json.loads(message)
+    WarmPopen.waiting = ForkedParent()
+    subprocess.Popen = WarmPopen  # type: ignore[misc]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv[:] = [module, *arguments]
+    sys.modules.pop(module, None)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Nursery(int(sys.argv[1]), warm(WARM_MODULES)).serve()
+    _be_daemon()
