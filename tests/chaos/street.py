@@ -68,6 +68,18 @@ class House:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
+    def type(self, line: str) -> subprocess.Popen[str]:
+        """Begin what somebody types here, who has a home of his own and nothing set."""
+        home = self.state_dir.parent / f"{self.name}-home"
+        home.mkdir(exist_ok=True)
+        kept = {n: v for n, v in os.environ.items() if not n.startswith(("HEARTHNET_", "XDG_"))}
+        python = [IP, "netns", "exec", self._space, sys.executable, "-m", "mesh.cli.main"]
+        return subprocess.Popen(
+            [*python, *line.removeprefix("hearthnet").split()],
+            env=kept | {"HOME": str(home)}, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
     def start(self) -> None:
         """Start the daemon."""
         log = (self.state_dir.parent / f"{self.name}.log").open("ab")
