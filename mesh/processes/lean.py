@@ -28,8 +28,10 @@ _MODELLING = (
     "transformers.processing_utils",
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
+    "transformers.models.llama.modeling_llama",
 )
-"""What every model of transformers imports; the first two import the compiler."""
+"""What every model of transformers imports, the first two of which import the compiler; and the
+family of the built-in model."""
 
 
 def import_modelling() -> None:

@@ -111,7 +111,7 @@ def _at_rest(node: LocalNode) -> dict[str, float]:
     spent_s = sum(after.values()) - sum(before.values())
     return {
         "idle_percent": 100 * spent_s / (time.perf_counter() - begun_s),
-        "idle_pss_mb": sum(process.memory_full_info().pss for process in _tree(node)) / 1e6,
+        "idle_pss_mb": sum(process.memory_full_info().pss for process in _tree(node)) / 2**20,
         "processes": len(after),
     }
 
