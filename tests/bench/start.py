@@ -8,6 +8,8 @@ revisions, take samples of their working trees in turn.
 from __future__ import annotations
 
 import json
+import os
+import resource
 import signal
 import statistics
 import subprocess
@@ -29,6 +31,9 @@ HELPS = 5
 SETTLE_S = 5.0
 IDLE_S = 20.0
 _LIMIT_S = 120.0
+_FLAGS = ("--threads", "1")
+_ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": ""}
+"""As ever after a first start: Python finds what it has compiled."""
 _POLL_S = 0.02
 _ASK = {
     "model": "builtin",
@@ -50,11 +55,11 @@ def sample() -> dict[str, float]:
     found = {"help_cpu_s": _help_cpu_s()}
     with tempfile.TemporaryDirectory() as name:
         state = Path(name) / "node"
-        with LocalNode("kitchen", state, ("--threads", "1")) as node:
+        with LocalNode("kitchen", state, _FLAGS, _ENVIRONMENT) as node:
             node.wait_ready()
         wait_for_idle()
         begun_s = time.perf_counter()
-        with LocalNode("kitchen", state, ("--threads", "1")) as node:
+        with LocalNode("kitchen", state, _FLAGS, _ENVIRONMENT) as node:
             node.wait_up()
             found["api_wall_s"] = time.perf_counter() - begun_s
             _first_token(node)
@@ -69,18 +74,21 @@ def _help_cpu_s() -> float:
     command = [sys.executable, "-m", "mesh.cli.main", "--help"]
     taken = []
     for _ in range(HELPS):
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-            _, _, usage = _waited(process)
-        taken.append(usage)
+        before = _of_ended_s()
+        subprocess.run(
+            command,
+            stdout=subprocess.DEVNULL,
+            check=True,
+            timeout=_LIMIT_S,
+            env=os.environ | _ENVIRONMENT,
+        )
+        taken.append(_of_ended_s() - before)
     return statistics.median(taken)
 
 
-def _waited(process: subprocess.Popen[bytes]) -> tuple[int, int, float]:
-    import os
-
-    pid, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    return pid, status, usage.ru_utime + usage.ru_stime
+def _of_ended_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _first_token(node: LocalNode) -> None:
