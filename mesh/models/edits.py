@@ -12,9 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import safetensors
-import safetensors.numpy
 from msgspec import Meta
 
 from mesh import codec
@@ -23,6 +21,7 @@ from mesh.errors import BadSteering
 from mesh.types import Edit, Site
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 MAX_EDITS = 16
@@ -67,10 +66,13 @@ class EditTensors:
 
 def read_edit(data: bytes) -> EditTensors:
     """Read one file. Raises BadSteering for anything but the two forms, in fp32, all finite."""
+    import numpy as np  # not above: most nodes never see an edit
+    from safetensors.numpy import load
+
     if len(data) > MAX_EDIT_BYTES:
         raise _refused(f"it has {len(data)} bytes; the limit is {MAX_EDIT_BYTES}")
     try:
-        arrays = safetensors.numpy.load(data)
+        arrays = load(data)
     except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
         raise _refused(f"it is not safetensors: {error}") from error
     for name, array in arrays.items():

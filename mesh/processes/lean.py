@@ -1,4 +1,5 @@
-"""transformers' modelling code, imported without torch's compiler and its distributed tensors.
+"""torch and transformers' modelling code, imported without what a node's processes never use: the
+compiler, distributed tensors, and what `postponed` names.
 
 A few of its functions are decorated for ``torch.compile``, which at import brings in
 ``torch._dynamo`` with sympy, ONNX and DTensor: 75 MB of memory and a third of a process's start. A
@@ -16,16 +17,33 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mesh.processes import model_names, postponed
+
 _COMPILER = "torch._dynamo"
-_MODELLING = ("transformers.modeling_utils", "transformers.generation.utils")
-"""What every model of transformers imports, and what imports the compiler."""
+_MODELLING = (
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "transformers.modeling_layers",
+    "transformers.modeling_rope_utils",
+    "transformers.processing_utils",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_tokenizers",
+    "transformers.models.llama.modeling_llama",
+)
+"""What every model of transformers imports, the first two of which import the compiler; and the
+family of the built-in model."""
 
 
 def import_modelling() -> None:
     """Import what all models share; does nothing where it, or the compiler, is imported already."""
     if _COMPILER in sys.modules or _MODELLING[0] in sys.modules:
         return
-    with _without_compiler(), _without_distributed_tensors():
+    postponed.import_torch()
+    with (
+        model_names.remembered(),
+        _without_compiler(),
+        _without_distributed_tensors(),
+    ):
         for name in _MODELLING:
             importlib.import_module(name)
 

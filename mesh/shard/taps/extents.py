@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from mesh.processes.postponed import import_meta_kernels
+
 Extent = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], int]
 """(operator, positional arguments, named arguments) -> bytes."""
 
@@ -135,6 +137,7 @@ def _by_its_shape_function(func: Any, args: tuple[Any, ...], kwargs: Mapping[str
     def without_data(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
+    import_meta_kernels()
     given = tree_map_only(torch.Tensor, without_data, (args, dict(kwargs)))
     given = tree_map_only(torch.device, lambda _: torch.device("meta"), given)
     try:

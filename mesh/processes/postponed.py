@@ -1,0 +1,124 @@
+"""Parts of torch that are imported only when somebody touches them.
+
+``import torch`` also brings in what serves its compiler, its exporter and its old quantisation:
+half a second of processor time and 25 MB in every process, where none of that is used. In
+the place of each stands an empty module that hands over to the real one at the first look at any
+name in it, or at the first import of something below it. Only what has an effect by being imported
+has to be asked for: `import_meta_kernels`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_META_KERNELS = ("torch._meta_registrations", "torch.distributed._meta_registrations")
+POSTPONED = frozenset(
+    {
+        *_META_KERNELS, "torch.ao", "torch.distributions", "torch.export", "torch.masked",
+        "torch.nn.intrinsic", "torch.nn.qat", "torch.nn.quantizable", "torch.nn.quantized",
+        "torch.quantization",
+    }
+)  # fmt: skip
+"""What torch imports for others' sake and does not look into itself."""
+
+_AFTERWARDS = ("torch._prims.rng_prims",)
+"""What comes with a postponed module, and what everybody needs: it completes `torch.Generator`."""
+
+_LOOKED_INTO = frozenset({"__path__", "__all__"})
+"""Names with underscores that an import asks for; whoever lists modules asks for others."""
+
+
+def import_torch() -> None:
+    """Import torch without `POSTPONED` modules; with them, where a torch cannot do without."""
+    with postponing():
+        import torch
+    try:
+        for name in _AFTERWARDS:
+            importlib.import_module(name)
+        _try(torch)
+    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
+        logger.warning("torch is imported as a whole: %s", error)
+        for name in POSTPONED:
+            _complete(name)
+
+
+def _try(torch: Any) -> None:
+    """The simplest of what all processes do, as far as it starts no threads (`nursery`)."""
+    drawn = torch.rand(2, 2, generator=torch.Generator().manual_seed(1))
+    drawn.add(torch.nn.Parameter(drawn))
+    torch.empty_like(drawn, device="meta").expand(2, 2, 2)
+
+
+@contextmanager
+def postponing() -> Iterator[None]:
+    """Meanwhile `POSTPONED` modules are put off when they are imported for the first time."""
+    finder = _Postponing()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+def import_meta_kernels() -> None:
+    """Have torch know how every operator computes shapes without data; done once, then free.
+
+    Without it tensors on the meta device serve those operators alone that know it in C++, and the
+    others raise NotImplementedError.
+    """
+    for name in _META_KERNELS:
+        _complete(name)
+
+
+def _complete(name: str) -> None:
+    if isinstance(sys.modules.get(name), _Postponed):
+        _import(name)
+
+
+class _Postponed(ModuleType):
+    """In the place of a module that nobody has touched yet; hands on whatever it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in _LOOKED_INTO:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(_import(self.__name__), name)
+
+
+def _import(name: str) -> ModuleType:
+    """The real one; whoever comes meanwhile waits for it as for any import."""
+    if isinstance(sys.modules.get(name), _Postponed):
+        del sys.modules[name]
+    finders = [finder for finder in sys.meta_path if isinstance(finder, _Postponing)]
+    for finder in finders:
+        finder.touched.add(name)
+    return importlib.import_module(name)
+
+
+class _Postponing(MetaPathFinder, Loader):
+    def __init__(self) -> None:
+        self.touched: set[str] = set()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in POSTPONED or fullname in self.touched:
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is not None:
+            spec.loader = self
+        return spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        # An import of something below it finds none, asks for it, and so gets the real one.
+        vars(module).pop("__path__", None)
+        module.__class__ = _Postponed
