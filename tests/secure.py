@@ -15,9 +15,8 @@ from mesh.clock import SystemClock
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsContexts, TlsMaterial
 from mesh.shard.commands import ShardRequest, StartShards
-from mesh.shard.leases import lease_of
 from mesh.shard.permits import permit
-from mesh.shard.settings import ShardSettings
+from mesh.shard.settings import ShardSettings, lease_of
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange
 from mesh.wire.link import Link, LinkHandler

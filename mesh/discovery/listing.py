@@ -14,9 +14,8 @@ from mesh.discovery.directory import NodeInfo, ShardStore
 from mesh.discovery.events import Warned
 from mesh.discovery.greeting import PeerHello, label
 from mesh.discovery.links import ControlLink
-from mesh.discovery.notices import Notices
+from mesh.discovery.notices import Notices, PeerTrust
 from mesh.discovery.sightings import Sightings
-from mesh.discovery.trust import PeerTrust
 from mesh.errors import BadAdvertisement
 from mesh.types import NodeId
 from mesh.wire.messages import Advertise

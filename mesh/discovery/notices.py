@@ -3,20 +3,46 @@
 One notice holds all that a node serves, so that a withdrawn shard is gone with the next one.
 Notices are not passed on: a node is heard from itself or not at all. Knows nothing of links, nor of
 who is trusted to serve.
+
+`PeerTrust` is what discovery asks of whoever knows the members.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from mesh.accounts.ledger import ResourceLedger
 from mesh.discovery import advertisement
 from mesh.discovery.advertisement import Advertisement
-from mesh.discovery.trust import PeerTrust
 from mesh.errors import BadAdvertisement, BadEvent
 from mesh.events.ephemera import Ephemera, Notice, seal_notice
+from mesh.identity.tls import TlsContexts
 from mesh.types import NodeId
 from mesh.wire.messages import Advertise
+
+
+class PeerTrust(Protocol):
+    """Who may link, and whose shards count. The hearth provides it."""
+
+    @property
+    def tls(self) -> TlsContexts:
+        """The contexts of all links between daemons; they follow the members."""
+
+    @property
+    def accounts(self) -> ResourceLedger:
+        """What each peer holds and uses in this process."""
+
+    def may_serve(self, node: NodeId) -> bool:
+        """Whether what the node advertises may be listed."""
+
+    def sign(self, data: bytes) -> bytes:
+        """This node's signature, 64 bytes."""
+
+    def verify(self, node: NodeId, data: bytes, signature: bytes) -> bool:
+        """Whether the signature is that of a present member; False for everybody else."""
+
 
 EXPIRY_FACTOR = 4
 """A notice outlives this many health timeouts without a renewal (specification, 5.1)."""

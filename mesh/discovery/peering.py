@@ -25,9 +25,8 @@ from mesh.discovery.greeting import PeerHello, from_hello, label, to_hello
 from mesh.discovery.links import Admitted, ControlLink, ControlMessage, LinkTable, Said
 from mesh.discovery.listing import Listing, info
 from mesh.discovery.mdns import Mdns
-from mesh.discovery.notices import EXPIRY_FACTOR, Notices
+from mesh.discovery.notices import EXPIRY_FACTOR, Notices, PeerTrust
 from mesh.discovery.sightings import PeerState, PeerView, Sightings, why_not
-from mesh.discovery.trust import PeerTrust
 from mesh.errors import (
     BadAdvertisement,
     BadEvent,

@@ -2,19 +2,25 @@
 
 The damaged file is kept beside it, under another name, and never written to. A crash at any moment
 leaves either the old file or the finished new one in place.
+
+The damaged file's pages are read one by one, without their index. The format is SQLite's
+(sqlite.org/fileformat2.html, sections 1.6, 2.1 and 4.1). Whatever looks like a row is taken;
+whether it is one is known from its content. Reading every page, also old ones of the write-ahead
+log, is right only where rows never change once written.
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
+import struct
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mesh.errors import BadEvent
 from mesh.events import decision as decisions
-from mesh.events import pages
 from mesh.events.decision import DecisionId, SignedDecision
 from mesh.events.migrations import migrate
 from mesh.events.opening import (
@@ -30,6 +36,92 @@ from mesh.events.opening import (
 )
 from mesh.events.types import GENESIS, Event, Place, decode
 from mesh.types import NodeId
+
+_MAGIC = b"SQLite format 3\0"
+_LEAF = 13
+_PAGE_BYTES = 4096
+_WAL_HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24
+# Sizes of the integer and float serial types, by type.
+_NUMBER_BYTES = (0, 1, 2, 3, 4, 6, 8, 8, 0, 0)
+
+
+def rows(path: Path) -> Iterator[list[bytes]]:
+    """The raw columns of every row found in the file and its write-ahead log."""
+    content = path.read_bytes()
+    size = _PAGE_BYTES
+    if content.startswith(_MAGIC):
+        size = struct.unpack_from(">H", content, 16)[0]
+        size = 65536 if size == 1 else size
+    pages = {at // size + 1: content[at : at + size] for at in range(0, len(content), size or 1)}
+    log = Path(f"{path}-wal")
+    written = list(_frames(log.read_bytes(), size)) if log.exists() else []
+    newest = {**pages, **dict(written)}
+    for number, page in [*pages.items(), *written]:
+        if len(page) == size and number > 1 and page[0] == _LEAF:
+            yield from _leaf(page, newest)
+
+
+def _frames(log: bytes, size: int) -> Iterator[tuple[int, bytes]]:
+    step = _FRAME_HEADER_BYTES + size
+    for at in range(_WAL_HEADER_BYTES, len(log) - step + 1, step):
+        (number,) = struct.unpack_from(">I", log, at)
+        yield number, log[at + _FRAME_HEADER_BYTES : at + step]
+
+
+def _leaf(page: bytes, pages: dict[int, bytes]) -> Iterator[list[bytes]]:
+    (cells,) = struct.unpack_from(">H", page, 3)
+    for at in range(8, min(8 + 2 * cells, len(page) - 1), 2):
+        (start,) = struct.unpack_from(">H", page, at)
+        try:
+            yield _record(_payload(page, start, pages))
+        except (IndexError, KeyError, struct.error):
+            continue  # what these bytes were once, nobody can say
+
+
+def _payload(page: bytes, at: int, pages: dict[int, bytes]) -> bytes:
+    """A cell's content, with the overflow pages it continues on."""
+    total, at = _varint(page, at)
+    _, at = _varint(page, at)
+    usable = len(page)
+    local = total
+    if total > usable - 35:
+        least = (usable - 12) * 32 // 255 - 23
+        local = least + (total - least) % (usable - 4)
+        local = local if local <= usable - 35 else least
+    content = bytearray(page[at : at + local])
+    following = at + local
+    if total > local:
+        (number,) = struct.unpack_from(">I", page, following)
+        while len(content) < total and number:
+            more = pages[number]
+            content += more[4 : 4 + total - len(content)]
+            (number,) = struct.unpack_from(">I", more, 0)
+    return bytes(content)
+
+
+def _record(payload: bytes) -> list[bytes]:
+    end, at = _varint(payload, 0)
+    data = end
+    columns = []
+    while at < end:
+        kind, at = _varint(payload, at)
+        size = _NUMBER_BYTES[kind] if kind < 12 else (kind - 12) // 2
+        columns.append(payload[data : data + size])
+        data += size
+    if data > len(payload):
+        raise IndexError("the row ends before its last column")
+    return columns
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for offset in range(8):
+        byte = data[at + offset]
+        value = value << 7 | byte & 0x7F
+        if byte < 0x80:
+            return value, at + offset + 1
+    return value << 8 | data[at + 8], at + 9
+
 
 _SIDE_FILES = ("-wal", "-shm")
 _EVENT_COLUMNS, _ORPHAN_COLUMNS, _DECISION_COLUMNS = 8, 5, 4
@@ -79,7 +171,7 @@ class _Salvage:
         self.forks: list[tuple[object, ...]] = []
         self.own_head: bytes | None = None
         self.restart = False
-        for columns in pages.rows(path):
+        for columns in rows(path):
             event, decision = _event(columns), _decision(columns)
             if event is not None and event.hearth_id == hearth_id:
                 self.events.setdefault((event.author, event.place), event)

@@ -22,10 +22,9 @@ from msgspec import Meta
 from mesh import codec
 from mesh.clock import Clock
 from mesh.errors import BadValue, PairingRejected
-from mesh.identity.fingerprints import id_digest
+from mesh.identity.fingerprints import WORDS, id_digest
 from mesh.identity.keys import is_node_id
 from mesh.identity.roster import TrustLevel
-from mesh.identity.words import WORDS
 from mesh.types import NodeId
 
 DEFAULT_TTL_S = 180.0

@@ -11,8 +11,8 @@ from functools import partial
 from mesh.accounts.ledger import ResourceLedger
 from mesh.identity.tls import TlsContexts, require_node
 from mesh.pipeline.links import Dial, HopLink
-from mesh.shard.leases import lease_of
 from mesh.shard.permits import clock_of, permit
+from mesh.shard.settings import lease_of
 from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.link import Link
 from mesh.wire.messages import Hello

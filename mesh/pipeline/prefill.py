@@ -1,10 +1,14 @@
 """Takes tokens through the hops of one session to logits: a prompt in chunks, an answer row by row.
 
 Feeds and waits; `mesh.pipeline.failover` repairs. The caller only sees notices of it.
+
+Where `noise` is asked for, it is added to what goes into the first layer, against hosts that read
+the prompt out of it; what that costs and what it does not hide is in docs/explanation/privacy.md.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator, Sequence
 
 import torch
@@ -12,7 +16,6 @@ import torch
 from mesh.pipeline.failover import Failover
 from mesh.pipeline.history import chunk_rows
 from mesh.pipeline.model import AskerModel
-from mesh.pipeline.noise import RowNoise
 from mesh.pipeline.route import HopLost
 from mesh.pipeline.sessions import GenerationSession
 from mesh.types import StreamFrame
@@ -20,10 +23,30 @@ from mesh.wire.activations import to_torch, to_wire
 from mesh.wire.messages import WireTensor
 
 
+class RowNoise:
+    """Gaussian noise with a standard deviation of `relative` times each row's root mean square.
+
+    Drawn from a generator that nobody else can seed; 0 adds nothing and draws nothing.
+    """
+
+    def __init__(self, relative: float) -> None:
+        self._relative = relative
+        self._generator = torch.Generator().manual_seed(secrets.randbits(63))
+
+    def add(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(1, rows, hidden) of any float dtype; the same shape and dtype."""
+        if not self._relative:
+            return hidden
+        rows = hidden.float()
+        scale = self._relative * rows.square().mean(dim=-1, keepdim=True).sqrt()
+        drawn = torch.randn(rows.shape, generator=self._generator).to(rows.device)
+        return (rows + scale * drawn).to(hidden.dtype)
+
+
 class TokenFeed:
     """Moves one session forward. Without a `failover` a lost hop ends it.
 
-    `noise` is added to what leaves here, see `mesh.pipeline.noise`.
+    `noise` is added to what leaves here, see `mesh.pipeline.prefill`.
     """
 
     def __init__(

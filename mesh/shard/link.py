@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from mesh.accounts.ledger import of_peer
 from mesh.errors import BadRequest, MeshError, VersionMismatch, as_mesh_error
 from mesh.models.edits import assemble
-from mesh.shard.edit_parts import EditParts
 from mesh.shard.failures import device_failed
 from mesh.shard.permits import Permits
 from mesh.shard.sessions import Session, gone
+from mesh.shard.steering import EditParts
 from mesh.types import NodeId
 from mesh.wire.link import Link
 from mesh.wire.messages import (

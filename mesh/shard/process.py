@@ -49,9 +49,7 @@ from mesh.shard.commands import (
 )
 from mesh.shard.device import choose_device, headroom
 from mesh.shard.failures import device_failed
-from mesh.shard.held import HeldShard
-from mesh.shard.leases import leased
-from mesh.shard.loading import HostedOn, LoadedShard, LoadPlan, load_shard, plan_shard
+from mesh.shard.loading import HeldShard, HostedOn, LoadedShard, LoadPlan, load_shard, plan_shard
 from mesh.shard.memory import release_memory
 from mesh.shard.permits import Permits, dated
 from mesh.shard.recording import HarvestShelf
@@ -59,6 +57,7 @@ from mesh.shard.room import Memory, Room
 from mesh.shard.scheduler import Scheduler
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
+from mesh.shard.settings import leased
 from mesh.shard.taps.server import TapServer, TapSettings
 from mesh.shard.threads import kept_threads
 from mesh.shard.weight_watch import WeightWatch

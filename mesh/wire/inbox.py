@@ -26,8 +26,7 @@ from mesh.wire.frames import (
 from mesh.wire.limits import Limits
 from mesh.wire.messages import Bearer, Failure, Result, Step, WireTensor
 from mesh.wire.outbox import Outbox
-from mesh.wire.reassembly import Reassembly
-from mesh.wire.tensors import TensorHeader
+from mesh.wire.tensors import Reassembly, TensorHeader
 
 _FIX = "Run the same hearthnet version on both machines."
 

@@ -14,9 +14,8 @@ from mesh.wire.credits import Credits
 from mesh.wire.frames import FINAL, GRADIENT, Buffer, FrameType, pack_frame
 from mesh.wire.limits import Limits
 from mesh.wire.messages import Bearer, Result
-from mesh.wire.reassembly import MAX_OPEN_TENSORS
 from mesh.wire.steps import CREDITS, pack, pack_end, pack_plain
-from mesh.wire.tensors import checked_bytes, pack_header
+from mesh.wire.tensors import MAX_OPEN_TENSORS, checked_bytes, pack_header
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mesh.models.builtin import checkpoint_dir
-from mesh.pipeline.noise import RowNoise
+from mesh.pipeline.prefill import RowNoise
 from tools.builtin_model.corpus.mixture import held_out_documents, training_documents
 
 NOISES = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)

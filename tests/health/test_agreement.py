@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mesh.models.load import load_ends
-from mesh.pipeline.watch.agreement import digest, disagreement, tolerance
+from mesh.pipeline.watch.evidence import digest, disagreement, tolerance
 from mesh.pipeline.watch.sanity import Floats, rows_as_floats
 from mesh.shard.runtime import SpanRuntime
 from mesh.types import WireDtype

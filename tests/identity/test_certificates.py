@@ -20,10 +20,9 @@ from mesh.identity.certificates import (
     check_certificate,
     make_certificate,
 )
-from mesh.identity.fingerprints import fingerprint
+from mesh.identity.fingerprints import WORDS, fingerprint
 from mesh.identity.keys import parse_pem, short_id
 from mesh.identity.tls import TlsMaterial
-from mesh.identity.words import WORDS
 from mesh.processes.messages import Inbox, Start, encode
 from mesh.types import NodeId
 from mesh.wire.messages import Hello

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mesh.errors import BadValue
+from mesh.identity.fingerprints import WORDS
 from mesh.identity.invitations import Form, Invitation, Ticket, parse_ticket, qr_code
 from mesh.identity.roster import TrustLevel
-from mesh.identity.words import WORDS
 from tests.identity.support import Party
 
 HOME = Party("home").id

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from mesh.errors import BadCheckpoint, BadRequest, ContextTooLong
 from mesh.models.detokenize import decoder_for
 from mesh.models.manifest import read_manifest
-from mesh.models.token_size import WHITE_SPACE, longest_token_bytes
-from mesh.models.tokenizer import Tokenizer
+from mesh.models.tokenizer import WHITE_SPACE, Tokenizer, longest_token_bytes
 from tests.checkpoints import make_tokenizer
 from tests.models.conftest import Checkpoint
 

@@ -11,7 +11,7 @@ from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsMaterial
 from mesh.models.local import LocalModel
 from mesh.node.wiring import start_asker
-from mesh.pipeline.noise import RowNoise
+from mesh.pipeline.prefill import RowNoise
 from mesh.types import LayerRange, ModelId, TokenDelta
 from tests.pipeline.toy_mesh import ToyNetwork, expected_tokens, toy_orchestrator, toy_request
 

@@ -19,8 +19,8 @@ from mesh.shard import protection
 from mesh.shard.belongings import belongings
 from mesh.shard.linear import packed_memory
 from mesh.shard.runtime import SpanRuntime
+from mesh.shard.taps.server import twin
 from mesh.shard.taps.tree import SpanTree
-from mesh.shard.taps.twin import twin
 from mesh.types import LayerRange
 from tests.interventions.worlds import CPU, checkpoint
 from tests.shard.spans import plain_kernels, rows, step

@@ -26,8 +26,15 @@ from mesh.pipeline.claims import Claims
 from mesh.pipeline.history import rows_of
 from mesh.pipeline.hop import GenerationHop, HopSession, Patience, is_activations
 from mesh.pipeline.links import HopLinks
-from mesh.pipeline.watch.agreement import Tolerance, digest, disagreement, tolerance
-from mesh.pipeline.watch.evidence import Mismatch, Record, pieces
+from mesh.pipeline.watch.evidence import (
+    Mismatch,
+    Record,
+    Tolerance,
+    digest,
+    disagreement,
+    pieces,
+    tolerance,
+)
 from mesh.pipeline.watch.reputation import Reputations
 from mesh.pipeline.watch.sanity import rows_as_floats
 from mesh.processes.tasks import spawn

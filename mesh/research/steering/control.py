@@ -2,29 +2,72 @@
 
 The HTTP API's `mesh.api.services.SteeringControl`, and `Generations` that put edits in the place of
 their names. Computes nothing.
+
+The log holds what an edit is called, where it belongs and the hash of its file, never the file: a
+vector of a 4096-wide model alone is as large as an event may be, and an event stays for ever with
+every member. The file is fetched by its hash, from its author or whoever has fetched it before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
+
+from mesh import codec
+from mesh.codec import Fault, Sha256
 from mesh.discovery.sightings import PeerState
 from mesh.errors import BadSteering, DiskFull, NotFound, UntrustedPeer
+from mesh.events.state import Fact
 from mesh.events.types import STEERING_PUBLISHED
 from mesh.hearth.hearth import Hearth
 from mesh.hearth.network import Network
-from mesh.models.edits import PARTS, check_edits, parse_site, read_edit
+from mesh.models.edits import MAX_EDIT_BYTES, PARTS, Side, check_edits, parse_site, read_edit
 from mesh.models.local import LocalModel, local_manifest
 from mesh.models.manifest import Manifest
 from mesh.paths import cache_dir
-from mesh.research.steering.exchange import Exchange
-from mesh.research.steering.library import Library
-from mesh.research.steering.published import Published, is_name, read_fact
+from mesh.research.steering.exchange import Exchange, Library
 from mesh.types import Edit, GenerationRequest, ModelId, NodeId, Site, Steer
+
+_NAME = re.compile(r"[\w][\w .:+-]{0,63}")
+_Short = Annotated[str, Meta(max_length=512)]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """An edit with a name. `size` bytes of file have the hash `sha256`."""
+
+    name: Annotated[str, Meta(pattern=rf"\A{_NAME.pattern}\Z")]
+    model_id: _Short
+    weights_sha256: _Short
+    path: _Short
+    side: Side
+    kind: _Short
+    sha256: Sha256
+    size: Annotated[int, Meta(ge=1, le=MAX_EDIT_BYTES)]
+
+    def payload(self) -> dict[str, Any]:
+        """What the event says."""
+        return asdict(self)
+
+
+def is_name(text: str) -> bool:
+    """Whether an edit may be called that: a letter or digit first, 64 characters at most."""
+    return _NAME.fullmatch(text) is not None
+
+
+def read_fact(fact: Fact) -> tuple[Published, NodeId] | None:
+    """The edit and its author; None when it was removed or is of a form nobody knows here."""
+    try:
+        published = codec.convert(fact.payload, Published)
+    except Fault:
+        return None
+    return published, fact.author
 
 
 class Steering:

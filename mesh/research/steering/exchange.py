@@ -2,6 +2,9 @@
 
 One question at a time for each fetch, so a fetch holds at most one part more than the file. What
 arrives is believed only when its hash is the one that was asked for; whoever sent it.
+
+The files of this node are in its library, each named by its SHA-256; that blocks, and is called
+from threads. Knows nothing of names or models.
 """
 
 from __future__ import annotations
@@ -10,12 +13,56 @@ import asyncio
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 from mesh.errors import LinkLost
-from mesh.research.steering.library import Library
+from mesh.models.edits import MAX_EDIT_BYTES
 from mesh.types import NodeId
 from mesh.wire.messages import FileAsk, FilePart
+
+_SUFFIX = ".safetensors"
+
+
+class Library:
+    """Files below one directory, which is made when it is first needed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def read(self, sha256: str) -> bytes | None:
+        """The file of that hash; None when it is not here, or is not what its name says."""
+        path = self._path(sha256)
+        try:
+            if path.stat().st_size > MAX_EDIT_BYTES:
+                return None
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        return data if hashlib.sha256(data).hexdigest() == sha256 else None
+
+    def keep(self, data: bytes) -> str:
+        """Put a file in; its hash. When this returns it is on the disk, or OSError was raised."""
+        sha256 = hashlib.sha256(data).hexdigest()
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = self._directory / f"{sha256}.{os.getpid()}.tmp"
+        with draft.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(self._path(sha256))
+        return sha256
+
+    def prune(self, wanted: Collection[str]) -> None:
+        """Delete what is none of the `wanted` hashes."""
+        for path in self._directory.glob(f"*{_SUFFIX}"):
+            if path.stem not in wanted:
+                path.unlink(missing_ok=True)
+
+    def _path(self, sha256: str) -> Path:
+        return self._directory / f"{sha256}{_SUFFIX}"
+
 
 logger = logging.getLogger(__name__)
 

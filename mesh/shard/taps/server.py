@@ -40,6 +40,27 @@ if TYPE_CHECKING:
     from mesh.shard.server import ShardServer
     from mesh.shard.taps.session import TapSession
     from mesh.shard.taps.tree import SpanTree
+import copy
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from mesh.models.load import LoadedSpan
+from mesh.shard.linear import PackedLinear
+
+
+def twin(loaded: LoadedSpan) -> LoadedSpan | None:
+    """`loaded` with its own modules and config, sharing every weight; costs no memory to speak of.
+
+    None when weights were repacked: nothing can be shared with those.
+    """
+    module: Any = loaded.module
+    if any(isinstance(part, PackedLinear) for part in module.modules()):
+        return None
+    weights: dict[int, Any] = {id(t): t for t in chain(module.parameters(), module.buffers())}
+    copied = copy.deepcopy(module, weights)
+    return replace(loaded, module=copied, config=copied.config)
+
 
 logger = logging.getLogger(__name__)
 
@@ -326,7 +347,7 @@ class TapServer:
 
 
 def _twin(runtime: SpanRuntime) -> LoadedSpan | None:
-    from mesh.shard.taps.twin import twin
+    from mesh.shard.taps.server import twin
 
     return twin(runtime.loaded)
 

@@ -11,8 +11,7 @@ import pytest
 
 from mesh.errors import LinkLost
 from mesh.research.steering import exchange
-from mesh.research.steering.exchange import PART_BYTES, Exchange
-from mesh.research.steering.library import Library
+from mesh.research.steering.exchange import PART_BYTES, Exchange, Library
 from mesh.types import NodeId
 from mesh.wire.messages import FileAsk, FilePart
 

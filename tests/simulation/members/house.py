@@ -27,7 +27,7 @@ from mesh.pipeline.commands import EngineSettings, Offer, RouteLimits
 from mesh.pipeline.engine import Engine
 from mesh.pipeline.links import HopLink
 from mesh.pipeline.model import AskerModel
-from mesh.shard.leases import lease_of, leased
+from mesh.shard.settings import lease_of, leased
 from mesh.types import NodeId, RouteHop, ShardHealth
 from mesh.wire.frames import FrameType
 from mesh.wire.limits import Limits
