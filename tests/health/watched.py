@@ -140,11 +140,12 @@ def watched(
     *,
     ceiling_s: float = 30.0,
     probability: float = 0.0,
+    allow_self_as_first: bool = False,
     **changes: Any,
 ) -> Iterator[Watched]:
     """The engine with the toy network where its sockets would be; `changes` are of its settings."""
     settings = EngineSettings(
-        RouteLimits(16, allow_self_as_first=False),
+        RouteLimits(16, allow_self_as_first=allow_self_as_first),
         ceiling_s,
         "fp32",
         "",

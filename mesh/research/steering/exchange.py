@@ -30,8 +30,11 @@ Send = Callable[[NodeId, FileAsk | FilePart], None]
 class Exchange:
     """Asks others for files and answers them from the library. Use on one event loop."""
 
-    def __init__(self, library: Library, send: Send) -> None:
-        """`send` raises LinkLost for a node that is not linked."""
+    def __init__(
+        self, library: Library, send: Send, *, part_timeout_s: float = PART_TIMEOUT_S
+    ) -> None:
+        """`send` raises LinkLost for a node that is not linked; a part is waited for so long."""
+        self._part_timeout_s = part_timeout_s
         self._library = library
         self._send = send
         self._numbers = itertools.count(1)
@@ -85,7 +88,7 @@ class Exchange:
         self._asked[number] = (peer, future)
         try:
             self._send(peer, FileAsk(number, sha256, offset))
-            async with asyncio.timeout(PART_TIMEOUT_S):
+            async with asyncio.timeout(self._part_timeout_s):
                 return await future
         finally:
             del self._asked[number]

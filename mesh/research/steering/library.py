@@ -23,7 +23,7 @@ class Library:
 
     def read(self, sha256: str) -> bytes | None:
         """The file of that hash; None when it is not here, or is not what its name says."""
-        path = self._path(sha256)
+        path = self.path(sha256)
         try:
             if path.stat().st_size > MAX_EDIT_BYTES:
                 return None
@@ -41,7 +41,7 @@ class Library:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        draft.replace(self._path(sha256))
+        draft.replace(self.path(sha256))
         return sha256
 
     def prune(self, wanted: Collection[str]) -> None:
@@ -50,5 +50,6 @@ class Library:
             if path.stem not in wanted:
                 path.unlink(missing_ok=True)
 
-    def _path(self, sha256: str) -> Path:
+    def path(self, sha256: str) -> Path:
+        """Where the file of this hash lies, if it is here."""
         return self._directory / f"{sha256}{_SUFFIX}"
