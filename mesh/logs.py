@@ -115,9 +115,9 @@ class _Lines(logging.Formatter):
 class LogFile:
     """The file that descriptor `fd` writes to, shared with other processes."""
 
-    def __init__(self, path: Path, fd: int, max_bytes: int = MAX_FILE_BYTES) -> None:
+    def __init__(self, path: Path, fd: int, max_bytes: int | None = None) -> None:
         self.path = path
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes or MAX_FILE_BYTES
         self._fd = fd
 
     @property

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from mesh.config import Config, client_host, flatten, is_loopback, load_config
 from mesh.errors import BadValue, UnknownKey
+from mesh.paths import default_config_file
 
 
 @pytest.fixture(autouse=True)
@@ -82,10 +83,12 @@ def test_flag_beats_environment_beats_file_beats_default(
 def test_file_is_found_by_variable_and_default_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    default = tmp_path / ".config/hearthnet/config.toml"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / ".config"))
+    default = default_config_file()
+    assert default.is_relative_to(tmp_path)
     default.parent.mkdir(parents=True)
     default.write_text("port = 5")
-    monkeypatch.setattr("mesh.config.settings.default_config_file", lambda: default)
     assert load_config().config.port == 5
     monkeypatch.setenv("HEARTHNET_CONFIG", str(written(tmp_path, "port = 6")))
     assert load_config().config.port == 6

@@ -34,7 +34,7 @@ def create_app(
     What `require` does not name is for everybody that the gate lets in.
     """
     closing = asyncio.Event()
-    kept = KeptStreams()
+    kept = KeptStreams(most=settings.kept_streams)
     access = Access(settings, api_keys, SystemClock())
     administration = [
         *(hearth.routes(control, settings) if control is not None else []),

@@ -22,7 +22,6 @@ from mesh.types import Principal
 logger = logging.getLogger(__name__)
 
 KEEP_S = 120.0
-MAX_KEPT = 32
 
 
 @dataclass(slots=True)
@@ -62,16 +61,18 @@ class KeptStreams:
     stream's id is random and shown to nobody else.
     """
 
-    def __init__(self, *, keep_s: float = KEEP_S) -> None:
+    def __init__(self, *, keep_s: float = KEEP_S, most: int = 32) -> None:
+        """`most` streams are kept at the same time."""
+        self._most = most
         self._keep_s = keep_s
         self._kept: dict[tuple[Principal, str], _Kept] = {}
 
     def keep(self, owner: Principal, stream_id: str, chunks: AsyncGenerator[bytes, None]) -> None:
         """Produce `chunks` to their end, read or not. Raises Busy when too many are under way."""
-        if len(self._kept) >= MAX_KEPT:
+        if len(self._kept) >= self._most:
             ended = next((key for key, kept in self._kept.items() if kept.ended), None)
             if ended is None:
-                raise Busy(f"{MAX_KEPT} resumable streams are under way.", fix="Wait for one.")
+                raise Busy(f"{self._most} resumable streams are under way.", fix="Wait for one.")
             del self._kept[ended]
         key = (owner, stream_id)
         kept = self._kept[key] = _Kept()

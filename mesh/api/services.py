@@ -168,4 +168,5 @@ class ApiSettings:
     body_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0
     max_connections: int = 512
+    kept_streams: int = 32
     accounts: ResourceLedger | None = field(default=None, repr=False, compare=False)

@@ -67,7 +67,7 @@ class Engine:
         self.shards = KnownShards(own, self.oversight.reputations, self.oversight.claims)
         self.accounts = accounts or ResourceLedger(self._clock, allowances.ASKER)
         self._prompts = Prompts(model.text, self.accounts)
-        self._model = model
+        self.model = model
         self._settings = settings
         self._local_model = local_model if settings.fallback_to_local else None
         self._router = ShardRouter(self.shards, settings.routes.cover_rules(model.total_layers))
@@ -103,7 +103,7 @@ class Engine:
 
     async def harvest(self, order: HarvestOrder) -> dict[str, Any]:
         """One batch's token ids and files. Raises as `mesh.pipeline.harvest.harvest`."""
-        return await harvest(self._model, self.sessions, self._prompts, order)
+        return await harvest(self.model, self.sessions, self._prompts, order)
 
     async def watch_stalls(self) -> None:
         """Fail every hop that makes no progress; runs for ever."""
@@ -126,7 +126,7 @@ class Engine:
             LiveGeneration(
                 # Everybody may see it; by the request's own id a caller resumes the stream.
                 shown_id(session.request_id),
-                self._model.model_id,
+                self.model.model_id,
                 tuple(
                     LiveHop(
                         timing.shard_id,
@@ -159,7 +159,7 @@ class Engine:
 
     @property
     def _cached(self) -> tuple[Path, str]:
-        return Path(self._settings.cache_dir), self._model.weights_sha256
+        return Path(self._settings.cache_dir), self.model.weights_sha256
 
     def _expel(self, liar: ShardDescriptor) -> None:
         """Have every generation leave a shard that was caught in a wrong answer."""
@@ -171,7 +171,7 @@ class Engine:
     @asynccontextmanager
     async def _prepared(self, request: GenerationRequest) -> AsyncIterator[GenerationRequest]:
         """The request in token ids; what activations look like is known before, and kept behind."""
-        ids = await self._prompts.ids(request, self._model.max_positions)
+        ids = await self._prompts.ids(request, self.model.max_positions)
         async with self._probing:
             await self._probe()
         yield replace(request, prompt=None, messages=None, prompt_ids=tuple(ids))
@@ -188,7 +188,7 @@ class Engine:
                 if self._local_model is None:
                     raise
                 return  # what may travel is found out once somebody serves the model
-            logger.info("model=%s wire=%s %s", self._model.model_id, *_words(verdict))
+            logger.info("model=%s wire=%s %s", self.model.model_id, *_words(verdict))
             orchestrator.wire_dtype, self._is_probed = verdict.dtype, True
         if self._settings.cache_dir and not oversight.envelope.is_known:
             await self._record_envelope(orchestrator.wire_dtype)
@@ -202,9 +202,9 @@ class Engine:
         """Only NaN and Inf are noticed until this has succeeded; tried again at each request."""
         try:
             with self.oversight.envelope.recording():
-                await wire_dtype.exercise(self._model, self.sessions, self._router, dtype)
+                await wire_dtype.exercise(self.model, self.sessions, self._router, dtype)
         except MeshError as error:
-            logger.warning("no bounds recorded for model=%s: %s", self._model.model_id, error)
+            logger.warning("no bounds recorded for model=%s: %s", self.model.model_id, error)
 
     async def _wire_verdict(self) -> wire_dtype.WireVerdict:
         wanted = WireDtype(self._settings.activation_dtype)
@@ -214,7 +214,7 @@ class Engine:
         if known is not None:
             return known
         with self.oversight.envelope.recording():
-            verdict = await wire_dtype.probe(self._model, self.sessions, self._router)
+            verdict = await wire_dtype.probe(self.model, self.sessions, self._router)
         await asyncio.to_thread(wire_dtype.write_verdict, *self._cached, verdict)
         return verdict
 

@@ -63,7 +63,10 @@ class Sessions:
         clock: Clock,
         patience: Patience,
         observer: HopObserver,
+        *,
+        max_parked_bytes: int = MAX_PARKED_BYTES,
     ) -> None:
+        self.max_parked_bytes = max_parked_bytes
         self._links = links
         self._router = router
         self._clock = clock
@@ -214,7 +217,7 @@ class Sessions:
         while self._parked and (
             len(self._parked) > MAX_PARKED
             or self._parked[0].parked_at < oldest
-            or sum(session.route.history_bytes for session in self._parked) > MAX_PARKED_BYTES
+            or sum(session.route.history_bytes for session in self._parked) > self.max_parked_bytes
         ):
             self._parked.pop(self._next_to_go(oldest)).route.close()
 

@@ -68,10 +68,13 @@ def choose_device(requested: str = "auto") -> Choice[torch.device]:
     return Choice(device, f"device {device}: as requested")
 
 
-def choose_dtype(requested: str, stored: str, device: torch.device) -> Choice[torch.dtype]:
+def choose_dtype(
+    requested: str, stored: str, device: torch.device, fast: frozenset[str] | None = None
+) -> Choice[torch.dtype]:
     """The compute dtype for weights stored as `stored` (``fp16``, or ``float16`` as torch says it).
 
-    Raises BadValue for a dtype that is not one of auto, fp32, bf16, fp16.
+    `fast` are the 16-bit dtypes that the CPU multiplies natively: this one's unless given. Raises
+    BadValue for a dtype that is not one of auto, fp32, bf16, fp16.
     """
     if requested != "auto":
         if requested not in DTYPES:
@@ -88,7 +91,7 @@ def choose_dtype(requested: str, stored: str, device: torch.device) -> Choice[to
         if stored == "bf16" and not _has_bf16(device):
             return Choice(torch.float16, f"dtype fp16: {device.type} here has no bf16")
         return Choice(DTYPES[stored], f"dtype {stored}: as stored")
-    if stored in cpu_fast_dtypes():
+    if stored in (cpu_fast_dtypes() if fast is None else fast):
         return Choice(DTYPES[stored], f"dtype {stored}: as stored, the CPU computes in it")
     return Choice(torch.float32, f"dtype fp32: this CPU has no fast {stored} arithmetic")
 

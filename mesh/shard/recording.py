@@ -94,7 +94,7 @@ class HarvestShelf:
 
 
 @dataclass(slots=True)
-class _ModuleFile:
+class ModuleFile:
     """A safetensors file that grows row by row; its header, which comes first, knows how many.
 
     `width` and `dtype` are taken from the first rows.
@@ -179,7 +179,7 @@ class _ModuleFile:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Tap:
+class Tap:
     """Copies what passes."""
 
     site: Site
@@ -198,7 +198,7 @@ class Recording:
         self._shelf = shelf
         self._batch = batch
         self._is_own = is_own
-        self._files: dict[str, _ModuleFile] = {}
+        self._files: dict[str, ModuleFile] = {}
         self._reserved = 0
         self._file_bytes = 0
         self._passed: dict[str, list[torch.Tensor]] = defaultdict(list)
@@ -228,7 +228,7 @@ class Recording:
         await asyncio.wrap_future(
             self._shelf.submit(lambda: self._guarded(lambda: self._open(sites, row_bytes)))
         )
-        return tuple(_Tap(site, path, self._passed) for path, site in sites.items())
+        return tuple(Tap(site, path, self._passed) for path, site in sites.items())
 
     def keep(self, rows: int, then: Callable[[], None]) -> None:
         """Write the last `rows` that passed; `then` is called now, or once the disk has kept up.
@@ -236,7 +236,7 @@ class Recording:
         What passed before them is of a step that was begun again, or failed. A failure to write
         shows when the recording is sealed.
         """
-        passed = [(module, _last(tensors, rows)) for module, tensors in self._passed.items()]
+        passed = [(module, last_rows(tensors, rows)) for module, tensors in self._passed.items()]
         self._passed.clear()
         if not rows or not passed or self._error is not None or self._ended:
             then()
@@ -306,7 +306,7 @@ class Recording:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for module in sites:
             draft = folder / f"{self._batch.stem(module)}{id(self):x}{_DRAFT}"
-            file = _ModuleFile(module, draft, self._batch.rows)
+            file = ModuleFile(module, draft, self._batch.rows)
             file.open()
             self._files[module] = file
 
@@ -342,7 +342,7 @@ class Recording:
         self._reserved = 0
 
 
-def _last(tensors: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
+def last_rows(tensors: list[torch.Tensor], rows: int) -> list[torch.Tensor]:
     """Those at the end that have `rows` rows together."""
     first = len(tensors)
     while first and rows > 0:

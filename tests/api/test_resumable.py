@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -16,7 +17,7 @@ from mesh.clock import SystemClock
 from mesh.errors import NotFound
 from mesh.identity.api_keys import Quota, Scope
 from mesh.types import THIS_NODE
-from tests.api.conftest import Served
+from tests.api.conftest import SETTINGS, Served, serving
 from tests.simulation.virtual_loop import run_virtually
 
 
@@ -108,23 +109,24 @@ async def test_streams_nobody_asked_to_keep_are_not_kept(http: httpx.AsyncClient
     assert (await http.get(f"/v1/streams/{stream_id}")).status_code == 404
 
 
-async def test_only_so_many_are_under_way_and_ended_ones_make_room(
-    http: httpx.AsyncClient, api: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resumable, "MAX_KEPT", 2)
-    for _ in range(4):  # these end, and make room for each other
-        assert (await http.post("/v1/chat/completions", json=body("echo"))).status_code == 200
-    waiting = [
-        asyncio.create_task(http.post("/v1/chat/completions", json=body("silent")))
-        for _ in range(2)
-    ]
-    async with asyncio.timeout(10):
-        while len(api.generations.requests) < 6:  # noqa: ASYNC110 - the fake has no event for it
-            await asyncio.sleep(0)
-    refused = await http.post("/v1/chat/completions", json=body("echo"))
-    assert refused.status_code == 429
-    api.generations.proceed.set()
-    await asyncio.gather(*waiting)
+async def test_only_so_many_are_under_way_and_ended_ones_make_room() -> None:
+    async with (
+        serving(replace(SETTINGS, kept_streams=2)) as api,
+        httpx.AsyncClient(base_url=api.url, trust_env=False, timeout=10) as http,
+    ):
+        for _ in range(4):  # these end, and make room for each other
+            assert (await http.post("/v1/chat/completions", json=body("echo"))).status_code == 200
+        waiting = [
+            asyncio.create_task(http.post("/v1/chat/completions", json=body("silent")))
+            for _ in range(2)
+        ]
+        async with asyncio.timeout(10):
+            while len(api.generations.requests) < 6:  # noqa: ASYNC110 - the fake has no event
+                await asyncio.sleep(0)
+        refused = await http.post("/v1/chat/completions", json=body("echo"))
+        assert refused.status_code == 429
+        api.generations.proceed.set()
+        await asyncio.gather(*waiting)
 
 
 def test_a_stream_is_forgotten_so_long_after_its_end() -> None:

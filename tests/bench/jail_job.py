@@ -7,12 +7,12 @@ import statistics
 import time
 from typing import Any
 
-import psutil
 import torch
 
 from mesh.interventions.jail.job import Jail
 from mesh.interventions.jail.limits import JobLimits
 from tests.interventions.jail import test_policy, toy_model
+from tests.interventions.jail.processes import warmed_parent
 
 EMPTY = "tests.interventions.jail.fenced:empty"
 JOBS = 60
@@ -49,7 +49,7 @@ async def _measure() -> dict[str, Any]:
     start_s = time.perf_counter() - begun_s
     payload = test_policy.payload_of("read_output")
     try:
-        parent = psutil.Process(jail._parent._process.pid)
+        parent = warmed_parent()
         empty = await _times_ms(jail, EMPTY, b"")
         traced = await _times_ms(jail, test_policy.RUN, b"t" + payload)
         fenced = await _times_ms(jail, test_policy.RUN, b"u" + payload)

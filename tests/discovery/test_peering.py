@@ -186,7 +186,7 @@ async def test_both_dialling_at_once_keep_the_link_of_the_smaller_id(hearth: str
             await node.until(lambda store: len(store.shards(TINY)) == 2)
             assert not node.told("peer_down")
             assert len(node.told("peer_up")) == 1
-        [kept], [same] = one.peering.links.all(), other.peering.links
+        [kept], [same] = one.peering.links.all(), other.peering.links.all()
         assert (kept.initiated, same.initiated) == (True, False)
         assert kept.dial == same.dial
 
@@ -199,7 +199,7 @@ async def test_node_named_by_two_addresses_keeps_one_link(hearth: str) -> None:
             await other.until(lambda store: one.id in other.online())
             one.serve(advertised(one.id))
             await other.until(lambda store: len(store.shards(TINY)) == 1)
-            assert len(other.peering.links.all()) == len(one.peering.links) == 1
+            assert len(other.peering.links.all()) == len(one.peering.links.all()) == 1
             assert not other.told("peer_down")
             assert not one.told("peer_down")
 

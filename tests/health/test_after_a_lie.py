@@ -97,15 +97,15 @@ async def test_a_kept_session_that_a_liar_had_a_part_in_is_not_gone_on_with() ->
 
 async def test_a_host_that_is_caught_while_it_is_asked_is_not_used() -> None:
     network, (liar, honest), _ = _mesh_of("a-liar", "b")
+    dial = network.dial
+
+    async def dial_and_hear(host: str, port: int, handler: object) -> object:
+        link = await dial(host, port, handler)  # type: ignore[arg-type]
+        _catch(mesh, liar, honest)
+        return link
+
+    network.dial = dial_and_hear  # type: ignore[assignment,method-assign]
     with watched(network) as mesh:
-        dial = network.dial
-
-        async def dial_and_hear(host: str, port: int, handler: object) -> object:
-            link = await dial(host, port, handler)  # type: ignore[arg-type]
-            _catch(mesh, liar, honest)
-            return link
-
-        mesh.engine.sessions._links._dial = dial_and_hear  # type: ignore[assignment]
         frames = await mesh.ask(6)
         assert tokens_of(frames) == expected_tokens(PROMPT, 6)
         assert not liar.steps

@@ -109,7 +109,7 @@ async def test_honest_hosts_are_never_accused_with_halves_on_the_wire(tmp_path: 
         assert agreed > 20
         assert all(set(count) == {"agreed"} for count in checks if count)
         assert engine.oversight.envelope.is_known
-        weights = engine._model.weights_sha256
+        weights = engine.model.weights_sha256
         assert (await asyncio.to_thread(Envelope.read, tmp_path, weights)).is_known
 
 
@@ -144,7 +144,7 @@ async def test_attacks_on_weights_change_no_answer_and_leave_their_host_above_su
     checked = asker(tmp_path, dtype=dtype, spot_check_probability=1.0)
     async with checked as (engine, model, hosts):
         before = [await answer(engine, model, prompt) for prompt in PROMPTS]
-        attacking = asyncio.create_task(attack(hosts[0], engine._model.hidden_size, DTYPES[dtype]))
+        attacking = asyncio.create_task(attack(hosts[0], engine.model.hidden_size, DTYPES[dtype]))
         during = []
         while not attacking.done():
             during += [await answer(engine, model, prompt) for prompt in PROMPTS]

@@ -170,7 +170,7 @@ async def test_a_message_goes_on_while_it_arrives(monkeypatch: pytest.MonkeyPatc
         ours, theirs = socket.socketpair()
         passing = asyncio.create_task(relay(ours, sessions), name="relay")
         reader, writer = await asyncio.open_connection(sock=theirs)
-        (place,) = here.taps._sessions
+        (place,) = here.taps.open_sessions
         for part in range(1, 4):
             if part == 1:
                 writer.write(HEAD.pack(0, ANSWER, 3500))
@@ -245,7 +245,7 @@ async def test_nodes_from_before_blobs_are_told_which_one_is_too_old(
 async def test_parts_out_of_order_void_the_question_and_nothing_else() -> None:
     async with shard() as here:
         sessions = await HopSessions.open(here.route, here.lines)
-        (session,) = here.taps._sessions
+        (session,) = here.taps.open_sessions
         answers: list[Any] = []
         question = Blob(session.number, BlobKind.QUESTION, 8, 0, b"1234")
         session.submit(question, answers.append)
@@ -376,7 +376,7 @@ async def test_a_hop_lost_while_the_job_thinks() -> None:
         sessions = await HopSessions.open(here.route, here.lines)
         running = asyncio.create_task(run_job(sessions, job))
         await asyncio.to_thread(reached.wait, 10)
-        (place,) = here.taps._sessions
+        (place,) = here.taps.open_sessions
         assert place.tap is not None
         session = place.tap
         assert session._runs

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from mesh.pipeline import sessions as module
 from mesh.pipeline.process import EXPIRY_TICK_S
 from mesh.pipeline.sessions import MAX_PARKED, PARKED_SECONDS, expire_regularly
 from mesh.types import THIS_NODE, Done, Principal, PrincipalKind
@@ -133,11 +132,11 @@ def test_what_nobody_follows_up_is_dropped_after_a_while() -> None:
     converse(body)
 
 
-def test_what_is_kept_to_replay_it_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_to_replay_it_is_bounded_in_bytes() -> None:
     async def body(talks: Conversations) -> None:
         await talks.begin(0)
         (first,) = talks.mesh.engine.sessions.known()
-        monkeypatch.setattr(module, "MAX_PARKED_BYTES", 2 * first.route.history_bytes)
+        talks.mesh.engine.sessions.max_parked_bytes = 2 * first.route.history_bytes
         await talks.begin(1)
         assert talks.held() == [2, 2], "as many as the bound allows"
         await talks.begin(2)

@@ -37,10 +37,9 @@ def test_every_choice_has_a_reason() -> None:
     ],
 )
 def test_the_cpu_computes_16_bit_only_where_that_is_fast(
-    stored: str, fast: set[str], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    stored: str, fast: set[str], expected: torch.dtype
 ) -> None:
-    monkeypatch.setattr(devices, "cpu_fast_dtypes", lambda: frozenset(fast))
-    assert choose_dtype("auto", stored, CPU).value == expected
+    assert choose_dtype("auto", stored, CPU, frozenset(fast)).value == expected
 
 
 def test_a_gpu_keeps_fp16_and_refuses_unknown_dtypes() -> None:

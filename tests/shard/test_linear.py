@@ -15,7 +15,7 @@ from tests.shard.spans import plain_kernels
 CPU = torch.device("cpu")
 
 needs_packing = pytest.mark.skipif(
-    linear._packing_fails(torch.bfloat16) is not None,
+    choose_kernels(nn.Sequential(nn.Linear(32, 32)), torch.bfloat16, CPU).name != PACKED,
     reason="this CPU or torch has no packed linear",
 )
 

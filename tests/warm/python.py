@@ -53,7 +53,7 @@ class ForkedParent:
 def _be_warm_parent(orders: socket.socket) -> None:
     message, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 1)
     if not message:
-        os._exit(0)
+        sys.exit(0)
     orders.close()
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -64,7 +64,7 @@ def _be_warm_parent(orders: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(json.loads(message))
     nursery.main(control)
-    os._exit(0)
+    sys.exit(0)
 
 
 class WarmPopen(subprocess.Popen[Any]):

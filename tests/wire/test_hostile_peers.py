@@ -134,7 +134,7 @@ async def flood(writer: asyncio.StreamWriter, data: bytes) -> None:
 async def test_drain_waits_for_a_peer_that_does_not_read_and_wakes_when_it_does() -> None:
     async with listening() as house:
         _, writer = await raw_peer(house)
-        writer.transport.pause_reading()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
         (link,) = house.server.links
         for number in range(30):
             link.send(Step(1, number, 0, tensor("int8", (MIB,))))

@@ -77,10 +77,10 @@ class Steering:
     def __init__(self, network: Network, models: Sequence[LocalModel], directory: Path) -> None:
         self._network = network
         self._models = {model.model_id: model for model in models}
-        self._library = Library(directory)
+        self.library = Library(directory)
         self._keeping = asyncio.Lock()
         """Held while a file that nobody wants yet is brought in, and while others are deleted."""
-        self._exchange = Exchange(self._library, network.send)
+        self._exchange = Exchange(self.library, network.send)
         network.on_file = self._exchange.receive
 
     def view(self) -> list[dict[str, Any]]:
@@ -198,7 +198,7 @@ class Steering:
         return await asyncio.to_thread(local_manifest, self._models, model, cache_dir())
 
     async def _file(self, published: Published, author: NodeId, where: str) -> bytes:
-        data = await asyncio.to_thread(self._library.read, published.sha256)
+        data = await asyncio.to_thread(self.library.read, published.sha256)
         if data is not None:
             return data
         linked = [peer.node_id for peer in self._network.peers() if peer.state is PeerState.UP]
@@ -220,7 +220,7 @@ class Steering:
 
     async def _keep(self, data: bytes) -> str:
         try:
-            return await asyncio.to_thread(self._library.keep, data)
+            return await asyncio.to_thread(self.library.keep, data)
         except OSError as error:
             raise DiskFull(
                 f"The edit cannot be written: {error.strerror}.",
@@ -229,7 +229,7 @@ class Steering:
 
     async def _prune(self, hearth: Hearth) -> None:
         wanted = {published.sha256 for published, _ in self._published(hearth).values()}
-        await asyncio.to_thread(self._library.prune, wanted)
+        await asyncio.to_thread(self.library.prune, wanted)
 
 
 def _site(path: str, side: str, manifest: Manifest) -> Site:

@@ -33,7 +33,7 @@ class Library:
 
     def read(self, sha256: str) -> bytes | None:
         """The file of that hash; None when it is not here, or is not what its name says."""
-        path = self._path(sha256)
+        path = self.path(sha256)
         try:
             if path.stat().st_size > MAX_EDIT_BYTES:
                 return None
@@ -51,7 +51,7 @@ class Library:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        draft.replace(self._path(sha256))
+        draft.replace(self.path(sha256))
         return sha256
 
     def prune(self, wanted: Collection[str]) -> None:
@@ -60,7 +60,8 @@ class Library:
             if path.stem not in wanted:
                 path.unlink(missing_ok=True)
 
-    def _path(self, sha256: str) -> Path:
+    def path(self, sha256: str) -> Path:
+        """Where the file of this hash lies, if it is here."""
         return self._directory / f"{sha256}{_SUFFIX}"
 
 
@@ -77,8 +78,11 @@ Send = Callable[[NodeId, FileAsk | FilePart], None]
 class Exchange:
     """Asks others for files and answers them from the library. Use on one event loop."""
 
-    def __init__(self, library: Library, send: Send) -> None:
-        """`send` raises LinkLost for a node that is not linked."""
+    def __init__(
+        self, library: Library, send: Send, *, part_timeout_s: float = PART_TIMEOUT_S
+    ) -> None:
+        """`send` raises LinkLost for a node that is not linked; a part is waited for so long."""
+        self._part_timeout_s = part_timeout_s
         self._library = library
         self._send = send
         self._numbers = itertools.count(1)
@@ -132,7 +136,7 @@ class Exchange:
         self._asked[number] = (peer, future)
         try:
             self._send(peer, FileAsk(number, sha256, offset))
-            async with asyncio.timeout(PART_TIMEOUT_S):
+            async with asyncio.timeout(self._part_timeout_s):
                 return await future
         finally:
             del self._asked[number]

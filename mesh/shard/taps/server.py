@@ -270,6 +270,11 @@ class TapServer:
         """Sessions admitted and not closed."""
         return len(self._sessions)
 
+    @property
+    def open_sessions(self) -> tuple[JobSession, ...]:
+        """Those sessions."""
+        return tuple(self._sessions)
+
     def weights(self) -> list[LoadedSpan]:
         """What chat and jobs compute with now; whoever asks must not keep it."""
         runtime = self._shard.resident()

@@ -392,14 +392,14 @@ class Looking:
 
     def __init__(self, *found: Level) -> None:
         self.looks = 0
-        self._found = found
+        self.found = found
 
     async def start(self, _: jails.WarmUp, max_jobs: int) -> Jail:
         looking = self
 
         class Looked(Jail):
             async def examine(self) -> None:
-                level = looking._found[min(looking.looks, len(looking._found) - 1)]
+                level = looking.found[min(looking.looks, len(looking.found) - 1)]
                 looking.looks += 1
                 self.report = doctor.JailReport(level, (), {}, False, 0, True)
 

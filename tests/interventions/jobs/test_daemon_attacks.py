@@ -130,7 +130,7 @@ class Siege:
 
     def deeds(self, names: Iterable[str]) -> dict[str, str]:
         """Of bodies that a trusted key has run; those that got through, and how."""
-        return self._each(
+        return self.each_of(
             names,
             lambda name: self.as_client(
                 lambda model: hostile_jobs.trace(model, BODIES[name], self.told()), None
@@ -139,7 +139,7 @@ class Siege:
 
     def refused(self, names: Iterable[str]) -> dict[str, str]:
         """Of traces that another key has run."""
-        return self._each(
+        return self.each_of(
             names,
             lambda name: self.as_client(lambda model: doors.knock(model, name, self.told()), ""),
         )
@@ -154,18 +154,18 @@ class Siege:
             ended = told and told[-1].status.value in _AN_END
             return "" if ended else f"it did not end: {told[-1:]}"
 
-        return self._each(names, edit)
+        return self.each_of(names, edit)
 
     def payloads(self, names: Iterable[str]) -> dict[str, str]:
         """Of payloads that are attacks themselves."""
-        return self._each(
+        return self.each_of(
             names,
             lambda name: self.as_bytes(
                 hostile_jobs.payloads(self.field.traps())[name], compress=False
             ),
         )
 
-    def _each(self, names: Iterable[str], attack: Callable[[str], str]) -> dict[str, str]:
+    def each_of(self, names: Iterable[str], attack: Callable[[str], str]) -> dict[str, str]:
         found = {}
         for name in names:
             self.field.reset()
@@ -272,7 +272,7 @@ def test_every_edit_of_a_weight_on_a_daemon(siege: Siege) -> None:
 @pytest.mark.chaos
 def test_every_payload_on_a_daemon(siege: Siege) -> None:
     def attacks() -> dict[str, str]:
-        bombs = siege._each(
+        bombs = siege.each_of(
             hostile_jobs.bombs(), lambda name: siege.as_bytes(bombs_made[name], compress=True)
         )
         return {**siege.payloads(hostile_jobs.payloads(siege.field.traps())), **bombs}

@@ -156,13 +156,13 @@ async def test_a_session_closed_while_it_opens_sets_nothing_aside(
 async def test_a_full_disk_leaves_nothing_set_aside(
     attic: Attic, files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def open_full(file: recording._ModuleFile) -> None:
+    def open_full(file: recording.ModuleFile) -> None:
         file.stream = full
         file.path.touch()
 
     shelf = shelve(attic, files, 1 << 30)
     with await asyncio.to_thread(open, "/dev/full", "wb") as full:
-        monkeypatch.setattr(recording._ModuleFile, "open", open_full)
+        monkeypatch.setattr(recording.ModuleFile, "open", open_full)
         asker = attic.asker()
         await asker.open(harvest=batch(100))
         await asker.step(1, 0, rows(100))
@@ -174,8 +174,8 @@ async def test_a_full_disk_leaves_nothing_set_aside(
 
 def test_of_a_step_that_was_begun_again_only_the_last_rows_count() -> None:
     tensors = [torch.full((1, count, 2), float(count)) for count in (3, 1, 3, 1)]
-    assert recording._last(tensors, 4) == tensors[2:]
-    assert recording._last(tensors, 0) == []
+    assert recording.last_rows(tensors, 4) == tensors[2:]
+    assert recording.last_rows(tensors, 0) == []
 
 
 async def test_a_neighbour_that_fails_spoils_no_harvest(
@@ -187,14 +187,14 @@ async def test_a_neighbour_that_fails_spoils_no_harvest(
     await asker.open(1, harvest=batch(2, "model.layers.1"))
     await asker.open(2, harvest=batch(2, "model.layers.2"))
     await asker.open(3)
-    call = recording._Tap.__call__
+    call = recording.Tap.__call__
 
-    def fail(tap: recording._Tap, hidden: torch.Tensor) -> torch.Tensor:
+    def fail(tap: recording.Tap, hidden: torch.Tensor) -> torch.Tensor:
         if tap.module == "model.layers.2":
             raise RuntimeError("the neighbour fails")
         return call(tap, hidden)
 
-    monkeypatch.setattr(recording._Tap, "__call__", fail)
+    monkeypatch.setattr(recording.Tap, "__call__", fail)
     for position in range(2):
         for session in (3, 1, 2):  # while the first is computed, the others gather
             asker.send_step(position + 1, position, rows(1, seed=position), session)
@@ -217,7 +217,7 @@ async def test_a_disk_that_fails_half_way_is_reported_and_nothing_is_left(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(recording._ModuleFile, "append", full)
+    monkeypatch.setattr(recording.ModuleFile, "append", full)
     await asker.step(2, 4, rows(4))
     with pytest.raises(DiskFull, match="No space left"):
         await sealed(asker)
@@ -235,7 +235,7 @@ async def test_a_seal_that_fails_in_a_way_nobody_foresaw_is_answered(
     def fail(*_: object) -> None:
         raise RuntimeError("no such day")
 
-    monkeypatch.setattr(recording._ModuleFile, "finish", fail)
+    monkeypatch.setattr(recording.ModuleFile, "finish", fail)
     with pytest.raises(DeviceFailed, match="no such day"):
         await sealed(asker)
 

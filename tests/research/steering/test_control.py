@@ -65,7 +65,7 @@ async def publish(steering: Steering, name: str, seed: int) -> Path:
     """Publish an edit; its file."""
     tensors = vector_file(HIDDEN, seed)
     made = await steering.publish(name, "builtin", PLACE, "output", tensors)
-    return steering._library._path(made["sha256"])
+    return steering.library.path(made["sha256"])
 
 
 async def test_removing_one_edit_spares_the_one_that_is_being_published(

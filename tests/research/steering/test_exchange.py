@@ -27,13 +27,18 @@ class Hearth:
         self._root = root
         self.members: dict[str, Exchange] = {}
         self.asked: list[str] = []
+        self.part_timeout_s = exchange.PART_TIMEOUT_S
         self.bend: Callable[[Said], Said | None] = lambda message: message
 
     async def add(self, name: str, *files: bytes) -> Exchange:
         library = Library(self._root / name)
         for data in files:
             await asyncio.to_thread(library.keep, data)
-        member = Exchange(library, lambda to, message: self._send(name, to, message))
+        member = Exchange(
+            library,
+            lambda to, message: self._send(name, to, message),
+            part_timeout_s=self.part_timeout_s,
+        )
         self.members[name] = member
         return member
 
@@ -106,8 +111,8 @@ async def test_somebody_elses_answer_does_not_count(hearth: Hearth) -> None:
     assert await asker.fetch(SHA, len(DATA), PEERS) == DATA
 
 
-async def test_silence_ends_in_time(hearth: Hearth, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "PART_TIMEOUT_S", 0.05)
+async def test_silence_ends_in_time(hearth: Hearth) -> None:
+    hearth.part_timeout_s = 0.05
     await hearth.add("author", DATA)
     await hearth.add("friend", DATA)
     asker = await hearth.add("asker")
