@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mesh.cli.options import Daemon, Json, asks
+from mesh.cli.options import AskedDaemon, Json, asks
 from mesh.cli.output import print_json, say
 
 app = typer.Typer(help="Say in plain words what is so on this machine.", no_args_is_help=True)
@@ -19,7 +19,7 @@ def doctor() -> None:
 
 @app.command()
 @asks
-def privacy(daemon: Daemon) -> None:
+def privacy(daemon: AskedDaemon) -> None:
     """Who can see what of your prompts and answers, on the routes there are now."""
     report = daemon.ask(lambda client: client.privacy())
     daemon.show(report, lambda _: say("\n".join(report["words"])))

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh.cli.options import Daemon, asks
+from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import note, say
 
 
 @asks
 def harvest(  # noqa: PLR0913 - flags
-    daemon: Daemon,
+    daemon: AskedDaemon,
     model: Annotated[str, typer.Argument(help="The model to run.")],
     *,
     module: Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.options import Daemon, asks
+from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import note, print_json, say
 from mesh.errors import BadValue, PairingRejected
 
@@ -26,7 +26,7 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 
 @asks
 def invite(
-    daemon: Daemon,
+    daemon: AskedDaemon,
     *,
     level: Annotated[str, typer.Option(help="trusted (uses and serves shards) or member.")] = (
         "trusted"

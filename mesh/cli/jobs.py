@@ -7,21 +7,21 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh.cli.options import Daemon, asks
+from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import print_table, say
 
 _SHOWN_ENDED = 10
 
 
 @asks
-def queue(daemon: Daemon) -> None:
+def queue(daemon: AskedDaemon) -> None:
     """Show the jobs of nnsight clients: those that run, those that wait and the last that ended."""
     daemon.show(daemon.ask(lambda client: client.jobs()), _show)
 
 
 @asks
 def kill(
-    daemon: Daemon,
+    daemon: AskedDaemon,
     job: Annotated[str, typer.Argument(metavar="ID", help="As `hearthnet queue` shows it.")],
 ) -> None:
     """End a job that runs or waits; its client is told."""

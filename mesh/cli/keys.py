@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from mesh.cli.options import Daemon, ask, asks
+from mesh.cli.options import AskedDaemon, ask, asks
 from mesh.cli.output import print_table, say
 from mesh.errors import BadValue, NotRunning
 
@@ -27,7 +27,7 @@ _QUOTAS = {"requests": "requests_per_minute", "tokens": "tokens_per_day"}
 
 @app.callback(invoke_without_command=True)
 @asks
-def keys(daemon: Daemon, context: typer.Context) -> None:
+def keys(daemon: AskedDaemon, context: typer.Context) -> None:
     """List the keys; see the verbs below for making and revoking them."""
     if context.invoked_subcommand is None:
         _list(daemon)
@@ -35,12 +35,12 @@ def keys(daemon: Daemon, context: typer.Context) -> None:
 
 @app.command("list")
 @asks
-def listing(daemon: Daemon) -> None:
+def listing(daemon: AskedDaemon) -> None:
     """Show every key's id, name, scopes and quotas; the keys themselves are kept nowhere."""
     _list(daemon)
 
 
-def _list(daemon: Daemon) -> None:
+def _list(daemon: AskedDaemon) -> None:
     from mesh.identity.api_keys import shown
 
     found = _either(
@@ -55,7 +55,7 @@ def _list(daemon: Daemon) -> None:
 @app.command()
 @asks
 def create(
-    daemon: Daemon,
+    daemon: AskedDaemon,
     *,
     name: Annotated[str, typer.Option(help="Whose it is, or for what.")] = "key",
     scope: Annotated[
@@ -94,7 +94,7 @@ def create(
 @app.command()
 @asks
 def revoke(
-    daemon: Daemon,
+    daemon: AskedDaemon,
     key_id: Annotated[str, typer.Argument(metavar="ID", help="As `hearthnet keys` shows it.")],
 ) -> None:
     """Take a key back; its next request is refused."""
@@ -109,7 +109,7 @@ def revoke(
 
 
 def _either(
-    daemon: Daemon,
+    daemon: AskedDaemon,
     asked: Callable[[Client], Awaitable[_T]],
     directly: Callable[[ApiKeys], _T],
 ) -> _T:

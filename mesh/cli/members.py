@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh.cli.options import Daemon, asks
+from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import print_table, say
 
 _FORKED = (
@@ -23,7 +23,7 @@ Level = Annotated[str | None, typer.Option("--to", help="member, trusted or anch
 
 @app.callback(invoke_without_command=True)
 @asks
-def members(daemon: Daemon, context: typer.Context) -> None:
+def members(daemon: AskedDaemon, context: typer.Context) -> None:
     """Show who is in this hearth, at which trust level, and which decisions wait for a vote."""
     if context.invoked_subcommand is None:
         daemon.show(daemon.ask(lambda client: client.hearth()), show)
@@ -51,14 +51,14 @@ def show(hearth: dict[str, Any]) -> None:
 
 @app.command()
 @asks
-def promote(daemon: Daemon, member: Member, *, to: Level = None) -> None:
+def promote(daemon: AskedDaemon, member: Member, *, to: Level = None) -> None:
     """Raise a member's trust level, by one unless --to says which."""
     _change(daemon, "promote", member, level=to)
 
 
 @app.command()
 @asks
-def demote(daemon: Daemon, member: Member, *, to: Level = None) -> None:
+def demote(daemon: AskedDaemon, member: Member, *, to: Level = None) -> None:
     """Lower a member's trust level, by one unless --to says which."""
     _change(daemon, "demote", member, level=to)
 
@@ -66,7 +66,7 @@ def demote(daemon: Daemon, member: Member, *, to: Level = None) -> None:
 @app.command()
 @asks
 def revoke(
-    daemon: Daemon,
+    daemon: AskedDaemon,
     member: Member,
     *,
     reason: Annotated[str, typer.Option(help="Why, for the record.")] = "",
@@ -77,7 +77,7 @@ def revoke(
 
 @app.command()
 @asks
-def readmit(daemon: Daemon, member: Member) -> None:
+def readmit(daemon: AskedDaemon, member: Member) -> None:
     """Let a member decide again that signed two histories because its log was restored."""
     _change(daemon, "readmit", member)
 
@@ -85,7 +85,7 @@ def readmit(daemon: Daemon, member: Member) -> None:
 @app.command()
 @asks
 def recover(
-    daemon: Daemon,
+    daemon: AskedDaemon,
     code: Annotated[
         str | None, typer.Argument(help="The recovery code; asked for when it is left out.")
     ] = None,
@@ -105,7 +105,7 @@ def _recovered(outcome: dict[str, Any]) -> None:
         say(f"No anchors any more, but still members: {', '.join(outcome['demoted'])}.")
 
 
-def _change(daemon: Daemon, act: str, member: str, **details: Any) -> None:
+def _change(daemon: AskedDaemon, act: str, member: str, **details: Any) -> None:
     daemon.show(daemon.ask(lambda client: client.change_member(act, member, **details)), _changed)
 
 

@@ -43,7 +43,7 @@ _FLAGS = {"state_dir": StateDir, "host": Host, "api_port": ApiPort, "json": Json
 
 
 @dataclass(frozen=True, slots=True)
-class Daemon:
+class AskedDaemon:
     """The daemon that a verb's flags name, and how the verb prints what it says."""
 
     state_dir: Path | None = None
@@ -72,12 +72,14 @@ def asks(verb: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(verb, eval_str=True)
     own = [each for each in signature.parameters.values() if each.name != "daemon"]
     flags = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=getattr(Daemon(), name), annotation=hint)
+        Parameter(
+            name, Parameter.KEYWORD_ONLY, default=getattr(AskedDaemon(), name), annotation=hint
+        )
         for name, hint in _FLAGS.items()
     ]
 
     def asking(**given: Any) -> None:
-        daemon = Daemon(**{name: given.pop(name) for name in _FLAGS})
+        daemon = AskedDaemon(**{name: given.pop(name) for name in _FLAGS})
         verb(daemon=daemon, **given)
 
     asking.__name__, asking.__doc__ = verb.__name__, verb.__doc__

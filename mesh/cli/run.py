@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mesh.cli.answers import ReceivedAnswer, receive
-from mesh.cli.options import Daemon, asks
+from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import note
 from mesh.errors import BadRequest
 
@@ -31,7 +31,7 @@ _Raw = Annotated[bool, typer.Option("--raw", help="Continue the text, without ch
 
 @asks
 def run(  # noqa: PLR0913 - flags
-    daemon: Daemon,
+    daemon: AskedDaemon,
     model: Annotated[str, typer.Argument(help="See `hearthnet models`.")],
     prompt: Annotated[str | None, typer.Argument(help="What to ask.")] = None,
     *,

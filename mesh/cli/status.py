@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from mesh.cli.options import Daemon, asks
+from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import note, print_table, route_line, say
 
 
 @asks
-def status(daemon: Daemon) -> None:
+def status(daemon: AskedDaemon) -> None:
     """Show this node, its peers, models, shards and running generations."""
     daemon.show(daemon.ask(lambda client: client.status()), show)
 
 
 @asks
-def peers(daemon: Daemon) -> None:
+def peers(daemon: AskedDaemon) -> None:
     """List the other nodes and the layers each holds."""
     found = daemon.ask(lambda client: client.peers())
     daemon.show({"peers": found}, lambda _: print_peers(found))
 
 
 @asks
-def models(daemon: Daemon) -> None:
+def models(daemon: AskedDaemon) -> None:
     """List the models of the mesh and what keeps each from answering."""
     found = daemon.ask(lambda client: client.models())
     daemon.show({"models": found}, lambda _: print_models(found))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mesh.cli.options import Daemon, asks
+from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import print_table, say
 
 app = typer.Typer(help="Named steering edits that chat requests can use.", no_args_is_help=True)
@@ -18,7 +18,7 @@ Name = Annotated[str, typer.Argument(help="What requests call it.")]
 @app.command()
 @asks
 def publish(
-    daemon: Daemon,
+    daemon: AskedDaemon,
     name: Name,
     file: Annotated[
         Path,
@@ -40,7 +40,7 @@ def publish(
 
 @app.command("list")
 @asks
-def show(daemon: Daemon) -> None:
+def show(daemon: AskedDaemon) -> None:
     """List the published edits."""
     daemon.show(daemon.ask(lambda client: client.steerings()), _show)
 
@@ -57,7 +57,7 @@ def _show(edits: list[dict[str, Any]]) -> None:
 
 @app.command()
 @asks
-def remove(daemon: Daemon, name: Name) -> None:
+def remove(daemon: AskedDaemon, name: Name) -> None:
     """Take a published edit back; answers that run go on with it."""
     done = daemon.ask(lambda client: client.remove_steering(name))
     daemon.show(done, lambda _: say(f"{name} is removed."))
