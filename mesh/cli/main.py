@@ -22,6 +22,7 @@ from mesh.cli import (
     join,
     keys,
     kill,
+    log,
     members,
     models,
     pause,
@@ -67,6 +68,7 @@ app.command()(models.models)
 app.command()(harvest.harvest)
 app.command()(queue.queue)
 app.command()(kill.kill)
+app.command()(log.log)
 app.command()(invite.invite)
 app.command()(join.join)
 app.add_typer(members.app, name="members")

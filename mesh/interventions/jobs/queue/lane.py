@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from mesh.interventions.jobs.queue.feed import Feed
 from mesh.interventions.jobs.queue.line import FairLine
+from mesh.interventions.jobs.queue.printed import Printed
 from mesh.interventions.jobs.queue.types import Job, Status, Update
 from mesh.interventions.jobs.types import JobReport
 from mesh.types import ModelId
@@ -24,6 +25,7 @@ class Ticket:
     ending: str | None = None
     run: asyncio.Task[JobReport] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    printed: Printed = field(default_factory=Printed)
 
     @property
     def job_id(self) -> str:
@@ -34,7 +36,9 @@ class Ticket:
         """Pass on what is new, and remember where the job stands."""
         if update == self.latest:
             return
-        if update.status is not Status.LOG:
+        if update.status is Status.LOG:
+            self.printed.add(update.description)
+        else:
             self.latest = update
         if self.feed is not None:
             self.feed.put(update)
