@@ -31,6 +31,7 @@ from mesh.cli import (
     run,
     status,
     steer,
+    top,
     up,
 )
 from mesh.cli.options import ask, locate_daemon
@@ -63,6 +64,7 @@ app.command()(pause.resume)
 app.command()(status.status)
 app.command()(chat.chat)
 app.command()(run.run)
+app.command()(top.top)
 app.command()(peers.peers)
 app.command()(models.models)
 app.command()(harvest.harvest)
