@@ -120,7 +120,7 @@ async def running(
     """The app while the block runs."""
     app = TopApp(connect, VERBS if verbs is None else verbs)
     app.animation_level = "none"
-    async with app.run_test(size=size) as pilot:
+    async with app.run_test(size=size, notifications=True) as pilot:
         yield Top(app, pilot)
 
 
