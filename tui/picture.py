@@ -72,14 +72,16 @@ class Coverage:
     words: str
 
     def cells(self, width: int) -> list[str]:
-        """The bar in so many cells: the letter of a holder of all layers in it, or a gap."""
+        """The bar in so many cells: the letters of those who hold all layers in it, or a gap."""
         total = len(self.holders)
         count = total * min(4, width // total) if width >= total else width
         found = []
         for cell in range(count):
             first = cell * total // count
             inside = self.holders[first : max(first + 1, (cell + 1) * total // count)]
-            found.append(inside[0][0] if all(inside) else GAP)
+            shared = "".join(letter for letter in inside[0] if all(letter in x for x in inside))
+            # Where nobody holds all of a cell, but its layers are held: the first one's holder.
+            found.append((shared or inside[0][:1]) if all(inside) else GAP)
         return found
 
 
@@ -114,7 +116,7 @@ def verdict(picture: Picture) -> Verdict:
 
 
 def nodes(picture: Picture) -> list[Seen]:
-    """This node first, then its peers in the order of their names."""
+    """This node first, then its peers in an order that stays."""
     if not picture.status:
         return []
     own = picture.status["node"]
@@ -123,7 +125,8 @@ def nodes(picture: Picture) -> list[Seen]:
     found = [Seen("A", own["id"], own["name"], "ok" if word == "here" else "wait", word, None,
                   shards, own)]  # fmt: skip
     others = [peer for peer in picture.rows("peers") if peer["state"] != "this node"]
-    peers = sorted(others, key=lambda peer: (peer["name"], peer["id"] or ""))
+    # By ids, so that nobody's letter and colour change with a name.
+    peers = sorted(others, key=lambda peer: (peer["id"] or "~", peer["address"] or ""))
     for number, peer in enumerate(peers, 1):
         letter = LETTERS[number] if number < len(LETTERS) else "*"
         state, said = _health(peer)
@@ -139,8 +142,11 @@ def coverages(picture: Picture) -> list[Coverage]:
     return [_coverage(model, seen) for model in picture.rows("models")]
 
 
-def bottleneck(generation: Mapping[str, Any]) -> Bottleneck | None:
-    """The hop that takes the most of a step; None while none was timed."""
+def bottleneck(generation: Mapping[str, Any], own_node: str = "") -> Bottleneck | None:
+    """The hop that takes the most of a step; None while none was timed.
+
+    Between this machine, whose name is `own_node`, and itself there is no cable to blame.
+    """
     route: Sequence[Mapping[str, Any]] = generation["route"]
     total = sum(hop["p50_ms"] for hop in route)
     if not route or total <= 0:
@@ -155,6 +161,8 @@ def bottleneck(generation: Mapping[str, Any]) -> Bottleneck | None:
     if own > total:
         head = f"all hops take {ms(total)} a token, this machine {ms(own)}"
         return Bottleneck(place, f"{head}; it runs embedding and head, ask from a faster one")
+    if away > computing and hop["node"] == own_node:
+        return Bottleneck(place, f"{head}, {ms(away)} waiting; fewer answers at once would help")
     if away > computing:
         return Bottleneck(place, f"{head}, {ms(away)} on the way; a cable would help")
     if len(route) > 1:
@@ -171,6 +179,7 @@ def _coverage(model: Mapping[str, Any], seen: Sequence[Seen]) -> Coverage:
                 for layer in range(layers.start, min(layers.stop, total)):
                     holders[layer] += node.letter
     missing = tuple(model["missing"])
+    spare = sum(len(letters) > 1 for letters in holders)
     if model["runnable"]:
         state, words = "ok", "ready"
     else:
@@ -178,6 +187,8 @@ def _coverage(model: Mapping[str, Any], seen: Sequence[Seen]) -> Coverage:
         words = model["reason"] or "cannot be asked"
     if missing and not words.startswith("missing"):
         words += f" · missing layers {', '.join(missing)}"
+    if spare:
+        words += f" · {_count(spare, 'layer')} held more than once"
     return Coverage(model["id"], tuple(holders), missing, state, words)
 
 

@@ -290,7 +290,7 @@ def colours(app: TopApp) -> set[tuple[int, int, int]]:
     strips = (strip for line in update.strips for strip in line)
     styles = {segment.style for strip in strips for segment in strip if segment.style}
     found = {colour for style in styles for colour in (style.color, style.bgcolor) if colour}
-    return {tuple(colour.get_truecolor()) for colour in found}
+    return {(c.red, c.green, c.blue) for c in (colour.get_truecolor() for colour in found)}
 
 
 def is_grey(colour: tuple[int, int, int]) -> bool:

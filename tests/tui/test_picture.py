@@ -57,8 +57,23 @@ def test_a_bar_shows_gaps_at_every_width(width: int, bar: str) -> None:
         models=[model(False, "missing layers 6-7", "6-7")],
     )
     (found,) = coverages(held)
-    assert "".join(found.cells(width)) == bar.replace("·", GAP)
+    assert "".join(cell[0] for cell in found.cells(width)) == bar.replace("·", GAP)
     assert "missing layers 6-7" in found.words
+
+
+def test_who_holds_a_layer_as_well_is_known() -> None:
+    spare = peer("attic", "a", 1.0, [shard("m", "2-7")])
+    held = picture(shards=[shard("m", "0-3")], peers=[spare], models=[model(True, None)])
+    (found,) = coverages(held)
+    assert found.cells(8) == ["A", "A", "AB", "AB", "B", "B", "B", "B"]
+    assert "2 layers held more than once" in found.words
+
+
+def test_nobody_blames_a_cable_between_a_machine_and_itself() -> None:
+    running = {"route": [hop("sofa", "0-7", 20.0, 2.0)], "tokens_per_second": 40.0}
+    slowest = bottleneck(running, "sofa")
+    assert slowest is not None
+    assert "cable" not in slowest.words
 
 
 def test_a_node_that_is_gone_holds_nothing() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 from textual.app import ComposeResult
+from textual.css.query import NoMatches
 from textual.reactive import var
 from textual.screen import Screen
 from textual.widgets import Footer
@@ -56,7 +58,8 @@ class TopScreen(Screen[None]):
     def watch_picture(self, picture: Picture) -> None:
         """Textual calls it when there is a new picture."""
         if self.is_mounted:
-            self._hand_on(picture)
+            with suppress(NoMatches):  # it is being taken down, its widgets first
+                self._hand_on(picture)
 
     def _hand_on(self, picture: Picture) -> None:
         self.set_class(picture.lost is not None, "stale")

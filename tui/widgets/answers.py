@@ -21,12 +21,18 @@ class Answers(Drawn):
         """See `Drawn`."""
         lines: list[Text] = []
         for running in picture.rows("generations"):
-            lines += generation(running, width)
+            lines += generation(running, width, own_name(picture))
         lines += [_load(load) for load in picture.rows("loads")]
         return Text("\n").join(lines) if lines else Text("none runs", "dim")
 
 
-def generation(running: Mapping[str, Any], width: int) -> list[Text]:
+def own_name(picture: Picture) -> str:
+    """This node's."""
+    name: str = picture.status["node"]["name"]
+    return name
+
+
+def generation(running: Mapping[str, Any], width: int, own_node: str) -> list[Text]:
     """Its lines."""
     head = Text(f"{running['model']} · {rate(running.get('tokens_per_second'))}", "bold")
     first = running.get("first_token_ms")
@@ -34,8 +40,8 @@ def generation(running: Mapping[str, Any], width: int) -> list[Text]:
     head.append(f" · {said} · {running.get('tokens', 0)} tokens", "not bold")
     if running["failovers"]:
         head.append(f" · ⚠ {running['failovers']} failover(s)", "yellow")
+    slowest = bottleneck(running, own_node)
     lines = [head, route(running)]
-    slowest = bottleneck(running)
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     if slowest is not None:

@@ -29,8 +29,10 @@ class Bars(Drawn):
 
 
 def bar(coverage: Coverage, width: int) -> Text:
-    """A coloured cell for each layer or few, with the letter of its node."""
+    """A coloured cell for each layer or few, with the letter of its node; underlined where another
+    one holds it as well."""
     text = Text("  ")
     for cell in coverage.cells(width):
-        text.append(cell, "bold red" if cell == GAP else node_style(cell))
+        style = "bold red" if cell == GAP else node_style(cell[0])
+        text.append(cell[0], f"{style} underline" if len(cell) > 1 else style)
     return text

@@ -9,6 +9,7 @@ from rich.text import Text
 from textual.reactive import var
 
 from tui.picture import Picture, bottleneck
+from tui.widgets.answers import own_name
 from tui.widgets.drawn import Drawn
 from tui.words import ms, rate
 
@@ -36,7 +37,8 @@ class Beside(Drawn):
         """See `Drawn`."""
         rows = picture.rows("generations")
         live = next((row for row in rows if self.shown and row["id"] == self.shown), None)
-        lines = _lines(live) if live is not None else _lines(as_generation(self.ended))
+        own_node = own_name(picture) if picture.status else ""
+        lines = _lines(as_generation(self.ended) if live is None else live, own_node)
         lines += [Text(f"⚠ {line}", "yellow") for line in self.happened]
         return Text("\n").join(lines) if lines else Text("ask something", "dim")
 
@@ -55,11 +57,11 @@ def as_generation(ended: Mapping[str, Any]) -> Mapping[str, Any] | None:
     }
 
 
-def _lines(running: Mapping[str, Any] | None) -> list[Text]:
+def _lines(running: Mapping[str, Any] | None, own_node: str) -> list[Text]:
     if running is None:
         return []
     timed = all(hop.get("p50_ms") is not None for hop in running["route"])
-    slowest = bottleneck(running) if timed else None
+    slowest = bottleneck(running, own_node) if timed else None
     lines = []
     for place, hop in enumerate(running["route"]):
         is_slowest = slowest is not None and place == slowest.place and len(running["route"]) > 1

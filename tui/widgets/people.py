@@ -18,15 +18,16 @@ class People(Drawn):
         """See `Drawn`."""
         seen = nodes(picture)
         wide = min(16, max((len(node.name) for node in seen), default=0))
+        words = [node.word.partition(":")[0] for node in seen]
+        said = max(map(len, words), default=0)
         lines = []
-        for node in seen:
+        for node, word in zip(seen, words, strict=True):
             line = Text()
+            away = ms(node.rtt_ms) if node.word == "up" else ""
             line.append(f"{node.letter} ", node_style(node.letter))
             line.append(f"{GLYPHS[node.state]} ", COLOURS[node.state])
             line.append(f"{node.name[:wide]:<{wide}}  ")
-            line.append(
-                f"{node.word:<5} {ms(node.rtt_ms) if node.word == 'up' else '':>8}  ", "dim"
-            )
+            line.append(f"{word:<{said}} {away:>8}  ", "dim")
             line.append(
                 ", ".join(f"{model} {layers}" for model, layers in node.shards) or "no layers"
             )
