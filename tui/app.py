@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual import work
@@ -78,7 +79,7 @@ class TopApp(App[None]):
     ]
 
     def __init__(
-        self, connect: Callable[[], Client], verbs: Mapping[str, str] | None = None
+        self, connect: Callable[[], Client], verbs: Callable[[], Mapping[str, str]] = dict
     ) -> None:
         self.MODES = {  # type: ignore[misc]  # of this instance: the log shares its journal
             "overview": OverviewScreen,
@@ -90,7 +91,7 @@ class TopApp(App[None]):
             "doctor": _doctor,
         }
         super().__init__()
-        self.verbs = dict(verbs or {})
+        self._verbs = verbs
         self.picture = Picture()
         self.journal = Journal()
         self._connect = connect
@@ -99,6 +100,11 @@ class TopApp(App[None]):
     def on_mount(self) -> None:
         """Begin to follow."""
         self._follow()
+
+    @cached_property
+    def verbs(self) -> dict[str, str]:
+        """The command line's verbs, looked up when the palette is first opened."""
+        return dict(self._verbs())
 
     def daemon(self) -> Client:
         """See `HasDaemon`."""

@@ -27,7 +27,9 @@ HERE: dict[str, tuple[str, str]] = {
 class HasVerbs(Protocol):
     """The app, as far as the palette knows it."""
 
-    verbs: dict[str, str]
+    @property
+    def verbs(self) -> dict[str, str]:
+        """Every verb of the command line with its help."""
 
     async def show(self, screen: str, action: str) -> None:
         """Go to a screen and run one of its actions."""

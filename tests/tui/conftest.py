@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
@@ -115,10 +115,10 @@ class Top:
 
 @asynccontextmanager
 async def running(
-    connect: Callable[[], Client], size: tuple[int, int] = (80, 24), verbs: Any = None
+    connect: Callable[[], Client], size: tuple[int, int] = (80, 24)
 ) -> AsyncIterator[Top]:
     """The app while the block runs."""
-    app = TopApp(connect, VERBS if verbs is None else verbs)
+    app = TopApp(connect, lambda: VERBS)
     app.animation_level = "none"
     async with app.run_test(size=size, notifications=True) as pilot:
         yield Top(app, pilot)

@@ -180,6 +180,7 @@ class Hearth:
 
     def __init__(self) -> None:
         self.out: list[str] = []
+        self.wanted: list[Wanted] = []
 
     def view(self) -> dict[str, Any]:
         return {}
@@ -192,6 +193,7 @@ class Hearth:
         return {"done": True, "action": "revoke", "votes_missing": 0, "member": {}}
 
     async def log(self, wanted: Wanted) -> dict[str, Any]:
+        self.wanted.append(wanted)
         row = {"id": "00", "kind": "decision", "author": SOFA, "author_name": "sofa",
                "at": MOMENT.isoformat(), "type": "member.added", "place": "2",
                "says": {"name": "attic"}}  # fmt: skip
