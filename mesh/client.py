@@ -15,7 +15,7 @@ from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import httpx
 
@@ -205,6 +205,30 @@ class Client:
         async with aclosing(self._stream("GET", "/mesh/v1/events", headers=headers)) as stream:
             async for data in stream:
                 yield json.loads(data)
+
+    async def follow(self, after: int | None = None) -> AsyncGenerator[dict[str, Any], None]:
+        """The feed: events from `after` on, and what of the status changed, together.
+
+        See `mesh.api.feed.Feed.follow`; ends when the daemon stops.
+        """
+        headers = {} if after is None else {"Last-Event-ID": str(after)}
+        stream = self._stream("GET", "/mesh/v1/events?with=status", headers=headers)
+        async with aclosing(stream):
+            async for data in stream:
+                update = _object(data)
+                if "error" in update:
+                    raise from_dict(update["error"])
+                yield update
+
+    async def log(self, **wanted: Any) -> dict[str, Any]:
+        """`GET /mesh/v1/log`: entries of the hearth's signed log, newest first."""
+        given = {name: value for name, value in wanted.items() if value is not None}
+        return await self._get(f"/mesh/v1/log?{urlencode(given)}")
+
+    async def job_log(self, job_id: str) -> dict[str, Any]:
+        """`GET /mesh/v1/jobs/ID/log`: what a job has printed lately."""
+        quoted = quote(job_id, safe="", errors="surrogateescape")
+        return await self._get(f"/mesh/v1/jobs/{quoted}/log")
 
     async def _completion(
         self, path: str, body: dict[str, Any]

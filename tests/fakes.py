@@ -333,6 +333,18 @@ class ScriptedView:
         finally:
             self.unwatched.set()
 
+    async def batches(
+        self, after: int | None, *, pace_s: float, idle_s: float
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        position = len(self.happened) if after is None else after
+        try:
+            while True:
+                yield self.happened[position:]
+                position = len(self.happened)
+                await asyncio.sleep(pace_s)
+        finally:
+            self.unwatched.set()
+
     def metrics(self) -> bytes:
         return b"# HELP hearthnet_test A test.\nhearthnet_test 1\n"
 

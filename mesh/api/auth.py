@@ -123,6 +123,12 @@ class Access:
         self._accounts.require(_account(key), Resource.TOKENS_PER_DAY)
         self._accounts.spend(_account(key), Resource.REQUESTS_PER_MINUTE)
 
+    def require_known(self, caller: Caller) -> None:
+        """Raises Unauthorized when the caller's key was revoked since it was identified."""
+        has_key = not (caller.is_keyless or caller.principal == _OWNER)
+        if has_key and self._keys.get(caller.principal.name) is None:
+            raise Unauthorized("The API key was revoked.", fix="Ask for a new one.")
+
     def forget_revoked(self) -> None:
         """To be called after a key was revoked."""
         known = frozenset(key.key_id for key in self._keys.keys)

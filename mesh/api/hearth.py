@@ -12,6 +12,8 @@ from starlette.routing import Route
 
 from mesh.api.bodies import Strict, read_body
 from mesh.api.services import ApiSettings, HearthControl
+from mesh.errors import BadRequest
+from mesh.hearth.listing import Wanted
 
 Body = TypeVar("Body", bound=Strict)
 Answer = Awaitable[dict[str, Any]]
@@ -70,6 +72,14 @@ def routes(control: HearthControl, settings: ApiSettings) -> list[Route]:
     async def view(_request: Request) -> Response:
         return JSONResponse(control.view())
 
+    async def log(request: Request) -> Response:
+        said = request.query_params
+        limit = said.get("limit", "50")
+        if not (limit.isascii() and limit.isdecimal() and len(limit) < 6):
+            raise BadRequest("limit= is no number.", fix="Send 1 to 200.", param="limit")
+        author, kind, after = said.get("author"), said.get("type"), said.get("after")
+        return JSONResponse(await control.log(Wanted(author, kind, int(limit), after)))
+
     async def invitation(request: Request) -> Response:
         return JSONResponse(await control.invitation(request.path_params["port"]))
 
@@ -84,6 +94,7 @@ def routes(control: HearthControl, settings: ApiSettings) -> list[Route]:
 
     return [
         Route(path, view),
+        Route("/mesh/v1/log", log),
         Route(f"{path}/invitation/{{port:int}}", invitation),
         Route(f"{path}/invitation/close", close, methods=["POST"]),
         verb("invite", Invite, lambda body: control.invite(body.level, body.ttl_s)),

@@ -10,11 +10,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mesh.api.auth import Caller, caller_of
+from mesh.api.feed import Feed
 from mesh.api.services import ApiSettings, MeshView
 from mesh.api.sse import PING, EventStream, encode, last_event_id
+from mesh.errors import BadRequest
 
 
-def routes(view: MeshView, settings: ApiSettings, closing: asyncio.Event) -> list[Route]:
+def routes(
+    view: MeshView, settings: ApiSettings, closing: asyncio.Event, feed: Feed
+) -> list[Route]:
     """The endpoints' routes; event streams end when `closing` is set."""
 
     async def status(_request: Request) -> Response:
@@ -31,7 +36,15 @@ def routes(view: MeshView, settings: ApiSettings, closing: asyncio.Event) -> lis
 
     async def events(request: Request) -> Response:
         after = last_event_id(request)
-        return EventStream(_events(view, after), closing, ping_s=settings.ping_s)
+        wanted = request.query_params.get("with")
+        if wanted not in (None, "status"):
+            raise BadRequest(
+                "with= is not `status`.", fix="Leave it out for events alone.", param="with"
+            )
+        chunks = _events(view, after)
+        if wanted is not None:
+            chunks = _updates(feed, caller_of(request), after)
+        return EventStream(chunks, closing, ping_s=settings.ping_s)
 
     return [
         Route("/mesh/v1/status", status),
@@ -48,3 +61,9 @@ async def _events(view: MeshView, after: int | None) -> AsyncGenerator[bytes, No
     async with aclosing(view.events(after)) as news:
         async for event in news:
             yield encode(event, event=event["type"], id_=event["id"])
+
+
+async def _updates(feed: Feed, caller: Caller, after: int | None) -> AsyncGenerator[bytes, None]:
+    async with aclosing(feed.follow(caller, after)) as updates:
+        async for update in updates:
+            yield encode(update, event="update", id_=update["last_id"])

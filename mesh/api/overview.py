@@ -18,6 +18,7 @@ from mesh.health.eventstream import EventFeed
 from mesh.health.metrics import Metrics
 from mesh.models.local import LocalModel
 from mesh.pipeline.commands import LiveGeneration
+from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.processes.supervisor import Supervisor
 from mesh.routing.cover import Candidate, missing_layers
@@ -41,6 +42,7 @@ class NodeParts:
     privacy: Callable[[], dict[str, Any]]
     lacking: Callable[[], list[str]]
     processes: Callable[[], list[Supervisor]]
+    counts: LiveCounts
     accounts: Callable[[], list[dict[str, Any]]]
 
 
@@ -63,8 +65,11 @@ class Overview:
             "processes": [process.row() for process in parts.processes()],
             "sessions": parts.host.sessions,
             "generations": [
-                _generation(live) for asker in parts.askers.values() for live in asker.generations
+                {**_generation(live), **parts.counts.row(live.id)}
+                for asker in parts.askers.values()
+                for live in asker.generations
             ],
+            "loads": self._loads(),
             "accounts": self._accounts(),
             "reasons": self._reasons(),
             "warnings": warnings[-20:],
@@ -140,6 +145,12 @@ class Overview:
         """What happens, without end, and before it what came after event `after`."""
         return self._parts.events.follow(after)
 
+    def batches(
+        self, after: int | None, *, pace_s: float, idle_s: float
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """See `EventStream.batches`."""
+        return self._parts.events.batches(after, pace_s=pace_s, idle_s=idle_s)
+
     def metrics(self) -> bytes:
         """All series in Prometheus' text format."""
         self._parts.metrics.peers(sum(peer.state.value == "up" for peer in self._parts.peers()))
@@ -161,6 +172,11 @@ class Overview:
             }
             for report in reports
         ]
+
+    def _loads(self) -> list[dict[str, Any]]:
+        """What is being loaded here now: by which process, what it takes, since when."""
+        found = [(process.name, process.load()) for process in self._parts.processes()]
+        return [{**load, "process": name} for name, load in found if load is not None]
 
     def _verdict(self, peer: PeerView) -> str | None:
         """What the failure detector thinks of a linked peer; None for one that is not linked."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mesh.accounts.ledger import ResourceLedger
+from mesh.hearth.listing import Wanted
 from mesh.types import GenerationRequest, StreamFrame
 
 LOADING = "loading"
@@ -39,11 +40,13 @@ class MeshView(Protocol):
         "memory": {"free_mb", "total_mb", "bound", "ram_mb"} of the device | None,
         "processes": [{"name", "state", "pid", "silent_s", "starts", "ending"}], "sessions": [{
         "node_id", "node", "purpose", "token_id"} of whoever uses them], "generations":
-        [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms"}],
-        "failovers"}], "accounts": [{"where": a process or a shard, "principals": [{"kind", "name",
-        "node": a peer's name, "refused": how often, "resources": {NAME: {"held" or "used", "limit",
-        ...}}}], "more"}], "reasons": [why a value was detected, what did not load and why],
-        "warnings": [...]}``
+        [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms",
+        "compute_p50_ms"}], "failovers", "prompt_tokens", "tokens", "tokens_per_second" of the
+        latest | None, "first_token_ms" | None, "age_s"}], "loads": [{"name", "process", "need_mb",
+        "age_s"}] of what is being loaded here, "accounts": [{"where": a process or a shard,
+        "principals": [{"kind", "name", "node": a peer's name, "refused": how often, "resources":
+        {NAME: {"held" or "used", "limit", ...}}}], "more"}], "reasons": [why a value was detected,
+        what did not load and why], "warnings": [...]}``
 
         A generation's id is not its answer's, by which the stream could be resumed.
         """
@@ -69,6 +72,12 @@ class MeshView(Protocol):
         A bounded history is replayed first: what came after event `after`, nothing for None.
         """
 
+    def batches(
+        self, after: int | None, *, pace_s: float, idle_s: float
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """The same in lists, at least `pace_s` apart; also an empty one when the status may have
+        changed, at the latest after `idle_s`."""
+
     def metrics(self) -> bytes:
         """Prometheus' text format."""
 
@@ -81,6 +90,9 @@ class HearthControl(Protocol):
         "short_id", "fingerprint", "name", "level", "added_by", "self"}], "pending": [{"node_id",
         "name", "action", "voters", "needed"}], "out": [{"node_id", "name", "why", "forked_at"}],
         "models": [...], "shards": [...]}``: members, who is out and why, and the log's record."""
+
+    async def log(self, wanted: Wanted) -> dict[str, Any]:
+        """A page of the signed log; see `mesh.hearth.listing.listing`."""
 
     async def invite(self, level: str | None, ttl_s: float | None) -> dict[str, Any]:
         """``{"code", "link", "qr", "level", "ttl_s", "host", "port"}`` of a new window."""

@@ -8,15 +8,23 @@ from typing import Annotated, Any
 import typer
 
 from mesh.cli.options import AskedDaemon, asks
-from mesh.cli.output import print_table, say
+from mesh.cli.output import note, one_line, print_table, say
 
 _SHOWN_ENDED = 10
 
 
 @asks
-def queue(daemon: AskedDaemon) -> None:
+def queue(
+    daemon: AskedDaemon,
+    log: Annotated[
+        str | None, typer.Option("--log", metavar="ID", help="What this job has printed lately.")
+    ] = None,
+) -> None:
     """Show the jobs of nnsight clients: those that run, those that wait and the last that ended."""
-    daemon.show(daemon.ask(lambda client: client.jobs()), _show)
+    if log is not None:
+        daemon.show(daemon.ask(lambda client: client.job_log(log)), _show_log)
+    else:
+        daemon.show(daemon.ask(lambda client: client.jobs()), _show)
 
 
 @asks
@@ -41,6 +49,13 @@ def _show(found: dict[str, Any]) -> None:
             for row in rows
         ],
     )
+
+
+def _show_log(printed: dict[str, Any]) -> None:
+    if printed["dropped"]:
+        note(f"({printed['dropped']} lines before these are not kept)")
+    for line in printed["lines"]:
+        say(one_line(line))
 
 
 def _age(row: dict[str, Any]) -> str:

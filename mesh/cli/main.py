@@ -22,11 +22,13 @@ from mesh.cli import (
     jobs,
     join,
     keys,
+    log,
     members,
     pause,
     run,
     status,
     steer,
+    top,
     up,
 )
 from mesh.cli.glance import NO_DAEMON, three_lines
@@ -55,11 +57,13 @@ app.command()(pause.resume)
 app.command()(status.status)
 app.command()(chat.chat)
 app.command()(run.run)
+app.command()(top.top)
 app.command()(status.peers)
 app.command()(status.models)
 app.command()(harvest.harvest)
 app.command()(jobs.queue)
 app.command()(jobs.kill)
+app.command()(log.log)
 app.command()(invite.invite)
 app.command()(join.join)
 app.add_typer(members.app, name="members")

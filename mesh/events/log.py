@@ -38,7 +38,7 @@ from mesh.events.store import (
     WriteBatch,
 )
 from mesh.events.sync import Replica
-from mesh.events.types import Event, Payload, Sign
+from mesh.events.types import Event, Order, Payload, Sign
 from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
@@ -209,6 +209,10 @@ class EventLog:
         ]
         events = await self._store.page(counting, room) if room > 0 else []
         return Received(tuple(events), tuple(found), tuple(decided))
+
+    async def newest(self, before: Order, count: int, author: NodeId | None) -> list[Event]:
+        """See `Store.newest`."""
+        return await self._store.newest(before, count, author)
 
     async def close(self) -> None:
         """Write what waits, snapshot the state, close the file."""

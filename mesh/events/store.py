@@ -24,7 +24,7 @@ from mesh.events.decision import SignedDecision
 from mesh.events.docket import Signed
 from mesh.events.opening import Contents
 from mesh.events.rules import Rules
-from mesh.events.types import Event, Place, decode
+from mesh.events.types import Event, Order, Place, decode
 from mesh.types import NodeId
 
 MAX_PAGE_EVENTS = 512
@@ -47,6 +47,11 @@ _CHAIN = (
 _SIZES = (
     "SELECT lamport, LENGTH(body) FROM events"
     " WHERE author = ? AND generation = ? AND seq BETWEEN ? AND ? ORDER BY seq LIMIT ?"
+)
+_NEWEST = (
+    "SELECT body, signature FROM events WHERE (?1 IS NULL OR author = ?1)"
+    " AND (lamport, author, seq) < (?2, ?3, ?4)"
+    " ORDER BY lamport DESC, author DESC, seq DESC LIMIT ?5"
 )
 _PROOF = (
     "SELECT first_body, first_signature, second_body, second_signature FROM forks WHERE author = ?"
@@ -141,6 +146,11 @@ class Store:
         """An author's stored events of a range, in order; at most a page of them."""
         rows = await self._fetch(_CHAIN, (*where, MAX_PAGE_EVENTS))
         return [decode(body, signature) for _, body, signature in rows]
+
+    async def newest(self, before: Order, count: int, author: NodeId | None) -> list[Event]:
+        """Up to `count` stored events before that place, latest first; of one author, or of all."""
+        rows = await self._fetch(_NEWEST, (author, *before, count))
+        return [decode(body, signature) for body, signature in rows]
 
     async def page(self, ranges: Sequence[Range], room_bytes: int) -> list[Signed]:
         """The first events of these ranges in canonical order, as many as a page takes.

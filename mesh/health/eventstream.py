@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any
 
 from mesh.clock import Clock
 
-HISTORY = 1000
+HISTORY = 4096
 """Events kept for readers that come late or come back."""
 
 
@@ -33,8 +35,17 @@ class EventFeed:
         self._last_id += 1
         event = {"id": self._last_id, "type": kind, "at": self._clock.now().isoformat(), **fields}
         self._events.append(event)
+        self.stir()
+
+    def stir(self) -> None:
+        """Something else has changed, which readers of `batches` may want to look at."""
         for reader in self._readers:
             reader.set()
+
+    @property
+    def last_id(self) -> int:
+        """The id of the newest event; 0 when there was none."""
+        return self._last_id
 
     def latest(self, count: int) -> list[dict[str, Any]]:
         """The newest `count` events, oldest first."""
@@ -45,17 +56,54 @@ class EventFeed:
 
         An `after` that no event has yet is from before a restart, and counts as 0.
         """
-        position = self._last_id if after is None else after
-        if position > self._last_id:
-            position = 0  # ids begin again with the process; readers come back by themselves
-        news = asyncio.Event()
-        self._readers.add(news)
-        try:
+        position = self._position(after)
+        with self._reading() as news:
             while True:
                 news.clear()
-                for event in [event for event in self._events if event["id"] > position]:
+                for event in self._since(position):
                     position = event["id"]
                     yield event
                 await news.wait()
+
+    async def batches(
+        self, after: int | None, *, pace_s: float, idle_s: float
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """As `follow`, in lists that come at least `pace_s` apart.
+
+        The first comes at once. One comes, if only an empty one, whenever somebody stirs, and
+        `idle_s` after the last.
+        """
+        position = self._position(after)
+        with self._reading() as news:
+            while True:
+                news.clear()
+                found = self._since(position)
+                if found:
+                    position = found[-1]["id"]
+                yield found
+                await asyncio.sleep(pace_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, idle_s - pace_s)):
+                        await news.wait()
+
+    # Private
+
+    def _position(self, after: int | None) -> int:
+        """The id after which a reader goes on; ids begin again with the process."""
+        if after is None:
+            return self._last_id
+        return after if after <= self._last_id else 0
+
+    @contextmanager
+    def _reading(self) -> Iterator[asyncio.Event]:
+        news = asyncio.Event()
+        self._readers.add(news)
+        try:
+            yield news
         finally:
             self._readers.discard(news)
+
+    def _since(self, position: int) -> list[dict[str, Any]]:
+        """The kept events after that one, oldest first."""
+        count = min(len(self._events), self._last_id - position)
+        return list(islice(reversed(self._events), count))[::-1]

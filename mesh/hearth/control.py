@@ -5,11 +5,13 @@ The HTTP API's `mesh.api.services.HearthControl`; JSON-able values in and out.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mesh.errors import BadRequest, NotFound
 from mesh.events.types import TOKEN_REVOKED
 from mesh.hearth.hearth import Hearth
+from mesh.hearth.listing import Wanted, listing
 from mesh.hearth.network import Network
 from mesh.identity.decisions import LevelChanged, Readmitted, Revoked
 from mesh.identity.fingerprints import fingerprint
@@ -69,6 +71,11 @@ class Control:
                 for (node, _), fact in sorted(hearth.recorded_shards().items())
             ],
         }
+
+    async def log(self, wanted: Wanted) -> dict[str, Any]:
+        """A page of the signed log; see `mesh.hearth.listing.listing`."""
+        hearth = self._network.require_hearth()
+        return await listing(hearth.log, wanted, partial(_name, hearth.roster))
 
     async def invite(self, level: str | None, ttl_s: float | None) -> dict[str, Any]:
         """Open a window for one node."""

@@ -47,6 +47,7 @@ from mesh.node.job_queue import start_queue
 from mesh.node.offers import Offers
 from mesh.paths import StatePaths
 from mesh.pipeline.commands import Offer
+from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import Askers, AskerSupervisor
 from mesh.processes.supervisor import Supervisor
 from mesh.research.harvest.control import Harvests
@@ -72,6 +73,7 @@ class Node:
         self._clock = SystemClock()
         self._started_at = self._clock.now()
         self._events = EventFeed(self._clock)
+        self._counts = LiveCounts(self._clock, self._events.stir)
         self._metrics = Metrics()
         self._accounts = ResourceLedger(self._clock, allowances.DAEMON)
         timeout_s = config.distributed.shard_health_timeout_seconds
@@ -203,6 +205,7 @@ class Node:
             lacking=self._home.lacking,
             processes=self._processes,
             accounts=self._reports,
+            counts=self._counts,
         )
         paths = StatePaths(config.state_dir)
         steering = self._steering = Steering(network, self._models, paths.steering_dir)
@@ -212,6 +215,7 @@ class Node:
             why_disabled=self._why_disabled,
             prepared=steering.prepared,
             on_frame=self._metrics.frame,
+            counts=self._counts,
         )
         settings = ApiSettings(
             config.api_host, self._owner_key, keyless=config.is_keyless, accounts=self._accounts

@@ -98,7 +98,10 @@ class HarvestOrder:
 
 @dataclass(frozen=True, slots=True)
 class LiveHop:
-    """One hop of a running generation, with the medians of its steps in milliseconds."""
+    """One hop of a running generation, with the times of its steps in milliseconds.
+
+    `compute_p50_ms` is what of the median it computes; the rest is the way there and back.
+    """
 
     shard_id: ShardId
     node: str
@@ -106,6 +109,7 @@ class LiveHop:
     layers: LayerRange
     p50_ms: float
     p95_ms: float
+    compute_p50_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

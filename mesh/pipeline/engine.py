@@ -135,6 +135,7 @@ class Engine:
                         hop.hop.layers,
                         round(timing.p50_ms, 3),
                         round(timing.p95_ms, 3),
+                        round(timing.compute_p50_ms, 3),
                     )
                     for hop in session.route.hops
                     for timing in (hop.timing(),)

@@ -39,6 +39,7 @@ from mesh.pipeline.commands import (
     RoutableShards,
     StartAsker,
 )
+from mesh.pipeline.live import LiveCounts
 from mesh.processes.attempts import Attempts
 from mesh.processes.lifecycle import Ending, SilenceLimits
 from mesh.processes.messages import Cancel, Failed, Handlers, Message
@@ -296,13 +297,16 @@ class Askers:
         why_disabled: Callable[[ModelId], str | None],
         prepared: Callable[[GenerationRequest], Awaitable[GenerationRequest]],
         on_frame: Callable[[StreamFrame], None],
+        counts: LiveCounts,
     ) -> None:
-        """`prepared` looks up what a request names only, such as edits; it may raise."""
+        """`prepared` looks up what a request names only, such as edits; it may raise. Every frame
+        goes through `on_frame`, and is counted on `counts`."""
         self._askers = askers
         self._max_concurrent = max_concurrent
         self._why_disabled = why_disabled
         self._prepared = prepared
         self._on_frame = on_frame
+        self._counts = counts
         self._running = 0
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
@@ -332,9 +336,11 @@ class Askers:
             )
         self._running += 1
         try:
-            async with contextlib.aclosing(asker.generate(request)) as frames:
-                async for frame in frames:
-                    self._on_frame(frame)
-                    yield frame
+            with self._counts.counting(request) as seen:
+                async with contextlib.aclosing(asker.generate(request)) as frames:
+                    async for frame in frames:
+                        self._on_frame(frame)
+                        seen(frame)
+                        yield frame
         finally:
             self._running -= 1

@@ -81,6 +81,7 @@ class Supervisor(ABC):
         self._silent_s = 0.0
         self._said: MeshError | None = None
         self._load_begun: Loading | None = None
+        self._load_since_s = 0.0
         self._oom_kills: int | None = None
         self._held: MeshError | None = None
         self._delay_s = 0.0
@@ -174,6 +175,14 @@ class Supervisor(ABC):
             "why_alone": None if self._child is None else self._child.why_alone,
             "ending": None if self.ending is None else str(self.ending),
         }
+
+    def load(self) -> dict[str, Any] | None:
+        """The load that is under way, for `status`: of what, what it takes, and since when."""
+        if self._load_begun is None or self._child is None:
+            return None
+        since_s = asyncio.get_running_loop().time() - self._load_since_s
+        loading = self._load_begun
+        return {"name": loading.name, "need_mb": loading.need_mb, "age_s": round(since_s, 1)}
 
     # What others do
 
@@ -378,3 +387,4 @@ class Supervisor(ABC):
 
     def _heard_loads(self, loads: Loads) -> None:
         self._load_begun = loads.loading
+        self._load_since_s = asyncio.get_running_loop().time()

@@ -23,6 +23,7 @@ from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
 from mesh.node.wiring import start_asker
+from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange, ModelId
@@ -74,7 +75,7 @@ class Household:
                 host=self.host, events=EventFeed(SystemClock()), metrics=Metrics(),
                 verdict=lambda _: Verdict.HEALTHY, privacy=dict, lacking=lambda: self.lacking,
                 processes=lambda: [self.host],
-                accounts=list,
+                accounts=list, counts=LiveCounts(SystemClock(), lambda: None),
             )
         )  # fmt: skip
 

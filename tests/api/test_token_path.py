@@ -20,6 +20,8 @@ import pytest
 from mesh.api.app import create_app
 from mesh.api.server import serve_api
 from mesh.api.services import ApiSettings
+from mesh.clock import SystemClock
+from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import Askers, AskerSupervisor
 from mesh.types import Done, GenerationRequest, ModelId, StreamFrame, TokenDelta
 from tests.fakes import ScriptedView
@@ -94,6 +96,7 @@ async def streamed(tokens: int, *, resumable: bool = False) -> str:
         max_concurrent=1,
         why_disabled=lambda model: None,
         prepared=as_it_is,
+        counts=LiveCounts(SystemClock(), lambda: None),
         on_frame=lambda frame: None,
     )
     server = await serve_api(

@@ -37,3 +37,26 @@ async def test_reader_from_before_a_restart_gets_what_happens_after_it() -> None
     for _ in range(20):
         stream.emit("peer_up")
     assert await reader == list(range(1, 21))
+
+
+async def test_batches_are_apart_whole_and_stirred() -> None:
+    stream = EventFeed(SystemClock())
+    loop = asyncio.get_running_loop()
+    for _ in range(3):
+        stream.emit("peer_up")
+    async with aclosing(stream.batches(1, pace_s=0.05, idle_s=60)) as batches, asyncio.timeout(5):
+        begun = loop.time()
+        assert [event["id"] for event in await anext(batches)] == [2, 3]
+        stream.emit("peer_up")
+        stream.emit("peer_up")
+        assert [event["id"] for event in await anext(batches)] == [4, 5]
+        assert loop.time() - begun >= 0.05
+        stream.stir()
+        assert await anext(batches) == []
+
+
+async def test_an_empty_batch_comes_when_all_is_quiet() -> None:
+    stream = EventFeed(SystemClock())
+    async with aclosing(stream.batches(None, pace_s=0.0, idle_s=0.01)) as batches:
+        async with asyncio.timeout(5):
+            assert [await anext(batches) for _ in range(3)] == [[], [], []]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from mesh.clock import SystemClock
-from mesh.errors import Busy, SchemaTooNew, StorageFull
+from mesh.errors import Busy, NotFound, SchemaTooNew, StorageFull
 from mesh.interventions.jobs.queue.feed import MAX_WAITING, Feed
+from mesh.interventions.jobs.queue.printed import MAX_CHARACTERS, Printed
 from mesh.interventions.jobs.queue.service import JobQueue, QueueSettings
 from mesh.interventions.jobs.queue.spool import Spool
 from mesh.interventions.jobs.queue.types import Job, Status, Submission, Update
@@ -462,3 +463,25 @@ async def test_a_place_that_our_own_job_takes_is_waited_for_without_end(tmp_path
     await all_done(queue)
     assert (await queue.find(second.job_id, None)).status is Status.COMPLETED
     await queue.stop(0)
+
+
+async def test_what_a_job_printed_is_kept_for_its_owner(tmp_path: Path) -> None:
+    queue = a_queue(tmp_path)
+    await queue.start()
+    job = await hand_in(queue, "print 250")
+    await until(lambda: job.job_id not in queue._tickets)
+    printed = await queue.log(job.job_id, ANNA)
+    assert (printed["lines"][0], printed["lines"][-1]) == ("line 50", "line 249")
+    assert (len(printed["lines"]), printed["dropped"]) == (200, 50)
+    with pytest.raises(NotFound):
+        await queue.log(job.job_id, BEN)
+    with pytest.raises(NotFound):
+        await queue.log("nothing", None)
+
+
+async def test_what_is_printed_takes_bounded_room() -> None:
+    printed = Printed()
+    for _ in range(100):
+        printed.add("x" * 4096)
+    assert printed.characters <= MAX_CHARACTERS
+    assert len(printed.lines) + printed.dropped == 100

@@ -26,5 +26,13 @@ def routes(queue: JobQueue) -> list[Route]:
         job = await queue.kill(request.path_params["job_id"], owner_of(caller), said)
         return JSONResponse({"id": job.job_id, "status": job.status.value})
 
+    async def log(request: Request) -> Response:
+        owner = owner_of(caller_of(request))
+        return JSONResponse(await queue.log(request.path_params["job_id"], owner))
+
     path = "/mesh/v1/jobs"
-    return [Route(path, jobs), Route(path + "/{job_id}/kill", kill, methods=["POST"])]
+    return [
+        Route(path, jobs),
+        Route(path + "/{job_id}/log", log),
+        Route(path + "/{job_id}/kill", kill, methods=["POST"]),
+    ]

@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 from mesh.interventions.jobs.queue.feed import Feed
+from mesh.interventions.jobs.queue.printed import Printed
 from mesh.interventions.jobs.queue.types import Job, Status, Update
 from mesh.interventions.jobs.types import JobReport
 from mesh.types import ModelId
@@ -79,6 +80,7 @@ class JobTicket:
     ending: str | None = None
     run: asyncio.Task[JobReport] | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    printed: Printed = field(default_factory=Printed)
 
     @property
     def job_id(self) -> str:
@@ -89,7 +91,9 @@ class JobTicket:
         """Pass on what is new, and remember where the job stands."""
         if update == self.latest:
             return
-        if update.status is not Status.LOG:
+        if update.status is Status.LOG:
+            self.printed.add(update.description)
+        else:
             self.latest = update
         if self.feed is not None:
             self.feed.put(update)

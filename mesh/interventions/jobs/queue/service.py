@@ -19,6 +19,7 @@ from mesh.clock import Clock
 from mesh.errors import Busy, InternalError, NotFound, StorageFull
 from mesh.interventions.jobs.queue.feed import Feed
 from mesh.interventions.jobs.queue.lane import JobTicket, Lane
+from mesh.interventions.jobs.queue.printed import Printed
 from mesh.interventions.jobs.queue.records import JobRecords
 from mesh.interventions.jobs.queue.spool import Incoming, Spool
 from mesh.interventions.jobs.queue.types import Job, Status, Submission, Update
@@ -80,6 +81,7 @@ class JobQueue:
         self._tell = tell
         self._records: JobRecords | None = None
         self._lanes: dict[ModelId, Lane] = {}
+        self._printed: dict[str, Printed] = {}
         self._tickets: dict[str, JobTicket] = {}
         self._arriving: Counter[tuple[ModelId, Principal]] = Counter()
         self._slots = asyncio.Semaphore(settings.concurrent)
@@ -233,9 +235,20 @@ class JobQueue:
                 }
                 for lane in self._lanes.values()
             ],
-            "jobs": [_listing(job) for job in listed if who in (None, job.asked.owner)],
-            "ended": [_listing(job) for job in ended],
+            "jobs": [job.listing() for job in listed if who in (None, job.asked.owner)],
+            "ended": [job.listing() for job in ended],
         }
+
+    async def log(self, job_id: str, owner: Principal | None) -> dict[str, Any]:
+        """What a job has printed lately: ``{"id", "lines": [...], "dropped"}``.
+
+        `dropped` counts lines before these. Of jobs that have ended, the latest have it still.
+        Raises NotFound; see `find`.
+        """
+        await self.find(job_id, owner)
+        ticket = self._tickets.get(job_id)
+        printed = self._printed.get(job_id) if ticket is None else ticket.printed
+        return {"id": job_id, **(printed or Printed()).shown()}
 
     def counts(self) -> tuple[int, int]:
         """How many jobs run, and how many wait."""
@@ -312,6 +325,7 @@ class JobQueue:
         try:
             await self._file.change(job)
             self._tickets.pop(job.job_id, None)
+            self._keep_printed(ticket)
         except StorageFull:
             # The client is told all the same; the sweep writes it down when the disk takes it.
             logger.exception("job=%s ended and could not be written down", job.job_id)
@@ -328,11 +342,15 @@ class JobQueue:
         fields = {"job": shown_id(job.job_id), "model": job.asked.model_id, "status": status.value}
         self._tell("job_ended", {**fields, **job.meta})
 
+    def _keep_printed(self, ticket: JobTicket) -> None:
+        self._printed[ticket.job_id] = ticket.printed
+        while len(self._printed) > _RECENT:
+            del self._printed[next(iter(self._printed))]
+
     async def _drop_result(self, job: Job) -> None:
-        size_bytes = job.result_bytes
         await self._file.change(replace(job, result_bytes=0))
         await asyncio.to_thread(self.spool.remove, self.spool.result(job.job_id))
-        self.spool.release(size_bytes)
+        self.spool.release(job.result_bytes)
 
     async def _sweep_for_ever(self) -> None:
         while True:
@@ -380,19 +398,3 @@ def _hopeless(job: Job, *, has_payload: bool) -> str | None:
 
 def _no_such(job_id: str) -> NotFound:
     return NotFound(f"There is no job {job_id[:64]}.", fix="See `hearthnet queue`.", param="job_id")
-
-
-def _listing(job: Job) -> dict[str, Any]:
-    return {
-        "id": job.job_id,
-        "model": job.asked.model_id,
-        "owner": job.asked.owner.name,
-        "status": job.status.value,
-        "description": job.description[:200],
-        "blocking": job.asked.blocking,
-        "received_at": job.received_at,
-        "ended_at": job.ended_at,
-        "payload_bytes": job.payload_bytes,
-        "result_bytes": job.result_bytes,
-        **({"meta": dict(job.meta)} if job.meta else {}),
-    }

@@ -67,6 +67,22 @@ class Job:
     result_bytes: int = 0
     meta: Mapping[str, Any] = field(default_factory=dict)
 
+    def listing(self) -> dict[str, Any]:
+        """Its row for the API, JSON-able."""
+        return {
+            "id": self.job_id,
+            "model": self.asked.model_id,
+            "owner": self.asked.owner.name,
+            "status": self.status.value,
+            "description": self.description[:200],
+            "blocking": self.asked.blocking,
+            "received_at": self.received_at,
+            "ended_at": self.ended_at,
+            "payload_bytes": self.payload_bytes,
+            "result_bytes": self.result_bytes,
+            **({"meta": dict(self.meta)} if self.meta else {}),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Update:

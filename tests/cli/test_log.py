@@ -1,0 +1,58 @@
+"""The verbs `log`, `queue --log` and `top`, against the real API in front of a scripted house."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from mesh.paths import StatePaths
+from mesh.runtime import DaemonRecord
+from tests.cli.conftest import Run
+from tests.tui.conftest import OWNER, Daemon
+
+
+@pytest.fixture
+async def house(tmp_path: Path) -> AsyncIterator[Daemon]:
+    """A running API that the default state directory points to, with its owner's key."""
+    served = Daemon()
+    await served.start()
+    await asyncio.to_thread(point_to, served, tmp_path / ".local/state/hearthnet")
+    yield served
+    await served.stop()
+
+
+def point_to(served: Daemon, state_dir: Path) -> None:
+    assert served.server is not None
+    record = DaemonRecord.for_this_process(
+        api_url=served.url, api_port=served.server.port, port=1, api_key=OWNER
+    )
+    record.write(StatePaths(state_dir).create().runtime_file)
+
+
+async def test_the_signed_log_is_a_table_or_json(hearthnet: Run, house: Daemon) -> None:
+    shown = await hearthnet("log", "--author", "sofa", "--type", "member", "--limit", "5")
+    assert shown.code == 0
+    head, row = shown.out.splitlines()
+    assert head.split() == ["AT", "WHO", "TYPE", "SAYS"]
+    assert row.split() == ["2030-01-01T12:00:00", "sofa", "member.added", "name=attic"]
+    (wanted,) = house.hearth.wanted
+    assert (wanted.author, wanted.kind, wanted.limit) == ("sofa", "member", 5)
+    page = json.loads((await hearthnet("log", "--json")).out)
+    assert [row["type"] for row in page["decisions"]] == ["member.added"]
+
+
+async def test_what_a_job_printed_is_harmless(hearthnet: Run, house: Daemon) -> None:
+    shown = await hearthnet("queue", "--log", "1f" * 16)
+    assert (shown.code, shown.out) == (0, "layer 3\n[31mloss 0.25\n")
+    found = json.loads((await hearthnet("queue", "--log", "1f" * 16, "--json")).out)
+    assert found["dropped"] == 0
+
+
+async def test_without_a_terminal_there_is_no_dashboard(hearthnet: Run) -> None:
+    refused = await hearthnet("top")
+    assert (refused.code, refused.out) == (2, "")
+    assert "hearthnet status --json" in refused.err

@@ -1,0 +1,98 @@
+"""The feed of a real daemon, and the dashboard over it: a generation as it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from mesh.cli.local_node import LocalNode
+from mesh.client import Client, client_of
+from tests.tui.conftest import running
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def sofa(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
+    """One daemon with the built-in model, for the module."""
+    root = tmp_path_factory.mktemp("feed")
+    with LocalNode("sofa", root, ("--threads", "1"), {"OMP_NUM_THREADS": "1"}) as node:
+        node.wait_ready()
+        yield node
+
+
+async def generate(client: Client, tokens: int) -> None:
+    options = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
+    async with aclosing(client.complete("builtin", "Once", **options)) as chunks:
+        async for _ in chunks:
+            pass
+
+
+async def test_a_generation_is_seen_as_it_runs_and_when_it_has_ended(sofa: LocalNode) -> None:
+    seen: list[dict[str, Any]] = []
+    updates_while_running = 0
+    async with client_of(sofa.record) as client, asyncio.timeout(60):
+        work = asyncio.create_task(generate(client, 200), name="generate")
+        loop = asyncio.get_running_loop()
+        async with aclosing(client.follow(0)) as updates:
+            begun = loop.time()
+            async for update in updates:
+                rows = update["status"].get("generations", [])
+                seen += rows
+                updates_while_running += bool(rows)
+                if seen and rows == [] and "generations" in update["status"]:
+                    break
+            assert updates_while_running <= (loop.time() - begun) * 10 + 2
+        await work
+    last = seen[-1]
+    counted = [row["tokens"] for row in seen]
+    assert counted == sorted(counted)
+    assert 1 < last["tokens"] <= 200
+    assert last["prompt_tokens"] > 0
+    assert last["first_token_ms"] > 0
+    assert last["tokens_per_second"] > 0
+    (hop,) = last["route"]
+    assert (hop["node"], hop["layers"]) == ("sofa", "0-7")
+    assert hop["p50_ms"] >= hop["compute_p50_ms"] > 0
+
+
+async def test_events_come_again_by_their_ids(sofa: LocalNode) -> None:
+    async with client_of(sofa.record) as client, asyncio.timeout(20):
+        async with aclosing(client.follow(0)) as updates:
+            first = await anext(updates)
+        assert {"node", "models", "jobs"} <= set(first["status"])
+        async with aclosing(client.follow(first["last_id"])) as updates:
+            again = await anext(updates)
+        assert all(event["id"] > (first["last_id"] or 0) for event in again["events"])
+
+
+async def test_the_signed_log_is_listed(sofa: LocalNode) -> None:
+    async with client_of(sofa.record) as client, asyncio.timeout(20):
+        page = await client.log(type="hearth")
+        assert [row["type"] for row in page["decisions"]][-1] == "hearth.founded"
+        assert page["facts"] == []
+        everything = await client.log()
+        assert {row["author_name"] for row in everything["decisions"]} == {"sofa"}
+
+
+async def test_the_dashboard_shows_it(sofa: LocalNode) -> None:
+    def connect() -> Client:
+        return client_of(sofa.record)
+
+    async with running(connect, (120, 40)) as top, connect() as client:
+        await top.until("working · builtin")
+        work = asyncio.create_task(generate(client, 3000), name="generate")
+        text = await top.until("sofa 0-7 ")
+        assert "A ● sofa" in text
+        await top.until("▲ ")
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        await top.until("none runs")
+        await top.press("7")
+        await top.until("ready for requests")
+        await top.press("6", "s")
+        await top.until("hearth.founded")

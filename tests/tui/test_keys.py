@@ -1,0 +1,304 @@
+"""Every key, the palette, the mouse, losing and finding the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from typing import cast
+
+import pytest
+from textual._compositor import LayoutUpdate
+from textual.binding import Binding
+from textual.widgets import DataTable, Input
+
+from mesh.client import Client
+from mesh.errors import NotRunning
+from tests.tui.conftest import Daemon, running
+from tests.tui.house import ATTIC, STUDY, whole
+from tui.app import TopApp
+from tui.commands import HERE
+from tui.screens.chat import ChatScreen
+from tui.screens.jobs import JobsScreen
+from tui.screens.log import LogScreen
+from tui.screens.nodes import NodesScreen
+from tui.screens.screen import TopScreen
+from tui.widgets.people import People
+
+MODES = ["overview", "nodes", "models", "chat", "jobs", "log", "doctor"]
+
+
+def bound(owner: type[TopApp] | type[TopScreen]) -> set[str]:
+    """The keys that an app or a screen binds itself."""
+    bindings = [binding for binding in owner.BINDINGS if isinstance(binding, Binding)]
+    return {key for binding in bindings for key in binding.key.split(",")}
+
+
+def test_every_key_is_pressed_below() -> None:
+    """A new key that nobody tries is found here."""
+    assert bound(TopApp) == {
+        *"1234567dq",
+        *(f"f{n}" for n in range(1, 8)),
+        "question_mark",
+        "ctrl+q",
+    }
+    assert bound(NodesScreen) == {"i", "x"}
+    assert bound(ChatScreen) == {"escape", "ctrl+t", "ctrl+n"}
+    assert bound(JobsScreen) == {"k"}
+    assert bound(LogScreen) == {"slash", "s", "escape"}
+
+
+async def test_numbers_change_screens(daemon: Daemon) -> None:
+    """As function keys do: see `tests.tui.test_screens`."""
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        for number, mode in enumerate(MODES, 1):
+            await top.press(str(number))
+            await top.until("working")
+            assert top.app.current_mode == mode
+            if mode == "chat":  # there, numbers are text; escape leaves the field
+                await top.press("5", "escape")
+                assert top.app.screen.query_one(Input).value == "5"
+
+
+async def test_light_dark_keys_and_quit(daemon: Daemon) -> None:
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        assert top.app.current_theme.dark
+        await top.press("d")
+        assert not top.app.current_theme.dark
+        await top.press("question_mark")
+        await top.until(lambda: top.app.screen.query("HelpPanel"))
+        await top.press("question_mark")
+        await top.until(lambda: not top.app.screen.query("HelpPanel"))
+        await top.press("q")
+        await top.until(lambda: not top.app.is_running)
+    async with running(daemon.connect) as top:
+        await top.press("ctrl+q")
+        await top.until(lambda: not top.app.is_running)
+
+
+async def test_an_invitation_is_shown(daemon: Daemon) -> None:
+    async with running(daemon.connect, (120, 40)) as top:
+        await top.until("working")
+        await top.press("2", "i")
+        await top.until("hearthnet join 7-maple-river")
+
+
+async def test_putting_a_node_out_asks_first(daemon: Daemon) -> None:
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("2", "x")
+        await top.until("cannot put itself out")
+        await top.press("down")
+        await top.until("attic · up")
+        for no in ("n", "escape", "enter"):  # what has the focus is no
+            await top.press("x")
+            await top.until("Put attic")
+            await top.press(no)
+            await top.until("attic · up")
+        assert daemon.hearth.out == []
+        await top.press("x")
+        await top.until("Put attic")
+        await top.press("y")
+        await top.until("It is out.")
+        assert daemon.hearth.out == [ATTIC]
+
+
+async def test_a_job_is_killed_by_mouse_and_only_after_a_yes(daemon: Daemon) -> None:
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("5")
+        await top.until("loss 0.25")
+        await top.press("down", "k")
+        await top.until("End the job 2e2e")
+        await top.pilot.click("#no")
+        await top.until(lambda: isinstance(top.app.screen, JobsScreen))
+        assert daemon.jobs.killed == []
+        await top.press("k")
+        await top.until("End the job 2e2e")
+        await top.pilot.click("#yes")
+        await top.until("2e2e2e2e2e2e has ended: ERROR")
+        assert daemon.jobs.killed == ["2e" * 16]
+
+
+async def test_the_cursor_stays_on_its_row(daemon: Daemon) -> None:
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("2", "down", "down", "down")
+        table = top.app.screen.query_one(DataTable)
+        await top.until(lambda: table.cursor_row == 3)
+        peers = [peer for peer in whole()["peers"] if peer["name"] != "attic"]
+        daemon.house.change(peers=peers)
+        await top.until(lambda: table.row_count == 3)
+        assert table.cursor_row == 2
+        assert "study · unreachable" in await top.until("study ·")
+        assert STUDY[:6] in top.text()
+
+
+async def test_the_log_is_filtered_as_one_types_and_shows_what_was_signed(daemon: Daemon) -> None:
+    for number in range(6):
+        daemon.house.stream.emit("peer_up" if number % 2 else "warning", name=f"n{number}")
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("6")
+        await top.until("name=n5")
+        await top.press("slash", *"PEER")
+        text = await top.until(lambda: "warning" not in top.text()) and top.text()
+        assert all(f"name=n{number}" in text for number in (1, 3, 5))
+        daemon.house.stream.emit("warning", name="n6")
+        daemon.house.stream.emit("peer_up", name="n7")
+        assert "name=n6" not in await top.until("name=n7")
+        await top.press("escape", "s")
+        await top.until("signed by the hearth's nodes")
+        await top.press("slash", *("backspace" for _ in "PEER"))
+        await top.until("sofa member.added name=attic")
+        await top.press("enter", "s")
+        await top.until("name=n6")
+
+
+async def test_an_answer_streams_with_its_route_beside_it(daemon: Daemon) -> None:
+    models = [{**whole()["models"][0], "id": name} for name in ("failover", "stuck", "busy")]
+    daemon.house.change(models=models)
+    async with running(daemon.connect, (120, 40)) as top:
+        await top.until("working")
+        await top.press("4")
+        await top.until("Ask failover")
+        await top.press(*"hello", "enter")
+        text = await top.until("kitchen 6-11 1.0 ms")
+        assert "one two" in text
+        assert "▸ hello" in text
+        assert "⚠ failover:6-11 was" in text
+        assert "first token 12 ms" in text
+        await top.press("ctrl+t")
+        await top.until("Ask stuck")
+        await top.press(*"go", "enter")
+        await asyncio.wait_for(daemon.generations.started.wait(), 10)
+        chat = cast("ChatScreen", top.app.screen)
+        await top.until(lambda: chat.turns[-1]["content"] == "go" and "▸ go" in top.text())
+        await top.press("escape")  # stops the answer, everywhere
+        await asyncio.wait_for(daemon.generations.ended["stuck"].wait(), 10)
+        await top.press("ctrl+t")
+        await top.until("Ask busy")
+        await top.press(*"x", "enter")
+        await top.until("✖ 4 generations run already.")
+        assert {"role": "user", "content": "x"} not in chat.turns
+        await top.press("ctrl+n")
+        await top.until(lambda: "▸ hello" not in top.text())
+        assert chat.turns == []
+
+
+async def test_the_palette_has_every_verb(daemon: Daemon) -> None:
+    async with running(daemon.connect, (120, 40)) as top:
+        await top.until("working")
+        await top.press("ctrl+p", *"peers")
+        await top.until("List the nodes.")
+        await top.press("down", "enter")
+        await top.until(lambda: top.app.current_mode == "nodes")
+        await top.press("ctrl+p", *"up (in")
+        await top.until("Start this machine's node.")
+        await top.press("down", "enter")
+        await top.until("In a terminal: hearthnet up")
+        await top.press("ctrl+p", *"invite")
+        await top.until("Let one in.")
+        await top.press("down", "enter")
+        await top.until("7-maple-river")
+
+
+def test_the_palettes_verbs_are_those_of_the_command_line() -> None:
+    script = (
+        "import typer.main; from mesh.cli.main import app;"
+        "print(*typer.main.get_command(app).commands)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                         timeout=60, check=True)  # fmt: skip
+    verbs = set(run.stdout.split())
+    assert set(HERE) <= verbs
+    assert {"top", "up", "log"} <= verbs
+
+
+async def test_a_lost_daemon_is_a_banner_over_the_last_picture(daemon: Daemon) -> None:
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await daemon.stop()
+        text = await top.until("✖ no daemon · trying again in")
+        assert "kitchen 16-23" in text
+        assert top.app.screen.has_class("stale")
+        people = top.app.screen.query_one(People)
+        await top.until(lambda: people.styles.opacity == 0.5)
+        await top.press("2", "i")
+        await top.until("No daemon answers.")
+        await daemon.start()  # on another port
+        daemon.house.stream.emit("peer_up", name="again")
+        await top.until(lambda: "no daemon" not in top.text())
+        await top.press("6")
+        await top.until("name=again")
+
+
+async def test_without_any_daemon_it_waits_for_one(daemon: Daemon) -> None:
+    found: list[Client] = []
+
+    def connect() -> Client:
+        if not found:
+            raise NotRunning("No hearthnet daemon runs here.", fix="Start one.")
+        return found.pop()
+
+    async with running(connect) as top:
+        await top.until("No hearthnet daemon runs here.")
+        await top.until("looking for the daemon")
+        found.append(daemon.connect())
+        await top.until("working")
+
+
+async def test_another_size_is_drawn_anew(daemon: Daemon) -> None:
+    async with running(daemon.connect, (120, 40)) as top:
+        await top.until("A" * 32)
+        await top.pilot.resize_terminal(60, 20)
+        text = await top.until(lambda: "A" * 32 not in top.text()) and top.text()
+        assert "A" * 16 in text
+        assert max(map(len, text.splitlines())) <= 60
+
+
+async def test_names_cannot_act_on_the_terminal(daemon: Daemon) -> None:
+    peers = [{**whole()["peers"][0], "name": "\x1b[2Jat\u202etic\n"}]
+    daemon.house.change(peers=peers)
+    daemon.house.stream.emit("peer_up", name="\x1b]0;x\x07\x9b2J")
+    async with running(daemon.connect) as top:
+        text = await top.until("[2Jattic")
+        assert not set("\x1b\x07\x9b\u202e") & set(text)
+
+
+async def test_without_colours_everything_is_still_said(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(daemon.connect) as top:
+        text = await top.until("working")
+        assert not all(map(is_grey, colours(top.app)))
+    monkeypatch.setenv("NO_COLOR", "1")
+    async with running(daemon.connect) as top:
+        assert await top.until("working") == text
+        assert all(map(is_grey, colours(top.app)))
+    for word in ("working", "unreachable", "ready", "missing layers 12-15", "▲", "A ●", "D ✖"):
+        assert word in text
+
+
+def colours(app: TopApp) -> set[tuple[int, int, int]]:
+    """All that are on the screen."""
+    update = app.screen._compositor.render_update(full=True)
+    assert isinstance(update, LayoutUpdate)
+    strips = (strip for line in update.strips for strip in line)
+    styles = {segment.style for strip in strips for segment in strip if segment.style}
+    found = {colour for style in styles for colour in (style.color, style.bgcolor) if colour}
+    return {(c.red, c.green, c.blue) for c in (colour.get_truecolor() for colour in found)}
+
+
+def is_grey(colour: tuple[int, int, int]) -> bool:
+    return max(colour) - min(colour) <= 2
+
+
+def test_only_this_verb_imports_textual() -> None:
+    script = "import sys, mesh.cli.main; print('textual' in sys.modules, 'tui' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                         timeout=60, check=True, env=dict(os.environ))  # fmt: skip
+    assert run.stdout.split() == ["False", "False"]

@@ -1,0 +1,114 @@
+"""What follows from a status: the verdict, the bars, the bottleneck."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.tui.house import hop, peer, shard, whole
+from tui.picture import GAP, Picture, bottleneck, coverages, nodes, verdict
+
+
+def picture(**parts: Any) -> Picture:
+    return Picture({**whole(), **parts})
+
+
+def model(runnable: bool, reason: str | None, *missing: str) -> dict[str, Any]:
+    return {"id": "m", "total_layers": 8, "runnable": runnable, "missing": list(missing),
+            "reason": reason, "context": None, "nodes": [], "local": True}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("models", "state", "words"),
+    [
+        ([], "bad", "no model is held by anybody"),
+        ([model(False, "loading")], "wait", "starting · m: loading"),
+        ([model(False, "missing layers 4-7", "4-7")], "bad", "not working · m: missing layers 4-7"),
+        ([model(True, None)], "ok", "working · m · 3 nodes · 1 answer at 18.5 tok/s"),
+    ],
+)
+def test_the_verdict_is_one_line(models: list[Any], state: str, words: str) -> None:
+    found = verdict(picture(models=models))
+    assert found.state == state
+    assert words in found.words
+
+
+def test_before_the_first_update_nothing_is_claimed() -> None:
+    assert verdict(Picture()).state == "wait"
+    assert nodes(Picture()) == []
+    assert coverages(Picture()) == []
+
+
+@pytest.mark.parametrize(
+    ("width", "bar"),
+    [
+        (8, "AAAABB··"),
+        (4, "AAB·"),
+        (17, "AAAAAAAABBBB····"),
+        (1, "·"),
+        (100, "A" * 16 + "B" * 8 + "·" * 8),
+    ],
+)
+def test_a_bar_shows_gaps_at_every_width(width: int, bar: str) -> None:
+    held = picture(
+        shards=[shard("m", "0-3")],
+        peers=[peer("attic", "a", 1.0, [shard("m", "4-5")])],
+        models=[model(False, "missing layers 6-7", "6-7")],
+    )
+    (found,) = coverages(held)
+    assert "".join(cell[0] for cell in found.cells(width)) == bar.replace("·", GAP)
+    assert "missing layers 6-7" in found.words
+
+
+def test_who_holds_a_layer_as_well_is_known() -> None:
+    spare = peer("attic", "a", 1.0, [shard("m", "2-7")])
+    held = picture(shards=[shard("m", "0-3")], peers=[spare], models=[model(True, None)])
+    (found,) = coverages(held)
+    assert found.cells(8) == ["A", "A", "AB", "AB", "B", "B", "B", "B"]
+    assert "2 layers held more than once" in found.words
+
+
+def test_nobody_blames_a_cable_between_a_machine_and_itself() -> None:
+    running = {"route": [hop("sofa", "0-7", 20.0, 2.0)], "tokens_per_second": 40.0}
+    slowest = bottleneck(running, "sofa")
+    assert slowest is not None
+    assert "cable" not in slowest.words
+
+
+def test_a_node_that_is_gone_holds_nothing() -> None:
+    gone = peer("attic", "a", None, [shard("m", "0-7")], state="unreachable")
+    (found,) = coverages(picture(shards=[], peers=[gone], models=[model(False, "missing", "0-7")]))
+    assert set(found.cells(8)) == {GAP}
+
+
+@pytest.mark.parametrize(
+    ("route", "speed", "place", "words"),
+    [
+        ([hop("a", "0-3", 5.0, 4.0), hop("b", "4-7", 20.0, 2.0)], 30.0, 1, "a cable would help"),
+        ([hop("a", "0-3", 50.0, 49.0), hop("b", "4-7", 2.0, 1.0)], 19.0, 0, "fewer layers there"),
+        ([hop("a", "0-7", 50.0, 49.0)], 19.0, 0, "a faster machine would help"),
+        ([hop("a", "0-7", 5.0, 4.0)], 10.0, 0, "embedding and head"),
+        ([hop("a", "0-7", 5.0, 4.0)], None, 0, "a faster machine"),
+    ],
+)
+def test_the_bottleneck_says_what_would_help(
+    route: list[Any], speed: float | None, place: int, words: str
+) -> None:
+    found = bottleneck({"route": route, "tokens_per_second": speed})
+    assert found is not None
+    assert found.place == place
+    assert words in found.words
+
+
+def test_without_times_there_is_no_bottleneck() -> None:
+    assert bottleneck({"route": [], "tokens_per_second": None}) is None
+    assert bottleneck({"route": [hop("a", "0-7", 0.0, 0.0)], "tokens_per_second": None}) is None
+
+
+def test_more_nodes_than_letters_are_shown() -> None:
+    many = [peer(f"n{number:02}", f"k{number}", 1.0, []) for number in range(40)]
+    seen = nodes(picture(peers=many))
+    assert len(seen) == 41
+    assert seen[25].letter == "Z"
+    assert seen[40].letter == "*"

@@ -1,0 +1,148 @@
+"""A conversation: answers as Markdown that streams, their route beside them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import Any, ClassVar
+
+from textual import work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.reactive import var
+from textual.widgets import Input, Markdown, Static
+from textual.worker import Worker
+
+from mesh.errors import MeshError
+from tui.picture import Picture
+from tui.screens.screen import TopScreen
+from tui.widgets.beside import Beside
+from tui.words import clean, printable
+
+
+class ChatScreen(TopScreen):
+    """Ask and read. A stopped answer stays in the conversation as far as it came."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "stop", "Stop", priority=True),
+        Binding("ctrl+t", "next_model", "Model", priority=True),
+        Binding("ctrl+n", "forget", "New conversation", priority=True, show=False),
+    ]
+    AUTO_FOCUS = "Input"
+    model: var[str] = var("")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns: list[dict[str, str]] = []
+        self._answering: Worker[None] | None = None
+
+    def body(self) -> ComposeResult:
+        """See `TopScreen`."""
+        with Horizontal():
+            with Vertical():
+                yield VerticalScroll(id="said", can_focus=True)
+                yield Input(placeholder="Ask …", id="ask")
+            yield Beside()
+
+    def took(self, picture: Picture) -> None:
+        """See `TopScreen`."""
+        if self.model not in (ready := _ready(picture)):
+            self.model = ready[0] if ready else ""
+
+    def watch_model(self) -> None:
+        """The field says who is asked."""
+        for field in self.query("#ask").results(Input):
+            said = f"Ask {self.model} …" if self.model else "no model can be asked now"
+            field.placeholder = said
+
+    def action_next_model(self) -> None:
+        """Ask the next of the models from now on."""
+        ready = _ready(self.picture)
+        if ready:
+            at = ready.index(self.model) if self.model in ready else -1
+            self.model = ready[(at + 1) % len(ready)]
+            self.notify(f"{self.model} is asked from now on.", markup=False)
+
+    def action_stop(self) -> None:
+        """Stop the answer; without one, leave the field, so that keys change screens."""
+        if self._answering is not None and self._answering.is_running:
+            self._answering.cancel()
+        else:
+            self.query_one("#said").focus()
+
+    async def action_forget(self) -> None:
+        """Begin a new conversation."""
+        if self._answering is not None:
+            self._answering.cancel()
+        self.turns.clear()
+        await self.query_one("#said").remove_children()
+        self.query_one("#ask").focus()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Ask, unless an answer is still coming."""
+        running = self._answering is not None and self._answering.is_running
+        if not event.value.strip() or running:
+            return
+        if not self.model:
+            self.notify("No model can be asked now.", severity="warning")
+            return
+        event.input.value = ""
+        self._answering = self._answer(event.value)
+
+    @work(exclusive=True, group="answer", exit_on_error=False)
+    async def _answer(self, text: str) -> None:
+        said = self.query_one("#said", VerticalScroll)
+        answer = Markdown("", open_links=False)
+        await said.mount(Static(f"▸ {text}", classes="question", markup=False), answer)
+        said.anchor()
+        self.turns.append({"role": "user", "content": text})
+        beside = self.query_one(Beside)
+        beside.happened, beside.shown, beside.ended = (), "", {}
+        stream = Markdown.get_stream(answer)
+        told: list[str] = []
+        try:
+            chunks = self.daemon().chat(self.model, list(self.turns))
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    piece = self._take(chunk, beside)
+                    told.append(piece)
+                    await stream.write(printable(piece))
+        except MeshError as error:
+            words = clean(f"✖ {error.message} {error.fix or ''}")
+            await said.mount(Static(words, classes="failed", markup=False))
+        finally:
+            beside.shown = ""
+            await stream.stop()
+            if "".join(told):
+                self.turns.append({"role": "assistant", "content": "".join(told)})
+            else:
+                self.turns.pop()
+
+    def _take(self, chunk: Mapping[str, Any], beside: Beside) -> str:
+        """The text of a chunk; what it says of the route goes beside the answer."""
+        if not beside.shown:
+            # How the status names it: see `mesh.types.shown_id`.
+            beside.shown = hashlib.sha256(chunk["id"].encode()).hexdigest()[:16]
+        extension = clean(chunk.get("hearthnet", {}))
+        if "event" in extension:
+            beside.happened = (*beside.happened[-4:], _happened(extension["event"]))
+        elif extension:
+            beside.ended = extension
+        texts = [choice["delta"].get("content") or "" for choice in chunk["choices"]]
+        return "".join(texts)
+
+
+def _ready(picture: Picture) -> list[str]:
+    return [model["id"] for model in picture.rows("models") if model["runnable"]]
+
+
+def _happened(event: Mapping[str, Any]) -> str:
+    match event["type"]:
+        case "shard_failover":
+            return f"{event['lost']} was replaced by {', '.join(event['replaced_by'])}"
+        case "shard_status":
+            return f"{event['shard_id']} on {event['node']}: {event['status']} ({event['reason']})"
+        case _:
+            return f"the distributed run ended: {event.get('reason', event['type'])}"

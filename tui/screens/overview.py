@@ -1,0 +1,24 @@
+"""The first screen: is it working, who is here, what is held, what runs, what happened."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+
+from tui.screens.screen import TopScreen
+from tui.widgets.answers import Answers
+from tui.widgets.bars import Bars
+from tui.widgets.latest import Latest
+from tui.widgets.people import People
+
+
+class OverviewScreen(TopScreen):
+    """Answers at a glance."""
+
+    def body(self) -> ComposeResult:
+        """See `TopScreen`."""
+        with VerticalScroll(can_focus=True):
+            yield People()
+            yield Bars()
+            yield Answers()
+            yield Latest()

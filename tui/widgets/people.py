@@ -1,0 +1,46 @@
+"""Who is here, with which layers, and how far away."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from tui.picture import Picture, nodes
+from tui.widgets.drawn import Drawn
+from tui.words import COLOURS, GLYPHS, ms
+
+
+class People(Drawn):
+    """A line for each node."""
+
+    BORDER_TITLE = "nodes"
+
+    def text(self, picture: Picture, width: int) -> Text:
+        """See `Drawn`."""
+        seen = nodes(picture)
+        wide = min(16, max((len(node.name) for node in seen), default=0))
+        words = [node.word.partition(":")[0] for node in seen]
+        said = max(map(len, words), default=0)
+        lines = []
+        for node, word in zip(seen, words, strict=True):
+            line = Text()
+            away = ms(node.rtt_ms) if node.word == "up" else ""
+            line.append(f"{node.letter} ", node_style(node.letter))
+            line.append(f"{GLYPHS[node.state]} ", COLOURS[node.state])
+            line.append(f"{node.name[:wide]:<{wide}}  ")
+            line.append(f"{word:<{said}} {away:>8}  ", "dim")
+            line.append(
+                ", ".join(f"{model} {layers}" for model, layers in node.shards) or "no layers"
+            )
+            line.truncate(width, overflow="ellipsis")
+            lines.append(line)
+        if len(seen) == 1:
+            lines.append(Text("  no other node is seen: `hearthnet invite` lets one in", "dim"))
+        return Text("\n").join(lines)
+
+
+_COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
+
+
+def node_style(letter: str) -> str:
+    """The style of a node's letter, on bars and beside its name."""
+    return f"black on {_COLOURS[ord(letter) % len(_COLOURS)]}" if letter.isalpha() else "reverse"

@@ -1,0 +1,46 @@
+"""A table that is filled again and again without its cursor jumping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.text import Text
+from textual.widgets import DataTable
+
+Row = Sequence[str | Text]
+
+
+class Table(DataTable[str | Text]):
+    """Rows have keys; cells that are the same are left alone."""
+
+    def __init__(self, *columns: str, id: str | None = None) -> None:
+        super().__init__(id=id, cursor_type="row", zebra_stripes=False)
+        self._names = columns
+        self._rows: dict[str, Row] = {}
+
+    def on_mount(self) -> None:
+        """Make the columns."""
+        for name in self._names:
+            self.add_column(name, key=name)
+
+    @property
+    def chosen(self) -> str | None:
+        """The key of the row that the cursor is on."""
+        keys = list(self._rows)
+        return keys[self.cursor_row] if 0 <= self.cursor_row < len(keys) else None
+
+    def fill(self, rows: Mapping[str, Row]) -> None:
+        """Show these rows, in their order; the cursor stays on its row."""
+        if list(rows) != list(self._rows):
+            chosen = self.chosen
+            self.clear()
+            for key, row in rows.items():
+                self.add_row(*row, key=key)
+            if chosen is not None and chosen in rows:
+                self.move_cursor(row=list(rows).index(chosen), animate=False)
+        else:
+            for key, row in rows.items():
+                for name, cell, before in zip(self._names, row, self._rows[key], strict=True):
+                    if cell != before:
+                        self.update_cell(key, name, cell, update_width=True)
+        self._rows = dict(rows)
