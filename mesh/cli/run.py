@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.answers import Answer, receive
-from mesh.cli.options import ApiPort, Host, Json, StateDir, ask, locate_daemon
+from mesh.cli.answers import Answer, Hidden, display, receive
+from mesh.cli.options import ApiPort, Host, Json, Plain, StateDir, Verbose, ask, locate_daemon
 from mesh.cli.output import note, print_json
 from mesh.errors import BadRequest
 
@@ -42,6 +42,8 @@ def run(  # noqa: PLR0913 - flags
     ignore_eos: _IgnoreEos = False,
     wire_dtype: _Wire = None,
     raw: _Raw = False,
+    plain: Plain = False,
+    verbose: Verbose = False,
     state_dir: StateDir = None,
     host: Host = None,
     api_port: ApiPort = None,
@@ -62,13 +64,14 @@ def run(  # noqa: PLR0913 - flags
             chunks = client.complete(model, text, **options)
         else:
             chunks = client.chat(model, messages, **options)
-        await receive(chunks, answer, show=not as_json)
+        shown = Hidden() if as_json else display(markdown=not (plain or raw))
+        await receive(chunks, answer, shown)
 
     ask(locate_daemon(state_dir, host, api_port), question)
     if as_json:
         print_json(answer.to_dict())
-    else:
-        note(answer.summary)
+    if verbose or not as_json:
+        note(answer.timings() if verbose else answer.summary)
 
 
 def _whole_prompt(prompt: str | None) -> str:

@@ -85,8 +85,10 @@ class PipelineOrchestrator:
             constructed = time.monotonic()
             session.request_id = asked.request_id
             cached, widened = len(session.token_ids), session.route.widened
-            thoughts = thoughts_of(self._model.text, asked, prompt)
-            answer = Answer(self._model.text, asked.sampling, limit, started, len(prompt), thoughts)
+            answer = Answer(
+                self._model.text, asked.sampling, limit, started, len(prompt),
+                thoughts_of(self._model.text, asked, prompt),
+            )  # fmt: skip
             finished = False
             try:
                 for notice in notices:
