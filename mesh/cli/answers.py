@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import AsyncGenerator
@@ -142,12 +141,16 @@ class Thinking:
 
 def styles(stream: TextIO) -> bool:
     """Whether what is written there may be dim or coloured."""
-    return is_screen(stream) and not os.environ.get("NO_COLOR")
+    from mesh.config import terminal_features
+
+    return stream.isatty() and all(terminal_features())
 
 
 def is_screen(stream: TextIO) -> bool:
     """Whether this is a terminal whose cursor can be moved."""
-    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    from mesh.config import terminal_features
+
+    return stream.isatty() and terminal_features()[0]
 
 
 def display(*, markdown: bool) -> Display:

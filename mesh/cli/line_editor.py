@@ -109,10 +109,7 @@ def _keys() -> KeyBindings:
     @keys.add("enter")
     def _enter(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        menu = buffer.complete_state
-        if menu is not None and menu.current_completion is not None:
-            buffer.complete_state = None  # takes what is chosen; another Enter sends it
-        elif not unquoted(buffer.text)[1]:
+        if not unquoted(buffer.text)[1]:
             buffer.newline(copy_margin=False)
         else:
             buffer.validate_and_handle()

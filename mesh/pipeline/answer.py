@@ -10,7 +10,7 @@ from mesh.errors import CacheFull
 from mesh.models.reasoning import Thoughts, overlap
 from mesh.pipeline.model import Text
 from mesh.pipeline.sampler import logprob_of
-from mesh.types import GenerationRequest, SamplingParams, TokenDelta, TokenLogprob
+from mesh.types import GenerationRequest, TokenDelta, TokenLogprob
 
 if TYPE_CHECKING:
     import torch
@@ -22,29 +22,28 @@ _MARK_TOKENS = 16
 class Answer:
     """Collects tokens until an end token, a stop string or the limit: see `finish_reason`.
 
-    `note` says why it ended where nobody asked it to. With `thoughts` reasoning is kept apart; stop
-    strings do not stop that.
+    `note` says why it ended where nobody asked it to. Reasoning is kept apart (see `thoughts_of`);
+    stop strings do not stop that.
     """
 
     def __init__(
         self,
         text: Text,
-        params: SamplingParams,
+        request: GenerationRequest,
+        prompt: Sequence[int],
         limit: int,
         started: float,
-        prompt_tokens: int,
-        thoughts: Thoughts | None = None,
     ) -> None:
         self.token_ids: list[int] = []
         self.finish_reason = ""
         self.note = ""
         self._text = text
-        self._params = params
+        self._params = request.sampling
         self._limit = limit
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens = len(prompt)
         self._decoder = text.decoder()
-        self._stops = StopStrings(params.stop)
-        self._thoughts = thoughts
+        self._stops = StopStrings(request.sampling.stop)
+        self._thoughts = thoughts_of(text, request, prompt)
         self._started = started
         self._first_at = started
         self._last_at = started

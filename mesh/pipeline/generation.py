@@ -22,7 +22,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
 from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
-from mesh.pipeline.answer import Answer, thoughts_of
+from mesh.pipeline.answer import Answer
 from mesh.pipeline.failover import Failover, FailoverSettings, LocalModel
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.prefill import TokenFeed
@@ -85,10 +85,7 @@ class PipelineOrchestrator:
             constructed = time.monotonic()
             session.request_id = asked.request_id
             cached, widened = len(session.token_ids), session.route.widened
-            answer = Answer(
-                self._model.text, asked.sampling, limit, started, len(prompt),
-                thoughts_of(self._model.text, asked, prompt),
-            )  # fmt: skip
+            answer = Answer(self._model.text, asked, prompt, limit, started)
             finished = False
             try:
                 for notice in notices:

@@ -83,9 +83,11 @@ def test_an_answer_through_a_real_tokenizer(
         "<think>\n" if opened else "{# <think> #}"
     )
     text = _text(directory, template, special=special)
-    ask = GenerationRequest("r", ModelId("m"), messages=({"role": "user", "content": "hello"},))
+    ask = GenerationRequest(
+        "r", ModelId("m"), messages=({"role": "user", "content": "hello"},),
+        sampling=SamplingParams(stop=("STOP",)),
+    )  # fmt: skip
     prompt = text.prompt_ids(ask, None)
-    thoughts = thoughts_of(text, ask, prompt)
     start = "" if opened else "<think>\n"
     ids = text.prompt_ids(
         GenerationRequest(
@@ -94,7 +96,7 @@ def test_an_answer_through_a_real_tokenizer(
         None,
     )
     ids = [token for token in ids if token not in {1}]
-    answer = Answer(text, SamplingParams(stop=("STOP",)), 99, 0.0, 3, thoughts)
+    answer = Answer(text, ask, prompt, 99, 0.0)
     deltas = []
     for token in ids:
         deltas.append(answer.take(token, torch.zeros(512)))
