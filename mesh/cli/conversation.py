@@ -44,7 +44,7 @@ class Conversation:
                 self.turns.append({"role": "assistant", "content": answer.text})
             else:
                 self.turns.pop()
-            if answer.tokens:
+            if answer.text or answer.tokens:
                 self.last = answer
         return answer
 
