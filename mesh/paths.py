@@ -94,6 +94,16 @@ class StatePaths:
         return self.root / "jobs"
 
     @property
+    def chat_history(self) -> Path:
+        """What was typed into `hearthnet chat`, for the arrow keys (0600)."""
+        return self.root / "chat-history"
+
+    @property
+    def chats_dir(self) -> Path:
+        """Conversations that `/save` kept, a file each (0600)."""
+        return self.root / "chats"
+
+    @property
     def lock(self) -> Path:
         """Locked by the one process that uses the directory (see `mesh.runtime`)."""
         return self.root / "lock"

@@ -301,13 +301,15 @@ class TokenLogprob:
 class TokenDelta:
     """New tokens. `text` may be empty while a character is still incomplete.
 
-    The first of an answer says how many tokens the prompt has; it is 0 afterwards.
+    The first of an answer says how many tokens the prompt has; it is 0 afterwards. `reasoning` is
+    what the model thinks aloud before its answer, which `text` does not repeat.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_tokens: int = 0
+    reasoning: str = ""
     type: str = "token_delta"
 
 

@@ -153,6 +153,13 @@ class ScriptedGenerations:
             yield TokenDelta(token, (number,), logprobs)
         yield done(tuple(range(len(words))))
 
+    async def _thinks(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
+        yield TokenDelta("", (1,), reasoning="first this,\n")
+        yield TokenDelta("", (2,), reasoning="then that")
+        yield TokenDelta("so", (3,), reasoning=".")
+        yield TokenDelta(" it is", (4,))
+        yield done((1, 2, 3, 4))
+
     async def _failover(self, _request: GenerationRequest) -> AsyncIterator[StreamFrame]:
         lost, new = ShardId("failover:6-11"), ShardId("failover:4-11")
         yield TokenDelta("one", (1,))

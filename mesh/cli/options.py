@@ -36,6 +36,8 @@ ApiPort = Annotated[
         "--api-port", metavar="N", min=1, max=65535, help="Ask the daemon on this local port."
     ),
 ]
+Plain = Annotated[bool, typer.Option("--plain", help="Show the answer as it is, no Markdown.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Say where the time went.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

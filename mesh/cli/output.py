@@ -64,6 +64,11 @@ def print_json(payload: Any) -> None:
     say(json.dumps(payload, indent=2))
 
 
+def print_json_line(payload: Any) -> None:
+    """The same on a single line, for streams of them."""
+    say(json.dumps(payload))
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table on stdout: ruled on a terminal, aligned columns of text otherwise."""
     lines = [[one_line("-" if cell in {None, ""} else cell) for cell in row] for row in rows]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.answers import ReceivedAnswer, receive
-from mesh.cli.options import AskedDaemon, asks
-from mesh.cli.output import note
+from mesh.cli.answers import Hidden, ReceivedAnswer, display, receive
+from mesh.cli.options import AskedDaemon, Plain, Verbose, asks
+from mesh.cli.output import note, print_json
 from mesh.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ def run(  # noqa: PLR0913 - flags
     ignore_eos: _IgnoreEos = False,
     wire_dtype: _Wire = None,
     raw: _Raw = False,
+    plain: Plain = False,
+    verbose: Verbose = False,
 ) -> None:
     """Ask once. Piped input is added to the prompt; the answer is the only thing on stdout."""
     text = _whole_prompt(prompt)
@@ -60,10 +62,14 @@ def run(  # noqa: PLR0913 - flags
             chunks = client.complete(model, text, **options)
         else:
             chunks = client.chat(model, messages, **options)
-        await receive(chunks, answer, show=not daemon.json)
+        shown = Hidden() if daemon.json else display(markdown=not (plain or raw))
+        await receive(chunks, answer, shown)
 
     daemon.ask(question)
-    daemon.show(answer.to_dict(), lambda _: note(answer.summary))
+    if daemon.json:
+        print_json(answer.to_dict())
+    if verbose or not daemon.json:
+        note(answer.timings() if verbose else answer.summary)
 
 
 def _whole_prompt(prompt: str | None) -> str:

@@ -9,6 +9,7 @@ from mesh.config.settings import (
     flatten,
     is_loopback,
     load_config,
+    terminal_features,
 )
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "flatten",
     "is_loopback",
     "load_config",
+    "terminal_features",
 ]

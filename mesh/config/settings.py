@@ -267,6 +267,11 @@ def client_host() -> str | None:
     return os.environ.get("HEARTHNET_HOST") or None
 
 
+def terminal_features() -> tuple[bool, bool]:
+    """Whether a terminal can move its cursor (TERM), and may use colours (NO_COLOR)."""
+    return os.environ.get("TERM", "dumb") != "dumb", not os.environ.get("NO_COLOR")
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address (or ``localhost``) reaches this machine only."""
     if host == "localhost":

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from mesh.errors import BadCheckpoint, BadRequest, ContextTooLong
 from mesh.models.detokenize import IncrementalDecoder, decoder_for
 from mesh.models.manifest import Manifest
+from mesh.models.reasoning import ReasoningMarks, marks_in
 
 _COMPOSING = 4
 """NFC makes text shorter: three Hangul letters of nine bytes become a syllable of three."""
@@ -105,6 +106,15 @@ class Tokenizer:
         """Whether `encode_chat` follows the model's own template or the plain one."""
         return bool(self._tokenizer.chat_template)
 
+    def reasoning_marks(self) -> ReasoningMarks | None:
+        """The marks around what the model thinks, where its template has some."""
+        marks = marks_in(str(self._tokenizer.chat_template or ""))
+        if marks is None:
+            return None
+        ids = [(self._tokenizer.convert_tokens_to_ids(mark), mark) for mark in marks]
+        own = {token_id: mark for token_id, mark in ids if self._is_unseen(token_id)}
+        return ReasoningMarks(*marks, own)
+
     def encode(self, prompt: str, most: int | None = None) -> list[int]:
         """The ids of a plain prompt, with the special tokens the model starts with.
 
@@ -162,6 +172,10 @@ class Tokenizer:
     def decoder(self) -> IncrementalDecoder:
         """A fresh decoder for one generation's ids; its parts joined equal `decode` of them all."""
         return decoder_for(self._backend, self.decode)
+
+    def _is_unseen(self, token_id: int | None) -> bool:
+        unknown = self._tokenizer.unk_token_id
+        return token_id is not None and token_id != unknown and not self.decode([token_id])
 
     def _encode(self, text: str, most: int | None, *, special: bool) -> list[int]:
         if most is not None:

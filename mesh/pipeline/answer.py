@@ -7,32 +7,43 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mesh.errors import CacheFull
+from mesh.models.reasoning import Thoughts, overlap
 from mesh.pipeline.model import Text
 from mesh.pipeline.sampler import logprob_of
-from mesh.types import SamplingParams, TokenDelta, TokenLogprob
+from mesh.types import GenerationRequest, TokenDelta, TokenLogprob
 
 if TYPE_CHECKING:
     import torch
+
+_MARK_TOKENS = 16
+"""No mark, with the line ends behind it, takes more."""
 
 
 class Answer:
     """Collects tokens until an end token, a stop string or the limit: see `finish_reason`.
 
-    `note` says why it ended where nobody asked it to.
+    `note` says why it ended where nobody asked it to. Reasoning is kept apart (see `thoughts_of`);
+    stop strings do not stop that.
     """
 
     def __init__(
-        self, text: Text, params: SamplingParams, limit: int, started: float, prompt_tokens: int
+        self,
+        text: Text,
+        request: GenerationRequest,
+        prompt: Sequence[int],
+        limit: int,
+        started: float,
     ) -> None:
         self.token_ids: list[int] = []
         self.finish_reason = ""
         self.note = ""
         self._text = text
-        self._params = params
+        self._params = request.sampling
         self._limit = limit
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens = len(prompt)
         self._decoder = text.decoder()
-        self._stops = StopStrings(params.stop)
+        self._stops = StopStrings(request.sampling.stop)
+        self._thoughts = thoughts_of(text, request, prompt)
         self._started = started
         self._first_at = started
         self._last_at = started
@@ -44,25 +55,27 @@ class Answer:
             self._first_at = self._last_at
         self.token_ids.append(token)
         ends = token in self._text.eos_ids and not self._params.ignore_eos
-        shown = "" if ends else self._stops.push(self._decoder.push(token))
+        thought, shown = ("", "") if ends else self._show(token, self._decoder.push(token))
         if ends or self._stops.hit is not None:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self._limit:
             self.finish_reason = "length"
         if self.finish_reason and self._stops.hit is None:
-            shown += self._stops.push(self._decoder.flush()) + self._stops.flush()
+            last_thought, rest = self._flush()
+            thought, shown = thought + last_thought, shown + rest
         logprobs: tuple[TokenLogprob, ...] = ()
         if self._params.logprobs is not None:
             logprobs = (logprob_of(logits, token, self._params.logprobs, self._text.token_text),)
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0
-        return TokenDelta(shown, (token,), logprobs, prompt_tokens)
+        return TokenDelta(shown, (token,), logprobs, prompt_tokens, thought)
 
     def end_early(self, full: CacheFull) -> TokenDelta:
         """It cannot go on: the text that was held back. Raises `full` when there is no token."""
         if not self.token_ids:
             raise full
         self.finish_reason, self.note = "length", full.message
-        return TokenDelta(self._stops.push(self._decoder.flush()) + self._stops.flush(), ())
+        thought, shown = self._flush()
+        return TokenDelta(shown, (), reasoning=thought)
 
     @property
     def first_token_ms(self) -> float:
@@ -74,6 +87,33 @@ class Answer:
         """Over the tokens after the first; 0 when there is only one."""
         elapsed = self._last_at - self._first_at
         return (len(self.token_ids) - 1) / elapsed if elapsed > 0 else 0.0
+
+    def _show(self, token: int | None, text: str) -> tuple[str, str]:
+        """More text, as reasoning and as answer."""
+        if self._thoughts is None:
+            return "", self._stops.push(text)
+        thought, said = self._thoughts.push(token, text)
+        return thought, self._stops.push(said)
+
+    def _flush(self) -> tuple[str, str]:
+        thought, shown = self._show(None, self._decoder.flush())
+        if self._thoughts is not None:
+            last_thought, said = self._thoughts.flush()
+            thought, shown = thought + last_thought, shown + self._stops.push(said)
+        return thought, shown + self._stops.flush()
+
+
+def thoughts_of(text: Text, request: GenerationRequest, prompt: Sequence[int]) -> Thoughts | None:
+    """What keeps the reasoning of a chat's answer apart, where the model's template marks it.
+
+    A text that is only continued is never split. Some templates open the marks themselves, at the
+    end of the prompt.
+    """
+    marks = text.reasoning_marks
+    if marks is None or request.messages is None:
+        return None
+    tail = "".join(text.token_text(token) for token in prompt[-_MARK_TOKENS:])
+    return Thoughts(marks, open_already=tail.rstrip().endswith(marks.opening))
 
 
 class StopStrings:
@@ -96,7 +136,7 @@ class StopStrings:
             where, self.hit = min(found)
             shown, self._held = self._held[:where], ""
             return shown
-        keep = max(self._overlap(stop) for stop in self._stops)
+        keep = max(overlap(self._held, stop) for stop in self._stops)
         cut = len(self._held) - keep
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown
@@ -105,10 +145,3 @@ class StopStrings:
         """What was held back, once no more text comes."""
         shown, self._held = self._held, ""
         return shown
-
-    def _overlap(self, stop: str) -> int:
-        """How many characters at the end of the held text begin `stop`."""
-        for size in range(min(len(stop) - 1, len(self._held)), 0, -1):
-            if self._held.endswith(stop[:size]):
-                return size
-        return 0

@@ -53,6 +53,7 @@ class CheckpointText:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self.eos_ids = tokenizer.eos_ids
+        self.reasoning_marks = tokenizer.reasoning_marks()
 
     def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         """The token ids of a request. Raises BadRequest, ContextTooLong beyond `most`."""

@@ -85,7 +85,7 @@ class PipelineOrchestrator:
             constructed = time.monotonic()
             session.request_id = asked.request_id
             cached, widened = len(session.token_ids), session.route.widened
-            answer = Answer(self._model.text, asked.sampling, limit, started, len(prompt))
+            answer = Answer(self._model.text, asked, prompt, limit, started)
             finished = False
             try:
                 for notice in notices:

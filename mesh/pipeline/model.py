@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from mesh.models.reasoning import ReasoningMarks
 from mesh.types import GenerationRequest, ModelId
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class Text(Protocol):
     @property
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
+
+    @property
+    def reasoning_marks(self) -> ReasoningMarks | None:
+        """How the model's thinking begins and ends in a chat; None when it has no way to say."""
 
     def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         """The token ids a request stands for. Raises BadRequest, ContextTooLong beyond `most`.

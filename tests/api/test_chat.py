@@ -240,3 +240,20 @@ async def test_openai_client_maps_errors(api: Served) -> None:
         with pytest.raises(openai.APIError) as stalled:
             await ask("breaks", stream=True)
         assert stalled.value.code == "pipeline_stalled"
+
+
+async def test_reasoning_stands_apart_from_the_answer(http: httpx.AsyncClient) -> None:
+    answer = (await http.post("/v1/chat/completions", json=body("thinks"))).json()
+    message = answer["choices"][0]["message"]
+    assert message["content"] == "so it is"
+    assert message["reasoning_content"] == "first this,\nthen that."
+    *streamed, _ = await chunks(http, body("thinks"))
+    deltas = [choice["delta"] for chunk in streamed for choice in chunk["choices"]]
+    assert deltas[1:4] == [
+        {"reasoning_content": "first this,\n"},
+        {"reasoning_content": "then that"},
+        {"reasoning_content": ".", "content": "so"},
+    ]
+    # The message may be sent back as it came.
+    again = {"model": "echo", "messages": [message, *HELLO]}
+    assert (await http.post("/v1/chat/completions", json=again)).status_code == 200

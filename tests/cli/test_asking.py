@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import sys
 
@@ -12,6 +11,7 @@ import pytest
 
 from tests.api.conftest import Served
 from tests.cli.conftest import COMMAND, Run
+from tests.cli.terminal import Terminal
 
 
 async def test_answer_is_alone_on_stdout(hearthnet: Run, daemon: Served) -> None:
@@ -154,52 +154,6 @@ async def test_piped_chat_stops_at_an_error(hearthnet: Run, daemon: Served) -> N
     assert finished.code == 4
     assert "org/half cannot answer now: missing layers 8-11" in finished.err
     assert len(daemon.generations.requests) == 1
-
-
-class Terminal:
-    """A process on a terminal of its own; what it prints is read as it comes."""
-
-    def __init__(self, environment: dict[str, str], *arguments: str) -> None:
-        self._arguments = arguments
-        self._environment = environment
-        self.seen = ""
-
-    async def __aenter__(self) -> Terminal:
-        self._ours, theirs = os.openpty()
-        self.process = await asyncio.create_subprocess_exec(
-            *COMMAND, *self._arguments,
-            stdin=theirs, stdout=theirs, stderr=theirs, env=self._environment,
-            start_new_session=True,
-        )  # fmt: skip
-        os.close(theirs)
-        os.set_blocking(self._ours, False)
-        self._news = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._ours, self._read)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        asyncio.get_running_loop().remove_reader(self._ours)
-        os.close(self._ours)
-        if self.process.returncode is None:
-            self.process.kill()
-            await self.process.wait()
-
-    def _read(self) -> None:
-        try:
-            self.seen += os.read(self._ours, 65536).decode(errors="replace")
-        except OSError:  # Linux' way to say that the other side has closed
-            asyncio.get_running_loop().remove_reader(self._ours)
-        self._news.set()
-
-    async def until(self, text: str) -> None:
-        async with asyncio.timeout(20):
-            while text not in self.seen:
-                self._news.clear()
-                await self._news.wait()
-        self.seen = self.seen.partition(text)[2]
-
-    def type(self, text: str) -> None:
-        os.write(self._ours, text.encode())
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")

@@ -12,7 +12,10 @@ import pytest
 from tests.api.conftest import Served, serving, with_key
 from tests.cli.conftest import Run
 
-HEAVY = ("torch", "transformers", "textual", "starlette", "uvicorn", "httpx", "pydantic", "numpy")
+HEAVY = (
+    "torch", "transformers", "textual", "starlette", "uvicorn", "httpx", "pydantic", "numpy",
+    "rich", "prompt_toolkit", "markdown_it", "msgspec",
+)  # fmt: skip
 LIST_MODULES = (
     "import sys; from mesh.cli.main import main\ntry: main()\nfinally: print(*sys.modules)"
 )

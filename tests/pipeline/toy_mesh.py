@@ -305,6 +305,7 @@ class ToyText:
     """Tokens are numbers; 0 ends."""
 
     eos_ids = frozenset({0})
+    reasoning_marks = None
 
     def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         return list(request.prompt_ids or ())

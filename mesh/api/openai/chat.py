@@ -16,7 +16,7 @@ from mesh.api.openai.schemas import ChatBody
 from mesh.api.openai.streaming import events, streamed, whole
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations
-from mesh.types import TokenLogprob
+from mesh.types import TokenDelta, TokenLogprob
 
 
 def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -> list[Route]:
@@ -47,19 +47,19 @@ class _ChatStyle:
     def opening(self) -> dict[str, Any]:
         return self._delta({"role": "assistant", "content": ""})
 
-    def piece(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> dict[str, Any]:
-        return self._delta({"content": text}, logprobs)
+    def piece(self, delta: TokenDelta) -> dict[str, Any]:
+        said = {"content": delta.text} if delta.text or not delta.reasoning else {}
+        return self._delta(_reasoning(delta) | said, delta.logprobs)
 
     def ending(self, finish_reason: str) -> dict[str, Any]:
         return self._delta({}) | {"finish_reason": finish_reason}
 
-    def whole(
-        self, text: str, logprobs: tuple[TokenLogprob, ...], finish_reason: str
-    ) -> dict[str, Any]:
+    def whole(self, answer: TokenDelta, finish_reason: str) -> dict[str, Any]:
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
         return {
             "index": 0,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": chat_logprobs(logprobs) if self._with_logprobs else None,
+            "message": message | _reasoning(answer),
+            "logprobs": chat_logprobs(answer.logprobs) if self._with_logprobs else None,
             "finish_reason": finish_reason,
         }
 
@@ -68,3 +68,8 @@ class _ChatStyle:
     ) -> dict[str, Any]:
         shown = chat_logprobs(logprobs) if self._with_logprobs and logprobs else None
         return {"index": 0, "delta": delta, "logprobs": shown, "finish_reason": None}
+
+
+def _reasoning(delta: TokenDelta) -> dict[str, str]:
+    """The field that DeepSeek's API and its followers have for it; OpenAI's own has none."""
+    return {"reasoning_content": delta.reasoning} if delta.reasoning else {}

@@ -16,7 +16,7 @@ from mesh.api.openai.schemas import CompletionBody
 from mesh.api.openai.streaming import events, streamed, whole
 from mesh.api.resumable import KeptStreams
 from mesh.api.services import ApiSettings, Generations
-from mesh.types import TokenLogprob
+from mesh.types import TokenDelta, TokenLogprob
 
 
 def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -> list[Route]:
@@ -47,16 +47,14 @@ class _TextStyle:
     def opening(self) -> None:
         return None
 
-    def piece(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> dict[str, Any]:
-        return self._choice(text, logprobs, None)
+    def piece(self, delta: TokenDelta) -> dict[str, Any]:
+        return self._choice(delta.text, delta.logprobs, None)
 
     def ending(self, finish_reason: str) -> dict[str, Any]:
         return self._choice("", (), finish_reason)
 
-    def whole(
-        self, text: str, logprobs: tuple[TokenLogprob, ...], finish_reason: str
-    ) -> dict[str, Any]:
-        return self._choice(text, logprobs, finish_reason)
+    def whole(self, answer: TokenDelta, finish_reason: str) -> dict[str, Any]:
+        return self._choice(answer.text, answer.logprobs, finish_reason)
 
     def _choice(
         self, text: str, logprobs: tuple[TokenLogprob, ...], finish_reason: str | None

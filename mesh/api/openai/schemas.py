@@ -157,6 +157,7 @@ class ChatMessage(Strict):
         str | Annotated[list[TextPart], Field(max_length=_MAX_PARTS, fail_fast=True)] | None
     ) = None
     name: Hint = None
+    reasoning_content: Hint = None  # of an earlier answer; templates leave it out
     refusal: Refused = None
     audio: Refused = None
     annotations: Annotated[None, _only([])] = None

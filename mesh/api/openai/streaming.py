@@ -23,6 +23,7 @@ from mesh.errors import InternalError
 from mesh.types import Done, StreamFrame, TokenDelta, TokenLogprob
 
 Frames = AsyncGenerator[StreamFrame, None]
+_NOTHING = TokenDelta("", ())
 
 
 class Style(Protocol):
@@ -31,15 +32,13 @@ class Style(Protocol):
     def opening(self) -> dict[str, Any] | None:
         """The first choice of a stream, before any text."""
 
-    def piece(self, text: str, logprobs: tuple[TokenLogprob, ...]) -> dict[str, Any]:
-        """A choice with more text."""
+    def piece(self, delta: TokenDelta) -> dict[str, Any]:
+        """A choice with more text, or reasoning."""
 
     def ending(self, finish_reason: str) -> dict[str, Any]:
         """The last choice of a stream."""
 
-    def whole(
-        self, text: str, logprobs: tuple[TokenLogprob, ...], finish_reason: str
-    ) -> dict[str, Any]:
+    def whole(self, answer: TokenDelta, finish_reason: str) -> dict[str, Any]:
         """The choice of an answer that is not streamed."""
 
 
@@ -50,8 +49,8 @@ async def whole(
     collected = await unless_gone(request.receive, _collect(frames, caller))
     if collected is None:
         return Response(status_code=499)  # nobody reads it
-    text, logprobs, done = collected
-    body = head.whole([style.whole(text, logprobs, done.finish_reason)])
+    answer, done = collected
+    body = head.whole([style.whole(answer, done.finish_reason)])
     return JSONResponse({**body, "usage": usage(done), "hearthnet": extension(done)})
 
 
@@ -89,10 +88,10 @@ async def events(
                 done = frame
                 break
             if isinstance(frame, TokenDelta):
-                if frame.text or frame.logprobs:
-                    yield encode(head.whole([style.piece(frame.text, frame.logprobs)]) | pending)
+                if frame.text or frame.reasoning or frame.logprobs:
+                    yield encode(head.whole([style.piece(frame)]) | pending)
             else:
-                body = head.whole([style.piece("", ())]) | pending
+                body = head.whole([style.piece(_NOTHING)]) | pending
                 yield encode(body | {"hearthnet": diagnostic(frame)})
     if done is None:
         raise _unfinished()
@@ -104,17 +103,21 @@ async def events(
     yield DONE
 
 
-async def _collect(frames: Frames, caller: Caller) -> tuple[str, tuple[TokenLogprob, ...], Done]:
+async def _collect(frames: Frames, caller: Caller) -> tuple[TokenDelta, Done]:
+    """All that was said, as one delta, and the end."""
     texts: list[str] = []
+    thoughts: list[str] = []
     logprobs: list[TokenLogprob] = []
     async with aclosing(frames):
         async for frame in frames:
             _charge(caller, frame)
             if isinstance(frame, TokenDelta):
                 texts.append(frame.text)
+                thoughts.append(frame.reasoning)
                 logprobs += frame.logprobs
             elif isinstance(frame, Done):
-                return "".join(texts), tuple(logprobs), frame
+                said = "".join(texts)
+                return TokenDelta(said, (), tuple(logprobs), reasoning="".join(thoughts)), frame
     raise _unfinished()
 
 

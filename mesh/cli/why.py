@@ -1,0 +1,44 @@
+"""`/why`: how sure the model was of each token, and what else it could have said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from mesh.cli.output import one_line
+
+SHOWN = 40
+"""Of a longer answer only the tokens that were least sure."""
+_WIDTH = 16
+
+
+def table(tokens: Sequence[dict[str, Any]], *, everything: bool = False) -> str:
+    """A line for each token, in their order, from OpenAI's `logprobs`; empty without tokens."""
+    numbers = range(len(tokens))
+    if not everything and len(tokens) > SHOWN:
+        numbers_by_sureness = sorted(numbers, key=lambda number: tokens[number]["logprob"])
+        lines = [_line(number, tokens[number]) for number in sorted(numbers_by_sureness[:SHOWN])]
+        lines.append(f"These {SHOWN} of {len(tokens)} were least sure; /why all shows the others.")
+        return "\n".join(lines)
+    return "\n".join(_line(number, tokens[number]) for number in numbers)
+
+
+def _line(number: int, token: dict[str, Any]) -> str:
+    others = [
+        f"{_shown(other['token'])} {_percent(other['logprob'])}"
+        for other in token["top_logprobs"]
+        if other["token"] != token["token"]
+    ]
+    chosen = f"{_shown(token['token']):{_WIDTH}} {_percent(token['logprob']):>7}"
+    return f"{number + 1:4}  {chosen}   {'  '.join(others)}".rstrip()
+
+
+def _shown(token: str) -> str:
+    """A token with its spaces and line ends visible."""
+    return one_line(repr(token))
+
+
+def _percent(logprob: float) -> str:
+    share = math.exp(logprob) * 100
+    return f"{share:.1f} %" if share >= 0.05 else "<0.1 %"

@@ -1,0 +1,296 @@
+"""`hearthnet chat` on a real terminal, against one server for all of the file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.api.conftest import SHARED_LOOP, Served, serving
+from tests.cli.conftest import Run
+from tests.cli.terminal import ROWS, Terminal
+
+pytestmark = SHARED_LOOP
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[Served]:
+    async with serving() as api:
+        yield api
+
+
+@pytest.fixture
+def screen(environment: dict[str, str], served: Served) -> dict[str, str]:
+    """An environment with a terminal that can do what terminals can."""
+    known = {key: value for key, value in environment.items() if key not in {"COLUMNS", "NO_COLOR"}}
+    return known | {
+        "TERM": "xterm-256color",
+        "HEARTHNET_HOST": served.url,
+        "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody here answers where the cursor is
+    }
+
+
+def state(tmp_path: Path) -> Path:
+    return tmp_path / ".local/state/hearthnet"
+
+
+async def leave(terminal: Terminal) -> None:
+    await terminal.prompt()
+    terminal.type("/bye\r")
+    assert await asyncio.wait_for(terminal.process.wait(), 20) == 0
+
+
+async def test_what_was_typed_is_there_in_the_next_chat(
+    screen: dict[str, str], served: Served, tmp_path: Path
+) -> None:
+    async with Terminal(screen, "chat", "echo") as terminal:
+        await terminal.prompt()
+        terminal.type("first question\r")
+        await leave(terminal)
+    kept = state(tmp_path) / "chat-history"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert list(map(json.loads, kept.read_text().splitlines())) == ["first question", "/bye"]
+    served.generations.requests.clear()
+    async with Terminal(screen, "chat", "echo") as terminal:
+        await terminal.prompt()
+        terminal.type("\x1b[A\x1b[A")
+        await terminal.until_screen(">>> first question")
+        terminal.type(" again\r")
+        await terminal.until_screen("\nfirst question again\n")
+        await leave(terminal)
+    assert served.generations.requests[0].messages is not None
+    assert served.generations.requests[0].messages[-1]["content"] == "first question again"
+
+
+async def test_no_history_keeps_and_offers_nothing(screen: dict[str, str], tmp_path: Path) -> None:
+    async with Terminal(screen, "chat", "echo", "--no-history") as terminal:
+        await terminal.prompt()
+        terminal.type("secret\r")
+        await leave(terminal)
+    assert not state(tmp_path).exists()
+
+
+async def test_a_history_that_others_can_read_is_refused_and_done_without(
+    screen: dict[str, str], tmp_path: Path
+) -> None:
+    kept = state(tmp_path) / "chat-history"
+    kept.parent.mkdir(parents=True)
+    kept.write_text('"x"\n')
+    kept.chmod(0o644)
+    async with Terminal(screen, "chat", "echo") as terminal:
+        await terminal.until("is open to others")
+        await leave(terminal)
+    assert kept.read_text() == '"x"\n'
+
+
+async def test_several_lines_are_one_question(screen: dict[str, str], served: Served) -> None:
+    served.generations.requests.clear()
+    async with Terminal(screen, "chat", "echo") as terminal:
+        await terminal.prompt()
+        terminal.type("one\x1b\rtwo\r")
+        await terminal.until_screen("one\ntwo\n")
+        await terminal.prompt()
+        terminal.type('"""three\r')
+        await terminal.until_screen("\n...")
+        terminal.type('four"""\r')
+        await terminal.until_screen("three\nfour\n")
+        await terminal.prompt()
+        terminal.type("\x1b[200~five\nsix\x1b[201~\r")
+        await terminal.until_screen("five\nsix\n")
+        await leave(terminal)
+    contents = [r.messages[-1]["content"] for r in served.generations.requests if r.messages]
+    assert contents == ["one\ntwo", "three\nfour", "five\nsix"]
+
+
+async def test_commands_are_completed_and_listed(screen: dict[str, str]) -> None:
+    async with Terminal(screen, "chat", "echo") as terminal:
+        await terminal.prompt()
+        terminal.type("/sy")
+        await terminal.until_screen("what the model is told first")
+        terminal.type("\t")
+        await terminal.until_screen(">>> /system\n")
+        terminal.type(" be brief\r")
+        await terminal.until_screen("system = be brief")
+        await terminal.prompt()
+        terminal.type("/model org")
+        await terminal.until_screen("    org/half")
+        terminal.type("\t")
+        await terminal.until_screen(">>> /model org/half")
+        terminal.type("\r")
+        await terminal.until_screen("model = org/half")
+        assert "missing layers 8-11" in terminal.shown()
+        await terminal.prompt()
+        terminal.type("/help\r")
+        await terminal.until("Ctrl-C")
+        for name in (
+            "/system", "/model", "/set", "/route", "/why", "/save", "/load", "/retry", "/undo",
+            "/clear", "/bye",
+        ):  # fmt: skip
+            assert name in terminal.everything
+        await leave(terminal)
+
+
+async def test_conversations_are_repeated_undone_saved_and_loaded(
+    screen: dict[str, str], served: Served, tmp_path: Path
+) -> None:
+    served.generations.requests.clear()
+    async with Terminal(screen, "chat", "echo") as terminal:
+        for line, answer in (
+            ("alpha", "\nalpha\n"),
+            ("beta", "\nbeta\n"),
+            ("/undo", "forgot: beta"),
+            ("/system be kind", "system = be kind"),
+            ("/retry", "(at temperature 0 the answer is the same"),
+            ("/set ignore_eos on", "ignore_eos = on"),
+            ("/save tea", "tea.json"),
+            ("/clear", "forgotten"),
+            ("/save ../x", "is no name for a chat"),
+            ("/load coffee", "No chat is saved as coffee; there are: tea."),
+            ("/load tea", "tea: 2 turns with echo"),
+            ("gamma", "\ngamma\n"),
+            ("/etc is a path, /etc/passwd too", "There is no /etc"),
+            ("/etc/passwd is one", "\n/etc/passwd is one\n"),
+        ):
+            await terminal.prompt()
+            terminal.type(f"{line}\r")
+            await terminal.until_screen(answer)
+        await leave(terminal)
+    kept = state(tmp_path) / "chats/tea.json"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    first, second, third, fourth, _ = served.generations.requests
+    assert [r.messages[-1]["content"] for r in (first, second, third, fourth) if r.messages] == [
+        "alpha", "beta", "alpha", "gamma",
+    ]  # fmt: skip
+    assert fourth.messages == (
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "alpha"},
+        {"role": "assistant", "content": "alpha"},
+        {"role": "user", "content": "gamma"},
+    )
+    assert fourth.sampling.ignore_eos
+
+
+async def test_why_tells_what_else_each_token_could_have_been(screen: dict[str, str]) -> None:
+    async with Terminal(screen, "chat", "echo") as terminal:
+        await terminal.prompt()
+        terminal.type("/why\r")
+        await terminal.until_screen("No answer yet.")
+        await terminal.prompt()
+        terminal.type("hello you\r")
+        await terminal.until_screen("\nhello you\n")
+        await terminal.prompt()
+        terminal.type("/why\r")
+        await terminal.until_screen("   1  'hello'           60.7 %   'ö' <0.1 %")
+        await terminal.until_screen("   2  ' you'            60.7 %   'ö' <0.1 %")
+        await leave(terminal)
+
+
+async def test_reasoning_stands_apart(screen: dict[str, str]) -> None:
+    async with Terminal(screen, "run", "thinks", "x") as terminal:
+        await terminal.until_screen("[thinking]\n| first this,\n| then that.\n\nso it is\n")
+        assert await asyncio.wait_for(terminal.process.wait(), 20) == 0
+    assert "\x1b[2m" in terminal.everything
+    async with Terminal(screen | {"NO_COLOR": "1"}, "run", "thinks", "x") as terminal:
+        await terminal.until_screen("| then that.\n\nso it is\n")
+    assert "\x1b[2m" not in terminal.everything
+
+
+async def test_what_happens_to_the_route_stands_above_the_answer(screen: dict[str, str]) -> None:
+    async with Terminal(screen, "run", "failover", "x") as terminal:
+        await terminal.until_screen("was replaced by failover:4-11]\none two\n")
+        assert await asyncio.wait_for(terminal.process.wait(), 20) == 0
+
+
+async def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
+    screen: dict[str, str], served: Served
+) -> None:
+    served.generations._echo, before = served.generations._stuck, served.generations._echo  # type: ignore[method-assign]
+    try:
+        async with Terminal(screen, "chat", "echo") as terminal:
+            await terminal.prompt()
+            terminal.type("half a line\x03")
+            await terminal.until("(stopped")
+            await terminal.prompt()
+            served.generations.ended["echo"].clear()
+            terminal.type("go on\r")
+            await terminal.until_screen("\none")
+            terminal.type("typed ahead\x03")
+            await asyncio.wait_for(served.generations.ended["echo"].wait(), 5)
+            await terminal.until("(stopped")
+            assert "\none\n(stopped" in terminal.shown()  # no ^C, and what was typed is not in it
+            await terminal.prompt()
+            terminal.type("/why\r")
+            await terminal.until("No answer yet.")
+            await leave(terminal)
+    finally:
+        served.generations._echo = before  # type: ignore[method-assign]
+
+
+MARKDOWN = """# Title
+
+Some **bold** text with `code` in it, long enough that it has to be broken into a second line here.
+A line of its own, <b>not HTML</b>.
+
+- one
+- two
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+```python
+x = 1
+```
+"""
+
+
+async def test_markdown_is_drawn_and_only_what_changes_is_written(
+    screen: dict[str, str], tmp_path: Path
+) -> None:
+    question = MARKDOWN + "\n".join(f"{n}. item *number* {n} of many" for n in range(1, 120))
+    (tmp_path / "question").write_text(question)
+    async with Terminal(screen, "run", "echo", question) as terminal:
+        await terminal.until("prompt tokens")
+        assert await asyncio.wait_for(terminal.process.wait(), 20) == 0
+    shown = terminal.scrolled()
+    for there in ("bold text with code in it", "\nA line of its own, <b>not HTML</b>.\n", "• one"):
+        assert there in shown
+    for gone in ("**", "|---|", "```", "# Title"):
+        assert gone not in shown
+    numbers = [int(line.split()[0]) for line in shown.splitlines() if "of many" in line]
+    assert numbers == list(range(1, 120))  # each once, also those that have left the screen
+    assert len(numbers) > ROWS
+    # Drawn whole each time it would be many times its size.
+    assert len(terminal.everything) < 4 * len(question)
+
+
+async def test_plain_is_the_text_as_it_is(screen: dict[str, str]) -> None:
+    async with Terminal(screen, "run", "--plain", "echo", "**a** \x1b[31m `b`") as terminal:
+        await terminal.until_screen("**a** [31m `b`\n")
+    async with Terminal(screen | {"TERM": "dumb"}, "run", "echo", "**a**") as terminal:
+        await terminal.until_screen("**a**\n")
+        assert "\x1b" not in terminal.everything
+
+
+async def test_pipes_json_and_timings(hearthnet: Run, served: Served, tmp_path: Path) -> None:
+    host = {"HEARTHNET_HOST": served.url}
+    finished = await hearthnet("chat", "echo", "--json", "--verbose", stdin="a\nb\n", **host)
+    first, second = map(json.loads, finished.out.splitlines())
+    assert (first["text"], second["text"]) == ("a", "b")
+    assert first["usage"] == second["usage"]
+    assert "total " in finished.err
+    assert "kitchen 6-11: 1.0 ms a token" in finished.err
+    finished = await hearthnet("run", "thinks", "a", "--json", **host)
+    answer = json.loads(finished.out)
+    assert (answer["text"], answer["reasoning"]) == ("so it is", "first this,\nthen that.")
+    finished = await hearthnet("run", "thinks", "a", "--verbose", **host)
+    assert finished.out == "so it is\n"
+    assert finished.err.startswith("[thinking]\n| first this,\n| then that.\n\n")
+    assert "prompt 240.0 tok/s" in finished.err
+    assert "\x1b" not in finished.err
+    assert not state(tmp_path).exists()

@@ -1,0 +1,111 @@
+"""What a chat keeps: bounded, private, and refused when it is not what it should be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mesh.cli import kept, why
+from mesh.cli.conversation import Conversation
+from mesh.cli.kept import SavedChats, TypedLines
+from mesh.errors import BadValue, KeyUnreadable, NotFound
+
+
+def test_the_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "HISTORY_BYTES", 1000)
+    path = tmp_path / "state/history"
+    typed = TypedLines(path)
+    assert typed.read() == []
+    for number in range(200):
+        typed.add(f"question {number}\nü")
+        assert path.stat().st_size <= 1000
+    texts = typed.read()
+    assert texts == [f"question {number}\nü" for number in range(200 - len(texts), 200)]
+    assert len(texts) > 10
+    assert path.stat().st_mode & 0o777 == 0o600
+    typed.add("x" * (kept.HISTORY_ENTRY_CHARS + 1))
+    assert typed.read() == texts
+    monkeypatch.setattr(kept, "HISTORY_ENTRIES", 3)
+    assert typed.read() == texts[-3:]
+
+
+def test_what_is_no_history_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    path.touch(0o600)
+    for content in ("not json\n", "[1]\n"):
+        path.write_text(content)
+        with pytest.raises(BadValue, match="no history"):
+            TypedLines(path).read()
+    (tmp_path / "target").write_text("")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "target")
+    for use in (TypedLines(link).read, lambda: TypedLines(link).add("x")):
+        with pytest.raises((BadValue, KeyUnreadable)):
+            use()
+    assert (tmp_path / "target").read_text() == ""
+
+
+def test_a_saved_chat_comes_back_whole(tmp_path: Path) -> None:
+    saved = SavedChats(tmp_path / "chats")
+    assert saved.names() == []
+    chat = Conversation("m", "be\nkind", turns=[{"role": "user", "content": "hé"}])
+    for name, value in (("seed", "3"), ("ignore_eos", "on"), ("top_p", "0.5"), ("stop", "END")):
+        chat.set(name, value)
+    path = saved.save("tea-time", chat)
+    assert path.stat().st_mode & 0o777 == 0o600
+    other = Conversation("n")
+    saved.load("tea-time", other)
+    assert other == chat
+    assert saved.names() == ["tea-time"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"turns": [{"role": "system", "content": "x"}]},
+        {"turns": [{"role": "user"}]},
+        {"options": {"temperature": "nan"}},
+        {"options": {"unknown": "1"}},
+        {"more": 1},
+    ],
+)
+def test_what_is_no_saved_chat_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    saved = SavedChats(tmp_path)
+    path = saved.save("x", Conversation("m"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    chat = Conversation("n")
+    with pytest.raises(BadValue, match="no saved chat"):
+        saved.load("x", chat)
+    assert chat == Conversation("n")
+
+
+@pytest.mark.parametrize("name", ["", "../x", ".x", "a/b", "x" * 65, "é", "a b"])
+def test_names_stay_inside_the_directory(tmp_path: Path, name: str) -> None:
+    saved = SavedChats(tmp_path)
+    with pytest.raises(BadValue, match="no name"):
+        saved.save(name, Conversation("m"))
+    with pytest.raises(BadValue, match="no name"):
+        saved.load(name, Conversation("m"))
+    with pytest.raises(NotFound):
+        saved.load("other", Conversation("m"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_long_answer_the_least_sure_tokens_are_shown_in_their_order() -> None:
+    tokens = [
+        {"token": f"t{n}", "logprob": -(n % 50) / 10, "top_logprobs": [
+            {"token": f"t{n}", "logprob": -(n % 50) / 10},
+            {"token": "\x1b[2J\n", "logprob": -9999.0},
+        ]}
+        for n in range(100)
+    ]  # fmt: skip
+    *lines, last = why.table(tokens).splitlines()
+    assert last.startswith("These 40 of 100 were least sure")
+    assert [int(line.split()[0]) for line in lines] == [*range(31, 51), *range(81, 101)]
+    assert len(why.table(tokens, everything=True).splitlines()) == 100
+    assert "\x1b" not in "".join(lines)
+    assert "<0.1 %" in lines[0]
+    assert why.table([]) == ""
