@@ -66,6 +66,7 @@ class JailRunner:
         self.settings = settings
         self.jails = WarmJails(max_jobs=settings.max_running, idle_s=settings.idle_s)
         self._running = 0
+        self._manifests: dict[Path, Manifest] = {}
 
     async def run(
         self, spec: JobSpec, place: JobPlace, on_text: Callable[[str], None], newest: Newest
@@ -94,7 +95,7 @@ class JailRunner:
     ) -> JobReport:
         attention = _attention(spec.env)
         request = await asyncio.to_thread(spec.payload.read_bytes)
-        manifest = await asyncio.to_thread(self._manifest, place)
+        manifest = await self._manifest(place)
         lost: list[_Loss] = []
         while True:
             async with self._route(manifest, place, lost) as route:
@@ -133,10 +134,15 @@ class JailRunner:
         finally:
             route.sessions.close()
 
-    def _manifest(self, place: JobPlace) -> Manifest:
-        return read_manifest(
-            place.directory, model_id=place.model_id, cache_dir=self.settings.cache_dir
-        )
+    async def _manifest(self, place: JobPlace) -> Manifest:
+        """Read once: what a node serves is fixed while it runs."""
+        known = self._manifests.get(place.directory)
+        if known is None or known.model_id != place.model_id:
+            known = self._manifests[place.directory] = await asyncio.to_thread(
+                read_manifest,
+                place.directory, model_id=place.model_id, cache_dir=self.settings.cache_dir,
+            )  # fmt: skip
+        return known
 
     def _warm_up(self, place: JobPlace, route: OpenRoute) -> WarmUp:
         return WarmUp(place.model_id, place.directory, self.settings.cache_dir, route.dtype)
