@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from mesh.api import faults, harvest, health, hearth, keys, mesh, steering
+from mesh.api import faults, harvest, health, hearth, keys, mesh, page, steering
 from mesh.api.auth import Access, Gate, require
 from mesh.api.feed import Feed
 from mesh.api.ndif import routes as ndif
@@ -54,6 +54,7 @@ def create_app(
             *(_research(research, settings) if research is not None else []),
             *mesh.routes(view, settings, closing, feed),
             *health.routes(view),
+            *page.routes(),
         ],
         middleware=[Middleware(ndif.OneSlash), Middleware(Gate, settings=settings, access=access)],
         exception_handlers={

@@ -7,8 +7,8 @@ for. Without a key a caller on loopback may chat and send jobs, unless told othe
 from others by its user (`mesh.api.neighbours`), and never administers anything, because every
 program and every user of the machine is on loopback.
 
-`/healthz` is open to all, results to whoever has their URL, and clients that are too old may come
-as far as hearing so. Knows nothing of what the paths do.
+`/healthz` and the files of the page at `/` are open to all, results to whoever has their URL, and
+clients that are too old may come as far as hearing so. Knows nothing of what the paths do.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from mesh.accounts.ledger import Resource, ResourceLedger
 from mesh.api.connection import NEIGHBOUR
 from mesh.api.faults import error_response
 from mesh.api.neighbours import Neighbour
+from mesh.api.page import PATHS as PAGE_PATHS
 from mesh.api.services import ApiSettings
 from mesh.clock import Clock
 from mesh.config import is_loopback
@@ -42,7 +43,7 @@ _OWNER = Principal(PrincipalKind.KEY, OWNER)
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
 
-_OPEN = frozenset({"/healthz"})
+_OPEN = frozenset({"/healthz", *PAGE_PATHS})
 _KEYLESS = ("/result/", "/ws/socket.io")
 """What is below carries its own proof in the URL, or only refuses: its clients send no key."""
 

@@ -1,0 +1,304 @@
+"use strict";
+// Everything that comes from the daemon is put in as text: names of nodes are their owners' choice.
+
+const at = (id) => document.getElementById(id);
+const status = {};
+const happened = [];
+let key = "";
+let lastId = null;
+
+function made(tag, classes, ...inside) {
+  const element = document.createElement(tag);
+  if (classes) element.className = classes;
+  element.append(...inside.filter((each) => each !== null && each !== undefined).map(
+    (each) => (each instanceof Node ? each : String(each))));
+  return element;
+}
+const row = (...inside) => made("div", "row", ...inside);
+const dim = (text) => made("span", "dim", text);
+const ms = (value) => (value >= 10 ? `${value.toFixed(0)} ms` : `${value.toFixed(1)} ms`);
+
+function ask(path, options = {}) {
+  const headers = { ...(options.headers || {}) };
+  if (key) headers.Authorization = `Bearer ${key}`;
+  return fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
+}
+
+async function refusal(response) {
+  try {
+    const error = (await response.json()).error;
+    return [error.message, error.fix].filter(Boolean).join(" ");
+  } catch {
+    return `the daemon answered ${response.status}`;
+  }
+}
+
+// One object for each event of a stream, as it comes.
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      text += value;
+      const parts = text.split("\n\n");
+      text = parts.pop();
+      for (const part of parts) {
+        const data = part.split("\n").filter((line) => line.startsWith("data: "))
+          .map((line) => line.slice(6)).join("\n");
+        if (data && data !== "[DONE]") yield JSON.parse(data);
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+// Following the daemon
+
+async function follow() {
+  for (let wait = 1; ; wait = Math.min(2 * wait, 15)) {
+    let why = "it ended the connection";
+    try {
+      const headers = lastId === null ? {} : { "Last-Event-ID": String(lastId) };
+      const response = await ask("mesh/v1/events?with=status", { headers });
+      if (response.status === 401 || response.status === 403) {
+        needKey(await refusal(response));
+        return;
+      }
+      if (!response.ok) throw new Error(await refusal(response));
+      for await (const update of events(response)) {
+        if (update.error) throw new Error(update.error.message);
+        wait = 1;
+        take(update);
+      }
+    } catch (error) {
+      why = error.message;
+    }
+    document.body.classList.add("stale");
+    for (let left = wait; left > 0; left -= 1) {
+      headline("bad", `✖ the daemon does not answer (${why}); trying again in ${left} s`);
+      await new Promise((resolve) => setTimeout(resolve, 1000));
+    }
+  }
+}
+
+function needKey(said) {
+  headline("wait", "◌ this daemon wants a key");
+  at("key-said").textContent = `${said} \`hearthnet keys create\` makes one. It is kept in this tab only.`;
+  at("key-form").hidden = false;
+  at("key").focus();
+}
+
+at("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key = at("key").value.trim();
+  at("key").value = "";
+  at("key-form").hidden = true;
+  follow();
+});
+
+function take(update) {
+  document.body.classList.remove("stale");
+  Object.assign(status, update.status);
+  lastId = update.last_id;
+  happened.push(...update.events);
+  happened.splice(0, happened.length - 8);
+  if (status.node) draw();
+}
+
+// Drawing
+
+function headline(state, text) {
+  at("headline").className = state;
+  at("headline").textContent = text;
+}
+
+function people() {
+  const own = { key: status.node.id, name: status.node.name, state: "ok",
+    word: status.node.paused ? "paused" : "here", rtt: null, shards: status.shards };
+  const peers = status.peers.filter((peer) => peer.state !== "this node")
+    .sort((a, b) => (a.id || "~").localeCompare(b.id || "~"))
+    .map((peer) => ({ key: peer.id, name: peer.name || peer.address, rtt: peer.rtt_ms,
+      state: peer.state === "up" ? "ok" : "bad", word: peer.state, shards: peer.shards }));
+  return [own, ...peers].map((node, number) => ({ ...node, number,
+    letter: String.fromCharCode(65 + Math.min(number, 25)) }));
+}
+
+function draw() {
+  const nodes = people();
+  drawHeadline(nodes);
+  at("nodes").replaceChildren(...nodes.map((node) => row(
+    made("span", `badge n${node.number % 8}`, node.letter), made("strong", "", node.name),
+    made("span", node.state, `${node.state === "ok" ? "●" : "✖"} ${node.word}`),
+    node.rtt === null ? null : dim(ms(node.rtt)),
+    dim(node.shards.map((shard) => `${shard.model_id} ${shard.layers}`).join(", ") || "no layers"))));
+  at("models").replaceChildren(...status.models.flatMap((model) => [row(
+    made("strong", "", model.id), dim(`${model.total_layers} layers`),
+    made("span", model.runnable ? "ok" : "bad",
+      model.runnable ? "● ready" : `✖ ${model.reason || "cannot be asked"}`)), bar(model, nodes)]));
+  at("answers").replaceChildren(...(status.generations.length
+    ? status.generations.map(answer) : [dim("none runs")]));
+  drawChoice();
+  drawJobs();
+  at("events").replaceChildren(...(happened.length ? happened.slice().reverse().map((event) =>
+    made("li", "dim", `${String(event.at || "").slice(11, 19)} ${event.type}`)) : [dim("none yet")]));
+}
+
+function drawHeadline(nodes) {
+  const ready = status.models.filter((model) => model.runnable).map((model) => model.id);
+  const up = nodes.filter((node) => node.state === "ok").length;
+  if (ready.length) {
+    headline("ok", `● working · ${ready.join(", ")} · ${up} node${up === 1 ? "" : "s"}`);
+  } else {
+    const why = status.models.map((model) => `${model.id}: ${model.reason}`).join("; ");
+    headline("bad", `✖ not working · ${why || "nobody holds a model"}`);
+  }
+}
+
+function bar(model, nodes) {
+  const line = made("div", "bar");
+  line.setAttribute("role", "img");
+  const said = [];
+  for (let layer = 0; layer < model.total_layers; layer += 1) {
+    const holders = nodes.filter((node) => node.state === "ok" && node.shards.some((shard) => {
+      const [first, last] = shard.layers.split("-").map(Number);
+      return shard.model_id === model.id && layer >= first && layer <= (last ?? first);
+    }));
+    const cell = made("span", holders.length ? `n${holders[0].number % 8}` : "gap",
+      holders.length ? holders[0].letter : "");
+    if (holders.length > 1) cell.classList.add("more");
+    cell.title = `layer ${layer}: ${holders.map((node) => node.name).join(", ") || "nobody"}`;
+    said.push(cell.title);
+    line.append(cell);
+  }
+  line.setAttribute("aria-label", model.missing.length
+    ? `${model.id} lacks layers ${model.missing.join(", ")}` : `all layers of ${model.id} are held`);
+  return line;
+}
+
+function answer(running) {
+  const total = running.route.reduce((sum, hop) => sum + (hop.p50_ms || 0), 0);
+  const slowest = running.route.reduce(
+    (worst, hop) => (hop.p50_ms > (worst ? worst.p50_ms : 0) ? hop : worst), null);
+  const speed = running.tokens_per_second;
+  return made("div", "",
+    row(made("strong", "", running.model), dim(speed ? `${speed.toFixed(1)} tok/s` : "reading the prompt"),
+      running.failovers ? made("span", "wait", `⚠ ${running.failovers} failover(s)`) : null),
+    row(...running.route.map((hop) => made("span", hop === slowest ? "wait" : "",
+      `${hop === slowest && running.route.length > 1 ? "▲ " : ""}${hop.node} ${hop.layers} ${ms(hop.p50_ms || 0)}`))),
+    total ? dim(`all hops ${ms(total)} a token`) : null);
+}
+
+function drawChoice() {
+  const names = status.models.filter((model) => model.runnable || model.local).map((model) => model.id);
+  const choice = at("model");
+  if (names.join("\n") === [...choice.options].map((option) => option.value).join("\n")) return;
+  const before = choice.value;
+  choice.replaceChildren(...names.map((name) => new Option(name, name)));
+  if (names.includes(before)) choice.value = before;
+}
+
+function drawJobs() {
+  const jobs = status.jobs;
+  if (!jobs) {
+    at("jobs").replaceChildren(dim("a key with the scope `interventions` shows jobs"));
+    return;
+  }
+  const rows = [...jobs.jobs.map((job) => jobRow(job, true)),
+    ...jobs.ended.slice(0, 6).map((job) => jobRow(job, false))];
+  at("jobs").replaceChildren(...(rows.length ? rows : [dim("none")]));
+}
+
+function jobRow(job, isLive) {
+  const line = row(made("strong", "", job.status.toLowerCase()), dim(job.model), dim(job.id.slice(0, 8)),
+    dim(String(job.description).split("\n")[0].slice(0, 80)));
+  if (isLive) {
+    const button = made("button", "end", "End");
+    button.addEventListener("click", async () => {
+      if (!window.confirm(`End the job ${job.id.slice(0, 8)}? Its client is told.`)) return;
+      const response = await ask(`mesh/v1/jobs/${encodeURIComponent(job.id)}/kill`,
+        { method: "POST", headers: { "Content-Type": "application/json" }, body: "{}" });
+      if (!response.ok) window.alert(await refusal(response));
+    });
+    line.append(button);
+  }
+  return line;
+}
+
+// Chat
+
+const turns = [];
+let stopping = null;
+
+function shown(turn) {
+  const element = made("div", turn.role === "user" ? "turn mine" : "turn");
+  at("turns").append(element);
+  return element;
+}
+
+at("chat").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const text = at("text").value.trim();
+  if (!text || stopping) return;
+  at("text").value = "";
+  const asked = { role: "user", content: text };
+  turns.push(asked);
+  shown(asked).textContent = text;
+  const said = { role: "assistant", content: "" };
+  const element = shown(said);
+  const thought = made("span", "thought");
+  const words = made("span", "");
+  const about = made("div", "dim");
+  element.append(thought, words, about);
+  stopping = new AbortController();
+  at("send").hidden = true;
+  at("stop").hidden = false;
+  try {
+    const response = await ask("v1/chat/completions", { method: "POST", signal: stopping.signal,
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify({ model: at("model").value, messages: turns, stream: true, temperature: 0 }) });
+    if (!response.ok) throw new Error(await refusal(response));
+    for await (const chunk of events(response)) {
+      if (chunk.error) throw new Error(chunk.error.message);
+      const delta = chunk.choices?.[0]?.delta || {};
+      thought.textContent += delta.reasoning_content || "";
+      said.content += delta.content || "";
+      words.textContent = said.content;
+      const extension = chunk.hearthnet;
+      if (extension?.event) about.textContent = String(extension.event.type).replaceAll("_", " ");
+      if (extension?.route) {
+        const route = extension.route.map((hop) => `${hop.node} ${hop.layers}`).join(" ▸ ") || "here";
+        const speed = extension.timings?.tokens_per_second;
+        about.textContent = route + (speed ? ` · ${speed.toFixed(1)} tok/s` : "")
+          + (extension.failovers ? ` · ${extension.failovers} failover(s), the same tokens` : "");
+      }
+      at("turns").scrollTop = at("turns").scrollHeight;
+    }
+  } catch (error) {
+    const isStopped = error.name === "AbortError";
+    about.className = isStopped ? "dim" : "bad";
+    about.textContent = isStopped ? "stopped" : `✖ ${error.message}`;
+  } finally {
+    if (said.content) turns.push(said);
+    else turns.splice(turns.indexOf(asked), 1);
+    stopping = null;
+    at("send").hidden = false;
+    at("stop").hidden = true;
+  }
+});
+
+at("stop").addEventListener("click", () => stopping?.abort());
+at("clear").addEventListener("click", () => {
+  turns.length = 0;
+  at("turns").replaceChildren();
+});
+at("text").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    at("chat").requestSubmit();
+  }
+});
+
+follow();

@@ -1,0 +1,117 @@
+"""The page at `/`: what its files are, and what they do in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from importlib import resources
+
+import httpx
+import pytest
+
+from mesh.api.page import PATHS
+from tests.api.conftest import serving, with_key
+from tests.page.browser import CHROMIUM, Page, browsing
+
+KEY = "k" * 20
+in_a_browser = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium (Debian: chromium)")
+
+
+async def browse(url: str, look: Callable[[Page], None]) -> None:
+    def visit() -> None:
+        with browsing(url) as page:
+            look(page)
+
+    await asyncio.to_thread(visit)
+
+
+async def test_the_files_are_open_and_nothing_else_is() -> None:
+    async with (
+        serving(with_key(KEY)) as api,
+        httpx.AsyncClient(base_url=api.url, trust_env=False) as http,
+    ):
+        for path, (_, media_type) in PATHS.items():
+            answer = await http.get(path)
+            assert answer.status_code == 200
+            assert answer.headers["content-type"] == media_type
+            policy = answer.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+            assert "unsafe" not in policy
+        assert (await http.get("/mesh/v1/status")).status_code == 401
+        assert (await http.get("/page.txt")).status_code == 401
+
+
+def test_the_files_name_no_other_place_and_write_no_markup() -> None:
+    for name, _ in PATHS.values():
+        text = resources.files("mesh.api.page").joinpath(name).read_text("utf-8")
+        assert not re.search(r"https?:|[\"'(]//|@import|<script>| style=| on[a-z]+=", text)
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document.write|eval\(", text)
+
+
+@in_a_browser
+async def test_it_shows_the_mesh_and_chats() -> None:
+    async with serving() as api:
+
+        def look(page: Page) -> None:
+            page.size(1200, 900)
+            page.says("#headline", "working · echo")
+            page.says("#nodes", "attic")
+            page.says("#models", "echo")
+            assert page.eval("document.querySelectorAll('#models .bar span').length") > 0
+            page.until("document.querySelector('#model').value === 'echo'")
+            page.eval("document.querySelector('#text').value = 'hello'")
+            page.eval("document.querySelector('#chat').requestSubmit()")
+            page.until("document.querySelectorAll('#turns .turn').length === 2")
+            page.until("document.querySelector('#stop').hidden")
+            assert page.text("#turns .turn:last-child span:nth-child(2)").strip()
+            assert "attic" in page.text("#turns")
+            page.size(390, 844)
+            assert page.eval("document.documentElement.scrollWidth") <= 390
+            assert page.complaints == []
+            assert {httpx.URL(url).netloc for url in page.asked} == {httpx.URL(api.url).netloc}
+
+        await browse(f"{api.url}/", look)
+
+
+@in_a_browser
+async def test_names_are_text() -> None:
+    async with serving() as api:
+        hostile = "<img src=x onerror=document.title='got'>"
+        rows = [{**row, "name": hostile} for row in api.view.peers()]
+        api.view.peers = lambda: rows  # type: ignore[method-assign]
+
+        def look(page: Page) -> None:
+            page.says("#nodes", hostile)
+            assert page.eval("document.title") == "hearthnet"
+            assert page.eval("document.querySelectorAll('img').length") == 0
+
+        await browse(f"{api.url}/", look)
+
+
+@in_a_browser
+async def test_it_asks_for_a_key_where_one_is_needed() -> None:
+    async with serving(with_key(KEY)) as api:
+
+        def look(page: Page) -> None:
+            page.says("#headline", "wants a key")
+            page.eval(f"document.querySelector('#key').value = '{KEY}'")
+            page.eval("document.querySelector('#key-form').requestSubmit()")
+            page.says("#headline", "working · echo")
+            assert page.eval("document.querySelector('#key').value") == ""
+
+        await browse(f"{api.url}/", look)
+
+
+@in_a_browser
+async def test_a_daemon_that_goes_is_missed() -> None:
+    async with serving() as api:
+
+        def look(page: Page) -> None:
+            page.says("#headline", "working")
+            asyncio.run_coroutine_threadsafe(api.server.close(), loop).result(30)
+            page.says("#headline", "does not answer")
+            assert page.eval("document.body.classList.contains('stale')")
+
+        loop = asyncio.get_running_loop()
+        await browse(f"{api.url}/", look)
