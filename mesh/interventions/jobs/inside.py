@@ -38,7 +38,7 @@ from mesh.interventions.jail.limits import ToldError
 from mesh.interventions.jail.lockdown import readable_paths
 from mesh.interventions.jail.policy import FencedUnpickler, raise_fence
 from mesh.interventions.jobs.order import JobOrder, unpack_hops
-from mesh.interventions.jobs.rehearsal import TIMES, NoLayers, written
+from mesh.interventions.jobs.rehearsal import NoLayers, rehearsed, written
 from mesh.interventions.skeleton import Skeleton, job_model, load_skeleton
 from mesh.models.manifest import read_manifest
 from mesh.shard.device import DTYPES
@@ -73,10 +73,10 @@ def warm(argument: str) -> None:
     _rehearsal = written(_skeleton.model)
     job_model(_skeleton, NoLayers(), [LayerRange(0, manifest.total_layers)], _say)
     try:
-        for _ in range(TIMES):
-            _rehearse(_skeleton.model)
+        quick = rehearsed(partial(_rehearse, _skeleton.model))
     except (MeshError, RuntimeError, TypeError, ValueError):
-        # Told to the first job that traces such a model.
+        quick = False  # what is wrong is told to the first job that traces such a model
+    if not quick:
         _rehearsal = b""
 
 

@@ -8,6 +8,8 @@ behind that a job could tell: the model is taken over anew afterwards.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from nnsight.schema.request import RequestModel
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
 
 TIMES = 20
 """CPython specialises what ran a few times."""
+
+ENOUGH_S = 1.0
+"""Computing that the rehearsals of a parent may take. A pass through a large head takes
+seconds, and gains nothing from being specialised."""
 
 
 class NoLayers:
@@ -51,3 +57,18 @@ def written(model: TransformersModel) -> bytes:
     with model.trace("Nobody asked.", backend=kept):
         seen = model.output.save()  # noqa: F841 - what the answer holds
     return kept.request
+
+
+def rehearsed(
+    run: Callable[[], None],
+    enough_s: float = ENOUGH_S,
+    computed_s: Callable[[], float] = time.process_time,
+) -> bool:
+    """Call `run` `TIMES` times, or until that took `enough_s` of computing. Whether it was quick:
+    False where each job that rehearses once more would lose more than it gains."""
+    begun_s = computed_s()
+    for _ in range(TIMES):
+        run()
+        if computed_s() - begun_s >= enough_s:
+            return False
+    return True

@@ -7,7 +7,7 @@ import torch
 
 from mesh.interventions.jobs.inside import execute
 from mesh.interventions.jobs.order import JobOrder
-from mesh.interventions.jobs.rehearsal import NoLayers, written
+from mesh.interventions.jobs.rehearsal import TIMES, NoLayers, rehearsed, written
 from mesh.interventions.skeleton import job_model, load_skeleton
 from mesh.shard.taps.session import TapLimits, TapSession
 from mesh.types import LayerRange
@@ -35,3 +35,30 @@ def test_a_trace_after_a_rehearsal_gives_what_one_without_gives(family: str) -> 
     model = job_model(skeleton, channel, [run for run, _ in split], print)
     for name in ("logits", "edit_in_place"):
         equal(CASES[name](Parts(model)), CASES[name](Parts(remote(family, 2).model)), 0.0)
+
+
+class Computing:
+    """Passes that take so long each, on a clock of their own."""
+
+    def __init__(self, pass_s: float) -> None:
+        self.passes = 0
+        self.pass_s = pass_s
+
+    def run(self) -> None:
+        self.passes += 1
+
+    def computed_s(self) -> float:
+        return self.passes * self.pass_s
+
+
+def test_rehearsals_of_a_slow_model_end_early_and_are_not_repeated_by_jobs() -> None:
+    for pass_s, passes in [(0.3, 4), (5.0, 1)]:
+        slow = Computing(pass_s)
+        assert not rehearsed(slow.run, 1.0, slow.computed_s)
+        assert slow.passes == passes
+
+
+def test_a_quick_model_is_rehearsed_until_all_is_specialised() -> None:
+    quick = Computing(0.005)
+    assert rehearsed(quick.run, 1.0, quick.computed_s)
+    assert quick.passes == TIMES
