@@ -16,8 +16,7 @@ def clean(value: Any) -> Any:
     if isinstance(value, str):
         if value.isprintable():
             return value
-        spaced = value.replace("\n", " ").replace("\t", " ")
-        return "".join(character for character in spaced if character.isprintable())
+        return printable(value.replace("\n", " ").replace("\t", " "))
     if isinstance(value, dict):
         return {key: clean(each) for key, each in value.items()}
     if isinstance(value, list):
