@@ -77,6 +77,11 @@ class Caller:
         """Whether it sent no key."""
         return self.principal.kind is PrincipalKind.LOCAL
 
+    @property
+    def lists_jobs_of(self) -> Principal | None:
+        """Whose jobs are listed for the caller, None: everybody's."""
+        return None if self.allows(Scope.ADMIN) else self.principal
+
     def allows(self, scope: Scope) -> bool:
         """Whether the caller may use what is for `scope`; ``admin`` may use everything."""
         return scope in self.scopes or Scope.ADMIN in self.scopes

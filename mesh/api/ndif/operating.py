@@ -8,7 +8,6 @@ from starlette.routing import Route
 
 from mesh.api.auth import caller_of
 from mesh.api.ndif.requests import owner_of
-from mesh.identity.api_keys import Scope
 from mesh.interventions.jobs.queue.service import JobQueue
 
 
@@ -16,9 +15,7 @@ def routes(queue: JobQueue) -> list[Route]:
     """The endpoints' routes."""
 
     async def jobs(request: Request) -> Response:
-        caller = caller_of(request)
-        who = None if caller.allows(Scope.ADMIN) else caller.principal
-        return JSONResponse(await queue.overview(who))
+        return JSONResponse(await queue.overview(caller_of(request).lists_jobs_of))
 
     async def kill(request: Request) -> Response:
         caller = caller_of(request)
