@@ -21,6 +21,9 @@ from typing import Any
 
 import msgspec
 
+from mesh import codec
+from mesh.codec import Fault
+from mesh.identity.private_files import write_private
 from mesh.paths import cache_dir
 
 logger = logging.getLogger(__name__)
@@ -101,10 +104,10 @@ class _Memory:
 
     def _read(self) -> Names | None:
         try:
-            return dict(msgspec.json.decode(self._file().read_bytes(), type=_Kept).names)
+            return dict(codec.read_file(self._file(), _Kept).names)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, Fault) as error:
             logger.warning("what is in which file of transformers is looked up anew: %s", error)
             return None
 
@@ -113,9 +116,7 @@ class _Memory:
         try:
             file = self._file()
             file.parent.mkdir(parents=True, exist_ok=True)
-            draft = file.with_suffix(".draft")
-            draft.write_bytes(msgspec.json.encode(_Kept(list(names.items()))))
-            draft.replace(file)
+            write_private(file, msgspec.json.encode(_Kept(list(names.items()))))
         except OSError as error:
             logger.warning("what is in which file of transformers is not kept: %s", error)
         return names

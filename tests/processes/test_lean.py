@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from mesh.codec import MAX_FILE_BYTES
+
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
@@ -150,8 +152,11 @@ def test_names_that_were_kept_are_the_names_that_are_found(tmp_path: Path) -> No
     assert run(lean, **own) == plain
     (kept,) = (tmp_path / "hearthnet" / "transformers").iterdir()
     text = kept.read_text()
-    kept.write_text(text.replace("LlamaModel", "LlamaOdel"))
+    other = text.replace("LlamaModel", "LlamaOdel")
+    kept.write_text(other)
     assert run(lean, **own) != plain  # so it was read
-    kept.write_text(text[:-9])
-    assert run(lean, **own) == plain
-    assert len(kept.read_text()) == len(text)
+    for damaged in (text[:-9], other + " " * MAX_FILE_BYTES):
+        kept.write_text(damaged)
+        assert run(lean, **own) == plain
+        assert len(kept.read_text()) == len(text)
+    assert [*kept.parent.iterdir()] == [kept]
