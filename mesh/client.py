@@ -209,7 +209,7 @@ class Client:
     async def follow(self, after: int | None = None) -> AsyncGenerator[dict[str, Any], None]:
         """The feed: events from `after` on, and what of the status changed, together.
 
-        See `mesh.api.feed.Feed.follow`; ends when the daemon stops.
+        See `mesh.api.feed.DashboardFeed.follow`; ends when the daemon stops.
         """
         headers = {} if after is None else {"Last-Event-ID": str(after)}
         stream = self._stream("GET", "/mesh/v1/events?with=status", headers=headers)

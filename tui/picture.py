@@ -40,7 +40,7 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Readiness:
     """Whether it works: ``ok``, ``wait`` or ``bad``, and the one line that says so."""
 
     state: str
@@ -93,11 +93,11 @@ class Bottleneck:
     words: str
 
 
-def verdict(picture: Picture) -> Verdict:
+def readiness(picture: Picture) -> Readiness:
     """The first line of the screen."""
     status = picture.status
     if not status:
-        return Verdict("wait", "looking for the daemon")
+        return Readiness("wait", "looking for the daemon")
     models = picture.rows("models")
     ready = [model["id"] for model in models if model["runnable"]]
     running, peers = len(picture.rows("generations")), picture.rows("peers")
@@ -107,12 +107,14 @@ def verdict(picture: Picture) -> Verdict:
         speed = sum(row.get("tokens_per_second") or 0.0 for row in picture.rows("generations"))
         if running:
             words += f" · {_count(running, 'answer')} at {speed:.1f} tok/s"
-        return Verdict("ok", words)
+        return Readiness("ok", words)
     if not models:
-        return Verdict("bad", "not working · no model is held by anybody: hearthnet up --model DIR")
+        return Readiness(
+            "bad", "not working · no model is held by anybody: hearthnet up --model DIR"
+        )
     why = "; ".join(f"{model['id']}: {model['reason']}" for model in models)
     state = "wait" if any(model["reason"] == "loading" for model in models) else "bad"
-    return Verdict(state, f"{'starting' if state == 'wait' else 'not working'} · {why}")
+    return Readiness(state, f"{'starting' if state == 'wait' else 'not working'} · {why}")
 
 
 def nodes(picture: Picture) -> list[Seen]:

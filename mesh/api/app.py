@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from mesh.api import faults, harvest, health, hearth, keys, mesh, page, steering
 from mesh.api.auth import Access, Gate, require
-from mesh.api.feed import Feed
+from mesh.api.feed import DashboardFeed
 from mesh.api.ndif import routes as ndif
 from mesh.api.openai import chat, completions, models, streams
 from mesh.api.resumable import KeptStreams
@@ -37,7 +37,7 @@ def create_app(
     closing = asyncio.Event()
     kept = KeptStreams(most=settings.kept_streams)
     access = Access(settings, api_keys, SystemClock())
-    feed = Feed(view, access, jobs.queue if jobs is not None else None)
+    feed = DashboardFeed(view, access, jobs.queue if jobs is not None else None)
     administration = [
         *(hearth.routes(control, settings) if control is not None else []),
         *(keys.routes(access, api_keys, settings) if api_keys is not None else []),

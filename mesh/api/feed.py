@@ -34,7 +34,7 @@ class Jobs(Protocol):
         """The jobs of `who`, None: all."""
 
 
-class Feed:
+class DashboardFeed:
     """Makes updates for any number of followers."""
 
     def __init__(

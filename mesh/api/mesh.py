@@ -11,14 +11,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mesh.api.auth import Caller, caller_of
-from mesh.api.feed import Feed
+from mesh.api.feed import DashboardFeed
 from mesh.api.services import ApiSettings, MeshView
 from mesh.api.sse import PING, EventStream, encode, last_event_id
 from mesh.errors import BadRequest
 
 
 def routes(
-    view: MeshView, settings: ApiSettings, closing: asyncio.Event, feed: Feed
+    view: MeshView, settings: ApiSettings, closing: asyncio.Event, feed: DashboardFeed
 ) -> list[Route]:
     """The endpoints' routes; event streams end when `closing` is set."""
 
@@ -63,7 +63,9 @@ async def _events(view: MeshView, after: int | None) -> AsyncGenerator[bytes, No
             yield encode(event, event=event["type"], id_=event["id"])
 
 
-async def _updates(feed: Feed, caller: Caller, after: int | None) -> AsyncGenerator[bytes, None]:
+async def _updates(
+    feed: DashboardFeed, caller: Caller, after: int | None
+) -> AsyncGenerator[bytes, None]:
     async with aclosing(feed.follow(caller, after)) as updates:
         async for update in updates:
             yield encode(update, event="update", id_=update["last_id"])

@@ -20,7 +20,7 @@ _COMMAND = re.compile(r"/[a-z?]*")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CommandResult:
     """What a command leads to: something to say, a text to ask the model, the end of the chat."""
 
     said: str = ""
@@ -32,7 +32,7 @@ class Outcome:
 class _Command:
     argument: str
     help: str
-    run: Callable[[str], Awaitable[Outcome]]
+    run: Callable[[str], Awaitable[CommandResult]]
 
 
 class SlashCommands:
@@ -62,12 +62,12 @@ class SlashCommands:
         """Whether a text is for us and not for the model, as a path would be."""
         return _COMMAND.fullmatch(text.split(maxsplit=1)[0] if text.strip() else "") is not None
 
-    async def run(self, text: str) -> Outcome:
+    async def run(self, text: str) -> CommandResult:
         """Do it. Raises MeshError."""
         name, _, argument = text.strip().partition(" ")
         command = self._table.get("/help" if name == "/?" else name)
         if command is None:
-            return Outcome(f"There is no {one_line(name)}; /? lists what there is.")
+            return CommandResult(f"There is no {one_line(name)}; /? lists what there is.")
         return await command.run(argument.strip())
 
     def words(self, text: str) -> Sequence[tuple[str, str]]:
@@ -103,68 +103,72 @@ class SlashCommands:
             f"{what}; known: {names}.", fix="See `hearthnet models` for what keeps each."
         )
 
-    async def _system(self, text: str) -> Outcome:
+    async def _system(self, text: str) -> CommandResult:
         if text:
             self._chat.system = "" if text == "-" else text
         shown = one_line(self._chat.system) or "(none)"
-        return Outcome(f"system = {shown}" + ("" if text else '; "/system -" takes it away'))
+        return CommandResult(f"system = {shown}" + ("" if text else '; "/system -" takes it away'))
 
-    async def _model(self, name: str) -> Outcome:
+    async def _model(self, name: str) -> CommandResult:
         if name:
             warning = await self.choose(name)
-            return Outcome("\n".join(filter(None, [warning, f"model = {one_line(name)}"])))
+            return CommandResult("\n".join(filter(None, [warning, f"model = {one_line(name)}"])))
         lines = []
         for model in await self._client.models():
             mark = "*" if model["id"] == self._chat.model else " "
             lines.append(f"{mark} {one_line(model['id'])}  {one_line(model['reason'] or '')}")
-        return Outcome("\n".join(line.rstrip() for line in lines) or "There are no models.")
+        return CommandResult("\n".join(line.rstrip() for line in lines) or "There are no models.")
 
-    async def _set(self, text: str) -> Outcome:
+    async def _set(self, text: str) -> CommandResult:
         name, _, value = text.partition(" ")
-        return Outcome(self._chat.set(name, value))
+        return CommandResult(self._chat.set(name, value))
 
-    async def _route(self, _: str) -> Outcome:
+    async def _route(self, _: str) -> CommandResult:
         last = self._chat.last
         if last is None or not last.extension:
-            return Outcome("No answer yet." if last is None else "The last answer was stopped.")
+            return CommandResult(
+                "No answer yet." if last is None else "The last answer was stopped."
+            )
         if last.extension["timings"]["hops"]:
-            return Outcome(last.timings())
-        return Outcome(route_line(last.extension["route"]) or "here")
+            return CommandResult(last.timings())
+        return CommandResult(route_line(last.extension["route"]) or "here")
 
-    async def _why(self, text: str) -> Outcome:
+    async def _why(self, text: str) -> CommandResult:
         tokens: list[dict[str, Any]] = self._chat.last.tokens if self._chat.last else []
-        return Outcome(why.table(tokens, everything=text == "all") or "No answer yet.")
+        return CommandResult(why.table(tokens, everything=text == "all") or "No answer yet.")
 
-    async def _retry(self, _: str) -> Outcome:
+    async def _retry(self, _: str) -> CommandResult:
         question = self._chat.undo()
         if question is None:
-            return Outcome("There is no question to ask again.")
+            return CommandResult("There is no question to ask again.")
         is_fixed = not self._chat.options.get("temperature")
         hint = "(at temperature 0 the answer is the same; /set temperature 0.8 varies it)"
-        return Outcome(hint if is_fixed else "", ask=question)
+        return CommandResult(hint if is_fixed else "", ask=question)
 
-    async def _undo(self, _: str) -> Outcome:
+    async def _undo(self, _: str) -> CommandResult:
         question = self._chat.undo()
-        return Outcome(f"forgot: {one_line(question)}" if question else "There is nothing to undo.")
+        return CommandResult(
+            f"forgot: {one_line(question)}" if question else "There is nothing to undo."
+        )
 
-    async def _clear(self, _: str) -> Outcome:
+    async def _clear(self, _: str) -> CommandResult:
         self._chat.turns.clear()
         self._chat.last = None
-        return Outcome("forgotten")
+        return CommandResult("forgotten")
 
-    async def _save(self, name: str) -> Outcome:
+    async def _save(self, name: str) -> CommandResult:
         if not name:
-            return Outcome("Say under which name: /save NAME")
-        return Outcome(f"kept in {self._saved.save(name, self._chat)}")
+            return CommandResult("Say under which name: /save NAME")
+        return CommandResult(f"kept in {self._saved.save(name, self._chat)}")
 
-    async def _load(self, name: str) -> Outcome:
+    async def _load(self, name: str) -> CommandResult:
         if not name:
-            return Outcome("\n".join(self._saved.names()) or "No chat is saved.")
+            return CommandResult("\n".join(self._saved.names()) or "No chat is saved.")
         self._saved.load(name, self._chat)
         turns = len(self._chat.turns)
-        return Outcome(f"{one_line(name)}: {turns} turns with {one_line(self._chat.model)}")
+        return CommandResult(f"{one_line(name)}: {turns} turns with {one_line(self._chat.model)}")
 
-    async def _help(self, _: str) -> Outcome:
+    async def _help(self, _: str) -> CommandResult:
         lines = [
             f"{f'{name} {command.argument}':17} {command.help}"
             for name, command in self._table.items()
@@ -172,7 +176,7 @@ class SlashCommands:
         lines.append(
             '"""               starts and ends a text of several lines, so does Alt-Enter each'
         )
-        return Outcome("\n".join([*lines, "Ctrl-C            stops a running answer"]))
+        return CommandResult("\n".join([*lines, "Ctrl-C            stops a running answer"]))
 
-    async def _bye(self, _: str) -> Outcome:
-        return Outcome(leaves=True)
+    async def _bye(self, _: str) -> CommandResult:
+        return CommandResult(leaves=True)

@@ -35,7 +35,7 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Processor:
     """What a measured number of threads holds for: the processor and how much of it is ours."""
 
     cpu: str
@@ -56,23 +56,23 @@ def kept_threads(
     device: torch.device,
     directory: Path | None,
     *,
-    machine: Machine | None = None,
+    processor: Processor | None = None,
     choose: Choose = choose_threads,
 ) -> Choice[int]:
     """As `choose_threads`, but what `directory` holds for this machine counts, and is kept there.
 
     Of processes that measure at the same time, the first one's number holds for all. Without a
-    directory, or one that cannot be written, it is measured at every call. `machine` is this one
+    directory, or one that cannot be written, it is measured at every call. `processor` is this one
     unless given.
     """
-    machine = machine or Machine(cpu_model(), usable_cores())
-    if requested > 0 or device.type != "cpu" or directory is None or machine.cores == 1:
-        return choose(requested, device, machine.cores)
-    said = machine.named()
+    processor = processor or Processor(cpu_model(), usable_cores())
+    if requested > 0 or device.type != "cpu" or directory is None or processor.cores == 1:
+        return choose(requested, device, processor.cores)
+    said = processor.named()
     path = directory / f"{hashlib.sha256(said.encode()).hexdigest()[:16]}.json"
     found = _read(path, said)
     if found is None:
-        measured = choose(0, device, machine.cores)
+        measured = choose(0, device, processor.cores)
         try:
             found = _keep(path, said, measured.value)
         except OSError as error:

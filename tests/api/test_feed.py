@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from mesh.api.auth import Access, Caller
-from mesh.api.feed import PACE_S, Feed
+from mesh.api.feed import PACE_S, DashboardFeed
 from mesh.client import Client
 from mesh.clock import SystemClock
 from mesh.errors import Unauthorized
@@ -56,8 +56,10 @@ class Queue:
         return {"models": [], "jobs": [{"id": "a"}], "ended": []}
 
 
-def a_feed(view: CountedView, keys: ApiKeys | None = None, queue: Queue | None = None) -> Feed:
-    return Feed(view, Access(SETTINGS, keys, SystemClock()), queue)
+def a_feed(
+    view: CountedView, keys: ApiKeys | None = None, queue: Queue | None = None
+) -> DashboardFeed:
+    return DashboardFeed(view, Access(SETTINGS, keys, SystemClock()), queue)
 
 
 async def test_a_flood_comes_in_ten_updates_a_second_and_whole() -> None:
@@ -143,7 +145,7 @@ async def test_jobs_are_shown_to_whoever_may_see_them() -> None:
         Caller(me, frozenset({Scope.ADMIN})),
     ]
     keys = ApiKeys()
-    feed = Feed(view, Access(replace(SETTINGS, keyless=False), keys, SystemClock()), queue)
+    feed = DashboardFeed(view, Access(replace(SETTINGS, keyless=False), keys, SystemClock()), queue)
     shown = []
     for caller in callers:
         keyed = replace(caller, principal=KEYLESS.principal) if caller is callers[0] else caller

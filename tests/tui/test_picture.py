@@ -1,4 +1,4 @@
-"""What follows from a status: the verdict, the bars, the bottleneck."""
+"""What follows from a status: the readiness, the bars, the bottleneck."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.tui.house import hop, peer, shard, whole
-from tui.picture import GAP, Picture, bottleneck, coverages, nodes, verdict
+from tui.picture import GAP, Picture, bottleneck, coverages, nodes, readiness
 
 
 def picture(**parts: Any) -> Picture:
@@ -29,13 +29,13 @@ def model(runnable: bool, reason: str | None, *missing: str) -> dict[str, Any]:
     ],
 )
 def test_the_verdict_is_one_line(models: list[Any], state: str, words: str) -> None:
-    found = verdict(picture(models=models))
+    found = readiness(picture(models=models))
     assert found.state == state
     assert words in found.words
 
 
 def test_before_the_first_update_nothing_is_claimed() -> None:
-    assert verdict(Picture()).state == "wait"
+    assert readiness(Picture()).state == "wait"
     assert nodes(Picture()) == []
     assert coverages(Picture()) == []
 

@@ -21,7 +21,7 @@ class ModelsScreen(TopScreen):
         """See `TopScreen`."""
         with VerticalScroll(can_focus=True):
             yield Holdings()
-            yield Memory()
+            yield NodeMemory()
 
 
 class Holdings(Drawn):
@@ -49,7 +49,7 @@ class Holdings(Drawn):
         return Text("\n").join(lines) if lines else Text("no models", "dim")
 
 
-class Memory(Drawn):
+class NodeMemory(Drawn):
     """This machine's memory, what its shards take of it, and what is being loaded."""
 
     BORDER_TITLE = "this machine"

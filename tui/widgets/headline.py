@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from tui.picture import Picture, verdict
+from tui.picture import Picture, readiness
 from tui.widgets.drawn import Drawn
 from tui.words import COLOURS, GLYPHS
 
 
 class Headline(Drawn):
-    """The verdict, with a glyph, a word and a colour."""
+    """The readiness, with a glyph, a word and a colour."""
 
     def text(self, picture: Picture, width: int) -> Text:
         """See `Drawn`."""
-        found = verdict(picture)
+        found = readiness(picture)
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append(f"{GLYPHS[found.state]} ", COLOURS[found.state])
         line.append(found.words, "bold")
