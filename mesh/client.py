@@ -19,6 +19,8 @@ from urllib.parse import quote, urlencode
 
 import httpx
 
+from mesh import codec
+from mesh.codec import Fault
 from mesh.config import is_loopback
 from mesh.errors import (
     BadRequest,
@@ -204,7 +206,7 @@ class Client:
         headers = {} if after is None else {"Last-Event-ID": str(after)}
         async with aclosing(self._stream("GET", "/mesh/v1/events", headers=headers)) as stream:
             async for data in stream:
-                yield json.loads(data)
+                yield _object(data)
 
     async def follow(self, after: int | None = None) -> AsyncGenerator[dict[str, Any], None]:
         """The feed: events from `after` on, and what of the status changed, together.
@@ -368,12 +370,9 @@ def _encoded(body: dict[str, Any]) -> bytes:
 
 def _object(answer: bytes | str) -> dict[str, Any]:
     try:
-        found = json.loads(answer)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise _not_a_daemon()
-    return found
+        return codec.convert(codec.parse_json(answer), dict[str, Any])
+    except Fault:
+        raise _not_a_daemon() from None
 
 
 def _reported(body: bytes) -> MeshError:

@@ -19,10 +19,12 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from mesh import codec
+from mesh.codec import Fault, Sha256
 from mesh.errors import BadCheckpoint
 from mesh.models.header import TensorEntry
 
@@ -31,7 +33,19 @@ _CACHE_VERSION = 2
 _LONG_BYTES = 1 << 30
 """So many take seconds, or minutes on a slow disk: it is said."""
 
+_MAX_CACHED_BYTES = 64 << 20
+"""Half a million tensors."""
+
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Digests:
+    version: int
+    file: list[str | int]
+    tensors: dict[str, Sha256]
 
 
 def weights_sha256(entries: Iterable[TensorEntry]) -> str:
@@ -99,13 +113,15 @@ def write_json_atomically(target: Path, content: Any) -> None:
         logger.warning("%s cannot be kept, and is computed again next time: %s", target, error)
 
 
-def read_json(source: Path) -> dict[str, Any] | None:
-    """The JSON object in `source`; None when there is none or it is damaged, as caches may be."""
+def read_cached(source: Path, form: type[T]) -> T | None:
+    """What was kept in `source`; None when nothing was, or it is damaged or another version's."""
     try:
-        content = json.loads(source.read_bytes())
-    except (OSError, ValueError):
+        return codec.read_file(source, form, _MAX_CACHED_BYTES)
+    except FileNotFoundError:
         return None
-    return content if isinstance(content, dict) else None
+    except (OSError, Fault) as error:
+        logger.info("%s is of no use, and is computed again: %s", source, error)
+        return None
 
 
 def _digest(entry: TensorEntry) -> str:
@@ -137,12 +153,10 @@ def _cache_file(cache_dir: Path, fingerprint: list[Any]) -> Path:
 
 
 def _recall(cache_dir: Path, fingerprint: list[Any]) -> dict[str, str] | None:
-    content = read_json(_cache_file(cache_dir, fingerprint))
-    kept = (_CACHE_VERSION, fingerprint)
-    if content is None or (content.get("version"), content.get("file")) != kept:
+    kept = read_cached(_cache_file(cache_dir, fingerprint), _Digests)
+    if kept is None or (kept.version, kept.file) != (_CACHE_VERSION, fingerprint):
         return None
-    digests: dict[str, str] | None = content.get("tensors")
-    return digests
+    return kept.tensors
 
 
 def _remember(cache_dir: Path, fingerprint: list[Any], digests: dict[str, str]) -> None:

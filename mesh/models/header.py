@@ -6,7 +6,6 @@ module knows nothing of models, layers or torch. Format: https://github.com/hugg
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -14,8 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
+from mesh.codec import Fault, Int63, convert, parse_json
 from mesh.errors import BadCheckpoint
 
 MAX_HEADER_BYTES = 25 * 1024 * 1024
@@ -28,6 +28,18 @@ DTYPE_BITS: Mapping[str, int] = MappingProxyType(
         "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
     }
 )  # fmt: skip
+
+
+def _known(dtype: str) -> None:
+    if dtype not in DTYPE_BITS:
+        raise ValueError("is not known")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    dtype: Annotated[str, _known]
+    shape: tuple[Int63, ...]
+    data_offsets: tuple[Int63, Int63]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,30 +106,22 @@ def _check_length(file: Path, length: int, size: int) -> None:
 
 def _parse(file: Path, raw: bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        return convert(parse_json(raw), dict[str, Any])
+    except Fault as fault:
         raise BadCheckpoint(
-            f"The header of {file} is not JSON: {error}.", fix=_COPY_AGAIN
-        ) from error
-    if not isinstance(fields, dict):
-        raise BadCheckpoint(f"The header of {file} is not a JSON object.", fix=_COPY_AGAIN)
-    return fields
+            f"The header of {file} is not a JSON object: {fault.why}.", fix=_COPY_AGAIN
+        ) from fault
 
 
 def _entry(file: Path, name: str, value: Any, *, body: int, size: int) -> TensorEntry:
     try:
-        dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        numbers = (*shape, begin, end)
-        well_formed = type(dtype) is str and all(
-            type(number) is int and number >= 0 for number in numbers
-        )
-    except (KeyError, TypeError, ValueError):
-        well_formed = False
-    if not well_formed or dtype not in DTYPE_BITS:
+        stored = convert(value, _Stored)
+    except Fault as fault:
         raise BadCheckpoint(
             f"{file} describes tensor {name} in a way that is not understood: {str(value)[:200]}.",
             fix="The file is damaged, or needs a newer hearthnet. " + _COPY_AGAIN,
-        )
+        ) from fault
+    dtype, shape, (begin, end) = stored.dtype, stored.shape, stored.data_offsets
     nbytes = math.prod(shape) * DTYPE_BITS[dtype] // 8
     if end - begin != nbytes:
         raise BadCheckpoint(

@@ -7,7 +7,6 @@ the daemon reads manifests, and the daemon computes nothing.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesh import codec
+from mesh.codec import Fault
 from mesh.errors import BadCheckpoint, ModelNotFound
 from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.header import TensorEntry, read_header
@@ -22,6 +23,8 @@ from mesh.models.hub_cache import checkpoint_name
 from mesh.types import LayerRange, ModelId
 
 _INDEX = "model.safetensors.index.json"
+_MAX_JSON_BYTES = 64 << 20
+"""An index of half a million tensors."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _INDEXED = re.compile(r"(.*?)(\d+)\.")
@@ -141,18 +144,19 @@ def is_head(name: str) -> bool:
 
 def _read_object(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        return codec.read_file(file, dict[str, Any], _MAX_JSON_BYTES)
     except FileNotFoundError as error:
         raise BadCheckpoint(
             f"{file.parent} has no {file.name}.", fix="Give a Hugging Face checkpoint directory."
         ) from error
-    except (OSError, ValueError) as error:
+    except Fault as fault:
+        raise BadCheckpoint(
+            f"{file} is not a JSON object: {fault.why}.", fix="Download the file again."
+        ) from fault
+    except OSError as error:
         raise BadCheckpoint(
             f"{file} cannot be read: {error}.", fix="Copy or download the file again."
         ) from error
-    if not isinstance(content, dict):
-        raise BadCheckpoint(f"{file} is not a JSON object.", fix="Download the file again.")
-    return content
 
 
 def _read_headers(directory: Path) -> dict[str, TensorEntry]:

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import torch
 
-from mesh import codec
-from mesh.codec import Fault
-from mesh.models.hashing import write_json_atomically
+from mesh.models.hashing import read_cached, write_json_atomically
 from mesh.pipeline.failover import Failover, FailoverSettings
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.prefill import TokenFeed
@@ -64,10 +62,7 @@ async def exercise(
 
 def read_verdict(cache_dir: Path, weights_sha256: str) -> WireVerdict | None:
     """What an earlier probe of this checkpoint found; None when there was none."""
-    try:
-        return codec.read_file(_path(cache_dir, weights_sha256), WireVerdict)
-    except (FileNotFoundError, Fault):
-        return None  # absent or from another version: probing again costs little
+    return read_cached(_path(cache_dir, weights_sha256), WireVerdict)
 
 
 def write_verdict(cache_dir: Path, weights_sha256: str, verdict: WireVerdict) -> None:

@@ -173,6 +173,17 @@ def test_damaged_cache_is_replaced(copied: Path, tmp_path: Path, damage: bytes) 
     assert list(cache.iterdir()) == [file]
 
 
+def test_a_kept_hash_that_is_none_is_not_believed(copied: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = read_manifest(copied, cache_dir=cache)
+    (file,) = cache.iterdir()
+    kept = json.loads(file.read_bytes())
+    kept["tensors"] = dict.fromkeys(kept["tensors"], "0")
+    file.write_text(json.dumps(kept))
+    again = read_manifest(copied, cache_dir=cache)
+    assert again.weights_sha256 == first.weights_sha256
+
+
 def test_reading_a_manifest_imports_neither_torch_nor_transformers(checkpoint: Checkpoint) -> None:
     code = (
         "import sys; from pathlib import Path; from mesh.models.manifest import read_manifest;"
@@ -194,7 +205,7 @@ def test_a_file_is_not_a_checkpoint(copied: Path) -> None:
         read_manifest(copied / "model.safetensors")
 
 
-@pytest.mark.parametrize("content", [None, b"", b"[]", b"{"])
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"{", b"[" * 100_000])
 def test_missing_or_damaged_config(copied: Path, content: bytes | None) -> None:
     (copied / "config.json").unlink()
     if content is not None:

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
+from mesh.codec import Fault, convert, parse_json, read_file
 from mesh.errors import BadRequest, ModelNotFound
 from mesh.models.hub_cache import hub_snapshot
 from mesh.types import ModelId
@@ -24,9 +24,8 @@ _PREFIX = "nnsight.modeling.transformers.TransformersModel"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-class _Parts(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+@dataclass(frozen=True, slots=True)
+class _Parts:
     repo_id: str
     revision: str | None = None
     task: str | None = None
@@ -43,13 +42,12 @@ class ModelKey:
     @classmethod
     def parse(cls, text: str) -> ModelKey:
         """Raises BadRequest, also for what no node of ours serves."""
-        name, colon, rest = text.partition(":")
+        name, _, rest = text.partition(":")
         try:
-            parts = _Parts.model_validate(json.loads(rest)) if colon else None
-        except (ValueError, RecursionError, ValidationError):
-            parts = None
-        if parts is None:
-            raise _refused(f"{text[:200]!r} is not a model key.", "Let nnsight make it.")
+            parts = convert(parse_json(rest), _Parts, closed=True)
+        except Fault as fault:
+            said = f"{text[:200]!r} is not a model key."
+            raise _refused(said, "Let nnsight make it.") from fault
         if name.rpartition(".")[2] not in _CLASSES:
             raise _refused(
                 f"Models of the class {name[:100]!r} are not served here.",
@@ -81,8 +79,8 @@ class Served:
         cached = hub_snapshot(real)
         hub_ids = [cached.repo_id] if cached else []
         try:
-            named = json.loads((real / "config.json").read_text("utf-8"))["_name_or_path"]
-        except (OSError, ValueError, KeyError, TypeError):
+            named = read_file(real / "config.json", dict[str, Any]).get("_name_or_path")
+        except (OSError, Fault):
             named = None
         if isinstance(named, str) and _HUB_ID.fullmatch(named) and named not in hub_ids:
             hub_ids.append(named)

@@ -21,10 +21,8 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from mesh import codec
-from mesh.codec import Fault
 from mesh.errors import ShardCorrupt
-from mesh.models.hashing import write_json_atomically
+from mesh.models.hashing import read_cached, write_json_atomically
 from mesh.wire.messages import WireTensor
 
 FACTOR = 8.0
@@ -133,11 +131,8 @@ class Envelope:
     @classmethod
     def read(cls, cache_dir: Path, weights_sha256: str) -> Envelope:
         """The bounds of an earlier run; an empty envelope when there are none."""
-        try:
-            kept = codec.read_file(_path(cache_dir, weights_sha256), _Bounds)
-            return cls({int(boundary): norm for boundary, norm in kept.norms.items()})
-        except (FileNotFoundError, Fault):
-            return cls()  # absent or from another version: recording again costs little
+        kept = read_cached(_path(cache_dir, weights_sha256), _Bounds)
+        return cls({int(boundary): norm for boundary, norm in kept.norms.items()} if kept else {})
 
     def write(self, cache_dir: Path, weights_sha256: str) -> None:
         """Keep the bounds for the next start."""
