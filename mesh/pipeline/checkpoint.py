@@ -107,7 +107,7 @@ def load_asker(
     device = choose_device(options.device)
     stored = STORED.get(manifest.dtype, manifest.dtype)
     dtype = choose_dtype(options.dtype, stored, device.value)
-    need_mb, have = ends_mb(manifest, dtype.value.itemsize), headroom(device.value)
+    need_mb, have = ends_mb(manifest, dtype.value.itemsize), headroom(device.value, ram())
     if need_mb > have.free_mb:
         raise NotEnoughMemory(
             f"the ends of {model_id} (embedding and head) need {need_mb} MB; {have.free_mb} MB are"

@@ -56,6 +56,7 @@ CONSUMER_TIMEOUT_S = 300.0
 EXPIRY_TICK_S = 5.0
 LOCAL_LOAD_TIMEOUT_S = 300.0
 REPORT_TICK_S = 0.5
+IDLE_REPORT_TICK_S = 1.0
 
 LoadAsker = Callable[
     [Path, ModelId, AskerOptions, Callable[[Loading], object]], tuple[AskerModel, list[str]]
@@ -272,7 +273,8 @@ class AskerProcess(Worker):
     async def _report_regularly(self) -> None:
         while True:
             self._report()
-            await asyncio.sleep(REPORT_TICK_S)
+            busy = self._started().sessions.busy.is_set()
+            await asyncio.sleep(REPORT_TICK_S if busy else IDLE_REPORT_TICK_S)
 
     def _report(self) -> None:
         engine = self._started()

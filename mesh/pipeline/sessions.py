@@ -74,6 +74,8 @@ class Sessions:
         self._observer = observer
         self._parked: list[GenerationSession] = []
         self.live: dict[int, GenerationSession] = {}
+        self.busy = asyncio.Event()
+        """Set while any is live."""
 
     async def acquire(
         self, prompt: Sequence[int], terms: SessionTerms, total_layers: int, *, at_home: bool
@@ -142,6 +144,8 @@ class Sessions:
     def release(self, session: GenerationSession, *, keep: bool) -> None:
         """Give a session back: parked for a follow-up when `keep`, else freed on every hop."""
         self.live.pop(id(session), None)
+        if not self.live:
+            self.busy.clear()
         if not keep or not session.token_ids:
             session.route.close()
             return
@@ -168,12 +172,14 @@ class Sessions:
             session.route.close()
         self._parked.clear()
         self.live.clear()
+        self.busy.clear()
         await self._links.close()
 
     # Private
 
     def _register(self, session: GenerationSession) -> GenerationSession:
         self.live[id(session)] = session
+        self.busy.set()
         return session
 
     async def _opened(self, pipeline: Pipeline, terms: SessionTerms) -> Route:

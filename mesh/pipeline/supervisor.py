@@ -104,6 +104,8 @@ class AskerSupervisor(Supervisor):
         self._loading: set[asyncio.Task[None]] = set()
         self._attempts = Attempts()
         self._streams: dict[str, Stream] = {}
+        self._told: tuple[Offer, ...] = ()
+        """The shards that its process knows."""
 
     async def wait_ready(self) -> None:
         """Until the ends are loaded. Raises what loading raised, or InternalError after long."""
@@ -135,8 +137,10 @@ class AskerSupervisor(Supervisor):
         self._attempts.forget()
 
     def push_shards(self) -> None:
-        """Tell the process who serves what now."""
-        self.tell(RoutableShards(self._routable()))
+        """Tell the process who serves what now, if that is another than it was told."""
+        shards = self._routable()
+        if shards != self._told and self.tell(RoutableShards(shards)):
+            self._told = shards
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         """The frames of one generation; closing the generator cancels it on every hop."""
@@ -205,7 +209,8 @@ class AskerSupervisor(Supervisor):
     def on_started(self) -> None:
         """Tell a new asker what to load."""
         if isinstance(self.first_command, StartAsker):
-            self.tell(structs.replace(self.first_command, shards=self._routable()))
+            self._told = self._routable()
+            self.tell(structs.replace(self.first_command, shards=self._told))
 
     def on_ended(self, ending: Ending) -> None:
         """End what ran in an asker that is no more with the reason."""

@@ -22,7 +22,7 @@ _LENGTH = struct.Struct(">I")
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_UNREAD_BYTES = 64 << 20
 
-BEAT_S = 0.5
+BEAT_S = 1.0
 """How often a process says that its loop turns."""
 
 

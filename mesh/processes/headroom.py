@@ -103,8 +103,11 @@ def _of_group(directory: Path, version: int) -> Headroom | None:
     names = ("memory.max", "memory.current") if version == 2 else (
         "memory.limit_in_bytes", "memory.usage_in_bytes",
     )  # fmt: skip
-    limit, used = (_number(directory / name) for name in names)
-    if limit is None or used is None or limit >= _UNLIMITED:
+    limit = _number(directory / names[0])
+    if limit is None or limit >= _UNLIMITED:
+        return None
+    used = _number(directory / names[1])
+    if used is None:
         return None
     stat = _numbers(directory / "memory.stat")
     prefix = "" if version == 2 else "total_"

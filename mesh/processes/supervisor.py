@@ -36,7 +36,7 @@ from mesh.processes.messages import (
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.5
+TICK_S = 1.0
 _LEAVE_TICK_S = 2.0
 STOP_TIMEOUT_S = 5.0
 RESTART_DELAYS_S = (0.05, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -79,6 +79,7 @@ class Supervisor(ABC):
         self._stopping = asyncio.Event()
         self._is_ready = False
         self._silent_s = 0.0
+        self._counted_until_s = 0.0
         self._said: MeshError | None = None
         self._load_begun: Loading | None = None
         self._load_since_s = 0.0
@@ -152,8 +153,8 @@ class Supervisor(ABC):
             case ProcessState.SILENT:
                 left_s = max(0.0, self._limits.replace_s - self._silent_s)
                 return (
-                    f"{self.name} said nothing for {self._silent_s:g} s;"
-                    f" it is replaced in {left_s:g} s"
+                    f"{self.name} said nothing for {int(self._silent_s)} s;"
+                    f" it is replaced in {left_s:.0f} s"
                 )
             case ProcessState.ENDED | ProcessState.STARTING if self._held is not None:
                 return f"{self.name} is not started: {self._held.message}"
@@ -170,7 +171,7 @@ class Supervisor(ABC):
             "name": self.name,
             "state": self.state.value,
             "pid": self.pid,
-            "silent_s": self._silent_s,
+            "silent_s": round(self._silent_s, 1),
             "starts": self.starts,
             "why_alone": None if self._child is None else self._child.why_alone,
             "ending": None if self.ending is None else str(self.ending),
@@ -314,22 +315,27 @@ class Supervisor(ABC):
     async def _falls_silent(self) -> bool:
         """Wait for the end of the process; True when it only says nothing any more.
 
-        Counted in ticks: a daemon that stood still itself has heard nobody, and blames nobody.
+        A tick counts for no more than `TICK_S`: a daemon that stood still itself has heard nobody,
+        and blames nobody.
         """
+        loop = asyncio.get_running_loop()
+        self._counted_until_s = loop.time()
         while self._silent_s < self._patience_s:
             was_up = self.is_up
             try:
                 async with asyncio.timeout(TICK_S):
                     await self._gone.wait()
             except TimeoutError:
-                self._silent_s += TICK_S
+                now = loop.time()
+                self._silent_s += min(TICK_S, now - self._counted_until_s)
+                self._counted_until_s = now
                 if was_up and not self.is_up:
                     self._up.clear()
-                    logger.warning("%s said nothing for %g s", self.name, self._silent_s)
+                    logger.warning("%s said nothing for %d s", self.name, self._silent_s)
                     self.on_changed()
             else:
                 return False
-        logger.error("%s said nothing for %g s; it is replaced", self.name, self._silent_s)
+        logger.error("%s said nothing for %d s; it is replaced", self.name, self._silent_s)
         return True
 
     @property
@@ -371,6 +377,7 @@ class Supervisor(ABC):
             return
         was_up = self.is_up
         self._silent_s = 0.0
+        self._counted_until_s = asyncio.get_running_loop().time()
         if self.is_up and not was_up:
             self._up.set()
             logger.warning("%s is heard again", self.name)

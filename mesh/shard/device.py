@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import transformers
 
 from mesh.errors import BadValue
-from mesh.processes.headroom import Headroom, ram
+from mesh.processes.headroom import Headroom
 
 T = TypeVar("T")
 
@@ -146,8 +146,8 @@ def choose_threads(
     return Choice(1, f"threads 1: {cores} were only {alone / together:.1f}x as fast, measured")
 
 
-def headroom(device: torch.device) -> Headroom:
-    """What can still be taken of the device's memory. Blocks for a moment."""
+def headroom(device: torch.device, main: Headroom) -> Headroom:
+    """What can still be taken of the device's memory; of main memory it is `main`."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         # What the allocator holds and nobody uses is taken from before anything else.
@@ -158,8 +158,8 @@ def headroom(device: torch.device) -> Headroom:
         left = Headroom(
             (total - torch.mps.driver_allocated_memory()) >> 20, total >> 20, "what Metal may take"
         )
-        return min(left, ram(), key=lambda each: each.free_mb)
-    return ram()
+        return min(left, main, key=lambda each: each.free_mb)
+    return main
 
 
 def is_lost(error: BaseException) -> bool:

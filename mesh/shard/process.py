@@ -278,7 +278,7 @@ class ShardProcess(Worker):
                 link.send(notice)
 
     async def _report(self) -> None:
-        rss_mb = 0.0
+        rss_mb, process = 0.0, psutil.Process()
         while True:
             # Not `wait_for`: before Python 3.12 it loses a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
@@ -289,7 +289,7 @@ class ShardProcess(Worker):
             self._changed.clear()
             self._require_progress()
             with contextlib.suppress(OSError):  # no descriptor is left to read it with
-                rss_mb = psutil.Process().memory_info().rss / 2**20
+                rss_mb = process.memory_info().rss / 2**20
             shards = tuple([await _report_of(held) for held in self._held.values()])
             memory = await self._look_after_room()
             sessions, accounts = self._service.sessions(), self._service.reports()

@@ -52,11 +52,12 @@ class Memory:
 
 
 class Room:
-    """One device's. `measure` blocks for a moment; `say` is told what begins to load, and None."""
+    """One device's. `measure` says what is free there, given what is of main memory; `say` is told
+    what begins to load, and None."""
 
     def __init__(
         self,
-        measure: Callable[[], Headroom],
+        measure: Callable[[Headroom], Headroom],
         occupants: Callable[[], Sequence[Occupant]],
         say: Callable[[Loading | None], None],
     ) -> None:
@@ -122,7 +123,8 @@ class Room:
         return True
 
     def _look(self) -> Memory:
-        return Memory(self._measure(), ram().free_mb)
+        main = ram()
+        return Memory(self._measure(main), main.free_mb)
 
 
 def _refusal(name: str, need: ShardMemory, have: Headroom, promised_mb: int) -> NotEnoughMemory:

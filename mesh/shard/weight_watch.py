@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SLICE_BYTES = 4 << 20
 """A few milliseconds of one core, in which others compute on."""
-SHARE = 0.005
+SHARE = 0.0025
 """Of the time, which is what it costs a decode step at most."""
 IDLE_S = 1.0
 _LONGEST_S = 60.0

@@ -20,11 +20,13 @@ from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
 from mesh.node.wiring import start_asker
-from mesh.pipeline.commands import Offer, StartAsker
+from mesh.pipeline.commands import Offer, RoutableShards, StartAsker
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.processes.lifecycle import SilenceLimits
+from mesh.processes.messages import Message
 from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, SamplingParams, ShardId
 from tests import secure
+from tests.test_formats import advertised
 
 MODEL = ModelId("builtin")
 TIMEOUT_S = 60.0
@@ -32,10 +34,13 @@ REQUEST = GenerationRequest("r", MODEL, prompt_ids=(1, 2), sampling=SamplingPara
 
 
 class Owner:
-    """A daemon that knows no shards."""
+    """A daemon that knows no shards, unless told."""
+
+    def __init__(self) -> None:
+        self.offers: list[Offer] = []
 
     def routable(self, model_id: ModelId) -> list[Offer]:
-        return []
+        return self.offers
 
     def asker_changed(self) -> None:
         pass
@@ -61,6 +66,43 @@ def start(tmp_path: Path) -> StartAsker:
     options = replace(start.options, cache_dir=tmp_path)
     settings = replace(start.settings, cache_dir=str(tmp_path))
     return structs.replace(start, options=options, settings=settings)
+
+
+class Overheard(AskerSupervisor):
+    """Of a process that may be there or not: what it is told is written down."""
+
+    def __init__(self, start: StartAsker, owner: Owner) -> None:
+        super().__init__(start, owner)
+        self.is_there = True
+        self.told: list[Message] = []
+
+    def tell(self, command: Message) -> bool:
+        if self.is_there:
+            self.told.append(command)
+        return self.is_there
+
+
+def test_an_asker_knows_all_shards_and_is_told_of_them_once(start: StartAsker) -> None:
+    owner = Owner()
+    asker = Overheard(start, owner)
+
+    def told() -> list[Message]:
+        for _ in range(2):
+            asker.push_shards()
+        found, asker.told = asker.told, []
+        return found
+
+    asker.on_started()
+    assert told() == [structs.replace(start, shards=())]
+    owner.offers = here = [Offer(advertised(None))]
+    assert told() == [RoutableShards((*here,))]
+    owner.offers = []
+    asker.on_started()
+    assert told() == [structs.replace(start, shards=())]
+    asker.is_there, owner.offers = False, here
+    assert told() == []
+    asker.is_there = True
+    assert told() == [RoutableShards((*here,))], "the one before this was told, not this one"
 
 
 async def test_a_process_that_stands_still_is_replaced_and_an_idle_one_is_not(

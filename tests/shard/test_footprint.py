@@ -70,7 +70,7 @@ class House:
         self.said: list[str | None] = []
         self.room = Room(self._measure, lambda: guests, self._hear)
 
-    def _measure(self) -> Headroom:
+    def _measure(self, _: Headroom) -> Headroom:
         return Headroom(1000 - sum(guest.held_mb for guest in self.guests), 1000, "the toy")
 
     def _hear(self, load: Loading | None) -> None:

@@ -33,9 +33,10 @@ class StallWatch:
         self._ceiling_s = ceiling_s
 
     async def run(self) -> None:
-        """Look every `TICK_S` seconds, for ever."""
+        """Look every `TICK_S` seconds while a session is live, for ever."""
         loop = asyncio.get_running_loop()
         while True:
+            await self._sessions.busy.wait()
             due = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
             # Judged as of when the tick was due: a turn of the loop has read what came before that.
