@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
@@ -40,6 +41,21 @@ class SteadyClock(SystemClock):
     def now(self) -> datetime:
         """`start` and the monotonic seconds since."""
         return self._start + timedelta(seconds=self.monotonic() - self._began)
+
+
+def next_tick(every_s: float) -> float:
+    """When by the running loop's clock the next `every_s` begin. They begin at the same moment for
+    all, in every process of a machine: what is done now and then wakes it once, not one by one."""
+    return (asyncio.get_running_loop().time() // every_s + 1) * every_s
+
+
+async def tick(every_s: float) -> float:
+    """Wait until the next `every_s` begin; when that was."""
+    due_s = next_tick(every_s)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(due_s):
+            await asyncio.get_running_loop().create_future()
+    return due_s
 
 
 class LoopClock(SystemClock):

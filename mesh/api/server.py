@@ -19,6 +19,7 @@ from mesh.api.auth import MAX_HEADER_BYTES
 from mesh.api.connection import BoundedConnection
 from mesh.api.listener import TlsListener
 from mesh.api.tls import ApiTls
+from mesh.clock import next_tick
 from mesh.config import is_loopback
 from mesh.errors import BadValue, PortInUse
 
@@ -55,7 +56,7 @@ class _Server(uvicorn.Server):
         # It writes the Date header anew in turns of ten, of which this is always the first.
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_DATE_S):
+                async with asyncio.timeout_at(next_tick(_DATE_S)):
                     await self._leaving.wait()
 
     def leave(self) -> None:

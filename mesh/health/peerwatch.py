@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
+from mesh.clock import tick
 from mesh.health.detector import FailureDetector, NodeHealth, Verdict
 from mesh.types import NodeId
 
@@ -39,8 +40,7 @@ class PeerWatch:
         """Look every `TICK_S` seconds, for ever."""
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + TICK_S
-            await asyncio.sleep(TICK_S)
+            due = await tick(TICK_S)
             self.look(max(0.0, loop.time() - due))
 
     def look(self, late_s: float) -> None:

@@ -20,7 +20,7 @@ from mesh.api.overview import NodeParts, Overview
 from mesh.api.server import ApiServer, serve_api
 from mesh.api.services import ApiSettings, Research
 from mesh.api.tls import api_tls
-from mesh.clock import SystemClock
+from mesh.clock import SystemClock, next_tick
 from mesh.config import Config
 from mesh.discovery import interfaces
 from mesh.discovery.advertisement import Advertisement
@@ -367,10 +367,10 @@ class Node:
 
     async def _push_shards(self) -> None:
         """Keep the askers' view of the mesh current: at every change, at most once per loop."""
-        subscription = self._store.subscribe()
+        subscription, loop = self._store.subscribe(), asyncio.get_running_loop()
         try:
             while True:
-                await subscription.wait(PUSH_TICK_S)
+                await subscription.wait(next_tick(PUSH_TICK_S) - loop.time())
                 self._push_now()
         finally:
             subscription.close()

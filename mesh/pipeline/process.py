@@ -18,7 +18,7 @@ from msgspec import structs
 
 from mesh.accounts import allowances
 from mesh.accounts.ledger import ResourceLedger
-from mesh.clock import LoopClock
+from mesh.clock import LoopClock, tick
 from mesh.errors import InternalError, MeshError, PipelineStalled, as_mesh_error
 from mesh.pipeline.checkpoint import load_asker
 from mesh.pipeline.commands import (
@@ -274,7 +274,7 @@ class AskerProcess(Worker):
         while True:
             self._report()
             busy = self._started().sessions.busy.is_set()
-            await asyncio.sleep(REPORT_TICK_S if busy else IDLE_REPORT_TICK_S)
+            await tick(REPORT_TICK_S if busy else IDLE_REPORT_TICK_S)
 
     def _report(self) -> None:
         engine = self._started()

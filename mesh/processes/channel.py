@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable
 from typing import cast
 
+from mesh.clock import next_tick
 from mesh.errors import InternalError, LinkLost
 from mesh.processes.messages import Alive, Message, encode
 
@@ -73,7 +74,7 @@ class Channel(asyncio.Protocol):
         """Say every `BEAT_S` from now on that this side's loop turns, until the channel's end."""
         with contextlib.suppress(LinkLost):
             self.send(Alive())
-            self._beating = asyncio.get_running_loop().call_later(BEAT_S, self.beat)
+            self._beating = asyncio.get_running_loop().call_at(next_tick(BEAT_S), self.beat)
 
     def close(self) -> None:
         """Close this end; the other side reads end-of-file."""

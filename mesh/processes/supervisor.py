@@ -18,6 +18,7 @@ from typing import Any
 
 from msgspec import structs
 
+from mesh.clock import next_tick
 from mesh.errors import BadRequest, InternalError, LinkLost, MeshError
 from mesh.processes.child import Child
 from mesh.processes.headroom import oom_kills, ram
@@ -323,7 +324,7 @@ class Supervisor(ABC):
         while self._silent_s < self._patience_s:
             was_up = self.is_up
             try:
-                async with asyncio.timeout(TICK_S):
+                async with asyncio.timeout_at(next_tick(TICK_S)):
                     await self._gone.wait()
             except TimeoutError:
                 now = loop.time()

@@ -18,7 +18,7 @@ from functools import partial
 
 import psutil
 
-from mesh.clock import SteadyClock, SystemClock
+from mesh.clock import SteadyClock, SystemClock, next_tick
 from mesh.discovery.interfaces import Reach
 from mesh.errors import (
     BadRequest,
@@ -282,7 +282,7 @@ class ShardProcess(Worker):
         while True:
             # Not `wait_for`: before Python 3.12 it loses a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_HEALTH_INTERVAL_S):
+                async with asyncio.timeout_at(next_tick(_HEALTH_INTERVAL_S)):
                     await self._changed.wait()
                 # What changes together is said together.
                 await asyncio.sleep(_CHANGES_TOGETHER_S)

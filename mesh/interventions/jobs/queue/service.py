@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mesh.clock import Clock
+from mesh.clock import Clock, tick
 from mesh.errors import Busy, InternalError, NotFound, StorageFull
 from mesh.interventions.jobs.queue.feed import Feed
 from mesh.interventions.jobs.queue.lane import JobTicket, Lane
@@ -375,7 +375,7 @@ class JobQueue:
             for lane in self._lanes.values():
                 if lane.held_since_s is None or lane.running:
                     self._tell_positions(lane)
-            await asyncio.sleep(_POSITIONS_S)
+            await tick(_POSITIONS_S)
 
     def _tell_positions(self, lane: Lane, only: str | None = None) -> None:
         order = lane.line.order()
