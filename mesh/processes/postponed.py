@@ -31,9 +31,6 @@ POSTPONED = frozenset(
 )  # fmt: skip
 """What torch imports for others' sake and does not look into itself."""
 
-_AFTERWARDS = ("torch._prims.rng_prims",)
-"""What comes with a postponed module, and what everybody needs: it completes `torch.Generator`."""
-
 _LOOKED_INTO = frozenset({"__path__", "__all__"})
 """Names with underscores that an import asks for; whoever lists modules asks for others."""
 
@@ -43,13 +40,20 @@ def import_torch() -> None:
     with postponing():
         import torch
     try:
-        for name in _AFTERWARDS:
-            importlib.import_module(name)
+        _complete_generator(torch)
         _try(torch)
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
         logger.warning("torch is imported as a whole: %s", error)
         for name in POSTPONED:
             _complete(name)
+
+
+def _complete_generator(torch: Any) -> None:
+    """Without this it cannot be made. Torch does it in ``torch._prims.rng_prims``, which comes with
+    a postponed module, and at whose import it is done again."""
+    from torch._opaque_base import OpaqueBaseMeta
+
+    torch._C._set_generator_metaclass(OpaqueBaseMeta)  # noqa: SLF001
 
 
 def _try(torch: Any) -> None:

@@ -25,7 +25,7 @@ from mesh.models.manifest import read_manifest
 from mesh.types import LayerRange
 
 HEAVY = ("torch._dynamo", "sympy", "torch.distributed.tensor", "torch.onnx", "torch._refs",
-    "torch.ao.quantization", "torch.nn.quantized.modules")
+    "torch._prims", "torch.ao.quantization", "torch.nn.quantized.modules")
 manifest = read_manifest(checkpoint_dir(), cache_dir=Path(sys.argv[1]))
 where = {{"dtype": torch.float32, "device": torch.device("cpu")}}
 ends = load_ends(manifest, **where)
