@@ -21,9 +21,6 @@ from mesh.errors import TlsRequired
 
 logger = logging.getLogger(__name__)
 
-MAX_OPENING = 256
-"""Connections whose handshake is under way."""
-
 _HANDSHAKE = b"\x16"
 """RFC 8446, 5.1: what a TLS connection begins with."""
 
@@ -44,11 +41,15 @@ class TlsListener:
         context: ssl.SSLContext,
         make_protocol: Callable[[], asyncio.Protocol],
         opening_limit_s: float,
+        max_opening: int,
     ) -> None:
+        """Of connections whose handshake is under way there are `max_opening` at most, for
+        `opening_limit_s` each."""
         self._listener = listener
         self._context = context
         self._make_protocol = make_protocol
         self._limit_s = opening_limit_s
+        self._max_opening = max_opening
         self._loop = asyncio.get_running_loop()
         self._opening: dict[asyncio.Task[None], str] = {}
         self._accepting = asyncio.create_task(self._accept_for_ever(), name="accept TLS")
@@ -72,7 +73,7 @@ class TlsListener:
                 logger.warning("no connection could be accepted: %s", error)
                 await asyncio.sleep(_AGAIN_S)
                 continue
-            if len(self._opening) >= MAX_OPENING:
+            if len(self._opening) >= self._max_opening:
                 self._make_room()
             task = asyncio.create_task(self._open(theirs), name=f"open TLS for {host}")
             self._opening[task] = host

@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from mesh.api.auth import MAX_HEADER_BYTES
 from mesh.api.connection import BoundedConnection
 from mesh.api.listener import TlsListener
+from mesh.api.services import ApiSettings
 from mesh.api.tls import ApiTls
 from mesh.clock import next_tick
 from mesh.config import is_loopback
@@ -38,14 +39,14 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         listener: socket.socket,
         tls: ApiTls | None,
-        opening_limit_s: float,
+        settings: ApiSettings,
     ) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
         self._leaving = asyncio.Event()
         self._listener = listener
         self.tls = tls
-        self._opening_limit_s = opening_limit_s
+        self._settings = settings
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -68,7 +69,11 @@ class _Server(uvicorn.Server):
         await super().startup([self._listener] if self.tls is None else [])
         if self.tls is not None:
             speaking_tls = TlsListener(
-                self._listener, self.tls.context, self._connection, self._opening_limit_s
+                self._listener,
+                self.tls.context,
+                self._connection,
+                self._settings.head_timeout_s,
+                self._settings.max_opening,
             )
             self.servers.append(speaking_tls)  # type: ignore[arg-type]
         self.ready.set()
@@ -155,7 +160,7 @@ async def serve_api(app: Starlette, host: str, port: int, tls: ApiTls | None = N
         limit_concurrency=app.state.settings.max_connections,
         timeout_graceful_shutdown=_GRACE_S,
     )
-    server = _Server(config, listener, tls, app.state.settings.head_timeout_s)
+    server = _Server(config, listener, tls, app.state.settings)
     task = asyncio.create_task(server.serve(), name="api-server")
     api = ApiServer(app, server, task, host, listener.getsockname()[1])
     await server.ready.wait()

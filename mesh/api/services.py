@@ -167,8 +167,8 @@ class ApiSettings:
     None for no such key. With `keyless`, callers on loopback may chat and intervene without a key.
     A stream that has nothing to say sends a comment every `ping_s` seconds. A request's head and
     body must have come within their limits; a client that takes nothing of an answer for
-    `unread_timeout_s` is cut off. What callers use is counted on `accounts`, by default on some of
-    the API's own.
+    `unread_timeout_s` is cut off, and no more than `max_opening` may be about to speak TLS. What
+    callers use is counted on `accounts`, by default on some of the API's own.
     """
 
     host: str = "127.0.0.1"
@@ -180,5 +180,6 @@ class ApiSettings:
     body_timeout_s: float = 30.0
     unread_timeout_s: float = 60.0
     max_connections: int = 512
+    max_opening: int = 256
     kept_streams: int = 32
     accounts: ResourceLedger | None = field(default=None, repr=False, compare=False)

@@ -27,16 +27,21 @@ class TypedLines:
     Several chats may add to one file; cutting it down may lose what another adds at that moment.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, *, max_bytes: int = HISTORY_BYTES, max_entries: int = HISTORY_ENTRIES
+    ) -> None:
+        """A file that grows beyond `max_bytes` is cut to half of that."""
         self._path = path
+        self._max_bytes = max_bytes
+        self._max_entries = max_entries
 
     def read(self) -> list[str]:
-        """The last `HISTORY_ENTRIES`.
+        """The last `max_entries`.
 
         Raises KeyUnreadable when others could read the file, BadValue when it is no history.
         """
         try:
-            content = read_private(self._path, 2 * HISTORY_BYTES)
+            content = read_private(self._path, 2 * self._max_bytes)
             texts = [convert(parse_json(line), str) for line in content.splitlines()]
         except FileNotFoundError:
             return []
@@ -47,13 +52,10 @@ class TypedLines:
                 f"{self._path} is no history of chats: {fault}.",
                 fix="Remove it, or use --no-history.",
             ) from fault
-        return texts[-HISTORY_ENTRIES:]
+        return texts[-self._max_entries :]
 
     def add(self, text: str) -> None:
-        """One more; a text that is longer than what one types is left out.
-
-        A file that grows beyond `HISTORY_BYTES` is cut to half of that. Raises as `read`.
-        """
+        """One more; a text that is longer than what one types is left out. Raises as `read`."""
         if len(text) > HISTORY_ENTRY_CHARS:
             return
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
@@ -62,7 +64,7 @@ class TypedLines:
             with os.fdopen(os.open(self._path, flags, 0o600), "ab") as file:
                 file.write(_line(text))
                 size = file.tell()
-            if size > HISTORY_BYTES:
+            if size > self._max_bytes:
                 self._shorten()
         except OSError as error:
             raise _unusable(self._path, error) from error
@@ -72,7 +74,7 @@ class TypedLines:
         size = 0
         for text in reversed(self.read()):
             size += len(_line(text))
-            if size > HISTORY_BYTES // 2:
+            if size > self._max_bytes // 2:
                 break
             lines.append(_line(text))
         write_private(self._path, b"".join(reversed(lines)))

@@ -13,8 +13,6 @@ from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 1.0
-
 KeepOnly = Callable[[frozenset[NodeId]], None]
 """Cuts the links to all other nodes and opens no more to them."""
 
@@ -26,6 +24,8 @@ class MemberFeed:
     """
 
     def __init__(self) -> None:
+        self.retry_s = 1.0
+        """A list that could not be taken is taken again after so long."""
         self._tls: TlsContexts | None = None
         self._members: tuple[bytes, ...] | None = None
         self._changed = asyncio.Event()
@@ -66,6 +66,6 @@ class MemberFeed:
             await asyncio.to_thread(self.tls.update, self._members)
         except OSError:
             # Whoever left is not trusted any more all the same, and frees what was lacking.
-            logger.exception("members not followed; again in %g s", RETRY_S)
-            asyncio.get_running_loop().call_later(RETRY_S, self._changed.set)
+            logger.exception("members not followed; again in %g s", self.retry_s)
+            asyncio.get_running_loop().call_later(self.retry_s, self._changed.set)
         keep_only(trusted)  # who came in during the update, too

@@ -40,13 +40,14 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 _LEAVE_TICK_S = 2.0
 STOP_TIMEOUT_S = 5.0
-RESTART_DELAYS_S = (0.05, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S = 60.0
 """A child that ran for so long did not end soon: the next one is started without delay."""
 
 
 class Supervisor(ABC):
     """Runs one process after the other; `start` once, `stop` at the end."""
+
+    restart_delays_s: tuple[float, ...] = (0.05, 1.0, 2.0, 5.0, 10.0, 30.0)
 
     def __init__(
         self,
@@ -268,7 +269,8 @@ class Supervisor(ABC):
                 return
             if loop.time() - started > STEADY_S:
                 failures = 0
-            self._delay_s = RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S) - 1)]
+            delays_s = self.restart_delays_s
+            self._delay_s = delays_s[min(failures, len(delays_s) - 1)]
             failures += 1
             logger.error("%s: %s; starting again in %g s", self.name, self.ending, self._delay_s)
             with contextlib.suppress(TimeoutError):

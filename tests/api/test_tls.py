@@ -21,7 +21,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from mesh.api import listener
 from mesh.api.tls import ApiTls, api_tls
 from mesh.client import Client
 from mesh.config import Config, load_config
@@ -307,18 +306,18 @@ async def test_who_does_not_go_on_is_cut_off(tls: ApiTls, said: bytes) -> None:
         writer.close()
 
 
-async def test_silent_connections_keep_nobody_out(
-    tls: ApiTls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(listener, "MAX_OPENING", 8)
-    async with serving(replace(SETTINGS, head_timeout_s=60), tls) as api:
+async def test_silent_connections_keep_nobody_out(tls: ApiTls) -> None:
+    async with serving(replace(SETTINGS, head_timeout_s=60, max_opening=8), tls) as api:
         silent = [
             await asyncio.open_connection("127.0.0.1", api.server.port, local_addr=(host, 0))
             for host in ["127.0.0.2"] + ["127.0.0.3"] * 20
         ]
         async with Client(api.url, certificate=tls.certificate) as client, asyncio.timeout(10):
             await client.readiness()
-        modest, _ = silent[0]
+        (modest, _), (greedy, _) = silent[:2]
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionError):
+                assert await greedy.read() == b""
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await modest.read()

@@ -13,10 +13,9 @@ from mesh.cli.kept import SavedChats, TypedLines
 from mesh.errors import BadValue, KeyUnreadable, NotFound
 
 
-def test_the_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "HISTORY_BYTES", 1000)
+def test_the_history_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "state/history"
-    typed = TypedLines(path)
+    typed = TypedLines(path, max_bytes=1000)
     assert typed.read() == []
     for number in range(200):
         typed.add(f"question {number}\nü")
@@ -27,8 +26,7 @@ def test_the_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert path.stat().st_mode & 0o777 == 0o600
     typed.add("x" * (kept.HISTORY_ENTRY_CHARS + 1))
     assert typed.read() == texts
-    monkeypatch.setattr(kept, "HISTORY_ENTRIES", 3)
-    assert typed.read() == texts[-3:]
+    assert TypedLines(path, max_bytes=1000, max_entries=3).read() == texts[-3:]
 
 
 def test_what_is_no_history_is_refused(tmp_path: Path) -> None:

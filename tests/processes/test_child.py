@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from mesh.errors import LinkLost
-from mesh.processes import channel as channel_module
-from mesh.processes.channel import Channel
+from mesh.processes.channel import MAX_UNREAD_BYTES, Channel
 from mesh.processes.child import Child
 from mesh.processes.messages import Trust
 from mesh.processes.warm_parent import end_warm_parent
@@ -29,8 +28,7 @@ async def test_a_start_that_fails_leaves_nothing_open(monkeypatch: pytest.Monkey
     assert _open_files() == before
 
 
-async def test_whoever_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_module, "MAX_UNREAD_BYTES", 8 << 20)
+async def test_whoever_reads_nothing_is_cut_off() -> None:
     ours, theirs = socket.socketpair()
     closed = asyncio.Event()
     channel = await Channel.open(ours, print, closed.set)
@@ -40,7 +38,7 @@ async def test_whoever_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch)
             channel.send(Trust((bytes(1 << 20),)))
 
     with theirs:
-        send(8)
+        send(MAX_UNREAD_BYTES >> 20)
         with pytest.raises(LinkLost, match="reads nothing"):
             send(4)
         async with asyncio.timeout(10):

@@ -11,7 +11,6 @@ import pytest
 from mesh.errors import UntrustedPeer
 from mesh.identity.tls import TlsContexts
 from mesh.pipeline.process import AskerProcess
-from mesh.processes import members as members_module
 from mesh.processes.messages import Trust
 from tests.health.watched import Watched, watched
 from tests.identity.support import Party
@@ -103,10 +102,8 @@ async def test_whoever_is_put_out_is_not_dialled_while_contexts_are_made(case: F
     assert not case.hop.links
 
 
-async def test_a_list_that_could_not_be_taken_is_taken_later(
-    case: Following, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(members_module, "RETRY_S", 0.01)
+async def test_a_list_that_could_not_be_taken_is_taken_later(case: Following) -> None:
+    case.process.members.retry_s = 0.01
     lacking = [OSError("no descriptors"), OSError("no descriptors")]
 
     def before(_: Sequence[bytes]) -> None:

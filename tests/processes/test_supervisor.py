@@ -33,6 +33,7 @@ class Watched(Supervisor):
         limits = SilenceLimits(start_s=30.0, suspect_s=SUSPECT_S, replace_s=replace_s)
         tls = TlsMaterial.of(secure.KEY, [])
         super().__init__("the process", "tests.lively", Start(secure.HELLO, tls), limits)
+        self.restart_delays_s = (0.1,)
         self.endings: list[Ending] = []
         self.states: list[ProcessState] = []
         self._happened = asyncio.Event()
@@ -69,8 +70,7 @@ class Watched(Supervisor):
 
 
 @pytest_asyncio.fixture
-async def process(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
-    monkeypatch.setattr(supervisor, "RESTART_DELAYS_S", (0.1,))
+async def process() -> AsyncIterator[Watched]:
     process = Watched()
     process.start()
     yield process
