@@ -110,6 +110,15 @@ class ScriptedGenerations:
         self._streams.append(stream)
         return stream
 
+    async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
+        """Two layers that say what the text ends with, `top` times."""
+        self.requests.append(request)
+        if request.model == "missing":
+            raise ModelNotFound("there is no such model.", fix="Ask for another.")
+        said = [{"token": request.begun[-3:] or "first", "logprob": -1.0}] * top
+        layers = [{"layer": n, "node": f"node {n}", "top": said} for n in range(2)]
+        return {"prompt_tokens": PROMPT_TOKENS, "layers": layers}
+
     async def _run(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         try:
             prompt_tokens = PROMPT_TOKENS

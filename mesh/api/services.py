@@ -27,6 +27,10 @@ class Generations(Protocol):
         every hop.
         """
 
+    async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
+        """``{"prompt_tokens", "layers": [{"layer", "node", "top": [{"token", "logprob"}]}]}``: the
+        `top` likeliest tokens behind the request's text, after each layer. May raise MeshError."""
+
 
 class MeshView(Protocol):
     """Snapshots of the mesh as this node sees it, ready for JSON."""
