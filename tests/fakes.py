@@ -266,6 +266,17 @@ class ScriptedView:
             "models": self.models(),
             "shards": [{"shard_id": "echo:0-5", "model_id": "echo", "layers": "0-5"}],
             "processes": [],
+            "loads": [
+                {
+                    "name": "slow:0-3",
+                    "process": "the shards' process",
+                    "need_mb": 812,
+                    "age_s": 2.0,
+                    "phase": "packing",
+                    "done_bytes": 310 << 20,
+                    "total_bytes": 640 << 20,
+                }
+            ],
             "generations": [
                 {
                     "id": "chatcmpl-1",

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -30,6 +31,8 @@ _BUFFER_BYTES = 1024 * 1024
 _CACHE_VERSION = 2
 _LONG_BYTES = 1 << 30
 """So many take seconds, or minutes on a slow disk: it is said."""
+
+_TOLD_EVERY_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +74,15 @@ def hash_tensors(
         logger.info("hashing %.1f GB of %s, once; this takes a while", hashed / 1e9, where)
     # sha256 releases the GIL: a few threads hash on as many cores.
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="hash") as pool:
+        done, told_at = 0, time.monotonic()
         for file, names in left.items():
-            found = pool.map(_digest, [tensors[name] for name in names])
-            fresh = dict(zip(names, found, strict=True))
+            fresh = {}
+            for name, digest in zip(names, pool.map(_digest, map(tensors.get, names)), strict=True):
+                fresh[name] = digest
+                done += tensors[name].nbytes
+                if time.monotonic() - told_at >= _TOLD_EVERY_S:
+                    logger.info("hashed %.1f of %.1f GB", done / 1e9, hashed / 1e9)
+                    told_at = time.monotonic()
             if cache_dir:
                 _remember(cache_dir, fingerprints[file], fresh)
             digests |= fresh

@@ -20,6 +20,7 @@ from mesh.accounts import allowances
 from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import LoopClock
 from mesh.errors import InternalError, MeshError, PipelineStalled, as_mesh_error
+from mesh.models.progress import Progress
 from mesh.pipeline.checkpoint import load_asker
 from mesh.pipeline.commands import (
     AskerOptions,
@@ -59,7 +60,8 @@ LOCAL_LOAD_TIMEOUT_S = 300.0
 REPORT_TICK_S = 0.5
 
 LoadAsker = Callable[
-    [Path, ModelId, AskerOptions, Callable[[Loading], object]], tuple[AskerModel, list[str]]
+    [Path, ModelId, AskerOptions, Callable[[Loading, Progress], object]],
+    tuple[AskerModel, list[str]],
 ]
 
 
@@ -160,7 +162,7 @@ class AskerProcess(Worker):
             command.directory,
             command.model_id,
             command.options,
-            lambda loading: tell_loop(self.say_loading, loading),
+            lambda loading, progress: tell_loop(self.say_loading, loading, progress),
         )
         self.say_loading(None)
         tls = await self.members.open(command.tls)
