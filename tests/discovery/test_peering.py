@@ -102,6 +102,8 @@ async def test_a_lost_node_keeps_its_row_and_its_name(hearth: str) -> None:
             (row,) = watches.peering.peers()
             assert (row.node_id, row.name, row.state) == (goes.id, "kitchen", "trying")
             assert row.reason
+            await watches.event(lambda event: len(watches.told("peer_up")) == 2)
+            watches.events.clear()
         await watches.event(lambda event: getattr(event, "state", "") == "unreachable")
         (row,) = watches.peering.peers()
         assert (row.node_id, row.name, row.state) == (goes.id, "kitchen", "unreachable")
