@@ -36,6 +36,7 @@ from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord, read_daemon
 
 _CONNECT_S = 5.0
+_LENS_S = 900.0
 _READ_S = 60.0
 """Longer than the server's pause between keep-alive comments."""
 _HARVEST_S = 1000.0
@@ -200,6 +201,10 @@ class Client:
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a streamed completion without a chat template; see `chat`."""
         return self._completion("/v1/completions", {"model": model, "prompt": prompt, **options})
+
+    async def lens(self, **body: Any) -> dict[str, Any]:
+        """`POST /mesh/v1/lens`: what each layer would say next; see `mesh.api.lens.LensBody`."""
+        return await self._post("/mesh/v1/lens", body, timeout_s=_LENS_S)
 
     async def events(self, after: int | None = None) -> AsyncGenerator[dict[str, Any], None]:
         """What happens in the mesh, from event `after` on; ends when the daemon stops."""

@@ -270,7 +270,8 @@ class GenerationRequest:
     """One request for a continuation. Exactly one of `messages`, `prompt`, `prompt_ids` is set.
 
     `messages` are OpenAI chat messages (role, content) for the model's own chat template. `steer`
-    names edits; whoever looks them up puts `edits` in its place. `principal` is who asks: caches
+    names edits; whoever looks them up puts `edits` in its place. `begun` is what the answer to
+    `messages` has said already. `principal` is who asks: caches
     that this request leaves are for its follow-ups only.
     """
 
@@ -285,6 +286,7 @@ class GenerationRequest:
     steer: tuple[Steer, ...] = ()
     edits: tuple[Edit, ...] = ()
     principal: Principal = THIS_NODE
+    begun: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,15 @@ class ScriptedGenerations:
         self._streams.append(stream)
         return stream
 
+    async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
+        """Two layers that say what the text ends with, `top` times."""
+        self.requests.append(request)
+        if request.model == "missing":
+            raise ModelNotFound("there is no such model.", fix="Ask for another.")
+        said = [{"token": request.begun[-3:] or "first", "logprob": -1.0}] * top
+        layers = [{"layer": n, "node": f"node {n}", "top": said} for n in range(2)]
+        return {"prompt_tokens": PROMPT_TOKENS, "layers": layers}
+
     async def _run(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         try:
             prompt_tokens = PROMPT_TOKENS
@@ -257,6 +266,17 @@ class ScriptedView:
             "models": self.models(),
             "shards": [{"shard_id": "echo:0-5", "model_id": "echo", "layers": "0-5"}],
             "processes": [],
+            "loads": [
+                {
+                    "name": "slow:0-3",
+                    "process": "the shards' process",
+                    "need_mb": 812,
+                    "age_s": 2.0,
+                    "phase": "packing",
+                    "done_bytes": 310 << 20,
+                    "total_bytes": 640 << 20,
+                }
+            ],
             "generations": [
                 {
                     "id": "chatcmpl-1",

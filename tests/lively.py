@@ -6,6 +6,8 @@ import asyncio
 import time
 
 from mesh.errors import DeviceLost
+from mesh.models.progress import Progress
+from mesh.processes.lifecycle import Loading
 from mesh.processes.messages import Handlers, Message, Start
 from mesh.processes.worker import Worker
 
@@ -28,6 +30,14 @@ class Garble(Message, frozen=True):
     """Say something that no supervisor understands: this."""
 
 
+class Count(Message, frozen=True):
+    """Begin a load of which so much is done already."""
+
+    phase: str
+    done_bytes: int
+    total_bytes: int
+
+
 class Lively(Worker):
     """Does what it is told."""
 
@@ -40,10 +50,16 @@ class Lively(Worker):
                 DeviceLost("The device fell off the bus.", fix="Look.")
             ),
             Garble: self.say,
+            Count: self._count,
         }
 
     async def close(self) -> None:
         """There is nothing to close."""
+
+    def _count(self, command: Count) -> None:
+        progress = Progress()
+        progress.now = (command.phase, command.done_bytes, command.total_bytes)
+        self.say_loading(Loading("m", 7, 100), progress)
 
     def _work(self, command: Work) -> None:
         asyncio.get_running_loop().run_in_executor(None, time.sleep, command.seconds)

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from mesh.api import faults, harvest, health, hearth, keys, mesh, page, steering
+from mesh.api import faults, harvest, health, hearth, keys, lens, mesh, page, steering
 from mesh.api.auth import Access, Gate, require
 from mesh.api.feed import DashboardFeed
 from mesh.api.ndif import routes as ndif
@@ -47,6 +47,7 @@ def create_app(
             *require(Scope.CHAT, chat.routes(generations, settings, kept)),
             *require(Scope.CHAT, completions.routes(generations, settings, kept)),
             *require(Scope.CHAT, models.routes(view)),
+            *require(Scope.CHAT, lens.routes(generations, settings)),
             *require(Scope.CHAT, streams.routes(kept, settings)),
             *require(Scope.ADMIN, administration),
             *(require(Scope.INTERVENTIONS, ndif.routes(jobs, view)) if jobs is not None else []),

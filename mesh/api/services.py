@@ -27,6 +27,10 @@ class Generations(Protocol):
         every hop.
         """
 
+    async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
+        """``{"prompt_tokens", "layers": [{"layer", "node", "top": [{"token", "logprob"}]}]}``: the
+        `top` likeliest tokens behind the request's text, after each layer. May raise MeshError."""
+
 
 class MeshView(Protocol):
     """Snapshots of the mesh as this node sees it, ready for JSON."""
@@ -43,10 +47,11 @@ class MeshView(Protocol):
         [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms",
         "compute_p50_ms"}], "failovers", "prompt_tokens", "tokens", "tokens_per_second" of the
         latest | None, "first_token_ms" | None, "age_s"}], "loads": [{"name", "process", "need_mb",
-        "age_s"}] of what is being loaded here, "accounts": [{"where": a process or a shard,
-        "principals": [{"kind", "name", "node": a peer's name, "refused": how often, "resources":
-        {NAME: {"held" or "used", "limit", ...}}}], "more"}], "reasons": [why a value was detected,
-        what did not load and why], "warnings": [...]}``
+        "age_s", "phase", "done_bytes", "total_bytes"}] of what is being loaded here and how far,
+        "accounts": [{"where": a process or a shard, "principals": [{"kind", "name", "node": a
+        peer's name, "refused": how often, "resources": {NAME: {"held" or "used", "limit", ...}}}],
+        "more"}], "reasons": [why a value was detected, what did not load and why], "warnings":
+        [...]}``
 
         A generation's id is not its answer's, by which the stream could be resumed.
         """

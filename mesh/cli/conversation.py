@@ -26,6 +26,8 @@ class Conversation:
     options: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     turns: list[dict[str, str]] = field(default_factory=list)
     last: ReceivedAnswer | None = None
+    asked: list[dict[str, str]] = field(default_factory=list)
+    """What `last` answers."""
 
     def messages(self) -> list[dict[str, str]]:
         """What the model is shown."""
@@ -35,17 +37,17 @@ class Conversation:
     async def turn(self, client: Client, text: str, shown: Display) -> ReceivedAnswer:
         """Ask and show. A stopped answer stays in the conversation as far as it came."""
         self.turns.append({"role": "user", "content": text})
-        answer = ReceivedAnswer()
+        answer, asked = ReceivedAnswer(), self.messages()
         options = {**self.options, "logprobs": True, "top_logprobs": ALTERNATIVES}
         try:
-            await receive(client.chat(self.model, self.messages(), **options), answer, shown)
+            await receive(client.chat(self.model, asked, **options), answer, shown)
         finally:
             if answer.text:
                 self.turns.append({"role": "assistant", "content": answer.text})
             else:
                 self.turns.pop()
             if answer.text or answer.tokens:
-                self.last = answer
+                self.last, self.asked = answer, asked
         return answer
 
     def undo(self) -> str | None:

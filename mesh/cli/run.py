@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mesh.cli import lens, why
 from mesh.cli.answers import Hidden, ReceivedAnswer, display, receive
+from mesh.cli.conversation import ALTERNATIVES
 from mesh.cli.options import AskedDaemon, Plain, Verbose, asks
 from mesh.cli.output import note, print_json
 from mesh.errors import BadRequest
@@ -26,6 +28,8 @@ _Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 _MaxTokens = Annotated[int | None, typer.Option(help="The longest answer.")]
 _IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on to the limit.")]
 _Wire = Annotated[str | None, typer.Option(help="fp16, bf16 or fp32 between the nodes.")]
+_Why = Annotated[bool, typer.Option("--why", help="What else each token could have been.")]
+_Lens = Annotated[bool, typer.Option(lens.FLAG, help="What each layer would have said last.")]
 _Raw = Annotated[bool, typer.Option("--raw", help="Continue the text, without chat template.")]
 
 
@@ -44,6 +48,8 @@ def run(  # noqa: PLR0913 - flags
     ignore_eos: _IgnoreEos = False,
     wire_dtype: _Wire = None,
     raw: _Raw = False,
+    show_why: _Why = False,
+    show_lens: _Lens = False,
     plain: Plain = False,
     verbose: Verbose = False,
 ) -> None:
@@ -55,7 +61,9 @@ def run(  # noqa: PLR0913 - flags
     }  # fmt: skip
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": text})
-    answer = ReceivedAnswer()
+    if show_why or show_lens:
+        options |= _alternatives(raw=raw)
+    answer, seen = ReceivedAnswer(), dict[str, Any]()
 
     async def question(client: Client) -> None:
         if raw:
@@ -64,12 +72,33 @@ def run(  # noqa: PLR0913 - flags
             chunks = client.chat(model, messages, **options)
         shown = Hidden() if daemon.json else display(markdown=not (plain or raw))
         await receive(chunks, answer, shown)
+        if show_lens and answer.tokens:
+            seen["lens"] = await lens.look(client, model, messages, answer.tokens)
+        if show_why:
+            seen["tokens"] = answer.tokens
 
     daemon.ask(question)
     if daemon.json:
-        print_json(answer.to_dict())
+        print_json(answer.to_dict() | seen)
+    else:
+        _explain(seen)
     if verbose or not daemon.json:
         note(answer.timings() if verbose else answer.summary)
+
+
+def _alternatives(*, raw: bool) -> dict[str, Any]:
+    if raw:
+        raise BadRequest(
+            f"--why and {lens.FLAG} look at an answer in a chat.", fix="Leave --raw out."
+        )
+    return {"logprobs": True, "top_logprobs": ALTERNATIVES}
+
+
+def _explain(seen: dict[str, Any]) -> None:
+    if "tokens" in seen:
+        note(why.table(seen["tokens"], everything=True))
+    if "lens" in seen:
+        note(lens.table(seen["lens"]))
 
 
 def _whole_prompt(prompt: str | None) -> str:

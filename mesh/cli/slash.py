@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mesh.cli import why
+from mesh.cli import lens, why
 from mesh.cli.conversation import SETTINGS, Conversation
 from mesh.cli.output import one_line, route_line
 from mesh.errors import ModelNotFound
@@ -48,7 +48,9 @@ class SlashCommands:
             "/model": _Command("NAME", "go on with another model; alone: list them", self._model),
             "/set": _Command("NAME VALUE", "change a setting; alone: show them", self._set),
             "/route": _Command("", "where the last answer came from, how fast", self._route),
-            "/why": _Command("all", "what else each token could have been", self._why),
+            "/why": _Command(
+                "all", "what else could have stood there; --lens: by layer", self._why
+            ),
             "/retry": _Command("", "ask the last question again", self._retry),
             "/undo": _Command("", "forget the last question and its answer", self._undo),
             "/clear": _Command("", "forget the conversation", self._clear),
@@ -80,7 +82,7 @@ class SlashCommands:
             "/set": lambda: ["system", *SETTINGS],
             "/load": self._saved.names,
             "/save": self._saved.names,
-            "/why": lambda: ["all"],
+            "/why": lambda: ["all", lens.FLAG],
         }.get(name, list)
         return [] if " " in argument else [(word, "") for word in choices()]
 
@@ -135,6 +137,15 @@ class SlashCommands:
 
     async def _why(self, text: str) -> CommandResult:
         tokens: list[dict[str, Any]] = self._chat.last.tokens if self._chat.last else []
+        flag, _, number = text.partition(" ")
+        if flag == lens.FLAG and tokens:
+            if number and not number.isdecimal():
+                return CommandResult(f"{one_line(number)} is no token's number; /why {lens.FLAG} NUMBER")
+            at = int(number) if number else None
+            asked = self._chat.asked
+            return CommandResult(
+                lens.table(await lens.look(self._client, self._chat.model, asked, tokens, at))
+            )
         return CommandResult(why.table(tokens, everything=text == "all") or "No answer yet.")
 
     async def _retry(self, _: str) -> CommandResult:

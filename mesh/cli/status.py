@@ -30,6 +30,8 @@ def models(daemon: AskedDaemon) -> None:
 
 def show(picture: dict[str, Any]) -> None:
     """Print what `GET /mesh/v1/status` returned."""
+    from tui.words import loading
+
     node = picture["node"]
     mesh = "on" if node["enabled"] else "off (local models only)"
     say(f"{node['name']} ({node['id'][:6]}) · {node['software']} · mesh {mesh}")
@@ -46,6 +48,8 @@ def show(picture: dict[str, Any]) -> None:
         say(f"held here: {shard['model_id']} {shard['layers']}{_taken(shard.get('memory'))}")
     if (memory := picture.get("memory")) is not None:
         say(f"free: {memory['free_mb']} of {memory['total_mb']} MB ({memory['bound']})")
+    for load in picture.get("loads", ()):
+        say(f"loading: {loading(load)}")
     for running in picture["generations"]:
         say(f"running: {running['model']} over {route_line(running['route'])}")
     print_accounts(picture["accounts"])

@@ -26,19 +26,20 @@ def table(tokens: Sequence[dict[str, Any]], *, everything: bool = False) -> str:
 
 def _line(number: int, token: dict[str, Any]) -> str:
     others = [
-        f"{_shown(other['token'])} {_percent(other['logprob'])}"
+        f"{visible(other['token'])} {percent(other['logprob'])}"
         for other in token["top_logprobs"]
         if other["token"] != token["token"]
     ]
-    chosen = f"{_shown(token['token']):{_WIDTH}} {_percent(token['logprob']):>7}"
+    chosen = f"{visible(token['token']):{_WIDTH}} {percent(token['logprob']):>7}"
     return f"{number + 1:4}  {chosen}   {'  '.join(others)}".rstrip()
 
 
-def _shown(token: str) -> str:
+def visible(token: str) -> str:
     """A token with its spaces and line ends visible."""
     return one_line(repr(token))
 
 
-def _percent(logprob: float) -> str:
+def percent(logprob: float) -> str:
+    """A natural-log probability in per cent."""
     share = math.exp(logprob) * 100
     return f"{share:.1f} %" if share >= 0.05 else "<0.1 %"

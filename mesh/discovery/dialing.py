@@ -103,15 +103,20 @@ class Dialer:
         if target is not None and target.task is not None:
             target.task.cancel()
 
-    def lost(self, node_id: NodeId) -> None:
-        """The link to a node is gone: whoever waits behind it dials again.
+    def lost(self, node_id: NodeId) -> list[str]:
+        """The link to a node is gone: whoever waits behind it dials again; their keys.
 
         Not whoever waits between two dials: a link that breaks as soon as it is up would cut short
         the very wait that it causes.
         """
-        for target in self._targets.values():
-            if target.node_id == node_id and target.is_watched:
-                target.wake.set()
+        waiting = [
+            target
+            for target in self._targets.values()
+            if target.node_id == node_id and target.is_watched
+        ]
+        for target in waiting:
+            target.wake.set()
+        return [target.key for target in waiting]
 
     def retry(self) -> None:
         """Something has changed that may let dials succeed: whoever waits tries now."""

@@ -336,6 +336,7 @@ class Peering:
             self._sightings.warn_cloned(peer.node_id, old.hello.address, peer.address)
         end.host = link.peer_host
         end.identify(link, peer)
+        self._sightings.met(peer.node_id, peer.name)
         admitted = self.links.admit(end)
         if admitted is Admitted.FIRST:
             try:
@@ -365,7 +366,8 @@ class Peering:
         if not self._trust.tls.trusts(peer.node_id):
             reason = _OUT
         self._on_event(PeerDown(peer.node_id, peer.name, reason))
-        self._dialer.lost(peer.node_id)
+        trying = PeerView(peer.node_id, peer.name, peer.address, PeerState.TRYING, reason, None)
+        self._sightings.expect(self._dialer.lost(peer.node_id), trying)
 
     def _note(
         self,
@@ -376,9 +378,8 @@ class Peering:
         peer: PeerHello | None = None,
     ) -> None:
         node_id = peer.node_id if peer is not None else target.node_id
-        name = peer.name if peer is not None else endpoint
-        view = PeerView(node_id, name, endpoint, state, reason, None)
-        self._sightings.show(target.key, view)
+        name = peer.name if peer is not None else self._sightings.name_of(node_id) or endpoint
+        self._sightings.show(target.key, PeerView(node_id, name, endpoint, state, reason, None))
 
     # What the network announces.
 

@@ -17,6 +17,7 @@ from mesh.identity.keys import short_id
 from mesh.types import NodeId
 
 _MAX_WARNED = 256
+_MAX_NAMES = 256
 
 
 class PeerState(StrEnum):
@@ -49,11 +50,23 @@ class Sightings:
     def __init__(self, on_event: Callable[[PeerEvent], None]) -> None:
         self._on_event = on_event
         self._rows: dict[str, PeerView] = {}
+        self._names: dict[NodeId, str] = {}
         self._warned: set[str] = set()
 
     def rows(self) -> list[PeerView]:
         """The present rows."""
         return list(self._rows.values())
+
+    def met(self, node_id: NodeId, name: str) -> None:
+        """A member is linked: it keeps its name once it is not; a bounded number does."""
+        self._names.pop(node_id, None)
+        self._names[node_id] = name
+        if len(self._names) > _MAX_NAMES:
+            del self._names[next(iter(self._names))]
+
+    def name_of(self, node_id: NodeId | None) -> str | None:
+        """The name under which a node was linked last; None for one that never was."""
+        return self._names.get(node_id) if node_id is not None else None
 
     def show(self, key: str, view: PeerView) -> None:
         """Put the row in place; an event only when it says something new."""
@@ -63,6 +76,10 @@ class Sightings:
             self._on_event(
                 PeerSeen(view.node_id, view.name, view.address, view.state.value, view.reason)
             )
+
+    def expect(self, keys: Collection[str], view: PeerView) -> None:
+        """Show the row of who was linked until now; that it is gone was said already."""
+        self._rows |= dict.fromkeys(keys, view)
 
     def keep_only(self, keys: Collection[str]) -> None:
         """Forget all other rows."""

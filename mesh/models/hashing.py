@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ _LONG_BYTES = 1 << 30
 
 _MAX_CACHED_BYTES = 64 << 20
 """Half a million tensors."""
+_TOLD_EVERY_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +87,15 @@ def hash_tensors(
         logger.info("hashing %.1f GB of %s, once; this takes a while", hashed / 1e9, where)
     # sha256 releases the GIL: a few threads hash on as many cores.
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="hash") as pool:
+        done, told_at = 0, time.monotonic()
         for file, names in left.items():
-            found = pool.map(_digest, [tensors[name] for name in names])
-            fresh = dict(zip(names, found, strict=True))
+            fresh = {}
+            for name, digest in zip(names, pool.map(_digest, map(tensors.get, names)), strict=True):
+                fresh[name] = digest
+                done += tensors[name].nbytes
+                if time.monotonic() - told_at >= _TOLD_EVERY_S:
+                    logger.info("hashed %.1f of %.1f GB", done / 1e9, hashed / 1e9)
+                    told_at = time.monotonic()
             if cache_dir:
                 _remember(cache_dir, fingerprints[file], fresh)
             digests |= fresh

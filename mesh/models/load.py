@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from mesh.models.families import family_of
 from mesh.models.manifest import Manifest
+from mesh.models.progress import Progress
 from mesh.models.span import (
     Ends,
     LoadedSpan,
@@ -206,6 +207,7 @@ def load_span(
     dtype: torch.dtype,
     device: torch.device,
     attn_implementation: str = "sdpa",
+    progress: Progress | None = None,
 ) -> LoadedSpan:
     """These layers of the checkpoint, in `dtype` on `device`; reads their tensors and no others.
 
@@ -214,14 +216,21 @@ def load_span(
     """
     family = family_of(manifest)
     require_proof(family, manifest.cache_dir)
-    return build_span(manifest, family, layers, Placement(dtype, device, attn_implementation))
+    placement = Placement(dtype, device, attn_implementation)
+    return build_span(manifest, family, layers, placement, progress)
 
 
-def load_ends(manifest: Manifest, *, dtype: torch.dtype, device: torch.device) -> Ends:
+def load_ends(
+    manifest: Manifest,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> Ends:
     """Embedding, final norm and head of the checkpoint. Raises as `load_span` does."""
     family = family_of(manifest)
     require_proof(family, manifest.cache_dir)
-    return build_ends(manifest, family, Placement(dtype, device))
+    return build_ends(manifest, family, Placement(dtype, device), progress)
 
 
 def load_skeleton(

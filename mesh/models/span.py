@@ -29,6 +29,7 @@ from mesh.models.families import Family
 from mesh.models.header import TensorEntry
 from mesh.models.manifest import Manifest, is_head
 from mesh.models.pages import Pages
+from mesh.models.progress import Progress
 from mesh.types import LayerRange
 
 
@@ -162,7 +163,11 @@ class Placement:
 
 
 def build_span(
-    manifest: Manifest, family: Family, layers: LayerRange, placement: Placement
+    manifest: Manifest,
+    family: Family,
+    layers: LayerRange,
+    placement: Placement,
+    progress: Progress | None = None,
 ) -> LoadedSpan:
     """The module of these layers with its weights; BadCheckpoint when tensors are missing."""
     config = family.slice_config(layers)
@@ -177,18 +182,20 @@ def build_span(
         for entry in manifest.layer_tensors(layers)
     }
     names = _used(base, stored)
-    pages, sha256 = _fill(base, names, placement, same={})
+    pages, sha256 = _fill(base, names, placement, progress, same={})
     size = sum(entry.nbytes for entry in names.values())
     return LoadedSpan(base, config, layers, size, len(names), pages, sha256)
 
 
-def build_ends(manifest: Manifest, family: Family, placement: Placement) -> Ends:
+def build_ends(
+    manifest: Manifest, family: Family, placement: Placement, progress: Progress | None = None
+) -> Ends:
     """Embedding, norm and head with their weights; BadCheckpoint when tensors are missing."""
     config = family.slice_config(LayerRange(0, 1))
     causal = _empty(family.causal_class, config, placement)
     anatomy = Anatomy.of(causal.base_model, family)
     setattr(causal.base_model, anatomy.layers, nn.ModuleList())
-    names = _fill_ends(causal, manifest, family, anatomy, placement)
+    names = _fill_ends(causal, manifest, family, anatomy, placement, progress)
     size = sum(entry.nbytes for entry in names.values())
     return Ends(causal, anatomy, family, size)
 
@@ -201,7 +208,12 @@ def build_skeleton(manifest: Manifest, family: Family, placement: Placement) -> 
 
 
 def _fill_ends(
-    causal: Any, manifest: Manifest, family: Family, anatomy: Anatomy, placement: Placement
+    causal: Any,
+    manifest: Manifest,
+    family: Family,
+    anatomy: Anatomy,
+    placement: Placement,
+    progress: Progress | None = None,
 ) -> dict[str, TensorEntry]:
     """Read the ends into `causal`, whose layers (if any) stay as they are; what was read."""
     prefix = f"{causal.base_model_prefix}."
@@ -215,7 +227,7 @@ def _fill_ends(
     else:
         tied = bool(getattr(family.config, "tie_word_embeddings", True))
     same = {head: embedding} if tied else {}
-    _fill(causal, names, placement, same=same, absent=f"{prefix}{anatomy.layers}.")
+    _fill(causal, names, placement, progress, same=same, absent=f"{prefix}{anatomy.layers}.")
     return names
 
 
@@ -303,6 +315,7 @@ def _fill(
     module: Any,
     names: Mapping[str, TensorEntry],
     placement: Placement,
+    progress: Progress | None = None,
     *,
     same: Mapping[str, str],
     absent: str | None = None,
@@ -317,6 +330,8 @@ def _fill(
     mapped = _map_tensors(names, pages)
     weights = convert_tensors(module, mapped)
     sha256 = {}
+    progress = progress or Progress()
+    progress.begin("reading", sum(tensor.nbytes for tensor in weights.values()))
     wide = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
     for name, tensor in weights.items():
         dtype = torch.float32 if any(part in name for part in wide) else placement.dtype
@@ -324,6 +339,7 @@ def _fill(
         if mapped.get(name) is tensor and target == tensor.dtype:
             sha256[name] = names[name].sha256
         weights[name] = tensor.to(device=placement.device, dtype=target)
+        progress.add(tensor.nbytes)
     for name, other in same.items():
         if name not in weights and other in weights:
             weights[name] = weights[other]

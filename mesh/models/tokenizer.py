@@ -124,9 +124,9 @@ class Tokenizer:
         return self._encode(prompt, most, special=True)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], most: int | None = None
+        self, messages: Sequence[Mapping[str, str]], most: int | None = None, begun: str = ""
     ) -> list[int]:
-        """The ids of a conversation, ready for the assistant's answer.
+        """The ids of a conversation, ready for the assistant's answer behind what it has `begun`.
 
         A model without a chat template gets a plain transcript: ``role: content`` per message, an
         empty line after each, then ``assistant:``. Raises BadRequest when the template refuses the
@@ -143,7 +143,7 @@ class Tokenizer:
                     param=f"messages[{number}]",
                 )
         if not self.has_chat_template:
-            return self.encode(plain_transcript(messages), most)
+            return self.encode(plain_transcript(messages) + begun, most)
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -155,7 +155,7 @@ class Tokenizer:
                 fix="Start with the user (or one system message) and let roles alternate.",
                 param="messages",
             ) from error
-        return self._encode(text, most, special=False)
+        return self._encode(text + begun, most, special=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without special tokens and without any tidying up."""

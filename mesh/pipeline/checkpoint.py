@@ -11,6 +11,7 @@ import torch
 from mesh.errors import BadRequest, ContextTooLong, NotEnoughMemory
 from mesh.models.load import Ends, load_ends
 from mesh.models.manifest import read_manifest
+from mesh.models.progress import Progress
 from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel, TextDecoder
@@ -58,7 +59,7 @@ class CheckpointText:
     def prompt_ids(self, request: GenerationRequest, most: int | None) -> list[int]:
         """The token ids of a request. Raises BadRequest, ContextTooLong beyond `most`."""
         if request.messages is not None:
-            return self._tokenizer.encode_chat(request.messages, most)
+            return self._tokenizer.encode_chat(request.messages, most, request.begun)
         if request.prompt is not None:
             return self._tokenizer.encode(request.prompt, most)
         ids = list(request.prompt_ids or ())
@@ -96,12 +97,12 @@ def load_asker(
     directory: Path,
     model_id: ModelId,
     options: AskerOptions,
-    begins: Callable[[Loading], object] = lambda loading: None,
+    begins: Callable[[Loading, Progress], object] = lambda loading, progress: None,
 ) -> tuple[AskerModel, list[str]]:
     """The ends and the tokenizer, with the reasons of what was chosen.
 
-    Sets torch's thread count. `begins` is told what it takes before any of it is taken. Raises
-    BadCheckpoint, UnsupportedFamily, BadValue, NotEnoughMemory.
+    Sets torch's thread count. `begins` is told what it takes, before any of it is taken, and where
+    it is counted. Raises BadCheckpoint, UnsupportedFamily, BadValue, NotEnoughMemory.
     """
     manifest = read_manifest(directory, model_id=model_id, cache_dir=options.cache_dir)
     device = choose_device(options.device)
@@ -115,11 +116,12 @@ def load_asker(
             fix="End something else on this machine, or compute in another number format"
             " (--dtype); it is tried again.",
         )
-    begins(Loading(model_id, need_mb, ram().free_mb))
+    progress = Progress()
+    begins(Loading(model_id, need_mb, ram().free_mb), progress)
     threads = kept_threads(options.threads, device.value, options.threads_dir)
     torch.set_num_threads(threads.value)
-    ends = load_ends(manifest, dtype=dtype.value, device=device.value)
-    kernels = choose_kernels(ends, dtype.value, device.value)
+    ends = load_ends(manifest, dtype=dtype.value, device=device.value, progress=progress)
+    kernels = choose_kernels(ends, dtype.value, device.value, progress)
     model = AskerModel(
         model_id=manifest.model_id,
         weights_sha256=manifest.weights_sha256,

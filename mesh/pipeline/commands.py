@@ -149,10 +149,18 @@ class Generate(Message, frozen=True):
 
 
 class Harvest(Message, frozen=True):
-    """Begin a batch of a harvest; `Harvested` or `Ended` answers."""
+    """Begin a batch of a harvest; `Completed` or `Ended` answers."""
 
     id: str
     order: HarvestOrder
+
+
+class ReadLens(Message, frozen=True):
+    """Read each layer's `top` next tokens; `Completed` or `Ended` answers."""
+
+    id: str
+    request: GenerationRequest
+    top: int
 
 
 class Credit(Message, frozen=True):
@@ -208,14 +216,14 @@ class GenerationFrame(Message, frozen=True):
 
 
 class Ended(Message, frozen=True):
-    """A generation or a harvest's batch is over; with an error, failed."""
+    """A generation is over; with an error it has failed, or a batch of a harvest or a lens has."""
 
     id: str
     error: MeshError | None = None
 
 
-class Harvested(Message, frozen=True):
-    """A batch is done: `result` as `mesh.pipeline.harvest.harvest` gives it to the HTTP API."""
+class Completed(Message, frozen=True):
+    """A harvest's batch or a lens is done: `result` as the HTTP API gives it."""
 
     id: str
     result: dict[str, Any]

@@ -25,6 +25,7 @@ from mesh.pipeline.generation import PipelineOrchestrator
 from mesh.pipeline.harvest import harvest
 from mesh.pipeline.hop import Patience
 from mesh.pipeline.known_shards import KnownShards
+from mesh.pipeline.lens import LensSettings, LogitLens
 from mesh.pipeline.links import Dial, HopLinks
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.prompts import Prompts
@@ -93,6 +94,8 @@ class Engine:
             local_model=self._local_model,
             noise=settings.activation_noise,
         )
+        lens = LensSettings(ceiling_s, settings.activation_noise)
+        self._lens = LogitLens(model, links, self._router, self.oversight, patience, lens)
         self._is_probed = False
         self._probing = asyncio.Lock()
 
@@ -104,6 +107,11 @@ class Engine:
     async def harvest(self, order: HarvestOrder) -> dict[str, Any]:
         """One batch's token ids and files. Raises as `mesh.pipeline.harvest.harvest`."""
         return await harvest(self.model, self.sessions, self._prompts, order)
+
+    async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
+        """The `top` next tokens after each layer. Raises as `mesh.pipeline.lens.LogitLens.read`."""
+        ids = await self._prompts.ids(request, self.model.max_positions)
+        return await self._lens.read(request, ids, top)
 
     async def watch_stalls(self) -> None:
         """Fail every hop that makes no progress; runs for ever."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,22 @@ from mesh.accounts import allowances
 from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import LoopClock, tick
 from mesh.errors import InternalError, MeshError, PipelineStalled, as_mesh_error
+from mesh.models.progress import Progress
 from mesh.pipeline.checkpoint import load_asker
 from mesh.pipeline.commands import (
     AskerOptions,
     AskerReady,
     AskerReport,
+    Completed,
     Credit,
     Ended,
     Generate,
     GenerationFrame,
     Harvest,
-    Harvested,
     LoadedLocally,
     LoadLocally,
     Offer,
+    ReadLens,
     RoutableShards,
     StartAsker,
 )
@@ -59,7 +61,8 @@ REPORT_TICK_S = 0.5
 IDLE_REPORT_TICK_S = 1.0
 
 LoadAsker = Callable[
-    [Path, ModelId, AskerOptions, Callable[[Loading], object]], tuple[AskerModel, list[str]]
+    [Path, ModelId, AskerOptions, Callable[[Loading, Progress], object]],
+    tuple[AskerModel, list[str]],
 ]
 
 
@@ -113,6 +116,7 @@ class AskerProcess(Worker):
             RoutableShards: self._take_shards,
             Generate: self._generate,
             Harvest: self._harvest,
+            ReadLens: self._read_lens,
             Credit: self._credit,
             Cancel: self._cancel,
             LoadedLocally: self._loaded_locally,
@@ -159,7 +163,7 @@ class AskerProcess(Worker):
             command.directory,
             command.model_id,
             command.options,
-            lambda loading: tell_loop(self.say_loading, loading),
+            lambda loading, progress: tell_loop(self.say_loading, loading, progress),
         )
         self.say_loading(None)
         tls = await self.members.open(command.tls)
@@ -191,7 +195,13 @@ class AskerProcess(Worker):
         self._begin(key, reader, self._run(key, frames, reader), "generate")
 
     def _harvest(self, command: Harvest) -> None:
-        self._begin(command.id, _Reader(), self._run_harvest(command), "harvest")
+        work = self._complete(command.id, lambda engine: engine.harvest(command.order), "harvest")
+        self._begin(command.id, _Reader(), work, "harvest")
+
+    def _read_lens(self, command: ReadLens) -> None:
+        request, top = command.request, command.top
+        work = self._complete(command.id, lambda engine: engine.lens(request, top), "lens")
+        self._begin(command.id, _Reader(), work, "lens")
 
     def _credit(self, command: Credit) -> None:
         reader = self._readers.get(command.id)
@@ -222,14 +232,16 @@ class AskerProcess(Worker):
         # Not at the end of the work: a task that is cancelled before its first step has none.
         reader.task.add_done_callback(lambda _: self._readers.pop(key, None))
 
-    async def _run_harvest(self, command: Harvest) -> None:
+    async def _complete(
+        self, key: str, work: Callable[[Engine], Awaitable[dict[str, Any]]], kind: str
+    ) -> None:
         try:
-            harvested = self._started().harvest(command.order)
-            result = await as_mesh_error(harvested, f"harvest={command.id}", self._unforeseen)
+            working = work(self._started())
+            result = await as_mesh_error(working, f"{kind}={key}", self._unforeseen)
         except MeshError as error:
-            self.say(Ended(command.id, error))
+            self.say(Ended(key, error))
         else:
-            self.say(Harvested(command.id, result))
+            self.say(Completed(key, result))
 
     async def _run(
         self, key: str, frames: AsyncGenerator[StreamFrame, None], reader: _Reader

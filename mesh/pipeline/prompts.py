@@ -61,5 +61,7 @@ class Prompts:
 
 def _chars(request: GenerationRequest) -> int:
     if request.messages is not None:
-        return sum(len(text) for message in request.messages for text in message.values())
+        return sum(len(text) for message in request.messages for text in message.values()) + len(
+            request.begun
+        )
     return len(request.prompt or "")

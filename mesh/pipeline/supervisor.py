@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from msgspec import structs
@@ -25,17 +25,18 @@ from mesh.errors import (
 from mesh.pipeline.commands import (
     AskerReady,
     AskerReport,
+    Completed,
     Credit,
     Ended,
     Generate,
     GenerationFrame,
     Harvest,
-    Harvested,
     HarvestOrder,
     LiveGeneration,
     LoadedLocally,
     LoadLocally,
     Offer,
+    ReadLens,
     RoutableShards,
     StartAsker,
 )
@@ -52,9 +53,10 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
 CREDIT_BATCH = 16
 HARVEST_TIMEOUT_S = 900.0
+LENS_TIMEOUT_S = 900.0
 MAX_WAITING_FRAMES = 128
 
-Stream = asyncio.Queue[GenerationFrame | Ended | Harvested]
+Stream = asyncio.Queue[GenerationFrame | Ended | Completed]
 
 
 class AskerOwner(Protocol):
@@ -169,28 +171,13 @@ class AskerSupervisor(Supervisor):
 
     async def harvest(self, order: HarvestOrder) -> dict[str, Any]:
         """See `mesh.pipeline.harvest.harvest`; cancelling it ends the batch on every hop."""
-        await self.wait_ready()
         key = f"harvest-{uuid.uuid4().hex}"
-        stream = self._streams[key] = Stream(maxsize=2)  # an answer, and the process' end
-        answer: GenerationFrame | Ended | Harvested | None = None
-        try:
-            self._order(Harvest(key, order))
-            async with asyncio.timeout(HARVEST_TIMEOUT_S):
-                answer = await stream.get()
-        except TimeoutError:
-            raise PipelineStalled(
-                f"a batch was not harvested in {HARVEST_TIMEOUT_S:g} s.",
-                fix="Make batches smaller.",
-            ) from None
-        finally:
-            self._streams.pop(key, None)
-            if answer is None:
-                self.tell(Cancel(key))
-        if isinstance(answer, Harvested):
-            return answer.result
-        if isinstance(answer, Ended) and answer.error is not None:
-            raise answer.error
-        raise InternalError("a harvest ended without a result.", fix="Report this as a bug.")
+        return await self._completed(key, Harvest(key, order), HARVEST_TIMEOUT_S)
+
+    async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
+        """See `mesh.pipeline.lens.LogitLens.read`; cancelling it ends it on every hop."""
+        key = request.request_id
+        return await self._completed(key, ReadLens(key, request, top), LENS_TIMEOUT_S)
 
     # What a kind of process decides
 
@@ -203,7 +190,7 @@ class AskerSupervisor(Supervisor):
             LoadLocally: self._asked_to_load,
             GenerationFrame: self._pass_on,
             Ended: self._pass_on,
-            Harvested: self._pass_on,
+            Completed: self._pass_on,
         }
 
     def on_started(self) -> None:
@@ -260,7 +247,7 @@ class AskerSupervisor(Supervisor):
         self._loading.add(task)
         task.add_done_callback(self._loading.discard)
 
-    def _pass_on(self, answer: GenerationFrame | Ended | Harvested) -> None:
+    def _pass_on(self, answer: GenerationFrame | Ended | Completed) -> None:
         stream = self._streams.get(answer.id)
         if stream is not None:
             stream.put_nowait(answer)
@@ -274,6 +261,29 @@ class AskerSupervisor(Supervisor):
         """Tell the process what has an answer. Raises InternalError when nobody would give it."""
         if not self.tell(order):
             raise InternalError(f"{self.name} is gone.", fix="Ask again; it starts anew.")
+
+    async def _completed(self, key: str, order: Message, limit_s: float) -> dict[str, Any]:
+        """The result of what has only one answer. Raises its error, or PipelineStalled."""
+        await self.wait_ready()
+        stream = self._streams[key] = Stream(maxsize=2)  # an answer, and the process' end
+        answer: GenerationFrame | Ended | Completed | None = None
+        try:
+            self._order(order)
+            async with asyncio.timeout(limit_s):
+                answer = await stream.get()
+        except TimeoutError:
+            raise PipelineStalled(
+                f"what was asked for was not done in {limit_s:g} s.", fix="Send less text at once."
+            ) from None
+        finally:
+            self._streams.pop(key, None)
+            if answer is None:
+                self.tell(Cancel(key))
+        if isinstance(answer, Completed):
+            return answer.result
+        if isinstance(answer, Ended) and answer.error is not None:
+            raise answer.error
+        raise InternalError("it ended without a result.", fix="Report this as a bug.")
 
     async def _load_locally(self, layers: LayerRange | None) -> None:
         try:
@@ -323,6 +333,24 @@ class Askers:
             ExperimentalDisabled: distributed inference is switched off here.
         """
         request = await self._prepared(request)
+        asker = self._asker_of(request)
+        with self._one_more(), self._counts.counting(request) as seen:
+            async with contextlib.aclosing(asker.generate(request)) as frames:
+                async for frame in frames:
+                    self._on_frame(frame)
+                    seen(frame)
+                    yield frame
+
+    async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
+        """What each layer would say next, see `mesh.pipeline.lens`; raises as `generate` does."""
+        request = await self._prepared(request)
+        asker = self._asker_of(request)
+        with self._one_more():
+            return await asker.lens(request, top)
+
+    # Private
+
+    def _asker_of(self, request: GenerationRequest) -> AskerSupervisor:
         asker = self._askers.get(request.model)
         if asker is None:
             known = ", ".join(sorted(self._askers)) or "none"
@@ -334,6 +362,10 @@ class Askers:
         disabled = self._why_disabled(request.model)
         if disabled is not None:
             raise ExperimentalDisabled(disabled, fix="Set research.distributed_inference.enabled.")
+        return asker
+
+    @contextlib.contextmanager
+    def _one_more(self) -> Iterator[None]:
         if self._running >= self._max_concurrent:
             raise Busy(
                 f"{self._running} generations run here already, the limit.",
@@ -341,11 +373,6 @@ class Askers:
             )
         self._running += 1
         try:
-            with self._counts.counting(request) as seen:
-                async with contextlib.aclosing(asker.generate(request)) as frames:
-                    async for frame in frames:
-                        self._on_frame(frame)
-                        seen(frame)
-                        yield frame
+            yield
         finally:
             self._running -= 1

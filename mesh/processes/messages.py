@@ -70,6 +70,14 @@ class Loads(Message, frozen=True):
     loading: Loading | None
 
 
+class LoadProgress(Message, frozen=True):
+    """Answer: how far the load under way is; what is done now, and bytes of it."""
+
+    phase: str
+    done_bytes: int
+    total_bytes: int
+
+
 class LastWords(Message, frozen=True):
     """Answer: why the process can do nothing any more, before it ends itself."""
 

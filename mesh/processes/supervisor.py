@@ -28,6 +28,7 @@ from mesh.processes.messages import (
     Handlers,
     Inbox,
     LastWords,
+    LoadProgress,
     Loads,
     Message,
     Start,
@@ -70,6 +71,7 @@ class Supervisor(ABC):
                 Alive: lambda alive: None,  # that it was heard is all
                 LastWords: self._heard_last_words,
                 Loads: self._heard_loads,
+                LoadProgress: self._heard_progress,
                 **self.answers(),
             }
         )
@@ -85,6 +87,7 @@ class Supervisor(ABC):
         self._said: MeshError | None = None
         self._load_begun: Loading | None = None
         self._load_since_s = 0.0
+        self._load_progress = LoadProgress("", 0, 0)
         self._oom_kills: int | None = None
         self._held: MeshError | None = None
         self._delay_s = 0.0
@@ -180,12 +183,12 @@ class Supervisor(ABC):
         }
 
     def load(self) -> dict[str, Any] | None:
-        """The load that is under way, for `status`: of what, what it takes, and since when."""
+        """The load under way, for `status`: of what, what it takes, since when, and how far."""
         if self._load_begun is None or self._child is None:
             return None
         since_s = asyncio.get_running_loop().time() - self._load_since_s
-        loading = self._load_begun
-        return {"name": loading.name, "need_mb": loading.need_mb, "age_s": round(since_s, 1)}
+        loading, far = self._load_begun, structs.asdict(self._load_progress)
+        return {"name": loading.name, "need_mb": loading.need_mb, "age_s": round(since_s, 1), **far}
 
     # What others do
 
@@ -396,5 +399,8 @@ class Supervisor(ABC):
         self._said = words.error
 
     def _heard_loads(self, loads: Loads) -> None:
-        self._load_begun = loads.loading
+        self._load_begun, self._load_progress = loads.loading, LoadProgress("", 0, 0)
         self._load_since_s = asyncio.get_running_loop().time()
+
+    def _heard_progress(self, progress: LoadProgress) -> None:
+        self._load_progress = progress

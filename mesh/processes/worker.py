@@ -13,11 +13,23 @@ from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from mesh.errors import BadRequest, LinkLost, MeshError
+from mesh.models.progress import Progress
 from mesh.processes.child import attach_to_parent, end_failed
 from mesh.processes.lifecycle import Loading
 from mesh.processes.members import KeepOnly, MemberFeed
-from mesh.processes.messages import Handlers, Inbox, Loads, Message, Stop, Trust
+from mesh.processes.messages import (
+    Handlers,
+    Inbox,
+    LoadProgress,
+    Loads,
+    Message,
+    Stop,
+    Trust,
+)
 from mesh.processes.tasks import end, spawn
+
+PROGRESS_EVERY_S = 0.2
+"""The daemon is told so often how far a load is, at most."""
 
 
 class Daemon(Protocol):
@@ -39,6 +51,7 @@ class Worker(ABC):
         self._stopped = asyncio.Event()
         self._failure: BaseException | None = None
         self._grace_s = 0.0
+        self._telling: asyncio.Task[None] | None = None
 
     @abstractmethod
     def commands(self) -> Handlers:
@@ -81,9 +94,14 @@ class Worker(ABC):
             with contextlib.suppress(LinkLost):
                 self._daemon.send(answer)
 
-    def say_loading(self, loading: Loading | None) -> None:
-        """What begins to load, and None once that is done."""
+    def say_loading(self, loading: Loading | None, progress: Progress | None = None) -> None:
+        """What begins to load and where that is counted, and None once that is done."""
         self.say(Loads(loading))
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        if loading is not None and progress is not None:
+            self._telling = self.spawn(self._tell(progress), f"progress of {loading.name}")
 
     def end_failed(self, error: MeshError) -> None:
         """End this process at once, as it can do nothing any more; does not return then."""
@@ -110,6 +128,15 @@ class Worker(ABC):
         self.keep(self.members.follow(keep_only), "follow members")
 
     # Private
+
+    async def _tell(self, progress: Progress) -> None:
+        told: LoadProgress | None = None
+        while True:
+            news = LoadProgress(*progress.now)
+            if news != told and news.phase:
+                self.say(news)
+                told = news
+            await asyncio.sleep(PROGRESS_EVERY_S)
 
     def _read(self, body: bytes) -> None:
         try:

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from mesh.models.progress import Progress
+
 PLAIN = "plain"
 PACKED = "onednn-packed"
 
@@ -63,7 +65,12 @@ def packed_memory(tensor: torch.Tensor) -> tuple[int, int] | None:
     return int(_OPS.data_ptr(tensor)), int(_OPS._nbytes(tensor))  # noqa: SLF001
 
 
-def choose_kernels(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Kernels:
+def choose_kernels(
+    module: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> Kernels:
     """Replace the linear layers of `module` where that pays, freeing their old weights."""
     if dtype not in _TOLERANCE or device.type != "cpu":
         return Kernels(PLAIN, "kernels plain: packed weights are for bf16 and fp32 on the CPU")
@@ -77,7 +84,13 @@ def choose_kernels(module: nn.Module, dtype: torch.dtype, device: torch.device) 
         for name, child in parent.named_children()
         if type(child) in (nn.Linear, Conv1D)
     ]
-    replaced = sum(_replace(parent, name) for parent, name in places)
+    progress = progress or Progress()
+    progress.begin("packing", sum(map(_size, places)))
+    replaced = 0
+    for place in places:
+        size = _size(place)  # known before only
+        replaced += _replace(*place)
+        progress.add(size)
     if not replaced:
         return Kernels(PLAIN, "kernels plain: no linear layer to pack")
     _leave_the_file(module)
@@ -85,6 +98,12 @@ def choose_kernels(module: nn.Module, dtype: torch.dtype, device: torch.device) 
         PACKED,
         f"kernels {PACKED}: {replaced} layers of {str(dtype)[6:]} on the CPU, packed and checked",
     )
+
+
+def _size(place: tuple[nn.Module, str]) -> int:
+    layer: Any = place[0].get_submodule(place[1])
+    size: int = layer.weight.nbytes
+    return size
 
 
 def _replace(parent: nn.Module, name: str) -> bool:

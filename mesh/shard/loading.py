@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from mesh.models.load import LoadedSpan, load_span
 from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.progress import Progress
 from mesh.shard.commands import ShardRequest
 from mesh.shard.device import Choice, choose_dtype, determinism_class, dtype_name
 from mesh.shard.footprint import estimate
@@ -90,6 +91,7 @@ class LoadPlan:
     host: HostedOn
     dtype: Choice[torch.dtype]
     need: ShardMemory
+    progress: Progress = field(default_factory=Progress, compare=False)
 
     @property
     def shard_id(self) -> ShardId:
@@ -165,11 +167,15 @@ def load_shard(plan: LoadPlan) -> LoadedShard:
 
 def _load(plan: LoadPlan) -> tuple[SpanRuntime, int]:
     device, dtype = plan.host.device, plan.dtype.value
-    loaded = load_span(plan.manifest, plan.request.layers, dtype=dtype, device=device)
-    invariant = plan.request.settings.batch_invariant
-    return SpanRuntime(loaded, device=device, dtype=dtype, batch_invariant=invariant), (
-        loaded.bytes_read
+    progress = plan.progress
+    loaded = load_span(
+        plan.manifest, plan.request.layers, dtype=dtype, device=device, progress=progress
     )
+    invariant = plan.request.settings.batch_invariant
+    runtime = SpanRuntime(
+        loaded, device=device, dtype=dtype, batch_invariant=invariant, progress=progress
+    )
+    return runtime, loaded.bytes_read
 
 
 def _describe(plan: LoadPlan, runtime: SpanRuntime) -> ShardDescriptor:

@@ -217,7 +217,7 @@ class ShardProcess(Worker):
         # A model that cannot be loaded must not take those that can down with the process.
         reading = queue.load(lambda: plan_shard(request, place))
         plan = await as_mesh_error(reading, "reading a checkpoint", device_failed)
-        room_for = partial(room.loading, plan.shard_id, plan.need)
+        room_for = partial(room.loading, plan.shard_id, plan.need, plan.progress)
         async with room_for():
             loaded = await as_mesh_error(
                 queue.load(lambda: self._load_shard(plan)), "loading a shard", device_failed

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mesh.errors import NotEnoughMemory
+from mesh.models.progress import Progress
 from mesh.processes.attempts import LESS
 from mesh.processes.headroom import Headroom, ram
 from mesh.processes.lifecycle import Loading
@@ -53,13 +54,13 @@ class Memory:
 
 class Room:
     """One device's. `measure` says what is free there, given what is of main memory; `say` is told
-    what begins to load, and None."""
+    what begins to load and where that is counted, and None."""
 
     def __init__(
         self,
         measure: Callable[[Headroom], Headroom],
         occupants: Callable[[], Sequence[Occupant]],
-        say: Callable[[Loading | None], None],
+        say: Callable[[Loading | None, Progress | None], None],
     ) -> None:
         self._measure = measure
         self._occupants = occupants
@@ -76,15 +77,20 @@ class Room:
         return self.memory
 
     @asynccontextmanager
-    async def loading(self, name: str, need: ShardMemory) -> AsyncIterator[None]:
-        """The block may load this. Raises NotEnoughMemory when that does not fit, whoever goes."""
+    async def loading(
+        self, name: str, need: ShardMemory, progress: Progress | None = None
+    ) -> AsyncIterator[None]:
+        """The block may load this, and counts on `progress` what is done.
+
+        Raises NotEnoughMemory when that does not fit, whoever goes.
+        """
         async with self._turn:
             memory = await self._make_room(name, need)
-            self._say(Loading(name, need.total_mb, memory.ram_mb))
+            self._say(Loading(name, need.total_mb, memory.ram_mb), progress)
             try:
                 yield
             finally:
-                self._say(None)
+                self._say(None, None)
 
     async def relieve(self) -> bool:
         """Have the shard go that was idle longest if memory is scarce; whether one did.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mesh.errors import BadRequest
+from mesh.models.progress import Progress
 from mesh.shard.hooks import Hook, Placed, hooked
 from mesh.shard.kv import BatchCache, SessionCache
 from mesh.shard.linear import PackedLinear, choose_kernels
@@ -53,6 +54,7 @@ class SpanRuntime:
         device: torch.device,
         dtype: torch.dtype,
         batch_invariant: bool = False,
+        progress: Progress | None = None,
     ) -> None:
         """Take over `loaded`: its linear layers may be repacked, its attention replaced.
 
@@ -66,7 +68,7 @@ class SpanRuntime:
         self.hidden_size: int = loaded.config.hidden_size
         self._module: nn.Module = loaded.module.eval().requires_grad_(requires_grad=False)
         with torch.inference_mode():
-            kernels = choose_kernels(self._module, dtype, device)
+            kernels = choose_kernels(self._module, dtype, device, progress)
         attention = choose_attention(self._module, device, dtype)
         self.protection = Protection(self._module, loaded.pages)
         self.batched = attention.batched and not batch_invariant

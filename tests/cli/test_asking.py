@@ -40,6 +40,19 @@ async def test_piped_input_is_added_and_flags_arrive(hearthnet: Run, daemon: Ser
     assert (await hearthnet("run", "echo", stdin="only this")).out == "only this\n"
 
 
+async def test_run_explains_on_stderr(hearthnet: Run, daemon: Served) -> None:
+    finished = await hearthnet("run", "echo", "hello you", "--why", "--lens")
+    assert finished.out == "hello you\n"
+    assert "   2  ' you'            60.7 %   'ö' <0.1 %" in finished.err
+    assert "token 2 of 2, ' you', by layer:\n   0   node 0  'llo' 36.8 %" in finished.err
+    finished = await hearthnet("run", "echo", "hello you", "--lens", "--json")
+    answer = json.loads(finished.out)
+    assert [layer["node"] for layer in answer["lens"]["layers"]] == ["node 0", "node 1"]
+    finished = await hearthnet("run", "echo", "hello you", "--lens", "--raw")
+    assert finished.code == 2
+    assert "Leave --raw out" in finished.err
+
+
 async def test_raw_prompt_and_json(hearthnet: Run, daemon: Served) -> None:
     finished = await hearthnet("run", "echo", "Once upon", "--raw", "--json")
     answer = json.loads(finished.out)

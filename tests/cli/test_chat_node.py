@@ -47,9 +47,14 @@ async def test_a_question_its_route_and_why(environment: dict[str, str], node: L
             for line in terminal.shown().splitlines()
             if re.match(r"\s+\d+  ['\"]", line)
         ]
+        terminal.screen.reset()
+        terminal.type("/why --lens\r")
+        await terminal.until("by the nodes that hold the layers")
+        layers = re.findall(r"^ +(\d+) [ *] solo  '", terminal.shown(), re.MULTILINE)
         terminal.type("/bye\r")
         assert await asyncio.wait_for(terminal.process.wait(), 20) == 0
     assert 1 < len(shares) <= 12
+    assert layers == [str(number) for number in range(8)]
     for chosen, *others in shares:
         assert 2 <= len(others) <= 4, "top five, less the one that was taken"
         assert chosen >= max(others), "at temperature 0 the likeliest is taken"

@@ -190,6 +190,34 @@ async def test_why_tells_what_else_each_token_could_have_been(screen: dict[str, 
         await leave(terminal)
 
 
+async def test_why_lens_tells_what_each_layer_would_have_said(
+    screen: dict[str, str], served: Served
+) -> None:
+    async with Terminal(screen, "chat", "echo") as terminal:
+        await terminal.prompt()
+        terminal.type("hello you\r")
+        await terminal.until_screen("\nhello you\n")
+        await terminal.prompt()
+        terminal.type("/why --lens\r")
+        await terminal.until_screen("token 2 of 2, ' you', by layer:")
+        await terminal.until_screen("   1   node 1  'llo' 36.8 %")
+        await terminal.prompt()
+        asked = served.generations.requests[-1]
+        assert (asked.messages, asked.begun) == (
+            ({"role": "user", "content": "hello you"},),
+            "hello",
+        )
+        terminal.type("/why --lens 1\r")
+        await terminal.until_screen("token 1 of 2, 'hello', by layer:")
+        await terminal.prompt()
+        terminal.type("/why --lens 3\r")
+        await terminal.until_screen("has 2 tokens, and no token 3")
+        await terminal.prompt()
+        terminal.type("/why --lens x\r")
+        await terminal.until_screen("x is no token's number")
+        await leave(terminal)
+
+
 async def test_reasoning_stands_apart(screen: dict[str, str]) -> None:
     async with Terminal(screen, "run", "thinks", "x") as terminal:
         await terminal.until_screen("[thinking]\n| first this,\n| then that.\n\nso it is\n")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mesh.cli import kept, why
+from mesh.cli import kept, lens, why
 from mesh.cli.conversation import Conversation
 from mesh.cli.kept import SavedChats, TypedLines
-from mesh.errors import BadValue, KeyUnreadable, NotFound
+from mesh.client import Client
+from mesh.errors import BadRequest, BadValue, KeyUnreadable, NotFound, NotRunning
 
 
 def test_the_history_is_bounded(tmp_path: Path) -> None:
@@ -107,3 +108,27 @@ def test_of_a_long_answer_the_least_sure_tokens_are_shown_in_their_order() -> No
     assert "\x1b" not in "".join(lines)
     assert "<0.1 %" in lines[0]
     assert why.table([]) == ""
+
+
+def test_a_lens_marks_the_layers_that_say_what_was_said() -> None:
+    layers = [
+        {"layer": 0, "node": "kitchen\x1b[2J", "top": [{"token": "a", "logprob": -0.1}]},
+        {"layer": 1, "node": "attic", "top": [{"token": "cat", "logprob": -0.7}] * 2},
+    ]
+    found = {"number": 3, "of": 3, "token": "cat", "layers": layers}
+    head, *lines, last = lens.table(found).splitlines()
+    assert head == "token 3 of 3, 'cat', by layer:"
+    assert lines == [
+        "   0   kitchen[2J  'a' 90.5 %",
+        "   1 * attic       'cat' 49.7 %  'cat' 49.7 %",
+    ]
+    assert "by the nodes that hold the layers" in last
+
+
+async def test_a_lens_is_refused_behind_half_a_character() -> None:
+    tokens = [{"token": text, "logprob": 0.0} for text in ("a", "\ufffd", "\ufffd", "b")]
+    async with Client("http://127.0.0.1:9") as client:
+        with pytest.raises(BadRequest, match="no whole characters"):
+            await lens.look(client, "m", [], tokens, 3)
+        with pytest.raises(NotRunning):
+            await lens.look(client, "m", [], tokens, 2)

@@ -19,9 +19,10 @@ from mesh.discovery.greeting import PeerHello, to_hello
 from mesh.discovery.interfaces import InterfaceChoice
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.multicast import Multicast
+from mesh.discovery.sightings import Sightings
 from mesh.errors import ConnectFailed, LinkLost, PeerRefused, UntrustedPeer
 from mesh.identity.keys import node_id
-from mesh.types import ModelId
+from mesh.types import ModelId, NodeId
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.messages import PROTOCOL_VERSION, Hello
 from mesh.wire.websocket import connect, serve
@@ -88,6 +89,35 @@ async def test_lost_link_takes_a_node_offline_and_its_return_brings_it_back(hear
         assert other.id in {view.info.node_id for view in one.store.nodes()}
         await one.until(lambda store: len(store.shards(TINY)) == 1)
         assert len(one.told("peer_up")) == 2
+
+
+async def test_a_lost_node_keeps_its_row_and_its_name(hearth: str) -> None:
+    async with running(hearth, multicast=False) as before:
+        port = before.peering.port
+    async with running(hearth, f"127.0.0.1:{port}", multicast=False) as watches:
+        async with running(hearth, multicast=False, port=port) as goes:
+            await watches.event(lambda event: isinstance(event, PeerUp))
+            cut(goes)
+            await watches.event(lambda event: isinstance(event, PeerDown))
+            (row,) = watches.peering.peers()
+            assert (row.node_id, row.name, row.state) == (goes.id, "kitchen", "trying")
+            assert row.reason
+            await watches.event(lambda event: len(watches.told("peer_up")) == 2)
+            watches.events.clear()
+        await watches.event(lambda event: getattr(event, "state", "") == "unreachable")
+        (row,) = watches.peering.peers()
+        assert (row.node_id, row.name, row.state) == (goes.id, "kitchen", "unreachable")
+
+
+def test_names_of_lost_nodes_are_bounded() -> None:
+    sightings = Sightings(lambda event: None)
+    for number in range(1000):
+        sightings.met(NodeId("first"), "met again and again")
+        sightings.met(NodeId(f"node {number}"), f"name {number}")
+    assert sightings.name_of(NodeId("node 999")) == "name 999"
+    assert sightings.name_of(NodeId("first")) == "met again and again"
+    kept = [number for number in range(1000) if sightings.name_of(NodeId(f"node {number}"))]
+    assert len(kept) == 255
 
 
 async def test_named_peer_is_found_without_multicast(hearth: str) -> None:

@@ -15,6 +15,7 @@ from mesh.errors import BadCheckpoint
 from mesh.models import convert
 from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import read_manifest
+from mesh.models.progress import Counted, Progress
 from mesh.types import LayerRange
 from tests.checkpoints import FAMILIES, WINDOW
 from tests.models.chain import CPU, prompt_chunks, run_parts, run_whole
@@ -264,3 +265,30 @@ def test_weights_of_another_shape_than_the_config_says(
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadCheckpoint, match="size mismatch"):
         load_span(read_manifest(directory), LayerRange(0, 1), dtype=torch.float32, device=CPU)
+
+
+def test_every_byte_that_is_read_is_counted_once(checkpoint: Checkpoint) -> None:
+    manifest = read_manifest(checkpoint("llama", layers=3, dtype="bfloat16"))
+    seen = Steps()
+    span = load_span(manifest, LayerRange(0, 2), dtype=torch.float32, device=CPU, progress=seen)
+    assert seen.steps[0] == ("reading", 0, span.bytes_read)
+    assert seen.steps[-1] == ("reading", span.bytes_read, span.bytes_read)
+    assert len(seen.steps) == span.tensors_read + 1
+    ends = load_ends(manifest, dtype=torch.float32, device=CPU, progress=seen)
+    assert seen.now == ("reading", ends.bytes_read, ends.bytes_read)
+
+
+class Steps(Progress):
+    """All that it ever said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Counted] = []
+
+    def begin(self, phase: str, total_bytes: int) -> None:
+        super().begin(phase, total_bytes)
+        self.steps.append(self.now)
+
+    def add(self, count: int) -> None:
+        super().add(count)
+        self.steps.append(self.now)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from mesh.models.progress import Progress
 from mesh.pipeline.checkpoint import load_asker
 from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel
@@ -32,7 +33,7 @@ def load(
     directory: Path,
     model_id: ModelId,
     options: AskerOptions,
-    begins: Callable[[Loading], object],
+    begins: Callable[[Loading, Progress], object],
 ) -> tuple[AskerModel, list[str]]:
     """As `load_asker`, but for the device."""
     model, reasons = load_asker(directory, model_id, options, begins)

@@ -30,6 +30,8 @@ KILLED = "killed"
 """The process is killed while it loads, as by a kernel that has no memory left."""
 STUMBLES = "stumbles"
 """The first load fails for a reason that passes."""
+LINGERS = "lingers"
+"""Loading stops half-way for ever."""
 HOG = "hog"
 """Loading takes far more memory than anybody could know."""
 STUCK_S = 2.0
@@ -63,6 +65,10 @@ def load(plan: LoadPlan) -> LoadedShard:
         os.kill(os.getpid(), signal.SIGKILL)
     if doom == STUMBLES and next(_loads) == 0:
         raise DeviceFailed("The disk was slow.", fix="Wait.")
+    if doom == LINGERS:
+        plan.progress.begin("reading", 100)
+        plan.progress.add(50)
+        threading.Event().wait()
     if doom == HOG:
         group = Path(os.environ[GROUP])
         (group / "cgroup.procs").write_text(str(os.getpid()))

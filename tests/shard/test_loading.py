@@ -13,9 +13,11 @@ from mesh.errors import DeviceFailed, NotEnoughMemory
 from mesh.processes import attempts
 from mesh.processes.headroom import ram
 from mesh.shard.footprint import position_bytes
+from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange, ShardId
 from tests import secure
 from tests.cgroups import limited_group
+from tests.processes.test_progress import shown
 from tests.shard import doomed_host
 from tests.shard.hosts import hosted
 from tests.shard.spans import checkpoint
@@ -122,3 +124,15 @@ async def test_a_kernel_that_runs_out_of_memory_is_believed(
         assert "was killed" in error.message
         await sees(lambda: len(host.serving) == 1)
         assert host.starts == 2
+
+
+async def test_a_load_under_way_says_how_far_it_is() -> None:
+    lingers = secure.request(**shard(doomed_host.LINGERS))
+    host = ShardSupervisor(secure.start_command(), [lingers], lambda: None, module=DOOMED)
+    host.start()
+    try:
+        load = await shown(host, 100)
+        assert load["name"] == named(doomed_host.LINGERS)
+        assert (load["phase"], load["done_bytes"]) == ("reading", 50)
+    finally:
+        await host.stop()

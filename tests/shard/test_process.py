@@ -28,7 +28,16 @@ from mesh.identity.tls import TlsMaterial
 from mesh.pipeline.commands import Credit
 from mesh.processes.child import Child
 from mesh.processes.lifecycle import SilenceLimits
-from mesh.processes.messages import Alive, Inbox, LastWords, Loads, Message, Stop, Trust
+from mesh.processes.messages import (
+    Alive,
+    Inbox,
+    LastWords,
+    LoadProgress,
+    Loads,
+    Message,
+    Stop,
+    Trust,
+)
 from mesh.shard.commands import (
     Health,
     Listening,
@@ -52,7 +61,10 @@ from tests.shard.hosts import hosted
 from tests.shard.spans import checkpoint, relative_error, rows, runtime, step
 
 TIMEOUT_S = 60.0
-ANSWERS = (Alive, LastWords, Loads, Listening, Loaded, ShardFailed, Withdrawn, Paused, Health)
+ANSWERS = (
+    Alive, LastWords, Loads, LoadProgress, Listening, Loaded, ShardFailed, Withdrawn,
+    Paused, Health,
+)  # fmt: skip
 M = TypeVar("M", bound=Message)
 
 

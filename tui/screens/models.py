@@ -11,7 +11,7 @@ from tui.screens.screen import TopScreen
 from tui.widgets.bars import bar
 from tui.widgets.drawn import Drawn
 from tui.widgets.people import node_style
-from tui.words import COLOURS, GLYPHS
+from tui.words import COLOURS, GLYPHS, loading
 
 
 class ModelsScreen(TopScreen):
@@ -67,10 +67,7 @@ class NodeMemory(Drawn):
             if taken is not None:
                 line += f" · {taken['weights_mb']} MB of weights, {taken['caches_mb']} MB of caches"
             lines.append(Text(line))
-        lines += [
-            Text(f"◌ loading {load['name']} · {load['need_mb']} MB · for {load['age_s']:.0f} s")
-            for load in picture.rows("loads")
-        ]
+        lines += [Text(f"◌ loading {loading(load)}") for load in picture.rows("loads")]
         return Text("\n").join(lines) if lines else Text("holds nothing", "dim")
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from tui.picture import Picture, bottleneck
 from tui.widgets.drawn import Drawn
-from tui.words import ms, rate
+from tui.words import loading, ms, rate
 
 
 class Answers(Drawn):
@@ -22,7 +22,7 @@ class Answers(Drawn):
         lines: list[Text] = []
         for running in picture.rows("generations"):
             lines += generation(running, width, own_name(picture))
-        lines += [_load(load) for load in picture.rows("loads")]
+        lines += [Text(f"◌ loading {loading(load)}") for load in picture.rows("loads")]
         return Text("\n").join(lines) if lines else Text("none runs", "dim")
 
 
@@ -61,9 +61,3 @@ def route(running: Mapping[str, Any]) -> Text:
         if hop.get("p50_ms"):
             text.append(f" {ms(hop['p50_ms'])}", "dim")
     return text
-
-
-def _load(load: Mapping[str, Any]) -> Text:
-    return Text(
-        f"◌ loading {load['name']} · needs {load['need_mb']} MB · for {load['age_s']:.0f} s"
-    )

@@ -139,11 +139,16 @@ function draw() {
     made("span", model.runnable ? "ok" : "bad",
       model.runnable ? "● ready" : `✖ ${model.reason || "cannot be asked"}`)), bar(model, nodes)]));
   at("answers").replaceChildren(...(status.generations.length
-    ? status.generations.map(answer) : [dim("none runs")]));
+    ? status.generations.map(answer) : [dim("none runs")]), ...status.loads.map(loading));
   drawChoice();
   drawJobs();
   at("events").replaceChildren(...(happened.length ? happened.slice().reverse().map((event) =>
     made("li", "dim", `${String(event.at || "").slice(11, 19)} ${event.type}`)) : [dim("none yet")]));
+}
+
+function loading(load) {
+  const done = load.total_bytes ? ` · ${Math.floor(100 * load.done_bytes / load.total_bytes)} %` : "";
+  return dim(`◌ loading ${load.name}${done}`);
 }
 
 function drawHeadline(nodes) {
