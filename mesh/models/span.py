@@ -75,6 +75,24 @@ class Ends(nn.Module):
         setattr(causal, causal.base_model_prefix, _NormOnly(base.get_submodule(anatomy.norm)))
         self._causal = causal
 
+    @property
+    def norm(self) -> nn.Module:
+        """The final norm."""
+        norm: nn.Module = self._causal.base_model.norm
+        return norm
+
+    @property
+    def head(self) -> nn.Module:
+        """The output head; set, another one computes the logits."""
+        head: nn.Module = self._causal.get_output_embeddings()
+        return head
+
+    @head.setter
+    def head(self, head: nn.Module) -> None:
+        name = next(n for n, m in self._causal.named_modules() if m is self.head)
+        parent, _, own = name.rpartition(".")
+        setattr(self._causal.get_submodule(parent), own, head)
+
     @torch.no_grad()
     def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:
         """Token ids (1, rows) that stand at `position`.. as hidden states (1, rows, hidden)."""

@@ -82,6 +82,7 @@ class AskerOptions:
     threads: int
     cache_dir: Path
     threads_dir: Path | None = None
+    quant: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
