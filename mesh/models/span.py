@@ -71,27 +71,30 @@ class Ends(nn.Module):
         self._scale: float | None = (
             getattr(family.config, entry.embedding_scale) if entry.embedding_scale else None
         )
+        self._head = next(
+            name for name, part in causal.named_modules() if part is causal.get_output_embeddings()
+        )
         # The causal model's forward then is: norm, head, and whatever scaling or capping it does.
-        setattr(causal, causal.base_model_prefix, _NormOnly(base.get_submodule(anatomy.norm)))
+        self._base = _NormOnly(base.get_submodule(anatomy.norm))
+        setattr(causal, causal.base_model_prefix, self._base)
         self._causal = causal
 
     @property
     def norm(self) -> nn.Module:
         """The final norm."""
-        norm: nn.Module = self._causal.base_model.norm
+        norm: nn.Module = self._base.norm
         return norm
 
     @property
     def head(self) -> nn.Module:
-        """The output head; set, another one computes the logits."""
-        head: nn.Module = self._causal.get_output_embeddings()
+        """The output head."""
+        head: nn.Module = self._causal.get_submodule(self._head)
         return head
 
-    @head.setter
-    def head(self, head: nn.Module) -> None:
-        name = next(n for n, m in self._causal.named_modules() if m is self.head)
-        parent, _, own = name.rpartition(".")
-        setattr(self._causal.get_submodule(parent), own, head)
+    def replace_head(self, head: nn.Module) -> None:
+        """Have this one compute the logits."""
+        parent, _, name = self._head.rpartition(".")
+        setattr(self._causal.get_submodule(parent), name, head)
 
     @torch.no_grad()
     def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:

@@ -2,9 +2,10 @@
 
 The layout is that of onnxruntime's ``MatMulNBits``: each row in blocks of 32 columns, a code for
 each weight, a scale and, in 4 bit, a zero point for each block; ``(code - zero) * scale`` is the
-weight. In 8 bit the zero point is 128. In 4 bit, plain rounding between a block's extremes is off
-by an eighth; the range is narrowed as far as that makes the block's squared error smaller, and the
-scale refitted by least squares, as llama.cpp does for its K-quants.
+weight. In 8 bit the zero point is 128. In 4 bit, rounding around zero is off by a tenth of a
+normal matrix; a zero point for each block, so that its codes cover what it holds, takes a fifth of
+that away, and a scale refitted by least squares to a narrowed range, as llama.cpp does for its
+K-quants, a little more.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ BITS: dict[Quant, int] = {"int8": 8, "int4": 4}
 VERSION = 1
 """Counts up when the same weights would get other codes."""
 
-_NARROWED = (1.0, 0.94, 0.88, 0.82)
+_NARROWED = (1.0, 0.9)
 """Shares of a block's range that are tried."""
 
 _WEIGHTS_AT_ONCE = 1 << 17

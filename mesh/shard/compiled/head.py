@@ -44,7 +44,7 @@ def compile_head(ends: Ends, weights_sha256: str, cache_dir: Path | None, thread
     file = None if folder is None else folder / f"{_HEAD}.safetensors"
     products, pages = stored_products({_HEAD: (head,)}, _QUANT, file)
     ends.norm.float()
-    ends.head = CompiledLinear(products[_HEAD], threads, folder)
+    ends.replace_head(CompiledLinear(products[_HEAD], threads, folder))
     del products
     for each in pages:
         each.forget()
