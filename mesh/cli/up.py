@@ -38,9 +38,7 @@ def up(  # noqa: PLR0913 - flags
     name: Annotated[str | None, typer.Option(help="What people call this node.")] = None,
     port: Annotated[int | None, typer.Option(metavar="N", help="Port for other nodes.")] = None,
     api_port: Annotated[int | None, typer.Option(metavar="N", help="Port of the HTTP API.")] = None,
-    api_host: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Address of the HTTP API.")
-    ] = None,
+    api_host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Its address.")] = None,
     peer: Annotated[
         Repeated, typer.Option(metavar="HOST:PORT", help="A node to connect to. Repeatable.")
     ] = None,

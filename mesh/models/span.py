@@ -56,7 +56,7 @@ class LoadedSpan:
 class Ends(nn.Module):
     """Embedding, final norm and head of a model: what turns ids into hidden states, and back.
 
-    `bytes_read` counts what was taken from the checkpoint's files.
+    `bytes_read` counts what was taken from the checkpoint's files, `norm` is the final one.
     """
 
     def __init__(self, causal: Any, anatomy: Anatomy, family: Family, bytes_read: int) -> None:
@@ -75,15 +75,9 @@ class Ends(nn.Module):
             name for name, part in causal.named_modules() if part is causal.get_output_embeddings()
         )
         # The causal model's forward then is: norm, head, and whatever scaling or capping it does.
-        self._base = _NormOnly(base.get_submodule(anatomy.norm))
-        setattr(causal, causal.base_model_prefix, self._base)
+        self.norm = base.get_submodule(anatomy.norm)
+        setattr(causal, causal.base_model_prefix, _NormOnly(self.norm))
         self._causal = causal
-
-    @property
-    def norm(self) -> nn.Module:
-        """The final norm."""
-        norm: nn.Module = self._base.norm
-        return norm
 
     @property
     def head(self) -> nn.Module:

@@ -111,6 +111,7 @@ def route_limits(config: Config) -> RouteLimits:
         distributed.allow_self_as_shard,
         routing.keep_first,
         routing.keep_last,
+        routing.mix_formats,
     )
 
 
