@@ -94,27 +94,24 @@ def greedy_cover(
     free = [c for c in candidates if c.streams_left > 0 and key_of(c.descriptor) not in exclude]
     if rules.mix_formats:
         return _cover(candidates, free, span, rules, exclude, like)
-    formats = [_format(like)] if like is not None else _formats(free, span, rules)
     refusal: NoRoute | None = None
-    for name in formats:
+    for name in [_format(like)] if like is not None else _formats(free, span, rules):
         same = [c for c in free if _format(c.descriptor) == name]
         try:
             return _cover(candidates, same, span, rules, exclude, like)
         except NoRoute as error:
             refusal = refusal or error
-    missing = missing_layers(free, span)
-    if refusal is None or missing or len(_formats(free, span, rules)) < 2:
-        raise refusal or _no_route(candidates, span, exclude)
-    raise _only_mixed(free, span)
+    held = [c for c in free if _overlaps(c.descriptor.layer_range, span)]
+    if len({_format(c.descriptor) for c in held}) > 1 and not missing_layers(held, span):
+        raise _only_mixed(held, span)
+    raise refusal or _no_route(candidates, span, exclude)
 
 
 def _formats(usable: Sequence[Candidate], span: LayerRange, rules: CoverRules) -> list[str]:
-    """The formats of shards of `span`, those first whose shards rank first."""
-    ranked = sorted(
-        (c for c in usable if _overlaps(c.descriptor.layer_range, span)),
-        key=lambda c: _rank(c, first=span.start == 0, rules=rules, like=None),
-    )
-    return list(dict.fromkeys(_format(c.descriptor) for c in ranked))
+    """The formats of shards that a cover of `span` may begin with, in the order of their rank."""
+    first = [c for c in usable if span.start in c.descriptor.layer_range]
+    first.sort(key=lambda c: _rank(c, first=span.start == 0, rules=rules, like=None))
+    return list(dict.fromkeys(_format(c.descriptor) for c in first))
 
 
 def _format(shard: ShardDescriptor) -> str:
@@ -126,16 +123,11 @@ def _overlaps(one: LayerRange, other: LayerRange) -> bool:
     return one.start < other.stop and other.start < one.stop
 
 
-def _only_mixed(usable: Sequence[Candidate], span: LayerRange) -> NoRoute:
-    held = ", ".join(
-        sorted(
-            f"{c.descriptor.layer_range} in {c.descriptor.dtype} at {c.descriptor.node_name}"
-            for c in usable
-            if _overlaps(c.descriptor.layer_range, span)
-        )
-    )
+def _only_mixed(held: Sequence[Candidate], span: LayerRange) -> NoRoute:
+    shards = (c.descriptor for c in held)
+    named = sorted(f"{d.layer_range} in {d.dtype} at {d.node_name}" for d in shards)
     return NoRoute(
-        f"layers {span} are served in different formats only: {held}.",
+        f"layers {span} are served in different formats only: {', '.join(named)}.",
         fix="Give those nodes the same --quant, or allow it: routing.mix_formats.",
     )
 
