@@ -214,7 +214,7 @@ def _load(plan: LoadPlan) -> tuple[Runtime, int]:
 
 
 def _load_compiled(plan: LoadPlan, quant: Quant) -> tuple[Runtime, int]:
-    from mesh.shard.compiled.proof import require_right_kernels
+    from mesh.shard.compiled.proof import check_kernels
     from mesh.shard.compiled.runtime import CompiledRuntime
     from mesh.shard.compiled.store import quantised_span
 
@@ -229,7 +229,7 @@ def _load_compiled(plan: LoadPlan, quant: Quant) -> tuple[Runtime, int]:
         positions=min(settings.kv_tokens, manifest.max_positions or settings.kv_tokens),
         batch_invariant=settings.batch_invariant,
     )
-    require_right_kernels(runtime)
+    runtime.reasons += (check_kernels(runtime),)
     return runtime, loaded.bytes_read
 
 

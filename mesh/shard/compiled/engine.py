@@ -16,7 +16,7 @@ _FOLDER = "session.model_external_initializers_file_folder_path"
 _SPINNING = "session.intra_op.allow_spinning"
 _ERRORS_ONLY = 3
 
-_KINDS = {torch.float32: np.float32, torch.int32: np.int32}
+_KINDS = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int64}
 
 Buffers = Mapping[str, torch.Tensor]
 """Contiguous tensors by the names of a graph's inputs or outputs."""

@@ -1,11 +1,12 @@
 """A decoder layer as an ONNX graph over onnxruntime's fused operators.
 
-Inputs: ``x`` (sessions, rows, hidden) fp32, ``last`` (sessions,) int32, where each session's last
-row stands, ``total`` () int32, one more than the largest of those, ``keys`` and ``values``
-(sessions, kv heads, capacity, width) fp32, and, for layers that turn by position, ``cos`` and
-``sin`` (positions, half the turned width) fp32. Outputs: ``y``, as ``x``, and ``new_keys`` and
-``new_values``, which are to be bound to the memory of ``keys`` and ``values``: the rows are written
-into them in place.
+Inputs: ``x`` (sessions, rows, hidden) fp32, ``queries`` (sessions,) int32, how many rows attention
+takes of each session, the padding's included, or 0, ``last`` (sessions,) int32, where the last of
+them stands, ``total`` () int32, one more than the largest of those, ``keys`` and ``values``
+(sessions, kv heads, capacity, width) fp32, ``padding`` (6,) int64 and ``rows`` (1,) int64 (see
+`padding`), and, for layers that turn by position, ``cos`` and ``sin`` (positions, half the turned
+width) fp32. Outputs: ``y``, as ``x``, and ``new_keys`` and ``new_values``, which are to be bound to
+the memory of ``keys`` and ``values``: the rows are written into them in place.
 
 Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 """
@@ -27,6 +28,9 @@ from mesh.shard.compiled.parts import Attention, FeedForward, LayerParts, Norm
 
 _FLOAT = TensorProto.FLOAT
 _CONTRIB = "com.microsoft"
+_QUERIES = 16
+"""Which input of the attention operator says how many rows it takes of each session."""
+
 _OPSET = 21
 _IR = 10
 
@@ -55,6 +59,17 @@ class Product:
     matrix: torch.Tensor | BlockMatrix
     bias: torch.Tensor | None
     stored: Mapping[str, Stored] | None = None
+
+
+def padding(rows: int) -> int:
+    """How many rows of zeros attention gets behind `rows` of each session, 0 or 1.
+
+    It computes rows in tiles of an even number, and one that is alone in a tile by another kernel,
+    with other last bits, than those that are not. With a row to keep it company its bits are the
+    same in whatever chunk it comes; rounded to 8 bit behind it, they would otherwise differ by much
+    more than the last. Its keys and values are written behind the session's end, where nothing is.
+    """
+    return rows % 2
 
 
 QKV, OUTPUT, UP, DOWN = "qkv", "output", "up", "down"
@@ -225,6 +240,8 @@ def _attention(graph: _Graph, attention: Attention) -> Callable[[str], str]:
         heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
         queries, keys, values = heads * width, kv_heads * width, kv_heads * width
         projected = graph.product(x, QKV)
+        graph.input("padding", TensorProto.INT64, [6])
+        projected = graph.op("Pad", [projected, "padding"])
         inputs = [projected, "", ""]
         if attention.query_norm is not None or attention.key_norm is not None:
             q, k, v = graph.split(projected, [queries, keys, values])
@@ -239,6 +256,8 @@ def _attention(graph: _Graph, attention: Attention) -> Callable[[str], str]:
         turns = attention.table is not None
         if turns:
             inputs += [graph.input(n, _FLOAT, ["positions", "turned"]) for n in ("cos", "sin")]
+        inputs += [""] * (_QUERIES - len(inputs))
+        inputs.append(graph.input("queries", TensorProto.INT32, ["sessions"]))
         y = graph.op(
             "GroupQueryAttention",
             inputs,
@@ -251,7 +270,9 @@ def _attention(graph: _Graph, attention: Attention) -> Callable[[str], str]:
             local_window_size=attention.window or -1,
             do_rotary=int(turns),
         )
-        return graph.product(y, OUTPUT)
+        graph.input("rows", TensorProto.INT64, [1])
+        start, axis = graph.constant(np.array([0])), graph.constant(np.array([1]))
+        return graph.product(graph.op("Slice", [y, start, "rows", axis]), OUTPUT)
 
     return part
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -26,6 +27,7 @@ from mesh.models.families import Family, family_of_config
 from mesh.models.hashing import read_json, write_json_atomically
 from mesh.models.load import twin_config
 from mesh.models.span import Anatomy, LoadedSpan
+from mesh.shard.compiled import engine, graph, parts
 from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.store import dense_span
@@ -53,7 +55,7 @@ def require_compilable(family: Family, cache_dir: Path | None) -> None:
     structure = json.dumps(twin.to_dict(), sort_keys=True, default=str)
     digest = hashlib.sha256(structure.encode()).hexdigest()[:16]
     versions = f"{transformers.__version__}-{onnxruntime.__version__}"
-    key = f"{family.model_type}-{versions}-{digest}"
+    key = f"{family.model_type}-{versions}-{_own_code()}-{digest}"
     file = cache_dir / f"compiled-{key}.json" if cache_dir else None
     if key not in _settled:
         known = read_json(file) if file else None
@@ -64,15 +66,25 @@ def require_compilable(family: Family, cache_dir: Path | None) -> None:
         raise NotCompilable(_settled[key])
 
 
+@cache
+def _own_code() -> str:
+    """What changes with the graphs, so that no verdict outlives the code that it was given for."""
+    code = hashlib.sha256()
+    for module in (graph, parts, engine):
+        code.update(Path(str(module.__file__)).read_bytes())
+    return code.hexdigest()[:8]
+
+
 def _verdict(twin: Any) -> str:
-    """Why it cannot be compiled, or an empty string."""
+    """Why it cannot be compiled, or an empty string. Raises NotCompilable without either."""
     try:
         difference = _difference(twin)
     except NotCompilable as error:
         return str(error)
-    # Whatever foreign code raises here means the same: it is not shown to be right.
-    except Exception as error:  # noqa: BLE001
-        return f"its twin failed with {type(error).__name__}: {str(error)[:200].rstrip('.')}"
+    # Whatever foreign code raises here means the same, this time: it is not shown to be right.
+    except Exception as error:
+        text = f"its twin failed with {type(error).__name__}: {str(error)[:200].rstrip('.')}"
+        raise NotCompilable(text) from error
     reason = "" if difference <= _TOLERANCE else f"its graphs differ by {difference:.2g}"
     logger.info("proof of graphs model_type=%s verdict=%s", twin.model_type, reason or "right")
     return reason
@@ -120,23 +132,32 @@ def _random_span(twin: Any) -> LoadedSpan:
 
 
 @torch.inference_mode()
-def require_right_kernels(runtime: CompiledRuntime) -> None:
+def check_kernels(runtime: CompiledRuntime) -> str:
     """Compare the first layer, as this CPU computes it, with what its weights stand for.
 
-    Raises DeviceFailed when that is further off than rounding a row to 8 bit explains.
+    Also whether a row has the same bits alone, in a chunk and beside another session: what came of
+    that, for people. Raises DeviceFailed when the layer is further off than rounding a row to 8 bit
+    explains.
     """
     first = LayerRange(runtime.layers.start, runtime.layers.start + 1)
     seeded = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, _CHECKED_ROWS, runtime.hidden_size, generator=seeded)
     view = layer_view(runtime.loaded.module, 0, 1)
     expected = view(inputs_embeds=hidden, use_cache=False).last_hidden_state
-    cache = runtime.new_cache(_CHECKED_ROWS)
-    parts = [hidden[:, :-1], hidden[:, -1:]]
-    found = [runtime.forward([StepInput(cache, cache.length, part)], first)[0] for part in parts]
+    whole, cut, other = (runtime.new_cache(_CHECKED_ROWS) for _ in range(3))
+    (found,) = runtime.forward([StepInput(whole, 0, hidden)], first)
+    runtime.forward([StepInput(cut, 0, hidden[:, :-1])], first)
+    last = StepInput(cut, _CHECKED_ROWS - 1, hidden[:, -1:])
+    (alone,) = runtime.forward([last], first)
+    steps = [last, StepInput(other, 0, hidden[:, :1])] if runtime.batched else [last]
+    beside = runtime.forward(steps, first)[0]
     # Relative to what the layer adds: the residual stream would hide it.
-    error = float((torch.cat(found, 1) - expected).norm() / (expected - hidden).norm())
+    error = float((found - expected).norm() / (expected - hidden).norm())
     if not error <= _ROUNDING:
         raise DeviceFailed(
             f"Layer {first.start} in few bits is off by {error:.0%} on this CPU.",
             fix="Serve it unquantised (--quant none), and report the CPU and this line.",
         )
+    if torch.equal(alone, found[:, -1:]) and torch.equal(beside, alone):
+        return "rows: the same bits in any chunk and batch"
+    return "rows: other last bits in other chunks or batches on this CPU"

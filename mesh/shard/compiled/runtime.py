@@ -18,9 +18,9 @@ from torch import nn
 
 from mesh.shard.compiled.canary import CanaryCheck
 from mesh.shard.compiled.engine import Binding, compiled
-from mesh.shard.compiled.graph import layer_model
+from mesh.shard.compiled.graph import layer_model, padding
 from mesh.shard.compiled.parts import LayerParts, NotCompilable
-from mesh.shard.compiled.slots import Bank, Banks, CacheShape, SlotCache, neighbours
+from mesh.shard.compiled.slots import SPARE, Bank, Banks, CacheShape, SlotCache, neighbours
 from mesh.shard.compiled.store import GraphSpan
 from mesh.shard.hooks import Hook
 from mesh.shard.kv import SessionCache
@@ -46,6 +46,7 @@ class _Pass:
     """One for each layer."""
     states: tuple[torch.Tensor, ...]
     """(slots, rows, hidden) before the first layer and behind each."""
+    queries: torch.Tensor
     last: torch.Tensor
     total: torch.Tensor
 
@@ -82,7 +83,9 @@ class CompiledRuntime:
         self.kernels = f"onnxruntime-{onnxruntime.__version__}+{span.quant or 'fp32'}{alone}"
         self.weight_bytes = span.weight_bytes
         size = f"{self.weight_bytes / 2**20:.0f} MB"
-        self.reasons = (f"runtime compiled: {len(parts)} layers in {span.quant or 'fp32'}, {size}",)
+        self.reasons: tuple[str, ...] = (
+            f"runtime compiled: {len(parts)} layers in {span.quant or 'fp32'}, {size}",
+        )
         for pages in span.loaded.pages:
             pages.forget()  # the sessions have taken what they need of them
         settle()
@@ -112,10 +115,11 @@ class CompiledRuntime:
         shape = self._banks.shape
         x = torch.linspace(-1, 1, self.hidden_size).view(1, 1, -1)
         y = torch.empty_like(x)
-        keys, values = (torch.zeros(1, shape.kv_heads, 1, shape.width) for _ in range(2))
-        last, total = torch.zeros(1, dtype=torch.int32), torch.ones((), dtype=torch.int32)
-        own = {"x": x, "keys": keys, "values": values, "last": last, "total": total}
-        inputs = own | self._tables_of[index]
+        keys, values = (torch.zeros(1, shape.kv_heads, 2, shape.width) for _ in range(2))
+        place = [torch.tensor(n, dtype=torch.int32) for n in ([2], [1], 2)]
+        own = {"x": x, "keys": keys, "values": values}
+        own |= dict(zip(("queries", "last", "total"), place, strict=True))
+        inputs = own | _row_shape(1) | self._tables_of[index]
         outputs = {"y": y, "new_keys": keys, "new_values": values}
         Binding.of(self._sessions[index], inputs, outputs).run()
         return y
@@ -149,12 +153,16 @@ class CompiledRuntime:
         bank, first, stop = steps[0][1].bank, steps[0][1].slot, steps[-1][1].slot + 1
         rows = steps[0][0].hidden.shape[1]
         at = self._pass(bank, slice(first, stop), rows, layers)
-        # An idle slot between them writes its row behind its end, where nothing is.
-        lengths = bank.lengths[first:stop]
-        at.last.copy_(torch.tensor(lengths, dtype=torch.int32).add_(rows - 1))
-        at.total.fill_(max(lengths) + rows)
+        # An idle slot between them has no rows of its own, and one position at least.
+        queries, ends = [0] * (stop - first), [max(1, n) for n in bank.lengths[first:stop]]
+        given = rows + padding(rows)
         for step, cache in steps:
-            at.states[0][cache.slot - first] = step.hidden[0]
+            slot = cache.slot - first
+            queries[slot], ends[slot] = given, cache.length + given
+            at.states[0][slot] = step.hidden[0]
+        at.queries.copy_(torch.tensor(queries))
+        at.last.copy_(torch.tensor(ends).sub_(1))
+        at.total.fill_(max(ends))
         hooks = [(cache.slot - first, hook) for step, cache in steps for hook in step.hooks]
         for number, binding in enumerate(at.bindings):
             _call(hooks, layers.start + number, "input", at.states[number])
@@ -182,17 +190,19 @@ class CompiledRuntime:
             torch.zeros(sessions, rows, self.hidden_size) for _ in range(min(3, len(layers) + 1))
         ]
         flow = [states[0], *(states[1 + i % (len(states) - 1)] for i in range(len(layers)))]
-        last = torch.zeros(sessions, dtype=torch.int32)
+        queries, last = (torch.zeros(sessions, dtype=torch.int32) for _ in range(2))
         total = torch.zeros((), dtype=torch.int32)
+        shape = _row_shape(rows)
         bindings = []
         for number, layer in enumerate(range(layers.start, layers.stop)):
             index = layer - self.layers.start
             keys, values = bank.keys[index][slots], bank.values[index][slots]
             cache = {"keys": keys, "values": values}
-            inputs = {"x": flow[number], "last": last, "total": total, **self._tables_of[index]}
+            inputs = {"x": flow[number], "queries": queries, "last": last, "total": total}
+            inputs |= shape | self._tables_of[index]
             outputs = {"y": flow[number + 1], "new_keys": keys, "new_values": values}
             bindings.append(Binding.of(self._sessions[index], inputs | cache, outputs))
-        return _Pass(tuple(bindings), tuple(flow), last, total)
+        return _Pass(tuple(bindings), tuple(flow), queries, last, total)
 
     def _reference(self) -> TorchRuntime:
         if self._twin is None:
@@ -212,6 +222,14 @@ def _call(hooks: Sequence[tuple[int, Hook]], layer: int, side: str, states: torc
             states[row : row + 1] = hook(states[row : row + 1].clone())
 
 
+def _row_shape(rows: int) -> dict[str, torch.Tensor]:
+    """What tells a graph how many rows there are, and how many attention gets beyond them."""
+    return {
+        "padding": torch.tensor([0, 0, 0, 0, padding(rows), 0]),
+        "rows": torch.tensor([rows]),
+    }
+
+
 def _rotary_tables(
     module: Any, parts: Sequence[LayerParts], positions: int
 ) -> dict[str, dict[str, torch.Tensor]]:
@@ -224,7 +242,7 @@ def _rotary_tables(
             continue
         kind = (name,) if name else ()
         # A float tells it in which dtype to answer, its value nothing.
-        both = module.rotary_emb(torch.zeros(1), torch.arange(positions + 1)[None], *kind)
+        both = module.rotary_emb(torch.zeros(1), torch.arange(positions + SPARE)[None], *kind)
         half = both[0].shape[-1] // 2
         cos, sin = (each[0, :, :half].float().contiguous() for each in both)
         tables[name] = {"cos": cos, "sin": sin}

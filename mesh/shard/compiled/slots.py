@@ -22,6 +22,9 @@ from mesh.errors import ContextTooLong
 SLOTS = 8
 """Of one bank; more sessions than that get another bank."""
 
+SPARE = 2
+"""Positions beyond those that a session may have, for the row that keeps its last one company."""
+
 _STEP = 256
 """Positions by which a session's memory is counted."""
 
@@ -48,8 +51,7 @@ class Bank:
 
     def __init__(self, shape: CacheShape) -> None:
         self.shape = shape
-        # One position more than a session may have: rows that nobody asked for are written there.
-        each = (SLOTS, shape.kv_heads, shape.positions + 1, shape.width)
+        each = (SLOTS, shape.kv_heads, shape.positions + SPARE, shape.width)
         self._areas = [_reserved(math.prod(each) * 4) for _ in range(2 * shape.layers)]
         tensors = [torch.frombuffer(area, dtype=torch.float32).view(each) for area in self._areas]
         self.keys, self.values = tensors[0::2], tensors[1::2]
@@ -82,8 +84,8 @@ class Bank:
     def wipe(self, slot: int, written: int) -> None:
         """Give back the memory of the slot's first `written` positions."""
         shape = self.shape
-        head = (shape.positions + 1) * shape.width * 4
-        used = min(written + 1, shape.positions + 1) * shape.width * 4
+        head = (shape.positions + SPARE) * shape.width * 4
+        used = min(written + SPARE, shape.positions + SPARE) * shape.width * 4
         for area in self._areas:
             for number in range(shape.kv_heads):
                 start = (slot * shape.kv_heads + number) * head

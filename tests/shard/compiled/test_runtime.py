@@ -64,8 +64,24 @@ def test_what_no_graph_is_built_for_is_refused_with_its_reason(family: str) -> N
         require_compilable(family_of(checkpoint(family)), None)
 
 
-def test_an_eight_bit_row_has_the_same_bits_in_any_batch() -> None:
-    runtime = compiled("int8")
+@pytest.mark.parametrize("family", COMPILED)
+@pytest.mark.parametrize("quant", QUANTS)
+def test_a_row_has_the_same_bits_in_whatever_chunks_it_comes(family: str, quant: Quant) -> None:
+    runtime, hidden = compiled(quant, family), rows(140)
+    expected = step(runtime, runtime.new_cache(256), 0, hidden)
+    # One row, one that is alone in the last tile of its chunk, a whole tile.
+    for sizes in ([1], [2], [7], [65, 1], [64], [100, 1, 1, 5]):
+        cache, found = runtime.new_cache(256), []
+        while cache.length < hidden.shape[1]:
+            start = cache.length
+            part = hidden[:, start : start + sizes[len(found) % len(sizes)]]
+            found.append(step(runtime, cache, start, part))
+        assert torch.equal(torch.cat(found, dim=1), expected), sizes
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_a_row_has_the_same_bits_in_any_batch(quant: Quant) -> None:
+    runtime = compiled(quant)
     caches = [runtime.new_cache(128) for _ in range(SLOTS + 2)]  # over two banks
     alone, steps = [], []
     for i, cache in enumerate(caches):
