@@ -51,6 +51,9 @@ def rate(value: float | None) -> str:
     return "- tok/s" if value is None else f"{value:.1f} tok/s"
 
 
+_DONE = {"reading": "read", "packing": "packed", "rounding": "rounded"}
+
+
 def loading(load: Mapping[str, Any]) -> str:
     """``llama:0-11 · 31 % packed (12.4 of 40.1 GB) · needs 41022 MB · for 12 s`` of a load."""
     parts = [str(load["name"])]
@@ -58,7 +61,7 @@ def loading(load: Mapping[str, Any]) -> str:
     if total:
         done = load["done_bytes"]
         unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
-        what = {"reading": "read", "packing": "packed"}.get(load["phase"], load["phase"])
+        what = _DONE.get(load["phase"], load["phase"])
         share = f"{100 * done // total} % {what}"
         parts.append(f"{share} ({done / unit:.1f} of {total / unit:.1f} {name})")
     return " · ".join([*parts, f"needs {load['need_mb']} MB", f"for {load['age_s']:.0f} s"])

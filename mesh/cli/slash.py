@@ -140,7 +140,9 @@ class SlashCommands:
         flag, _, number = text.partition(" ")
         if flag == lens.FLAG and tokens:
             if number and not number.isdecimal():
-                return CommandResult(f"{one_line(number)} is no token's number; /why {lens.FLAG} NUMBER")
+                return CommandResult(
+                    f"{one_line(number)} is no token's number; /why {lens.FLAG} NUMBER"
+                )
             at = int(number) if number else None
             asked = self._chat.asked
             return CommandResult(

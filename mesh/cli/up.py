@@ -38,9 +38,7 @@ def up(  # noqa: PLR0913 - flags
     name: Annotated[str | None, typer.Option(help="What people call this node.")] = None,
     port: Annotated[int | None, typer.Option(metavar="N", help="Port for other nodes.")] = None,
     api_port: Annotated[int | None, typer.Option(metavar="N", help="Port of the HTTP API.")] = None,
-    api_host: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Address of the HTTP API.")
-    ] = None,
+    api_host: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Its address.")] = None,
     peer: Annotated[
         Repeated, typer.Option(metavar="HOST:PORT", help="A node to connect to. Repeatable.")
     ] = None,
@@ -48,6 +46,7 @@ def up(  # noqa: PLR0913 - flags
         Repeated, typer.Option(metavar="NAME|ADDRESS", help="An interface to use. Repeatable.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, fp32, bf16 or fp16.")] = None,
+    quant: Annotated[str | None, typer.Option(help="none, int8, int4 or auto.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = None,
     threads: Annotated[str | None, typer.Option(metavar="N", help="CPU threads, or auto.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
@@ -64,7 +63,8 @@ def up(  # noqa: PLR0913 - flags
     flags = {
         "model": model, "layers": layers, "state_dir": state_dir, "name": name, "port": port,
         "api_port": api_port, "api_host": api_host, "peer": peer, "interface": interface,
-        "dtype": dtype, "device": device, "threads": threads, "log_level": log_level,
+        "dtype": dtype, "quant": quant, "device": device, "threads": threads,
+        "log_level": log_level,
     }  # fmt: skip
     loaded = load_config(flags, file=config).config
     paths = StatePaths(loaded.state_dir).create()

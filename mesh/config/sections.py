@@ -118,6 +118,8 @@ class RoutingSection(BaseModel):
     activation_noise: float = Field(default=0, ge=0, le=1)
     """Noise on what goes into the first layer, as its standard deviation relative to the root mean
     square of each row; 0: none. See docs/explanation/privacy.md before relying on it."""
+    mix_formats: bool = False
+    """Whether one route may lead through shards of different `quant`."""
 
 
 class JobQueueSection(BaseModel):

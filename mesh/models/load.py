@@ -16,12 +16,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mesh.models.families import family_of
+from mesh.models.filling import Placement
 from mesh.models.manifest import Manifest
 from mesh.models.progress import Progress
 from mesh.models.span import (
     Ends,
     LoadedSpan,
-    Placement,
     build_ends,
     build_skeleton,
     build_span,

@@ -39,6 +39,13 @@ class Pages(mmap.mmap):
         """Where it begins."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
+    def forget(self) -> None:
+        """Give the memory of a mapped file back; it is read again where somebody looks.
+
+        Only for pages that nothing was written to.
+        """
+        self.madvise(mmap.MADV_DONTNEED)
+
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> torch.Tensor:
         """The contiguous tensor at `offset` bytes; a copy where that suits no such element."""
         count = torch.Size(shape).numel()

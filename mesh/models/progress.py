@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 Counted = tuple[str, int, int]
-"""What is being done (``reading``, ``packing``, or nothing yet), bytes of it done, and in all."""
+"""What is being done (``reading``, ``packing``, ``rounding``, or nothing yet), bytes of it done,
+and in all."""
 
 
 class Progress:

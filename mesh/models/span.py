@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import initialization
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from mesh.errors import BadCheckpoint, UnsupportedFamily
-from mesh.models.convert import convert_tensors
+from mesh.errors import UnsupportedFamily
 from mesh.models.families import Family
+from mesh.models.filling import Placement, fill
 from mesh.models.header import TensorEntry
 from mesh.models.manifest import Manifest, is_head
 from mesh.models.pages import Pages
@@ -57,7 +56,7 @@ class LoadedSpan:
 class Ends(nn.Module):
     """Embedding, final norm and head of a model: what turns ids into hidden states, and back.
 
-    `bytes_read` counts what was taken from the checkpoint's files.
+    `bytes_read` counts what was taken from the checkpoint's files, `norm` is the final one.
     """
 
     def __init__(self, causal: Any, anatomy: Anatomy, family: Family, bytes_read: int) -> None:
@@ -72,9 +71,24 @@ class Ends(nn.Module):
         self._scale: float | None = (
             getattr(family.config, entry.embedding_scale) if entry.embedding_scale else None
         )
+        self._head = next(
+            name for name, part in causal.named_modules() if part is causal.get_output_embeddings()
+        )
         # The causal model's forward then is: norm, head, and whatever scaling or capping it does.
-        setattr(causal, causal.base_model_prefix, _NormOnly(base.get_submodule(anatomy.norm)))
+        self.norm = base.get_submodule(anatomy.norm)
+        setattr(causal, causal.base_model_prefix, _NormOnly(self.norm))
         self._causal = causal
+
+    @property
+    def head(self) -> nn.Module:
+        """The output head."""
+        head: nn.Module = self._causal.get_submodule(self._head)
+        return head
+
+    def replace_head(self, head: nn.Module) -> None:
+        """Have this one compute the logits."""
+        parent, _, name = self._head.rpartition(".")
+        setattr(self._causal.get_submodule(parent), name, head)
 
     @torch.no_grad()
     def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:
@@ -153,15 +167,6 @@ class _NoPositions(nn.Module):
         return torch.zeros((*position_ids.shape, 1), dtype=self.dtype, device=position_ids.device)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Device and dtype that weights are wanted in."""
-
-    dtype: torch.dtype
-    device: torch.device
-    attn_implementation: str = "sdpa"
-
-
 def build_span(
     manifest: Manifest,
     family: Family,
@@ -182,7 +187,7 @@ def build_span(
         for entry in manifest.layer_tensors(layers)
     }
     names = _used(base, stored)
-    pages, sha256 = _fill(base, names, placement, progress, same={})
+    pages, sha256 = fill(base, names, placement, progress, same={})
     size = sum(entry.nbytes for entry in names.values())
     return LoadedSpan(base, config, layers, size, len(names), pages, sha256)
 
@@ -227,18 +232,9 @@ def _fill_ends(
     else:
         tied = bool(getattr(family.config, "tie_word_embeddings", True))
     same = {head: embedding} if tied else {}
-    _fill(causal, names, placement, progress, same=same, absent=f"{prefix}{anatomy.layers}.")
+    fill(causal, names, placement, progress, same=same, absent=f"{prefix}{anatomy.layers}.")
     return names
 
-
-_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # fmt: skip
-"""By their names in safetensors files."""
 
 _INITIALIZING = frozenset({nn.init.__name__, initialization.__name__})
 
@@ -309,89 +305,3 @@ def _used(module: Any, names: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
         for name, entry in names.items()
         if name in expected or not any(re.search(pattern, name) for pattern in ignored)
     }
-
-
-def _fill(
-    module: Any,
-    names: Mapping[str, TensorEntry],
-    placement: Placement,
-    progress: Progress | None = None,
-    *,
-    same: Mapping[str, str],
-    absent: str | None = None,
-) -> tuple[WeakSet[Pages], dict[str, str]]:
-    """Put the stored tensors into `module`; returns the files that are mapped for it, and the
-    hashes of the weights whose bytes are as stored.
-
-    `same` maps a name that may be absent to its equal; what begins with `absent` is not expected.
-    """
-    _compute_buffers(module, placement.device)
-    pages: WeakSet[Pages] = WeakSet()
-    mapped = _map_tensors(names, pages)
-    weights = convert_tensors(module, mapped)
-    sha256 = {}
-    progress = progress or Progress()
-    progress.begin("reading", sum(tensor.nbytes for tensor in weights.values()))
-    wide = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
-    for name, tensor in weights.items():
-        dtype = torch.float32 if any(part in name for part in wide) else placement.dtype
-        target = dtype if tensor.is_floating_point() else tensor.dtype
-        if mapped.get(name) is tensor and target == tensor.dtype:
-            sha256[name] = names[name].sha256
-        weights[name] = tensor.to(device=placement.device, dtype=target)
-        progress.add(tensor.nbytes)
-    for name, other in same.items():
-        if name not in weights and other in weights:
-            weights[name] = weights[other]
-    try:
-        missing, unexpected = module.load_state_dict(weights, strict=False, assign=True)
-    except RuntimeError as error:
-        raise BadCheckpoint(
-            f"Weights do not fit the config: {error}.", fix="Download config and weights again."
-        ) from error
-    missing = [name for name in missing if absent is None or not name.startswith(absent)]
-    if missing or unexpected:
-        what, example = ("lack", missing[0]) if missing else ("hold the unknown", unexpected[0])
-        raise BadCheckpoint(
-            f"The weights {what} tensor {example} (of {len(missing) + len(unexpected)} that do not"
-            " match the config).",
-            fix="Download config and weights again, from the same revision.",
-        )
-    module.requires_grad_(requires_grad=False)
-    return pages, sha256
-
-
-def _map_tensors(
-    names: Mapping[str, TensorEntry], pages: WeakSet[Pages]
-) -> dict[str, torch.Tensor]:
-    by_file: dict[Any, list[tuple[str, TensorEntry]]] = defaultdict(list)
-    for name, entry in names.items():
-        by_file[entry.file].append((name, entry))
-    mapped: dict[str, torch.Tensor] = {}
-    for file, entries in by_file.items():
-        try:
-            area = Pages.of_file(file)
-        except (OSError, ValueError) as error:
-            raise BadCheckpoint(
-                f"{file} cannot be read: {error}.", fix="Copy or download the file again."
-            ) from error
-        pages.add(area)
-        for name, entry in entries:
-            if entry.offset + entry.nbytes > len(area):
-                raise BadCheckpoint(
-                    f"{file} ends before its tensor {entry.name}.",
-                    fix="Copy or download the file again.",
-                )
-            mapped[name] = area.tensor(_DTYPES[entry.dtype], entry.shape, entry.offset)
-    return mapped
-
-
-def _compute_buffers(module: Any, device: torch.device) -> None:
-    """Give every buffer that is not stored (rotary frequencies, embedding scales) its value."""
-    for owner in list(module.modules()):
-        names: Iterable[str] = owner._non_persistent_buffers_set  # noqa: SLF001 - no accessor
-        empty = [name for name in names if owner._buffers[name] is not None]  # noqa: SLF001
-        for name in empty:
-            owner._buffers[name] = torch.empty_like(owner._buffers[name], device=device)  # noqa: SLF001
-        if empty:
-            module._init_weights(owner)  # noqa: SLF001 - as transformers does

@@ -50,6 +50,7 @@ def shard(config: Config, model: LocalModel, layers: LayerRange) -> ShardRequest
         model.model_id,
         layers,
         config.dtype,
+        config.quant,
         ShardSettings(
             max_concurrent_streams=limits.max_concurrent_streams,
             kv_tokens=limits.kv_tokens,
@@ -83,6 +84,7 @@ def start_asker(config: Config, key: NodeKey, model: LocalModel, tls: TlsMateria
         _threads(config),
         cache_dir(),
         StatePaths(config.state_dir).threads_dir,
+        config.quant,
     )
     hello, directory = _hello(config, key), Path(model.directory)
     return StartAsker(hello, tls, directory, model.model_id, options, settings)
@@ -109,6 +111,7 @@ def route_limits(config: Config) -> RouteLimits:
         distributed.allow_self_as_shard,
         routing.keep_first,
         routing.keep_last,
+        routing.mix_formats,
     )
 
 

@@ -17,7 +17,14 @@ from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel, TextDecoder
 from mesh.processes.headroom import ram
 from mesh.processes.lifecycle import Loading
-from mesh.shard.device import choose_device, choose_dtype, headroom
+from mesh.shard.device import (
+    DTYPES,
+    Choice,
+    choose_device,
+    choose_dtype,
+    choose_quant,
+    headroom,
+)
 from mesh.shard.footprint import ends_mb
 from mesh.shard.linear import choose_kernels
 from mesh.shard.threads import kept_threads
@@ -120,8 +127,16 @@ def load_asker(
     begins(Loading(model_id, need_mb, ram().free_mb), progress)
     threads = kept_threads(options.threads, device.value, options.threads_dir)
     torch.set_num_threads(threads.value)
-    ends = load_ends(manifest, dtype=dtype.value, device=device.value, progress=progress)
-    kernels = choose_kernels(ends, dtype.value, device.value, progress)
+    if choose_quant(options.quant, device.value).value is None:
+        ends = load_ends(manifest, dtype=dtype.value, device=device.value, progress=progress)
+        kernels = choose_kernels(ends, dtype.value, device.value, progress).reason
+    else:
+        from mesh.shard.compiled.head import compile_head
+
+        dtype = Choice(torch.float32, f"dtype fp32: embedding as stored, {stored}")
+        as_stored = DTYPES.get(stored, torch.float32)
+        ends = load_ends(manifest, dtype=as_stored, device=device.value, progress=progress)
+        kernels = compile_head(ends, manifest.weights_sha256, options.cache_dir, threads.value)
     model = AskerModel(
         model_id=manifest.model_id,
         weights_sha256=manifest.weights_sha256,
@@ -133,4 +148,4 @@ def load_asker(
         text=CheckpointText(Tokenizer.load(manifest), manifest.vocab_size),
         routed=_is_routed(manifest.config),
     )
-    return model, [device.reason, dtype.reason, threads.reason, kernels.reason]
+    return model, [device.reason, dtype.reason, threads.reason, kernels]

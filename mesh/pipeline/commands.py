@@ -48,11 +48,14 @@ class RouteLimits:
     allow_self_as_first: bool
     keep_first: int = 0
     keep_last: int = 0
+    mix_formats: bool = False
 
     def cover_rules(self, total_layers: int) -> CoverRules:
         """The rules for a route through a model of so many layers."""
         home = home_layers(total_layers, self.keep_first, self.keep_last)
-        return CoverRules(self.max_shards, self.allow_self_as_first, home)
+        return CoverRules(
+            self.max_shards, self.allow_self_as_first, home, mix_formats=self.mix_formats
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class AskerOptions:
     threads: int
     cache_dir: Path
     threads_dir: Path | None = None
+    quant: str = "none"
 
 
 @dataclass(frozen=True, slots=True)

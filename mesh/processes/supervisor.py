@@ -20,21 +20,11 @@ from msgspec import structs
 
 from mesh.clock import next_tick
 from mesh.errors import BadRequest, InternalError, LinkLost, MeshError
+from mesh.processes import messages
 from mesh.processes.child import Child
 from mesh.processes.headroom import oom_kills, ram
 from mesh.processes.lifecycle import Ending, Loading, ProcessState, SilenceLimits
-from mesh.processes.messages import (
-    Alive,
-    Handlers,
-    Inbox,
-    LastWords,
-    LoadProgress,
-    Loads,
-    Message,
-    Start,
-    Stop,
-    Trust,
-)
+from mesh.processes.messages import Handlers, Message, Start
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +56,12 @@ class Supervisor(ABC):
         self.ending: Ending | None = None
         """Of the latest that ended."""
         self._module = module
-        self._inbox = Inbox(
+        self._inbox = messages.Inbox(
             {
-                Alive: lambda alive: None,  # that it was heard is all
-                LastWords: self._heard_last_words,
-                Loads: self._heard_loads,
-                LoadProgress: self._heard_progress,
+                messages.Alive: lambda alive: None,  # that it was heard is all
+                messages.LastWords: self._heard_last_words,
+                messages.Loads: self._heard_loads,
+                messages.LoadProgress: self._heard_progress,
                 **self.answers(),
             }
         )
@@ -87,7 +77,7 @@ class Supervisor(ABC):
         self._said: MeshError | None = None
         self._load_begun: Loading | None = None
         self._load_since_s = 0.0
-        self._load_progress = LoadProgress("", 0, 0)
+        self._load_progress = messages.LoadProgress("", 0, 0)
         self._oom_kills: int | None = None
         self._held: MeshError | None = None
         self._delay_s = 0.0
@@ -224,7 +214,7 @@ class Supervisor(ABC):
         if self.first_command is not None:
             tls = dataclasses.replace(self.first_command.tls, members=named)
             self.first_command = structs.replace(self.first_command, tls=tls)
-        self.tell(Trust(named))
+        self.tell(messages.Trust(named))
 
     def replace(self) -> None:
         """It is of no use: end it and start another."""
@@ -232,7 +222,7 @@ class Supervisor(ABC):
 
     async def drain(self, grace_s: float) -> None:
         """Have what runs there end or move elsewhere; wait up to `grace_s`, then `stop`."""
-        self.tell(Stop(grace_s))
+        self.tell(messages.Stop(grace_s))
         self._stopping.set()
         if self._child is not None:
             with contextlib.suppress(TimeoutError):
@@ -395,12 +385,12 @@ class Supervisor(ABC):
             self._said = error
             self._lose()
 
-    def _heard_last_words(self, words: LastWords) -> None:
+    def _heard_last_words(self, words: messages.LastWords) -> None:
         self._said = words.error
 
-    def _heard_loads(self, loads: Loads) -> None:
-        self._load_begun, self._load_progress = loads.loading, LoadProgress("", 0, 0)
+    def _heard_loads(self, loads: messages.Loads) -> None:
+        self._load_begun, self._load_progress = loads.loading, messages.LoadProgress("", 0, 0)
         self._load_since_s = asyncio.get_running_loop().time()
 
-    def _heard_progress(self, progress: LoadProgress) -> None:
+    def _heard_progress(self, progress: messages.LoadProgress) -> None:
         self._load_progress = progress

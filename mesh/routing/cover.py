@@ -15,6 +15,9 @@ from mesh.errors import NoRoute
 from mesh.types import LayerRange, RouteHop, ShardDescriptor
 
 LAN_HOP_WEIGHT = 1.0
+QUANTISED = frozenset({"int8", "int4"})
+"""The dtypes of shards whose weights are in few bits."""
+
 FAR_HOP_WEIGHT = 2.0
 """From here on a shard is not on the LAN, or as slow to reach as if it were not."""
 
@@ -41,11 +44,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class CoverRules:
-    """The limits of one request's route. Layers in `home` run on the asker's own shards only."""
+    """The limits of one request's route. Layers in `home` run on the asker's own shards only.
+
+    Layers in 16 or 32 bit, in 8 and in 4 are three different models, so one route has only one of
+    them, unless `mix_formats`.
+    """
 
     max_shards: int = 16
     allow_self_as_first: bool = False
     home: tuple[LayerRange, ...] = ()
+    mix_formats: bool = False
 
     def keeps(self, layer: int) -> bool:
         """Whether a layer has to run at home."""
@@ -80,10 +88,58 @@ def greedy_cover(
     """Cover `span` with hops in layer order, by shards that compute as `like` does where they can.
 
     Raises:
-        NoRoute: some layer has no usable shard (the message names the layers and why), or the
-            cover needs more than `rules.max_shards` hops.
+        NoRoute: some layer has no usable shard (the message names the layers and why), only shards
+            of different formats would do, or the cover needs more than `rules.max_shards` hops.
     """
-    usable = [c for c in candidates if c.streams_left > 0 and key_of(c.descriptor) not in exclude]
+    free = [c for c in candidates if c.streams_left > 0 and key_of(c.descriptor) not in exclude]
+    if rules.mix_formats:
+        return _cover(candidates, free, span, rules, exclude, like)
+    refusal: NoRoute | None = None
+    for name in [_format(like)] if like is not None else _formats(free, span, rules):
+        same = [c for c in free if _format(c.descriptor) == name]
+        try:
+            return _cover(candidates, same, span, rules, exclude, like)
+        except NoRoute as error:
+            refusal = refusal or error
+    held = [c for c in free if _overlaps(c.descriptor.layer_range, span)]
+    if len({_format(c.descriptor) for c in held}) > 1 and not missing_layers(held, span):
+        raise _only_mixed(held, span)
+    raise refusal or _no_route(candidates, span, exclude)
+
+
+def _formats(usable: Sequence[Candidate], span: LayerRange, rules: CoverRules) -> list[str]:
+    """The formats of shards that a cover of `span` may begin with, in the order of their rank."""
+    first = [c for c in usable if span.start in c.descriptor.layer_range]
+    first.sort(key=lambda c: _rank(c, first=span.start == 0, rules=rules, like=None))
+    return list(dict.fromkeys(_format(c.descriptor) for c in first))
+
+
+def _format(shard: ShardDescriptor) -> str:
+    """``int8``, ``int4``, or an empty string for what is not quantised."""
+    return shard.dtype if shard.dtype in QUANTISED else ""
+
+
+def _overlaps(one: LayerRange, other: LayerRange) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def _only_mixed(held: Sequence[Candidate], span: LayerRange) -> NoRoute:
+    shards = (c.descriptor for c in held)
+    named = sorted(f"{d.layer_range} in {d.dtype} at {d.node_name}" for d in shards)
+    return NoRoute(
+        f"layers {span} are served in different formats only: {', '.join(named)}.",
+        fix="Give those nodes the same --quant, or allow it: routing.mix_formats.",
+    )
+
+
+def _cover(
+    candidates: Sequence[Candidate],
+    usable: Sequence[Candidate],
+    span: LayerRange,
+    rules: CoverRules,
+    exclude: Collection[ShardKey],
+    like: ShardDescriptor | None,
+) -> tuple[RouteHop, ...]:
     hops: list[RouteHop] = []
     cursor = span.start
     while cursor < span.stop:

@@ -21,9 +21,9 @@ from mesh.models.manifest import read_manifest
 from mesh.models.pages import PAGE_BYTES
 from mesh.shard.belongings import belongings
 from mesh.shard.linear import packed_memory
-from mesh.shard.runtime import SpanRuntime
 from mesh.shard.taps.guard import OperationGuard
 from mesh.shard.taps.meter import MemoryMeter
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.weight_check import WeightCheck
 from mesh.types import LayerRange
 
@@ -31,10 +31,10 @@ _CPU = torch.device("cpu")
 _SLICE_BYTES = 1 << 30
 
 
-def _loaded(dtype: torch.dtype) -> SpanRuntime:
+def _loaded(dtype: torch.dtype) -> TorchRuntime:
     """A layer of the built-in model, which is stored in fp16."""
     loaded = load_span(read_manifest(checkpoint_dir()), LayerRange(0, 1), dtype=dtype, device=_CPU)
-    return SpanRuntime(loaded, device=_CPU, dtype=dtype)
+    return TorchRuntime(loaded, device=_CPU, dtype=dtype)
 
 
 def _write(address: int) -> None:

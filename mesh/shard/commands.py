@@ -20,14 +20,16 @@ from mesh.types import LayerRange, ModelId, ShardDescriptor, ShardHealth, ShardI
 class ShardRequest:
     """Which layers of which checkpoint to serve, and how.
 
-    `dtype` is auto, fp32, bf16 or fp16. Askers dial `advertise_host`, or where the process listens
-    if that is empty. Jobs get `max_tap_sessions` at a time, with `tap_memory_mb` each.
+    `dtype` is auto, fp32, bf16 or fp16; `quant` is auto, none, int8 or int4. Askers dial
+    `advertise_host`, or where the process listens if that is empty. Jobs get `max_tap_sessions` at
+    a time, with `tap_memory_mb` each.
     """
 
     directory: Path
     model_id: ModelId
     layers: LayerRange
     dtype: str = "auto"
+    quant: str = "none"
     settings: ShardSettings = field(default_factory=ShardSettings)
     cache_dir: Path | None = None
     advertise_host: str = ""

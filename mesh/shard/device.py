@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import psutil
 import torch
@@ -20,6 +20,7 @@ import transformers
 
 from mesh.errors import BadValue
 from mesh.processes.headroom import Headroom
+from mesh.shard.compiled.formats import BITS, Quant
 
 T = TypeVar("T")
 
@@ -94,6 +95,32 @@ def choose_dtype(
     if stored in (cpu_fast_dtypes() if fast is None else fast):
         return Choice(DTYPES[stored], f"dtype {stored}: as stored, the CPU computes in it")
     return Choice(torch.float32, f"dtype fp32: this CPU has no fast {stored} arithmetic")
+
+
+def choose_quant(requested: str, device: torch.device) -> Choice[Quant | None]:
+    """The format of weights: ``none``, ``int8`` or ``int4``, or ``auto``, which is int8 on a CPU.
+
+    Raises BadValue for another word, or for a device that has no kernels for it.
+    """
+    if requested not in ("auto", "none", *BITS):
+        raise BadValue(
+            f"quant {requested!r} is unknown.",
+            fix="Use auto, none, int8 or int4.",
+            param="quant",
+        )
+    if requested == "none":
+        return Choice(None, "quant none: weights as the dtype has them")
+    if device.type != "cpu":
+        if requested == "auto":
+            return Choice(None, f"quant none: the compiled runtime is for CPUs, not {device.type}")
+        raise BadValue(
+            f"quant {requested} is computed on the CPU, and the device is {device}.",
+            fix="Use --quant none, or --device cpu.",
+            param="quant",
+        )
+    if requested == "auto":
+        return Choice("int8", "quant int8: several times as fast on a CPU, and close to exact")
+    return Choice(cast("Quant", requested), f"quant {requested}: as requested")
 
 
 def cpu_fast_dtypes() -> frozenset[str]:

@@ -20,15 +20,22 @@ _FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
 
 def estimate(
-    manifest: Manifest, layers: LayerRange, itemsize: int, *, kv_tokens: int, rows: int
+    manifest: Manifest,
+    layers: LayerRange,
+    itemsize: int,
+    *,
+    kv_tokens: int,
+    rows: int,
+    weight_size: float | None = None,
 ) -> ShardMemory:
     """Of these layers in a dtype of `itemsize` bytes, with caches of `kv_tokens` positions in all.
 
-    `rows` is how many are computed at once. The head room holds one layer twice, as while it is
-    repacked or its caches grow.
+    `rows` is how many are computed at once, `weight_size` what a weight takes where that is not
+    `itemsize`. The head room holds one layer twice, as while it is repacked or its caches grow.
     """
-    weights = weight_bytes(manifest.layer_tensors(layers), itemsize)
-    one_layer = math.ceil(weights / len(layers))
+    plain = weight_bytes(manifest.layer_tensors(layers), itemsize)
+    weights = math.ceil(plain * (weight_size or itemsize) / itemsize)
+    one_layer = math.ceil(plain / len(layers))
     text = _text(manifest.config)
     hidden = manifest.hidden_size
     wide = _number(text, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden

@@ -14,13 +14,26 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+import torch
+
+from mesh.errors import UnsupportedFamily
+from mesh.models.families import family_of
 from mesh.models.load import LoadedSpan, load_span
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.progress import Progress
 from mesh.shard.commands import ShardRequest
-from mesh.shard.device import Choice, choose_dtype, determinism_class, dtype_name
+from mesh.shard.compiled.formats import Quant, bytes_per_weight
+from mesh.shard.device import (
+    DTYPES,
+    Choice,
+    choose_dtype,
+    choose_quant,
+    determinism_class,
+    dtype_name,
+    short_dtype_name,
+)
 from mesh.shard.footprint import estimate
-from mesh.shard.runtime import SpanRuntime
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import (
     Endpoint,
     NodeId,
@@ -30,8 +43,7 @@ from mesh.types import (
 )
 
 if TYPE_CHECKING:
-    import torch
-if TYPE_CHECKING:
+    from mesh.shard.runtime import Runtime
     from mesh.shard.server import ShardServer
     from mesh.shard.taps.server import TapServer
 
@@ -84,12 +96,16 @@ class HostedOn:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What a load will do, known before it is done: `need` is what it takes of the device."""
+    """What a load will do, known before it is done: `need` is what it takes of the device.
+
+    `dtype` is that of the torch runtime; with a `quant` the compiled one computes.
+    """
 
     manifest: Manifest
     request: ShardRequest
     host: HostedOn
     dtype: Choice[torch.dtype]
+    quant: Choice[Quant | None]
     need: ShardMemory
     progress: Progress = field(default_factory=Progress, compare=False)
 
@@ -113,7 +129,7 @@ class LoadedShard:
     """
 
     descriptor: ShardDescriptor
-    load: Callable[[], SpanRuntime]
+    load: Callable[[], Runtime]
     is_spare: Callable[[], bool]
     load_plain: Callable[[], LoadedSpan]
     hidden_size: int
@@ -125,60 +141,115 @@ class LoadedShard:
 def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:
     """Read the checkpoint's headers, and its hashes where nobody did before.
 
-    Raises ModelNotFound, BadCheckpoint, or BadValue for an unknown dtype.
+    Raises ModelNotFound, BadCheckpoint, UnsupportedFamily for a model that cannot be quantised as
+    it was requested, or BadValue for an unknown dtype or format.
     """
     manifest = read_manifest(
         request.directory, model_id=request.model_id, cache_dir=request.cache_dir
     )
     manifest.layer_tensors(request.layers)  # refuses layers that it does not have
     dtype = choose_dtype(request.dtype, manifest.dtype, host.device)
+    quant = _quant(request, manifest, host)
     settings = request.settings
     need = estimate(
         manifest,
         request.layers,
-        dtype.value.itemsize,
+        4 if quant.value else dtype.value.itemsize,
         kv_tokens=settings.kv_tokens,
         rows=settings.prefill_rows,
+        weight_size=quant.value and bytes_per_weight(quant.value),
     )
-    return LoadPlan(manifest, request, host, dtype, need)
+    return LoadPlan(manifest, request, host, dtype, quant, need)
+
+
+def _quant(request: ShardRequest, manifest: Manifest, host: HostedOn) -> Choice[Quant | None]:
+    choice = choose_quant(request.quant, host.device)
+    if choice.value is None:
+        return choice
+    # Not before somebody wants it: onnxruntime takes its time to import, and memory.
+    from mesh.shard.compiled.parts import NotCompilable
+    from mesh.shard.compiled.proof import require_compilable
+
+    family = family_of(manifest)
+    try:
+        require_compilable(family, manifest.cache_dir)
+    except NotCompilable as error:
+        if request.quant == "auto":
+            return Choice(None, f"quant none: {family.model_type} is not compiled, {error}")
+        raise UnsupportedFamily(
+            f"Model type {family.model_type} cannot be served in {choice.value}: {error}.",
+            fix="Serve it unquantised (--quant none).",
+            param="quant",
+        ) from error
+    return choice
 
 
 def load_shard(plan: LoadPlan) -> LoadedShard:
-    """Load the layers and describe them. Raises BadCheckpoint, UnsupportedFamily."""
+    """Load the layers and describe them. Raises BadCheckpoint, UnsupportedFamily, DeviceFailed."""
     started = time.perf_counter()
-    manifest, layers, dtype = plan.manifest, plan.request.layers, plan.dtype.value
     runtime, bytes_read = _load(plan)
     spare = [runtime]
 
-    def load() -> SpanRuntime:
+    def load() -> Runtime:
         return spare.pop() if spare else _load(plan)[0]
 
     return LoadedShard(
         _describe(plan, runtime),
         load,
         lambda: bool(spare),
-        lambda: load_span(manifest, layers, dtype=dtype, device=plan.host.device),
-        manifest.hidden_size,
+        lambda: _load_span(plan, plan.dtype.value),
+        plan.manifest.hidden_size,
         bytes_read,
         (time.perf_counter() - started) * 1000,
-        (plan.dtype.reason, *runtime.reasons),
+        (plan.dtype.reason, plan.quant.reason, *runtime.reasons),
     )
 
 
-def _load(plan: LoadPlan) -> tuple[SpanRuntime, int]:
+def _load(plan: LoadPlan) -> tuple[Runtime, int]:
+    if plan.quant.value is not None:
+        return _load_compiled(plan, plan.quant.value)
+    loaded = _load_span(plan, plan.dtype.value)
     device, dtype = plan.host.device, plan.dtype.value
-    progress = plan.progress
-    loaded = load_span(
-        plan.manifest, plan.request.layers, dtype=dtype, device=device, progress=progress
-    )
     invariant = plan.request.settings.batch_invariant
-    runtime = SpanRuntime(
-        loaded, device=device, dtype=dtype, batch_invariant=invariant, progress=progress
+    runtime = TorchRuntime(
+        loaded, device=device, dtype=dtype, batch_invariant=invariant, progress=plan.progress
     )
     return runtime, loaded.bytes_read
 
 
-def _describe(plan: LoadPlan, runtime: SpanRuntime) -> ShardDescriptor:
+def _load_compiled(plan: LoadPlan, quant: Quant) -> tuple[Runtime, int]:
+    from mesh.shard.compiled.proof import check_kernels
+    from mesh.shard.compiled.runtime import CompiledRuntime
+    from mesh.shard.compiled.store import quantised_span
+
+    manifest, settings = plan.manifest, plan.request.settings
+    # As it is stored: most of it is only mapped then, and read where it was not rounded before.
+    stored = DTYPES.get(short_dtype_name(manifest.dtype), torch.float32)
+    loaded = _load_span(plan, stored)
+    span = quantised_span(
+        loaded, quant, manifest.weights_sha256, plan.request.cache_dir, plan.progress
+    )
+    runtime = CompiledRuntime(
+        span,
+        threads=plan.host.threads,
+        positions=min(settings.kv_tokens, manifest.max_positions or settings.kv_tokens),
+        batch_invariant=settings.batch_invariant,
+    )
+    runtime.reasons += (check_kernels(runtime),)
+    return runtime, loaded.bytes_read
+
+
+def _load_span(plan: LoadPlan, dtype: torch.dtype) -> LoadedSpan:
+    return load_span(
+        plan.manifest,
+        plan.request.layers,
+        dtype=dtype,
+        device=plan.host.device,
+        progress=plan.progress,
+    )
+
+
+def _describe(plan: LoadPlan, runtime: Runtime) -> ShardDescriptor:
     manifest, host, settings = plan.manifest, plan.host, plan.request.settings
     kernels = f"{runtime.kernels}+{settings.prefill_rows}rows"
     taken = replace(plan.need, weights_mb=math.ceil(runtime.weight_bytes / 2**20))
@@ -193,7 +264,7 @@ def _describe(plan: LoadPlan, runtime: SpanRuntime) -> ShardDescriptor:
         host=host.node_id,
         node_name=host.node_name,
         endpoint=host.endpoint,
-        dtype=dtype_name(runtime.dtype),
+        dtype=plan.quant.value or dtype_name(runtime.dtype),
         determinism_class=determinism_class(host.device, runtime.dtype, kernels, host.threads),
         advertised_at=datetime.now(UTC),
     )

@@ -29,7 +29,7 @@ from mesh.shard.linear import PackedLinear
 from mesh.types import LayerRange, NodeId, Site
 
 if TYPE_CHECKING:
-    from mesh.shard.runtime import SpanRuntime
+    from mesh.shard.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -207,7 +207,7 @@ class Recording:
         self._error: MeshError | None = None
         self._ended = False
 
-    async def start(self, runtime: SpanRuntime, layers: LayerRange) -> tuple[Hook, ...]:
+    async def start(self, runtime: Runtime, layers: LayerRange) -> tuple[Hook, ...]:
         """Open the files; what has to be called while the session computes.
 
         Raises DiskFull, and BadRequest for more modules than one session may write.

@@ -15,7 +15,7 @@ from mesh.shard.scheduler import Scheduler
 from mesh.shard.settings import ShardSettings
 
 if TYPE_CHECKING:
-    from mesh.shard.runtime import SpanRuntime
+    from mesh.shard.runtime import Runtime
 
 
 MakeRoom = Callable[[], AbstractAsyncContextManager[None]]
@@ -27,7 +27,7 @@ class ResidentWeights:
 
     def __init__(
         self,
-        load: Callable[[], SpanRuntime],
+        load: Callable[[], Runtime],
         settings: ShardSettings,
         scheduler: Scheduler,
         make_room: MakeRoom,
@@ -36,14 +36,14 @@ class ResidentWeights:
         self._settings = settings
         self._scheduler = scheduler
         self._make_room = make_room
-        self._loading: asyncio.Task[SpanRuntime] | None = None
+        self._loading: asyncio.Task[Runtime] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._evicting: asyncio.Task[None] | None = None
-        self.runtime: SpanRuntime | None = None
+        self.runtime: Runtime | None = None
         """The loaded span, None while the weights are not here."""
         self.changed: Callable[[], None] = lambda: None
 
-    async def acquire(self) -> SpanRuntime:
+    async def acquire(self) -> Runtime:
         """The loaded span; loads it first when it is not here. Raises what loading raises."""
         self.keep()
         if self.runtime is not None:
@@ -84,17 +84,17 @@ class ResidentWeights:
         # Taken at once: a session that opens right now must not get weights on their way out.
         self._evicting = asyncio.create_task(self._free(self._take()), name="shard-evict")
 
-    def _take(self) -> list[SpanRuntime | None]:
+    def _take(self) -> list[Runtime | None]:
         holder = [self.runtime]
         self.runtime = None
         self.changed()
         return holder
 
-    async def _free(self, holder: list[SpanRuntime | None]) -> None:
+    async def _free(self, holder: list[Runtime | None]) -> None:
         # Giving back gigabytes takes a while, so the last reference goes on the loading thread.
         await self._scheduler.load(lambda: _drop(holder))
 
-    async def _load_now(self) -> SpanRuntime:
+    async def _load_now(self) -> Runtime:
         try:
             async with self._make_room():
                 self.runtime = await self._scheduler.load(self._load)
@@ -104,12 +104,12 @@ class ResidentWeights:
             self.changed()
 
 
-def _drop(holder: list[SpanRuntime | None]) -> None:
+def _drop(holder: list[Runtime | None]) -> None:
     holder.clear()
     release_memory()
 
 
-def _retrieve(loading: asyncio.Task[SpanRuntime]) -> None:
+def _retrieve(loading: asyncio.Task[Runtime]) -> None:
     # Every opener may have given up by now; the error was theirs.
     if not loading.cancelled():
         loading.exception()

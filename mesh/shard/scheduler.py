@@ -35,8 +35,7 @@ from mesh.wire.messages import Blob, Failure, Result, Step, WireTensor
 
 if TYPE_CHECKING:
     from mesh.shard.hooks import Hook
-    from mesh.shard.kv import SessionCache
-    from mesh.shard.runtime import SpanRuntime
+    from mesh.shard.runtime import KeyValueCache, Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +60,9 @@ class Sequence:
     None when it was withdrawn while it was computed. The next is begun by `Scheduler.advance`.
     """
 
-    runtime: SpanRuntime
+    runtime: Runtime
     layers: LayerRange
-    cache: SessionCache
+    cache: KeyValueCache
     wire_dtype: WireDtype
     settings: ShardSettings
     finished: Callable[[Result | MeshError | None], None]
@@ -168,7 +167,7 @@ def compute(tasks: list[Task]) -> list[Result | MeshError | None]:
         return [_as_mesh_error(error, task) for task in tasks]
 
 
-def run(runtime: SpanRuntime, inputs: list[StepInput], layers: LayerRange) -> list[torch.Tensor]:
+def run(runtime: Runtime, inputs: list[StepInput], layers: LayerRange) -> list[torch.Tensor]:
     """What `inputs` become, (1, rows, hidden) each: in one forward where that is possible."""
     if runtime.batched and all(each.hidden.shape[1] == 1 for each in inputs):
         return runtime.forward(inputs, layers)
@@ -192,7 +191,7 @@ class Scheduler:
         self._visits: deque[tuple[Callable[[], Any], Callable[[Future[Any]], None]]] = deque()
         self._short_had_its_turn = False
         self._visitor_had_its_turn = False
-        self._took_ms: WeakKeyDictionary[SpanRuntime, dict[tuple[LayerRange, int], float]] = (
+        self._took_ms: WeakKeyDictionary[Runtime, dict[tuple[LayerRange, int], float]] = (
             WeakKeyDictionary()
         )
         self._busy = False

@@ -26,7 +26,7 @@ from mesh.wire.messages import Blob, Failure, Open, Result, Step
 
 if TYPE_CHECKING:
     from mesh.shard.recording import Recording
-    from mesh.shard.runtime import SpanRuntime
+    from mesh.shard.runtime import Runtime
 
 _RECENT_STEPS = 256
 _SWEEPS_PER_LEASE = 8
@@ -38,7 +38,7 @@ class ShardServer:
     def __init__(
         self,
         descriptor: ShardDescriptor,
-        load: Callable[[], SpanRuntime],
+        load: Callable[[], Runtime],
         settings: ShardSettings,
         *,
         hidden_size: int,
@@ -71,14 +71,14 @@ class ShardServer:
         await self.weights.acquire()
         self._note_idle()
 
-    async def borrow(self) -> SpanRuntime:
+    async def borrow(self) -> Runtime:
         """The loaded span, loaded first when it is not here. Raises what loading raises."""
         try:
             return await self.weights.acquire()
         finally:
             self._note_idle()
 
-    def resident(self) -> SpanRuntime | None:
+    def resident(self) -> Runtime | None:
         """The loaded span, if it is loaded now; whoever asks must not keep it."""
         return self.weights.runtime
 

@@ -19,7 +19,7 @@ from mesh.wire.messages import Blob, Failure, Open, Result, Step
 if TYPE_CHECKING:
     from mesh.shard.hooks import Hook
     from mesh.shard.recording import Recording
-    from mesh.shard.runtime import SpanRuntime
+    from mesh.shard.runtime import Runtime
     from mesh.shard.server import ShardServer
     from mesh.shard.steering import SessionEdits
 
@@ -143,16 +143,17 @@ class ChatSession(Session):
 
     # Opening
 
-    def use(self, runtime: SpanRuntime, hooks: Iterable[Hook] = ()) -> None:
+    def use(self, runtime: Runtime, hooks: Iterable[Hook] = ()) -> None:
         """Compute with this, and call these beside what steers it. Raises BadSteering."""
+        all_hooks = (*self._steering.hooks(runtime), *hooks)
         self.sequence = Sequence(
             runtime,
             self.layers,
-            runtime.new_cache(self.max_tokens),
+            runtime.new_cache(self.max_tokens, all_hooks),
             self._wire_dtype,
             self._server.settings,
             self._finished,
-            (*self._steering.hooks(runtime), *hooks),
+            all_hooks,
         )
 
     async def opened(self) -> None:

@@ -20,7 +20,7 @@ from mesh.shard.hooks import Hook, module_at, unfit
 from mesh.types import Edit, LayerRange, Site
 
 if TYPE_CHECKING:
-    from mesh.shard.runtime import SpanRuntime
+    from mesh.shard.runtime import Runtime
 from mesh.accounts.ledger import Hold, Resource, ResourceLedger
 from mesh.errors import Busy
 from mesh.models.edits import MAX_TOTAL_BYTES
@@ -145,7 +145,7 @@ class SessionEdits:
                 )
         return cls(layers, read)
 
-    def hooks(self, runtime: SpanRuntime) -> tuple[Hook, ...]:
+    def hooks(self, runtime: Runtime) -> tuple[Hook, ...]:
         """What is called while the session computes. Raises BadSteering for unknown modules."""
         if not self.edits:
             return ()
@@ -158,7 +158,7 @@ def _check_width(site: Site, hidden: torch.Tensor, width: int) -> None:
         raise unfit(site, f"passes rows of width {hidden.shape[2]}, the edit is for {width},")
 
 
-def _hook(edit: Edit, tensors: EditTensors, runtime: SpanRuntime) -> Hook:
+def _hook(edit: Edit, tensors: EditTensors, runtime: Runtime) -> Hook:
     module_at(runtime.layer(edit.site.layer), edit.site)
     device, dtype = runtime.device, runtime.dtype
     if tensors.vector is not None:

@@ -12,12 +12,27 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from mesh.shard.belongings import belongings
 from mesh.shard.linear import packed_memory
+
+
+class Check(Protocol):
+    """Looks at some weights, a part at a time. For one thread at a time."""
+
+    def step(self, size: int) -> str | None:
+        """Look at the next part, of about `size` bytes; the name of a weight that has changed."""
+
+
+class Checkable(Protocol):
+    """What holds weights."""
+
+    def weight_check(self) -> Check:
+        """A check of them, which does not keep them from being freed."""
 
 
 @dataclass(slots=True)
@@ -58,15 +73,10 @@ class WeightCheck:
 
     def __init__(self, module: nn.Module, sha256: Mapping[str, str]) -> None:
         """`sha256` are hashes that are known, by the weights' names."""
-        self._module = weakref.ref(module)
         self._stretches = list(_stretches(module, sha256))
         self._round = _Round()
         self.rounds = 0
         """How often all weights were gone through."""
-
-    def is_of(self, module: nn.Module) -> bool:
-        """Whether it is this module that is checked."""
-        return self._module() is module
 
     def step(self, size: int) -> str | None:
         """Go through the next `size` bytes, or to the end of the round; the name of a weight that

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from mesh.shard.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from mesh.models.load import LoadedSpan
-    from mesh.shard.weight_check import WeightCheck
+    from mesh.shard.weight_check import Check, Checkable
 
 SLICE_BYTES = 4 << 20
 """A few milliseconds of one core, in which others compute on."""
@@ -25,7 +25,8 @@ SHARE = 0.0025
 IDLE_S = 1.0
 _LONGEST_S = 60.0
 
-Weights = Callable[[], "Iterable[LoadedSpan]"]
+
+Weights = Callable[[], "Iterable[Checkable]"]
 """What a shard has loaded now."""
 
 
@@ -35,31 +36,26 @@ class WeightWatch:
     def __init__(self, weights: Weights, scheduler: Scheduler) -> None:
         self._weights = weights
         self._scheduler = scheduler
-        self._checks: dict[int, WeightCheck] = {}
+        self._checks: WeakKeyDictionary[Checkable, Check] = WeakKeyDictionary()
 
     async def changed(self) -> str:
         """Wait until a weight has changed; its name."""
         while True:
-            loaded = {id(each.module): each for each in self._weights()}
-            self._checks = {key: self._check(key, each) for key, each in loaded.items()}
-            del loaded  # nothing is kept from being freed
-            for check in list(self._checks.values()):
+            checks = [self._check(each) for each in self._weights()]
+            for check in checks:
                 name, took_s = await self._scheduler.load(partial(_timed_step, check))
                 if name is not None:
                     return name
                 await asyncio.sleep(min(took_s / SHARE, _LONGEST_S))
-            if not self._checks:
+            if not checks:
                 await asyncio.sleep(IDLE_S)
 
-    def _check(self, key: int, loaded: LoadedSpan) -> WeightCheck:
-        from mesh.shard.weight_check import WeightCheck
-
-        known = self._checks.get(key)
-        if known is not None and known.is_of(loaded.module):
-            return known
-        return WeightCheck(loaded.module, loaded.sha256)
+    def _check(self, holder: Checkable) -> Check:
+        if holder not in self._checks:
+            self._checks[holder] = holder.weight_check()
+        return self._checks[holder]
 
 
-def _timed_step(check: WeightCheck) -> tuple[str | None, float]:
+def _timed_step(check: Check) -> tuple[str | None, float]:
     started = time.perf_counter()  # on the thread: what it waited for is no cost
     return check.step(SLICE_BYTES), time.perf_counter() - started

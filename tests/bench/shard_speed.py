@@ -26,9 +26,10 @@ from mesh.errors import MeshError
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
 from mesh.shard.device import DTYPES
-from mesh.shard.runtime import SpanRuntime, StepInput
+from mesh.shard.runtime import StepInput
 from mesh.shard.scheduler import Sequence, Task, compute
 from mesh.shard.settings import ShardSettings
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange, WireDtype
 from mesh.wire.activations import to_wire
 from mesh.wire.messages import Step
@@ -63,7 +64,7 @@ def _compare(checkpoint: Path, dtype: str) -> dict[str, Any]:
         return load_span(manifest, layers, dtype=DTYPES[dtype], device=CPU)
 
     theirs = load().module.eval()
-    ours = SpanRuntime(load(), device=CPU, dtype=DTYPES[dtype])
+    ours = TorchRuntime(load(), device=CPU, dtype=DTYPES[dtype])
     hidden = torch.randn(1, PREFILL_ROWS, manifest.hidden_size).to(DTYPES[dtype])
     phases: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
         "decode": (lambda: _our_decode(ours, hidden), lambda: _their_decode(theirs, hidden)),
@@ -82,11 +83,11 @@ def _compare(checkpoint: Path, dtype: str) -> dict[str, Any]:
     return results
 
 
-def _our_decode(span: SpanRuntime, hidden: torch.Tensor) -> float:
+def _our_decode(span: TorchRuntime, hidden: torch.Tensor) -> float:
     return _batched_decode(span, hidden, 1)
 
 
-def _batched_decode(span: SpanRuntime, hidden: torch.Tensor, sessions: int) -> float:
+def _batched_decode(span: TorchRuntime, hidden: torch.Tensor, sessions: int) -> float:
     caches = [span.new_cache(1024) for _ in range(sessions)]
     for cache in caches:
         span.forward([StepInput(cache, 0, hidden[:, :PROMPT_ROWS])])
@@ -107,7 +108,7 @@ def _their_decode(module: Any, hidden: torch.Tensor) -> float:
     return DECODE_STEPS / (time.perf_counter() - started)
 
 
-def _our_prefill(span: SpanRuntime, hidden: torch.Tensor) -> float:
+def _our_prefill(span: TorchRuntime, hidden: torch.Tensor) -> float:
     started = time.perf_counter()
     span.forward([StepInput(span.new_cache(1024), 0, hidden)])
     return PREFILL_ROWS / (time.perf_counter() - started)
@@ -135,7 +136,7 @@ def _memory(checkpoint: Path, dtype: str) -> dict[str, float]:
     layers = LayerRange(0, manifest.total_layers)
     loaded = load_span(manifest, layers, dtype=DTYPES[dtype], device=CPU)
     weights = loaded.bytes_read
-    span = SpanRuntime(loaded, device=CPU, dtype=DTYPES[dtype])
+    span = TorchRuntime(loaded, device=CPU, dtype=DTYPES[dtype])
     del loaded
     # As a shard computes: in pieces, and with the wire's conversions.
     settings = ShardSettings()

@@ -23,7 +23,8 @@ import torch
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
 from mesh.shard.device import DTYPES
-from mesh.shard.runtime import SpanRuntime, StepInput
+from mesh.shard.runtime import StepInput
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.weight_check import WeightCheck
 from mesh.shard.weight_watch import SHARE, SLICE_BYTES
 from mesh.types import LayerRange
@@ -53,7 +54,7 @@ def _decode(checkpoint: Path, dtype: str) -> dict[str, float]:
     manifest = read_manifest(checkpoint)
     layers = LayerRange(0, manifest.total_layers)
     loaded = load_span(manifest, layers, dtype=DTYPES[dtype], device=CPU)
-    span = SpanRuntime(loaded, device=CPU, dtype=DTYPES[dtype])
+    span = TorchRuntime(loaded, device=CPU, dtype=DTYPES[dtype])
     hidden = torch.randn(1, PROMPT_ROWS, manifest.hidden_size).to(DTYPES[dtype])
     watch = _Watch(WeightCheck(loaded.module, loaded.sha256))
 

@@ -13,7 +13,7 @@ import torch
 from mesh.models.load import load_ends
 from mesh.pipeline.watch.evidence import digest, disagreement, tolerance
 from mesh.pipeline.watch.sanity import Floats, rows_as_floats
-from mesh.shard.runtime import SpanRuntime
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import WireDtype
 from mesh.wire.activations import to_wire
 from tests.fakes import descriptor
@@ -25,7 +25,7 @@ ONE = descriptor("attic", "0-3")
 
 
 @cache
-def span_of(family: str, dtype: torch.dtype) -> SpanRuntime:
+def span_of(family: str, dtype: torch.dtype) -> TorchRuntime:
     return runtime(family, dtype=dtype)
 
 

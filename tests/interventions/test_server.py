@@ -33,7 +33,6 @@ from mesh.models.load import load_span
 from mesh.pipeline.hop import Patience
 from mesh.pipeline.links import HopLink, HopLinks
 from mesh.pipeline.route import HopLost
-from mesh.shard.runtime import SpanRuntime
 from mesh.shard.scheduler import Scheduler
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
@@ -41,6 +40,7 @@ from mesh.shard.settings import ShardSettings
 from mesh.shard.taps import server as server_module
 from mesh.shard.taps.parts import MAX_MESSAGE_BYTES
 from mesh.shard.taps.server import JobSession, TapServer, TapSettings
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId, RouteHop, ShardDescriptor, shard_id
 from mesh.wire import protocol
 from mesh.wire.link import LinkHandler
@@ -74,9 +74,9 @@ class Shard:
     route: list[RouteHop]
 
 
-def _runtime() -> SpanRuntime:
+def _runtime() -> TorchRuntime:
     loaded = load_span(checkpoint("llama"), WHOLE, dtype=torch.float32, device=CPU)
-    return SpanRuntime(loaded, device=CPU, dtype=torch.float32)
+    return TorchRuntime(loaded, device=CPU, dtype=torch.float32)
 
 
 @asynccontextmanager
@@ -218,7 +218,7 @@ async def test_weights_are_shared_with_chat_unless_they_are_repacked() -> None:
     with plain_kernels():
         async with shard() as here:
             sessions = await HopSessions.open(here.route, here.lines)
-            chat, jobs = (loaded.module for loaded in here.taps.weights())
+            chat, jobs = (each.loaded.module for each in here.taps.weights())
             assert not {*map(id, jobs.layers.modules())} & {*map(id, chat.modules())}
             theirs = {p.data_ptr() for p in chat.parameters()}
             assert {p.data_ptr() for p in jobs.layers.parameters()} <= theirs

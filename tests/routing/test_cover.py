@@ -33,6 +33,7 @@ from mesh.types import (
 
 MODEL = ModelId("m")
 RULES = CoverRules()
+WHOLE = LayerRange(0, 16)
 
 
 def shard(
@@ -303,3 +304,43 @@ def test_home_layers_are_the_ends_and_nothing_else(total: int, first: int, last:
     rules = CoverRules(home=home_layers(total, first, last))
     for layer in range(total):
         assert rules.keeps(layer) == (layer < first or layer >= total - last)
+
+
+def test_one_route_has_one_format() -> None:
+    shards = [
+        shard("0-7", "a", dtype="int8"), shard("0-7", "b"), shard("8-15", "c"),
+        shard("8-15", "d", dtype="int8", queue=3),
+    ]  # fmt: skip
+    for best, other in (("a", ["a", "d"]), ("b", ["b", "c"])):
+        preferred = [replace(each, lot=each.descriptor.node_name != best) for each in shards]
+        found = greedy_cover(preferred, WHOLE, RULES)
+        assert [hop.shard.node_name for hop in found] == other
+
+
+def test_a_format_that_covers_only_a_part_gives_way_to_one_that_covers_all() -> None:
+    shards = [shard("0-7", "a", dtype="int8"), shard("0-15", "b", queue=5), shard("8-15", "c")]
+    assert [hop.shard.node_name for hop in greedy_cover(shards, WHOLE, RULES)] == ["b"]
+
+
+def test_mixed_formats_are_refused_by_name_unless_they_are_allowed() -> None:
+    shards = [shard("0-7", "a", dtype="int8"), shard("8-15", "b", dtype="int4")]
+    with pytest.raises(NoRoute, match="0-7 in int8 at a, 8-15 in int4 at b") as refused:
+        greedy_cover(shards, WHOLE, RULES)
+    assert "mix_formats" in refused.value.fix
+    mixed = greedy_cover(shards, WHOLE, CoverRules(mix_formats=True))
+    assert layers_of(mixed) == ["0-7", "8-15"]
+
+
+def test_sixteen_and_thirty_two_bits_are_one_format() -> None:
+    shards = [shard("0-7", "a", dtype="bf16"), shard("8-15", "b", dtype="fp32")]
+    assert layers_of(greedy_cover(shards, WHOLE, RULES)) == ["0-7", "8-15"]
+
+
+def test_a_lost_shard_is_replaced_by_one_of_its_format_only() -> None:
+    lost = shard("8-15", "lost", dtype="int8")
+    shards = [shard("8-15", "near"), shard("8-15", "far", dtype="int8", queue=9)]
+    span = LayerRange(8, 16)
+    (hop,) = greedy_cover(shards, span, RULES, like=lost.descriptor)
+    assert hop.shard.node_name == "far"
+    with pytest.raises(NoRoute):
+        greedy_cover(shards[:1], span, RULES, like=lost.descriptor)

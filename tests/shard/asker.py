@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from mesh.errors import MeshError, from_dict
-from mesh.shard.runtime import SpanRuntime
 from mesh.shard.scheduler import Scheduler
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
 from mesh.shard.settings import ShardSettings
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import (
     Endpoint,
     LayerRange,
@@ -68,7 +68,7 @@ class CountedLoader:
         self.loads = 0
         self.error = error
 
-    def __call__(self) -> SpanRuntime:
+    def __call__(self) -> TorchRuntime:
         self.loads += 1
         if self.error is not None:
             raise self.error
@@ -76,7 +76,7 @@ class CountedLoader:
 
 
 @cache
-def _served() -> SpanRuntime:
+def _served() -> TorchRuntime:
     return runtime()
 
 

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from mesh.shard.runtime import SpanRuntime
+from mesh.shard.torch_runtime import TorchRuntime
 from tests.shard.spans import runtime
 
 
 @pytest.fixture(scope="session")
-def span() -> SpanRuntime:
+def span() -> TorchRuntime:
     """All layers of the toy model, in this process: what a served shard is compared with."""
     return runtime()

@@ -19,7 +19,8 @@ import torch
 from mesh.errors import DeviceFailed
 from mesh.shard.loading import LoadedShard, LoadPlan, load_shard
 from mesh.shard.process import main
-from mesh.shard.runtime import SpanRuntime, StepInput
+from mesh.shard.runtime import StepInput
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
 
 ASSERTS = "asserts"
@@ -41,7 +42,7 @@ GROUP = "PYTHON_TEST_GROUP"
 _loads = itertools.count()
 
 
-class DoomedRuntime(SpanRuntime):
+class DoomedRuntime(TorchRuntime):
     """Computes its first step; from the second on its device does what `doom` says."""
 
     doom = ""
@@ -75,7 +76,7 @@ def load(plan: LoadPlan) -> LoadedShard:
         plan = replace(plan, need=bytearray(8 << 30))  # type: ignore[arg-type] # never got so far
     loaded = load_shard(plan)
 
-    def runtime() -> SpanRuntime:
+    def runtime() -> TorchRuntime:
         made = loaded.load()
         doomed = DoomedRuntime.__new__(DoomedRuntime)
         doomed.__dict__.update(made.__dict__)

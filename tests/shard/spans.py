@@ -16,7 +16,8 @@ import torch
 from mesh.models.load import load_span
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.shard.kv import SessionCache
-from mesh.shard.runtime import SpanRuntime, StepInput
+from mesh.shard.runtime import StepInput
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
 from tests.checkpoints import make_checkpoint
 
@@ -41,10 +42,10 @@ def runtime(
     *,
     dtype: torch.dtype = torch.float32,
     batch_invariant: bool = False,
-) -> SpanRuntime:
+) -> TorchRuntime:
     """A fresh runtime of some layers."""
     loaded = load_span(checkpoint(family), layers, dtype=dtype, device=CPU)
-    return SpanRuntime(loaded, device=CPU, dtype=dtype, batch_invariant=batch_invariant)
+    return TorchRuntime(loaded, device=CPU, dtype=dtype, batch_invariant=batch_invariant)
 
 
 @contextmanager
@@ -58,13 +59,13 @@ def plain_kernels() -> Iterator[None]:
         torch.backends.mkldnn.enabled = before
 
 
-def of_module(module: Any) -> SpanRuntime:
+def of_module(module: Any) -> TorchRuntime:
     """A runtime of a Hugging Face base model made by hand."""
     layers = LayerRange(0, module.config.num_hidden_layers)
     loaded: Any = SimpleNamespace(
         module=module, config=module.config, layers=layers, pages=WeakSet(), sha256={}
     )
-    return SpanRuntime(loaded, device=CPU, dtype=torch.float32)
+    return TorchRuntime(loaded, device=CPU, dtype=torch.float32)
 
 
 def rows(count: int, seed: int = 0) -> torch.Tensor:
@@ -73,7 +74,7 @@ def rows(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def step(
-    span: SpanRuntime, cache: SessionCache, position: int, hidden: torch.Tensor
+    span: TorchRuntime, cache: SessionCache, position: int, hidden: torch.Tensor
 ) -> torch.Tensor:
     """One session's step, alone."""
     return span.forward([StepInput(cache, position, hidden)])[0]

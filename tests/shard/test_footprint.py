@@ -15,7 +15,7 @@ from mesh.processes.headroom import Headroom
 from mesh.processes.lifecycle import Loading
 from mesh.shard.footprint import estimate, position_bytes
 from mesh.shard.room import Room
-from mesh.shard.runtime import SpanRuntime
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange, ShardMemory
 from tests.checkpoints import FAMILIES
 from tests.shard.spans import CPU, HIDDEN, checkpoint, rows, step
@@ -28,7 +28,7 @@ SPAN = LayerRange(1, 3)
 def test_weights_and_caches_are_as_large_as_was_said(family: str, dtype: torch.dtype) -> None:
     manifest = checkpoint(family)
     loaded = load_span(manifest, SPAN, dtype=dtype, device=CPU)
-    span = SpanRuntime(loaded, device=CPU, dtype=dtype)
+    span = TorchRuntime(loaded, device=CPU, dtype=dtype)
     need = estimate(manifest, SPAN, dtype.itemsize, kv_tokens=1 << 20, rows=256)
     assert span.weight_bytes / 2**20 <= need.weights_mb < span.weight_bytes / 2**20 + 1.1
 

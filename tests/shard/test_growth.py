@@ -14,17 +14,17 @@ from mesh.accounts.ledger import Resource, of_peer
 from mesh.clock import SystemClock
 from mesh.errors import CacheFull, ContextTooLong, MeshError, SessionGone
 from mesh.shard.admission import SessionTable
-from mesh.shard.runtime import SpanRuntime
 from mesh.shard.sessions import GROWTH, ChatSession
 from mesh.shard.settings import ShardSettings
 from mesh.shard.steering import SessionEdits
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange, WireDtype
 from mesh.wire.messages import Open
 from tests.shard.asker import Attic, close_to
 from tests.shard.spans import rows, step
 
 
-async def test_a_session_outgrows_what_it_was_opened_with(span: SpanRuntime) -> None:
+async def test_a_session_outgrows_what_it_was_opened_with(span: TorchRuntime) -> None:
     cache = span.new_cache(1000)
     async with Attic() as attic:
         asker = attic.asker()

@@ -48,8 +48,8 @@ from mesh.shard.commands import (
     ShardFailed,
     Withdrawn,
 )
-from mesh.shard.runtime import SpanRuntime
 from mesh.shard.supervisor import ShardSupervisor
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.websocket import connect
@@ -97,7 +97,7 @@ class Daemon:
 
 
 @pytest.fixture
-def served() -> tuple[dict[str, Any], SpanRuntime]:
+def served() -> tuple[dict[str, Any], TorchRuntime]:
     manifest = checkpoint()
     shard = {
         "directory": str(manifest.directory), "model_id": "toy", "layers": "1-3", "dtype": "auto",
@@ -108,7 +108,7 @@ def served() -> tuple[dict[str, Any], SpanRuntime]:
 
 
 async def test_a_shard_process_from_start_to_stop(
-    served: tuple[dict[str, Any], SpanRuntime],
+    served: tuple[dict[str, Any], TorchRuntime],
 ) -> None:
     shard, span = served
     daemon = Daemon()
@@ -165,7 +165,7 @@ async def test_the_process_ends_with_its_parent() -> None:
 
 
 async def test_a_shard_that_is_wanted_at_home_while_it_loads_is_served_all_the_same(
-    served: tuple[dict[str, Any], SpanRuntime],
+    served: tuple[dict[str, Any], TorchRuntime],
 ) -> None:
     shard, _ = served
     changed = asyncio.Event()
@@ -199,7 +199,7 @@ BROKEN: dict[str, tuple[dict[str, Any], type[MeshError]]] = {
 
 @pytest.mark.parametrize("why", BROKEN)
 async def test_a_model_that_cannot_be_loaded_leaves_the_others_served(
-    served: tuple[dict[str, Any], SpanRuntime], why: str, tmp_path: Path
+    served: tuple[dict[str, Any], TorchRuntime], why: str, tmp_path: Path
 ) -> None:
     changes, kind = BROKEN[why]
     shard, _ = served
@@ -221,7 +221,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_the_others_served(
 
 
 async def test_pausing_and_stopping_do_not_wait_for_a_shard_that_loads(
-    served: tuple[dict[str, Any], SpanRuntime],
+    served: tuple[dict[str, Any], TorchRuntime],
 ) -> None:
     shard, _ = served
     daemon = Daemon()
@@ -330,7 +330,7 @@ async def test_shards_move_to_another_port_when_theirs_was_taken_meanwhile() -> 
 
 
 async def test_a_process_that_stands_still_serves_nothing_and_is_replaced(
-    served: tuple[dict[str, Any], SpanRuntime],
+    served: tuple[dict[str, Any], TorchRuntime],
 ) -> None:
     shard, _ = served
     limits = SilenceLimits(suspect_s=2.0, replace_s=4.0)
@@ -357,7 +357,7 @@ async def test_a_process_that_stands_still_serves_nothing_and_is_replaced(
     ],
 )
 async def test_a_process_whose_device_does_nothing_more_is_replaced(
-    served: tuple[dict[str, Any], SpanRuntime], doom: str, reason: str
+    served: tuple[dict[str, Any], TorchRuntime], doom: str, reason: str
 ) -> None:
     shard, span = served
     doomed = {**shard, "model_id": doom}

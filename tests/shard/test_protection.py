@@ -18,9 +18,9 @@ from mesh.models.pages import PAGE_BYTES
 from mesh.shard import protection
 from mesh.shard.belongings import belongings
 from mesh.shard.linear import packed_memory
-from mesh.shard.runtime import SpanRuntime
 from mesh.shard.taps.server import twin
 from mesh.shard.taps.tree import SpanTree
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
 from tests.interventions.worlds import CPU, checkpoint
 from tests.shard.spans import plain_kernels, rows, step
@@ -34,8 +34,8 @@ def loaded(family: str, dtype: torch.dtype = torch.float32) -> Any:
     return load_span(checkpoint(family), SPAN, dtype=dtype, device=CPU)
 
 
-def runtime(family: str, dtype: torch.dtype = torch.float32) -> SpanRuntime:
-    return SpanRuntime(loaded(family, dtype), device=CPU, dtype=dtype)
+def runtime(family: str, dtype: torch.dtype = torch.float32) -> TorchRuntime:
+    return TorchRuntime(loaded(family, dtype), device=CPU, dtype=dtype)
 
 
 def writable(address: int) -> bool:
@@ -103,11 +103,11 @@ import torch
 from pathlib import Path
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
-from mesh.shard.runtime import SpanRuntime
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
 cpu, dtype = torch.device("cpu"), torch.float16
 loaded = load_span(read_manifest(Path({directory!r})), LayerRange(1, 3), dtype=dtype, device=cpu)
-span = SpanRuntime(loaded, device=cpu, dtype=dtype)
+span = TorchRuntime(loaded, device=cpu, dtype=dtype)
 next(span.loaded.module.parameters()).data.mul_(2)
 """
 

@@ -20,7 +20,7 @@ from mesh.errors import (
     SessionGone,
     WeightsMismatch,
 )
-from mesh.shard.runtime import SpanRuntime
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import WireDtype
 from mesh.wire.activations import to_wire
 from mesh.wire.limits import Limits
@@ -101,7 +101,7 @@ async def test_the_cache_budget_counts_all_sessions_and_parked_ones_make_room() 
             await asker.open(4, max_tokens=1)
 
 
-async def test_a_parked_session_keeps_its_cache_but_no_stream(span: SpanRuntime) -> None:
+async def test_a_parked_session_keeps_its_cache_but_no_stream(span: TorchRuntime) -> None:
     async with Attic(max_concurrent_streams=1) as attic:
         asker = attic.asker()
         await asker.open(1)

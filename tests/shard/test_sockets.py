@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mesh.errors import Busy
-from mesh.shard.runtime import SpanRuntime
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.wire.messages import Hello
 from mesh.wire.websocket import LinkServer, connect, serve
 from tests.shard.asker import Asker, Attic
@@ -33,7 +33,7 @@ async def linked(server: LinkServer) -> Asker:
     return asker
 
 
-async def test_a_session_over_a_socket(span: SpanRuntime) -> None:
+async def test_a_session_over_a_socket(span: TorchRuntime) -> None:
     cache = span.new_cache(128)
     async with Attic() as attic, listening(attic) as server:
         asker = await linked(server)

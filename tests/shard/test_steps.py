@@ -11,8 +11,9 @@ from mesh.errors import (
     MeshError,
     SessionGone,
 )
-from mesh.shard.runtime import SpanRuntime, StepInput
+from mesh.shard.runtime import StepInput
 from mesh.shard.scheduler import MAX_WAITING_STEPS
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange, WireDtype
 from mesh.wire.activations import to_wire
 from mesh.wire.messages import Blob, Failure, Open, Result, Step, WireTensor
@@ -22,7 +23,9 @@ from tests.shard.spans import HIDDEN, rows, step
 REQUEST = Open(1, "toy", "5" * 64, 0, 4, 2048, WireDtype.FP32)
 
 
-async def test_a_session_computes_what_the_span_computes(span: SpanRuntime) -> None:
+async def test_a_session_computes_what_the_span_computes(
+    span: TorchRuntime,
+) -> None:
     cache = span.new_cache(128)
     async with Attic() as attic:
         asker = attic.asker()
@@ -33,7 +36,9 @@ async def test_a_session_computes_what_the_span_computes(span: SpanRuntime) -> N
             assert close_to(await asker.step(i + 1, 40 + i, row), step(span, cache, 40 + i, row))
 
 
-async def test_sessions_that_wait_together_get_what_they_would_get_alone(span: SpanRuntime) -> None:
+async def test_sessions_that_wait_together_get_what_they_would_get_alone(
+    span: TorchRuntime,
+) -> None:
     async with Attic() as attic:
         askers = [attic.asker() for _ in range(4)]
         caches = [span.new_cache(128) for _ in askers]
@@ -61,7 +66,9 @@ async def test_the_wire_dtype_of_results_is_the_session_s() -> None:
         assert result.queue_us >= 0
 
 
-async def test_some_layers_of_the_shard_can_be_asked_for(span: SpanRuntime) -> None:
+async def test_some_layers_of_the_shard_can_be_asked_for(
+    span: TorchRuntime,
+) -> None:
     async with Attic() as attic:
         asker = attic.asker()
         await asker.open(start=1, stop=3)
@@ -70,7 +77,9 @@ async def test_some_layers_of_the_shard_can_be_asked_for(span: SpanRuntime) -> N
         assert close_to(found, span.forward([whole], LayerRange(1, 3))[0])
 
 
-async def test_a_repeated_step_is_answered_from_memory_and_computed_once(span: SpanRuntime) -> None:
+async def test_a_repeated_step_is_answered_from_memory_and_computed_once(
+    span: TorchRuntime,
+) -> None:
     async with Attic() as attic:
         asker = attic.asker()
         await asker.open()
@@ -110,7 +119,9 @@ async def test_a_step_repeated_while_it_is_computed_is_answered_once() -> None:
         assert len(answers) == 1
 
 
-async def test_chunks_may_follow_each_other_without_waiting(span: SpanRuntime) -> None:
+async def test_chunks_may_follow_each_other_without_waiting(
+    span: TorchRuntime,
+) -> None:
     cache = span.new_cache(128)
     async with Attic() as attic:
         asker = attic.asker()
@@ -133,7 +144,9 @@ async def test_a_step_at_an_earlier_position_cuts_the_cache_first() -> None:
         assert close_to(found, await fresh.step(1, 10, rows(4, seed=2)))
 
 
-async def test_refused_steps_leave_the_session_as_it_was(span: SpanRuntime) -> None:
+async def test_refused_steps_leave_the_session_as_it_was(
+    span: TorchRuntime,
+) -> None:
     async with Attic(kv_tokens=16) as attic:
         asker = attic.asker()
         await asker.open(max_tokens=16)
@@ -164,15 +177,15 @@ async def test_refused_steps_leave_the_session_as_it_was(span: SpanRuntime) -> N
 
 async def test_one_session_s_failure_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that fails on one session's rows: the batch's other sessions go on."""
-    attend = SpanRuntime._run
+    attend = TorchRuntime._run
     poison = 12345.0
 
-    def failing(self: SpanRuntime, view: object, hidden: torch.Tensor, *rest: object) -> object:
+    def failing(self: TorchRuntime, view: object, hidden: torch.Tensor, *rest: object) -> object:
         if bool((hidden == poison).any()):
             raise RuntimeError("CUDA error: misaligned address")
         return attend(self, view, hidden, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(SpanRuntime, "_run", failing)
+    monkeypatch.setattr(TorchRuntime, "_run", failing)
     async with Attic() as attic:
         good, bad = attic.asker(), attic.asker()
         for asker in (good, bad):
@@ -197,7 +210,7 @@ async def test_a_device_without_memory_fails_the_step_with_a_reason(
     async with Attic() as attic:
         asker = attic.asker()
         await asker.open()
-        monkeypatch.setattr(SpanRuntime, "_run", failing)
+        monkeypatch.setattr(TorchRuntime, "_run", failing)
         with pytest.raises(DeviceFailed, match="no memory left"):
             await asker.step(0, 0, rows(1))
 

@@ -16,7 +16,7 @@ from mesh.models.load import load_span
 from mesh.models.pages import PAGE_BYTES, set_writable
 from mesh.shard.belongings import belongings
 from mesh.shard.linear import packed_memory
-from mesh.shard.runtime import SpanRuntime
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.weight_check import WeightCheck
 from mesh.types import LayerRange
 from tests.interventions.worlds import CPU, checkpoint
@@ -25,12 +25,12 @@ from tests.shard.spans import plain_kernels
 SPAN = LayerRange(1, 5)
 
 
-def runtime(family: str = "llama") -> SpanRuntime:
+def runtime(family: str = "llama") -> TorchRuntime:
     loaded = load_span(checkpoint(family), SPAN, dtype=torch.float32, device=CPU)
-    return SpanRuntime(loaded, device=CPU, dtype=torch.float32)
+    return TorchRuntime(loaded, device=CPU, dtype=torch.float32)
 
 
-def check(span: SpanRuntime) -> WeightCheck:
+def check(span: TorchRuntime) -> WeightCheck:
     return WeightCheck(span.loaded.module, span.loaded.sha256)
 
 
@@ -52,7 +52,7 @@ def flip(tensor: torch.Tensor, at: int) -> None:
     byte.value ^= 4
 
 
-def tensors(span: SpanRuntime) -> dict[str, Any]:
+def tensors(span: TorchRuntime) -> dict[str, Any]:
     return {each.name: each.tensor for each in belongings(span.loaded.module)}
 
 

@@ -28,10 +28,10 @@ from mesh.wire.messages import WireTensor
 _ROUNDING = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Largest relative error of rounding once for the wire."""
 
-_COMPUTE = {"fp32": 5e-5, "fp16": 2.5e-2, "bf16": 0.25}
+_COMPUTE = {"fp32": 5e-5, "fp16": 2.5e-2, "bf16": 0.25, "int8": 0.15, "int4": 0.15}
 """Largest honest difference of a value between two orders of summation, relative to its row: three
-times (fp32: ten times) what 4-layer spans of seven families with random weights show between single
-rows and chunks; those amplify differences more than trained ones."""
+times (fp32: ten times) what 4-layer spans of seven families with random weights (int8 and int4:
+eleven) show between single rows and chunks; those amplify differences more than trained ones."""
 
 _OTHER_CLASS = 3.0
 _TINY = 1e-12

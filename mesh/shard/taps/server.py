@@ -36,10 +36,11 @@ from mesh.wire.messages import Blob, BlobKind, Failure, OpenTaps, Step
 
 if TYPE_CHECKING:
     from mesh.models.load import LoadedSpan
-    from mesh.shard.runtime import SpanRuntime
+    from mesh.shard.runtime import Runtime
     from mesh.shard.server import ShardServer
     from mesh.shard.taps.session import TapSession
     from mesh.shard.taps.tree import SpanTree
+    from mesh.shard.weight_check import Checkable
 import copy
 from dataclasses import replace
 from itertools import chain
@@ -275,11 +276,9 @@ class TapServer:
         """Those sessions."""
         return tuple(self._sessions)
 
-    def weights(self) -> list[LoadedSpan]:
+    def weights(self) -> list[Checkable]:
         """What chat and jobs compute with now; whoever asks must not keep it."""
-        runtime = self._shard.resident()
-        loaded = [] if runtime is None else [runtime.loaded]
-        return loaded if self._tree is None else [*loaded, self._tree.loaded]
+        return [each for each in (self._shard.resident(), self._tree) if each is not None]
 
     def admit(self, request: OpenTaps, owner: Principal) -> JobSession:
         """Take a place for a new session of `owner`.
@@ -351,13 +350,13 @@ class TapServer:
             self.weights_mb = 0.0
 
 
-def _twin(runtime: SpanRuntime) -> LoadedSpan | None:
+def _twin(runtime: Runtime) -> LoadedSpan | None:
     from mesh.shard.taps.server import twin
 
     return twin(runtime.loaded)
 
 
-def _grow(runtime: SpanRuntime, loaded: LoadedSpan) -> SpanTree:
+def _grow(runtime: Runtime, loaded: LoadedSpan) -> SpanTree:
     # nnsight takes seconds to import and is needed by interventions only.
     from mesh.shard.taps.tree import SpanTree
 

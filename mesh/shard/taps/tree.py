@@ -26,6 +26,7 @@ from mesh.models.load import LoadedSpan
 from mesh.shard.belongings import Belonging, belongings
 from mesh.shard.protection import Protection
 from mesh.shard.views import layer_list_name
+from mesh.shard.weight_check import WeightCheck
 from mesh.types import LayerRange
 
 ATTENTION = frozenset({"eager", "sdpa"})
@@ -98,6 +99,10 @@ class SpanTree:
             self._envoys.update({envoy.path: envoy for envoy in root.modules()})
         self._configs = _configs(self._model)
         self._sourced: Counter[str] = Counter()
+
+    def weight_check(self) -> WeightCheck:
+        """A check of its weights."""
+        return WeightCheck(self._model, self.loaded.sha256)
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -20,8 +20,9 @@ from mesh.pipeline.links import HopLinks
 from mesh.pipeline.terms import SessionTerms
 from mesh.routing.cover import key_of
 from mesh.shard.hooks import hooked
-from mesh.shard.runtime import SpanRuntime, StepInput
+from mesh.shard.runtime import StepInput
 from mesh.shard.steering import SessionEdits, _Added
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import Edit, LayerRange, RouteHop, Site, WireDtype
 from mesh.wire.activations import to_torch, to_wire
 from tests import secure
@@ -68,7 +69,7 @@ def test_every_family_is_steered_like_by_a_hook(family: str) -> None:
     model = load(checkpoint(family).directory)
     entered = hidden_states(model, rows(9), edits)
     plain = hidden_states(model, rows(9), [])
-    span: SpanRuntime = runtime(family, SPAN)
+    span: TorchRuntime = runtime(family, SPAN)
     hooks = SessionEdits.check(edits, SPAN, HIDDEN).hooks(span)
     # In two steps, and the second one row by row: every way a step is computed.
     cache = span.new_cache(32)

@@ -9,11 +9,12 @@ from typing import Any, cast
 import torch
 
 from mesh.accounts.ledger import ResourceLedger
-from mesh.shard.runtime import SpanRuntime, StepInput
+from mesh.shard.runtime import StepInput
 from mesh.shard.scheduler import Scheduler
 from mesh.shard.server import ShardServer
 from mesh.shard.service import ShardService
 from mesh.shard.settings import ShardSettings
+from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import Endpoint, LayerRange, NodeId, ShardDescriptor, shard_id
 from tests.pipeline.toy_mesh import HIDDEN, MODEL, TOTAL_LAYERS, WEIGHTS
 from tests.simulation.members.bounds import SESSIONS, SHARDS
@@ -75,7 +76,7 @@ def service(host: NodeId, name: str) -> tuple[ShardService, ShardServer]:
         silent_s=SILENT_S, park_lease_s=LEASE_S, inline_ms=0.0,
     )  # fmt: skip
     server = ShardServer(
-        descriptor(host, name), lambda: cast("SpanRuntime", ToySpan()), settings,
+        descriptor(host, name), lambda: cast("TorchRuntime", ToySpan()), settings,
         hidden_size=HIDDEN, scheduler=Scheduler(),
     )  # fmt: skip
     made = ShardService()

@@ -1,0 +1,307 @@
+"""A decoder layer as an ONNX graph over onnxruntime's fused operators.
+
+Inputs: ``x`` (sessions, rows, hidden) fp32, ``queries`` (sessions,) int32, how many rows attention
+takes of each session, the padding's included, or 0, ``last`` (sessions,) int32, where the last of
+them stands, ``total`` () int32, one more than the largest of those, ``keys`` and ``values``
+(sessions, kv heads, capacity, width) fp32, ``padding`` (6,) int64 and ``rows`` (1,) int64 (see
+`padding`), and, for layers that turn by position, ``cos`` and ``sin`` (positions, half the turned
+width) fp32. Outputs: ``y``, as ``x``, and ``new_keys`` and ``new_values``, which are to be bound to
+the memory of ``keys`` and ``values``: the rows are written into them in place.
+
+Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from mesh.shard.compiled.formats import BLOCK, BlockMatrix
+from mesh.shard.compiled.parts import Attention, FeedForward, LayerParts, Norm
+
+_FLOAT = TensorProto.FLOAT
+_CONTRIB = "com.microsoft"
+_QUERIES = 16
+"""Which input of the attention operator says how many rows it takes of each session."""
+
+_OPSET = 21
+_IR = 10
+
+INT8_PRODUCTS = 4
+"""``accuracy_level`` of a product: the rows are rounded to 8 bit, each block by a scale of its own,
+which is what the kernels for few bits are written for. A row's neighbours have no part in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor's bytes lie in a file."""
+
+    file: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """What a row is multiplied by: a dense (out, in) matrix or one of blocks, and a bias.
+
+    `stored` says by the names of a `BlockMatrix` where its tensors lie; the graph then refers to
+    those instead of holding copies.
+    """
+
+    matrix: torch.Tensor | BlockMatrix
+    bias: torch.Tensor | None
+    stored: Mapping[str, Stored] | None = None
+
+
+def padding(rows: int) -> int:
+    """How many rows of zeros attention gets behind `rows` of each session, 0 or 1.
+
+    It computes rows in tiles of an even number, and one that is alone in a tile by another kernel,
+    with other last bits, than those that are not. With a row to keep it company its bits are the
+    same in whatever chunk it comes; rounded to 8 bit behind it, they would otherwise differ by much
+    more than the last. Its keys and values are written behind the session's end, where nothing is.
+    """
+    return rows % 2
+
+
+QKV, OUTPUT, UP, DOWN = "qkv", "output", "up", "down"
+PRODUCTS = (QKV, OUTPUT, UP, DOWN)
+"""The products of a layer."""
+
+
+def layer_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
+    """The serialised graph of a layer; what it refers to is looked for in its products' folder."""
+    graph = _Graph(products)
+    graph.input("x", _FLOAT, ["sessions", "rows", parts.hidden])
+    around = parts.before_attention, parts.after_attention
+    x = graph.residual("x", parts.multiplier, around, _attention(graph, parts.attention))
+    around = parts.before_feed_forward, parts.after_feed_forward
+    y = graph.residual(x, parts.multiplier, around, _feed_forward(graph, parts.feed_forward))
+    graph.op("Identity", [y], outputs=["y"])
+    graph.output("y", ["sessions", "rows", parts.hidden])
+    return graph.serialised()
+
+
+def product_model(product: Product, rows: int, columns: int) -> bytes:
+    """The serialised graph of one product: ``x`` (rows, columns) to ``y`` (rows, out)."""
+    graph = _Graph({"product": product})
+    graph.input("x", _FLOAT, ["rows", columns])
+    graph.op("Identity", [graph.product("x", "product")], outputs=["y"])
+    graph.output("y", ["rows", rows])
+    return graph.serialised()
+
+
+class _Graph:
+    """Collects the nodes of one graph."""
+
+    def __init__(self, products: Mapping[str, Product]) -> None:
+        self._products = products
+        self._nodes: list[Any] = []
+        self._constants: list[Any] = []
+        self._inputs: list[Any] = []
+        self._outputs: list[Any] = []
+
+    def input(self, name: str, kind: int, shape: Sequence[int | str]) -> str:
+        """Declare one."""
+        self._inputs.append(helper.make_tensor_value_info(name, kind, shape))
+        return name
+
+    def output(self, name: str, shape: Sequence[int | str]) -> None:
+        """Declare one; floats."""
+        self._outputs.append(helper.make_tensor_value_info(name, _FLOAT, shape))
+
+    def op(
+        self,
+        kind: str,
+        inputs: Sequence[str],
+        *,
+        outputs: Sequence[str] | None = None,
+        contrib: bool = False,
+        **attributes: Any,
+    ) -> str:
+        """Add a node; the name of its first output."""
+        name = f"{kind}.{len(self._nodes)}"
+        domain = _CONTRIB if contrib else ""
+        given = list(outputs or [name])
+        node = helper.make_node(kind, list(inputs), given, name=name, domain=domain, **attributes)
+        self._nodes.append(node)
+        return given[0]
+
+    def constant(self, value: torch.Tensor | np.ndarray[Any, Any]) -> str:
+        """Hold a small tensor."""
+        array = value.numpy() if isinstance(value, torch.Tensor) else value
+        name = f"constant.{len(self._constants)}"
+        self._constants.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
+        return name
+
+    def norm(self, x: str, norm: Norm | None) -> str:
+        """`x` normalised over its last axis."""
+        if norm is None:
+            return x
+        gamma = self.constant(norm.gamma)
+        if norm.beta is None:
+            return self.op(
+                "SimplifiedLayerNormalization", [x, gamma], axis=-1, epsilon=norm.epsilon
+            )
+        beta = self.constant(norm.beta)
+        return self.op("LayerNormalization", [x, gamma, beta], axis=-1, epsilon=norm.epsilon)
+
+    def product(self, x: str, name: str) -> str:
+        """`x` times the product of that name."""
+        product = self._products[name]
+        bias = "" if product.bias is None else self.constant(product.bias.detach().float())
+        if isinstance(product.matrix, torch.Tensor):
+            y = self.op("MatMul", [x, self.constant(product.matrix.detach().float().t())])
+            return self.op("Add", [y, bias]) if bias else y
+        matrix = product.matrix
+        tensors = {"codes": matrix.codes, "scales": matrix.scales, "zeros": matrix.zeros}
+        names = [
+            "" if tensor is None else self._tensor(f"{name}.{part}", tensor, product.stored)
+            for part, tensor in tensors.items()
+        ]
+        rows, columns = matrix.shape
+        return self.op(
+            "MatMulNBits",
+            [x, *names, "", bias],
+            contrib=True,
+            N=rows,
+            K=columns,
+            bits=matrix.bits,
+            block_size=BLOCK,
+            accuracy_level=INT8_PRODUCTS,
+        )
+
+    def residual(
+        self,
+        x: str,
+        multiplier: float,
+        around: tuple[Norm | None, Norm | None],
+        part: Callable[[str], str],
+    ) -> str:
+        """``x + multiplier * after(part(before(x)))``."""
+        before, after = around
+        y = self.norm(part(self.norm(x, before)), after)
+        if multiplier != 1.0:
+            y = self.op("Mul", [y, self.constant(np.array(multiplier, np.float32))])
+        return self.op("Add", [x, y])
+
+    def split(self, x: str, widths: Sequence[int]) -> list[str]:
+        """`x` cut along its last axis."""
+        outputs = [f"Split.{len(self._nodes)}.{i}" for i in range(len(widths))]
+        self.op("Split", [x, self.constant(np.array(widths, np.int64))], outputs=outputs, axis=-1)
+        return outputs
+
+    def norm_heads(self, x: str, norm: Norm | None, heads: int, width: int) -> str:
+        """(sessions, rows, heads * width), each head normalised."""
+        if norm is None:
+            return x
+        apart = self.constant(np.array([0, 0, heads, width], np.int64))
+        together = self.constant(np.array([0, 0, heads * width], np.int64))
+        each = self.norm(self.op("Reshape", [x, apart]), norm)
+        return self.op("Reshape", [each, together])
+
+    def serialised(self) -> bytes:
+        """The model."""
+        graph = helper.make_graph(
+            self._nodes, "layer", self._inputs, self._outputs, self._constants
+        )
+        opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(_CONTRIB, 1)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR)
+        data: bytes = model.SerializeToString()
+        return data
+
+    def _tensor(self, name: str, tensor: torch.Tensor, stored: Mapping[str, Stored] | None) -> str:
+        if stored is None:
+            return self.constant(tensor)
+        place = stored[name.rpartition(".")[2]]
+        proto = TensorProto(
+            name=name,
+            data_type=helper.np_dtype_to_tensor_dtype(tensor.numpy().dtype),
+            dims=tensor.shape,
+            data_location=TensorProto.EXTERNAL,
+        )
+        place_of = {"location": place.file.name, "offset": place.offset, "length": place.nbytes}
+        for key, value in place_of.items():
+            proto.external_data.append(onnx.StringStringEntryProto(key=key, value=str(value)))
+        self._constants.append(proto)
+        return name
+
+
+def _attention(graph: _Graph, attention: Attention) -> Callable[[str], str]:
+    def part(x: str) -> str:
+        heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
+        queries, keys, values = heads * width, kv_heads * width, kv_heads * width
+        projected = graph.product(x, QKV)
+        graph.input("padding", TensorProto.INT64, [6])
+        projected = graph.op("Pad", [projected, "padding"])
+        inputs = [projected, "", ""]
+        if attention.query_norm is not None or attention.key_norm is not None:
+            q, k, v = graph.split(projected, [queries, keys, values])
+            inputs = [*_normed(graph, attention, q, k), v]
+        shape: list[int | str] = ["sessions", kv_heads, "capacity", width]
+        for name in ("keys", "values"):
+            graph.input(name, _FLOAT, shape)
+            graph.output(f"new_{name}", shape)
+        inputs += ["keys", "values"]
+        inputs.append(graph.input("last", TensorProto.INT32, ["sessions"]))
+        inputs.append(graph.input("total", TensorProto.INT32, []))
+        turns = attention.table is not None
+        if turns:
+            inputs += [graph.input(n, _FLOAT, ["positions", "turned"]) for n in ("cos", "sin")]
+        inputs += [""] * (_QUERIES - len(inputs))
+        inputs.append(graph.input("queries", TensorProto.INT32, ["sessions"]))
+        y = graph.op(
+            "GroupQueryAttention",
+            inputs,
+            outputs=["attended", "new_keys", "new_values"],
+            contrib=True,
+            num_heads=heads,
+            kv_num_heads=kv_heads,
+            scale=attention.scale,
+            softcap=attention.softcap,
+            local_window_size=attention.window or -1,
+            do_rotary=int(turns),
+        )
+        graph.input("rows", TensorProto.INT64, [1])
+        start, axis = graph.constant(np.array([0])), graph.constant(np.array([1]))
+        return graph.product(graph.op("Slice", [y, start, "rows", axis]), OUTPUT)
+
+    return part
+
+
+def _normed(graph: _Graph, attention: Attention, q: str, k: str) -> tuple[str, str]:
+    if attention.norm_whole:
+        return graph.norm(q, attention.query_norm), graph.norm(k, attention.key_norm)
+    width = attention.width
+    return (
+        graph.norm_heads(q, attention.query_norm, attention.heads, width),
+        graph.norm_heads(k, attention.key_norm, attention.kv_heads, width),
+    )
+
+
+def _feed_forward(graph: _Graph, part: FeedForward) -> Callable[[str], str]:
+    def run(x: str) -> str:
+        up = graph.product(x, UP)
+        if not part.is_gated:
+            return graph.product(_activated(graph, up, part.activation), DOWN)
+        gate, multiplied = graph.split(up, [part.width, part.width])
+        active = graph.op("Mul", [_activated(graph, gate, part.activation), multiplied])
+        return graph.product(active, DOWN)
+
+    return run
+
+
+def _activated(graph: _Graph, x: str, activation: str) -> str:
+    if activation == "silu":
+        return graph.op("QuickGelu", [x], contrib=True, alpha=1.0)
+    if activation == "gelu_tanh":
+        return graph.op("Gelu", [x], approximate="tanh")
+    return graph.op({"gelu": "Gelu", "relu": "Relu"}[activation], [x])

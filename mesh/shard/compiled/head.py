@@ -1,0 +1,51 @@
+"""The output head in 8 bit: of a model's ends what is read for every token, and is largest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mesh.models.span import Ends
+from mesh.shard.compiled.engine import Binding, compiled
+from mesh.shard.compiled.formats import BlockMatrix, Quant
+from mesh.shard.compiled.graph import Product, product_model
+from mesh.shard.compiled.store import folder_of, stored_products
+
+_HEAD = "head"
+_QUANT: Quant = "int8"
+
+
+class CompiledLinear(nn.Module):
+    """A linear layer over a `BlockMatrix`, computed by onnxruntime."""
+
+    def __init__(self, product: Product, threads: int, folder: Path | None) -> None:
+        super().__init__()
+        assert isinstance(product.matrix, BlockMatrix)  # noqa: S101 - what is stored in blocks
+        self.out_features, self.in_features = product.matrix.shape
+        self._session = compiled(product_model(product, *product.matrix.shape), threads, folder)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(…, in_features) fp32 -> (…, out_features) fp32."""
+        rows = x.reshape(-1, self.in_features).contiguous()
+        output = torch.empty(len(rows), self.out_features)
+        Binding.of(self._session, {"x": rows}, {"y": output}).run()
+        return output.view(*x.shape[:-1], self.out_features)
+
+
+def compile_head(ends: Ends, weights_sha256: str, cache_dir: Path | None, threads: int) -> str:
+    """Replace the head of `ends`, and have its norm compute in fp32; why, for people.
+
+    The embedding stays as it is stored: only the rows of a prompt are read of it.
+    """
+    head = ends.head
+    folder = folder_of(weights_sha256, _QUANT, cache_dir)
+    file = None if folder is None else folder / f"{_HEAD}.safetensors"
+    products, pages = stored_products({_HEAD: (head,)}, _QUANT, file)
+    ends.norm.float()
+    ends.replace_head(CompiledLinear(products[_HEAD], threads, folder))
+    del products
+    for each in pages:
+        each.forget()
+    return f"head compiled: {_QUANT}"

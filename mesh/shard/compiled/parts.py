@@ -1,0 +1,258 @@
+"""What a decoder layer of transformers is made of, in the terms in which a graph is built.
+
+Reads modules and their config; `NotCompilable` says what it does not know. Whether it has
+understood a layer is not believed but shown: `proof` runs the graph against the module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+ACTIVATIONS = frozenset({"silu", "gelu_tanh", "gelu", "relu"})
+
+_ACTIVATION_NAMES = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu",
+}  # fmt: skip
+
+
+class NotCompilable(Exception):
+    """The layer does something that no graph is built for; the text says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """``x / rms(x) * gamma``, or with a `beta` ``(x - mean) / std * gamma + beta``."""
+
+    gamma: torch.Tensor
+    beta: torch.Tensor | None
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """`projections` give queries, keys and values one behind the other: one module for all, or one
+    for each. `table` names the rotary table; None leaves positions alone."""
+
+    projections: tuple[nn.Module, ...]
+    output: nn.Module
+    heads: int
+    kv_heads: int
+    width: int
+    scale: float
+    softcap: float
+    window: int | None
+    table: str | None
+    query_norm: Norm | None
+    key_norm: Norm | None
+    norm_whole: bool
+    """Whether those norms go over all heads at once and not each."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """`up` gives the gate and what it is multiplied with: one module for both, or one for each;
+    or, where nothing `is_gated`, just what is activated."""
+
+    up: tuple[nn.Module, ...]
+    down: nn.Module
+    activation: str
+    is_gated: bool
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """``x + multiplier * after(part(before(x)))``, for attention and then for feed-forward."""
+
+    attention: Attention
+    feed_forward: FeedForward
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_feed_forward: Norm | None
+    after_feed_forward: Norm | None
+    multiplier: float
+    hidden: int
+
+    @property
+    def linears(self) -> tuple[nn.Module, ...]:
+        """All its matrices, in the order in which they are used."""
+        both = self.attention, self.feed_forward
+        return (*both[0].projections, both[0].output, *both[1].up, both[1].down)
+
+
+def layer_parts(layer: nn.Module, config: Any, index: int) -> LayerParts:
+    """The parts of decoder layer `index` of a span with `config`. Raises NotCompilable."""
+    reader = _Reader(layer)
+    attention = _attention(reader, config, index)
+    feed_forward = _feed_forward(reader, config)
+    before, after, before_ff, after_ff = _norms(reader)
+    parts = LayerParts(
+        attention,
+        feed_forward,
+        before,
+        after,
+        before_ff,
+        after_ff,
+        float(getattr(layer, "residual_multiplier", 1.0)),
+        config.hidden_size,
+    )
+    reader.require_all_read()
+    return parts
+
+
+@dataclass(slots=True)
+class _Reader:
+    """A layer and which of its modules were understood."""
+
+    layer: nn.Module
+    read: set[int] = field(default_factory=set)
+
+    def find(self, *paths: str) -> nn.Module | None:
+        """The first of these that it has."""
+        for path in paths:
+            try:
+                found = self.layer.get_submodule(path)
+            except AttributeError:
+                continue
+            self.read.add(id(found))
+            return found
+        return None
+
+    def get(self, *paths: str) -> nn.Module:
+        """As `find`. Raises NotCompilable when it has none."""
+        found = self.find(*paths)
+        if found is None:
+            raise NotCompilable(f"it has no {paths[0]}")
+        return found
+
+    def norm(self, *paths: str) -> Norm | None:
+        """The norm there, if there is one. Raises NotCompilable for what is none."""
+        found = self.find(*paths)
+        return None if found is None else _norm(found)
+
+    def require_all_read(self) -> None:
+        """Raise NotCompilable when a module with weights was passed over."""
+        for name, module in self.layer.named_modules():
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if own and id(module) not in self.read:
+                raise NotCompilable(f"it has a {type(module).__name__} called {name}")
+
+
+def _attention(reader: _Reader, config: Any, index: int) -> Attention:
+    module = reader.find("self_attn") or reader.get("attn")
+    path = "self_attn" if hasattr(reader.layer, "self_attn") else "attn"
+    whole = reader.find(f"{path}.qkv_proj", f"{path}.c_attn")
+    single = [f"{path}.{name}_proj" for name in ("q", "k", "v")]
+    projections = (whole,) if whole is not None else tuple(reader.get(each) for each in single)
+    heads = config.num_attention_heads
+    # A config that spells it n_head knows nothing of groups, whatever else it carries.
+    groups = None if hasattr(config, "n_head") else getattr(config, "num_key_value_heads", None)
+    kv_heads = groups or heads
+    width = getattr(module, "head_dim", None) or config.hidden_size // heads
+    rows = sum(_out(each) for each in projections)
+    if rows != (heads + 2 * kv_heads) * width:
+        raise NotCompilable("its queries, keys and values have widths of their own")
+    if getattr(module, "sinks", None) is not None:
+        raise NotCompilable("its attention has sinks")
+    query_norm = reader.norm(f"{path}.q_norm")
+    return Attention(
+        projections,
+        reader.get(f"{path}.o_proj", f"{path}.c_proj"),
+        heads,
+        kv_heads,
+        width,
+        _scale(module, width),
+        float(getattr(module, "attn_logit_softcapping", None) or 0.0),
+        _window(config, index),
+        _table(module, config, index),
+        query_norm,
+        reader.norm(f"{path}.k_norm"),
+        norm_whole=query_norm is not None and len(query_norm.gamma) != width,
+    )
+
+
+def _feed_forward(reader: _Reader, config: Any) -> FeedForward:
+    names = ("hidden_act", "hidden_activation", "activation_function")
+    named = next((n for n in (getattr(config, name, None) for name in names) if n), None)
+    activation = _ACTIVATION_NAMES.get(str(named))
+    if activation is None:
+        raise NotCompilable(f"its activation is {named}")
+    both = reader.find("mlp.gate_up_proj")
+    gate = reader.find("mlp.gate_proj")
+    up: tuple[nn.Module, ...]
+    if both is not None:
+        up = (both,)
+    elif gate is not None:
+        up = (gate, reader.get("mlp.up_proj"))
+    else:
+        up = (reader.get("mlp.c_fc"),)
+    is_gated = both is not None or gate is not None
+    width = sum(_out(each) for each in up) // (2 if is_gated else 1)
+    return FeedForward(up, reader.get("mlp.down_proj", "mlp.c_proj"), activation, is_gated, width)
+
+
+def _norms(reader: _Reader) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
+    """Before and after attention, before and after feed-forward."""
+    before_ff = reader.norm("pre_feedforward_layernorm")
+    after_ff = reader.norm("post_feedforward_layernorm")
+    if before_ff is not None or after_ff is not None:  # norms on the way out, as Gemma and OLMo2
+        before = reader.norm("input_layernorm")
+        return before, reader.norm("post_attention_layernorm"), before_ff, after_ff
+    before = reader.norm("input_layernorm", "ln_1")
+    return before, None, reader.norm("post_attention_layernorm", "ln_2"), None
+
+
+def _norm(module: nn.Module) -> Norm:
+    epsilon = getattr(module, "variance_epsilon", None)
+    epsilon = getattr(module, "eps", None) if epsilon is None else epsilon
+    weight = getattr(module, "weight", None)
+    if epsilon is None or weight is None or weight.dim() != 1:
+        raise NotCompilable(f"it normalises by {type(module).__name__}")
+    if isinstance(module, nn.LayerNorm):
+        beta = torch.zeros_like(weight) if module.bias is None else module.bias
+        return Norm(weight.detach().float(), beta.detach().float(), epsilon)
+    # Some multiply by the weight and some by one more than it: what ones become tells which.
+    ones = torch.ones(1, len(weight), dtype=torch.float32)
+    with torch.inference_mode():
+        found = module(ones)[0].float()
+    plain = weight.detach().float()
+    gamma = plain if (found - plain).norm() <= (found - plain - 1).norm() else plain + 1
+    return Norm(gamma, None, epsilon)
+
+
+def _out(linear: nn.Module) -> int:
+    rows = getattr(linear, "out_features", None) or getattr(linear, "nf", None)
+    if not isinstance(rows, int):
+        raise NotCompilable(f"it projects by {type(linear).__name__}")
+    return rows
+
+
+def _scale(module: nn.Module, width: int) -> float:
+    scale = getattr(module, "scaling", None)
+    return float(width**-0.5 if scale is None else scale)
+
+
+def _window(config: Any, index: int) -> int | None:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[index] not in ("full_attention", "sliding_attention"):
+        raise NotCompilable(f"its attention is {kinds[index]}")
+    if kinds is not None and kinds[index] == "full_attention":
+        return None
+    window = getattr(config, "sliding_window", None)
+    return int(window) if window else None
+
+
+def _table(module: nn.Module, config: Any, index: int) -> str | None:
+    """Which rotary table it turns its queries and keys by: the layer's kind where each has one."""
+    if getattr(config, "rope_parameters", None) is None:
+        return None
+    if not getattr(module, "use_rope", True):
+        return None
+    nested = all(isinstance(each, dict) for each in config.rope_parameters.values())
+    kinds = getattr(config, "layer_types", None)
+    return str(kinds[index]) if nested and kinds is not None else ""

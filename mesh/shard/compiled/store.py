@@ -1,0 +1,292 @@
+"""A span whose matrices are blocks of few bits: rounded once, kept on disk, mapped from then on.
+
+One safetensors file for each layer, beside the other caches, under the checkpoint's
+`weights_sha256` and the format. A file is used while the hash over its tensors, which stands in its
+header, is right; otherwise it is made again from the checkpoint. Blocks throughout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+from safetensors.torch import save, save_file
+from torch import nn
+
+from mesh.errors import BadCheckpoint
+from mesh.models.header import read_header
+from mesh.models.pages import Pages
+from mesh.models.progress import Progress
+from mesh.shard.compiled.formats import (
+    BITS,
+    VERSION,
+    BlockLinear,
+    BlockMatrix,
+    Quant,
+    dense_weight,
+    quantise,
+)
+from mesh.shard.compiled.graph import DOWN, OUTPUT, QKV, UP, Product, Stored
+from mesh.shard.compiled.parts import LayerParts, layer_parts
+from mesh.shard.views import layer_list_name
+
+if TYPE_CHECKING:
+    from mesh.models.load import LoadedSpan
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"U8": torch.uint8, "F32": torch.float32}
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLayer:
+    """What the graph of a layer is built from."""
+
+    parts: LayerParts
+    products: Mapping[str, Product]
+    folder: Path | None
+    """Where what its products refer to lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSpan:
+    """What the graphs of a span are built from, and the modules that compute the same."""
+
+    loaded: LoadedSpan
+    quant: Quant | None
+    layers: tuple[GraphLayer, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the matrices take."""
+        matrices = [product.matrix for layer in self.layers for product in layer.products.values()]
+        return sum(matrix.nbytes for matrix in matrices)
+
+
+def quantised_span(
+    loaded: LoadedSpan,
+    quant: Quant,
+    weights_sha256: str,
+    cache_dir: Path | None,
+    progress: Progress | None = None,
+) -> GraphSpan:
+    """`loaded`, changed in place: `BlockLinear` stands for its linear layers. Raises NotCompilable.
+
+    Rounds what `cache_dir` does not hold yet, and holds it there from then on; without one it stays
+    in memory.
+    """
+    module: Any = loaded.module
+    layers = module.get_submodule(layer_list_name(module))
+    all_parts = [layer_parts(layer, loaded.config, i) for i, layer in enumerate(layers)]
+    folder = folder_of(weights_sha256, quant, cache_dir)
+    progress = progress or Progress()
+    progress.begin("rounding", loaded.bytes_read)
+    done = []
+    for number, (layer, parts) in enumerate(zip(layers, all_parts, strict=True)):
+        file = None if folder is None else folder / f"{loaded.layers.start + number}.safetensors"
+        products, pages = stored_products(_product_modules(parts), quant, file)
+        loaded.pages.update(pages)
+        linears = dict(zip(map(id, parts.linears), _linears(parts, products), strict=True))
+        _replace(layer, linears)
+        progress.add(loaded.bytes_read // len(all_parts))
+        done.append(GraphLayer(_without_modules(parts), products, folder))
+    module.float()
+    for parameter in module.parameters():  # what is left would keep the whole checkpoint mapped
+        parameter.data = parameter.data.clone()
+    return GraphSpan(replace(loaded, sha256={}), quant, tuple(done))
+
+
+def dense_span(loaded: LoadedSpan) -> GraphSpan:
+    """`loaded` with its weights as they are. Raises NotCompilable."""
+    module: Any = loaded.module
+    layers = module.get_submodule(layer_list_name(module))
+    parts = [layer_parts(layer, loaded.config, i) for i, layer in enumerate(layers)]
+    return GraphSpan(loaded, None, tuple(GraphLayer(p, _dense_products(p), None) for p in parts))
+
+
+def _product_modules(parts: LayerParts) -> dict[str, tuple[nn.Module, ...]]:
+    """The linear layers that each product of a layer is made of."""
+    attention, feed_forward = parts.attention, parts.feed_forward
+    return {
+        QKV: attention.projections,
+        OUTPUT: (attention.output,),
+        UP: feed_forward.up,
+        DOWN: (feed_forward.down,),
+    }
+
+
+def _dense_products(parts: LayerParts) -> dict[str, Product]:
+    """The products of a layer as they are, in fp32."""
+    return {
+        name: Product(torch.cat([dense_weight(each).float() for each in linears]), _bias(linears))
+        for name, linears in _product_modules(parts).items()
+    }
+
+
+def folder_of(weights_sha256: str, quant: Quant, cache_dir: Path | None) -> Path | None:
+    """Where what was rounded of a checkpoint is kept."""
+    return None if cache_dir is None else cache_dir / "quantised" / weights_sha256 / quant
+
+
+def stored_products(
+    modules: Mapping[str, Sequence[nn.Module]], quant: Quant, file: Path | None
+) -> tuple[dict[str, Product], list[Pages]]:
+    """Products of these linear layers, and the pages in which they lie as far as they are mapped.
+
+    From `file` if it holds them; otherwise rounded now, and kept there if there is one.
+    """
+    kept = None if file is None else _kept(file, modules, quant)
+    if kept is not None:
+        return kept
+    fresh = {
+        name: Product(
+            quantise(torch.cat([dense_weight(each) for each in linears]), quant), _bias(linears)
+        )
+        for name, linears in modules.items()
+    }
+    if file is None or not _keep(file, fresh):
+        return fresh, []
+    return _kept(file, modules, quant) or (fresh, [])
+
+
+def _keep(file: Path, products: Mapping[str, Product]) -> bool:
+    """Write them; whether that was possible."""
+    tensors = {}
+    for name, product in products.items():
+        assert isinstance(product.matrix, BlockMatrix)  # noqa: S101 - just rounded
+        tensors.update(
+            {
+                f"{name}.{part}": tensor
+                for part in ("codes", "scales", "zeros")
+                if (tensor := getattr(product.matrix, part)) is not None
+            }
+        )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".part")
+        os.close(handle)
+        draft = Path(name)
+        try:
+            digest = _digest(io.BytesIO(save(tensors)))
+            save_file(tensors, draft, metadata={"sha256": digest, "version": str(VERSION)})
+            draft.replace(file)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s cannot be kept, and is made again next time: %s", file, error)
+        return False
+    return True
+
+
+def _kept(
+    file: Path, modules: Mapping[str, Sequence[nn.Module]], quant: Quant
+) -> tuple[dict[str, Product], list[Pages]] | None:
+    """What `file` holds, mapped; None when that is not what is wanted, or damaged."""
+    if not file.exists():
+        return None
+    try:
+        entries = read_header(file)
+        metadata = _metadata(file)
+        with file.open("rb") as stream:
+            digest = _digest(stream)
+        if (metadata.get("version"), metadata.get("sha256")) != (str(VERSION), digest):
+            return None
+        pages = Pages.of_file(file)
+    except (BadCheckpoint, OSError, ValueError) as error:
+        logger.warning("%s is made again: %s", file, error)
+        return None
+    products = {}
+    for name, linears in modules.items():
+        tensors, stored = {}, {}
+        for part in ("codes", "scales", "zeros"):
+            entry = entries.get(f"{name}.{part}")
+            if entry is not None:
+                tensors[part] = pages.tensor(_DTYPES[entry.dtype], entry.shape, entry.offset)
+                stored[part] = Stored(file, entry.offset, entry.nbytes)
+        shape = (sum(map(_rows, linears)), _columns(linears[0]))
+        matrix = BlockMatrix(
+            BITS[quant], shape, tensors["codes"], tensors["scales"], tensors.get("zeros")
+        )
+        products[name] = Product(matrix, _bias(linears), stored)
+    return products, [pages]
+
+
+def _digest(stream: BinaryIO) -> str:
+    """Of everything behind the header."""
+    stream.seek(8 + int.from_bytes(stream.read(8), "little"))
+    digest = hashlib.sha256()
+    while chunk := stream.read(_CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _metadata(file: Path) -> dict[str, str]:
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    metadata = header.get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _linears(parts: LayerParts, products: Mapping[str, Product]) -> list[BlockLinear]:
+    """In the order of `LayerParts.linears`, as rows of the products."""
+    found = []
+    for name, linears in _product_modules(parts).items():
+        product, first = products[name], 0
+        assert isinstance(product.matrix, BlockMatrix)  # noqa: S101 - of a quantised span
+        for linear in linears:
+            rows = slice(first, first + _rows(linear))
+            bias = None if product.bias is None else product.bias[rows]
+            found.append(BlockLinear(_part(product.matrix, rows), bias))
+            first = rows.stop
+    return found
+
+
+def _part(matrix: BlockMatrix, rows: slice) -> BlockMatrix:
+    zeros = None if matrix.zeros is None else matrix.zeros[rows]
+    shape = (rows.stop - rows.start, matrix.shape[1])
+    return BlockMatrix(matrix.bits, shape, matrix.codes[rows], matrix.scales[rows], zeros)
+
+
+def _replace(layer: nn.Module, linears: Mapping[int, BlockLinear]) -> None:
+    for parent in list(layer.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in linears:
+                setattr(parent, name, linears[id(child)])
+
+
+def _without_modules(parts: LayerParts) -> LayerParts:
+    """What a graph needs of it: the modules would keep the weights that were rounded."""
+    attention = replace(parts.attention, projections=(), output=nn.Identity())
+    feed_forward = replace(parts.feed_forward, up=(), down=nn.Identity())
+    return replace(parts, attention=attention, feed_forward=feed_forward)
+
+
+def _bias(linears: Sequence[nn.Module]) -> torch.Tensor | None:
+    biases: list[Any] = [linear.bias for linear in linears]
+    if all(bias is None for bias in biases):
+        return None
+    return torch.cat(
+        [
+            torch.zeros(_rows(linear)) if bias is None else bias.detach().float()
+            for linear, bias in zip(linears, biases, strict=True)
+        ]
+    )
+
+
+def _rows(linear: nn.Module) -> int:
+    return int(dense_weight(linear).shape[0])
+
+
+def _columns(linear: nn.Module) -> int:
+    return int(dense_weight(linear).shape[1])

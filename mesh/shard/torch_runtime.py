@@ -1,0 +1,174 @@
+"""The reference runtime: transformers' own model code on sliced layers.
+
+With our cache, our attention where it was checked, and faster linear kernels. Runs every family and
+every hook, on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mesh.models.progress import Progress
+from mesh.shard.hooks import Hook, Placed, hooked
+from mesh.shard.kv import BatchCache, SessionCache
+from mesh.shard.linear import PackedLinear, choose_kernels
+from mesh.shard.memory import settle
+from mesh.shard.protection import Protection
+from mesh.shard.runtime import StepInput, prepare
+from mesh.shard.selfcheck import choose_attention, rope_types
+from mesh.shard.views import layer_list_name, layer_view
+from mesh.shard.weight_check import WeightCheck
+from mesh.types import LayerRange
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mesh.models.load import LoadedSpan
+
+
+class TorchRuntime:
+    """The layers of one shard on one device. See `mesh.shard.runtime.Runtime`."""
+
+    def __init__(
+        self,
+        loaded: LoadedSpan,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        batch_invariant: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        """Take over `loaded`: its linear layers may be repacked, its attention replaced.
+
+        Raises UnsupportedFamily when the family cannot run on our cache.
+        """
+        self.layers = loaded.layers
+        self.loaded = loaded
+        self.device = device
+        self.dtype = dtype
+        self.hidden_size: int = loaded.config.hidden_size
+        self._module: nn.Module = loaded.module.eval().requires_grad_(requires_grad=False)
+        with torch.inference_mode():
+            kernels = choose_kernels(self._module, dtype, device, progress)
+        attention = choose_attention(self._module, device, dtype)
+        self.protection = Protection(self._module, loaded.pages)
+        self.batched = attention.batched and not batch_invariant
+        """Whether single rows of several sessions may run as one forward."""
+        self.kernels = f"{kernels.name}+{attention.name}" + ("+alone" if not self.batched else "")
+        self.reasons = (kernels.reason, attention.reason, self.protection.reason)
+        self.weight_bytes = _weight_bytes(self._module)
+        """What the weights take in the form in which they are computed with."""
+        settle()
+        self._views: dict[LayerRange, nn.Module] = {}
+        self._ropes = _DynamicRopes(self._module)
+
+    def new_cache(self, max_tokens: int, hooks: Sequence[Hook] = ()) -> SessionCache:
+        """See `Runtime`."""
+        return SessionCache(len(self.layers), max_tokens)
+
+    def layer(self, number: int) -> nn.Module:
+        """The decoder layer of that number in the whole model; LookupError when not here."""
+        layers: Any = self._module.get_submodule(layer_list_name(self._module))
+        module: nn.Module = layers[number - self.layers.start]
+        return module
+
+    def weight_check(self) -> WeightCheck:
+        """See `Runtime`."""
+        return WeightCheck(self._module, self.loaded.sha256)
+
+    @torch.inference_mode()
+    def forward(
+        self, steps: Sequence[StepInput], layers: LayerRange | None = None
+    ) -> list[torch.Tensor]:
+        """See `Runtime`."""
+        if len(steps) > 1 and not (self.batched and all(s.hidden.shape[1] == 1 for s in steps)):
+            raise ValueError("only single rows of a batched runtime are computed together")
+        for step in steps:
+            prepare(step)
+        view = self._view(layers or self.layers)
+        return [self._alone(view, steps[0])] if len(steps) == 1 else self._together(view, steps)
+
+    def _alone(self, view: nn.Module, step: StepInput) -> torch.Tensor:
+        rows = step.hidden.shape[1]
+        first = step.position
+        positions = torch.arange(first, first + rows, device=self.device)[None]
+        placed = [(0, hook) for hook in step.hooks]
+        output = self._run(view, step.hidden, positions, step.cache, placed)
+        step.cache.commit(rows)
+        return output
+
+    def _together(self, view: nn.Module, steps: Sequence[StepInput]) -> list[torch.Tensor]:
+        hidden = torch.cat([step.hidden for step in steps])
+        positions = torch.tensor([[step.position] for step in steps], device=self.device)
+        placed = [(row, hook) for row, step in enumerate(steps) for hook in step.hooks]
+        cache = BatchCache([_own_cache(step) for step in steps])
+        output = self._run(view, hidden, positions, cache, placed)
+        for step in steps:
+            step.cache.commit(1)
+        return list(output.tensor_split(len(steps)))
+
+    def _run(
+        self,
+        view: nn.Module,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Any,
+        placed: Sequence[Placed],
+    ) -> torch.Tensor:
+        if placed:
+            with hooked(self.layer, placed, (hidden.shape[0], hidden.shape[1])):
+                return self._run(view, hidden, positions, cache, ())
+        self._ropes.reset()
+        output: torch.Tensor = view(
+            inputs_embeds=hidden.to(self.device, self.dtype),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        return output
+
+    def _view(self, layers: LayerRange) -> nn.Module:
+        view = self._views.get(layers)
+        if view is None:
+            first = self.layers.start
+            view = layer_view(self._module, layers.start - first, layers.stop - first)
+            self._views[layers] = view
+        return view
+
+
+def _weight_bytes(module: nn.Module) -> int:
+    plain = {t.untyped_storage().data_ptr(): t.nbytes for t in _tensors(module)}
+    packed = (part.weight_bytes for part in module.modules() if isinstance(part, PackedLinear))
+    return sum(plain.values()) + sum(packed)
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _own_cache(step: StepInput) -> SessionCache:
+    """Its cache, which `new_cache` made."""
+    assert isinstance(step.cache, SessionCache)  # noqa: S101 - as said
+    return step.cache
+
+
+class _DynamicRopes:
+    """Rotary embeddings that remember the longest sequence they saw, of whichever session.
+
+    Reset before every forward, they choose their frequencies by the step at hand alone.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        dynamic = "dynamic" in rope_types(module.config)
+        self._ropes: list[Any] = [
+            part for part in module.modules() if dynamic and hasattr(part, "original_inv_freq")
+        ]
+
+    def reset(self) -> None:
+        for rope in self._ropes:
+            rope.inv_freq = rope.original_inv_freq
+            rope.max_seq_len_cached = rope.original_max_seq_len

@@ -1,0 +1,68 @@
+"""What the tests of the compiled runtime run on: small random checkpoints in few bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from mesh.models.load import load_span
+from mesh.shard.compiled.formats import Quant
+from mesh.shard.compiled.runtime import CompiledRuntime
+from mesh.shard.compiled.store import GraphSpan, dense_span, quantised_span
+from mesh.shard.runtime import KeyValueCache, Runtime, StepInput
+from mesh.shard.torch_runtime import TorchRuntime
+from mesh.types import LayerRange
+from tests.checkpoints import FAMILIES
+from tests.shard.spans import CPU, WHOLE, checkpoint
+
+REFUSED = ("qwen3_moe", "minicpm3")
+"""Families that the torch runtime keeps: experts, and keys that are made of a latent."""
+
+COMPILED = tuple(family for family in FAMILIES if family not in REFUSED)
+
+
+def span(
+    quant: Quant | None,
+    family: str = "llama",
+    layers: LayerRange = WHOLE,
+    cache_dir: Path | None = None,
+) -> GraphSpan:
+    """These layers, freshly loaded."""
+    manifest = checkpoint(family)
+    loaded = load_span(manifest, layers, dtype=torch.float32, device=CPU)
+    if quant is None:
+        return dense_span(loaded)
+    return quantised_span(loaded, quant, manifest.weights_sha256, cache_dir)
+
+
+def compiled(
+    quant: Quant | None = "int8",
+    family: str = "llama",
+    layers: LayerRange = WHOLE,
+    *,
+    batch_invariant: bool = False,
+) -> CompiledRuntime:
+    """A fresh runtime of some layers."""
+    graphs = span(quant, family, layers)
+    return CompiledRuntime(graphs, threads=1, positions=256, batch_invariant=batch_invariant)
+
+
+def in_torch(runtime: CompiledRuntime) -> TorchRuntime:
+    """The same weights, computed by torch."""
+    return TorchRuntime(runtime.loaded, device=CPU, dtype=torch.float32)
+
+
+def step(
+    runtime: Runtime, cache: KeyValueCache, position: int, hidden: torch.Tensor
+) -> torch.Tensor:
+    """One session's step, alone."""
+    return runtime.forward([StepInput(cache, position, hidden)])[0]
+
+
+def added(found: torch.Tensor, expected: torch.Tensor, hidden: torch.Tensor) -> float:
+    """How far `found` is off, relative to what the layers add to `hidden`."""
+    return float((found - expected).norm() / (expected - hidden).norm())
+
+
+__all__ = ["COMPILED", "REFUSED", "added", "compiled", "in_torch", "span", "step"]

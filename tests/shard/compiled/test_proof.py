@@ -1,0 +1,52 @@
+"""A layer that this CPU, or this program, computes wrongly is not served."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mesh.errors import DeviceFailed
+from mesh.models.families import family_of
+from mesh.shard.compiled import parts, proof
+from mesh.shard.compiled.engine import compiled as session_of
+from mesh.shard.compiled.formats import BlockMatrix
+from mesh.shard.compiled.graph import DOWN, layer_model
+from mesh.shard.compiled.parts import NotCompilable
+from mesh.shard.compiled.proof import check_kernels, require_compilable
+from tests.shard.compiled.spans import compiled, span
+from tests.shard.spans import checkpoint
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_right_kernels_pass_and_say_that_rows_are_alike(quant: str) -> None:
+    assert "same bits in any chunk and batch" in check_kernels(compiled(quant))
+
+
+def test_a_layer_that_is_off_is_refused() -> None:
+    runtime = compiled("int8")
+    layer = span("int8").layers[0]
+    matrix = layer.products[DOWN].matrix
+    assert isinstance(matrix, BlockMatrix)
+    wrong = replace(matrix, scales=matrix.scales * 1.3)  # as kernels that saturate are
+    products = {**layer.products, DOWN: replace(layer.products[DOWN], matrix=wrong)}
+    runtime._sessions[0] = session_of(layer_model(layer.parts, products), 1)
+    with pytest.raises(DeviceFailed, match="Layer 0 in few bits is off by"):
+        check_kernels(runtime)
+
+
+def test_a_misread_family_is_refused_and_the_verdict_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = family_of(checkpoint("gemma2"))
+    monkeypatch.setattr(proof, "_settled", {})
+    monkeypatch.setitem(parts._ACTIVATION_NAMES, "gelu_pytorch_tanh", "silu")
+    with pytest.raises(NotCompilable, match="its graphs differ by"):
+        require_compilable(family, tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setattr(proof, "_settled", {})
+    with pytest.raises(NotCompilable, match="its graphs differ by"):
+        require_compilable(family, tmp_path)  # as it is kept: the structure is the same
+    monkeypatch.setattr(proof, "_settled", {})
+    require_compilable(family, None)

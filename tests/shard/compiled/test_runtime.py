@@ -1,0 +1,190 @@
+"""Graphs compute what transformers computes, for every family that they take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mesh.errors import BadRequest, ContextTooLong
+from mesh.models.families import family_of
+from mesh.shard.compiled.formats import Quant
+from mesh.shard.compiled.parts import NotCompilable
+from mesh.shard.compiled.proof import require_compilable
+from mesh.shard.compiled.slots import SLOTS
+from mesh.shard.hooks import Hook
+from mesh.shard.runtime import StepInput
+from mesh.shard.scheduler import run
+from mesh.types import LayerRange, Site
+from tests.checkpoints import WINDOW
+from tests.shard.compiled.spans import COMPILED, REFUSED, added, compiled, in_torch, step
+from tests.shard.spans import HIDDEN, WHOLE, checkpoint, relative_error, rows
+from tests.shard.test_runtime import whole_model
+
+QUANTS: tuple[Quant, ...] = ("int8", "int4")
+ROUNDING = 0.06
+"""Of these random models: what rounding each row to 8 bit adds, relative to what the layers do."""
+
+
+@pytest.mark.parametrize("family", COMPILED)
+def test_two_spans_with_chunks_decode_and_rollback_give_what_hugging_face_gives(
+    family: str,
+) -> None:
+    spans = [compiled(None, family, LayerRange(0, 1)), compiled(None, family, LayerRange(1, 4))]
+    hidden = rows(WINDOW + 40)
+    expected = whole_model(family, hidden)
+    caches = [span.new_cache(256) for span in spans]
+    found = torch.empty_like(expected)
+    # A chunk, a chunk behind a past that crosses the window, a rejected draft, single rows.
+    for start, stop in [(0, 50), (50, 90), (90, 98), (91, 92), (92, 93), (93, 104)]:
+        part = hidden[:, start:stop]
+        for span, cache in zip(spans, caches, strict=True):
+            part = step(span, cache, start, part)
+        found[:, start:stop] = part
+    assert relative_error(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", COMPILED)
+@pytest.mark.parametrize("quant", QUANTS)
+def test_few_bits_are_as_far_from_the_same_weights_in_torch_as_rounding_rows_explains(
+    family: str, quant: Quant
+) -> None:
+    runtime = compiled(quant, family)
+    reference = in_torch(runtime)
+    hidden = rows(WINDOW + 20)
+    ours, theirs = runtime.new_cache(256), reference.new_cache(256)
+    for start, stop in [(0, WINDOW - 3), (WINDOW - 3, WINDOW + 19), (WINDOW + 19, WINDOW + 20)]:
+        part = hidden[:, start:stop]
+        expected = step(reference, theirs, start, part)
+        assert added(step(runtime, ours, start, part), expected, part) < ROUNDING
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_no_graph_is_built_for_is_refused_with_its_reason(family: str) -> None:
+    with pytest.raises(NotCompilable, match="it has no"):
+        require_compilable(family_of(checkpoint(family)), None)
+
+
+@pytest.mark.parametrize("family", COMPILED)
+@pytest.mark.parametrize("quant", QUANTS)
+def test_a_row_has_the_same_bits_in_whatever_chunks_it_comes(family: str, quant: Quant) -> None:
+    runtime, hidden = compiled(quant, family), rows(140)
+    expected = step(runtime, runtime.new_cache(256), 0, hidden)
+    # One row, one that is alone in the last tile of its chunk, a whole tile.
+    for sizes in ([1], [2], [7], [65, 1], [64], [100, 1, 1, 5]):
+        cache, found = runtime.new_cache(256), []
+        while cache.length < hidden.shape[1]:
+            start = cache.length
+            part = hidden[:, start : start + sizes[len(found) % len(sizes)]]
+            found.append(step(runtime, cache, start, part))
+        assert torch.equal(torch.cat(found, dim=1), expected), sizes
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_a_row_has_the_same_bits_in_any_batch(quant: Quant) -> None:
+    runtime = compiled(quant)
+    caches = [runtime.new_cache(128) for _ in range(SLOTS + 2)]  # over two banks
+    alone, steps = [], []
+    for i, cache in enumerate(caches):
+        length = 3 + 7 * i
+        step(runtime, cache, 0, rows(length, seed=i))
+        last = rows(1, seed=100 + i)
+        alone.append(step(runtime, cache, length, last))
+        steps.append(StepInput(cache, length, last))
+    some = [0, 1, 3, 6, 8, 9]  # with idle slots between them
+    for one, other in zip(some, runtime.forward([steps[i] for i in some]), strict=True):
+        assert torch.equal(alone[one], other)
+    for i, other in enumerate(runtime.forward(steps)):
+        assert torch.equal(alone[i], other)
+
+
+def test_rows_of_others_write_nothing_into_an_idle_session() -> None:
+    runtime = compiled("int8")
+    one, idle, other = (runtime.new_cache(64) for _ in range(3))
+    for cache in (one, other):
+        step(runtime, cache, 0, rows(2))
+    full = rows(64, seed=3)
+    step(runtime, idle, 0, full[:, :63])
+    untouched = runtime.new_cache(64)
+    step(runtime, untouched, 0, full[:, :63])
+    for position in range(2, 6):
+        row = rows(1, seed=position)
+        runtime.forward([StepInput(one, position, row), StepInput(other, position, row)])
+    last = full[:, 63:]
+    assert torch.equal(step(runtime, idle, 63, last), step(runtime, untouched, 63, last))
+    runtime.forward([StepInput(one, 6, rows(1)), StepInput(other, 6, rows(1))])  # idle is full now
+    assert torch.equal(step(runtime, idle, 63, last), step(runtime, untouched, 63, last))
+
+
+def test_a_slot_is_given_on_empty() -> None:
+    runtime = compiled("int8")
+    fresh = runtime.new_cache(64)
+    expected = step(runtime, fresh, 0, rows(3, seed=5))
+    first = runtime.new_cache(64)
+    slot = (first.bank, first.slot)
+    step(runtime, first, 0, rows(40))
+    assert first.allocated_bytes > 0
+    del first
+    again = runtime.new_cache(64)
+    assert (again.bank, again.slot) == slot
+    assert (again.length, again.allocated_bytes) == (0, 0)
+    assert torch.equal(step(runtime, again, 0, rows(3, seed=5)), expected)
+
+
+def test_limits_are_those_of_the_torch_runtime() -> None:
+    runtime = compiled("int8")
+    cache = runtime.new_cache(16)
+    with pytest.raises(BadRequest, match="position 1"):
+        step(runtime, cache, 1, rows(1))
+    with pytest.raises(ContextTooLong, match="at most 16"):
+        step(runtime, cache, 0, rows(17))
+    assert cache.length == 0
+    step(runtime, cache, 0, rows(16))
+    with pytest.raises(ContextTooLong):
+        step(runtime, cache, 16, rows(1))
+    with pytest.raises(ValueError, match="single rows"):
+        runtime.forward([StepInput(runtime.new_cache(16), 0, rows(2)) for _ in range(2)])
+
+
+def test_without_neighbours_a_row_is_always_computed_alone() -> None:
+    runtime = compiled("int4", batch_invariant=True)
+    caches = [runtime.new_cache(64) for _ in range(3)]
+    steps = [StepInput(cache, 0, rows(1, seed=i)) for i, cache in enumerate(caches)]
+    together = run(runtime, steps, WHOLE)
+    for i, found in enumerate(together):
+        assert torch.equal(found, step(runtime, runtime.new_cache(64), 0, rows(1, seed=i)))
+
+
+class Shift:
+    """Adds to what passes, and keeps it."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.seen.append(hidden.clone())
+        return hidden + 1
+
+
+@pytest.mark.parametrize(
+    "site", [Site(1), Site(2, side="input"), Site(3), Site(1, "mlp"), Site(2, "self_attn.o_proj")]
+)
+def test_hooks_see_and_change_what_they_do_in_torch(site: Site) -> None:
+    runtime = compiled("int8")
+    hook: Hook = Shift(site)
+    cache, other = runtime.new_cache(64, (hook,)), runtime.new_cache(64)
+    chunk, row = rows(5), rows(1, seed=1)
+    runtime.forward([StepInput(cache, 0, chunk, (hook,))])
+    step(runtime, other, 0, rows(9))
+    before = step(runtime, runtime_cache := runtime.new_cache(64), 0, rows(9))
+    assert before.shape == (1, 9, HIDDEN)
+    found, beside = runtime.forward([StepInput(cache, 5, row, (hook,)), StepInput(other, 9, row)])
+    assert torch.equal(beside, step(runtime, runtime_cache, 9, row))  # nobody else's
+    reference, theirs = in_torch(runtime), Shift(site)
+    expected_cache = reference.new_cache(64)
+    reference.forward([StepInput(expected_cache, 0, chunk, (theirs,))])
+    (expected,) = reference.forward([StepInput(expected_cache, 5, row, (theirs,))])
+    assert added(found, expected, row) < ROUNDING
+    for mine, its in zip(hook.seen, theirs.seen, strict=True):
+        assert mine.shape == its.shape
+        assert relative_error(mine, its) < ROUNDING

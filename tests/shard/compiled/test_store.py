@@ -1,0 +1,97 @@
+"""What was rounded is kept, and is not believed without its hash."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from mesh.shard.compiled import store
+from mesh.shard.compiled.formats import BlockLinear, BlockMatrix
+from mesh.shard.compiled.runtime import CompiledRuntime
+from mesh.shard.compiled.store import GraphSpan
+from mesh.types import LayerRange
+from tests.shard.compiled.spans import span, step
+from tests.shard.spans import rows
+
+SPAN = LayerRange(1, 3)
+
+
+def files(root: Path) -> list[Path]:
+    return sorted(root.rglob("*.safetensors"))
+
+
+def answer(graphs: GraphSpan) -> torch.Tensor:
+    runtime = CompiledRuntime(graphs, threads=1, positions=64)
+    return step(runtime, runtime.new_cache(64), 0, rows(5))
+
+
+def mapped(graphs: GraphSpan) -> bool:
+    return all(product.stored for layer in graphs.layers for product in layer.products.values())
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_a_second_start_reads_what_the_first_has_rounded(tmp_path: Path, quant: str) -> None:
+    expected = answer(span(quant, layers=SPAN))
+    assert torch.equal(answer(span(quant, layers=SPAN, cache_dir=tmp_path)), expected)
+    first, second = files(tmp_path)
+    assert (first.name, second.name) == ("1.safetensors", "2.safetensors")
+    before = first.stat().st_mtime_ns
+    graphs = span(quant, layers=SPAN, cache_dir=tmp_path)
+    assert mapped(graphs)
+    assert torch.equal(answer(graphs), expected)
+    assert first.stat().st_mtime_ns == before
+
+
+def test_a_damaged_file_is_made_again(tmp_path: Path) -> None:
+    expected = answer(span("int8", layers=SPAN, cache_dir=tmp_path))
+    for damage in (_flip_last_byte, _cut_short, _empty):
+        damage(files(tmp_path)[0])
+        assert torch.equal(answer(span("int8", layers=SPAN, cache_dir=tmp_path)), expected)
+
+
+def _flip_last_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def _cut_short(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _empty(file: Path) -> None:
+    os.truncate(file, 0)
+
+
+def test_codes_of_another_version_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span("int8", layers=SPAN, cache_dir=tmp_path)
+    before = files(tmp_path)[0].stat().st_mtime_ns
+    monkeypatch.setattr(store, "VERSION", store.VERSION + 1)
+    span("int8", layers=SPAN, cache_dir=tmp_path)
+    assert files(tmp_path)[0].stat().st_mtime_ns > before
+
+
+def test_where_nothing_can_be_kept_the_weights_stay_in_memory(tmp_path: Path) -> None:
+    blocked = tmp_path / "a file"
+    blocked.touch()
+    graphs = span("int8", layers=SPAN, cache_dir=blocked)
+    assert not mapped(graphs)
+    assert torch.equal(answer(graphs), answer(span("int8", layers=SPAN)))
+
+
+def test_no_dense_weight_is_left() -> None:
+    graphs = span("int4", layers=SPAN)
+    module = graphs.loaded.module
+    linears = [part for part in module.modules() if isinstance(part, BlockLinear)]
+    assert len(linears) == 7 * len(SPAN)
+    assert max(parameter.dim() for parameter in module.parameters()) == 1
+    matrices = [p.matrix for layer in graphs.layers for p in layer.products.values()]
+    assert all(isinstance(matrix, BlockMatrix) for matrix in matrices)
+    # The modules' rows are parts of the products', not copies of them.
+    theirs = {part.codes.untyped_storage().data_ptr() for part in linears}
+    assert theirs == {m.codes.untyped_storage().data_ptr() for m in matrices}
