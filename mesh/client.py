@@ -60,15 +60,21 @@ class Client:
         names. Raises BadValue for what is no URL.
         """
         self.url = url.rstrip("/")
-        host = _parsed(self.url).host
+        parsed = _parsed(self.url)
+        checked: ssl.SSLContext | bool = True
+        if certificate is not None:
+            checked = pinned(certificate)
+        elif parsed.scheme == "http":
+            # Trusts nobody. To read the whole list of authorities takes longer than a question.
+            checked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         # Proxies of the environment must not see what stays on this machine.
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=headers,
             timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
-            trust_env=certificate is None and not is_loopback(host),
-            verify=True if certificate is None else pinned(certificate),
+            trust_env=certificate is None and not is_loopback(parsed.host),
+            verify=checked,
         )
 
     async def __aenter__(self) -> Self:

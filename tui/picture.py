@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mesh.types import LayerRange
-from tui.words import ms
+from tui.words import count, ms
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 GAP = "·"
@@ -93,6 +93,10 @@ class Bottleneck:
     words: str
 
 
+_STRANGER = "other hearth"
+"""The state of a neighbour's node: nothing is wrong with it."""
+
+
 def readiness(picture: Picture) -> Readiness:
     """The first line of the screen."""
     status = picture.status
@@ -103,10 +107,10 @@ def readiness(picture: Picture) -> Readiness:
     running, peers = len(picture.rows("generations")), picture.rows("peers")
     nodes = 1 + sum(peer["state"] == "up" for peer in peers)
     if ready:
-        words = f"working · {', '.join(ready)} · {_count(nodes, 'node')}"
+        words = f"working · {', '.join(ready)} · {count(nodes, 'node')}"
         speed = sum(row.get("tokens_per_second") or 0.0 for row in picture.rows("generations"))
         if running:
-            words += f" · {_count(running, 'answer')} at {speed:.1f} tok/s"
+            words += f" · {count(running, 'answer')} at {speed:.1f} tok/s"
         return Readiness("ok", words)
     if not models:
         return Readiness(
@@ -127,8 +131,11 @@ def nodes(picture: Picture) -> list[Seen]:
     found = [Seen("A", own["id"], own["name"], "ok" if word == "here" else "wait", word, None,
                   shards, own)]  # fmt: skip
     others = [peer for peer in picture.rows("peers") if peer["state"] != "this node"]
-    # By ids, so that nobody's letter and colour change with a name.
-    peers = sorted(others, key=lambda peer: (peer["id"] or "~", peer["address"] or ""))
+    # By ids, so that nobody's letter and colour change with a name; strangers behind all others.
+    peers = sorted(
+        others,
+        key=lambda peer: (peer["state"] == _STRANGER, peer["id"] or "~", peer["address"] or ""),
+    )
     for number, peer in enumerate(peers, 1):
         letter = LETTERS[number] if number < len(LETTERS) else "*"
         state, said = _health(peer)
@@ -190,11 +197,13 @@ def _coverage(model: Mapping[str, Any], seen: Sequence[Seen]) -> Coverage:
     if missing and not words.startswith("missing"):
         words += f" · missing layers {', '.join(missing)}"
     if spare:
-        words += f" · {_count(spare, 'layer')} held more than once"
+        words += f" · {count(spare, 'layer')} held more than once"
     return Coverage(model["id"], tuple(holders), missing, state, words)
 
 
 def _health(peer: Mapping[str, Any]) -> tuple[str, str]:
+    if peer["state"] == _STRANGER:
+        return "other", _STRANGER
     if peer["state"] != "up":
         return "bad", f"{peer['state']}: {peer['reason']}" if peer.get("reason") else peer["state"]
     doubt = peer.get("verdict")
@@ -203,7 +212,3 @@ def _health(peer: Mapping[str, Any]) -> tuple[str, str]:
 
 def _held(shards: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, LayerRange], ...]:
     return tuple((shard["model_id"], LayerRange.parse(shard["layers"])) for shard in shards)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

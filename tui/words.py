@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-GLYPHS = {"ok": "●", "wait": "◌", "bad": "✖"}
-COLOURS = {"ok": "green", "wait": "yellow", "bad": "red"}
+GLYPHS = {"ok": "●", "wait": "◌", "bad": "✖", "other": "○"}
+COLOURS = {"ok": "green", "wait": "yellow", "bad": "red", "other": "dim"}
 _HEAD = ("id", "type", "at")
+_FIRST = ("name", "state", "reason")
+"""What people look for stands where it is not cut off."""
 
 
 def clean(value: Any) -> Any:
@@ -67,6 +69,11 @@ def loading(load: Mapping[str, Any]) -> str:
     return " · ".join([*parts, f"needs {load['need_mb']} MB", f"for {load['age_s']:.0f} s"])
 
 
+def count(number: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def short(identity: str | None) -> str:
     """A node's id as people see it."""
     return (identity or "")[:6]
@@ -74,7 +81,9 @@ def short(identity: str | None) -> str:
 
 def event_line(event: Mapping[str, Any]) -> str:
     """``14:03:59 peer_up name=attic ...``."""
-    told = (f"{key}={_short(value)}" for key, value in event.items() if key not in _HEAD)
+    keys = [key for key in _FIRST if key in event]
+    keys += [key for key in event if key not in (*_HEAD, *_FIRST)]
+    told = (f"{key}={_short(event[key])}" for key in keys)
     return f"{time_of(event['at'])} {event['type']} {' '.join(told)}".rstrip()
 
 

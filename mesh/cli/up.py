@@ -13,6 +13,7 @@ import typer
 
 from mesh.cli.options import ConfigFile, StateDir
 from mesh.cli.output import note, say
+from mesh.cli.ports import require_free
 from mesh.logs import MAX_FILE_BYTES, log_to_stderr, move_aside
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def make_first_key(config: Config, paths: StatePaths) -> None:
         keys = ApiKeys.load(paths.api_keys)
         if keys.keys:
             return
+        require_free(config)
         scopes = frozenset({Scope.CHAT, Scope.INTERVENTIONS})
         _, text = keys.create("first", scopes, Quota(), SystemClock())
     note(f"API key (shown once; more with `hearthnet keys create`): {text}")
@@ -114,6 +116,7 @@ def found_first_hearth(config: Config, paths: StatePaths) -> None:
     from mesh.runtime import sole_use
 
     with sole_use(paths):
+        require_free(config)
         key = load_or_create(paths.identity_key)
         founding = asyncio.run(
             found(key, config.name, paths.events_dir, SystemClock(), lambda report: None)

@@ -337,3 +337,13 @@ async def test_stopping_frees_the_port_and_what_was_being_opened(tls: ApiTls) ->
     writer.close()
     again = await asyncio.start_server(lambda *_: None, "127.0.0.1", port)
     again.close()
+
+
+def test_authorities_are_read_where_one_is_needed_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_args: object, **_more: object) -> ssl.SSLContext:
+        raise NotImplementedError
+
+    monkeypatch.setattr(ssl, "create_default_context", read)
+    Client("http://127.0.0.1:1")
+    with pytest.raises(NotImplementedError):
+        Client("https://127.0.0.1:1")

@@ -16,6 +16,7 @@ import pytest
 
 from mesh.cli.local_node import LocalNode
 from mesh.models.builtin import checkpoint_dir
+from mesh.paths import StatePaths
 from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.spread import hugging_face
@@ -256,12 +257,18 @@ class TestBadInput:
     def test_a_port_in_use(self, sofa: LocalNode, tmp_path: Path) -> None:
         for flag, port in (("--api-port", sofa.record.api_port), ("--port", sofa.record.port)):
             other = "--port" if flag == "--api-port" else "--api-port"
+            state = tmp_path / flag.strip("-")
             run = hearthnet(
                 "up", flag, str(port), other, "0", "--layers", "none", "--interface", "127.0.0.1",
-                "--state-dir", str(tmp_path / flag.strip("-")),
+                "--state-dir", str(state),
             )  # fmt: skip
             assert run.returncode != 0
             assert str(port) in run.stderr
+            assert f"another with {flag}" in run.stderr
+            assert "founded" not in run.stdout
+            paths = StatePaths(state)
+            assert not paths.hearth.exists(), "a start that fails founds no hearth"
+            assert not paths.identity_key.exists()
 
     def test_an_unknown_interface_names_the_existing_ones(self, tmp_path: Path) -> None:
         run = hearthnet("up", "--interface", "nope0", "--state-dir", str(tmp_path))

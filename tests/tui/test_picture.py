@@ -128,3 +128,17 @@ def test_a_load_says_how_far_it_is(phase: str, done: float, total: float, words:
     load = {"name": "m:0-3", "need_mb": 50, "age_s": 3.1, "phase": phase,
             "done_bytes": int(done), "total_bytes": int(total)}  # fmt: skip
     assert loading(load) == words
+
+
+def test_a_neighbours_node_is_no_trouble_and_comes_last() -> None:
+    strangers = [
+        peer(
+            "next door", letter * 52, None, [], state="other hearth", reason="it belongs to another"
+        )
+        for letter in "0z"
+    ]
+    seen = nodes(picture(peers=[strangers[0], *picture().rows("peers"), strangers[1]]))
+    assert [(node.name, node.state, node.word) for node in seen[-2:]] == [
+        ("next door", "other", "other hearth")
+    ] * 2
+    assert "next door" not in [node.name for node in seen[:-2]]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from textwrap import wrap
 from typing import Any
 
 from rich.text import Text
 
 from tui.picture import Picture, bottleneck
 from tui.widgets.drawn import Drawn
-from tui.words import loading, ms, rate
+from tui.words import count, loading, ms, rate
 
 
 class Answers(Drawn):
@@ -39,13 +40,15 @@ def generation(running: Mapping[str, Any], width: int, own_node: str) -> list[Te
     said = "reading the prompt" if first is None else f"first token {ms(first)}"
     head.append(f" · {said} · {running.get('tokens', 0)} tokens", "not bold")
     if running["failovers"]:
-        head.append(f" · ⚠ {running['failovers']} failover(s)", "yellow")
+        head.append(f" · ⚠ {count(running['failovers'], 'failover')}", "yellow")
     slowest = bottleneck(running, own_node)
     lines = [head, route(running)]
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     if slowest is not None:
-        lines.append(Text(f"  ▲ {slowest.words}", "yellow"))
+        first, *others = wrap(slowest.words, max(20, width - 4))
+        lines.append(Text(f"  ▲ {first}", "yellow"))
+        lines += [Text(f"    {other}", "yellow") for other in others]
     return lines
 
 

@@ -1,0 +1,75 @@
+"""What `hearthnet up` asks before it makes anything: whether it could listen."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mesh.cli.ports import require_free
+from mesh.cli.up import prepare
+from mesh.config import Config
+from mesh.errors import AlreadyRunning, BadValue, PortInUse
+from mesh.identity.api_keys import ApiKeys
+from mesh.paths import StatePaths
+from mesh.runtime import sole_use
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def config(tmp_path: Path, **more: object) -> Config:
+    fields = {"port": 0, "api_port": 0, "interface": ("127.0.0.1",), **more}
+    return Config(state_dir=tmp_path / "state", **fields)  # type: ignore[arg-type]
+
+
+def test_a_taken_port_is_named_with_its_flag(tmp_path: Path, taken: int) -> None:
+    for field, flag in (("port", "--port"), ("api_port", "--api-port")):
+        with pytest.raises(PortInUse, match=f"Port {taken} on 127.0.0.1") as refused:
+            require_free(config(tmp_path, **{field: taken}))
+        assert f"{flag} (0" in refused.value.fix
+    with pytest.raises(PortInUse, match=r"on 0\.0\.0\.0"):
+        require_free(config(tmp_path, port=taken, interface=("lo",)))
+    with pytest.raises(PortInUse, match=r"on 0\.0\.0\.0"):
+        require_free(config(tmp_path, port=taken, interface=()))
+
+
+def test_one_port_for_both_is_refused_and_a_free_one_stays_free(tmp_path: Path, taken: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    for _ in range(2):
+        require_free(config(tmp_path, port=free))
+    with pytest.raises(PortInUse):
+        require_free(config(tmp_path, port=free, api_port=free))
+
+
+def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadValue, match=r"192\.0\.2\.1"):
+        require_free(config(tmp_path, interface=("192.0.2.1",)))
+
+
+@pytest.mark.parametrize("api_host", ["127.0.0.1", "0.0.0.0"])  # noqa: S104 - is refused
+def test_a_first_start_that_cannot_listen_makes_nothing(
+    tmp_path: Path, taken: int, api_host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = config(tmp_path, port=taken, api_host=api_host)
+    paths = StatePaths(wanted.state_dir).create()
+    with pytest.raises(PortInUse):
+        prepare(wanted, paths)
+    assert not paths.hearth.exists()
+    assert not paths.identity_key.exists()
+    assert not [*paths.events_dir.glob("*")]
+    assert not ApiKeys.load(paths.api_keys).keys
+    assert "code" not in "".join(capsys.readouterr())
+
+
+def test_where_a_node_runs_already_that_is_what_is_said(tmp_path: Path, taken: int) -> None:
+    wanted = config(tmp_path, port=taken)
+    paths = StatePaths(wanted.state_dir).create()
+    with sole_use(paths), pytest.raises(AlreadyRunning):
+        prepare(wanted, paths)
