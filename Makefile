@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench chaos docs clean
+.PHONY: demo test check bench bench-peers chaos docs clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,6 +29,9 @@ test: check
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench
+
+bench-peers: $(STAMP)
+	$(BIN)/python -m tests.bench.peers
 
 chaos: $(STAMP)
 	-@$(BIN)/python -m pip install --quiet --disable-pip-version-check --group fuzz

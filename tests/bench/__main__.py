@@ -10,7 +10,8 @@ from pathlib import Path
 NAMES = sorted(
     path.stem
     for path in Path(__file__).parent.glob("*.py")
-    if not path.stem.startswith("_") and path.stem not in ("noise", "reference")
+    if not path.stem.startswith("_")
+    and path.stem not in ("noise", "reference", "peers", "gguf_file")
 )
 
 

@@ -21,28 +21,32 @@ PROCESSES = 5
 
 
 def measure() -> dict[str, Any]:
-    """Milliseconds of the first load in a process and of those after it, per dtype; medians."""
+    """Milliseconds of the first load in a process and of those after it; medians, by format.
+
+    ``weights`` is what the weights take in MB, ``grown_mb`` by how much the process has grown. What
+    is in few bits was rounded by an earlier process.
+    """
     found = {}
     with tempfile.TemporaryDirectory() as name:
         checkpoint = make_large_checkpoint(Path(name) / "model", "0.16B")
-        for dtype in ("bf16", "fp32"):
-            _in_child(checkpoint, dtype)  # hashes the checkpoint
+        for wanted in ("bf16", "fp32", "int8", "int4"):
+            _in_child(checkpoint, wanted)  # hashes the checkpoint, and rounds it
             samples = []
             for _ in range(PROCESSES):
                 wait_for_idle()
-                samples.append(_in_child(checkpoint, dtype))
-            found[dtype] = {key: statistics.median(s[key] for s in samples) for key in samples[0]}
+                samples.append(_in_child(checkpoint, wanted))
+            found[wanted] = {key: statistics.median(s[key] for s in samples) for key in samples[0]}
     return found
 
 
-def _in_child(checkpoint: Path, dtype: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "tests.bench.load_speed", str(checkpoint), dtype]
+def _in_child(checkpoint: Path, wanted: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "tests.bench.load_speed", str(checkpoint), wanted]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def _loads(directory: Path, dtype: str) -> dict[str, float]:
+def _loads(directory: Path, form: str) -> dict[str, float]:
     # Not above: only the child is to have these, and as a shard process has them.
     from mesh.processes.lean import import_modelling
 
@@ -50,6 +54,7 @@ def _loads(directory: Path, dtype: str) -> dict[str, float]:
 
     import gc
 
+    import psutil
     import torch
 
     import mesh.shard.process  # noqa: F401 - what a shard process has imported
@@ -60,11 +65,22 @@ def _loads(directory: Path, dtype: str) -> dict[str, float]:
     torch.set_num_threads(1)
     gc.freeze()
     place = HostedOn(NodeId("here"), "here", Endpoint("ws://here"), torch.device("cpu"), 1)
+    kind = {"quant": form} if form.startswith("int") else {"dtype": form}
     wanted = ShardRequest(
-        directory, ModelId("model"), LayerRange(0, 6), dtype=dtype, cache_dir=directory / "cache"
+        directory, ModelId("model"), LayerRange(0, 6), cache_dir=directory / "cache", **kind
     )
-    took = [load_shard(plan_shard(wanted, place)).load_ms for _ in range(1 + AGAIN)]
-    return {"first_ms": round(took[0], 1), "again_ms": round(sorted(took[1:])[AGAIN // 2], 1)}
+    plan = plan_shard(wanted, place)
+    before = psutil.Process().memory_full_info().uss
+    loaded = load_shard(plan)
+    grown_mb = (psutil.Process().memory_full_info().uss - before) / 2**20
+    runtime = loaded.load()
+    again = sorted(load_shard(plan_shard(wanted, place)).load_ms for _ in range(AGAIN))
+    return {
+        "first_ms": round(loaded.load_ms, 1),
+        "again_ms": round(again[AGAIN // 2], 1),
+        "weights_mb": round(runtime.weight_bytes / 2**20, 1),
+        "grown_mb": round(grown_mb, 1),
+    }
 
 
 if __name__ == "__main__":

@@ -99,8 +99,12 @@ class BlockLinear(nn.Module):
     what "the same quantised model in torch" means.
     """
 
-    def __init__(self, matrix: BlockMatrix, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, matrix: BlockMatrix, bias: torch.Tensor | None, *, transposed: bool = False
+    ) -> None:
+        """`transposed`: it stands for a layer that shows its weight as (in, out), as GPT-2's do."""
         super().__init__()
+        self.transposed = transposed
         self.out_features, self.in_features = matrix.shape
         self.bits = matrix.bits
         self.codes: torch.Tensor
@@ -120,13 +124,14 @@ class BlockLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """(out_features, in_features) fp32, made for whoever asks."""
-        return self.matrix.dense()
+        """fp32, made for whoever asks, in the shape that the layer had it in."""
+        dense = self.matrix.dense()
+        return dense.t().contiguous() if self.transposed else dense
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, in_features) -> (…, out_features)."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return F.linear(x, self.matrix.dense().to(x.dtype), bias)
 
 
 def dense_weight(linear: nn.Module) -> torch.Tensor:
@@ -139,7 +144,8 @@ def _quantise(
     weight: torch.Tensor, bits: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     rows, columns = weight.shape
-    padded = F.pad(weight.float(), (0, -columns % BLOCK))
+    # Sums of other memory layouts would have other last bits.
+    padded = F.pad(weight.float(), (0, -columns % BLOCK)).contiguous()
     blocks = padded.view(rows, -1, BLOCK)
     if bits == 8:
         largest = blocks.abs().amax(-1)

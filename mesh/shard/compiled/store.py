@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import torch
 from safetensors.torch import save, save_file
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from mesh.errors import BadCheckpoint
 from mesh.models.header import read_header
@@ -247,7 +248,8 @@ def _linears(parts: LayerParts, products: Mapping[str, Product]) -> list[BlockLi
         for linear in linears:
             rows = slice(first, first + _rows(linear))
             bias = None if product.bias is None else product.bias[rows]
-            found.append(BlockLinear(_part(product.matrix, rows), bias))
+            transposed = isinstance(linear, Conv1D)
+            found.append(BlockLinear(_part(product.matrix, rows), bias, transposed=transposed))
             first = rows.stop
     return found
 

@@ -21,6 +21,7 @@ from nnsight.util import apply
 from transformers.utils.output_capturing import _active_collector
 
 from mesh.errors import BadRequest, LimitReached, MeshError
+from mesh.shard.compiled.formats import BlockLinear
 from mesh.shard.taps import sources
 from mesh.shard.taps.caches import TapCaches
 from mesh.shard.taps.codec import Buffers, Kind, Path, Reader, Writer, is_cache
@@ -257,6 +258,8 @@ class TapSession:
         module = self._tree.module(header["path"], self._layers)
         name = str(header["name"])
         weight = {**module._parameters, **module._buffers}.get(name)
+        if isinstance(module, BlockLinear) and name == "weight":
+            weight = module.weight
         if weight is None:
             raise BadRequest(f"{header['path']} has no weight {name[:100]}.", fix=FIX)
         return self._weights.seen(weight).detach()

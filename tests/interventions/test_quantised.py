@@ -1,0 +1,77 @@
+"""Traces over shards in few bits give the numbers of the same model on one machine, in torch."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from nnsight.modeling.transformers import TransformersModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.pytorch_utils import Conv1D
+
+from mesh.interventions.skeleton import job_model, load_skeleton
+from mesh.models.load import load_span
+from mesh.shard.compiled.formats import BlockLinear, Quant, dense_weight, quantise
+from mesh.shard.compiled.parts import layer_parts
+from mesh.shard.compiled.store import quantised_span
+from mesh.shard.taps.session import TapLimits, TapSession
+from mesh.shard.taps.tree import SpanTree
+from mesh.types import LayerRange
+from tests.interventions.cases import CASES, GRADIENTS, Parts
+from tests.interventions.test_traces import GRADIENT_TOLERANCE
+from tests.interventions.worlds import CPU, SPLITS, DirectChannel, checkpoint, equal
+
+WORLDS = (("llama", "int8"), ("gpt2", "int4"))
+HOPS = 2
+
+
+@cache
+def reference(family: str, quant: Quant) -> Parts:
+    """nnsight over the whole model, whose layers have the weights that the codes stand for."""
+    directory = checkpoint(family).directory
+    module: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    module.requires_grad_(False)
+    base = module.base_model
+    for number, layer in enumerate(base.h if hasattr(base, "h") else base.layers):
+        linears = {*map(id, layer_parts(layer, module.config, number).linears)}
+        for parent in list(layer.modules()):
+            for name, child in list(parent.named_children()):
+                if id(child) in linears:
+                    matrix = quantise(dense_weight(child), quant)
+                    transposed = isinstance(child, Conv1D)
+                    linear = BlockLinear(matrix, child.bias, transposed=transposed)
+                    setattr(parent, name, linear)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return Parts(TransformersModel(module, task="text-generation", tokenizer=tokenizer))
+
+
+@cache
+def tree(family: str, layers: LayerRange, quant: Quant) -> SpanTree:
+    loaded = load_span(checkpoint(family), layers, dtype=torch.float32, device=CPU)
+    return SpanTree(quantised_span(loaded, quant, "", None).loaded, CPU)
+
+
+@cache
+def spread(family: str, quant: Quant) -> Parts:
+    sessions = [
+        TapSession(tree(family, held, quant), run, TapLimits()) for run, held in SPLITS[HOPS]
+    ]
+    skeleton = load_skeleton(checkpoint(family), dtype=torch.float32)
+    runs = [run for run, _ in SPLITS[HOPS]]
+    return Parts(job_model(skeleton, DirectChannel(sessions), runs, lambda line: None))
+
+
+@pytest.mark.parametrize(("family", "quant"), WORLDS)
+@pytest.mark.parametrize("name", [*CASES, *GRADIENTS])
+def test_values_are_those_of_one_machine(name: str, family: str, quant: Quant) -> None:
+    run, tolerance = CASES.get(name), 0.0
+    if run is None:
+        run, tolerance = GRADIENTS[name], GRADIENT_TOLERANCE
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = run(reference(family, quant))
+        found = run(spread(family, quant))
+    equal(found, expected, tolerance)
