@@ -109,7 +109,8 @@ def choose_quant(requested: str, device: torch.device) -> Choice[Quant | None]:
             param="quant",
         )
     if requested == "none":
-        return Choice(None, "quant none: weights as the dtype has them")
+        better = "; int8 is several times as fast on a CPU" if device.type == "cpu" else ""
+        return Choice(None, f"quant none: weights as the dtype has them{better}")
     if device.type != "cpu":
         if requested == "auto":
             return Choice(None, f"quant none: the compiled runtime is for CPUs, not {device.type}")

@@ -37,7 +37,7 @@ FORMATS = {"bf16": ("none", "bf16"), "q8_0": ("int8", "auto"), "q4_0": ("int4", 
 """By llama.cpp's names: our quant and dtype."""
 STREAMS = (1, 4, 8)
 PROMPT, TOKENS = 32, 64
-ROUNDS = 3
+ROUNDS = 2
 TOOLS = ("llama-bench", "llama-batched-bench", "llama-quantize", "ggml-rpc-server")
 
 
@@ -128,6 +128,7 @@ def mesh(directory: Path, root: Path, layers: int, flags: tuple[str, str]) -> It
     environment = {
         "OMP_NUM_THREADS": "1",
         "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__HOST__MAX_CONCURRENT_STREAMS": "16",
+        "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__MAX_CONCURRENT_PIPELINES": "16",
     }
     spans = (("first", f"0-{half - 1}"), ("second", f"{half}-{layers - 1}"), ("asker", "none"))
     with contextlib.ExitStack() as stack:

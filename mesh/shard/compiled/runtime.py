@@ -75,8 +75,8 @@ class CompiledRuntime:
         self._module: Any = span.loaded.module.eval()
         self._twin: TorchRuntime | None = None
         parts = [layer.parts for layer in span.layers]
-        self._tables = _rotary_tables(self._module, parts, positions)
-        self._tables_of = [self._tables.get(each.attention.table or "", {}) for each in parts]
+        tables = _rotary_tables(self._module, parts, positions)
+        self._tables_of = [tables.get(each.attention.table, {}) for each in parts]
         self._banks = Banks(_cache_shape(parts, positions))
         self._sessions = [
             compiled(layer_model(layer.parts, layer.products), threads, layer.folder)
@@ -237,11 +237,11 @@ def _row_shape(rows: int) -> dict[str, torch.Tensor]:
 
 def _rotary_tables(
     module: Any, parts: Sequence[LayerParts], positions: int
-) -> dict[str, dict[str, torch.Tensor]]:
+) -> dict[str | None, dict[str, torch.Tensor]]:
     """``cos`` and ``sin`` (positions, half the turned width) by the tables' names."""
     if rope_types(module.config) & {"dynamic", "longrope"}:
         raise NotCompilable("its rotary embedding depends on how long a session is")
-    tables: dict[str, dict[str, torch.Tensor]] = {}
+    tables: dict[str | None, dict[str, torch.Tensor]] = {}
     for name in {each.attention.table for each in parts}:
         if name is None:
             continue
