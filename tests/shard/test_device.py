@@ -5,7 +5,13 @@ import torch
 
 from mesh.errors import BadValue
 from mesh.shard import device as devices
-from mesh.shard.device import choose_device, choose_dtype, choose_threads, determinism_class
+from mesh.shard.device import (
+    choose_device,
+    choose_dtype,
+    choose_quant,
+    choose_threads,
+    determinism_class,
+)
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda:0")
@@ -70,3 +76,21 @@ def test_what_changes_bits_changes_the_class() -> None:
     }
     assert len(classes) == 8
     assert all(torch.__version__ in name for name in classes)
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "expected"),
+    [
+        ("none", CPU, None), ("auto", CPU, "int8"), ("int8", CPU, "int8"), ("int4", CPU, "int4"),
+        ("none", CUDA, None), ("auto", CUDA, None),
+    ],
+)  # fmt: skip
+def test_few_bits_are_for_cpus(requested: str, device: torch.device, expected: str | None) -> None:
+    assert choose_quant(requested, device).value == expected
+
+
+@pytest.mark.parametrize(("requested", "device"), [("int3", CPU), ("", CPU), ("int8", CUDA)])
+def test_other_bits_and_other_devices_are_refused(requested: str, device: torch.device) -> None:
+    with pytest.raises(BadValue) as refused:
+        choose_quant(requested, device)
+    assert refused.value.param == "quant"

@@ -69,6 +69,7 @@ class CompiledRuntime:
         """`positions` are the most that a session may have. Raises NotCompilable."""
         self.device = torch.device("cpu")
         self.dtype = torch.float32
+        self.quant = span.quant
         self.loaded = span.loaded
         self.layers = span.loaded.layers
         self.hidden_size: int = span.loaded.config.hidden_size

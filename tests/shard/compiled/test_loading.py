@@ -1,0 +1,73 @@
+"""From a wish for few bits to a shard that serves them, or to the reason why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mesh.errors import ContextTooLong, UnsupportedFamily
+from mesh.shard.commands import ShardRequest
+from mesh.shard.compiled.formats import bytes_per_weight
+from mesh.shard.compiled.runtime import CompiledRuntime
+from mesh.shard.loading import HostedOn, LoadPlan, load_shard, plan_shard
+from mesh.shard.torch_runtime import TorchRuntime
+from mesh.types import Endpoint, ModelId, NodeId
+from tests.shard.spans import CPU, WHOLE, checkpoint
+
+HERE = HostedOn(NodeId("n"), "here", Endpoint("wss://127.0.0.1:1"), CPU, 1)
+
+
+def plan(quant: str, family: str = "llama", cache_dir: Path | None = None) -> LoadPlan:
+    directory = checkpoint(family).directory
+    request = ShardRequest(directory, ModelId("m"), WHOLE, quant=quant, cache_dir=cache_dir)
+    return plan_shard(request, HERE)
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_a_shard_says_in_which_format_it_computes_and_why(quant: str, tmp_path: Path) -> None:
+    planned = plan(quant, cache_dir=tmp_path)
+    loaded = load_shard(planned)
+    assert loaded.descriptor.dtype == quant
+    assert f"+{quant}" in loaded.descriptor.determinism_class
+    assert any("same bits in any chunk and batch" in reason for reason in loaded.reasons)
+    runtime = loaded.load()
+    assert isinstance(runtime, CompiledRuntime)
+    assert runtime.dtype == torch.float32
+    # Both by the same count, but for norms and biases, which stay as they are.
+    unquantised = plan("none")
+    assert planned.need.weights_mb <= unquantised.need.weights_mb
+    assert runtime.weight_bytes < load_shard(unquantised).load().weight_bytes * (
+        1.1 * bytes_per_weight(runtime.quant) / 4
+    )
+
+
+@pytest.mark.parametrize("family", ["minicpm3", "qwen3_moe"])
+def test_auto_serves_unquantised_what_cannot_be_compiled(family: str) -> None:
+    loaded = load_shard(plan("auto", family))
+    assert isinstance(loaded.load(), TorchRuntime)
+    assert loaded.descriptor.dtype == "fp32"
+    assert any(f"{family} is not compiled, it has no" in reason for reason in loaded.reasons)
+    with pytest.raises(UnsupportedFamily, match=f"{family} cannot be served in int8: it has no"):
+        plan("int8", family)
+
+
+def test_weights_that_are_freed_come_back_the_same(tmp_path: Path) -> None:
+    loaded = load_shard(plan("int8", cache_dir=tmp_path))
+    first, again = loaded.load(), loaded.load()
+    assert isinstance(again, CompiledRuntime)
+    assert first is not again
+    for layer in range(WHOLE.start, WHOLE.stop):
+        assert isinstance(first, CompiledRuntime)
+        assert torch.equal(first.probe(layer), again.probe(layer))
+
+
+def test_a_session_is_as_long_as_the_caches_and_the_model_allow() -> None:
+    planned = plan("int8")
+    short = replace(planned.request, settings=replace(planned.request.settings, kv_tokens=32))
+    cache = load_shard(plan_shard(short, HERE)).load().new_cache(4096)
+    cache.reserve(32)
+    with pytest.raises(ContextTooLong, match="at most 32"):
+        cache.reserve(33)
