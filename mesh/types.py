@@ -345,6 +345,14 @@ class PipelineAborted:
 
 
 @dataclass(frozen=True, slots=True)
+class Queued:
+    """All shards are full: the request waits for room, as number `position` in line, from 1."""
+
+    position: int
+    type: str = "queued"
+
+
+@dataclass(frozen=True, slots=True)
 class HopTiming:
     """Per-step medians of one hop in milliseconds: compute there, everything else between."""
 
@@ -382,5 +390,5 @@ class Done:
     type: str = "done"
 
 
-StreamFrame = TokenDelta | ShardStatus | ShardFailover | PipelineAborted | Done
+StreamFrame = TokenDelta | Queued | ShardStatus | ShardFailover | PipelineAborted | Done
 """What a running generation emits, in order; `Done` is always the last."""

@@ -284,7 +284,8 @@ def _memory(host: ShardSupervisor) -> dict[str, Any] | None:
 
 def _generation(live: LiveGeneration) -> dict[str, Any]:
     hops = [{**asdict(hop), "layers": str(hop.layers)} for hop in live.route]
-    return {"id": live.id, "model": live.model, "route": hops, "failovers": live.failovers}
+    row = {"id": live.id, "model": live.model, "route": hops, "failovers": live.failovers}
+    return {**row, "queued": live.queued}
 
 
 def _missing(shards: Sequence[Advertisement], total_layers: int) -> list[str]:

@@ -45,13 +45,13 @@ class MeshView(Protocol):
         "processes": [{"name", "state", "pid", "silent_s", "starts", "ending"}], "sessions": [{
         "node_id", "node", "purpose", "token_id"} of whoever uses them], "generations":
         [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms",
-        "compute_p50_ms"}], "failovers", "prompt_tokens", "tokens", "tokens_per_second" of the
-        latest | None, "first_token_ms" | None, "age_s"}], "loads": [{"name", "process", "need_mb",
-        "age_s", "phase", "done_bytes", "total_bytes"}] of what is being loaded here and how far,
-        "accounts": [{"where": a process or a shard, "principals": [{"kind", "name", "node": a
-        peer's name, "refused": how often, "resources": {NAME: {"held" or "used", "limit", ...}}}],
-        "more"}], "reasons": [why a value was detected, what did not load and why], "warnings":
-        [...]}``
+        "compute_p50_ms"}], "failovers", "queued": its place in line | 0, "prompt_tokens", "tokens",
+        "tokens_per_second" of the latest | None, "first_token_ms" | None, "age_s"}], "loads":
+        [{"name", "process", "need_mb", "age_s", "phase", "done_bytes", "total_bytes"}] of what
+        is being loaded here and how far, "accounts": [{"where": a process or a shard, "principals":
+        [{"kind", "name", "node": a peer's name, "refused": how often, "resources": {NAME: {"held"
+        or "used", "limit", ...}}}], "more"}], "reasons": [why a value was detected, what did not
+        load and why], "warnings": [...]}``
 
         A generation's id is not its answer's, by which the stream could be resumed.
         """

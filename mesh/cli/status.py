@@ -51,6 +51,9 @@ def show(picture: dict[str, Any]) -> None:
     for load in picture.get("loads", ()):
         say(f"loading: {loading(load)}")
     for running in picture["generations"]:
+        if place := running.get("queued"):
+            say(f"waiting: {running['model']}, number {place} in line for room")
+            continue
         say(f"running: {running['model']} over {route_line(running['route'])}")
     print_accounts(picture["accounts"])
     for reason in picture["reasons"]:

@@ -22,7 +22,7 @@ class HostSection(BaseModel):
     shard_max_vram_mb: int = Field(default=20000, ge=1)
     """The most memory one shard may take for its weights, in MB."""
     max_concurrent_streams: int = Field(default=8, ge=1, le=1024)
-    """Sessions a shard serves at the same time; further ones are refused, never queued."""
+    """Sessions a shard serves at the same time; further ones are refused, and wait at the asker."""
     drain_seconds: float = Field(default=30, ge=0, le=3600)
     """How long a node that is stopped waits for running answers to end or move elsewhere."""
     session_lease_seconds: float = Field(default=60, ge=5, le=3600)
@@ -73,7 +73,13 @@ class DistributedInferenceSection(BaseModel):
     allow_self_as_shard: bool = False
     """Prefer this node's own layers like anybody else's, instead of other nodes first."""
     max_concurrent_pipelines: int = Field(default=4, ge=1, le=1024)
-    """Generations this node runs at the same time; further ones get `busy`."""
+    """Generations this node runs at the same time, those that wait included; further ones get
+    `busy`."""
+    queue_seconds: float = Field(default=20, ge=0, le=600)
+    """How long a generation waits for room where every shard is full; 0: not at all."""
+    max_queued: int = Field(default=16, ge=1, le=32)
+    """Generations of one model that may wait for room, half of them for one key or user; further
+    ones are refused at once."""
     host: HostSection = HostSection()
     """What this node does for others."""
 

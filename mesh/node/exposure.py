@@ -51,6 +51,8 @@ class PrivacyReport:
     def _routes(self, model: LocalModel) -> Iterator[Route]:
         asker = self._askers.get(model.model_id)
         for running in asker.generations if asker is not None else ():
+            if running.queued:
+                continue  # nothing of it has left this machine
             hops = tuple(Hop(hop.node, hop.layers, hop.host == self._own) for hop in running.route)
             yield Route(model.model_id, model.total_layers, running.id, hops)
         yield self._next(model)

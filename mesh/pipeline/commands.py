@@ -21,6 +21,7 @@ from mesh.types import (
     ModelId,
     NodeId,
     PipelineAborted,
+    Queued,
     RouteHop,
     ShardFailover,
     ShardId,
@@ -74,6 +75,8 @@ class EngineSettings:
     spot_check_probability: float = 0.0
     activation_noise: float = 0.0
     load_limit_s: float = 300.0
+    queue_limit_s: float = 20.0
+    queue_places: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +121,16 @@ class LiveHop:
 
 @dataclass(frozen=True, slots=True)
 class LiveGeneration:
-    """A running generation with its current route; `id` is one that everybody may see."""
+    """A running generation with its current route; `id` is one that everybody may see.
+
+    `queued` is its place in line while it waits for room, without a route.
+    """
 
     id: str
     model: ModelId
     route: tuple[LiveHop, ...]
     failovers: int
+    queued: int = 0
 
 
 # Commands
@@ -196,6 +203,7 @@ class GenerationFrame(Message, frozen=True):
 
     id: str
     token_delta: TokenDelta | None = None
+    queued: Queued | None = None
     shard_status: ShardStatus | None = None
     shard_failover: ShardFailover | None = None
     pipeline_aborted: PipelineAborted | None = None
@@ -212,6 +220,7 @@ class GenerationFrame(Message, frozen=True):
         """The frame; None when the process left it out."""
         return (
             self.token_delta
+            or self.queued
             or self.shard_status
             or self.shard_failover
             or self.pipeline_aborted

@@ -29,6 +29,8 @@ from mesh.pipeline.lens import LensSettings, LogitLens
 from mesh.pipeline.links import Dial, HopLinks
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.prompts import Prompts
+from mesh.pipeline.room_line import RoomLine
+from mesh.pipeline.route import RouteRefused
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.watch.oversight import Oversight
 from mesh.pipeline.watch.sanity import Envelope, corrupt
@@ -74,7 +76,10 @@ class Engine:
         self._router = ShardRouter(self.shards, settings.routes.cover_rules(model.total_layers))
         links = self._links = HopLinks(dial)
         patience = Patience(load_s=settings.load_limit_s)
-        self.sessions = Sessions(links, self._router, self._clock, patience, self.oversight)
+        self.sessions = Sessions(
+            links, self._router, self._clock, patience, self.oversight,
+            line=RoomLine(settings.queue_limit_s, settings.queue_places),
+        )  # fmt: skip
         self.oversight.expel = self._expel
         self.spot_checks = self.oversight.spot_checks = SpotChecks(
             links,
@@ -129,8 +134,12 @@ class Engine:
         await self.sessions.close()
 
     def generations(self) -> tuple[LiveGeneration, ...]:
-        """Live generations with their current routes."""
-        return tuple(
+        """Live generations with their current routes, and those that wait for room."""
+        waiting = tuple(
+            LiveGeneration(shown_id(request_id), self.model.model_id, (), 0, queued=position)
+            for request_id, position in self.sessions.line.positions().items()
+        )
+        return waiting + tuple(
             LiveGeneration(
                 # Everybody may see it; by the request's own id a caller resumes the stream.
                 shown_id(session.request_id),
@@ -193,10 +202,11 @@ class Engine:
                 oversight.envelope = await asyncio.to_thread(Envelope.read, *self._cached)
             try:
                 verdict = await self._wire_verdict()
-            except UNSERVED:
-                if self._local_model is None:
+            except UNSERVED as nobody:
+                is_full = isinstance(nobody, RouteRefused) and nobody.all_full
+                if self._local_model is None and not is_full:
                     raise
-                return  # what may travel is found out once somebody serves the model
+                return  # what may travel is found out once somebody serves the model, with room
             logger.info("model=%s wire=%s %s", self.model.model_id, *_words(verdict))
             orchestrator.wire_dtype, self._is_probed = verdict.dtype, True
         if self._settings.cache_dir and not oversight.envelope.is_known:

@@ -18,8 +18,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
 from mesh.pipeline.answer import Answer
@@ -31,12 +33,16 @@ from mesh.pipeline.sampler import Sampler
 from mesh.pipeline.sessions import GenerationSession, Sessions
 from mesh.pipeline.terms import FIRST_ANSWER, SessionTerms
 from mesh.routing.router import UNSERVED, ShardRouter
-from mesh.types import Done, GenerationRequest, PipelineAborted, StreamFrame, WireDtype
+from mesh.types import Done, GenerationRequest, PipelineAborted, Queued, StreamFrame, WireDtype
 
 logger = logging.getLogger(__name__)
 
 Prepared = Callable[[GenerationRequest], AbstractAsyncContextManager[GenerationRequest]]
 """What is done around one generation."""
+
+
+Started = tuple[GenerationSession, list[StreamFrame]]
+"""A session to generate in, and what to say about it."""
 
 
 class PipelineOrchestrator:
@@ -78,21 +84,23 @@ class PipelineOrchestrator:
         started = time.monotonic()
         async with prepared(request) as asked:
             prompt = self._model.text.prompt_ids(asked, self._model.max_positions)
-            limit = self._token_limit(prompt, asked.sampling.max_tokens)
-            terms = self._terms(asked, len(prompt), limit)
+            terms = self._terms(asked, prompt)
             home = self._local_model if asked.fallback_to_local is not False else None
-            session, notices = await self._begin(prompt, terms, home)
-            constructed = time.monotonic()
-            session.request_id = asked.request_id
-            cached, widened = len(session.token_ids), session.route.widened
-            answer = Answer(self._model.text, asked, prompt, limit, started)
+            async with aclosing(self._in_turn(asked, prompt, terms, home)) as turns:
+                async for turn in turns:
+                    if isinstance(turn, Queued):
+                        yield turn
+                    else:
+                        session, notices = turn
+            begun = _Begun(time.monotonic(), len(session.token_ids), session.route.widened)
+            answer = Answer(self._model.text, asked, prompt, terms.limit - len(prompt), started)
             finished = False
             try:
                 for notice in notices:
                     yield notice
                 feed = self._feed(session, home)
                 sampler = Sampler(asked.sampling, prompt)
-                ids: Sequence[int] = prompt[cached:]
+                ids: Sequence[int] = prompt[begun.cached :]
                 while not answer.finish_reason:
                     try:
                         async for notice in feed.advance(ids):
@@ -107,17 +115,35 @@ class PipelineOrchestrator:
                 finished = not answer.note
             finally:
                 self._sessions.release(session, keep=finished)
-            done = _done(session, len(prompt), cached, answer)
-            construct_ms, widened = (constructed - started) * 1e3, session.route.widened - widened
-            yield replace(done, construct_ms=construct_ms, widened=widened)
+            done = _done(session, len(prompt), begun, answer)
+            yield replace(done, construct_ms=(begun.at_s - started) * 1e3)
 
     def _feed(self, session: GenerationSession, home: LocalModel | None) -> TokenFeed:
         failover = Failover(session, self._router, self._model.hidden_size, self._failover, home)
         return TokenFeed(self._model, session, failover, noise=self._noise)
 
+    def _in_turn(
+        self,
+        asked: GenerationRequest,
+        prompt: Sequence[int],
+        terms: SessionTerms,
+        home: LocalModel | None,
+    ) -> AsyncGenerator[Queued | Started, None]:
+        """A session for the request as `_begin` gives it, behind those who wait for one."""
+
+        async def begin(home: LocalModel | None) -> Started:
+            session, notices = await self._begin(prompt, terms, home)
+            session.request_id = asked.request_id
+            return session, notices
+
+        # Where the model could not run at home once, it is not tried again.
+        return self._sessions.line.in_turn(
+            asked.request_id, asked.principal, partial(begin, home), partial(begin, None)
+        )
+
     async def _begin(
         self, prompt: Sequence[int], terms: SessionTerms, home: LocalModel | None
-    ) -> tuple[GenerationSession, list[StreamFrame]]:
+    ) -> Started:
         """A session to generate in, at home where the mesh cannot; what to say about that."""
         total_layers = self._model.total_layers
         at_home = home is not None
@@ -134,8 +160,9 @@ class PipelineOrchestrator:
             reason = f"{nobody.message} The answer comes from the local model."
             return session, [PipelineAborted(reason)]
 
-    def _terms(self, request: GenerationRequest, fed: int, limit: int) -> SessionTerms:
-        """What hops are asked for a prompt of `fed` tokens and at most `limit` new ones."""
+    def _terms(self, request: GenerationRequest, prompt: Sequence[int]) -> SessionTerms:
+        """What hops are asked for the prompt and at most as many new tokens as it may get."""
+        fed, limit = len(prompt), self._token_limit(prompt, request.sampling.max_tokens)
         return SessionTerms(
             self._model.model_id,
             self._model.weights_sha256,
@@ -162,11 +189,19 @@ class PipelineOrchestrator:
         return room if wanted is None else wanted
 
 
-def _done(session: GenerationSession, fed: int, cached: int, answer: Answer) -> Done:
+class _Begun(NamedTuple):
+    """A session as it was when its answer began: when, with how many tokens in its caches."""
+
+    at_s: float
+    cached: int
+    widened: int
+
+
+def _done(session: GenerationSession, fed: int, begun: _Begun, answer: Answer) -> Done:
     return Done(
         finish_reason=answer.finish_reason,
         prompt_tokens=fed,
-        cached_tokens=cached,
+        cached_tokens=begun.cached,
         completion_tokens=len(answer.token_ids),
         token_ids=tuple(answer.token_ids),
         route=session.route.pipeline.hops,
@@ -175,5 +210,6 @@ def _done(session: GenerationSession, fed: int, cached: int, answer: Answer) -> 
         first_token_ms=answer.first_token_ms,
         tokens_per_second=answer.tokens_per_second,
         hops=tuple(hop.timing() for hop in session.route.hops),
+        widened=session.route.widened - begun.widened,
         note=answer.note,
     )

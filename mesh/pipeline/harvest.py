@@ -18,7 +18,7 @@ from mesh.pipeline.commands import HarvestOrder
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.prefill import TokenFeed
 from mesh.pipeline.prompts import Prompts
-from mesh.pipeline.route import HopLost
+from mesh.pipeline.route import FULL_DELAYS_S, HopLost
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.terms import SessionTerms
 from mesh.types import GenerationRequest, WireDtype
@@ -75,7 +75,7 @@ async def harvest(
 async def _run(
     model: AskerModel, sessions: Sessions, terms: SessionTerms, prompts: Sequence[list[int]]
 ) -> list[dict[str, Any]]:
-    session = await sessions.open_fresh(terms, model.total_layers)
+    session = await sessions.open_fresh(terms, model.total_layers, FULL_DELAYS_S)
     try:
         feed = TokenFeed(model, session)
         for prompt in prompts:

@@ -36,8 +36,9 @@ from mesh.wire.messages import WireTensor
 logger = logging.getLogger(__name__)
 
 FULL_DELAYS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""Waited one after the other, 1.55 s in all, while every shard there is says that it is full: what
-was closed elsewhere may not have reached it yet. That is no queue behind its limit."""
+"""Waited one after the other, 1.55 s in all, by a harvest or a lens while every shard says that it
+is full: what was closed elsewhere may not have reached it yet. Generations wait in line, see
+`mesh.pipeline.room_line`."""
 
 _FULL = (Busy, CacheFull)
 """What a shard refuses a session with that it may give the next moment."""

@@ -19,7 +19,8 @@ from mesh.clock import Clock
 from mesh.errors import LinkLost, MeshError
 from mesh.pipeline.hop import HopObserver, Patience
 from mesh.pipeline.links import HopLinks
-from mesh.pipeline.route import FULL_DELAYS_S, HopLost, Route, open_route
+from mesh.pipeline.room_line import RoomLine
+from mesh.pipeline.route import HopLost, Route, open_route
 from mesh.pipeline.terms import SessionTerms
 from mesh.routing.cover import ShardKey
 from mesh.routing.router import UNSERVED, ShardRouter
@@ -65,8 +66,10 @@ class Sessions:
         observer: HopObserver,
         *,
         max_parked_bytes: int = MAX_PARKED_BYTES,
+        line: RoomLine | None = None,
     ) -> None:
         self.max_parked_bytes = max_parked_bytes
+        self.line = line or RoomLine()
         self._links = links
         self._router = router
         self._clock = clock
@@ -83,7 +86,6 @@ class Sessions:
         """A session whose `token_ids` are a proper prefix of `prompt`, empty when nothing is kept.
 
         One that was kept at home is used `at_home` only, and while nobody else serves the model.
-        Where all shards are full, what may not go home waits a moment for room, `FULL_DELAYS_S`.
 
         Raises:
             NoRoute, WeightsMismatch: as `ShardRouter.pick`.
@@ -107,13 +109,12 @@ class Sessions:
                 session.failovers = 0
                 session.cut(common)
                 return self._register(session)
-        delays_s = () if at_home else FULL_DELAYS_S
-        return await self.open_fresh(terms, total_layers, delays_s)
+        return await self.open_fresh(terms, total_layers)
 
     async def open_fresh(
-        self, terms: SessionTerms, total_layers: int, delays_s: Sequence[float] = FULL_DELAYS_S
+        self, terms: SessionTerms, total_layers: int, delays_s: Sequence[float] = ()
     ) -> GenerationSession:
-        """A session with empty caches; raises as `acquire`."""
+        """A session with empty caches; raises as `acquire`. `delays_s` as in `open_route`."""
 
         def pick(refused: Collection[ShardKey]) -> Pipeline:
             return self._router.pick(
@@ -146,17 +147,9 @@ class Sessions:
         self.live.pop(id(session), None)
         if not self.live:
             self.busy.clear()
-        if not keep or not session.token_ids:
+        if not (keep and session.token_ids and self._park(session)):
             session.route.close()
-            return
-        try:
-            session.route.park()
-        except MeshError:
-            session.route.close()
-            return
-        session.parked_at = self._clock.monotonic()
-        self._parked.append(session)
-        self._trim()
+        self.line.freed()
 
     def known(self) -> list[GenerationSession]:
         """Live and parked sessions."""
@@ -186,6 +179,16 @@ class Sessions:
         route = Route(self._links, terms, self._observer, self._patience)
         await route.open(pipeline)
         return route
+
+    def _park(self, session: GenerationSession) -> bool:
+        try:
+            session.route.park()
+        except MeshError:
+            return False
+        session.parked_at = self._clock.monotonic()
+        self._parked.append(session)
+        self._trim()
+        return True
 
     def _is_served(self, terms: SessionTerms, total_layers: int) -> bool:
         whole = LayerRange(0, total_layers)

@@ -1,7 +1,8 @@
-"""Limits under load: exact, and never a queue."""
+"""Limits under load: exact, and a short line in front of them."""
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -19,13 +20,14 @@ CPU_S = 4.0
 """Tokenising the two texts takes three times as long, also on a fast machine."""
 
 MANY = 12
-"""More than two at a time can answer while opening waits for room: in 1.55 s, six times."""
+"""More than there are streams, and places in line."""
 
 SECTION = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__"
 STRICT = {
     SECTION + "MAX_CONCURRENT_PIPELINES": "16",
     # These askers could hold the model: what the shards refuse would be answered at home.
     SECTION + "FALLBACK_TO_LOCAL": "false",
+    SECTION + "MAX_QUEUED": "8",  # four for one user
 }
 
 
@@ -90,6 +92,25 @@ def test_a_shard_serves_as_many_streams_as_it_says_and_refuses_the_rest(
     assert all(body["usage"]["completion_tokens"] == 300 for body in served)
     # and all of it is free again
     assert asker.post("/v1/completions", {"model": "builtin", "prompt": "a"}).status_code == 200
+
+
+def test_who_finds_every_shard_full_waits_and_is_told_where_it_stands(eager: LocalNode) -> None:
+    body = {"model": "builtin", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    holders = threading.Thread(target=at_once, args=(eager, 2), kwargs={"max_tokens": 450})
+    holders.start()
+    deadline = time.monotonic() + 60
+    while len(eager.get("/mesh/v1/status")["generations"]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with httpx.stream(
+        "POST", f"{eager.url}/v1/completions", json={**body, "prompt": "a"}, timeout=60,
+        trust_env=False,
+    ) as response:  # fmt: skip
+        chunks = [json.loads(line[6:]) for line in response.iter_lines() if line[6:7] == "{"]
+    holders.join()
+    events = [said["event"] for said in (c.get("hearthnet", {}) for c in chunks) if "event" in said]
+    assert events == [{"position": 1, "type": "queued"}]
+    assert chunks[-1]["hearthnet"]["token_ids"][299:]
 
 
 def test_a_full_shard_makes_the_asker_pick_another(eager: LocalNode, start_node: StartNode) -> None:

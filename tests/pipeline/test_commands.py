@@ -14,6 +14,7 @@ from mesh.types import (
     PipelineAborted,
     Principal,
     PrincipalKind,
+    Queued,
     SamplingParams,
     ShardFailover,
     ShardId,
@@ -29,6 +30,7 @@ FRAMES = [
     ShardStatus(ShardId("m:0-3"), "attic", "degraded", "it is slow"),
     ShardFailover(ShardId("m:0-3"), (ShardId("m:0-1"), ShardId("m:2-3")), 7),
     PipelineAborted("nobody is left"),
+    Queued(3),
 ]
 
 

@@ -28,6 +28,7 @@ from mesh.pipeline.generation import PipelineOrchestrator
 from mesh.pipeline.hop import Patience
 from mesh.pipeline.links import HopLinks
 from mesh.pipeline.model import AskerModel
+from mesh.pipeline.room_line import RoomLine
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.watch.oversight import Oversight
 from mesh.routing.cover import Candidate, CoverRules
@@ -330,9 +331,10 @@ def toy_orchestrator(
     noise: float = 0.0,
     home: ToyShard | None = None,
     context: int = 4096,
+    line: RoomLine | None = None,
 ) -> tuple[PipelineOrchestrator, Sessions]:
     """An orchestrator over the network with fp32 on the wire, which may go `home`; the
-    model holds `context` positions."""
+    model holds `context` positions. `line` is where those wait who find all shards full."""
 
     async def go_home() -> Sequence[RouteHop]:
         assert home is not None
@@ -345,6 +347,7 @@ def toy_orchestrator(
         SystemClock(),
         Patience(answer_s=2.0),
         oversight or Oversight(SystemClock(), ceiling_s=30.0),
+        line=line,
     )
     model = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, context, ToyEnds(), ToyText())
     orchestrator = PipelineOrchestrator(

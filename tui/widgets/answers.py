@@ -38,6 +38,8 @@ def generation(running: Mapping[str, Any], width: int, own_node: str) -> list[Te
     head = Text(f"{running['model']} · {rate(running.get('tokens_per_second'))}", "bold")
     first = running.get("first_token_ms")
     said = "reading the prompt" if first is None else f"first token {ms(first)}"
+    if running.get("queued"):
+        said = f"waits for room, number {running['queued']} in line"
     head.append(f" · {said} · {running.get('tokens', 0)} tokens", "not bold")
     if running["failovers"]:
         head.append(f" · ⚠ {count(running['failovers'], 'failover')}", "yellow")

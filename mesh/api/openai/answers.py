@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mesh.types import Done, ShardFailover, ShardStatus, TokenLogprob
+from mesh.types import Done, Queued, ShardFailover, ShardStatus, TokenLogprob
 from mesh.types import PipelineAborted as Aborted
 
 _LOWEST_LOGPROB = -9999.0
@@ -63,7 +63,7 @@ def extension(done: Done) -> dict[str, Any]:
     }
 
 
-def diagnostic(frame: ShardStatus | ShardFailover | Aborted) -> dict[str, Any]:
+def diagnostic(frame: Queued | ShardStatus | ShardFailover | Aborted) -> dict[str, Any]:
     """The `hearthnet` object of a chunk that reports what happens to the route."""
     return {"event": asdict(frame)}
 

@@ -189,7 +189,8 @@ function answer(running) {
     (worst, hop) => (hop.p50_ms > (worst ? worst.p50_ms : 0) ? hop : worst), null);
   const speed = running.tokens_per_second;
   return made("div", "",
-    row(made("strong", "", running.model), dim(speed ? `${speed.toFixed(1)} tok/s` : "reading the prompt"),
+    row(made("strong", "", running.model), dim(speed ? `${speed.toFixed(1)} tok/s`
+      : running.queued ? `waits for room, number ${running.queued} in line` : "reading the prompt"),
       running.failovers ? made("span", "wait", `⚠ ${running.failovers} failover(s)`) : null),
     row(...running.route.map((hop) => made("span", hop === slowest ? "wait" : "",
       `${hop === slowest && running.route.length > 1 ? "▲ " : ""}${hop.node} ${hop.layers} ${ms(hop.p50_ms || 0)}`))),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.interventions.jobs.queue.lane import FairLine
+from mesh.accounts.fair_line import FairLine
 
 OWNERS = st.lists(st.sampled_from("abcd"), max_size=40)
 

@@ -1,0 +1,57 @@
+"""Whose turn it is: a line in which no owner delays another by more than one of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+
+
+class FairLine:
+    """Ids by owner; owners take turns, each owner's ids keep their order."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, deque[str]] = {}
+        self._owner_of: dict[str, Hashable] = {}
+
+    def __len__(self) -> int:
+        return len(self._owner_of)
+
+    def put(self, owner: Hashable, id_: str) -> None:
+        """Add an id at the end of its owner's; an owner who had none is last in turn."""
+        self._waiting.setdefault(owner, deque()).append(id_)
+        self._owner_of[id_] = owner
+
+    def put_back(self, owner: Hashable, id_: str) -> None:
+        """Return what was taken: it is next again."""
+        waiting = self._waiting.pop(owner, deque())
+        waiting.appendleft(id_)
+        self._waiting = {owner: waiting, **self._waiting}
+        self._owner_of[id_] = owner
+
+    def take(self) -> str | None:
+        """The next id; its owner goes to the end of the turn."""
+        if not self._waiting:
+            return None
+        owner = next(iter(self._waiting))
+        waiting = self._waiting.pop(owner)
+        id_ = waiting.popleft()
+        if waiting:
+            self._waiting[owner] = waiting
+        del self._owner_of[id_]
+        return id_
+
+    def remove(self, id_: str) -> bool:
+        """Forget a waiting id; whether there was one."""
+        owner = self._owner_of.pop(id_, None)
+        if owner is None:
+            return False
+        self._waiting[owner].remove(id_)
+        if not self._waiting[owner]:
+            del self._waiting[owner]
+        return True
+
+    def order(self) -> list[str]:
+        """All waiting ids in the order in which they would be taken now."""
+        turns = [list(waiting) for waiting in self._waiting.values()]
+        longest = max(map(len, turns), default=0)
+        return [turn[place] for place in range(longest) for turn in turns if place < len(turn)]
