@@ -73,13 +73,13 @@ class DistributedInferenceSection(BaseModel):
     allow_self_as_shard: bool = False
     """Prefer this node's own layers like anybody else's, instead of other nodes first."""
     max_concurrent_pipelines: int = Field(default=4, ge=1, le=1024)
-    """Generations this node runs at the same time, those that wait included; further ones get
-    `busy`."""
+    """Generations this node runs at the same time, those that wait for a shard included; further
+    ones wait as well."""
     queue_seconds: float = Field(default=20, ge=0, le=600)
-    """How long a generation waits for room where every shard is full; 0: not at all."""
+    """How long a generation waits for room, here or where every shard is full; 0: not at all."""
     max_queued: int = Field(default=16, ge=1, le=32)
-    """Generations of one model that may wait for room, half of them for one key or user; further
-    ones are refused at once."""
+    """Generations that may wait for room, here and in front of one model's shards, half of them for
+    one key or user; further ones are refused with `busy` at once."""
     host: HostSection = HostSection()
     """What this node does for others."""
 

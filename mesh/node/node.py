@@ -211,7 +211,7 @@ class Node:
         steering = self._steering = Steering(network, self._models, paths.steering_dir)
         askers = Askers(
             self._askers,
-            max_concurrent=config.distributed.max_concurrent_pipelines,
+            entrance=wiring.entrance(config),
             why_disabled=self._why_disabled,
             prepared=steering.prepared,
             on_frame=self._metrics.frame,

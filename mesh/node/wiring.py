@@ -17,6 +17,7 @@ from mesh.interventions.jobs.runner import RunnerSettings
 from mesh.models.local import LocalModel
 from mesh.paths import StatePaths, cache_dir
 from mesh.pipeline.commands import AskerOptions, EngineSettings, RouteLimits, StartAsker
+from mesh.pipeline.entrance import Entrance
 from mesh.shard.commands import ShardRequest, StartShards
 from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange
@@ -103,6 +104,12 @@ def start_jobs(config: Config, key: NodeKey, tls: TlsMaterial) -> StartJobs:
     )
     settings = RunnerSettings(jobs.max_running, jobs.idle_seconds, cache_dir(), limits)
     return StartJobs(_hello(config, key), tls, route_limits(config), settings)
+
+
+def entrance(config: Config) -> Entrance:
+    """How many generations of this node run at a time, and how long others wait."""
+    limits = config.distributed
+    return Entrance(limits.max_concurrent_pipelines, limits.queue_seconds, limits.max_queued)
 
 
 def route_limits(config: Config) -> RouteLimits:

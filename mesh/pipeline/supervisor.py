@@ -9,13 +9,12 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from msgspec import structs
 
 from mesh.errors import (
-    Busy,
     ExperimentalDisabled,
     InternalError,
     MeshError,
@@ -40,6 +39,7 @@ from mesh.pipeline.commands import (
     RoutableShards,
     StartAsker,
 )
+from mesh.pipeline.entrance import Entrance
 from mesh.pipeline.live import LiveCounts
 from mesh.processes.attempts import Attempts
 from mesh.processes.lifecycle import Ending, SilenceLimits
@@ -308,7 +308,7 @@ class Askers:
         self,
         askers: dict[ModelId, AskerSupervisor],
         *,
-        max_concurrent: int,
+        entrance: Entrance,
         why_disabled: Callable[[ModelId], str | None],
         prepared: Callable[[GenerationRequest], Awaitable[GenerationRequest]],
         on_frame: Callable[[StreamFrame], None],
@@ -317,36 +317,48 @@ class Askers:
         """`prepared` looks up what a request names only, such as edits; it may raise. Every frame
         goes through `on_frame`, and is counted on `counts`."""
         self._askers = askers
-        self._max_concurrent = max_concurrent
+        self._entrance = entrance
         self._why_disabled = why_disabled
         self._prepared = prepared
         self._on_frame = on_frame
         self._counts = counts
-        self._running = 0
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
         """Frames of a generation, `Done` last.
 
         Raises:
             ModelNotFound: this node has no ends of the model.
-            Busy: `max_concurrent_pipelines` generations run already.
+            Busy: `max_concurrent_pipelines` generations run already, and waiting did not help.
             ExperimentalDisabled: distributed inference is switched off here.
         """
         request = await self._prepared(request)
         asker = self._asker_of(request)
-        with self._one_more(), self._counts.counting(request) as seen:
-            async with contextlib.aclosing(asker.generate(request)) as frames:
-                async for frame in frames:
-                    self._on_frame(frame)
-                    seen(frame)
-                    yield frame
+        entering = self._entrance.enter(request.request_id, request.principal)
+        try:
+            async with contextlib.aclosing(entering):
+                async for queued in entering:
+                    yield queued
+            with self._counts.counting(request) as seen:
+                async with contextlib.aclosing(asker.generate(request)) as frames:
+                    async for frame in frames:
+                        self._on_frame(frame)
+                        seen(frame)
+                        yield frame
+        finally:
+            self._entrance.leave(request.request_id)
 
     async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
         """What each layer would say next, see `mesh.pipeline.lens`; raises as `generate` does."""
         request = await self._prepared(request)
         asker = self._asker_of(request)
-        with self._one_more():
+        entering = self._entrance.enter(request.request_id, request.principal)
+        try:
+            async with contextlib.aclosing(entering):
+                async for _ in entering:
+                    pass
             return await asker.lens(request, top)
+        finally:
+            self._entrance.leave(request.request_id)
 
     # Private
 
@@ -363,16 +375,3 @@ class Askers:
         if disabled is not None:
             raise ExperimentalDisabled(disabled, fix="Set research.distributed_inference.enabled.")
         return asker
-
-    @contextlib.contextmanager
-    def _one_more(self) -> Iterator[None]:
-        if self._running >= self._max_concurrent:
-            raise Busy(
-                f"{self._running} generations run here already, the limit.",
-                fix="Wait for one to end, or raise max_concurrent_pipelines.",
-            )
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1

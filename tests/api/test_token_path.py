@@ -21,6 +21,7 @@ from mesh.api.app import create_app
 from mesh.api.server import serve_api
 from mesh.api.services import ApiSettings
 from mesh.clock import SystemClock
+from mesh.pipeline.entrance import Entrance
 from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import Askers, AskerSupervisor
 from mesh.types import Done, GenerationRequest, ModelId, StreamFrame, TokenDelta
@@ -93,7 +94,7 @@ async def streamed(tokens: int, *, resumable: bool = False) -> str:
     """An answer of so many tokens, through everything of a daemon that is behind its process."""
     askers = Askers(
         {MODEL: cast("AskerSupervisor", Process(tokens))},
-        max_concurrent=1,
+        entrance=Entrance(1, 0, 0),
         why_disabled=lambda model: None,
         prepared=as_it_is,
         counts=LiveCounts(SystemClock(), lambda: None),

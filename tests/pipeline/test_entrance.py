@@ -1,0 +1,110 @@
+"""Who comes while as many generations run as may waits in fair turns, a while."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+
+import pytest
+
+from mesh.errors import Busy
+from mesh.pipeline.entrance import Entrance
+from mesh.types import Principal, PrincipalKind
+
+
+@dataclass
+class Door:
+    """An entrance and what each request was told."""
+
+    entrance: Entrance
+    told: dict[str, list[int]] = field(default_factory=dict)
+    inside: list[str] = field(default_factory=list)
+
+    def come(self, name: str, owner: str = "") -> asyncio.Task[None]:
+        return asyncio.create_task(self._come(name, Principal(PrincipalKind.NODE, owner or name)))
+
+    async def _come(self, name: str, principal: Principal) -> None:
+        entering = self.entrance.enter(name, principal)
+        self.told[name] = []
+        async with contextlib.aclosing(entering):
+            async for queued in entering:
+                self.told[name].append(queued.position)
+        self.inside.append(name)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_the_next_comes_in_when_one_leaves_and_all_hear_where_they_stand() -> None:
+    door = Door(Entrance(2, 5, 8))
+    tasks = [door.come(name) for name in ("a", "b", "c", "d")]
+    await settle()
+    assert door.inside == ["a", "b"]
+    assert door.told == {"a": [], "b": [], "c": [1], "d": [2]}
+    door.entrance.leave("b")
+    await settle()
+    assert door.inside == ["a", "b", "c"]
+    assert door.told["d"] == [2, 1]
+    door.entrance.leave("a")
+    await asyncio.gather(*tasks)
+    assert door.inside == ["a", "b", "c", "d"]
+
+
+async def test_owners_take_turns() -> None:
+    door = Door(Entrance(1, 5, 8))
+    for name, owner in (("a", "x"), ("b", "x"), ("c", "x"), ("d", "y")):
+        door.come(name, owner)
+        await settle()
+    for leaving in ("a", "b", "d"):
+        door.entrance.leave(leaving)
+        await settle()
+    assert door.inside == ["a", "b", "d", "c"]
+
+
+async def test_places_are_bounded_for_all_and_for_each() -> None:
+    door = Door(Entrance(1, 5, 4))
+    tasks = {name: door.come(name, owner) for name, owner in (("a", "x"), ("b", "x"), ("c", "x"))}
+    await settle()
+    with pytest.raises(Busy, match="1 generations run here already"):
+        await door.come("e", "x")
+    others = [door.come(name) for name in ("f", "g")]
+    await settle()
+    with pytest.raises(Busy, match="4 wait"):
+        await door.come("h")
+    for task in (*tasks.values(), *others):
+        task.cancel()
+
+
+async def test_the_wait_ends() -> None:
+    door = Door(Entrance(1, 0.05, 4))
+    await door.come("a")
+    with pytest.raises(Busy):
+        await door.come("b")
+    door.entrance.leave("a")
+    await door.come("c")
+    assert door.inside == ["a", "c"]
+    assert door.told["c"] == []
+
+
+async def test_who_gives_up_leaves_the_line_and_takes_nobodys_place() -> None:
+    door = Door(Entrance(1, 5, 8))
+    await door.come("a")
+    gone, last = door.come("b"), door.come("c")
+    await settle()
+    gone.cancel()
+    await settle()
+    assert door.told["c"] == [2, 1] or door.told["c"] == [2]
+    door.entrance.leave("b")  # as its request's end says, whether it was in or not
+    assert door.inside == ["a"]
+    door.entrance.leave("a")
+    await last
+    gone = door.come("d")
+    await settle()
+    door.entrance.leave("c")
+    gone.cancel()  # between being let in and hearing of it
+    await settle()
+    door.entrance.leave("d")
+    await asyncio.wait_for(door.come("e"), 1)
