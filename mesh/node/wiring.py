@@ -77,6 +77,7 @@ def start_asker(config: Config, key: NodeKey, model: LocalModel, tls: TlsMateria
         spot_check_probability=distributed.spot_check_probability,
         activation_noise=config.routing.activation_noise,
         load_limit_s=distributed.shard_load_timeout_seconds,
+        draft_tokens=distributed.draft_tokens,
     )
     options = AskerOptions(
         config.dtype,

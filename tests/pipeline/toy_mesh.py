@@ -24,7 +24,7 @@ from mesh.errors import (
     SessionGone,
 )
 from mesh.pipeline.failover import FailoverSettings
-from mesh.pipeline.generation import PipelineOrchestrator
+from mesh.pipeline.generation import LoopSettings, PipelineOrchestrator
 from mesh.pipeline.hop import Patience
 from mesh.pipeline.links import HopLinks
 from mesh.pipeline.model import AskerModel
@@ -354,7 +354,7 @@ def toy_orchestrator(
         wire_dtype=WireDtype.FP32,
         failover=FailoverSettings(retry_delays_s=(0.01, 0.02)),
         local_model=None if home is None else go_home,
-        noise=noise,
+        settings=LoopSettings(noise=noise),
     )
     return orchestrator, sessions
 
