@@ -155,11 +155,15 @@ class _Pace:
         return best
 
     def _best(self, right: float, sizes: Sequence[int], *, is_measured: bool) -> int:
-        single, cost = self._median(1), 1.0
+        single, cost, extra = self._median(1), 1.0, _EXTRA
         best, promise = 0, _WORTH
         for size in sizes:
             took = self._median(1 + size) if is_measured else None
-            cost = max(cost, took / single if took and single else 1.0 + _EXTRA * size)
+            if took and single:
+                cost = max(cost, took / single)
+                extra = (cost - 1.0) / size / 2  # more rows share more: half as much for another
+            else:
+                cost = max(cost, 1.0 + extra * size)
             tokens = sum(right**count for count in range(size + 1))
             if tokens / cost > promise:
                 best, promise = size, tokens / cost

@@ -111,30 +111,6 @@ class History:
             yield position, _join(waiting, count)
 
 
-class LatestRows:
-    """The last rows that came out of a route, at least `most` of them where there were so many."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._rows = History()
-
-    def append(self, tensor: WireTensor) -> None:
-        """Rows that follow."""
-        self._rows.append(tensor)
-        if self._rows.length >= CHUNK_ROWS:
-            kept, self._rows = self.last(self._most), History()
-            for piece in kept:
-                self._rows.append(piece)
-
-    def drop(self, count: int) -> None:
-        """Forget the last `count` rows."""
-        self._rows.cut(max(0, self._rows.length - count))
-
-    def last(self, count: int) -> list[WireTensor]:
-        """The last `count` rows, as far as there are such, in pieces as they came."""
-        return self._rows.window(max(0, self._rows.length - count), self._rows.length)
-
-
 def _join(pieces: list[WireTensor], rows: int) -> WireTensor:
     if len(pieces) == 1:
         return pieces[0]

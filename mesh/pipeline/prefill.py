@@ -68,11 +68,10 @@ class TokenFeed:
         return self.logits_from(len(self._session.token_ids) - 1)[-1]
 
     def logits_from(self, position: int) -> torch.Tensor:
-        """(rows, vocab) of the tokens behind each one fed from `position` on, of the last step and
-        at most `KEPT_ROWS`. Runs the head."""
-        pieces = self._session.route.latest(len(self._session.token_ids) - position)
-        rows = [self._ends.logits(to_torch(piece))[0] for piece in pieces]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        """(rows, vocab) of the tokens behind each one fed from `position` on, which were fed
+        together. Runs the head."""
+        rows = self._session.route.latest(len(self._session.token_ids) - position)
+        return self._ends.logits(to_torch(rows))[0]
 
     def keep(self, position: int) -> None:
         """Forget what was fed from `position` on."""

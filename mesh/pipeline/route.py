@@ -25,7 +25,7 @@ from mesh.errors import (
     PipelineStalled,
 )
 from mesh.pipeline.claims import Claim
-from mesh.pipeline.history import LatestRows
+from mesh.pipeline.history import slice_rows
 from mesh.pipeline.hop import GenerationHop, HopObserver, HopSession, Patience
 from mesh.pipeline.links import HopLink, HopLinks
 from mesh.pipeline.terms import SessionTerms
@@ -38,9 +38,6 @@ logger = logging.getLogger(__name__)
 FULL_DELAYS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Waited one after the other, 1.55 s in all, while every shard there is says that it is full: what
 was closed elsewhere may not have reached it yet. That is no queue behind its limit."""
-
-KEPT_ROWS = 16
-"""Rows of one step, at its end, that can be asked for at once."""
 
 _FULL = (Busy, CacheFull)
 """What a shard refuses a session with that it may give the next moment."""
@@ -182,7 +179,7 @@ class Route:
         self._observer = observer
         self._patience = patience
         self._picked: Pipeline | None = None
-        self._latest = LatestRows(KEPT_ROWS)
+        self._latest: WireTensor | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._target = 0
         self._served: dict[ShardKey, RouteHop] = {}
@@ -226,19 +223,18 @@ class Route:
                 await self._waiter
             finally:
                 self._waiter = None
-        row = self.latest(1)
-        if not row:
-            raise PipelineStalled("nothing was fed into the pipeline.", fix="Report this as a bug.")
-        return row[0]
+        return self.latest(1)
 
-    def latest(self, rows: int) -> list[WireTensor]:
-        """The last `rows` rows that left the last hop, at most `KEPT_ROWS`, in pieces as they came:
-        in one, if no hop was replaced meanwhile."""
-        return self._latest.last(rows)
+    def latest(self, rows: int) -> WireTensor:
+        """The last `rows` rows that left the last hop, all of one tensor that was fed. Also where a
+        hop was replaced they came in one: a replay joins what was fed and divides none of it."""
+        if self._latest is None:
+            raise PipelineStalled("nothing was fed into the pipeline.", fix="Report this as a bug.")
+        count = self._latest.shape[1]
+        return slice_rows(self._latest, count - rows, count)
 
     def cut(self, position: int) -> None:
         """Forget everything from `position` on, in every hop."""
-        self._latest.drop(max(0, self.hops[-1].delivered - position))
         for hop in self.hops:
             hop.cut(position)
 
@@ -351,7 +347,7 @@ class Route:
         if index + 1 < len(self.hops):
             self.hops[index + 1].accept(tensor)
             return
-        self._latest.append(tensor)
+        self._latest = tensor
         if self._waiter is not None and hop.delivered >= self._target:
             self._wake()
 
