@@ -271,8 +271,9 @@ class GenerationRequest:
 
     `messages` are OpenAI chat messages (role, content) for the model's own chat template. `steer`
     names edits; whoever looks them up puts `edits` in its place. `begun` is what the answer to
-    `messages` has said already. `principal` is who asks: caches
-    that this request leaves are for its follow-ups only.
+    `messages` has said already. `draft`: tokens may be guessed and checked several at a time, which
+    changes how fast the answer comes. `principal` is who asks: caches that this request leaves are
+    for its follow-ups only.
     """
 
     request_id: str
@@ -287,6 +288,7 @@ class GenerationRequest:
     edits: tuple[Edit, ...] = ()
     principal: Principal = THIS_NODE
     begun: str = ""
+    draft: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +372,8 @@ class Done:
     """The end of a stream. `finish_reason` is ``stop`` or ``length``.
 
     `widened` counts the tensors that overflowed the wire dtype and travelled wider. `note` says why
-    an answer ended where neither the model nor the request wanted it to.
+    an answer ended where neither the model nor the request wanted it to. Of `drafted_tokens`, which
+    were guessed and computed with the token before, `accepted_tokens` were right.
     """
 
     finish_reason: str
@@ -387,6 +390,8 @@ class Done:
     construct_ms: float = 0.0
     widened: int = 0
     note: str = ""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     type: str = "done"
 
 

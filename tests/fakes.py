@@ -85,6 +85,8 @@ def done(
         hops=tuple(
             HopTiming(s.shard_id, s.node_name, str(s.layer_range), 3, 1.0, 2.0, 0.5) for s in shards
         ),
+        drafted_tokens=8,
+        accepted_tokens=6,
     )
 
 

@@ -39,6 +39,8 @@ class ReceivedAnswer:
         new = self.usage["prompt_tokens"] - self.usage["prompt_tokens_details"]["cached_tokens"]
         if shown["first_token_ms"]:
             parts.append(f"prompt {new * 1e3 / shown['first_token_ms']:.1f} tok/s")
+        if shown.get("drafted_tokens"):
+            parts.append(f"{shown['accepted_tokens']} of {shown['drafted_tokens']} guesses right")
         hops = [
             f"  {hop['node']} {hop['layers']}: {hop['p50_ms']:.1f} ms a token, "
             f"{hop['compute_p50_ms']:.1f} of them computing"

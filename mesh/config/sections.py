@@ -70,6 +70,9 @@ class DistributedInferenceSection(BaseModel):
     """The how-manieth lost hop of one answer sends the rest of it to the local model."""
     activation_dtype: Literal["fp16", "bf16", "fp32"] = "fp16"
     """How activations are written between nodes, where the model tolerates it."""
+    draft_tokens: int = Field(default=15, ge=0, le=15)
+    """The most tokens of an answer that are guessed from what the text said before and computed
+    together with the last one, where that pays; the answer is the same. 0: none."""
     allow_self_as_shard: bool = False
     """Prefer this node's own layers like anybody else's, instead of other nodes first."""
     max_concurrent_pipelines: int = Field(default=4, ge=1, le=1024)

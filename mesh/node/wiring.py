@@ -80,6 +80,7 @@ def start_asker(config: Config, key: NodeKey, model: LocalModel, tls: TlsMateria
         load_limit_s=distributed.shard_load_timeout_seconds,
         queue_limit_s=distributed.queue_seconds,
         queue_places=distributed.max_queued,
+        draft_tokens=distributed.draft_tokens,
     )
     options = AskerOptions(
         config.dtype,

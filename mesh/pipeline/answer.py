@@ -40,6 +40,7 @@ class Answer:
         self._text = text
         self._params = request.sampling
         self._limit = limit
+        self.prompt = prompt
         self._prompt_tokens = len(prompt)
         self._decoder = text.decoder()
         self._stops = StopStrings(request.sampling.stop)
@@ -47,6 +48,16 @@ class Answer:
         self._started = started
         self._first_at = started
         self._last_at = started
+
+    @property
+    def end(self) -> int:
+        """The position behind the last token."""
+        return len(self.prompt) + len(self.token_ids)
+
+    @property
+    def left(self) -> int:
+        """How many tokens it may still get."""
+        return self._limit - len(self.token_ids)
 
     def take(self, token: int, logits: torch.Tensor) -> TokenDelta:
         """The next token with the text it completes; an end token has none."""

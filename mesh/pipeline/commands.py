@@ -12,6 +12,7 @@ from typing import Any, Self
 from mesh.discovery.advertisement import Advertisement
 from mesh.errors import MeshError
 from mesh.health.detector import Verdict
+from mesh.pipeline.drafting import MAX_DRAFT
 from mesh.processes.messages import Message, Start
 from mesh.routing.cover import LAN_HOP_WEIGHT, CoverRules, home_layers
 from mesh.types import (
@@ -77,6 +78,7 @@ class EngineSettings:
     load_limit_s: float = 300.0
     queue_limit_s: float = 20.0
     queue_places: int = 16
+    draft_tokens: int = MAX_DRAFT
 
 
 @dataclass(frozen=True, slots=True)

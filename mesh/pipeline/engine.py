@@ -21,7 +21,7 @@ from mesh.errors import MeshError
 from mesh.pipeline import wire_dtype
 from mesh.pipeline.commands import EngineSettings, HarvestOrder, LiveGeneration, LiveHop
 from mesh.pipeline.failover import FailoverSettings, LocalModel
-from mesh.pipeline.generation import PipelineOrchestrator
+from mesh.pipeline.generation import LoopSettings, PipelineOrchestrator
 from mesh.pipeline.harvest import harvest
 from mesh.pipeline.hop import Patience
 from mesh.pipeline.known_shards import KnownShards
@@ -97,7 +97,7 @@ class Engine:
             wire_dtype=WireDtype.FP32,  # home takes all; see `_prepared`
             failover=FailoverSettings(fallback_after=settings.fallback_after),
             local_model=self._local_model,
-            noise=settings.activation_noise,
+            settings=LoopSettings(settings.activation_noise, settings.draft_tokens),
         )
         lens = LensSettings(ceiling_s, settings.activation_noise)
         self._lens = LogitLens(model, links, self._router, self.oversight, patience, lens)

@@ -30,6 +30,10 @@ LocalModel = Callable[[], Awaitable[Sequence[RouteHop]]]
 """Loads the whole model at home; hops over all its layers. Raises MeshError when it cannot."""
 
 
+NO_ROOM = (CacheFull, ContextTooLong)
+"""What a hop answers to a step that its caches have no room for."""
+
+
 @dataclass(frozen=True, slots=True)
 class FailoverSettings:
     """How much a generation puts up with.
@@ -73,7 +77,7 @@ class Failover:
         if isinstance(lost.error, BadSteering):
             raise lost.error
         session, shard = self._session, lost.hop.shard
-        status = "full" if isinstance(lost.error, _NO_ROOM) else "degraded"
+        status = "full" if isinstance(lost.error, NO_ROOM) else "degraded"
         yield ShardStatus(shard.shard_id, shard.node_name, status, str(lost.error))
         self._excluded.add(key_of(shard))
         session.failovers += 1
@@ -189,10 +193,6 @@ class Failover:
     def _notice(self, lost: RouteHop, hops: Sequence[RouteHop]) -> ShardFailover:
         replacements = tuple(hop.shard.shard_id for hop in hops)
         return ShardFailover(lost.shard.shard_id, replacements, len(self._session.token_ids))
-
-
-_NO_ROOM = (CacheFull, ContextTooLong)
-"""What a hop answers to a step that its caches have no room for."""
 
 
 def _no_room(lost: HopLost) -> CacheFull:

@@ -1,8 +1,9 @@
 """One generation from prompt to last token: the loop.
 
 The asker drives: it embeds, sends the hidden states through the hops, samples from what comes back
-and embeds again. Read on in `prefill` (tokens in, logits out), `hop` (a session on one hop),
-`route` (pick, open, pass on) and `failover` (what is done when a hop is lost).
+and embeds again. Read on in `prefill` (tokens in, logits out), `drafting` (tokens guessed, and fed
+with the last one), `hop` (a session on one hop), `route` (pick, open, pass on) and `failover` (what
+is done when a hop is lost).
 
 The way of a token from here to the socket, `*` for each asynchronous generator that it passes:
 
@@ -19,13 +20,16 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import NamedTuple
 
 from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
 from mesh.pipeline.answer import Answer
+from mesh.pipeline.drafting import MAX_DRAFT, Drafter
 from mesh.pipeline.failover import Failover, FailoverSettings, LocalModel
+from mesh.pipeline.history import chunk_rows
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.prefill import TokenFeed
 from mesh.pipeline.route import HopLost
@@ -33,7 +37,15 @@ from mesh.pipeline.sampler import Sampler
 from mesh.pipeline.sessions import GenerationSession, Sessions
 from mesh.pipeline.terms import FIRST_ANSWER, SessionTerms
 from mesh.routing.router import UNSERVED, ShardRouter
-from mesh.types import Done, GenerationRequest, PipelineAborted, Queued, StreamFrame, WireDtype
+from mesh.types import (
+    Done,
+    GenerationRequest,
+    PipelineAborted,
+    Queued,
+    StreamFrame,
+    TokenDelta,
+    WireDtype,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +55,15 @@ Prepared = Callable[[GenerationRequest], AbstractAsyncContextManager[GenerationR
 
 Started = tuple[GenerationSession, list[StreamFrame]]
 """A session to generate in, and what to say about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """What of the configuration the loop itself heeds: `noise` as in `mesh.pipeline.prefill`, and
+    how many tokens it drafts at a time."""
+
+    noise: float = 0.0
+    draft_tokens: int = MAX_DRAFT
 
 
 class PipelineOrchestrator:
@@ -57,14 +78,14 @@ class PipelineOrchestrator:
         wire_dtype: WireDtype,
         failover: FailoverSettings = FailoverSettings(),  # noqa: B008 - frozen
         local_model: LocalModel | None = None,
-        noise: float = 0.0,
+        settings: LoopSettings = LoopSettings(),
     ) -> None:
         self._model = model
         self._sessions = sessions
         self._router = router
         self._failover = failover
         self._local_model = local_model
-        self._noise = noise
+        self._settings = settings
         self.wire_dtype = wire_dtype
 
     async def chat(
@@ -86,41 +107,51 @@ class PipelineOrchestrator:
             prompt = self._model.text.prompt_ids(asked, self._model.max_positions)
             terms = self._terms(asked, prompt)
             home = self._local_model if asked.fallback_to_local is not False else None
-            async with aclosing(self._in_turn(asked, prompt, terms, home)) as turns:
-                async for turn in turns:
-                    if isinstance(turn, Queued):
-                        yield turn
+            async with aclosing(self._in_turn(asked, prompt, terms, home)) as places:
+                async for place in places:
+                    if isinstance(place, Queued):
+                        yield place
                     else:
-                        session, notices = turn
-            begun = _Begun(time.monotonic(), len(session.token_ids), session.route.widened)
+                        session, notices = place
+            opened = _Opened(time.monotonic(), len(session.token_ids), session.route.widened)
             answer = Answer(self._model.text, asked, prompt, terms.limit - len(prompt), started)
             finished = False
             try:
                 for notice in notices:
                     yield notice
-                feed = self._feed(session, home)
-                sampler = Sampler(asked.sampling, prompt)
-                ids: Sequence[int] = prompt[begun.cached :]
+                turns = self._turns(session, home, asked, answer)
+                ids: Sequence[int] = prompt[opened.cached :]
                 while not answer.finish_reason:
+                    draft, begun = turns.drafter.propose(answer.left - 1), time.monotonic()
                     try:
-                        async for notice in feed.advance(ids):
+                        async for notice in turns.feed.advance([*ids, *draft], spare=len(draft)):
                             yield notice
                     except CacheFull as full:
                         yield answer.end_early(full)
                         break
-                    logits = feed.logits
-                    token = sampler.choose(logits)
-                    yield answer.take(token, logits)
-                    ids = (token,)
+                    for delta in turns.take(draft, begun):
+                        yield delta
+                    ids = answer.token_ids[-1:]
                 finished = not answer.note
             finally:
                 self._sessions.release(session, keep=finished)
-            done = _done(session, len(prompt), begun, answer)
-            yield replace(done, construct_ms=(begun.at_s - started) * 1e3)
+            done = _done(session, opened, turns)
+            yield replace(done, construct_ms=(opened.at_s - started) * 1e3)
 
-    def _feed(self, session: GenerationSession, home: LocalModel | None) -> TokenFeed:
+    def _turns(
+        self,
+        session: GenerationSession,
+        home: LocalModel | None,
+        request: GenerationRequest,
+        answer: Answer,
+    ) -> _Turns:
         failover = Failover(session, self._router, self._model.hidden_size, self._failover, home)
-        return TokenFeed(self._model, session, failover, noise=self._noise)
+        feed = TokenFeed(self._model, session, failover, noise=self._settings.noise)
+        # Nothing is guessed under steering: a guess could drive values out of a number format's
+        # range where the answer itself never does.
+        most = min(self._settings.draft_tokens, chunk_rows(self._model.hidden_size) - 1)
+        drafter = Drafter(answer.prompt, 0 if request.edits or not request.draft else most)
+        return _Turns(feed, drafter, Sampler(request.sampling, answer.prompt), answer)
 
     def _in_turn(
         self,
@@ -189,7 +220,7 @@ class PipelineOrchestrator:
         return room if wanted is None else wanted
 
 
-class _Begun(NamedTuple):
+class _Opened(NamedTuple):
     """A session as it was when its answer began: when, with how many tokens in its caches."""
 
     at_s: float
@@ -197,11 +228,38 @@ class _Begun(NamedTuple):
     widened: int
 
 
-def _done(session: GenerationSession, fed: int, begun: _Begun, answer: Answer) -> Done:
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """What takes turns in one generation."""
+
+    feed: TokenFeed
+    drafter: Drafter
+    sampler: Sampler
+    answer: Answer
+
+    def take(self, draft: Sequence[int], begun: float) -> list[TokenDelta]:
+        """What the answer gains of a step that was begun then: a token, and one more after each of
+        `draft` that the sampler chooses as well. The session forgets the others."""
+        feed, answer = self.feed, self.answer
+        rows = feed.logits_from(answer.end - 1)  # (rows, vocab): of the last token, and of drafts
+        self.drafter.took(len(rows), time.monotonic() - begun)
+        taken: list[TokenDelta] = []
+        for logits, guess in zip_longest(rows, draft[: len(rows) - 1]):
+            token = self.sampler.choose(logits)
+            taken.append(answer.take(token, logits))
+            if token != guess or answer.finish_reason:
+                break
+        feed.keep(answer.end - 1)  # the last token was not fed
+        self.drafter.add(answer.token_ids[-len(taken) :])
+        return taken
+
+
+def _done(session: GenerationSession, opened: _Opened, turns: _Turns) -> Done:
+    answer = turns.answer
     return Done(
         finish_reason=answer.finish_reason,
-        prompt_tokens=fed,
-        cached_tokens=begun.cached,
+        prompt_tokens=len(answer.prompt),
+        cached_tokens=opened.cached,
         completion_tokens=len(answer.token_ids),
         token_ids=tuple(answer.token_ids),
         route=session.route.pipeline.hops,
@@ -210,6 +268,8 @@ def _done(session: GenerationSession, fed: int, begun: _Begun, answer: Answer) -
         first_token_ms=answer.first_token_ms,
         tokens_per_second=answer.tokens_per_second,
         hops=tuple(hop.timing() for hop in session.route.hops),
-        widened=session.route.widened - begun.widened,
+        widened=session.route.widened - opened.widened,
         note=answer.note,
+        drafted_tokens=turns.drafter.drafted,
+        accepted_tokens=turns.drafter.accepted,
     )

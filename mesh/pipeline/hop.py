@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mesh.errors import (
@@ -26,7 +26,7 @@ from mesh.errors import (
 )
 from mesh.health.percentiles import percentile
 from mesh.pipeline.claims import Claim
-from mesh.pipeline.history import History, slice_rows
+from mesh.pipeline.history import History, rows_of, slice_rows
 from mesh.pipeline.links import HopLink
 from mesh.pipeline.terms import SessionTerms
 from mesh.types import HopTiming, LayerRange, RouteHop
@@ -75,12 +75,16 @@ class Terms(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """A step that is unanswered; `waiter` gets the answer where somebody awaits it."""
+    """A step that is unanswered; `waiter` gets the answer where somebody awaits it.
+
+    Of its rows the first `kept` count: those behind were cut while it was on its way.
+    """
 
     position: int
     shape: tuple[int, ...]
     sent_at: float
     waiter: asyncio.Future[WireTensor] | None
+    kept: int
 
     @property
     def rows(self) -> int:
@@ -370,7 +374,7 @@ class HopSession:
             return
         self._steps += 1
         now = self._active_at = asyncio.get_running_loop().time()
-        sent = self._sent[self._steps] = _Sent(position, tensor.shape, now, waiter)
+        sent = self._sent[self._steps] = _Sent(position, tensor.shape, now, waiter, rows_of(tensor))
         self._fed = position + sent.rows
         try:
             self._link.send(Step(self._number, self._steps, position, tensor))
@@ -497,6 +501,14 @@ class GenerationHop(HopSession):
         """Forget everything from `position` on, also for whoever observes the hop."""
         self.history.cut(position)
         self.delivered = min(self.delivered, position)
+        for step, sent in self._sent.items():  # of a replay that nobody had to wait for
+            kept = max(0, min(sent.kept, position - sent.position))
+            self._sent[step] = replace(sent, kept=kept)
+        self._backlog = deque(
+            (start, slice_rows(tensor, 0, min(rows_of(tensor), position - start)), waiter)
+            for start, tensor, waiter in self._backlog
+            if start < position
+        )
         self._observer.cut(self, position)
 
     async def _ask(
@@ -520,15 +532,15 @@ class GenerationHop(HopSession):
         return self._observer.answered(self, sent.position, tensor, elapsed_s)
 
     def _take(self, sent: _Sent, tensor: WireTensor) -> None:
-        end = sent.position + sent.rows
+        end = sent.position + sent.kept
         fresh = end - self.delivered
         if fresh <= 0:
             return
-        if fresh > sent.rows:
+        if fresh > sent.kept:
             self.fail(BadFrame("answers arrived out of order.", fix="Another shard is tried."))
             return
         self.delivered = end
-        self.on_output(self, slice_rows(tensor, sent.rows - fresh, sent.rows))
+        self.on_output(self, slice_rows(tensor, sent.kept - fresh, sent.kept))
 
     def _failed(self, error: MeshError) -> None:
         self._observer.failed(self.hop, error)

@@ -13,14 +13,13 @@ from collections.abc import AsyncGenerator, Sequence
 
 import torch
 
-from mesh.pipeline.failover import Failover
+from mesh.pipeline.failover import NO_ROOM, Failover
 from mesh.pipeline.history import chunk_rows
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.route import HopLost
 from mesh.pipeline.sessions import GenerationSession
 from mesh.types import StreamFrame
 from mesh.wire.activations import to_torch, to_wire
-from mesh.wire.messages import WireTensor
 
 
 class RowNoise:
@@ -62,16 +61,29 @@ class TokenFeed:
         self._session = session
         self._failover = failover
         self._noise = RowNoise(noise)
-        self._row = WireTensor("fp32", (1, 0, model.hidden_size), b"")
 
     @property
     def logits(self) -> torch.Tensor:
         """(vocab,) of the token behind the last one fed. Runs the head: read it once."""
-        return self._ends.logits(to_torch(self._row))[0, -1]
+        return self.logits_from(len(self._session.token_ids) - 1)[-1]
 
-    async def advance(self, ids: Sequence[int]) -> AsyncGenerator[StreamFrame, None]:
+    def logits_from(self, position: int) -> torch.Tensor:
+        """(rows, vocab) of the tokens behind each one fed from `position` on, which were fed
+        together. Runs the head."""
+        rows = self._session.route.latest(len(self._session.token_ids) - position)
+        return self._ends.logits(to_torch(rows))[0]
+
+    def keep(self, position: int) -> None:
+        """Forget what was fed from `position` on."""
+        if position < len(self._session.token_ids):
+            self._session.cut(position)
+
+    async def advance(
+        self, ids: Sequence[int], spare: int = 0
+    ) -> AsyncGenerator[StreamFrame, None]:
         """Feed `ids` after what the session holds, until their last row is back; yields notices.
 
+        The last `spare` of them, all of the last chunk, are left out where a hop has no room.
         Chunks follow each other through the hops. At most one more than there are hops is on its
         way at once, so that every hop is busy and memory stays bounded. Raises HopLost without a
         failover, and what `Failover.recover` raises with one.
@@ -88,17 +100,20 @@ class TokenFeed:
             behind = 0 if start + rows >= len(ids) else rows * (len(session.route.hops) + 1)
             if len(session.token_ids) <= behind:
                 continue
-            async for notice in self._reach(len(session.token_ids) - behind):
+            async for notice in self._reach(len(session.token_ids) - behind, spare):
                 yield notice
 
-    async def _reach(self, position: int) -> AsyncGenerator[StreamFrame, None]:
+    async def _reach(self, position: int, spare: int) -> AsyncGenerator[StreamFrame, None]:
         """Wait for a position to come out of the last hop, recovering as often as it takes."""
         while True:
             try:
-                self._row = await self._session.route.output(position)
+                await self._session.route.output(position)
             except HopLost as lost:
                 if self._failover is None:
                     raise
+                if spare and isinstance(lost.error, NO_ROOM):
+                    position, spare = position - spare, 0
+                    self.keep(position)
                 async for notice in self._failover.recover(lost):
                     yield notice
             else:

@@ -180,7 +180,7 @@ class Route:
         self._observer = observer
         self._patience = patience
         self._picked: Pipeline | None = None
-        self._last_row: WireTensor | None = None
+        self._latest: WireTensor | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._target = 0
         self._served: dict[ShardKey, RouteHop] = {}
@@ -224,10 +224,15 @@ class Route:
                 await self._waiter
             finally:
                 self._waiter = None
-        row = self._last_row
-        if row is None:
+        return self.latest(1)
+
+    def latest(self, rows: int) -> WireTensor:
+        """The last `rows` rows that left the last hop, all of one tensor that was fed. Also where a
+        hop was replaced they came in one: a replay joins what was fed and divides none of it."""
+        if self._latest is None:
             raise PipelineStalled("nothing was fed into the pipeline.", fix="Report this as a bug.")
-        return slice_rows(row, row.shape[1] - 1, row.shape[1])
+        count = self._latest.shape[1]
+        return slice_rows(self._latest, count - rows, count)
 
     def cut(self, position: int) -> None:
         """Forget everything from `position` on, in every hop."""
@@ -343,7 +348,7 @@ class Route:
         if index + 1 < len(self.hops):
             self.hops[index + 1].accept(tensor)
             return
-        self._last_row = tensor
+        self._latest = tensor
         if self._waiter is not None and hop.delivered >= self._target:
             self._wake()
 

@@ -72,6 +72,8 @@ async def test_whole_answer_has_text_usage_and_extension(http: httpx.AsyncClient
     assert (extension["failovers"], extension["fallback"]) == (0, False)
     assert extension["timings"]["first_token_ms"] == 12.5
     assert extension["timings"]["tokens_per_second"] is None  # infinity is no JSON
+    assert extension["timings"]["drafted_tokens"] == 8
+    assert extension["timings"]["accepted_tokens"] == 6
     assert extension["timings"]["hops"][0]["p95_ms"] == 2.0
 
 
@@ -153,6 +155,7 @@ async def test_fields_reach_the_generation(http: httpx.AsyncClient, api: Served)
         temperature=0, top_p=0.5, top_k=-1, min_p=0.1, repetition_penalty=1.1, seed=-7,
         stop=["a", "b"], max_completion_tokens=9, logprobs=True, top_logprobs=3, ignore_eos=True,
         wire_dtype="fp32", fallback_to_local=False, user="me", metadata={"a": "b"}, store=False,
+        hearthnet={"draft": False},
         n=1, tools=[], response_format={"type": "text"}, parallel_tool_calls=True,
     )  # fmt: skip
     payload["messages"] = [
@@ -169,6 +172,7 @@ async def test_fields_reach_the_generation(http: httpx.AsyncClient, api: Served)
     assert sampling.ignore_eos
     assert request.wire_dtype is WireDtype.FP32
     assert request.fallback_to_local is False
+    assert request.draft is False
     assert request.messages == (
         {"role": "system", "content": "be brief"},
         {"role": "assistant", "content": "yes"},
@@ -182,6 +186,7 @@ async def test_absent_temperature_is_openais_default(http: httpx.AsyncClient, ap
     assert (sampling.temperature, sampling.max_tokens, sampling.logprobs) == (1.0, None, None)
     assert api.generations.requests[-1].wire_dtype is None
     assert api.generations.requests[-1].fallback_to_local is None
+    assert api.generations.requests[-1].draft is True
 
 
 async def test_openai_client_reads_whole_and_streamed_answers(api: Served) -> None:

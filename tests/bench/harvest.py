@@ -65,7 +65,8 @@ def on_one_machine(model: Any, prompts: list[list[int]], file: Path) -> float:
 def chat_speed(asker: LocalNode, seed: int, steer: list[dict[str, Any]]) -> float:
     """Tokens per second of one answer."""
     body = {"model": "builtin", "prompt": [40 + seed + i for i in range(16)], "max_tokens": TOKENS,
-            "temperature": 0, "ignore_eos": True, "hearthnet": {"steer": steer}}  # fmt: skip
+            "temperature": 0, "ignore_eos": True,
+            "hearthnet": {"steer": steer, "draft": False}}  # fmt: skip
     response = asker.post("/v1/completions", body)
     response.raise_for_status()
     return float(response.json()["hearthnet"]["timings"]["tokens_per_second"])

@@ -73,7 +73,7 @@ def mesh_run(asker: LocalNode, ids: list[int], count: int) -> dict[str, Any]:
     response = asker.post(
         "/v1/completions",
         {"model": "bench", "prompt": ids, "max_tokens": count, "temperature": 0,
-         "ignore_eos": True},
+         "ignore_eos": True, "hearthnet": {"draft": False}},
     )  # fmt: skip
     response.raise_for_status()
     facts: dict[str, Any] = response.json()["hearthnet"]["timings"]

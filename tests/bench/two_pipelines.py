@@ -27,7 +27,7 @@ def latency_ms(asker: LocalNode, seed: int) -> float:
     response = asker.post(
         "/v1/completions",
         {"model": "builtin", "prompt": [40 + seed + i for i in range(16)], "max_tokens": TOKENS,
-         "temperature": 0, "ignore_eos": True},
+         "temperature": 0, "ignore_eos": True, "hearthnet": {"draft": False}},
     )  # fmt: skip
     response.raise_for_status()
     facts = response.json()["hearthnet"]

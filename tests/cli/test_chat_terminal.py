@@ -313,6 +313,7 @@ async def test_pipes_json_and_timings(hearthnet: Run, served: Served, tmp_path: 
     assert first["usage"] == second["usage"]
     assert "total " in finished.err
     assert "kitchen 6-11: 1.0 ms a token" in finished.err
+    assert "6 of 8 guesses right" in finished.err
     finished = await hearthnet("run", "thinks", "a", "--json", **host)
     answer = json.loads(finished.out)
     assert (answer["text"], answer["reasoning"]) == ("so it is", "first this,\nthen that.")

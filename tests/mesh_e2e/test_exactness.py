@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 
 from mesh.models.builtin import checkpoint_dir
 from mesh.shard.supervisor import ShardSupervisor
-from mesh.types import LayerRange, ModelId, WireDtype
+from mesh.types import LayerRange, ModelId, SamplingParams, WireDtype
 from tests import secure
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.mesh_e2e.spread import Spread, asking, greedy, hugging_face, loads_of, split
@@ -24,6 +24,7 @@ LAYERS = 6
 """So many that a family whose every sixth layer is another kind has one of them."""
 PROMPT = 200
 COUNT = 64
+REPEATING = 160
 BUILT_IN_LAYERS = 8
 
 TOGETHER = 7
@@ -95,6 +96,36 @@ async def test_one_to_four_hops_equal_hugging_face(family: str, house: House) ->
             assert len(done.route) == len(spans)
             ours = await mesh.logits(prompt, ids)
             assert (ours - logits).abs().max() <= 1e-4, f"{len(spans)} hops"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_verified_drafts_equal_hugging_face(family: str, house: House) -> None:
+    """A prompt that repeats itself, and an answer that these models soon repeat."""
+    async with house.asking(family) as (directory, mesh):
+        prompt = prompt_ids(384, 12, seed=3) * 6
+        ids, _ = hugging_face(directory, prompt, REPEATING)
+        await mesh.use(split(LAYERS, 2))
+        done = await mesh.generate(greedy(prompt, REPEATING))
+        assert list(done.token_ids) == ids
+        assert done.accepted_tokens > 0
+
+
+async def test_seeded_answers_are_the_same_with_and_without_drafts(house: House) -> None:
+    async with house.asking("llama") as (_, mesh):
+        await mesh.use(split(LAYERS, 2))
+        accepted = 0
+        for seed in range(4):
+            sampling = SamplingParams(
+                temperature=0.7, top_k=3, seed=seed, max_tokens=REPEATING, ignore_eos=True
+            )
+            request = replace(greedy(prompt_ids(384, 12, seed=3) * 6, 1), sampling=sampling)
+            drafted = await mesh.generate(request)
+            plain = await mesh.generate(replace(request, draft=False))
+            assert drafted.token_ids == plain.token_ids
+            assert plain.drafted_tokens == 0
+            accepted += drafted.accepted_tokens
+        assert accepted > 0
 
 
 async def test_the_built_in_model_is_exact_with_fp16_on_the_wire(house: House) -> None:

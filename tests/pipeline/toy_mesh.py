@@ -24,7 +24,7 @@ from mesh.errors import (
     SessionGone,
 )
 from mesh.pipeline.failover import FailoverSettings
-from mesh.pipeline.generation import PipelineOrchestrator
+from mesh.pipeline.generation import LoopSettings, PipelineOrchestrator
 from mesh.pipeline.hop import Patience
 from mesh.pipeline.links import HopLinks
 from mesh.pipeline.model import AskerModel
@@ -302,6 +302,19 @@ class ToyEnds:
         return torch.nn.functional.one_hot(tokens, self.vocab).float()
 
 
+class NarrowEnds(ToyEnds):
+    """A head that says one of two tokens, by everything before it; the other is its second choice.
+
+    Such a text has had all its short runs before, and goes on otherwise every other time.
+    """
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        first = (hidden.sum(-1).long() * 31 + 7) % PRIME % 2 + 1
+        scores = torch.full((*first.shape, self.vocab), -30.0)
+        scores[..., 1:3] = 0.0
+        return scores.scatter(-1, first[..., None], 2.0)
+
+
 class ToyText:
     """Tokens are numbers; 0 ends."""
 
@@ -332,6 +345,7 @@ def toy_orchestrator(
     home: ToyShard | None = None,
     context: int = 4096,
     line: RoomLine | None = None,
+    ends: ToyEnds | None = None,
 ) -> tuple[PipelineOrchestrator, Sessions]:
     """An orchestrator over the network with fp32 on the wire, which may go `home`; the
     model holds `context` positions. `line` is where those wait who find all shards full."""
@@ -349,7 +363,9 @@ def toy_orchestrator(
         oversight or Oversight(SystemClock(), ceiling_s=30.0),
         line=line,
     )
-    model = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, context, ToyEnds(), ToyText())
+    model = AskerModel(
+        MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, context, ends or ToyEnds(), ToyText()
+    )
     orchestrator = PipelineOrchestrator(
         model,
         sessions,
@@ -357,7 +373,7 @@ def toy_orchestrator(
         wire_dtype=WireDtype.FP32,
         failover=FailoverSettings(retry_delays_s=(0.01, 0.02)),
         local_model=None if home is None else go_home,
-        noise=noise,
+        settings=LoopSettings(noise=noise),
     )
     return orchestrator, sessions
 
@@ -374,9 +390,9 @@ def toy_request(
     )
 
 
-def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
+def expected_tokens(prompt: Sequence[int], count: int, ends: ToyEnds | None = None) -> list[int]:
     """The same generation with one session over all layers and no mesh at all."""
-    ends, session = ToyEnds(), ToySession(LayerRange(0, TOTAL_LAYERS))
+    ends, session = ends or ToyEnds(), ToySession(LayerRange(0, TOTAL_LAYERS))
     ids, tokens = list(prompt), []
     position = 0
     for _ in range(count):

@@ -56,6 +56,8 @@ def extension(done: Done) -> dict[str, Any]:
         "timings": {
             "first_token_ms": _finite(done.first_token_ms),
             "tokens_per_second": _finite(done.tokens_per_second),
+            "drafted_tokens": done.drafted_tokens,
+            "accepted_tokens": done.accepted_tokens,
             "hops": [
                 {key: _finite(value) for key, value in asdict(hop).items()} for hop in done.hops
             ],

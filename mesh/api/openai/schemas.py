@@ -71,6 +71,7 @@ class Extension(Strict):
     """hearthnet's own fields, in one object that other servers are not sent by accident."""
 
     steer: list[SteerChoice] = Field(default=[], max_length=MAX_EDITS)
+    draft: bool = True
 
 
 class _SamplingBody(Strict):
@@ -137,6 +138,9 @@ class _SamplingBody(Strict):
     def _steer(self) -> tuple[Steer, ...]:
         wanted = self.hearthnet.steer if self.hearthnet is not None else []
         return tuple(Steer(choice.name, choice.strength) for choice in wanted)
+
+    def _draft(self) -> bool:
+        return self.hearthnet is None or self.hearthnet.draft
 
     def _wire(self) -> WireDtype | None:
         return None if self.wire_dtype is None else WireDtype(self.wire_dtype)
@@ -222,6 +226,7 @@ class ChatBody(_SamplingBody):
             sampling=self._sampling(self.max_completion_tokens or self.max_tokens, logprobs),
             wire_dtype=self._wire(),
             fallback_to_local=self.fallback_to_local,
+            draft=self._draft(),
             steer=self._steer(),
             principal=principal,
         )
@@ -290,6 +295,7 @@ class CompletionBody(_SamplingBody):
             sampling=self._sampling(self.max_tokens or COMPLETION_MAX_TOKENS, self.logprobs),
             wire_dtype=self._wire(),
             fallback_to_local=self.fallback_to_local,
+            draft=self._draft(),
             steer=self._steer(),
             principal=principal,
         )
