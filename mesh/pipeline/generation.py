@@ -26,6 +26,7 @@ from typing import NamedTuple
 from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
 from mesh.pipeline.answer import Answer
 from mesh.pipeline.failover import Failover, FailoverSettings, LocalModel
+from mesh.pipeline.head import OutputHead
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.prefill import TokenFeed
 from mesh.pipeline.route import HopLost
@@ -60,6 +61,7 @@ class PipelineOrchestrator:
         noise: float = 0.0,
     ) -> None:
         self._model = model
+        self._head = OutputHead(model)
         self._sessions = sessions
         self._router = router
         self._failover = failover
@@ -108,7 +110,7 @@ class PipelineOrchestrator:
                     except CacheFull as full:
                         yield answer.end_early(full)
                         break
-                    logits = feed.logits
+                    logits = await self._head.logits(feed.row)
                     token = sampler.choose(logits)
                     yield answer.take(token, logits)
                     ids = (token,)

@@ -67,7 +67,12 @@ class TokenFeed:
     @property
     def logits(self) -> torch.Tensor:
         """(vocab,) of the token behind the last one fed. Runs the head: read it once."""
-        return self._ends.logits(to_torch(self._row))[0, -1]
+        return self._ends.logits(self.row)[0, -1]
+
+    @property
+    def row(self) -> torch.Tensor:
+        """(1, 1, hidden): what the last hop made of the last token fed."""
+        return to_torch(self._row)
 
     async def advance(self, ids: Sequence[int]) -> AsyncGenerator[StreamFrame, None]:
         """Feed `ids` after what the session holds, until their last row is back; yields notices.

@@ -332,9 +332,11 @@ def toy_orchestrator(
     home: ToyShard | None = None,
     context: int = 4096,
     line: RoomLine | None = None,
+    ends: ToyEnds | None = None,
 ) -> tuple[PipelineOrchestrator, Sessions]:
     """An orchestrator over the network with fp32 on the wire, which may go `home`; the
-    model holds `context` positions. `line` is where those wait who find all shards full."""
+    model holds `context` positions. `line` is where those wait who find all shards full. The
+    head computes up to 8 rows at once."""
 
     async def go_home() -> Sequence[RouteHop]:
         assert home is not None
@@ -349,7 +351,10 @@ def toy_orchestrator(
         oversight or Oversight(SystemClock(), ceiling_s=30.0),
         line=line,
     )
-    model = AskerModel(MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, context, ToyEnds(), ToyText())
+    model = AskerModel(
+        MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, context, ends or ToyEnds(), ToyText(),
+        head_rows=8,
+    )  # fmt: skip
     orchestrator = PipelineOrchestrator(
         model,
         sessions,
