@@ -14,6 +14,7 @@ from mesh.models.manifest import read_manifest
 from mesh.models.progress import Progress
 from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.commands import AskerOptions
+from mesh.pipeline.head import rows_at_once
 from mesh.pipeline.model import AskerModel, TextDecoder
 from mesh.processes.headroom import ram
 from mesh.processes.lifecycle import Loading
@@ -100,6 +101,23 @@ def _is_routed(config: Mapping[str, Any]) -> bool:
     return any("expert" in key and value for key, value in {**config, **text}.items())
 
 
+def _said(head_rows: int) -> str:
+    if head_rows == 1:
+        return "head: row by row, other last bits in a batch on this machine"
+    return f"head: {head_rows} rows at once, the same bits in any batch"
+
+
+def _require_room(model_id: ModelId, need_mb: int, device: torch.device) -> None:
+    have = headroom(device, ram())
+    if need_mb > have.free_mb:
+        raise NotEnoughMemory(
+            f"the ends of {model_id} (embedding and head) need {need_mb} MB; {have.free_mb} MB are"
+            f" free of {have.total_mb} MB ({have.bound}).",
+            fix="End something else on this machine, or compute in another number format"
+            " (--dtype); it is tried again.",
+        )
+
+
 def load_asker(
     directory: Path,
     model_id: ModelId,
@@ -115,14 +133,8 @@ def load_asker(
     device = choose_device(options.device)
     stored = STORED.get(manifest.dtype, manifest.dtype)
     dtype = choose_dtype(options.dtype, stored, device.value)
-    need_mb, have = ends_mb(manifest, dtype.value.itemsize), headroom(device.value, ram())
-    if need_mb > have.free_mb:
-        raise NotEnoughMemory(
-            f"the ends of {model_id} (embedding and head) need {need_mb} MB; {have.free_mb} MB are"
-            f" free of {have.total_mb} MB ({have.bound}).",
-            fix="End something else on this machine, or compute in another number format"
-            " (--dtype); it is tried again.",
-        )
+    need_mb = ends_mb(manifest, dtype.value.itemsize)
+    _require_room(model_id, need_mb, device.value)
     progress = Progress()
     begins(Loading(model_id, need_mb, ram().free_mb), progress)
     threads = kept_threads(options.threads, device.value, options.threads_dir)
@@ -137,6 +149,7 @@ def load_asker(
         as_stored = DTYPES.get(stored, torch.float32)
         ends = load_ends(manifest, dtype=as_stored, device=device.value, progress=progress)
         kernels = compile_head(ends, manifest.weights_sha256, options.cache_dir, threads.value)
+    computed = CheckpointEnds(ends, device.value, dtype.value)
     model = AskerModel(
         model_id=manifest.model_id,
         weights_sha256=manifest.weights_sha256,
@@ -144,8 +157,9 @@ def load_asker(
         hidden_size=manifest.hidden_size,
         vocab_size=manifest.vocab_size,
         max_positions=manifest.max_positions or DEFAULT_MAX_POSITIONS,
-        ends=CheckpointEnds(ends, device.value, dtype.value),
+        ends=computed,
         text=CheckpointText(Tokenizer.load(manifest), manifest.vocab_size),
         routed=_is_routed(manifest.config),
+        head_rows=rows_at_once(computed, manifest.hidden_size),
     )
-    return model, [device.reason, dtype.reason, threads.reason, kernels]
+    return model, [device.reason, dtype.reason, threads.reason, kernels, _said(model.head_rows)]

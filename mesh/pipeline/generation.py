@@ -29,6 +29,7 @@ from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
 from mesh.pipeline.answer import Answer
 from mesh.pipeline.drafting import MAX_DRAFT, Drafter
 from mesh.pipeline.failover import Failover, FailoverSettings, LocalModel
+from mesh.pipeline.head import OutputHead
 from mesh.pipeline.history import chunk_rows
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.prefill import TokenFeed
@@ -81,6 +82,7 @@ class PipelineOrchestrator:
         settings: LoopSettings = LoopSettings(),
     ) -> None:
         self._model = model
+        self._head = OutputHead(model)
         self._sessions = sessions
         self._router = router
         self._failover = failover
@@ -129,7 +131,7 @@ class PipelineOrchestrator:
                     except CacheFull as full:
                         yield answer.end_early(full)
                         break
-                    for delta in turns.take(draft, begun):
+                    for delta in await turns.take(draft, begun):
                         yield delta
                     ids = answer.token_ids[-1:]
                 finished = not answer.note
@@ -151,7 +153,7 @@ class PipelineOrchestrator:
         # range where the answer itself never does.
         most = min(self._settings.draft_tokens, chunk_rows(self._model.hidden_size) - 1)
         drafter = Drafter(answer.prompt, 0 if request.edits or not request.draft else most)
-        return _Turns(feed, drafter, Sampler(request.sampling, answer.prompt), answer)
+        return _Turns(feed, self._head, drafter, Sampler(request.sampling, answer.prompt), answer)
 
     def _in_turn(
         self,
@@ -233,15 +235,17 @@ class _Turns:
     """What takes turns in one generation."""
 
     feed: TokenFeed
+    head: OutputHead
     drafter: Drafter
     sampler: Sampler
     answer: Answer
 
-    def take(self, draft: Sequence[int], begun: float) -> list[TokenDelta]:
+    async def take(self, draft: Sequence[int], begun: float) -> list[TokenDelta]:
         """What the answer gains of a step that was begun then: a token, and one more after each of
         `draft` that the sampler chooses as well. The session forgets the others."""
         feed, answer = self.feed, self.answer
-        rows = feed.logits_from(answer.end - 1)  # (rows, vocab): of the last token, and of drafts
+        # (rows, vocab): of the last token, and of drafts
+        rows = await self.head.logits(feed.rows_from(answer.end - 1))
         self.drafter.took(len(rows), time.monotonic() - begun)
         taken: list[TokenDelta] = []
         for logits, guess in zip_longest(rows, draft[: len(rows) - 1]):

@@ -70,3 +70,6 @@ class AskerModel:
     text: Text
     routed: bool = False
     """Whether rows go to experts, so that honest machines may differ after a near tie."""
+    head_rows: int = 1
+    """Of how many rows, a power of two, the head may compute the logits at once: each has the bits
+    that it has alone."""

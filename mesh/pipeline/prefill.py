@@ -65,13 +65,12 @@ class TokenFeed:
     @property
     def logits(self) -> torch.Tensor:
         """(vocab,) of the token behind the last one fed. Runs the head: read it once."""
-        return self.logits_from(len(self._session.token_ids) - 1)[-1]
+        return self._ends.logits(self.rows_from(len(self._session.token_ids) - 1))[0, -1]
 
-    def logits_from(self, position: int) -> torch.Tensor:
-        """(rows, vocab) of the tokens behind each one fed from `position` on, which were fed
-        together. Runs the head."""
-        rows = self._session.route.latest(len(self._session.token_ids) - position)
-        return self._ends.logits(to_torch(rows))[0]
+    def rows_from(self, position: int) -> torch.Tensor:
+        """(1, rows, hidden): what the last hop made of each token fed from `position` on, all of
+        which were fed together."""
+        return to_torch(self._session.route.latest(len(self._session.token_ids) - position))
 
     def keep(self, position: int) -> None:
         """Forget what was fed from `position` on."""

@@ -348,7 +348,8 @@ def toy_orchestrator(
     ends: ToyEnds | None = None,
 ) -> tuple[PipelineOrchestrator, Sessions]:
     """An orchestrator over the network with fp32 on the wire, which may go `home`; the
-    model holds `context` positions. `line` is where those wait who find all shards full."""
+    model holds `context` positions. `line` is where those wait who find all shards full. The
+    head computes up to 8 rows at once."""
 
     async def go_home() -> Sequence[RouteHop]:
         assert home is not None
@@ -364,8 +365,9 @@ def toy_orchestrator(
         line=line,
     )
     model = AskerModel(
-        MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, context, ends or ToyEnds(), ToyText()
-    )
+        MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, context, ends or ends or ToyEnds(), ToyText(),
+        head_rows=8,
+    )  # fmt: skip
     orchestrator = PipelineOrchestrator(
         model,
         sessions,
