@@ -70,7 +70,10 @@ def test_the_configuration_reaches_the_asker() -> None:
     model = LocalModel(ModelId("m"), "/m", "a" * 64, 8, None, None)
     key = NodeKey(Ed25519PrivateKey.generate())
     tls = TlsMaterial.of(key, [])
-    settings = start_asker(Config(routing=routing), key, model, tls).settings
+    research = {"distributed_inference": {"draft_tokens": 3}}
+    config = Config(routing=routing, research=research)
+    settings = start_asker(config, key, model, tls).settings
     assert settings.activation_noise == 0.25
+    assert settings.draft_tokens == 3
     assert settings.routes.cover_rules(8).home == (LayerRange(0, 2), LayerRange(7, 8))
     assert start_asker(Config(), key, model, tls).settings.routes.cover_rules(8).home == ()
