@@ -50,7 +50,7 @@ class ToySpan:
     dtype = torch.float32
     batched = True
 
-    def new_cache(self, max_tokens: int) -> ToyCache:
+    def new_cache(self, max_tokens: int, hooks: Sequence[Any] = ()) -> ToyCache:
         return ToyCache(max_tokens)
 
     def forward(self, steps: Sequence[StepInput], layers: LayerRange) -> list[torch.Tensor]:
