@@ -100,6 +100,7 @@ class Household:
         body = {
             "model": "builtin", "prompt": prompt, "max_tokens": count, "temperature": 0,
             "ignore_eos": True, "stream": True, "fallback_to_local": False,
+            "hearthnet": {"draft": False},  # so that each token is a step, and moments are known
         }  # fmt: skip
         answer = Answer([], 0, [], {})
         url = f"{self.asker.url}/v1/completions"

@@ -168,6 +168,7 @@ async def ask(
         MODEL,
         prompt_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=count, ignore_eos=True),
+        draft=False,  # so that each token is a step, and moments are known
     )
     timer = asyncio.get_running_loop().call_later(after_s, act) if at == 0 else None
     try:

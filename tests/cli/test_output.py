@@ -22,6 +22,7 @@ from mesh.identity.recovery import recovery_key
 from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord, read_daemon, sole_use
 from tests.cli.conftest import COMMAND
+from tests.discovery.test_peering import free_ports
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,8 @@ def test_open_api_gets_one_key_that_is_kept(
 ) -> None:
     paths = StatePaths(tmp_path / "state").create()
     assert stat.S_IMODE(paths.root.stat().st_mode) == 0o700
-    opened = {"state_dir": paths.root, "api_host": "192.0.2.7"}
+    ports = dict(zip(("port", "api_port"), free_ports(2), strict=True))
+    opened = {"state_dir": paths.root, "api_host": "0.0.0.0", **ports}  # noqa: S104 - not served
     make_first_key(Config(state_dir=paths.root), paths)
     make_first_key(Config(**opened, api_key="c" * 20), paths)
     assert not paths.api_keys.exists()
