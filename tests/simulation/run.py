@@ -7,7 +7,7 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -166,7 +166,9 @@ class _Run:
 
     async def _stream(self, outcome: Outcome) -> None:
         ask = outcome.ask
-        frames = self._engine.chat(toy_request(outcome.prompt, ask.count, ask.name))
+        asked = toy_request(outcome.prompt, ask.count, ask.name)
+        # With drafts a position may pass a layer again without anything having been lost.
+        frames = self._engine.chat(replace(asked, draft=False))
         try:
             async with asyncio.timeout(DEADLINE_S), contextlib.aclosing(frames):
                 async for frame in frames:
