@@ -101,7 +101,7 @@ class Config(BaseSettings):
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Number format of the weights in memory."""
     quant: Literal["auto", "none", "int8", "int4"] = "none"
-    """Bits of a weight where shards compute on a CPU: 8 or 4, several times as fast as 16 or 32 and
+    """Bits of a weight where shards compute on a CPU: 8 or 4, twice as fast as 16 or 32 or more, and
     close to exact; auto takes 8 for the families that allow it."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """Where shards compute: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``."""
