@@ -101,8 +101,8 @@ class Config(BaseSettings):
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Number format of the weights in memory."""
     quant: Literal["auto", "none", "int8", "int4"] = "none"
-    """Bits of a weight where shards compute on a CPU: 8 or 4, twice as fast as 16 or 32 or more, and
-    close to exact; auto takes 8 for the families that allow it."""
+    """Bits of a weight where shards compute on a CPU: 8 or 4, at least twice as fast as 16 or 32
+    and close to exact; auto takes 8 for the families that allow it."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
     """Where shards compute: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``."""
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
