@@ -16,6 +16,12 @@ class FairLine:
     def __len__(self) -> int:
         return len(self._owner_of)
 
+    def has_place(self, owner: Hashable, places: int) -> bool:
+        """Whether one more of this owner's may wait where `places` are, half of them for one owner
+        at most."""
+        mine = len(self._waiting.get(owner, ()))
+        return len(self) < places and mine < max(1, places // 2)
+
     def put(self, owner: Hashable, id_: str) -> None:
         """Add an id at the end of its owner's; an owner who had none is last in turn."""
         self._waiting.setdefault(owner, deque()).append(id_)

@@ -20,7 +20,6 @@ class Entrance:
         self._places = places
         self._inside: set[str] = set()
         self._line = FairLine()
-        self._owners: dict[str, Principal] = {}
         self._moved = asyncio.Event()
 
     async def enter(self, request_id: str, principal: Principal) -> AsyncGenerator[Queued, None]:
@@ -30,10 +29,8 @@ class Entrance:
             self._inside.add(request_id)
             return
         owner = principal.account
-        mine = sum(other == owner for other in self._owners.values())
-        if len(self._owners) >= self._places or mine >= max(1, self._places // 2):
+        if not self._line.has_place(owner, self._places):
             raise self._busy()
-        self._owners[request_id] = owner
         self._line.put(owner, request_id)
         loop = asyncio.get_running_loop()
         until, told = loop.time() + self._wait_s, self._places + 1
@@ -49,7 +46,6 @@ class Entrance:
         except TimeoutError:
             raise self._busy() from None
         finally:
-            del self._owners[request_id]
             self._line.remove(request_id)
 
     def leave(self, request_id: str) -> None:
@@ -63,6 +59,6 @@ class Entrance:
     def _busy(self) -> Busy:
         return Busy(
             f"{len(self._inside)} generations run here already, the limit, and"
-            f" {len(self._owners)} wait.",
+            f" {len(self._line)} wait.",
             fix="Wait for one to end, or raise max_concurrent_pipelines.",
         )

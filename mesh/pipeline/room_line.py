@@ -101,12 +101,10 @@ class RoomLine:
     @contextmanager
     def _place(self, request_id: str, owner: Principal, full: RouteRefused) -> Iterator[_Place]:
         """A place in line, as long as this is open. Raises `full` where there is none."""
-        mine = sum(place.owner == owner for place in self._waiting.values())
-        has_place = len(self._waiting) < self._places and mine < max(1, self._places // 2)
-        if not (has_place and self._wait_s > 0):
+        if not (self._line.has_place(owner, self._places) and self._wait_s > 0):
             raise full.with_traceback(None)
         self._said = full
-        place = self._waiting[request_id] = _Place(owner, full, self._wait_s)
+        place = self._waiting[request_id] = _Place(full, self._wait_s)
         self._line.put(owner, request_id)
         try:
             yield place
@@ -123,8 +121,7 @@ class RoomLine:
 class _Place:
     """One request in line: until when it waits, when it may ask again, what it was told."""
 
-    def __init__(self, owner: Principal, full: RouteRefused, wait_s: float) -> None:
-        self.owner = owner
+    def __init__(self, full: RouteRefused, wait_s: float) -> None:
         self.changed = asyncio.Event()
         self._full = full
         self._loop = asyncio.get_running_loop()
