@@ -30,7 +30,7 @@ class Placement:
     attn_implementation: str = "sdpa"
 
 
-_DTYPES: dict[str, torch.dtype] = {
+STORED_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -111,7 +111,7 @@ def _map_tensors(
                     f"{file} ends before its tensor {entry.name}.",
                     fix="Copy or download the file again.",
                 )
-            mapped[name] = area.tensor(_DTYPES[entry.dtype], entry.shape, entry.offset)
+            mapped[name] = area.tensor(STORED_DTYPES[entry.dtype], entry.shape, entry.offset)
     return mapped
 
 

@@ -19,6 +19,7 @@ from mesh.codec import Fault, Int63, convert, parse_json
 from mesh.errors import BadCheckpoint
 
 MAX_HEADER_BYTES = 25 * 1024 * 1024
+_METADATA = "__metadata__"
 _COPY_AGAIN = "Copy or download the file again."
 
 DTYPE_BITS: Mapping[str, int] = MappingProxyType(
@@ -66,6 +67,29 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     its header is malformed: too large, ranges outside the file or overlapping, sizes that do not
     follow from dtype and shape.
     """
+    fields, body, size = _fields(file)
+    entries = {
+        name: _entry(file, name, value, body=body, size=size)
+        for name, value in fields.items()
+        if name != _METADATA
+    }
+    _check_overlap(file, list(entries.values()))
+    return entries
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """What the header says beside its tensors. Raises BadCheckpoint as `read_header` does."""
+    fields, _, _ = _fields(file)
+    try:
+        return convert(fields.get(_METADATA, {}), dict[str, str])
+    except Fault as fault:
+        raise BadCheckpoint(
+            f"{file} has metadata that is not text: {fault.why}.", fix=_COPY_AGAIN
+        ) from fault
+
+
+def _fields(file: Path) -> tuple[dict[str, Any], int, int]:
+    """The header as it is, where the tensors begin, and how long the file is."""
     try:
         with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -76,15 +100,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         raise BadCheckpoint(
             f"Weights file {file} cannot be read: {error.strerror}.", fix=_COPY_AGAIN
         ) from error
-    fields = _parse(file, raw)
-    body = 8 + length
-    entries = {
-        name: _entry(file, name, value, body=body, size=size)
-        for name, value in fields.items()
-        if name != "__metadata__"
-    }
-    _check_overlap(file, list(entries.values()))
-    return entries
+    return _parse(file, raw), 8 + length, size
 
 
 def _check_length(file: Path, length: int, size: int) -> None:

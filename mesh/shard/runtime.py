@@ -43,9 +43,6 @@ class KeyValueCache(Protocol):
     def cut(self, position: int) -> None:
         """Forget everything from `position` on; a position beyond the end changes nothing."""
 
-    def reset(self) -> None:
-        """Forget everything and give the memory back."""
-
     def reserve(self, rows: int) -> None:
         """Make room for `rows` more positions. Raises ContextTooLong beyond `max_tokens`."""
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-ACTIVATIONS = frozenset({"silu", "gelu_tanh", "gelu", "relu"})
-
 _ACTIVATION_NAMES = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu",

@@ -76,13 +76,12 @@ class Bank:
 
     def give(self, slot: int, written: int) -> None:
         """The slot is free again; the memory of its first `written` positions goes back."""
-        self.wipe(slot, written)
+        self._wipe(slot, written)
         with self._lock:
             self.lengths[slot] = 0
             self._free.append(slot)
 
-    def wipe(self, slot: int, written: int) -> None:
-        """Give back the memory of the slot's first `written` positions."""
+    def _wipe(self, slot: int, written: int) -> None:
         shape = self.shape
         head = (shape.positions + SPARE) * shape.width * 4
         used = min(written + SPARE, shape.positions + SPARE) * shape.width * 4
@@ -124,12 +123,6 @@ class SlotCache:
     def cut(self, position: int) -> None:
         """Forget everything from `position` on; a position beyond the end changes nothing."""
         self.bank.lengths[self.slot] = min(self.length, position)
-
-    def reset(self) -> None:
-        """Forget everything and give the memory back."""
-        self.cut(0)
-        self.bank.wipe(self.slot, self._written[0])
-        self._written[0] = 0
 
     def reserve(self, rows: int) -> None:
         """Make room for `rows` more positions. Raises ContextTooLong beyond `max_tokens`."""

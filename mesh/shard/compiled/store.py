@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import logging
 import os
 import tempfile
@@ -24,7 +23,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mesh.errors import BadCheckpoint
-from mesh.models.header import read_header
+from mesh.models.filling import STORED_DTYPES
+from mesh.models.header import read_header, read_metadata
 from mesh.models.pages import Pages
 from mesh.models.progress import Progress
 from mesh.shard.compiled.formats import (
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"U8": torch.uint8, "F32": torch.float32}
 _CHUNK_BYTES = 1 << 20
 
 
@@ -197,7 +196,7 @@ def _kept(
         return None
     try:
         entries = read_header(file)
-        metadata = _metadata(file)
+        metadata = read_metadata(file)
         with file.open("rb") as stream:
             digest = _digest(stream)
         if (metadata.get("version"), metadata.get("sha256")) != (str(VERSION), digest):
@@ -212,7 +211,7 @@ def _kept(
         for part in ("codes", "scales", "zeros"):
             entry = entries.get(f"{name}.{part}")
             if entry is not None:
-                tensors[part] = pages.tensor(_DTYPES[entry.dtype], entry.shape, entry.offset)
+                tensors[part] = pages.tensor(STORED_DTYPES[entry.dtype], entry.shape, entry.offset)
                 stored[part] = Stored(file, entry.offset, entry.nbytes)
         shape = (sum(map(_rows, linears)), _columns(linears[0]))
         matrix = BlockMatrix(
@@ -229,14 +228,6 @@ def _digest(stream: BinaryIO) -> str:
     while chunk := stream.read(_CHUNK_BYTES):
         digest.update(chunk)
     return digest.hexdigest()
-
-
-def _metadata(file: Path) -> dict[str, str]:
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-    metadata = header.get("__metadata__")
-    return metadata if isinstance(metadata, dict) else {}
 
 
 def _linears(parts: LayerParts, products: Mapping[str, Product]) -> list[BlockLinear]:
