@@ -18,6 +18,7 @@ from mesh.errors import BadCheckpoint
 from mesh.models.convert import convert_tensors
 from mesh.models.header import TensorEntry
 from mesh.models.pages import Pages
+from mesh.models.partial import require_present
 from mesh.models.progress import Progress
 
 
@@ -53,6 +54,8 @@ def fill(
     hashes of the weights whose bytes are as stored.
 
     `same` maps a name that may be absent to its equal; what begins with `absent` is not expected.
+    Raises WeightsMissing when a partial checkpoint lacks one, and BadCheckpoint when they do not
+    fit.
     """
     _compute_buffers(module, placement.device)
     pages: WeakSet[Pages] = WeakSet()
@@ -93,6 +96,7 @@ def fill(
 def _map_tensors(
     names: Mapping[str, TensorEntry], pages: WeakSet[Pages]
 ) -> dict[str, torch.Tensor]:
+    require_present(names.values())
     by_file: dict[Any, list[tuple[str, TensorEntry]]] = defaultdict(list)
     for name, entry in names.items():
         by_file[entry.file].append((name, entry))

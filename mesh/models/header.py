@@ -48,7 +48,8 @@ class TensorEntry:
     """One stored tensor: `nbytes` bytes at `offset` of `file`, little-endian and row-major.
 
     `dtype` is spelled as safetensors does (``BF16``). `sha256` is the hex digest of the bytes,
-    empty until they were hashed.
+    empty until they were hashed. Not `present` is one whose bytes a partial checkpoint lacks: the
+    file has a hole there.
     """
 
     name: str
@@ -58,6 +59,7 @@ class TensorEntry:
     offset: int
     nbytes: int
     sha256: str = ""
+    present: bool = True
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

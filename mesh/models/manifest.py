@@ -20,6 +20,7 @@ from mesh.errors import BadCheckpoint, ModelNotFound
 from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.header import TensorEntry, read_header
 from mesh.models.hub_cache import checkpoint_name
+from mesh.models.partial import read_partial
 from mesh.types import LayerRange, ModelId
 
 _INDEX = "model.safetensors.index.json"
@@ -46,7 +47,8 @@ class Manifest:
     embedding, final norm and head (once when `tied`). Tensors of layer i are named
     ``{layer_prefix}{i}.…``. `max_positions` is None where the config leaves it to its class.
     `eos_ids` come from generation_config.json and config.json. `bytes_hashed` is 0 when the hashes
-    came from `cache_dir`.
+    came from `cache_dir`, or from the record of a partial checkpoint, some of whose `tensors` are
+    not `present`.
     """
 
     model_id: ModelId
@@ -96,8 +98,8 @@ def read_manifest(
     """Read the checkpoint in `directory`; `model_id` is `checkpoint_name` unless given.
 
     Blocks: the first time it reads every byte of the weights, afterwards (with a `cache_dir`) only
-    the headers. Raises ModelNotFound when nothing is there and BadCheckpoint when it cannot be
-    used, with the file and the reason.
+    the headers; of a partial checkpoint never more than those. Raises ModelNotFound when nothing is
+    there and BadCheckpoint when it cannot be used, with the file and the reason.
     """
     if not directory.is_dir():
         kind = BadCheckpoint if directory.exists() else ModelNotFound
@@ -106,9 +108,14 @@ def read_manifest(
         )
     config = _read_object(directory / "config.json")
     text = config.get("text_config") or config
-    tensors = _read_headers(directory)
+    tensors = read_tensors(directory)
     prefix, total_layers = _find_layers(directory, list(tensors), text)
-    tensors, bytes_hashed = hash_tensors(tensors, cache_dir=cache_dir)
+    partial = read_partial(directory)
+    if partial is not None:
+        tensors, bytes_hashed = partial.mark(tensors), 0
+        model_id = model_id or ModelId(partial.record.model_id)
+    else:
+        tensors, bytes_hashed = hash_tensors(tensors, cache_dir=cache_dir)
 
     def embedding() -> TensorEntry:
         return _largest_end(directory, tensors, prefix)
@@ -159,7 +166,8 @@ def _read_object(file: Path) -> dict[str, Any]:
         ) from error
 
 
-def _read_headers(directory: Path) -> dict[str, TensorEntry]:
+def read_tensors(directory: Path) -> dict[str, TensorEntry]:
+    """The tensors of all weights files, by name, without their hashes. Raises BadCheckpoint."""
     index = directory / _INDEX
     if index.is_file():
         return _read_sharded(directory, _read_object(index).get("weight_map"))
