@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,7 +23,7 @@ from mesh.errors import BadCheckpoint
 from mesh.models.hashing import weights_sha256
 from mesh.models.header import MAX_HEADER_BYTES, TensorEntry
 from mesh.models.manifest import Manifest
-from mesh.types import LayerRange, ModelId
+from mesh.types import LayerRange
 
 MAX_DOCUMENT_BYTES = 64 << 20
 MAX_SMALL_BYTES = 64 << 20
@@ -151,15 +150,6 @@ def decode(text: bytes, wanted_sha256: str) -> Document:
     return document
 
 
-def check_headers(document: Document, tensors: Mapping[str, TensorEntry]) -> None:
-    """Raise BadCheckpoint unless the files' headers have the document's tensors, and no others."""
-    said = {each.name: (each.dtype, each.shape) for each in document.tensors}
-    if said != {name: (entry.dtype, entry.shape) for name, entry in tensors.items()}:
-        raise BadCheckpoint(
-            f"The headers of {document.model_id} are not those of its tensors.", fix=_FIX
-        )
-
-
 def wanted_tensors(
     manifest: Manifest, layers: tuple[LayerRange, ...] | None, *, ends: bool
 ) -> list[str]:
@@ -177,21 +167,14 @@ def wanted_tensors(
 
 def complete_layers(manifest: Manifest, complete: frozenset[str]) -> tuple[tuple[int, ...], bool]:
     """The layers all of whose tensors are among these, and whether the ends' are."""
-    layers = tuple(
-        layer
-        for layer in range(manifest.total_layers)
-        if _all_in(manifest.layer_tensors(LayerRange(layer, layer + 1)), complete)
-    )
-    return layers, _all_in(manifest.ends_tensors(), complete)
-
-
-def model_of(document: Document) -> ModelId:
-    """Its name, as its sender has it."""
-    return ModelId(document.model_id)
-
-
-def _all_in(entries: tuple[TensorEntry, ...], complete: frozenset[str]) -> bool:
-    return all(entry.name in complete for entry in entries)
+    prefix = manifest.layer_prefix
+    lacking = {
+        name.removeprefix(prefix).partition(".")[0]
+        for name in manifest.tensors
+        if name.startswith(prefix) and name not in complete
+    }
+    layers = tuple(layer for layer in range(manifest.total_layers) if str(layer) not in lacking)
+    return layers, all(entry.name in complete for entry in manifest.ends_tensors())
 
 
 def _weights_file(file: Path) -> WeightsFile:

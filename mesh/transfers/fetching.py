@@ -185,8 +185,8 @@ class Fetch:
             kept = Kept(
                 self._manifest, self._writer.record.origin, frozenset(self._writer.complete)
             )
-            before = [k for k in self._shelf.all() if k.manifest.directory == self.directory]
-            if not before or before[0].complete != kept.complete:
+            before = self._shelf.at(self.directory)
+            if before is None or before.complete != kept.complete:
                 self._shelf.put(kept)
 
     def _dispatch(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 SPLIT_BYTES = 32 << 20
 """Tensors larger than this may come from several sources at once."""
@@ -204,8 +205,8 @@ class Plan:
     # Private
 
     def _sort(self) -> None:
-        """Put first what fewest have: whoever has it should not have to be waited for at the end."""
-        holders = Counter(name for source in self._sources.values() for name in source.holds)
+        """Put first what fewest have, so that nobody is waited for alone at the end."""
+        holders = Counter(chain.from_iterable(source.holds for source in self._sources.values()))
         self._waiting = dict(sorted(self._waiting.items(), key=lambda item: holders[item[0]]))
         of_peers = [source.holds for source in self._sources.values() if not source.is_spared]
         self._of_peers = frozenset().union(*of_peers)

@@ -26,7 +26,7 @@ from mesh.transfers.pacing import Pace
 from mesh.transfers.shelf import Shelf
 from mesh.wire.limits import WEIGHTS_LIMITS
 from mesh.wire.link import Link
-from mesh.wire.messages import Blob, BlobKind, Failure, Message, WeightsAsk
+from mesh.wire.messages import Blob, BlobKind, Failure, Message, Part, WeightsAsk
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _PATIENCE_S = 30.0
 class WeightsServer:
     """A `LinkHandler`: answers the questions of one link, one after the other.
 
-    `on_sent` hears how many bytes went out.
+    `on_sent` hears how many bytes of tensors went out.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class WeightsServer:
                 await self._link.drain(_PATIENCE_S)
                 at = place - start + offset
                 self._link.send(Blob(ask.session, BlobKind.ANSWER, stop - start, at, chunk))
-                self._on_sent(len(chunk))
+                if ask.part is Part.TENSOR:
+                    self._on_sent(len(chunk))
 
     def _fail(self, ask: WeightsAsk, error: MeshError) -> None:
         with suppress(LinkLost):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +34,11 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Which layers of a checkpoint are complete here, as others are told."""
+    """A checkpoint of which something is here: which layers are complete, and whether the ends are.
+
+    `directory` is that of its fullest copy, `is_partial` whether that may be added to; `here_bytes`
+    of its `total_bytes` of tensors are here.
+    """
 
     model_id: str
     weights_sha256: str
@@ -43,6 +46,10 @@ class Holding:
     layers: tuple[int, ...]
     ends: bool
     origin: str
+    directory: Path
+    is_partial: bool
+    here_bytes: int
+    total_bytes: int
 
 
 class Shelf:
@@ -52,16 +59,20 @@ class Shelf:
         self._guard = threading.Lock()
         self._kept: dict[Path, Kept] = {}
         self._documents: dict[str, bytes] = {}
+        self.version = 0
+        """Grows with every change."""
 
     def put(self, kept: Kept) -> None:
         """Have it found from now on, instead of what was in its directory before."""
         with self._guard:
+            self.version += 1
             self._kept[kept.manifest.directory] = kept
             self._documents.pop(kept.manifest.weights_sha256, None)
 
     def remove(self, directory: Path) -> None:
         """It is here no longer."""
         with self._guard:
+            self.version += 1
             gone = self._kept.pop(directory, None)
             if gone is not None:
                 self._documents.pop(gone.manifest.weights_sha256, None)
@@ -72,10 +83,15 @@ class Shelf:
             found = [k for k in self._kept.values() if k.manifest.weights_sha256 == sha256]
         return sorted(found, key=lambda kept: -len(kept.names))
 
-    def find(self, sha256: str, wanted: Iterable[str]) -> Kept | None:
-        """A copy that has all of these tensors."""
-        names = frozenset(wanted)
-        return next((kept for kept in self.of(sha256) if names <= kept.names), None)
+    def own(self, sha256: str) -> Path | None:
+        """The directory of a partial copy, to which tensors may be added."""
+        found = [kept for kept in self.of(sha256) if kept.complete is not None]
+        return found[0].manifest.directory if found else None
+
+    def at(self, directory: Path) -> Kept | None:
+        """What is in this directory."""
+        with self._guard:
+            return self._kept.get(directory)
 
     def all(self) -> list[Kept]:
         """Everything that is here."""
@@ -83,7 +99,7 @@ class Shelf:
             return list(self._kept.values())
 
     def holdings(self) -> list[Holding]:
-        """What others may be told: one entry for each checkpoint, of its fullest copy."""
+        """One entry for each checkpoint, of its fullest copy."""
         fullest: dict[str, Kept] = {}
         for kept in sorted(self.all(), key=lambda kept: len(kept.names)):
             fullest[kept.manifest.weights_sha256] = kept
@@ -149,9 +165,12 @@ class Shelf:
 def _holding(kept: Kept) -> Holding:
     manifest = kept.manifest
     layers, ends = documents.complete_layers(manifest, kept.names)
+    tensors, names = manifest.tensors, kept.names
     return Holding(
-        manifest.model_id, manifest.weights_sha256, manifest.total_layers, layers, ends, kept.origin
-    )
+        manifest.model_id, manifest.weights_sha256, manifest.total_layers, layers, ends,
+        kept.origin, manifest.directory, kept.complete is not None,
+        sum(tensors[name].nbytes for name in names), sum(e.nbytes for e in tensors.values()),
+    )  # fmt: skip
 
 
 def _read(file: Path, start: int, count: int) -> bytes:

@@ -56,9 +56,9 @@ def test_a_slower_source_gets_less() -> None:
     free_at, counts, now = {"fast": 0.0, "slow": 0.0}, {"fast": 0, "slow": 0}, 0.0
     cost = {"fast": 0.04, "slow": 0.4}
     while plan.left_bytes:
-        for source in cost:
+        for source, seconds in cost.items():
             while (piece := plan.next(source)) is not None:
-                free_at[source] = max(free_at[source], now) + cost[source]
+                free_at[source] = max(free_at[source], now) + seconds
                 in_hand.append((free_at[source], now, source, piece))
         in_hand.sort(key=lambda each: each[0])
         now, asked_at, source, piece = in_hand.pop(0)
