@@ -23,6 +23,7 @@ from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.processes.supervisor import Supervisor
 from mesh.routing.cover import Candidate, missing_layers
 from mesh.shard.supervisor import ShardSupervisor
+from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import LayerRange, ModelId, NodeId, shard_id
 
 
@@ -44,6 +45,7 @@ class NodeParts:
     processes: Callable[[], list[Supervisor]]
     counts: LiveCounts
     accounts: Callable[[], list[dict[str, Any]]]
+    weights: FetcherSupervisor
 
 
 class Overview:
@@ -70,6 +72,7 @@ class Overview:
                 for live in asker.generations
             ],
             "loads": self._loads(),
+            "weights": parts.weights.facts(),
             "accounts": self._accounts(),
             "reasons": self._reasons(),
             "warnings": warnings[-20:],

@@ -39,7 +39,7 @@ from mesh.config.sections import (
     RoutingSection,
 )
 from mesh.errors import BadValue, ConfigError, UnknownKey
-from mesh.paths import default_config_file, default_state_dir
+from mesh.paths import default_config_file, default_state_dir, models_dir
 from mesh.types import LayerRange
 
 ENV_PREFIX = "HEARTHNET_"
@@ -77,6 +77,8 @@ class Config(BaseSettings):
     """What people call this node. Default: the machine's host name."""
     model: Texts = ("builtin",)
     """Models to hold: ``builtin``, or ``PATH[=ID]`` of a checkpoint directory."""
+    models_dir: Path = Field(default_factory=models_dir)
+    """Where models that are fetched are kept."""
     layers: Texts = ()
     """Layers to hold, ``LO-HI`` inclusive or ``none``: one for all models or one each, in order.
     Empty: all layers."""

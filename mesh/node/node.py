@@ -45,6 +45,7 @@ from mesh.node.exposure import PrivacyReport
 from mesh.node.home_layers import HomeLayers, load_at_home
 from mesh.node.job_queue import start_queue
 from mesh.node.offers import Offers
+from mesh.node.weights import Weights
 from mesh.paths import StatePaths
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.live import LiveCounts
@@ -84,6 +85,7 @@ class Node:
         self._watch = PeerWatch(detector, self._silences, self._on_verdict)
         self._host = ShardSupervisor(None, (), self.asker_changed)
         self._home = HomeLayers(config, (), self._host, self._push_now)
+        self.weights = Weights(config, key, self._store, self._events, self._advertise)
         self._askers: dict[ModelId, AskerSupervisor] = {}
         self._jobs: JobsSupervisor | None = None
         self._queue: JobsApi | None = None
@@ -109,6 +111,7 @@ class Node:
         await network.start()
         self._start_host(address, tls := await network.tls_material())
         self._host.revoke_tokens(sorted(network.revoked_tokens()))
+        self.weights.start(self._models, address, tls)
         self._start_askers(tls)
         directories = {model.model_id: Path(model.directory) for model in self._models}
         start = wiring.start_jobs(self._config, self._key, tls)
@@ -135,6 +138,7 @@ class Node:
         await asyncio.gather(*(asker.stop() for asker in self._askers.values()))
         if self._jobs is not None:
             await self._jobs.stop()
+        await self.weights.fetcher.stop()
         if self._steering is not None:
             await self._steering.close()
 
@@ -166,6 +170,7 @@ class Node:
             self._on_peer,
             self._on_members,
             lambda kind, fields: self._events.emit(kind, **fields),
+            self.weights.held,
         )
         paths = StatePaths(self._config.state_dir)
         return Network(self._key, paths, settings, self._store, self._clock, hooks, self._accounts)
@@ -206,6 +211,7 @@ class Node:
             processes=self._processes,
             accounts=self._reports,
             counts=self._counts,
+            weights=self.weights.fetcher,
         )
         paths = StatePaths(config.state_dir)
         steering = self._steering = Steering(network, self._models, paths.steering_dir)
@@ -315,7 +321,7 @@ class Node:
 
     def _processes(self) -> list[Supervisor]:
         jobs = [self._jobs] if self._jobs is not None else []
-        return [self._host, *self._askers.values(), *jobs]
+        return [self._host, *self._askers.values(), *jobs, self.weights.fetcher]
 
     def _why_disabled(self, model_id: ModelId) -> str | None:
         """Why this model cannot be run, when that is because the mesh is switched off."""
@@ -330,6 +336,9 @@ class Node:
     def asker_changed(self) -> None:
         """An asker or shard came or went: neighbours and askers are told."""
         self._home.look()
+        self._advertise()
+
+    def _advertise(self) -> None:
         if self._network is not None:
             self._network.advertise()
 
@@ -338,6 +347,7 @@ class Node:
         network = self._network
         users = network.users() if network is not None else ()
         self._host.trust(users)
+        self.weights.fetcher.trust(users)
         self._host.revoke_tokens(sorted(network.revoked_tokens()) if network is not None else [])
         if self._jobs is not None:
             self._jobs.trust(users)
@@ -362,6 +372,7 @@ class Node:
         self._push_now()
 
     def _push_now(self) -> None:
+        self.weights.look()
         for asker in self._askers.values():
             asker.push_shards()
 

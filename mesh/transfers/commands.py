@@ -58,12 +58,15 @@ class Transfer:
 
 # Commands
 
+NICE = 15
+
 
 class StartFetcher(Start, frozen=True):
     """Listen, at `listen_port` or, if it is 0, at a free one; see what is there.
 
     `models` are served from where they are, what is fetched lies below `models_dir`. Weights flow
-    at `bytes_per_s` at most in each direction; 0: as fast as they can.
+    at `bytes_per_s` at most in each direction; 0: as fast as they can. `nice` is the process's
+    niceness, and `patience_s` how long somebody who has what is missing is waited for.
     """
 
     listen_host: str
@@ -74,6 +77,7 @@ class StartFetcher(Start, frozen=True):
     interfaces: tuple[str, ...] | None = None
     bytes_per_s: float = 0.0
     patience_s: float = 60.0
+    nice: int = NICE
 
 
 class Ensure(Message, frozen=True):

@@ -109,6 +109,7 @@ class FetcherProcess(Worker):
 
     async def _start(self, command: StartFetcher) -> None:
         self._start_command = command
+        yield_to_others(command.nice)
         rate = command.bytes_per_s or math.inf
         self._serving_pace.bytes_per_s = self._fetching_pace.bytes_per_s = rate
         try:
@@ -288,7 +289,6 @@ def _unforeseen(error: Exception) -> MeshError:
 
 def main() -> None:
     """Be the process, until told to stop or until the daemon is gone."""
-    yield_to_others()
     asyncio.run(FetcherProcess().run())
 
 

@@ -63,7 +63,7 @@ class House:
             models_dir=self.root / name / "models",
             cache_dir=self.root / name / "cache",
             interfaces=("127.0.0.1",),
-            **{"patience_s": 30.0, **changes},
+            **{"patience_s": 30.0, "nice": 0, **changes},
         )
         events: list[tuple[str, dict[str, Any]]] = []
         supervisor = FetcherSupervisor(start, notify=lambda *event: events.append(event))
