@@ -70,7 +70,7 @@ class PartialWriter:
     def __init__(self, directory: Path) -> None:
         """Raises Busy while another process writes there, BadCheckpoint for a damaged record."""
         self.directory = directory
-        self._lock_fd = _lock(directory)
+        self._lock_fd = lock_directory(directory)
         self._guard = threading.Lock()
         self._committing = threading.Lock()
         self._at_work, self._is_closed = 0, False
@@ -317,7 +317,8 @@ def pieces_of(nbytes: int) -> Sequence[tuple[int, int]]:
     return [(start, min(start + PIECE_BYTES, nbytes)) for start in starts]
 
 
-def _lock(directory: Path) -> int:
+def lock_directory(directory: Path) -> int:
+    """Be the one process that writes there, until the descriptor is closed. Raises Busy."""
     fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -64,14 +64,17 @@ class Weights:
 
     def look(self) -> None:
         """Tell the fetcher what other nodes have."""
-        self.fetcher.hear(
-            [
-                _heard(view.info.node_id, view.info.name, held)
-                for view in self._store.nodes()
-                if view.online and view.info.node_id != self._key.node_id
-                for held in view.weights
-            ]
-        )
+        others = [
+            view
+            for view in self._store.nodes()
+            if view.online and view.info.node_id != self._key.node_id
+        ]
+        heard = [
+            _heard(view.info.node_id, view.info.name, held)
+            for view in others
+            for held in view.weights
+        ]
+        self.fetcher.hear(heard, len(others))
 
     def _changed(self) -> None:
         if (now := self.held()) != self._told:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mesh.errors import MeshError
 from mesh.processes.messages import Message, Start
+from mesh.transfers.hub import HubSettings
 from mesh.transfers.meter import SourceBytes
 from mesh.transfers.shelf import Holding
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId
@@ -81,19 +82,38 @@ class StartFetcher(Start, frozen=True):
 
 
 class Ensure(Message, frozen=True):
-    """Have these layers (None: everything) and perhaps the ends of a checkpoint on this disk."""
+    """Have these layers (None: everything) and perhaps the ends of a checkpoint on this disk.
+
+    What nobody in the hearth has comes from the `hub`, if it is known from where.
+    """
 
     id: str
     model_id: ModelId
     weights_sha256: str
     layers: tuple[LayerRange, ...] | None
     ends: bool
+    hub: HubSettings | None = None
+
+
+class Pull(Message, frozen=True):
+    """The same for a repository of the hub, whose hashes need not be known: if they are not, all of
+    it is read once. What is not wanted of that is kept for others unless it is to `drop`."""
+
+    id: str
+    repository: str
+    revision: str
+    layers: tuple[LayerRange, ...] | None
+    ends: bool
+    hub: HubSettings
+    drop: bool = False
 
 
 class Peers(Message, frozen=True):
-    """All that other nodes advertise now; replaces what was said before."""
+    """All that other nodes advertise now; replaces what was said before. `neighbours` counts the
+    nodes that are up, whether they have anything or not."""
 
     peers: tuple[PeerHolding, ...]
+    neighbours: int = 0
 
 
 class Offer(Message, frozen=True):

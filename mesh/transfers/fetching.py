@@ -95,6 +95,11 @@ class Fetch:
         """The sources that are not asked again."""
         return frozenset() if self._plan is None else frozenset(self._plan.liars)
 
+    @property
+    def lacking(self) -> list[str]:
+        """The tensors that are missing and that no peer has."""
+        return [] if self._plan is None else self._plan.lacking()
+
     def join(
         self,
         name: str,

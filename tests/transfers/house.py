@@ -75,7 +75,8 @@ class House:
         """Have everybody hear what the others have; the daemons' part."""
         for fetcher in self.fetchers.values():
             others = [f for f in self.fetchers.values() if f is not fetcher]
-            fetcher.supervisor.hear([held for other in others for held in other.holding()])
+            heard = [held for other in others for held in other.holding()]
+            fetcher.supervisor.hear(heard, len(others))
 
 
 @asynccontextmanager
