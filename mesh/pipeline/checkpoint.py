@@ -95,6 +95,10 @@ class CheckpointText:
         """One token on its own, for log-probabilities."""
         return self._tokenizer.token_text(token_id)
 
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token and its id."""
+        return self._tokenizer.vocabulary()
+
 
 def _is_routed(config: Mapping[str, Any]) -> bool:
     text = config.get("text_config") or {}

@@ -27,7 +27,7 @@ from mesh.pipeline.failover import FailoverSettings
 from mesh.pipeline.generation import LoopSettings, PipelineOrchestrator
 from mesh.pipeline.hop import Patience
 from mesh.pipeline.links import HopLinks
-from mesh.pipeline.model import AskerModel
+from mesh.pipeline.model import AskerModel, Drafting
 from mesh.pipeline.room_line import RoomLine
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.watch.oversight import Oversight
@@ -333,6 +333,9 @@ class ToyText:
     def flush(self) -> str:
         return ""
 
+    def vocabulary(self) -> dict[str, int]:
+        return {str(token): token for token in range(97)}
+
     def token_text(self, token_id: int) -> str:
         return str(token_id)
 
@@ -346,6 +349,7 @@ def toy_orchestrator(
     context: int = 4096,
     line: RoomLine | None = None,
     ends: ToyEnds | None = None,
+    draft: Drafting | None = None,
 ) -> tuple[PipelineOrchestrator, Sessions]:
     """An orchestrator over the network with fp32 on the wire, which may go `home`; the
     model holds `context` positions. `line` is where those wait who find all shards full. The
@@ -365,8 +369,8 @@ def toy_orchestrator(
         line=line,
     )
     model = AskerModel(
-        MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, context, ends or ends or ToyEnds(), ToyText(),
-        head_rows=8,
+        MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, context, ends or ToyEnds(), ToyText(),
+        head_rows=8, draft=draft,
     )  # fmt: skip
     orchestrator = PipelineOrchestrator(
         model,
