@@ -32,6 +32,7 @@ from mesh.shard.device import (
     determinism_class,
     dtype_name,
     short_dtype_name,
+    stored_dtype,
 )
 from mesh.shard.footprint import estimate
 from mesh.shard.lean_proof import require_lean
@@ -48,9 +49,6 @@ if TYPE_CHECKING:
     from mesh.shard.runtime import Runtime
     from mesh.shard.server import ShardServer
     from mesh.shard.taps.server import TapServer
-
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +181,8 @@ def _lean(
 ) -> Choice[bool]:
     """Whether layers may do without transformers' modules: in 16 bit, or where only their weights
     have 16 bit; what is asked for in fp32 is computed as transformers does."""
-    halves = dtype == torch.float32 and request.dtype == "auto" and _stored(manifest) in _HALVES
-    if host.device.type != "cpu" or not (dtype == torch.bfloat16 or halves):
+    kept = stored_dtype(request.dtype, manifest.dtype, dtype, host.device)
+    if host.device.type != "cpu" or kept == torch.float32 or dtype == torch.float16:
         return Choice(False, "")
     family = family_of(manifest)
     try:
