@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -21,10 +21,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import initialization
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.pytorch_utils import Conv1D
 
-from mesh.errors import UnsupportedFamily
+from mesh.errors import BadCheckpoint, UnsupportedFamily
 from mesh.models.families import Family
 from mesh.models.filling import Placement, fill
+from mesh.models.gguf.container import BLOCK_TYPES
 from mesh.models.header import TensorEntry
 from mesh.models.manifest import Manifest, is_head
 from mesh.models.pages import Pages
@@ -41,7 +43,8 @@ class LoadedSpan:
     without the final norm. `config` is the span's own: layer 0 is `layers.start`; build caches from
     it. `bytes_read` and `tensors_read` count what was taken from the checkpoint's files; `pages`
     are those in which its weights lie, as far as it is known; `sha256` has, by their names in
-    `module`, the hashes of the weights whose bytes are those of the file.
+    `module`, the hashes of the weights whose bytes are those of the file. `deferred` has, by their
+    names in `module`, the weights that it does not have yet: they are on the meta device.
     """
 
     module: Any
@@ -51,6 +54,7 @@ class LoadedSpan:
     tensors_read: int
     pages: WeakSet[Pages]
     sha256: Mapping[str, str]
+    deferred: Mapping[str, TensorEntry] = field(default_factory=dict)
 
 
 class Ends(nn.Module):
@@ -173,8 +177,13 @@ def build_span(
     layers: LayerRange,
     placement: Placement,
     progress: Progress | None = None,
+    *,
+    defer: bool = False,
 ) -> LoadedSpan:
-    """The module of these layers with its weights; BadCheckpoint when tensors are missing."""
+    """The module of these layers with its weights; BadCheckpoint when tensors are missing.
+
+    With `defer`, linear layers that are stored in GGUF's blocks are left without their weights.
+    """
     config = family.slice_config(layers)
     base = _empty(family.base_class, config, placement)
     anatomy = Anatomy.of(base, family)
@@ -187,9 +196,34 @@ def build_span(
         for entry in manifest.layer_tensors(layers)
     }
     names = _used(base, stored)
-    pages, sha256 = fill(base, names, placement, progress, same={})
+    deferred = _stored_in_blocks(base, names) if defer else {}
+    now = {name: entry for name, entry in names.items() if name not in deferred}
+    pages, sha256 = fill(base, now, placement, progress, same={}, later=deferred)
     size = sum(entry.nbytes for entry in names.values())
-    return LoadedSpan(base, config, layers, size, len(names), pages, sha256)
+    return LoadedSpan(base, config, layers, size, len(names), pages, sha256, deferred)
+
+
+def _stored_in_blocks(base: Any, names: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Of these the weights of linear layers that are in blocks."""
+    linears = {
+        f"{name}.weight": module
+        for name, module in base.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+    }
+    found = {
+        name: entry
+        for name, entry in names.items()
+        if name in linears and entry.dtype in BLOCK_TYPES
+    }
+    for name, entry in found.items():
+        expected = tuple(linears[name].weight.shape)
+        if entry.shape != expected:
+            raise BadCheckpoint(
+                f"Weights do not fit the config: {entry.name} is {list(entry.shape)}, and should be"
+                f" {list(expected)}.",
+                fix="Download the file again.",
+            )
+    return found
 
 
 def build_ends(

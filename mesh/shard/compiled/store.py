@@ -23,10 +23,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mesh.errors import BadCheckpoint
-from mesh.models.filling import STORED_DTYPES
 from mesh.models.header import read_header, read_metadata
 from mesh.models.pages import Pages
 from mesh.models.progress import Progress
+from mesh.models.stored_dtypes import STORED_DTYPES
 from mesh.shard.compiled.formats import (
     BITS,
     VERSION,
