@@ -49,7 +49,8 @@ def write_gguf(
     config = json.loads((directory / "config.json").read_text())
     arch = _ARCHITECTURES[config["model_type"]]
     tensors = _stacked(load_file(directory / "model.safetensors"))
-    per_file = -(-len(tensors) // parts) if parts > 1 else 0
+    side = _side_tensors(config)
+    per_file = -(-(len(tensors) + len(side)) // parts) if parts > 1 else 0
     writer = GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=per_file)
     writer.add_type(gguf.GGUFType.MODEL)
     _describe(writer, config)
@@ -61,7 +62,7 @@ def write_gguf(
         stored = f"{names.get_name(stem)}.{suffix}"
         is_end = not stored.startswith("blk.")
         _add(writer, stored, _as_stored(name, tensor, config), ends if ends and is_end else kind)
-    for name, numbers in _side_tensors(config).items():
+    for name, numbers in side.items():
         _add(writer, name, torch.tensor(numbers), "F32")
     edit(writer)
     writer.write_header_to_file()
@@ -258,6 +259,7 @@ def _describe_tokenizer(writer: GGUFWriter, directory: Path) -> None:
     ):
         if settings.get(name) in words:
             add(words[settings[name]])
+    writer.add_add_bos_token("<s>" in json.dumps(said["post_processor"]))
     template = directory / "chat_template.jinja"
     if template.is_file():
         writer.add_chat_template(template.read_text())

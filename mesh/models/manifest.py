@@ -1,8 +1,9 @@
 """The manifest of a local checkpoint: its contents, before any tensor is loaded.
 
 Reads config.json and the headers of safetensors files, or those of GGUF files, and, once per
-checkpoint, every byte for its hash. It refuses to know how an architecture computes (`families`), and never imports torch or transformers:
-the daemon reads manifests, and the daemon computes nothing.
+checkpoint, every byte for its hash. It refuses to know how an architecture computes (`families`),
+and never imports torch or transformers: the daemon reads manifests, and the daemon computes
+nothing.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ _LAYER_PREFIXES = (
 class Manifest:
     """One checkpoint: a directory, or the GGUF file `gguf` in it.
 
-    `config` is config.json as it stands, or what a GGUF file says in its terms; `dtype` the dtype most of the weights are stored in, as
-    torch spells it, or a type of GGUF's blocks in small letters. `layer_bytes[i]` is the stored size of decoder layer i, `ends_bytes` that of
-    embedding, final norm and head (once when `tied`). Tensors of layer i are named
-    ``{layer_prefix}{i}.…``. `max_positions` is None where the config leaves it to its class.
-    `eos_ids` come from generation_config.json and config.json. `bytes_hashed` is 0 when the hashes
-    came from `cache_dir`.
+    `config` is config.json as it stands, or what a GGUF file says in its terms; `dtype` the dtype
+    most of the weights are stored in, as torch spells it, or a type of GGUF's blocks in small
+    letters. `layer_bytes[i]` is the stored size of decoder layer i, `ends_bytes` that of embedding,
+    final norm and head (once when `tied`). Tensors of layer i are named ``{layer_prefix}{i}.…``.
+    `max_positions` is None where the config leaves it to its class. `eos_ids` come from
+    generation_config.json and config.json, or from the GGUF file. `bytes_hashed` is 0 when the
+    hashes came from `cache_dir`.
     """
 
     model_id: ModelId

@@ -133,7 +133,7 @@ class _Cursor:
     def text(self, most: int = _MAX_HEADER_BYTES) -> str:
         length = self.number("Q")
         if length > most:
-            self.refuse(f"it holds a name of {length} bytes; the limit is {most}")
+            self.refuse(f"it holds a text of {length} bytes; the limit is {most}")
         try:
             return self.take(length).decode()
         except UnicodeDecodeError:
@@ -144,9 +144,9 @@ class _Cursor:
             return self.number(_FIXED[kind])
         if kind == _STRING:
             return self.text()
-        if kind == _ARRAY:
-            return self.array(self.number("I"), self.number("Q"))
-        self.refuse(f"it holds a value of the unknown type {kind}")
+        if kind != _ARRAY:
+            self.refuse(f"it holds a value of the unknown type {kind}")
+        return self.array(self.number("I"), self.number("Q"))
 
     def array(self, kind: int, count: int) -> Any:
         if kind == _STRING:

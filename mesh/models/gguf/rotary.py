@@ -28,7 +28,7 @@ def plain_rotary(said: Settings, width: int, theta: float = 10000.0) -> dict[str
 
 
 def full_rotary(said: Settings, width: int, theta: float = 10000.0) -> dict[str, Any]:
-    """For heads of `width` that are turned as a whole; scaled as a line, by yarn or as Llama 3's."""
+    """For heads of `width` that are turned as a whole; scaled by yarn, linearly or as Llama 3's."""
     plain = plain_rotary(said, width, theta)
     kind = said.text("rope.scaling.type")
     factor = said.real("rope.scaling.factor", said.real("rope.scale_linear", 0.0))
