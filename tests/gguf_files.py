@@ -244,13 +244,17 @@ def _describe_tokenizer(writer: GGUFWriter, directory: Path) -> None:
             kinds.append(gguf.TokenType.NORMAL)
     pieces = bool(model.get("byte_fallback"))
     writer.add_tokenizer_model("llama" if pieces else "gpt2")
-    writer.add_tokenizer_pre("default" if pieces else "gpt-2")
+    splits = "smollm" if '"Digits"' in json.dumps(said["pre_tokenizer"]) else "gpt-2"
+    writer.add_tokenizer_pre("default" if pieces else splits)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     if pieces:
         writer.add_token_scores([float(rank.get(token, -1e9)) for token in tokens])
     else:
         writer.add_token_merges(merges)
+    ends = json.loads((directory / "config.json").read_text())["eos_token_id"]
+    if isinstance(ends, list):
+        writer.add_eot_token_id(ends[-1])
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     for name, add in (
         ("bos_token", writer.add_bos_token_id),
