@@ -228,11 +228,16 @@ def load_ends(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    defer: bool = False,
 ) -> Ends:
-    """Embedding, final norm and head of the checkpoint. Raises as `load_span` does."""
+    """Embedding, final norm and head of the checkpoint. Raises as `load_span` does.
+
+    With `defer`, what is stored in GGUF's blocks stays in them: the embedding is decoded row by
+    row as it is asked, and the head has no weight.
+    """
     family = family_of(manifest)
     require_proof(family, manifest.cache_dir)
-    return build_ends(manifest, family, Placement(dtype, device), progress)
+    return build_ends(manifest, family, Placement(dtype, device), progress, defer=defer)
 
 
 def load_skeleton(

@@ -13,7 +13,7 @@ import copy
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -27,6 +27,7 @@ from mesh.errors import BadCheckpoint, UnsupportedFamily
 from mesh.models.families import Family
 from mesh.models.filling import Placement, fill
 from mesh.models.gguf.container import BLOCK_TYPES
+from mesh.models.gguf.embedding import stored_embedding
 from mesh.models.header import TensorEntry
 from mesh.models.manifest import Manifest, is_head
 from mesh.models.pages import Pages
@@ -63,8 +64,17 @@ class Ends(nn.Module):
     `bytes_read` counts what was taken from the checkpoint's files, `norm` is the final one.
     """
 
-    def __init__(self, causal: Any, anatomy: Anatomy, family: Family, bytes_read: int) -> None:
+    def __init__(
+        self,
+        causal: Any,
+        anatomy: Anatomy,
+        family: Family,
+        bytes_read: int,
+        deferred_head: TensorEntry | None = None,
+    ) -> None:
         super().__init__()
+        self.deferred_head = deferred_head
+        """The weight of the head where that has none yet: it is on the meta device."""
         base = causal.base_model
         entry = family.entry
         self.hidden_size: int = family.config.hidden_size
@@ -227,16 +237,24 @@ def _stored_in_blocks(base: Any, names: Mapping[str, TensorEntry]) -> dict[str, 
 
 
 def build_ends(
-    manifest: Manifest, family: Family, placement: Placement, progress: Progress | None = None
+    manifest: Manifest,
+    family: Family,
+    placement: Placement,
+    progress: Progress | None = None,
+    *,
+    defer: bool = False,
 ) -> Ends:
-    """Embedding, norm and head with their weights; BadCheckpoint when tensors are missing."""
+    """Embedding, norm and head with their weights; BadCheckpoint when tensors are missing.
+
+    With `defer`, an embedding in GGUF's blocks stays in them, and such a head has no weight.
+    """
     config = family.slice_config(LayerRange(0, 1))
     causal = _empty(family.causal_class, config, placement)
     anatomy = Anatomy.of(causal.base_model, family)
     setattr(causal.base_model, anatomy.layers, nn.ModuleList())
-    names = _fill_ends(causal, manifest, family, anatomy, placement, progress)
-    size = sum(entry.nbytes for entry in names.values())
-    return Ends(causal, anatomy, family, size)
+    filled = _fill_ends(causal, manifest, family, anatomy, placement, progress, defer=defer)
+    size = sum(entry.nbytes for entry in filled.names.values())
+    return Ends(causal, anatomy, family, size, filled.deferred_head)
 
 
 def build_skeleton(manifest: Manifest, family: Family, placement: Placement) -> Any:
@@ -253,7 +271,9 @@ def _fill_ends(
     anatomy: Anatomy,
     placement: Placement,
     progress: Progress | None = None,
-) -> dict[str, TensorEntry]:
+    *,
+    defer: bool = False,
+) -> _FilledEnds:
     """Read the ends into `causal`, whose layers (if any) stay as they are; what was read."""
     prefix = f"{causal.base_model_prefix}."
     names = _used(causal, _named_ends(manifest, prefix))
@@ -265,9 +285,30 @@ def _fill_ends(
         tied = True
     else:
         tied = bool(getattr(family.config, "tie_word_embeddings", True))
-    same = {head: embedding} if tied else {}
-    fill(causal, names, placement, progress, same=same, absent=f"{prefix}{anatomy.layers}.")
-    return names
+    later, deferred_head = set[str](), None
+    if defer:
+        source = names.get(head) or (names.get(embedding) if tied else None)
+        expected = tuple(causal.get_output_embeddings().weight.shape)
+        if source is not None and source.dtype in BLOCK_TYPES and source.shape == expected:
+            deferred_head = source
+            later.add(head)
+        module = causal.base_model.get_submodule(anatomy.embedding)
+        stored = stored_embedding(module, names.get(embedding), placement.dtype)
+        if stored is not None:
+            setattr(causal.base_model, anatomy.embedding, stored)
+            later.add(embedding)
+    same = {head: embedding} if tied and head not in later else {}
+    now = {name: entry for name, entry in names.items() if name not in later}
+    absent = f"{prefix}{anatomy.layers}."
+    fill(causal, now, placement, progress, same=same, absent=absent, later=later)
+    return _FilledEnds(names, deferred_head)
+
+
+class _FilledEnds(NamedTuple):
+    """What was read, and what is left to read of the head."""
+
+    names: dict[str, TensorEntry]
+    deferred_head: TensorEntry | None
 
 
 _INITIALIZING = frozenset({nn.init.__name__, initialization.__name__})

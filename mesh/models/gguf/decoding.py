@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from mesh.errors import BadCheckpoint
-from mesh.models.gguf.container import BLOCK_TYPES
 from mesh.models.header import Difference, TensorEntry
 from mesh.models.pages import Pages
 from mesh.models.stored_dtypes import STORED_DTYPES
@@ -49,28 +48,39 @@ def model_rows(count: int, heads: int) -> torch.Tensor:
 def _from_blocks(
     area: Pages, entry: TensorEntry, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
+    columns = shape[-1]
+    rows = stored_rows(area, entry, columns)
+    numbers = torch.empty((len(rows), columns), dtype=dtype)
+    at_once = max(1, _WEIGHTS_AT_ONCE // columns)
+    for first in range(0, len(rows), at_once):
+        part = decode_rows(rows[first : first + at_once], entry)
+        numbers[first : first + len(part)] = part
+    return numbers.view(shape)
+
+
+def stored_rows(area: Pages, entry: TensorEntry, columns: int) -> torch.Tensor:
+    """(rows, bytes) uint8, the blocks of a tensor where they lie; each row has so many numbers."""
+    count = torch.Size(entry.shape).numel() // columns
+    return area.tensor(torch.uint8, (count, entry.nbytes // count), entry.offset)
+
+
+def decode_rows(rows: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """(rows, columns) fp32, what some of the `stored_rows` of `entry` stand for.
+
+    Raises BadCheckpoint when the `gguf` package cannot decode them.
+    """
     import numpy as np
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    assert entry.dtype in BLOCK_TYPES  # noqa: S101 - the header knows no others
-    kind = GGMLQuantizationType[entry.dtype]
-    columns = shape[-1]
-    stored = np.frombuffer(area, np.uint8, entry.nbytes, entry.offset)
-    rows = stored.reshape(-1, entry.nbytes * columns // torch.Size(shape).numel())
-    numbers = torch.empty((len(rows), columns), dtype=dtype)
-    at_once = max(1, _WEIGHTS_AT_ONCE // columns)
     try:
         with np.errstate(all="ignore"):  # what comes of damaged bytes is found where it is used
-            for first in range(0, len(rows), at_once):
-                part = dequantize(rows[first : first + at_once], kind)
-                numbers[first : first + len(part)] = torch.from_numpy(part)
+            return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[entry.dtype]))
     except (NotImplementedError, ValueError) as error:
         raise BadCheckpoint(
             f"{entry.file}: tensor {entry.name} of {entry.dtype} cannot be decoded: {error}.",
             fix="Use a file in another quantisation, Q8_0 or Q4_K_M for example.",
         ) from error
-    return numbers.view(shape)
 
 
 def _as_the_model_has_it(numbers: torch.Tensor, unlike: Difference) -> torch.Tensor:

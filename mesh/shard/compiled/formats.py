@@ -106,6 +106,15 @@ def joined(matrices: Sequence[BlockMatrix]) -> BlockMatrix:
     )
 
 
+def rows_of(matrix: BlockMatrix, rows: torch.Tensor | slice) -> BlockMatrix:
+    """Some of its rows, in the order of `rows`."""
+    codes = matrix.codes[rows]
+    zeros = None if matrix.zeros is None else matrix.zeros[rows]
+    return BlockMatrix(
+        matrix.bits, (len(codes), matrix.shape[1]), codes, matrix.scales[rows], zeros
+    )
+
+
 def of_codes(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> BlockMatrix:
     """The matrix of these: `codes` (out, blocks, 32) uint8 whose zero is the middle, 128 or 8;
     `scales` (out, blocks) fp32."""

@@ -13,11 +13,24 @@ from types import MappingProxyType
 import torch
 
 from mesh.models.filling import mapped_file
-from mesh.models.gguf.decoding import decode, model_rows
+from mesh.models.gguf.decoding import decode_rows, model_rows, stored_rows
 from mesh.models.header import TensorEntry
-from mesh.shard.compiled.formats import BITS, BlockMatrix, Quant, of_codes, quantise
+from mesh.shard.compiled.formats import (
+    BITS,
+    BLOCK,
+    BlockMatrix,
+    Quant,
+    joined,
+    of_codes,
+    quantise,
+    rows_of,
+)
 
 _MIDDLE = {8: 128, 4: 8}
+_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q5_0": 22, "IQ4_NL": 18}
+"""Of a block, the first two its scale."""
+
+_WEIGHTS_AT_ONCE = 1 << 22
 
 _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the codes of IQ4_NL stand for."""
@@ -28,31 +41,33 @@ def matrix_of_blocks(entry: TensorEntry, quant: Quant) -> BlockMatrix:
 
     Raises BadCheckpoint when the file cannot be read or decoded.
     """
-    area = mapped_file(entry.file, [entry])
     unlike = entry.unlike
     transposed = unlike is not None and unlike.kind == "transposed"
-    if not is_exact(entry.dtype, quant):
-        dense = decode(area, entry, torch.float32)
-        return quantise(dense.t() if transposed else dense, quant)
     rows, columns = entry.shape[::-1] if transposed else entry.shape
-    count = rows * columns // 32
-    stored = area.tensor(torch.uint8, (count, entry.nbytes // count), entry.offset)
-    levels = _levels(entry.dtype)(stored)
-    codes = (levels + _MIDDLE[BITS[quant]]).to(torch.uint8).view(rows, -1, 32)
-    scales = stored[:, :2].contiguous().view(torch.float16).float().view(rows, -1)
-    if unlike is not None and unlike.kind == "rotary_rows":
-        order = model_rows(rows, unlike.heads)
-        codes, scales = codes[order], scales[order]
-    return of_codes(codes, scales, BITS[quant])
+    stored = stored_rows(mapped_file(entry.file, [entry]), entry, columns)
+    if is_exact(entry.dtype, quant):
+        matrix = _as_stored(stored, entry.dtype, quant)
+    else:
+        at_once = max(1, _WEIGHTS_AT_ONCE // columns)
+        parts = torch.split(stored, at_once)
+        matrix = joined([quantise(decode_rows(part, entry), quant) for part in parts])
+    if unlike is None or transposed:
+        return matrix
+    assert unlike.kind == "rotary_rows"  # noqa: S101 - of matrices there are no others
+    return rows_of(matrix, model_rows(rows, unlike.heads))
+
+
+def _as_stored(stored: torch.Tensor, dtype: str, quant: Quant) -> BlockMatrix:
+    rows = len(stored)
+    blocks = stored.view(-1, _BYTES[dtype])
+    codes = (_LEVELS_OF[dtype](blocks) + _MIDDLE[BITS[quant]]).to(torch.uint8)
+    scales = blocks[:, :2].contiguous().view(torch.float16).float()
+    return of_codes(codes.view(rows, -1, BLOCK), scales.view(rows, -1), BITS[quant])
 
 
 def is_exact(dtype: str, quant: Quant) -> bool:
     """Whether blocks of this type can be had in the format without rounding."""
     return dtype in _EXACT[quant]
-
-
-def _levels(dtype: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    return _OF_TYPE[dtype]
 
 
 def _halves(packed: torch.Tensor) -> torch.Tensor:
@@ -78,9 +93,9 @@ def _iq4_nl(stored: torch.Tensor) -> torch.Tensor:
     return torch.tensor(_LEVELS, dtype=torch.int16)[_halves(stored[:, 2:18]).long()]
 
 
-_OF_TYPE: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+_LEVELS_OF: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q5_0": _q5_0, "IQ4_NL": _iq4_nl}
 )
 _EXACT: Mapping[Quant, frozenset[str]] = MappingProxyType(
-    {"int8": frozenset(_OF_TYPE), "int4": frozenset({"Q4_0"})}
+    {"int8": frozenset(_LEVELS_OF), "int4": frozenset({"Q4_0"})}
 )

@@ -36,6 +36,7 @@ from mesh.shard.compiled.formats import (
     dense_weight,
     joined,
     quantise,
+    rows_of,
 )
 from mesh.shard.compiled.gguf_blocks import matrix_of_blocks
 from mesh.shard.compiled.graph import DOWN, OUTPUT, QKV, UP, Product, Stored
@@ -266,15 +267,9 @@ def _linears(parts: LayerParts, products: Mapping[str, Product]) -> list[BlockLi
             rows = slice(first, first + _rows(linear))
             bias = None if product.bias is None else product.bias[rows]
             transposed = isinstance(linear, Conv1D)
-            found.append(BlockLinear(_part(product.matrix, rows), bias, transposed=transposed))
+            found.append(BlockLinear(rows_of(product.matrix, rows), bias, transposed=transposed))
             first = rows.stop
     return found
-
-
-def _part(matrix: BlockMatrix, rows: slice) -> BlockMatrix:
-    zeros = None if matrix.zeros is None else matrix.zeros[rows]
-    shape = (rows.stop - rows.start, matrix.shape[1])
-    return BlockMatrix(matrix.bits, shape, matrix.codes[rows], matrix.scales[rows], zeros)
 
 
 def _replace(layer: nn.Module, linears: Mapping[int, BlockLinear]) -> None:
