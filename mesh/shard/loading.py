@@ -262,7 +262,7 @@ def _load_compiled(plan: LoadPlan, quant: Quant) -> tuple[Runtime, int]:
 
     manifest, settings = plan.manifest, plan.request.settings
     # As it is stored: most of it is only mapped then, and read where it was not rounded before.
-    loaded = _load_span(plan, _stored(manifest))
+    loaded = _load_span(plan, _stored(manifest), defer=True)
     span = quantised_span(
         loaded, quant, manifest.weights_sha256, plan.request.cache_dir, plan.progress
     )
@@ -276,13 +276,14 @@ def _load_compiled(plan: LoadPlan, quant: Quant) -> tuple[Runtime, int]:
     return runtime, loaded.bytes_read
 
 
-def _load_span(plan: LoadPlan, dtype: torch.dtype) -> LoadedSpan:
+def _load_span(plan: LoadPlan, dtype: torch.dtype, *, defer: bool = False) -> LoadedSpan:
     return load_span(
         plan.manifest,
         plan.request.layers,
         dtype=dtype,
         device=plan.host.device,
         progress=plan.progress,
+        defer=defer,
     )
 
 
