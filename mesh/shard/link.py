@@ -17,13 +17,14 @@ from mesh.errors import BadRequest, MeshError, VersionMismatch, as_mesh_error
 from mesh.models.edits import assemble
 from mesh.shard.failures import device_failed
 from mesh.shard.permits import Permits
-from mesh.shard.sessions import Session, gone
+from mesh.shard.sessions import ChatSession, Session, gone
 from mesh.shard.steering import EditParts
 from mesh.types import NodeId
 from mesh.wire.link import Link
 from mesh.wire.messages import (
     Blob,
     Close,
+    Drain,
     Failure,
     Loading,
     Message,
@@ -41,6 +42,7 @@ from mesh.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from mesh.shard.server import ShardServer
     from mesh.shard.service import ShardService
 
 logger = logging.getLogger(__name__)
@@ -101,6 +103,17 @@ class LinkSessions:
             for number, token in self._tokens.items()
             if (session := self._sessions.get(number)) is not None
         ]
+
+    def uses(self, server: ShardServer) -> bool:
+        """Whether a generation on this link has a session of this shard."""
+        return any(
+            isinstance(session, ChatSession) and session.server is server
+            for session in self._sessions.values()
+        )
+
+    def notify(self, notice: Drain) -> None:
+        """Tell the asker."""
+        self._send(notice)
 
     def end_revoked(self, permits: Permits) -> None:
         """End the sessions whose tokens no longer hold."""
@@ -214,7 +227,7 @@ class LinkSessions:
         self._sessions = {n: each for n, each in self._sessions.items() if not each.closed}
         self._tokens = {n: token for n, token in self._tokens.items() if n in self._sessions}
 
-    def _send(self, message: Result | Failure | Blob | Loading | Opened | Sealed) -> None:
+    def _send(self, message: Result | Failure | Blob | Loading | Opened | Sealed | Drain) -> None:
         if self._link.is_closed:
             return
         try:
