@@ -260,7 +260,7 @@ class ShardProcess(Worker):
         )
 
     def _begin_to_unload(self, command: Unload) -> None:
-        """It takes no new sessions from now on; the loads behind it do not wait for those it has."""
+        """It takes no new sessions from now on; loads behind it do not wait for those it has."""
         name = command.shard_id
         held = self._held.pop(name, None)
         if held is None:

@@ -50,7 +50,7 @@ _NOTABLE_MB = 64
 
 @dataclass(slots=True)
 class LocalShard:
-    """One shard of this node: what is advertised of it and what loading it took."""
+    """A shard of this node: what is advertised of it and what loading it took."""
 
     loaded: Loaded
     report: ShardReport | None = None
@@ -160,11 +160,9 @@ class ShardSupervisor(Supervisor):
     async def serve(self, request: ShardRequest) -> LocalShard:
         """Serve this from now on, also after the process was started anew.
 
-        What this node holds for itself alone is offered to others as well. Raises as `ensure`;
-        then it is not served, nor tried again.
+        Raises as `ensure`; then it is not served, nor tried again.
         """
-        name = request.shard_id
-        if name in self._leaving:
+        if (name := request.shard_id) in self._leaving:
             raise Busy(f"{name} is being unloaded.", fix="Wait until it is.")
         if name not in self.wanted():
             self.requests = (*self.requests, request)
@@ -175,14 +173,14 @@ class ShardSupervisor(Supervisor):
             return await self.ensure(request)
         except BaseException:
             self._forget(name)
+            if name in self._loading:  # it goes when it has come
+                self._leaving[name] = asyncio.get_running_loop().create_future()
+                self.tell(Unload(name, 0.0))
             raise
 
     async def drop(self, name: ShardId, grace_s: float) -> int:
-        """Serve it no longer: nobody is sent there from now on, who uses it gets `grace_s` to move.
-
-        Returns how many sessions were ended, once its memory is given back. Raises InternalError
-        when the process does not say so in time.
-        """
+        """Serve it no longer; who uses it gets `grace_s` to move. How many sessions were ended,
+        once its memory is given back. Raises InternalError when that is not said in time."""
         self._forget(name)
         self._on_change()
         if self.pid is None:
@@ -278,7 +276,7 @@ class ShardSupervisor(Supervisor):
         if loading is not None:
             loading.set_result(shard)
         if name in self._leaving:
-            return  # it was told to unload it meanwhile
+            return  # it was told to go meanwhile
         if name not in self.wanted():
             self.private[name] = shard
             return
