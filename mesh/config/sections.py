@@ -134,6 +134,15 @@ class RoutingSection(BaseModel):
     """Whether one route may lead through shards of different `quant`."""
 
 
+class DeploymentsSection(BaseModel):
+    """``[deployments]``: how this node follows what the hearth wishes to have loaded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    replan_seconds: float = Field(default=300, ge=1, le=86400 * 7)
+    """How long a machine that holds layers of a deployment may be away before others take them."""
+
+
 class JobQueueSection(BaseModel):
     """``[jobs.queue]``: the jobs that wait, and what they and their results may take."""
 

@@ -17,7 +17,7 @@ from mesh.errors import BadRequest, MeshError, VersionMismatch, as_mesh_error
 from mesh.models.edits import assemble
 from mesh.shard.failures import device_failed
 from mesh.shard.permits import Permits
-from mesh.shard.sessions import Session, gone
+from mesh.shard.sessions import ChatSession, Session, gone
 from mesh.shard.steering import EditParts
 from mesh.types import NodeId
 from mesh.wire.link import Link
@@ -25,6 +25,7 @@ from mesh.wire.messages import (
     Blob,
     Close,
     CopyPrefix,
+    Drain,
     Failure,
     Loading,
     Message,
@@ -43,6 +44,7 @@ from mesh.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from mesh.shard.server import ShardServer
     from mesh.shard.service import ShardService
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,17 @@ class LinkSessions:
             for number, token in self._tokens.items()
             if (session := self._sessions.get(number)) is not None
         ]
+
+    def uses(self, server: ShardServer) -> bool:
+        """Whether a generation on this link has a session of this shard."""
+        return any(
+            isinstance(session, ChatSession) and session.server is server
+            for session in self._sessions.values()
+        )
+
+    def notify(self, notice: Drain) -> None:
+        """Tell the asker."""
+        self._send(notice)
 
     def end_revoked(self, permits: Permits) -> None:
         """End the sessions whose tokens no longer hold."""
@@ -230,7 +243,7 @@ class LinkSessions:
         self._tokens = {n: token for n, token in self._tokens.items() if n in self._sessions}
 
     def _send(
-        self, message: Result | Failure | Blob | Loading | Opened | PrefixCopied | Sealed
+        self, message: Result | Failure | Blob | Loading | Opened | PrefixCopied | Sealed | Drain
     ) -> None:
         if self._link.is_closed:
             return

@@ -126,6 +126,11 @@ class ChatSession(Session):
         self._is_copying = False
 
     @property
+    def server(self) -> ShardServer:
+        """The shard that it is a session of."""
+        return self._server
+
+    @property
     def is_open(self) -> bool:
         """Whether it has a cache and may compute."""
         return self.sequence is not None
