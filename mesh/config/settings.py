@@ -32,6 +32,7 @@ from pydantic_settings import (
 )
 
 from mesh.config.sections import (
+    DeploymentsSection,
     DistributedInferenceSection,
     JobsSection,
     PolicySection,
@@ -39,7 +40,7 @@ from mesh.config.sections import (
     RoutingSection,
 )
 from mesh.errors import BadValue, ConfigError, UnknownKey
-from mesh.paths import default_config_file, default_state_dir, models_dir
+from mesh.paths import default_config_file, default_state_dir
 from mesh.types import LayerRange
 
 ENV_PREFIX = "HEARTHNET_"
@@ -77,11 +78,13 @@ class Config(BaseSettings):
     """What people call this node. Default: the machine's host name."""
     model: Texts = ("builtin",)
     """Models to hold: ``builtin``, or ``PATH[=ID]`` of a checkpoint directory."""
-    models_dir: Path = Field(default_factory=models_dir)
-    """Where models that are fetched are kept."""
     layers: Texts = ()
     """Layers to hold, ``LO-HI`` inclusive or ``none``: one for all models or one each, in order.
     Empty: all layers."""
+    models_dir: Path | None = None
+    """Where models that are fetched are kept, and where those of deployments are looked for, a
+    folder each, called like the model with ``/`` as ``--``. Unset: below the user's cache; there,
+    in the `models` folder of the state directory and in the hub's cache is looked anyway."""
     port: PortNumber = 8421
     """Port for other nodes; 0 takes a free one."""
     api_port: PortNumber = 8420
@@ -111,6 +114,8 @@ class Config(BaseSettings):
     """CPU threads of a shard; auto measures once per machine and keeps the number."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe log lines to write."""
+    deployments: DeploymentsSection = DeploymentsSection()
+    """What the hearth wishes to have loaded."""
     jobs: JobsSection = JobsSection()
     """What code of others this node runs, and within what."""
     routing: RoutingSection = RoutingSection()
@@ -205,7 +210,7 @@ class Config(BaseSettings):
         except ValueError:
             raise ValueError("must be an IP address of this machine, or localhost") from None
 
-    @field_validator("api_tls_cert", "api_tls_key")
+    @field_validator("api_tls_cert", "api_tls_key", "models_dir")
     @classmethod
     def _a_file(cls, value: Path | None) -> Path | None:
         return None if value is None else Path(os.path.abspath(value.expanduser()))  # noqa: PTH100

@@ -15,8 +15,8 @@ from mesh.identity.tls import TlsMaterial
 from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.commands import StartJobs
 from mesh.interventions.jobs.runner import RunnerSettings
-from mesh.models.local import LocalModel
-from mesh.paths import StatePaths, cache_dir
+from mesh.models.local import LocalModel, local_directory
+from mesh.paths import StatePaths, cache_dir, models_dir
 from mesh.pipeline.commands import AskerOptions, EngineSettings, RouteLimits, StartAsker
 from mesh.pipeline.entrance import Entrance
 from mesh.shard.commands import ShardRequest, StartShards
@@ -91,6 +91,7 @@ def start_asker(config: Config, key: NodeKey, model: LocalModel, tls: TlsMateria
         cache_dir(),
         StatePaths(config.state_dir).threads_dir,
         config.quant,
+        local_directory(distributed.draft_model) if distributed.draft_model else None,
     )
     hello, directory = _hello(config, key), Path(model.directory)
     return StartAsker(hello, tls, directory, model.model_id, options, settings)
@@ -118,7 +119,7 @@ def start_fetcher(
         tls,
         listen_host=address,
         models=tuple(Model(model.model_id, Path(model.directory)) for model in models),
-        models_dir=config.models_dir.expanduser(),
+        models_dir=config.models_dir or models_dir(),
         cache_dir=cache_dir(),
         interfaces=tuple(config.interface),
         bytes_per_s=config.distributed.host.transfer_mb_per_second * 1e6,
