@@ -24,6 +24,7 @@ from mesh.wire.link import Link
 from mesh.wire.messages import (
     Blob,
     Close,
+    CopyPrefix,
     Drain,
     Failure,
     Loading,
@@ -33,6 +34,7 @@ from mesh.wire.messages import (
     OpenPart,
     OpenTaps,
     Park,
+    PrefixCopied,
     Result,
     Resume,
     Seal,
@@ -136,6 +138,8 @@ class LinkSessions:
                 self._close(message.session)
             case Park():
                 self._find(message.session).park()
+            case CopyPrefix():
+                self._later(self._copy_prefix(self._find(message.session), message), "shard-copy")
             case Seal():
                 self._later(self._seal(self._find(message.session)), "shard-seal")
             case Resume():
@@ -201,6 +205,17 @@ class LinkSessions:
             return
         self._send(Sealed(session.number, files))
 
+    async def _copy_prefix(self, session: Session, request: CopyPrefix) -> None:
+        source, held = self._sessions.get(request.source), 0
+        try:
+            if source is not None and not source.closed:
+                copying = session.copy_prefix(source, request.positions)
+                held = await as_mesh_error(copying, "copying a prefix", device_failed)
+        except MeshError as error:
+            self._send(Failure(error.to_dict(), session.number))
+            return
+        self._send(PrefixCopied(session.number, held))
+
     async def _finish_open(self, session: Session) -> None:
         try:
             await as_mesh_error(session.opened(), "opening a session", device_failed)
@@ -227,7 +242,9 @@ class LinkSessions:
         self._sessions = {n: each for n, each in self._sessions.items() if not each.closed}
         self._tokens = {n: token for n, token in self._tokens.items() if n in self._sessions}
 
-    def _send(self, message: Result | Failure | Blob | Loading | Opened | Sealed | Drain) -> None:
+    def _send(
+        self, message: Result | Failure | Blob | Loading | Opened | PrefixCopied | Sealed | Drain
+    ) -> None:
         if self._link.is_closed:
             return
         try:

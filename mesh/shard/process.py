@@ -68,7 +68,7 @@ from mesh.types import Endpoint, NodeId, ShardId
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.link import LinkHandler
-from mesh.wire.messages import Drain
+from mesh.wire.messages import Drain, says_copies
 from mesh.wire.websocket import LinkServer, serve
 
 logger = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class ShardProcess(Worker):
             Reach.of(interfaces, host) or host,
             command.listen_port,
             accept=self._accept,
-            hello=lambda: dated(leased(hello, command.session_lease_s), clock),
+            hello=lambda: dated(leased(says_copies(hello), command.session_lease_s), clock),
             limits=replace(DEFAULT_LIMITS, accounts=self._service.accounts),
             ssl=tls.server,
         )
