@@ -291,6 +291,22 @@ class BadCheckpoint(ShardError, code="bad_checkpoint", http_status=400):
     """The checkpoint directory cannot be used: truncated, pickled, incomplete."""
 
 
+class WeightsMissing(ShardError, code="weights_missing", http_status=409, retryable=True):
+    """A partial checkpoint lacks the tensors that are wanted of it."""
+
+
+class TransferFailed(ShardError, code="transfer_failed", http_status=502, retryable=True):
+    """Weights could not be fetched: nobody has them, or whoever has them gave them wrong."""
+
+
+class HubRefused(ShardError, code="hub_refused", http_status=502):
+    """The Hugging Face hub does not give what was asked for: unknown, not allowed, offline."""
+
+
+class ModelInUse(ShardError, code="model_in_use", http_status=409):
+    """A model's files cannot be removed while this node serves or fetches it."""
+
+
 class UnsupportedFamily(ShardError, code="bad_request", http_status=400):
     """The architecture cannot be cut into spans; the message says why."""
 
