@@ -167,6 +167,10 @@ class Coordinator:
         left = [w for w in record.workers if self._flags.of(record.model, w.worker_rank).counts]
         return ModelRecord(record.model, tuple(left))
 
+    def state(self) -> dict[str, Any]:
+        """How it is with the store; see `Records.state`."""
+        return self._records.state()
+
     async def view(self) -> dict[str, Any]:
         """See `mesh.api.services.CoordinationView`. Raises what the store fails with."""
         rows = []

@@ -22,8 +22,8 @@ MAX_WORKERS = 1024
 """Workers of one model."""
 MAX_TENSORS = 200_000
 """Tensors of one worker."""
-MAX_LAYERS = 1 << 12
-_RANK_NAME_BITS = 20
+_LAYER_BITS = 14
+_NAME_BITS = 32 - _LAYER_BITS
 _UINT64 = 1 << 64
 
 
@@ -132,13 +132,12 @@ def worker_rank(place: Place) -> int:
     """A rank below 2^32 for a worker that nobody gave one: by first layer, then by a hash.
 
     It stays the same over restarts, and ranks sort workers by their layers. Two workers that begin
-    at the same layer get the same one with a probability of 2^-20; the later is then refused.
+    at the same layer get the same one with a probability of 2^-18; the later is then refused.
     """
-    if place.layers.start >= MAX_LAYERS:
-        raise ValueError(f"layer {place.layers.start} is beyond {MAX_LAYERS - 1}")
+    layer = min(place.layers.start, (1 << _LAYER_BITS) - 1)
     text = f"{place.holder}:{place.kind}:{place.layers}"
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
-    return place.layers.start << _RANK_NAME_BITS | digest >> 32 - _RANK_NAME_BITS
+    return layer << _NAME_BITS | digest >> _LAYER_BITS
 
 
 def merged(model: ModelRef, record: ModelRecord | None, workers: Iterable[Worker]) -> ModelRecord:

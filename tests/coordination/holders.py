@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +41,13 @@ def worker(
         NodeId(holder), Kind.SHARD, LayerRange.parse(layers), f"wss://10.0.0.{rank % 200}:1"
     )
     return Worker(rank, place, tensors(count), at)
+
+
+async def until(is_so: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for something that nothing tells of."""
+    async with asyncio.timeout(30):
+        while not await is_so():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 @dataclass
