@@ -122,7 +122,7 @@ def choose_quant(requested: str, device: torch.device) -> Choice[Quant | None]:
             param="quant",
         )
     if requested == "none":
-        better = "; int8 is twice as fast on a CPU or more" if device.type == "cpu" else ""
+        better = "; int8 is faster on a CPU" if device.type == "cpu" else ""
         return Choice(None, f"quant none: weights as the dtype has them{better}")
     if device.type != "cpu":
         if requested == "auto":
@@ -133,7 +133,7 @@ def choose_quant(requested: str, device: torch.device) -> Choice[Quant | None]:
             param="quant",
         )
     if requested == "auto":
-        return Choice("int8", "quant int8: twice as fast on a CPU or more, and close to exact")
+        return Choice("int8", "quant int8: faster on a CPU, and close to exact")
     return Choice(cast("Quant", requested), f"quant {requested}: as requested")
 
 
