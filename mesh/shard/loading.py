@@ -33,10 +33,10 @@ from mesh.shard.device import (
     determinism_class,
     dtype_name,
     short_dtype_name,
-    stored_dtype,
 )
 from mesh.shard.footprint import estimate
 from mesh.shard.lean_proof import require_lean
+from mesh.shard.linear import kept_dtype
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import (
     Endpoint,
@@ -182,7 +182,7 @@ def _lean(
 ) -> Choice[bool]:
     """Whether layers may do without transformers' modules: in 16 bit, or where only their weights
     have 16 bit; what is asked for in fp32 is computed as transformers does."""
-    kept = stored_dtype(request.dtype, manifest.dtype, dtype, host.device)
+    kept = kept_dtype(request.dtype, manifest.dtype, dtype, host.device)
     if host.device.type != "cpu" or kept == torch.float32 or dtype == torch.float16:
         return Choice(False, "")
     family = family_of(manifest)
