@@ -190,10 +190,11 @@ class CoordinationHere:
         ]
         address = self._network.address
         for model in list(self._models.values()) if address is not None else ():
-            ref = _ref(model.model_id, model.weights_sha256)
             if model not in self._on_disk:
                 self._on_disk[model] = tuple(_layers_on_disk(model))
-            for layers in self._on_disk[model] if ref is not None else ():
+            if (ref := _ref(model.model_id, model.weights_sha256)) is None:
+                continue
+            for layers in self._on_disk[model]:
                 place = Place(self._own, Kind.CHECKPOINT, layers, str(address))
                 found.append(Held(ref, place, Path(model.directory), None))
         return found

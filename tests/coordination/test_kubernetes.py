@@ -214,8 +214,12 @@ async def test_what_is_not_allowed_or_not_set_up_is_said(
         with pytest.raises(StoreRefused, match="403") as refused:
             await store.publish(MODEL, [worker(1)])
         assert "role" in refused.value.fix
-    server.has_definition = False
-    with pytest.raises(StoreRefused, match=r"knows no modelmetadatas\.modelexpress"):
+    server.role["rules"][0]["verbs"].append("create")
+    async with connected(kubeconfig) as store:
+        server.has_definition = False
+        with pytest.raises(StoreRefused, match="no such resource"):
+            await store.publish(MODEL, [worker(1)])
+    with pytest.raises(StoreRefused, match="no such resource"):
         async with connected(kubeconfig):
             pass
     server.unavailable = True
