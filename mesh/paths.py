@@ -32,6 +32,11 @@ def cache_dir() -> Path:
     return platformdirs.user_cache_path(_APP, appauthor=False)
 
 
+def models_dir() -> Path:
+    """Where checkpoints that were fetched lie, a directory each; shared by a user's nodes."""
+    return cache_dir() / "models"
+
+
 @dataclass(frozen=True, slots=True)
 class StatePaths:
     """The files of one node, below its state directory."""

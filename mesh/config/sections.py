@@ -31,6 +31,9 @@ class HostSection(BaseModel):
     answers that nobody reads back earlier, and take them again."""
     kv_tokens: int = Field(default=16384, ge=16)
     """Positions that all sessions of a shard may hold in its cache together."""
+    transfer_mb_per_second: float = Field(default=0, ge=0, le=100_000)
+    """How fast weights may go to other nodes and come from them, in MB per second; 0: as fast as
+    they can, while what computes goes first."""
     harvest_mb: int = Field(default=0, ge=0)
     """Disk that other members' harvests (activations, written to files) may take here, in MB; 0:
     none are written. This node's own need no leave."""

@@ -85,8 +85,9 @@ class Config(BaseSettings):
     """Layers to hold, ``LO-HI`` inclusive or ``none``: one for all models or one each, in order.
     Empty: all layers."""
     models_dir: Path | None = None
-    """Where the checkpoints of deployments lie, a folder each, called like the model with ``/`` as
-    ``--``; beside the `models` folder of the state directory and the hub's cache."""
+    """Where models that are fetched are kept, and where those of deployments are looked for, a
+    folder each, called like the model with ``/`` as ``--``. Unset: below the user's cache; there,
+    in the `models` folder of the state directory and in the hub's cache is looked anyway."""
     port: PortNumber = 8421
     """Port for other nodes; 0 takes a free one."""
     api_port: PortNumber = 8420

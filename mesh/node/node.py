@@ -45,6 +45,7 @@ from mesh.node.exposure import PrivacyReport
 from mesh.node.holdings import Holdings
 from mesh.node.job_queue import start_queue
 from mesh.node.offers import Offers
+from mesh.node.weights import Weights
 from mesh.paths import StatePaths
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.live import LiveCounts
@@ -81,6 +82,7 @@ class Node:
         detector = FailureDetector(self._clock, expected_s=expected_s, ceiling_s=timeout_s)
         self._watch = PeerWatch(detector, self._silences, self._on_verdict)
         self._held = Holdings(config, key, models, self)
+        self.weights = Weights(config, key, self._store, self._events, self._advertise)
         self._jobs: JobsSupervisor | None = None
         self._queue: JobsApi | None = None
         self._network: Network | None = None
@@ -105,9 +107,11 @@ class Node:
         distances = Distances(self._key.node_id, self._config.interface)
         self._offers = Offers(network, self._store, self._watch, distances)
         await network.start()
+        tls = await network.tls_material()
         await self._held.start(address, network.tls_material)
         self._held.host.revoke_tokens(sorted(network.revoked_tokens()))
-        start = wiring.start_jobs(self._config, self._key, await network.tls_material())
+        self.weights.start(list(self._held.models.values()), address, tls)
+        start = wiring.start_jobs(self._config, self._key, tls)
         jobs = self._jobs = JobsSupervisor(start, self._held.models.directories, self)
         watchers = (self._clock, self._events, self._metrics)
         self._queue = await start_queue(self._config, jobs, *watchers)
@@ -139,6 +143,7 @@ class Node:
         await self._held.stop_asking()
         if self._jobs is not None:
             await self._jobs.stop()
+        await self.weights.fetcher.stop()
         if self._steering is not None:
             await self._steering.close()
 
@@ -170,6 +175,7 @@ class Node:
             self._on_peer,
             self._on_members,
             lambda kind, fields: self._events.emit(kind, **fields),
+            self.weights.held,
         )
         paths = StatePaths(self._config.state_dir)
         return Network(self._key, paths, settings, self._store, self._clock, hooks, self._accounts)
@@ -200,6 +206,7 @@ class Node:
             accounts=self._reports,
             deployments=deployments.control.view,
             counts=self._counts,
+            weights=self.weights.fetcher,
         )
         paths = StatePaths(config.state_dir)
         steering = self._steering = Steering(network, held.models, paths.steering_dir)
@@ -303,7 +310,7 @@ class Node:
 
     def _processes(self) -> list[Supervisor]:
         jobs = [self._jobs] if self._jobs is not None else []
-        return [self._held.host, *self._held.askers.values(), *jobs]
+        return [self._held.host, *self._held.askers.values(), *jobs, self.weights.fetcher]
 
     def _why_disabled(self, model_id: ModelId) -> str | None:
         """Why this model cannot be run, when that is because the mesh is switched off."""
@@ -320,6 +327,9 @@ class Node:
         self._held.home.look()
         if self._deployments is not None:
             self._deployments.reconciler.look()
+        self._advertise()
+
+    def _advertise(self) -> None:
         if self._network is not None:
             self._network.advertise()
 
@@ -329,6 +339,7 @@ class Node:
         users = network.users() if network is not None else ()
         revoked = sorted(network.revoked_tokens()) if network is not None else []
         self._held.trust(users, revoked)
+        self.weights.fetcher.trust(users)
         if self._jobs is not None:
             self._jobs.trust(users)
 
@@ -355,5 +366,6 @@ class Node:
             while True:
                 await subscription.wait(next_tick(PUSH_TICK_S) - loop.time())
                 self._held.push_shards()
+                self.weights.look()
         finally:
             subscription.close()
