@@ -37,6 +37,7 @@ from mesh.shard.device import (
 from mesh.shard.footprint import estimate
 from mesh.shard.lean_proof import require_lean
 from mesh.shard.linear import kept_dtype
+from mesh.shard.selftest import self_test
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import (
     Endpoint,
@@ -219,9 +220,13 @@ def _quant(request: ShardRequest, manifest: Manifest, host: HostedOn) -> Choice[
 
 
 def load_shard(plan: LoadPlan) -> LoadedShard:
-    """Load the layers and describe them. Raises BadCheckpoint, UnsupportedFamily, DeviceFailed."""
+    """Load the layers, test and describe them.
+
+    Raises BadCheckpoint, UnsupportedFamily, DeviceFailed, ShardCorrupt.
+    """
     started = time.perf_counter()
     runtime, bytes_read = _load(plan)
+    self_test(runtime)
     spare = [runtime]
 
     def load() -> Runtime:
