@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,6 +262,20 @@ def test_who_has_another_file_has_other_weights(checkpoint: Checkpoint, tmp_path
     q4 = read_manifest(write_gguf(directory, tmp_path / "c.gguf", "Q4_0"))
     assert q4.weights_sha256 != first.weights_sha256
     assert first.bytes_hashed == sum(each.nbytes for each in first.tensors.values())
+
+
+def test_whoever_reads_a_file_imports_neither_torch_nor_transformers(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    file = write_gguf(checkpoint("llama", layers=2), tmp_path / "model.gguf", "Q8_0")
+    code = (
+        "import sys; from pathlib import Path; from mesh.models.manifest import read_manifest;"
+        "assert 'gguf' not in sys.modules;"
+        "read_manifest(Path(sys.argv[1]));"
+        "heavy = {'torch', 'transformers', 'requests', 'tokenizers'} & sys.modules.keys();"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code, str(file)], check=True, timeout=60)
 
 
 def test_a_span_reads_its_layers_and_no_others(checkpoint: Checkpoint, tmp_path: Path) -> None:

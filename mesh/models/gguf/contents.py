@@ -25,6 +25,7 @@ _OF_ENDS = re.compile(r"(?P<part>\w+)\.(?P<kind>weight|bias)")
 _PROJECTOR = "mmproj"
 """What the names of files begin with that hold the part of a model that looks at pictures."""
 
+_MAX_EXPERTS = 4096
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _PARTS_AGAIN = "Download all files of the model again, from the same place."
 
@@ -152,7 +153,8 @@ def _named(
     names = architecture.layer if of_layer else architecture.ends
     before = f"{architecture.layers}{int(found['layer'])}." if found and of_layer else ""
     if found and of_layer and part in architecture.experts:
-        yield from _experts(entry, before + architecture.experts[part] + f".{found['kind']}")
+        name = before + architecture.experts[part] + f".{found['kind']}"
+        yield from _experts(entry, name, config["num_experts"])
         return
     if found is None or part not in names:
         raise unreadable(entry.file, kind, f"it holds a tensor {entry.name}, which is unknown")
@@ -164,11 +166,11 @@ def _named(
     yield replace(entry, name=f"{before}{names[part]}.{found['kind']}", shape=shape, unlike=unlike)
 
 
-def _experts(entry: TensorEntry, name: str) -> Iterator[TensorEntry]:
+def _experts(entry: TensorEntry, name: str, expected: int) -> Iterator[TensorEntry]:
     count, *shape = entry.shape
-    if len(shape) != 2 or not count:
+    if len(shape) != 2 or count != expected or count > _MAX_EXPERTS:
         raise BadCheckpoint(
-            f"{entry.file} cannot be used: tensor {entry.name} is no stack of matrices.",
+            f"{entry.file} cannot be used: tensor {entry.name} is no stack of {expected} matrices.",
             fix="Download the file again.",
         )
     size = entry.nbytes // count
