@@ -17,7 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from mesh.errors import BadCheckpoint, ModelNotFound, UnsupportedFamily
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
-from mesh.models.tokenizer import Tokenizer
+from mesh.models.tokenizer import Tokenizer, load_tokenizer
 from mesh.types import LayerRange
 from tests.checkpoints import CHAT_TEMPLATE
 from tests.gguf_files import write_gguf
@@ -164,6 +164,7 @@ def test_the_tokenizer_is_that_of_the_checkpoint(
     for _ in range(2):  # made, and kept
         manifest = read_manifest(file, cache_dir=cache)
         tokenizer = Tokenizer.load(manifest)
+        assert len(load_tokenizer(manifest)) == manifest.vocab_size
         assert (manifest.has_tokenizer, manifest.eos_ids) == (True, (2,))
         assert tokenizer.eos_ids == {2}
         for text in _TEXTS:

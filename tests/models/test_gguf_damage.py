@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,21 @@ def test_nonsense_in_any_setting(family: str, checkpoint: Checkpoint, tmp_path: 
             )
             outcomes.add(_outcome(file))
     assert BadCheckpoint in outcomes
+
+
+def test_layers_that_nobody_has_take_no_memory(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    file = write_gguf(
+        checkpoint("gemma3", layers=2),
+        tmp_path / "deep.gguf",
+        edit=lambda writer: _say(writer, "gemma3.block_count", 2_000_000),
+    )
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadCheckpoint, match="it says 2000000 layers"):
+            read_manifest(file)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def _said(writer: Any) -> list[str]:
