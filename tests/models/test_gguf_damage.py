@@ -73,6 +73,17 @@ def test_layers_that_nobody_has_take_no_memory(checkpoint: Checkpoint, tmp_path:
         tracemalloc.stop()
 
 
+def test_words_without_an_embedding(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    file = write_gguf(
+        checkpoint("llama", layers=2),
+        tmp_path / "wordy.gguf",
+        edit=lambda writer: writer.add_token_list(["word"] * 385),
+        tokenizer=False,
+    )
+    with pytest.raises(BadCheckpoint, match="no list of at most 384 words"):
+        read_manifest(file)
+
+
 def _said(writer: Any) -> list[str]:
     architecture = f"{writer.arch}."
     return [key for key in writer.kv_data[0] if key.startswith(architecture)]

@@ -14,7 +14,7 @@ from typing import Any
 
 from mesh.errors import BadCheckpoint, ModelNotFound
 from mesh.models.gguf.architectures import ARCHITECTURES, Architecture
-from mesh.models.gguf.container import SUFFIX, GgufHeader, read_gguf_header
+from mesh.models.gguf.container import SUFFIX, GgufHeader, Long, read_gguf_header
 from mesh.models.gguf.rotary import SIDE_TENSORS
 from mesh.models.gguf.settings import Settings, unreadable
 from mesh.models.header import Difference, TensorEntry
@@ -86,6 +86,7 @@ def read_gguf(file: Path) -> GgufContents:
     said = Settings(first.file, kind, metadata, stored)
     config = architecture.config(said)
     said.require_all_read()
+    _require_embedded(first, int(config["vocab_size"]))
     tensors: dict[str, TensorEntry] = {}
     for entry in stored.values():
         for named in _named(entry, architecture, config, kind):
@@ -206,6 +207,16 @@ def _ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {"eos_token_id": list(ends)} | {
         name: value if type(value) is int else None for name, value in others.items()
     }
+
+
+def _require_embedded(header: GgufHeader, rows: int) -> None:
+    words = header.metadata.get("tokenizer.ggml.tokens", Long(0))
+    if not isinstance(words, Long) or words.count > rows:
+        raise BadCheckpoint(
+            f"{header.file} cannot be used: its tokenizer is no list of at most {rows} words, for"
+            " which it has an embedding.",
+            fix="Download the file again.",
+        )
 
 
 def _has_tokenizer(metadata: Mapping[str, Any]) -> bool:
