@@ -177,6 +177,11 @@ class Tokenizer:
         text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
         return text
 
+    def vocabulary(self) -> dict[str, int]:
+        """Every token, those that were added included, and its id."""
+        found: dict[str, int] = self._tokenizer.get_vocab()
+        return found
+
     def decoder(self) -> IncrementalDecoder:
         """A fresh decoder for one generation's ids; its parts joined equal `decode` of them all."""
         return decoder_for(self._backend, self.decode)

@@ -101,6 +101,19 @@ def choose_dtype(
     return Choice(torch.float32, f"dtype fp32: this CPU has no fast {stored} arithmetic")
 
 
+def stored_dtype(
+    requested: str, stored: str, dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """The dtype that weights are kept in where `dtype` is computed.
+
+    Theirs, where they have 16 bits that this CPU has no arithmetic for and nobody asked for fp32.
+    """
+    own = DTYPES.get(short_dtype_name(stored), torch.float32)
+    if requested == "auto" and device.type == "cpu" and dtype == torch.float32:
+        return own
+    return dtype
+
+
 def choose_quant(requested: str, device: torch.device) -> Choice[Quant | None]:
     """The format of weights: ``none``, ``int8`` or ``int4``, or ``auto``, which is int8 on a CPU.
 
