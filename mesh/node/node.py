@@ -183,7 +183,9 @@ class Node:
     async def _start_api(self, network: Network, addresses: list[str]) -> None:
         config, held = self._config, self._held
         house = House(config, self._key.node_id, held, network, self._store)
-        deployments = self._deployments = DeploymentsHere(config, house, held, self._events)
+        deployments = self._deployments = DeploymentsHere(
+            config, house, held, self._events, self.weights.fetcher
+        )
         own = self._key.node_id
         coordination = self._coordination = CoordinationHere(
             config, own, held.models, network, self._store, self._served, self._events
