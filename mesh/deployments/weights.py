@@ -15,9 +15,10 @@ from typing import Protocol
 
 from mesh.errors import BadCheckpoint, MeshError, ModelNotFound
 from mesh.models.builtin import checkpoint_dir
+from mesh.models.gguf.container import SUFFIX
 from mesh.models.hub_cache import checkpoint_name
 from mesh.models.local import BUILTIN, LocalModel
-from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.manifest import Manifest, looks_like_checkpoint, read_manifest
 from mesh.types import LayerRange, ModelId
 
 OnProgress = Callable[[int, int], None]
@@ -62,8 +63,8 @@ class LocalWeights:
         folders: Sequence[Path],
         cache_dir: Path | None,
     ) -> None:
-        """`folders` hold checkpoint directories, each called like its model, with ``/`` as
-        ``--``; or are the hub's cache."""
+        """`folders` hold checkpoint directories and GGUF files, each called like its model, with
+        ``/`` as ``--``; or are the hub's cache."""
         self._held = held
         self._folders = tuple(folders)
         self._cache_dir = cache_dir
@@ -95,7 +96,7 @@ class LocalWeights:
     def _find(self, model: str) -> Checkpoint:
         path, _, name = model.partition("=")
         directory = Path(path).expanduser()
-        if (directory / "config.json").is_file():
+        if looks_like_checkpoint(directory):
             model_id = ModelId(name) if name else checkpoint_name(directory)
             return checkpoint(self._read(directory, model_id))
         for found in self._candidates(ModelId(model)):
@@ -122,9 +123,10 @@ class LocalWeights:
             yield checkpoint_dir()
         plain = str(model_id).replace("/", "--")
         for folder in self._folders:
-            for directory in (folder / plain, *folder.glob(f"models--{plain}/snapshots/*")):
-                if (directory / "config.json").is_file():
-                    yield directory
+            snapshots = folder.glob(f"models--{plain}/snapshots/*")
+            for path in (folder / plain, folder / f"{plain}{SUFFIX}", *snapshots):
+                if looks_like_checkpoint(path):
+                    yield path
 
     def _read(self, directory: Path, model_id: ModelId) -> Manifest:
         return read_manifest(directory, model_id=model_id, cache_dir=self._cache_dir)

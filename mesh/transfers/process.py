@@ -21,6 +21,7 @@ from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import SystemClock, next_tick
 from mesh.discovery.interfaces import Reach
 from mesh.errors import (
+    BadCheckpoint,
     BadRequest,
     ConnectFailed,
     InternalError,
@@ -299,6 +300,11 @@ class FetcherProcess(Worker):
 
 def _kept(model: Model, cache_dir: Path) -> Kept:
     manifest = read_manifest(model.directory, model_id=model.model_id, cache_dir=cache_dir)
+    if manifest.gguf is not None:
+        raise BadCheckpoint(
+            f"{manifest.gguf} is a GGUF file, of which others fetch no parts.",
+            fix="Copy the file to whoever wants it.",
+        )
     partial, snapshot = read_partial(model.directory), hub_snapshot(model.directory)
     if partial is not None:
         return Kept(manifest, partial.record.origin, partial.complete)
