@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mesh.capacity import Capacity
 from mesh.clock import Clock
 from mesh.codec import MAX_TEXT
 from mesh.discovery.advertisement import (
@@ -35,12 +36,16 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node, whether its control link is up, how old its last word is, and what it advertises."""
+    """A node, whether its control link is up, how old its last word is, and what it advertises.
+
+    `capacity` is what it said of its devices; None where it says nothing of them.
+    """
 
     info: NodeInfo
     online: bool
     age_s: float
     shards: tuple[Advertisement, ...]
+    capacity: Capacity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,7 @@ class _Entry:
     arrived: float
     ttl_s: float
     online: bool
+    capacity: Capacity | None = None
 
 
 class ShardStore:
@@ -77,7 +83,12 @@ class ShardStore:
         self._subscribers: set[Subscription] = set()
 
     def update(
-        self, info: NodeInfo, shards: Sequence[Advertisement], ttl_s: float = math.inf
+        self,
+        info: NodeInfo,
+        shards: Sequence[Advertisement],
+        ttl_s: float = math.inf,
+        *,
+        capacity: Capacity | None = None,
     ) -> None:
         """All that `info.node_id` serves now; replaces what it said before and puts it online.
 
@@ -88,7 +99,7 @@ class ShardStore:
         """
         self._check(info, shards)
         served = {s.descriptor.shard_id: s for s in shards}
-        entry = _Entry(info, served, self._now(), min(ttl_s, self._expiry_s), online=True)
+        entry = _Entry(info, served, self._now(), min(ttl_s, self._expiry_s), True, capacity)
         before = self._nodes.get(info.node_id)
         self._nodes[info.node_id] = entry
         if before is None or not before.online or _differs(before, entry):
@@ -149,7 +160,13 @@ class ShardStore:
         """Every node that has not expired, online or not, by id."""
         now = self._now()
         return [
-            NodeView(entry.info, entry.online, now - entry.arrived, tuple(entry.shards.values()))
+            NodeView(
+                entry.info,
+                entry.online,
+                now - entry.arrived,
+                tuple(entry.shards.values()),
+                entry.capacity,
+            )
             for _, entry in sorted(self._nodes.items())
             if not self._expired(entry)
         ]
@@ -216,8 +233,9 @@ class Subscription:
 
 
 def _differs(before: _Entry, after: _Entry) -> bool:
-    """Whether a reader would see more than a newer time of arrival."""
-    return before.info != after.info or before.shards != after.shards
+    """Whether a reader would see more than a newer time of arrival, and other free memory."""
+    said = (before.capacity is None) != (after.capacity is None)
+    return said or before.info != after.info or before.shards != after.shards
 
 
 def _refusal(field: str, why: str) -> BadAdvertisement:

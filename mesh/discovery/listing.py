@@ -68,7 +68,7 @@ class Listing:
             shards = tuple(_reached_at(end.host, shard) for shard in shards)
         left_s = heard.ttl_s - (asyncio.get_running_loop().time() - end.heard_at)
         try:
-            self._store.update(info(peer), shards, left_s)
+            self._store.update(info(peer), shards, left_s, capacity=heard.capacity)
         except BadAdvertisement as error:
             self._warn(peer, error)
 

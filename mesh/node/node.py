@@ -45,7 +45,8 @@ from mesh.node.exposure import PrivacyReport
 from mesh.node.home_layers import HomeLayers, load_at_home
 from mesh.node.job_queue import start_queue
 from mesh.node.offers import Offers
-from mesh.paths import StatePaths
+from mesh.node.own_capacity import OwnCapacity, OwnHooks
+from mesh.paths import StatePaths, capacity_dir
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import Askers, AskerSupervisor
@@ -84,6 +85,8 @@ class Node:
         self._watch = PeerWatch(detector, self._silences, self._on_verdict)
         self._host = ShardSupervisor(None, (), self.asker_changed)
         self._home = HomeLayers(config, (), self._host, self._push_now)
+        hooks = OwnHooks(lambda: self._host.memory, self._is_idle, self.asker_changed)
+        self._capacity = OwnCapacity(wiring.measure(config), capacity_dir(), hooks)
         self._askers: dict[ModelId, AskerSupervisor] = {}
         self._jobs: JobsSupervisor | None = None
         self._queue: JobsApi | None = None
@@ -118,6 +121,7 @@ class Node:
         await self._start_api(network, [str(choice.address) for choice in chosen])
         self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
         self._tasks.append(asyncio.create_task(self._watch.run(), name="watch peers"))
+        self._capacity.start()
 
     async def stop(self) -> None:
         """Say goodbye first, so that nobody routes here any more; then end the processes.
@@ -127,7 +131,7 @@ class Node:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._home.stop()
+        await asyncio.gather(self._home.stop(), self._capacity.stop())
         if self._network is not None:
             await self._network.stop()
         grace_s = self._config.distributed.host.drain_seconds
@@ -273,7 +277,7 @@ class Node:
         """What this node serves; None before it is known what it is to serve."""
         if self._host.first_command is None:
             return None
-        return Serving(self._served(), self._host.wanted())
+        return Serving(self._served(), self._host.wanted(), self._capacity.now())
 
     def _served(self) -> list[Advertisement]:
         if self._is_paused:
@@ -316,6 +320,10 @@ class Node:
     def _processes(self) -> list[Supervisor]:
         jobs = [self._jobs] if self._jobs is not None else []
         return [self._host, *self._askers.values(), *jobs]
+
+    def _is_idle(self) -> bool:
+        """Whether nothing loads here."""
+        return all(process.load() is None for process in self._processes())
 
     def _why_disabled(self, model_id: ModelId) -> str | None:
         """Why this model cannot be run, when that is because the mesh is switched off."""

@@ -18,7 +18,7 @@ from mesh.models.local import LocalModel
 from mesh.paths import StatePaths, cache_dir
 from mesh.pipeline.commands import AskerOptions, EngineSettings, RouteLimits, StartAsker
 from mesh.pipeline.entrance import Entrance
-from mesh.shard.commands import ShardRequest, StartShards
+from mesh.shard.commands import Measure, ShardRequest, StartShards
 from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange
 from mesh.wire.messages import Hello
@@ -41,6 +41,11 @@ def start_shards(config: Config, key: NodeKey, address: str, tls: TlsMaterial) -
         harvest_mb=config.distributed.host.harvest_mb,
         session_lease_s=config.distributed.host.session_lease_seconds,
     )
+
+
+def measure(config: Config) -> Measure:
+    """What this machine is to be measured with: what its shards would compute with."""
+    return Measure(config.device, _threads(config), StatePaths(config.state_dir).threads_dir)
 
 
 def shard(config: Config, model: LocalModel, layers: LayerRange) -> ShardRequest:

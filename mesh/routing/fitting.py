@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from mesh.routing.machines import ITEMSIZE, Device, Machine, ModelShape, Quant, Timed, Wish
+from mesh.capacity import Device
+from mesh.routing.machines import ITEMSIZE, Machine, ModelShape, Quant, Timed, Wish
 from mesh.routing.seating import Seat
 from mesh.types import LayerRange
 
@@ -133,26 +134,26 @@ def benches(model: ModelShape, machine: Machine, wish: Wish, quant: Quant) -> li
 
 
 def ends_bytes(model: ModelShape, device: Device) -> int:
-    """What the ends take of the asker's main memory; the head may be held twice for a while."""
+    """What the ends take of the asker's device; the head may be held twice for a while."""
     size = ITEMSIZE[_float_format(model, device)] / model.stored_itemsize
     return math.ceil((model.ends_bytes + model.head_bytes) * size) + SPARE_BYTES
 
 
 def head_ms(model: ModelShape, machine: Machine, quant: Quant) -> float:
     """Milliseconds of the head for one token; 0 where the asker's speed is not known."""
-    device = main_memory(machine)
+    device = ends_device(machine)
     if device is None:
         return 0.0
-    name = _float_format(model, device) if quant == "none" else "int8"
+    name = "int8" if quant != "none" and device.kind == "cpu" else _float_format(model, device)
     speed = device.speed(name)
     if speed is None:
         return 0.0
     return model.head_bytes / model.stored_itemsize * ITEMSIZE[name] / speed.decode_gb_s / 1e6
 
 
-def main_memory(machine: Machine) -> Device | None:
+def ends_device(machine: Machine) -> Device | None:
     """The device that the ends lie on."""
-    return next((device for device in machine.devices if device.kind == "cpu"), None)
+    return machine.devices[0] if machine.devices else None
 
 
 def _float_format(model: ModelShape, device: Device) -> str:
@@ -198,6 +199,6 @@ def _long(timed: Timed) -> float:
 def _have(model: ModelShape, machine: Machine, device: Device, wish: Wish) -> int:
     loaded = sum(held.loaded_bytes for held in machine.held if held.device == device.name)
     have = device.free_bytes + loaded
-    if machine.node_id == wish.asker and not machine.has_ends and device is main_memory(machine):
+    if machine.node_id == wish.asker and not machine.has_ends and device is ends_device(machine):
         have -= ends_bytes(model, device)
     return have
