@@ -130,6 +130,8 @@ def _answer() -> Iterator[Spoken]:
     yield from _say(asker, hop, m.Open(7, "tiny", "5f" * 4, 0, 4, 64, WireDtype.FP16, token="sig"))
     yield from _say(hop, asker, m.Loading(7))
     yield from _say(hop, asker, m.Opened(7, 64))
+    yield from _say(asker, hop, m.CopyPrefix(7, 5, 64))
+    yield from _say(hop, asker, m.PrefixCopied(7, 0))
     yield from _say(asker, hop, m.Step(7, 0, 0, _rows(6)))
     yield from _say(hop, asker, m.Result(7, 0, _rows(1), 850, 40))
     yield from _say(asker, hop, m.Step(7, 1, 6, _rows(1)))

@@ -59,6 +59,11 @@ class StatePaths:
         return self.root / "epoch"
 
     @property
+    def models_dir(self) -> Path:
+        """Checkpoints that were put here for this node, a folder each, called like the model."""
+        return self.root / "models"
+
+    @property
     def steering_dir(self) -> Path:
         """The files of steering edits, each named by its hash."""
         return self.root / "steering"

@@ -5,7 +5,7 @@ Reads what others own and decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.processes.supervisor import Supervisor
 from mesh.routing.cover import Candidate, missing_layers
 from mesh.shard.supervisor import ShardSupervisor
-from mesh.types import LayerRange, ModelId, NodeId, shard_id
+from mesh.types import LayerRange, ModelId, NodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class NodeParts:
     """Everything an overview looks at."""
 
     node: Callable[[], dict[str, Any]]
-    models: Sequence[LocalModel]
+    models: Mapping[ModelId, LocalModel]
     store: ShardStore
     peers: Callable[[], list[PeerView]]
     askers: dict[ModelId, AskerSupervisor]
@@ -44,6 +44,7 @@ class NodeParts:
     processes: Callable[[], list[Supervisor]]
     counts: LiveCounts
     accounts: Callable[[], list[dict[str, Any]]]
+    deployments: Callable[[], list[dict[str, Any]]]
 
 
 class Overview:
@@ -69,6 +70,7 @@ class Overview:
                 for asker in parts.askers.values()
                 for live in asker.generations
             ],
+            "deployments": parts.deployments(),
             "loads": self._loads(),
             "accounts": self._accounts(),
             "reasons": self._reasons(),
@@ -98,8 +100,9 @@ class Overview:
 
     def models(self) -> list[dict[str, Any]]:
         """A row for each model that anybody holds: runnable or why not, missing layers, nodes."""
-        rows = [self._local_model(model) for model in self._parts.models]
-        local = {(model.model_id, model.weights_sha256) for model in self._parts.models}
+        models = self._parts.models.values()
+        rows = [self._local_model(model) for model in models]
+        local = {(model.model_id, model.weights_sha256) for model in models}
         for view in self._parts.store.models():
             if (view.model_id, view.weights_sha256) in local:
                 continue
@@ -218,10 +221,11 @@ class Overview:
         asker = self._parts.askers.get(model.model_id)
         if asker is not None and asker.error is not None:
             return f"failed: {asker.error.message}"
-        own = shard_id(model.model_id, model.layers) if model.layers is not None else None
-        if missing and own in host.failed:
-            return f"{_lacks(missing)}; failed: {host.failed[own].message}"
-        is_coming = own in host.wanted() and not host.knows(own)
+        own = [r.shard_id for r in host.requests if r.model_id == model.model_id]
+        failed = [host.failed[name].message for name in own if name in host.failed]
+        if missing and failed:
+            return f"{_lacks(missing)}; failed: {failed[0]}"
+        is_coming = any(not host.knows(name) for name in own)
         if asker is None or not asker.is_ready or (missing and is_coming):
             return LOADING
         return _lacks(missing)

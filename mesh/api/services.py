@@ -46,7 +46,8 @@ class MeshView(Protocol):
         "node_id", "node", "purpose", "token_id"} of whoever uses them], "generations":
         [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms",
         "compute_p50_ms"}], "failovers", "queued": its place in line | 0, "prompt_tokens", "tokens",
-        "tokens_per_second" of the latest | None, "first_token_ms" | None, "age_s"}], "loads":
+        "tokens_per_second" of the latest | None, "first_token_ms" | None, "age_s"}],
+        "deployments": as `DeploymentControl.view`, "loads":
         [{"name", "process", "need_mb", "age_s", "phase", "done_bytes", "total_bytes"}] of what
         is being loaded here and how far, "accounts": [{"where": a process or a shard, "principals":
         [{"kind", "name", "node": a peer's name, "refused": how often, "resources": {NAME: {"held"
@@ -156,12 +157,32 @@ class HarvestControl(Protocol):
         "rows", "width", "dtype", "bytes", "sha256"}]}``. May raise MeshError."""
 
 
+class DeploymentControl(Protocol):
+    """What the hearth wishes to have loaded; the verbs may raise MeshError."""
+
+    def view(self) -> list[dict[str, Any]]:
+        """``{"deployment", "model_id", "weights_sha256", "total_layers", "replicas",
+        "replicas_ready", "dedicated", "quant", "context", "minimum_s", "level", "state",
+        "missing", "epoch", "why", "by", "wished_at", "spans": [{"replica", "node_id", "node",
+        "layers", "phase", "done_bytes", "total_bytes", "reason"}]}`` of each."""
+
+    async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Of the fields of `mesh.api.deployments.Deploy` that were given: its row of `view`."""
+
+    async def scale(self, model: str, replicas: int) -> dict[str, Any]:
+        """Its row of `view`."""
+
+    async def evict(self, model: str) -> list[dict[str, Any]]:
+        """``{"deployment", "model_id", "evicted": true}`` of each that ends."""
+
+
 @dataclass(frozen=True, slots=True)
-class Research:
-    """The services for researchers beside nnsight."""
+class Services:
+    """What is served beside chat, the hearth and jobs."""
 
     steering: SteeringControl
     harvests: HarvestControl
+    deployments: DeploymentControl
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,10 @@ from mesh import __version__
 from mesh.cli import (
     chat,
     config,
+    deploy,
     doctor,
     down,
+    evict,
     harvest,
     invite,
     jobs,
@@ -26,6 +28,7 @@ from mesh.cli import (
     members,
     pause,
     run,
+    scale,
     status,
     steer,
     top,
@@ -60,6 +63,9 @@ app.command()(run.run)
 app.command()(top.top)
 app.command()(status.peers)
 app.command()(status.models)
+app.command()(deploy.deploy)
+app.command()(scale.scale)
+app.command()(evict.evict)
 app.command()(harvest.harvest)
 app.command()(jobs.queue)
 app.command()(jobs.kill)

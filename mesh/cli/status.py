@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mesh.cli.deploying import print_deployments
 from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import note, print_table, route_line, say
 
@@ -38,10 +39,7 @@ def show(picture: dict[str, Any]) -> None:
     say(f"API {node['api']} · nodes {node['endpoint']} · state {node['state_dir']}")
     if (tls := node["api_tls"]) is not None:
         say(f"API certificate {tls['certificate']} · SHA-256 {tls['sha256']}")
-    say()
-    print_models(picture["models"])
-    say()
-    print_peers(picture["peers"])
+    _show_house(picture)
     if picture["shards"]:
         say()
     for shard in picture["shards"]:
@@ -60,6 +58,17 @@ def show(picture: dict[str, Any]) -> None:
         note(f"note: {reason}")
     for warning in picture["warnings"]:
         note(f"warning: {warning}")
+
+
+def _show_house(picture: dict[str, Any]) -> None:
+    """Models, nodes, and what the hearth wishes to have loaded."""
+    say()
+    print_models(picture["models"])
+    say()
+    print_peers(picture["peers"])
+    if deployed := picture.get("deployments"):
+        say()
+        print_deployments(deployed)
 
 
 def _taken(memory: dict[str, int] | None) -> str:

@@ -73,6 +73,9 @@ class DistributedInferenceSection(BaseModel):
     draft_tokens: int = Field(default=15, ge=0, le=15)
     """The most tokens of an answer that are guessed from what the text said before and computed
     together with the last one, where that pays; the answer is the same. 0: none."""
+    draft_model: str = ""
+    """A directory with a smaller model of the same tokens, or `builtin`, that guesses along at this
+    node where that pays; the answer is the same. Empty: none."""
     allow_self_as_shard: bool = False
     """Prefer this node's own layers like anybody else's, instead of other nodes first."""
     max_concurrent_pipelines: int = Field(default=4, ge=1, le=1024)
@@ -129,6 +132,15 @@ class RoutingSection(BaseModel):
     square of each row; 0: none. See docs/explanation/privacy.md before relying on it."""
     mix_formats: bool = False
     """Whether one route may lead through shards of different `quant`."""
+
+
+class DeploymentsSection(BaseModel):
+    """``[deployments]``: how this node follows what the hearth wishes to have loaded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    replan_seconds: float = Field(default=300, ge=1, le=86400 * 7)
+    """How long a machine that holds layers of a deployment may be away before others take them."""
 
 
 class JobQueueSection(BaseModel):

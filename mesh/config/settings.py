@@ -32,6 +32,7 @@ from pydantic_settings import (
 )
 
 from mesh.config.sections import (
+    DeploymentsSection,
     DistributedInferenceSection,
     JobsSection,
     PolicySection,
@@ -80,6 +81,9 @@ class Config(BaseSettings):
     layers: Texts = ()
     """Layers to hold, ``LO-HI`` inclusive or ``none``: one for all models or one each, in order.
     Empty: all layers."""
+    models_dir: Path | None = None
+    """Where the checkpoints of deployments lie, a folder each, called like the model with ``/`` as
+    ``--``; beside the `models` folder of the state directory and the hub's cache."""
     port: PortNumber = 8421
     """Port for other nodes; 0 takes a free one."""
     api_port: PortNumber = 8420
@@ -109,6 +113,8 @@ class Config(BaseSettings):
     """CPU threads of a shard; auto measures once per machine and keeps the number."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe log lines to write."""
+    deployments: DeploymentsSection = DeploymentsSection()
+    """What the hearth wishes to have loaded."""
     jobs: JobsSection = JobsSection()
     """What code of others this node runs, and within what."""
     routing: RoutingSection = RoutingSection()
@@ -203,7 +209,7 @@ class Config(BaseSettings):
         except ValueError:
             raise ValueError("must be an IP address of this machine, or localhost") from None
 
-    @field_validator("api_tls_cert", "api_tls_key")
+    @field_validator("api_tls_cert", "api_tls_key", "models_dir")
     @classmethod
     def _a_file(cls, value: Path | None) -> Path | None:
         return None if value is None else Path(os.path.abspath(value.expanduser()))  # noqa: PTH100

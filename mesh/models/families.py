@@ -146,9 +146,7 @@ def family_of(manifest: Manifest) -> Family:
     that contradicts itself.
     """
     try:
-        whole = AutoConfig.from_pretrained(
-            manifest.directory, local_files_only=True, trust_remote_code=False
-        )
+        whole = _config(manifest)
     except (ValueError, KeyError, TypeError) as error:
         raise _unsupported(
             manifest.model_type, f"transformers does not know it ({_first_line(error)})"
@@ -156,7 +154,7 @@ def family_of(manifest: Manifest) -> Family:
     except Exception as error:  # a class of its own for each kind of check, and no common root
         found = " ".join(str(error).split())[:200].rstrip(".")
         raise BadCheckpoint(
-            f"{manifest.directory / 'config.json'} describes no model: {found}.",
+            f"{manifest.gguf or manifest.directory / 'config.json'} describes no model: {found}.",
             fix="Download the file again, from the same revision as the weights.",
         ) from error
     text = whole.get_text_config(decoder=True)
@@ -164,6 +162,14 @@ def family_of(manifest: Manifest) -> Family:
     if reason:
         raise _unsupported(str(text.model_type), reason)
     return family_of_config(text)
+
+
+def _config(manifest: Manifest) -> Any:
+    if manifest.gguf is not None:
+        return AutoConfig.for_model(**manifest.config)
+    return AutoConfig.from_pretrained(
+        manifest.directory, local_files_only=True, trust_remote_code=False
+    )
 
 
 def family_of_config(config: Any) -> Family:

@@ -27,7 +27,7 @@ class PrivacyReport:
         self,
         config: Config,
         own: NodeId,
-        models: Sequence[LocalModel],
+        models: Mapping[ModelId, LocalModel],
         askers: Mapping[ModelId, AskerSupervisor],
         routable: Callable[[ModelId], Sequence[Offer]],
     ) -> None:
@@ -46,7 +46,8 @@ class PrivacyReport:
             routing.activation_noise,
             self._config.distributed.spot_check_probability,
         )
-        return report([r for model in self._models for r in self._routes(model)], precautions)
+        models = list(self._models.values())
+        return report([r for model in models for r in self._routes(model)], precautions)
 
     def _routes(self, model: LocalModel) -> Iterator[Route]:
         asker = self._askers.get(model.model_id)

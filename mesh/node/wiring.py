@@ -14,7 +14,7 @@ from mesh.identity.tls import TlsMaterial
 from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.commands import StartJobs
 from mesh.interventions.jobs.runner import RunnerSettings
-from mesh.models.local import LocalModel
+from mesh.models.local import LocalModel, local_directory
 from mesh.paths import StatePaths, cache_dir
 from mesh.pipeline.commands import AskerOptions, EngineSettings, RouteLimits, StartAsker
 from mesh.pipeline.entrance import Entrance
@@ -94,6 +94,7 @@ def start_asker(config: Config, key: NodeKey, model: LocalModel, tls: TlsMateria
         cache_dir(),
         StatePaths(config.state_dir).threads_dir,
         config.quant,
+        local_directory(distributed.draft_model) if distributed.draft_model else None,
     )
     hello, directory = _hello(config, key), Path(model.directory)
     return StartAsker(hello, tls, directory, model.model_id, options, settings)

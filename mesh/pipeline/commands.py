@@ -83,7 +83,10 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class AskerOptions:
-    """Where an asker computes: the configuration's values, ``auto`` included; 0 threads is auto."""
+    """Where an asker computes: the configuration's values, ``auto`` included; 0 threads is auto.
+
+    `draft_model` is the directory of a smaller model that guesses for it, if there is one.
+    """
 
     dtype: str
     device: str
@@ -91,6 +94,7 @@ class AskerOptions:
     cache_dir: Path
     threads_dir: Path | None = None
     quant: str = "none"
+    draft_model: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,11 @@ class AskerSupervisor(Supervisor):
         """Whether requests are answered now."""
         return self.is_up and self.error is None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody waits for what it was asked."""
+        return bool(self._streams)
+
     async def stop(self) -> None:
         """End the process and wait for it."""
         await end(self._loading)

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Protocol
 
 from mesh.errors import NoRoute, WeightsMismatch
-from mesh.routing.cover import Candidate, CoverRules, ShardKey, greedy_cover, missing_layers
+from mesh.routing.cover import Candidate, CoverRules, ShardKey, greedy_cover, key_of, missing_layers
 from mesh.types import LayerRange, ModelId, Pipeline, RouteHop, ShardDescriptor
 
 UNSERVED = (NoRoute, WeightsMismatch)
@@ -46,6 +46,17 @@ class ShardRouter:
         """
         hops = self.cover(model_id, weights_sha256, LayerRange(0, total_layers), exclude)
         return Pipeline(pipeline_id, model_id, weights_sha256, total_layers, hops, now)
+
+    def is_idle(self, hops: Sequence[RouteHop]) -> bool:
+        """Whether each of these shards is still there, has not failed and has nothing to do."""
+        now = {key_of(hop.shard) for hop in hops}
+        return now == {
+            key
+            for candidate in self._store.candidates(hops[0].shard.model_id)
+            if (key := key_of(candidate.descriptor)) in now
+            and not (candidate.penalty or candidate.queue_depth)
+            and candidate.streams_left > 0
+        }
 
     def repick(
         self, pipeline: Pipeline, lost: int, exclude: Collection[ShardKey]

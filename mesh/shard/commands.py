@@ -92,6 +92,14 @@ class Load(Message, frozen=True):
     because: str = ""
 
 
+class Unload(Message, frozen=True):
+    """Serve this shard no longer: its sessions get `grace_s` to move elsewhere, then its memory is
+    given back. One that is not here, or has just been asked for, is unloaded all the same."""
+
+    shard_id: ShardId
+    grace_s: float
+
+
 class RevokeTokens(Message, frozen=True):
     """Exactly these tokens are revoked: sessions that were opened with one of them end."""
 
@@ -157,6 +165,14 @@ class Withdrawn(Message, frozen=True):
 
     shard_id: ShardId
     error: MeshError
+
+
+class Unloaded(Message, frozen=True):
+    """A shard is gone from this process, and so is what it took; `sessions` did not move in time
+    and were ended."""
+
+    shard_id: ShardId
+    sessions: int = 0
 
 
 class Paused(Message, frozen=True):

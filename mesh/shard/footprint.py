@@ -16,7 +16,7 @@ from mesh.types import LayerRange, ShardMemory
 SPARE_MB = 64
 """What allocators, kernels and a runtime's own tables take beside everything that is counted."""
 
-_FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+_WHOLE = frozenset({"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
 
 
 def estimate(
@@ -59,7 +59,7 @@ def ends_mb(manifest: Manifest, itemsize: int) -> int:
 def weight_bytes(tensors: Iterable[TensorEntry], itemsize: int) -> int:
     """Of these tensors once the floating ones are in a dtype of `itemsize` bytes."""
     return sum(
-        math.prod(entry.shape) * itemsize if entry.dtype in _FLOATING else entry.nbytes
+        entry.nbytes if entry.dtype in _WHOLE else math.prod(entry.shape) * itemsize
         for entry in tensors
     )
 

@@ -56,6 +56,8 @@ class FrameType(IntEnum):
     SEALED = 0x20
     LOADING = 0x21
     BLOB = 0x22
+    COPY_PREFIX = 0x30
+    PREFIX_COPIED = 0x31
 
 
 class FrameFlags(IntFlag):

@@ -15,7 +15,7 @@ the cache's end is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Annotated, Any, ClassVar
 
@@ -89,6 +89,20 @@ BLOBS = "blobs"
 def takes_blobs(peer: Hello) -> bool:
     """Whether who said this understands `Blob`."""
     return peer.fields.get(BLOBS) is True
+
+
+COPIES = "copies_prefixes"
+"""The field of a hello whose sender understands `CopyPrefix`."""
+
+
+def says_copies(host: Hello) -> Hello:
+    """The hello of a host that understands `CopyPrefix`."""
+    return replace(host, fields={**host.fields, COPIES: True})
+
+
+def copies_prefixes(host: Hello) -> bool:
+    """Whether who said this understands `CopyPrefix`."""
+    return host.fields.get(COPIES) is True
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +260,27 @@ class Resume(Message, frame=FrameType.RESUME):
 
     session: UInt32
     max_tokens: UInt32
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPrefix(Message, frame=FrameType.COPY_PREFIX):
+    """Have a session that was fed nothing yet begin as session `source` of this link does, with its
+    first `positions` positions. Answered with `PrefixCopied` or `Failure`.
+
+    Sent only to hosts whose hello says `COPIES`.
+    """
+
+    session: UInt32
+    source: UInt32
+    positions: UInt32
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCopied(Message, frame=FrameType.PREFIX_COPIED):
+    """The session holds so many `positions` now: as many as were asked for, fewer, or none."""
+
+    session: UInt32
+    positions: UInt32
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,14 +29,17 @@ class Deployments:
 
     async def served(self) -> list[Served]:
         """The models whose files are here, with the names that clients know them by."""
-        for row in self._view.models():
-            if row["local"] and row["id"] not in self._read:
+        found = []
+        for row in [row for row in self._view.models() if row["local"]]:
+            if row["id"] not in self._read:
                 directory = Path(row["directory"])
                 self._read[row["id"]] = await asyncio.to_thread(Served.read, row["id"], directory)
-        return list(self._read.values())
+            found.append(self._read[row["id"]])
+        return found
 
     async def listing(self) -> dict[str, dict[str, Any]]:
         """``/status``'s deployments by model id."""
+        served = await self.served()
         rows = {row["id"]: row for row in self._view.models()}
         return {
             model.model_id: {
@@ -48,7 +51,8 @@ class Deployments:
                 "deployment_level": "HOT",
                 **self._state(rows[model.model_id]),
             }
-            for model in await self.served()
+            for model in served
+            if model.model_id in rows
         }
 
     def _state(self, row: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ are done is known by whoever asked for them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -28,9 +28,9 @@ class Harvests:
     """Runs harvests for the API: one batch of prompts through an asker, files left on the hops."""
 
     def __init__(
-        self, models: Sequence[LocalModel], askers: Mapping[ModelId, AskerSupervisor]
+        self, models: Mapping[ModelId, LocalModel], askers: Mapping[ModelId, AskerSupervisor]
     ) -> None:
-        self._models = {model.model_id: model for model in models}
+        self._models = models
         self._askers = askers
         self._running = 0
 
