@@ -219,7 +219,7 @@ class DeploymentsHere:
 
     def __init__(self, config: Config, house: House, held: Holdings, events: EventFeed) -> None:
         folders = [each for each in (config.models_dir, *_folders(config)) if each is not None]
-        weights = LocalWeights(held.models, folders, cache_dir())
+        weights = self.weights = LocalWeights(held.models, folders, cache_dir())
         self.reconciler = Reconciler(house, weights, Hooks(events.emit, events.stir), cache_dir())
         self.control = Deploying(house, weights, self.reconciler.phases)
         self._replanner = Replanner(house, config.deployments.replan_seconds, events.emit)

@@ -40,6 +40,7 @@ from mesh.interventions.jobs.supervisor import JobsSupervisor
 from mesh.models.local import LocalModel
 from mesh.node import wiring
 from mesh.node.deploying import DeploymentsHere, House
+from mesh.node.estimates import Estimates, Surroundings
 from mesh.node.exposure import PrivacyReport
 from mesh.node.holdings import Holdings
 from mesh.node.job_queue import start_queue
@@ -211,7 +212,12 @@ class Node:
         keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
         view, control = Overview(parts), Control(network)
         harvests = Harvests(held.models, held.askers)
-        services = Services(steering, harvests, deployments.control)
+        around = Surroundings(
+            self._key.node_id, config, self._store, self._rtt_ms, network.may_serve,
+            self._watch.verdict, lambda model: model in held.askers,
+        )  # fmt: skip
+        estimates = Estimates(around, deployments.weights)
+        services = Services(steering, harvests, deployments.control, estimates)
         app = create_app(askers, view, settings, control, keys, self._queue, services)
         tls = await asyncio.to_thread(api_tls, config, addresses)
         self._api = await serve_api(app, config.api_host, config.api_port, tls)
@@ -298,6 +304,9 @@ class Node:
     def _processes(self) -> list[Supervisor]:
         jobs = [self._jobs] if self._jobs is not None else []
         return [self._held.host, *self._held.askers.values(), *jobs]
+
+    def _rtt_ms(self, node: NodeId) -> float | None:
+        return self._offers.rtt_ms(node) if self._offers is not None else None
 
     def _is_idle(self) -> bool:
         """Whether nothing loads here."""

@@ -128,6 +128,7 @@ def route_limits(config: Config) -> RouteLimits:
         routing.keep_first,
         routing.keep_last,
         routing.mix_formats,
+        routing.policy,
     )
 
 

@@ -49,13 +49,16 @@ class Bench:
     """The model on one device of a machine, in the format in which it would be computed there.
 
     `have_bytes` is what layers may take with all that goes with them: what is free, what is loaded
-    of this very model, less the ends. `prefill_ms` are those of 512 rows of each layer.
+    of this very model, less the ends. `layer_bytes` is the largest layer in the numbers that are
+    computed in, as which it is held for a while beside the others. `prefill_ms` are those of 512
+    rows of each layer.
     """
 
     machine: Machine
     device: Device
     format: str
     weight_bytes: tuple[int, ...]
+    layer_bytes: int
     cache_bytes: int
     scratch_bytes: int
     decode_ms: tuple[float, ...]
@@ -66,11 +69,6 @@ class Bench:
     def key(self) -> tuple[str, str]:
         """Tells it from other benches."""
         return (self.machine.node_id, self.device.name)
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest layer, which is held twice for a while when it is repacked."""
-        return max(self.weight_bytes)
 
     def cost(self, layers: LayerRange) -> float:
         """Milliseconds of a decode step through these layers here, the way included."""
@@ -87,14 +85,14 @@ class Bench:
         caches = self.cache_bytes * len(layers)
         part, whole = PADDING
         padding = -(-(weights + caches) * part // whole)
-        beside = max(padding, self.largest)
+        beside = max(padding, self.layer_bytes)
         return Need(weights, caches, beside + self.scratch_bytes + SPARE_BYTES)
 
     def seat(self, pin: LayerRange | None, used_bytes: int = 0) -> Seat:
         """The bench as a place for layers beside `used_bytes` of others of the same plan."""
         room = self.have_bytes - used_bytes - self.scratch_bytes - SPARE_BYTES
         part, whole = PADDING
-        within = min(room * whole // (whole + part), room - self.largest)
+        within = min(room * whole // (whole + part), room - self.layer_bytes)
         sizes = tuple(size + self.cache_bytes for size in self.weight_bytes)
         return Seat(self.key, self.hop_ms, self.decode_ms, sizes, max(0, within), pin)
 
@@ -186,9 +184,17 @@ def _bench(
     cached = 4.0 if quant != "none" else ITEMSIZE[name]
     positions = wish.context * max(1, wish.streams)
     return Bench(
-        machine, device, name, tuple(taken), math.ceil(model.kv_numbers * cached * positions),
-        model.scratch_bytes, tuple(decode), tuple(prefill), _have(model, machine, device, wish),
-    )  # fmt: skip
+        machine,
+        device,
+        name,
+        tuple(taken),
+        math.ceil(max(weights) * cached),
+        math.ceil(model.kv_numbers * cached * positions),
+        model.scratch_bytes,
+        tuple(decode),
+        tuple(prefill),
+        _have(model, machine, device, wish),
+    )
 
 
 def _long(timed: Timed) -> float:
