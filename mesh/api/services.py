@@ -190,6 +190,17 @@ class PlanControl(Protocol):
         "missing_bytes", "node"} | None}``. Sizes are bytes. May raise MeshError."""
 
 
+class CoordinationView(Protocol):
+    """Who holds which model, as this node knows it."""
+
+    async def view(self) -> dict[str, Any]:
+        """``{"store", "reachable", "error": why the store is not | None, "unwritten": workers,
+        "models": [{"model_name", "weights_sha256", "published_at", "workers": [{"worker_rank",
+        "holder", "kind": "shard" | "checkpoint", "layers", "endpoint", "tensor_count",
+        "published_at", "ready", "stability_verified"}]}]}``. Raises CoordinationError where there
+        is no memory in front of the store."""
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """What is served beside chat, the hearth and jobs."""
@@ -198,6 +209,7 @@ class Services:
     harvests: HarvestControl
     deployments: DeploymentControl
     plans: PlanControl
+    coordination: CoordinationView
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,25 @@ if TYPE_CHECKING:
     from mesh.client import Client
 
 Wait = Annotated[bool, typer.Option("--wait", help="Return once all of it is up.")]
+Minimum = Annotated[
+    float | None,
+    typer.Option("--minimum-seconds", min=0, metavar="N", help="It stays so long at least."),
+]
+Estimate = Annotated[bool, typer.Option("--estimate", help="Only say what it would need and give.")]
+With = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="NODE",
+        help="Estimate with it, were it here; NAME=GB[:GB/S] for one to buy. Repeatable.",
+    ),
+]
+Without = Annotated[
+    list[str] | None, typer.Option(metavar="NODE", help="Estimate without it. Repeatable.")
+]
+Streams = Annotated[
+    int | None, typer.Option(min=1, max=1024, help="Estimate for so many at a time.")
+]
 
 
 @asks
@@ -39,28 +58,11 @@ def deploy(  # noqa: PLR0913 - flags
     context: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Positions that have to fit.")
     ] = None,
-    minimum: Annotated[
-        float | None,
-        typer.Option("--minimum-seconds", min=0, metavar="N", help="It stays so long at least."),
-    ] = None,
-    estimate: Annotated[
-        bool, typer.Option("--estimate", help="Only say what it would need and give.")
-    ] = False,
-    with_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--with",
-            metavar="NODE",
-            help="Estimate with it, were it here; NAME=GB[:GB/S] for one to buy. Repeatable.",
-        ),
-    ] = None,
-    without: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NODE", help="Estimate without it. Repeatable."),
-    ] = None,
-    streams: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Estimate for so many at a time.")
-    ] = None,
+    minimum: Minimum = None,
+    estimate: Estimate = False,
+    with_: With = None,
+    without: Without = None,
+    streams: Streams = None,
     wait: Wait = False,
 ) -> None:
     """Have a model loaded over the house; what is deployed already is changed."""

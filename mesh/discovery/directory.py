@@ -18,6 +18,7 @@ from mesh.discovery.advertisement import (
     MAX_SHARDS_PER_NODE,
     Advertisement,
 )
+from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadAdvertisement
 from mesh.types import ModelId, NodeId, ShardId
 
@@ -36,15 +37,14 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node, whether its control link is up, how old its last word is, and what it advertises.
-
-    `capacity` is what it said of its devices; None where it says nothing of them.
-    """
+    """A node, whether its control link is up, how old its last word is, what shards it advertises,
+    what of weights it has on its disk, and what it said of its devices, None where nothing."""
 
     info: NodeInfo
     online: bool
     age_s: float
     shards: tuple[Advertisement, ...]
+    weights: tuple[HeldWeights, ...] = ()
     capacity: Capacity | None = None
 
 
@@ -65,6 +65,7 @@ class _Entry:
     arrived: float
     ttl_s: float
     online: bool
+    weights: tuple[HeldWeights, ...] = ()
     capacity: Capacity | None = None
 
 
@@ -87,10 +88,11 @@ class ShardStore:
         info: NodeInfo,
         shards: Sequence[Advertisement],
         ttl_s: float = math.inf,
+        weights: Sequence[HeldWeights] = (),
         *,
         capacity: Capacity | None = None,
     ) -> None:
-        """All that `info.node_id` serves now; replaces what it said before and puts it online.
+        """All that `info.node_id` serves and has now; replaces what it said and puts it online.
 
         It holds for `ttl_s` at most, and never longer than this store's `expiry_s`.
         Order of arrival decides what is newest: no wall clock is compared. Raises BadAdvertisement
@@ -99,7 +101,8 @@ class ShardStore:
         """
         self._check(info, shards)
         served = {s.descriptor.shard_id: s for s in shards}
-        entry = _Entry(info, served, self._now(), min(ttl_s, self._expiry_s), True, capacity)
+        ttl_s, held = min(ttl_s, self._expiry_s), tuple(weights)
+        entry = _Entry(info, served, self._now(), ttl_s, True, held, capacity)
         before = self._nodes.get(info.node_id)
         self._nodes[info.node_id] = entry
         if before is None or not before.online or _differs(before, entry):
@@ -165,6 +168,7 @@ class ShardStore:
                 entry.online,
                 now - entry.arrived,
                 tuple(entry.shards.values()),
+                entry.weights,
                 entry.capacity,
             )
             for _, entry in sorted(self._nodes.items())
@@ -234,8 +238,9 @@ class Subscription:
 
 def _differs(before: _Entry, after: _Entry) -> bool:
     """Whether a reader would see more than a newer time of arrival, and other free memory."""
-    said = (before.capacity is None) != (after.capacity is None)
-    return said or before.info != after.info or before.shards != after.shards
+    return (before.info, before.shards, before.weights, before.capacity is None) != (
+        after.info, after.shards, after.weights, after.capacity is None,
+    )  # fmt: skip
 
 
 def _refusal(field: str, why: str) -> BadAdvertisement:

@@ -21,6 +21,7 @@ from mesh.models.convert import convert_tensors
 from mesh.models.gguf.decoding import decode, is_plain
 from mesh.models.header import TensorEntry
 from mesh.models.pages import Pages
+from mesh.models.partial import require_present
 from mesh.models.progress import Progress
 from mesh.models.stored_dtypes import STORED_DTYPES
 
@@ -48,7 +49,8 @@ def fill(
     hashes of the weights whose bytes are as stored.
 
     `same` maps a name that may be absent to its equal; what begins with `absent`, or is one of
-    `later`, is not expected.
+    `later`, is not expected. Raises WeightsMissing when a partial checkpoint lacks one, and
+    BadCheckpoint when they do not fit.
     """
     _compute_buffers(module, placement.device)
     pages: WeakSet[Pages] = WeakSet()
@@ -116,6 +118,7 @@ def _read_tensors(
     pages: WeakSet[Pages],
     progress: Progress,
 ) -> dict[str, torch.Tensor]:
+    require_present(names.values())
     by_file: dict[Path, list[tuple[str, TensorEntry]]] = defaultdict(list)
     for name, entry in names.items():
         by_file[entry.file].append((name, entry))

@@ -61,7 +61,8 @@ class TensorEntry:
 
     `dtype` is spelled as safetensors does (``BF16``), or is one of GGUF's types of blocks.
     `sha256` is the hex digest of the bytes, empty until they were hashed. `name` and `shape` are
-    those that it has in a model; `unlike` says how its numbers differ from the model's.
+    those that it has in a model; `unlike` says how its numbers differ from the model's. Not
+    `present` is one whose bytes a partial checkpoint lacks: the file has a hole there.
     """
 
     name: str
@@ -72,6 +73,7 @@ class TensorEntry:
     nbytes: int
     sha256: str = ""
     unlike: Difference | None = None
+    present: bool = True
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

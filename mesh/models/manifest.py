@@ -23,6 +23,7 @@ from mesh.models.gguf.contents import only_model, read_gguf
 from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.header import TensorEntry, read_header
 from mesh.models.hub_cache import checkpoint_name
+from mesh.models.partial import read_partial
 from mesh.types import LayerRange, ModelId
 
 _INDEX = "model.safetensors.index.json"
@@ -51,7 +52,8 @@ class Manifest:
     final norm and head (once when `tied`). Tensors of layer i are named ``{layer_prefix}{i}.…``.
     `max_positions` is None where the config leaves it to its class. `eos_ids` come from
     generation_config.json and config.json, or from the GGUF file. `bytes_hashed` is 0 when the
-    hashes came from `cache_dir`.
+    hashes came from `cache_dir`, or from the record of a partial checkpoint, some of whose
+    `tensors` are not `present`.
     """
 
     model_id: ModelId
@@ -114,13 +116,19 @@ def read_manifest(
     `checkpoint_name` unless given.
 
     Blocks: the first time it reads every byte of the weights, afterwards (with a `cache_dir`) only
-    the headers. Raises ModelNotFound when nothing is there, BadCheckpoint when it cannot be used,
-    with the file and the reason, and UnsupportedFamily for a model that is not read from GGUF.
+    the headers; of a partial checkpoint never more than those. Raises ModelNotFound when nothing is
+    there, BadCheckpoint when it cannot be used, with the file and the reason, and UnsupportedFamily
+    for a model that is not read from GGUF.
     """
     directory, config, stored, has_tokenizer, eos_ids, gguf = _read(path)
     text = config.get("text_config") or config
     prefix, total_layers = _find_layers(directory, list(stored), text)
-    tensors, bytes_hashed = hash_tensors(stored, cache_dir=cache_dir)
+    partial = read_partial(directory) if gguf is None else None
+    if partial is not None:
+        tensors, bytes_hashed = partial.mark(stored), 0
+        model_id = model_id or ModelId(partial.record.model_id)
+    else:
+        tensors, bytes_hashed = hash_tensors(stored, cache_dir=cache_dir)
 
     def embedding() -> TensorEntry:
         return _largest_end(directory, tensors, prefix)
@@ -167,7 +175,7 @@ def _read(path: Path) -> _Contents:
     text = config.get("text_config") or config
     has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_FILES)
     eos_ids = _eos_ids(path, config, text)
-    return _Contents(path, config, _read_headers(path), has_tokenizer, eos_ids)
+    return _Contents(path, config, read_tensors(path), has_tokenizer, eos_ids)
 
 
 def _read_gguf(file: Path) -> _Contents:
@@ -199,7 +207,8 @@ def _read_object(file: Path) -> dict[str, Any]:
         ) from error
 
 
-def _read_headers(directory: Path) -> dict[str, TensorEntry]:
+def read_tensors(directory: Path) -> dict[str, TensorEntry]:
+    """The tensors of all weights files, by name, without their hashes. Raises BadCheckpoint."""
     index = directory / _INDEX
     if index.is_file():
         return _read_sharded(directory, _read_object(index).get("weight_map"))

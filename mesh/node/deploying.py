@@ -221,7 +221,8 @@ class DeploymentsHere:
         folders = [each for each in (config.models_dir, *_folders(config)) if each is not None]
         weights = self.weights = LocalWeights(held.models, folders, cache_dir())
         self.reconciler = Reconciler(house, weights, Hooks(events.emit, events.stir), cache_dir())
-        self.control = Deploying(house, weights, self.reconciler.phases)
+        reconciler = self.reconciler
+        self.control = Deploying(house, weights, reconciler.phases, reconciler.call_for)
         self._replanner = Replanner(house, config.deployments.replan_seconds, events.emit)
 
     def start(self) -> None:

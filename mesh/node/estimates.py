@@ -101,6 +101,12 @@ class Estimates:
         here = node == self._house.node
         # Its manifest was read here, so its files are.
         held = [Held(LayerRange(0, model.total_layers))] if here else []
+        held += [
+            Held(layers)
+            for each in view.weights
+            if (each.model_id, each.weights_sha256) == (model.model_id, model.weights_sha256)
+            for layers in each.layers
+        ]
         rtt_ms, timed = self._house.rtt_ms(node), []
         for shard in view.shards:
             said, health = shard.descriptor, shard.health

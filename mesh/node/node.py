@@ -39,6 +39,7 @@ from mesh.identity.keys import NodeKey
 from mesh.interventions.jobs.supervisor import JobsSupervisor
 from mesh.models.local import LocalModel
 from mesh.node import wiring
+from mesh.node.coordination import CoordinationHere
 from mesh.node.deploying import DeploymentsHere, House
 from mesh.node.estimates import Estimates, Surroundings
 from mesh.node.exposure import PrivacyReport
@@ -46,6 +47,7 @@ from mesh.node.holdings import Holdings
 from mesh.node.job_queue import start_queue
 from mesh.node.offers import Offers
 from mesh.node.own_capacity import OwnCapacity, OwnHooks
+from mesh.node.weights import Weights
 from mesh.paths import StatePaths, capacity_dir
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.live import LiveCounts
@@ -84,6 +86,7 @@ class Node:
         self._held = Holdings(config, key, models, self)
         hooks = OwnHooks(lambda: self._held.host.memory, self._is_idle, self.asker_changed)
         self._capacity = OwnCapacity(wiring.measure(config), capacity_dir(), hooks)
+        self.weights = Weights(config, key, self._store, self._events, self._advertise)
         self._jobs: JobsSupervisor | None = None
         self._queue: JobsApi | None = None
         self._network: Network | None = None
@@ -92,6 +95,7 @@ class Node:
         self._address = ""
         self._steering: Steering | None = None
         self._deployments: DeploymentsHere | None = None
+        self._coordination: CoordinationHere | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._is_paused = False
         # Made anew at each start: whoever can read the runtime file may administer this node.
@@ -107,15 +111,19 @@ class Node:
         distances = Distances(self._key.node_id, self._config.interface)
         self._offers = Offers(network, self._store, self._watch, distances)
         await network.start()
+        tls = await network.tls_material()
         await self._held.start(address, network.tls_material)
         self._held.host.revoke_tokens(sorted(network.revoked_tokens()))
-        start = wiring.start_jobs(self._config, self._key, await network.tls_material())
+        self.weights.start(list(self._held.models.values()), address, tls)
+        start = wiring.start_jobs(self._config, self._key, tls)
         jobs = self._jobs = JobsSupervisor(start, self._held.models.directories, self)
         watchers = (self._clock, self._events, self._metrics)
         self._queue = await start_queue(self._config, jobs, *watchers)
         await self._start_api(network, [str(choice.address) for choice in chosen])
         assert self._deployments is not None  # noqa: S101 - made with the API
+        assert self._coordination is not None  # noqa: S101 - likewise
         self._deployments.start()
+        self._coordination.start()
         self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
         self._tasks.append(asyncio.create_task(self._watch.run(), name="watch peers"))
         self._capacity.start()
@@ -130,6 +138,8 @@ class Node:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._deployments is not None:
             await self._deployments.stop()
+        if self._coordination is not None:
+            await self._coordination.stop()
         await asyncio.gather(self._held.home.stop(), self._capacity.stop())
         if self._network is not None:
             await self._network.stop()
@@ -138,6 +148,7 @@ class Node:
         await self._held.stop_asking()
         if self._jobs is not None:
             await self._jobs.stop()
+        await self.weights.fetcher.stop()
         if self._steering is not None:
             await self._steering.close()
 
@@ -169,6 +180,7 @@ class Node:
             self._on_peer,
             self._on_members,
             lambda kind, fields: self._events.emit(kind, **fields),
+            self.weights.held,
         )
         paths = StatePaths(self._config.state_dir)
         return Network(self._key, paths, settings, self._store, self._clock, hooks, self._accounts)
@@ -177,6 +189,10 @@ class Node:
         config, held = self._config, self._held
         house = House(config, self._key.node_id, held, network, self._store)
         deployments = self._deployments = DeploymentsHere(config, house, held, self._events)
+        own = self._key.node_id
+        coordination = self._coordination = CoordinationHere(
+            config, own, held.models, network, self._store, self._served, self._events
+        )
         parts = NodeParts(
             node=self._facts,
             models=held.models,
@@ -195,6 +211,7 @@ class Node:
             accounts=self._reports,
             deployments=deployments.control.view,
             counts=self._counts,
+            weights=self.weights.fetcher,
         )
         paths = StatePaths(config.state_dir)
         steering = self._steering = Steering(network, held.models, paths.steering_dir)
@@ -216,8 +233,13 @@ class Node:
             self._key.node_id, config, self._store, self._rtt_ms, network.may_serve,
             self._watch.verdict, lambda model: model in held.askers,
         )  # fmt: skip
-        estimates = Estimates(around, deployments.weights)
-        services = Services(steering, harvests, deployments.control, estimates)
+        services = Services(
+            steering,
+            harvests,
+            deployments.control,
+            Estimates(around, deployments.weights),
+            coordination.coordinator,
+        )
         app = create_app(askers, view, settings, control, keys, self._queue, services)
         tls = await asyncio.to_thread(api_tls, config, addresses)
         self._api = await serve_api(app, config.api_host, config.api_port, tls)
@@ -303,7 +325,7 @@ class Node:
 
     def _processes(self) -> list[Supervisor]:
         jobs = [self._jobs] if self._jobs is not None else []
-        return [self._held.host, *self._held.askers.values(), *jobs]
+        return [self._held.host, *self._held.askers.values(), *jobs, self.weights.fetcher]
 
     def _rtt_ms(self, node: NodeId) -> float | None:
         return self._offers.rtt_ms(node) if self._offers is not None else None
@@ -327,6 +349,9 @@ class Node:
         self._held.home.look()
         if self._deployments is not None:
             self._deployments.reconciler.look()
+        self._advertise()
+
+    def _advertise(self) -> None:
         if self._network is not None:
             self._network.advertise()
 
@@ -336,6 +361,7 @@ class Node:
         users = network.users() if network is not None else ()
         revoked = sorted(network.revoked_tokens()) if network is not None else []
         self._held.trust(users, revoked)
+        self.weights.fetcher.trust(users)
         if self._jobs is not None:
             self._jobs.trust(users)
 
@@ -362,5 +388,6 @@ class Node:
             while True:
                 await subscription.wait(next_tick(PUSH_TICK_S) - loop.time())
                 self._held.push_shards()
+                self.weights.look()
         finally:
             subscription.close()

@@ -20,6 +20,7 @@ from mesh.errors import UnsupportedFamily
 from mesh.models.families import family_of
 from mesh.models.load import LoadedSpan, load_span
 from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.partial import require_present
 from mesh.models.progress import Progress
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import Quant, bytes_per_weight
@@ -159,7 +160,7 @@ def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:
     manifest = read_manifest(
         request.directory, model_id=request.model_id, cache_dir=request.cache_dir
     )
-    manifest.layer_tensors(request.layers)  # refuses layers that it does not have
+    require_present(manifest.layer_tensors(request.layers))  # which refuses those it does not have
     dtype = choose_dtype(request.dtype, manifest.dtype, host.device)
     quant = _quant(request, manifest, host)
     lean = Choice(False, "") if quant.value else _lean(request, manifest, host, dtype.value)
