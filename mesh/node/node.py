@@ -229,20 +229,23 @@ class Node:
         keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
         view, control = Overview(parts), Control(network)
         harvests = Harvests(held.models, held.askers)
-        around = Surroundings(
-            self._key.node_id, config, self._store, self._rtt_ms, network.may_serve,
-            self._watch.verdict, lambda model: model in held.askers,
-        )  # fmt: skip
         services = Services(
             steering,
             harvests,
             deployments.control,
-            Estimates(around, deployments.weights),
+            self._estimates(network, deployments),
             coordination.coordinator,
         )
         app = create_app(askers, view, settings, control, keys, self._queue, services)
         tls = await asyncio.to_thread(api_tls, config, addresses)
         self._api = await serve_api(app, config.api_host, config.api_port, tls)
+
+    def _estimates(self, network: Network, deployments: DeploymentsHere) -> Estimates:
+        around = Surroundings(
+            self._key.node_id, self._config, self._store, self._rtt_ms, network.may_serve,
+            self._watch.verdict, lambda model: model in self._held.askers,
+        )  # fmt: skip
+        return Estimates(around, deployments.weights)
 
     # What the parts ask
 
