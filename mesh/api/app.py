@@ -20,6 +20,7 @@ from mesh.api import (
     lens,
     mesh,
     page,
+    plan,
     steering,
 )
 from mesh.api.auth import Access, Gate, require
@@ -92,5 +93,7 @@ def _more(services: Services, settings: ApiSettings) -> list[Route]:
         # In this order: a route that does not take a method lets the next one look.
         *coordination.routes(services.coordination),
         *deployments.view_routes(services.deployments),
+        # It reads whatever checkpoint it is told of.
+        *require(Scope.ADMIN, plan.routes(services.plans, settings)),
         *require(Scope.ADMIN, deployments.routes(services.deployments, settings)),
     ]

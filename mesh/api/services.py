@@ -176,6 +176,20 @@ class DeploymentControl(Protocol):
         """``{"deployment", "model_id", "evicted": true}`` of each that ends."""
 
 
+class PlanControl(Protocol):
+    """What it would be like to deploy a model; changes nothing."""
+
+    async def plan(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Of the fields of `mesh.api.plan.Ask` that were given: ``{"model_id", "weights_sha256",
+        "total_layers", "quant", "context", "streams", "dedicated", "replicas": [{"shards":
+        [{"node_id", "node", "device", "format", "layers", "need": {"weights", "caches",
+        "head_room", "total"}, "have", "decode_ms", "hop_ms", "fetch_bytes", "gap"}], "token_ms",
+        "head_ms", "tokens_per_second", "all_tokens_per_second", "first_token_ms", "bottleneck":
+        {"what", "node", "ms", "share", "help"}}], "machines": [{"node_id", "node", "free_bytes",
+        "total_bytes", "layers_that_fit", "used", "why"}], "refusal": {"code", "message", "fix",
+        "missing_bytes", "node"} | None}``. Sizes are bytes. May raise MeshError."""
+
+
 class CoordinationView(Protocol):
     """Who holds which model, as this node knows it."""
 
@@ -194,6 +208,7 @@ class Services:
     steering: SteeringControl
     harvests: HarvestControl
     deployments: DeploymentControl
+    plans: PlanControl
     coordination: CoordinationView
 
 

@@ -136,6 +136,10 @@ class RoutingSection(BaseModel):
     square of each row; 0: none. See docs/explanation/privacy.md before relying on it."""
     mix_formats: bool = False
     """Whether one route may lead through shards of different `quant`."""
+    policy: Literal["auto", "greedy", "cheapest"] = "auto"
+    """How shards are chosen. ``greedy``: the shortest queue, then the longest shard. ``cheapest``:
+    the least time by what shards and links were measured to take, where all were. ``auto``: greedy,
+    unless another route takes clearly less."""
 
 
 class DeploymentsSection(BaseModel):

@@ -76,7 +76,14 @@ class LocalWeights:
             return Checkpoint(
                 held.model_id, held.weights_sha256, held.total_layers, held.context, held.layers_mb
             )
-        return await asyncio.to_thread(self._find, model)
+        return checkpoint(await asyncio.to_thread(self._manifest, model))
+
+    async def manifest(self, model: str) -> Manifest:
+        """Of the checkpoint that `find` finds. Raises as that."""
+        held = self._held.get(ModelId(model))
+        if held is None:
+            return await asyncio.to_thread(self._manifest, model)
+        return await asyncio.to_thread(self._read, Path(held.directory), held.model_id)
 
     async def ensure(
         self,
@@ -93,14 +100,14 @@ class LocalWeights:
 
     # Private: these block.
 
-    def _find(self, model: str) -> Checkpoint:
+    def _manifest(self, model: str) -> Manifest:
         path, _, name = model.partition("=")
         directory = Path(path).expanduser()
         if looks_like_checkpoint(directory):
             model_id = ModelId(name) if name else checkpoint_name(directory)
-            return checkpoint(self._read(directory, model_id))
+            return self._read(directory, model_id)
         for found in self._candidates(ModelId(model)):
-            return checkpoint(self._read(found, ModelId(model)))
+            return self._read(found, ModelId(model))
         raise self._missing(model)
 
     def _locate(self, model_id: ModelId, weights_sha256: str, on_progress: OnProgress) -> Path:

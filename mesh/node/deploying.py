@@ -229,7 +229,7 @@ class DeploymentsHere:
     ) -> None:
         folders = [each for each in (config.models_dir, *_folders(config)) if each is not None]
         local = LocalWeights(held.models, folders, cache_dir())
-        weights = Provisioning(local, fetcher, cache_dir())
+        weights = self.weights = Provisioning(local, fetcher, cache_dir())
         self.reconciler = Reconciler(house, weights, Hooks(events.emit, events.stir), cache_dir())
         reconciler = self.reconciler
         self.control = Deploying(house, weights, reconciler.phases, reconciler.call_for)

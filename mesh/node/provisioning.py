@@ -33,14 +33,18 @@ class Provisioning:
         self._cache_dir = cache_dir
 
     async def find(self, model: str) -> Checkpoint:
-        """What somebody means by a name or a directory.
+        """See `WeightsSource`. Raises as `manifest`."""
+        return checkpoint(await self.manifest(model))
+
+    async def manifest(self, model: str) -> Manifest:
+        """Of what somebody means by a name or a directory.
 
         Where it is not on this disk, its small files and its ends are fetched for that. Raises
         ModelNotFound, BadRequest where neighbours mean different weights by it, and what fetching
         raises.
         """
         try:
-            return await self._local.find(model)
+            return await self._local.manifest(model)
         except ModelNotFound as nowhere:
             found = _one_of(self._fetcher.peers, model)
             if found is not None:
@@ -54,7 +58,7 @@ class Provisioning:
                     " ORG/NAME.",
                     param="model",
                 ) from None
-        return checkpoint(await asyncio.to_thread(self._manifest, directory))
+        return await asyncio.to_thread(self._manifest, directory)
 
     async def ensure(
         self,
