@@ -42,12 +42,16 @@ def deploy(  # noqa: PLR0913 - flags
         float | None,
         typer.Option("--minimum-seconds", min=0, metavar="N", help="It stays so long at least."),
     ] = None,
+    keep_alive: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="S", help="Rest after so many seconds without use; 0: never."),
+    ] = None,
     wait: Wait = False,
 ) -> None:
     """Have a model loaded over the house; what is deployed already is changed."""
     wanted: dict[str, Any] = {
         "replicas": replicas, "dedicated": dedicated, "quant": quant, "context": context,
-        "minimum_s": minimum, "layers": pins(layers),
+        "minimum_s": minimum, "keep_alive_s": keep_alive, "layers": pins(layers),
         "nodes": None if nodes is None else [n.strip() for n in nodes.split(",") if n.strip()],
     }  # fmt: skip
     order = {name: value for name, value in wanted.items() if value is not None}

@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
+from mesh.deployments.levels import Level
 from mesh.deployments.phases import Phase, Phases, Progress
 from mesh.deployments.placement import Machine, make_plan
 from mesh.deployments.reconcile import Served
 from mesh.deployments.weights import WeightsSource
 from mesh.deployments.wishes import Deployment, Plan, Quant, Replica, Span, Wish, live
-from mesh.errors import BadRequest, NotFound
-from mesh.types import LayerRange, NodeId
+from mesh.errors import BadRequest, Forbidden, NotFound
+from mesh.types import LayerRange, ModelId, NodeId
 
-_STATES = (Phase.FAILED, Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
+_STATES = (Phase.FAILED, Phase.AWAY, Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
 """What a deployment is said to be in when its spans are in several, most telling first."""
 
 
@@ -37,6 +38,7 @@ class Order:
     quant: Quant | None = None
     context: int | None = None
     minimum_s: float | None = None
+    keep_alive_s: float | None = None
     nodes: Sequence[str] | None = None
     layers: Sequence[str] | None = None
 
@@ -62,6 +64,12 @@ class House(Protocol):
 
     def serves(self) -> Collection[Served]:
         """What this node serves."""
+
+    def alive(self) -> Collection[NodeId]:
+        """The nodes that may hold layers and are up now."""
+
+    def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
+        """Whether any of its layers is loaded on a device now."""
 
     def require_operator(self) -> None:
         """Raises UntrustedPeer and ExperimentalDisabled when this node may wish for nothing."""
@@ -125,11 +133,30 @@ class Deploying:
         self._call_for(wish.deployment)
         return row
 
+    async def wake(self, model: str, *, may_wake: bool) -> bool:
+        """Have a model up whose deployments all rest; whether that had to be wished for.
+
+        Raises Forbidden unless who asks `may_wake`, and as `deploy`.
+        """
+        found = [each for each in live(self._house.deployments()) if each.wish.model_id == model]
+        resting = [each for each in found if each.wish.resting and each.wish.replicas]
+        if not resting or any(each.is_wanted for each in found):
+            return False
+        if not may_wake:
+            raise Forbidden(
+                f"{model} is COLD, and who asks may not wake it.",
+                fix="Use a trusted key (`hearthnet keys create --trusted`), or `hearthnet run`.",
+                param="model",
+            )
+        await self.deploy({"model": resting[0].id})
+        return True
+
     async def scale(self, model: str, replicas: int) -> dict[str, Any]:
         """Have so many replicas of a deployment, more or fewer. Raises NotFound and as `deploy`."""
         self._house.require_operator()
         deployment = self._require(model)
-        return await self._wish(replace(deployment.wish, replicas=replicas), deployment)
+        wish = replace(deployment.wish, replicas=replicas, resting=False)
+        return await self._wish(wish, deployment)
 
     async def evict(self, model: str) -> list[dict[str, Any]]:
         """End a deployment, or all of a model: ``{"deployment", "model_id", "evicted"}`` each.
@@ -174,6 +201,8 @@ class Deploying:
         nodes, pins = order.nodes, order.layers
         changed = replace(
             wish,
+            resting=False,
+            keep_alive_s=wish.keep_alive_s if order.keep_alive_s is None else order.keep_alive_s,
             replicas=wish.replicas if order.replicas is None else order.replicas,
             dedicated=wish.dedicated if order.dedicated is None else order.dedicated,
             quant=wish.quant if order.quant is None else order.quant,
@@ -259,7 +288,7 @@ class Deploying:
             for replica in replicas
             for span in replica.spans
         ]
-        missing = self._missing(deployment)
+        missing = self._missing(deployment) if deployment.is_wanted else []
         return {
             "deployment": wish.deployment,
             "model_id": str(wish.model_id),
@@ -271,7 +300,10 @@ class Deploying:
             "quant": wish.quant or None,
             "context": wish.context or None,
             "minimum_s": wish.minimum_s,
-            "state": _state(spans, missing, is_planned=deployment.is_planned),
+            "keep_alive_s": wish.keep_alive_s or None,
+            "level": self._level(deployment).value,
+            "resting": not deployment.is_wanted,
+            "state": _state(spans, missing, deployment),
             "missing": missing,
             "epoch": None if plan is None else plan.epoch,
             "why": None if plan is None else plan.why or None,
@@ -290,6 +322,10 @@ class Deploying:
         served = Served(span.node, wish.model_id, wish.weights_sha256, span.layers)
         if served in self._here():
             now = Progress(Phase.READY)
+        elif span.node not in self._house.alive():
+            now = Progress(Phase.AWAY)
+        if not deployment.is_wanted:
+            now = Progress(Phase.RESTING)
         return {
             "replica": replica.number,
             "node_id": span.node,
@@ -297,6 +333,18 @@ class Deploying:
             "layers": str(span.layers),
             **(now or Progress(Phase.QUEUED)).row(),
         }
+
+    def _level(self, deployment: Deployment) -> Level:
+        """HOT while any of its layers is on a device, WARM while they are offered, else COLD."""
+        wish = deployment.wish
+        offered = any(
+            (each.model_id, each.weights_sha256) == (wish.model_id, wish.weights_sha256)
+            for each in self._here()
+        )
+        if not deployment.is_wanted or not offered:
+            return Level.COLD
+        is_hot = self._house.is_resident(wish.model_id, wish.weights_sha256)
+        return Level.HOT if is_hot else Level.WARM
 
     def _here(self) -> list[Served]:
         return [*self._house.served(), *self._house.serves()]
@@ -325,11 +373,13 @@ def _ready(replicas: Sequence[Replica], spans: Sequence[dict[str, Any]]) -> int:
     return sum(replica.number not in waiting for replica in replicas)
 
 
-def _state(spans: Sequence[dict[str, Any]], missing: Sequence[str], *, is_planned: bool) -> str:
+def _state(spans: Sequence[dict[str, Any]], missing: Sequence[str], deployment: Deployment) -> str:
     """READY when all is as wished, PARTLY when it answers without some of that."""
     phases = {row["phase"] for row in spans}
-    if is_planned and phases <= {Phase.READY}:
-        return "READY" if spans else "COLD"
+    if not deployment.is_wanted:
+        return "RESTING"
+    if deployment.is_planned and phases <= {Phase.READY} and spans:
+        return "READY"
     if not missing:
         return "PARTLY"
     return next((phase.value for phase in _STATES if phase in phases), Phase.QUEUED.value)

@@ -45,9 +45,9 @@ from mesh.node.holdings import Holdings
 from mesh.node.job_queue import start_queue
 from mesh.node.offers import Offers
 from mesh.paths import StatePaths
+from mesh.pipeline.askers import Askers
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.live import LiveCounts
-from mesh.pipeline.supervisor import Askers
 from mesh.processes.supervisor import Supervisor
 from mesh.research.harvest.control import Harvests
 from mesh.research.steering.control import Steering
@@ -200,6 +200,7 @@ class Node:
             prepared=steering.prepared,
             on_frame=self._metrics.frame,
             counts=self._counts,
+            bring_up=deployments.waker.bring_up,
         )
         settings = ApiSettings(
             config.api_host, self._owner_key, keyless=config.is_keyless, accounts=self._accounts
