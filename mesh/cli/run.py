@@ -58,8 +58,7 @@ def run(  # noqa: PLR0913 - flags
 ) -> None:
     """Ask once, or chat where there is no prompt. A model that is not up is deployed first.
 
-    Piped input is added to the prompt; the answer is the only thing on stdout.
-    """
+    Piped input is added to the prompt; the answer is the only thing on stdout."""
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():
         _converse(daemon, model, plain=plain, verbose=verbose)
         return
