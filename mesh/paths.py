@@ -32,6 +32,11 @@ def cache_dir() -> Path:
     return platformdirs.user_cache_path(_APP, appauthor=False)
 
 
+def models_dir() -> Path:
+    """Where checkpoints that were fetched lie, a directory each; shared by a user's nodes."""
+    return cache_dir() / "models"
+
+
 @dataclass(frozen=True, slots=True)
 class StatePaths:
     """The files of one node, below its state directory."""
@@ -97,6 +102,11 @@ class StatePaths:
     def jobs_dir(self) -> Path:
         """nnsight clients' jobs: their table, payloads and results (0700)."""
         return self.root / "jobs"
+
+    @property
+    def coordination(self) -> Path:
+        """Who holds which model, as this node knew it last (0600)."""
+        return self.root / "coordination.db"
 
     @property
     def chat_history(self) -> Path:

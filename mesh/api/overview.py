@@ -23,6 +23,7 @@ from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.processes.supervisor import Supervisor
 from mesh.routing.cover import Candidate, missing_layers
 from mesh.shard.supervisor import ShardSupervisor
+from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import LayerRange, ModelId, NodeId
 
 
@@ -45,6 +46,7 @@ class NodeParts:
     counts: LiveCounts
     accounts: Callable[[], list[dict[str, Any]]]
     deployments: Callable[[], list[dict[str, Any]]]
+    weights: FetcherSupervisor
 
 
 class Overview:
@@ -72,6 +74,7 @@ class Overview:
             ],
             "deployments": parts.deployments(),
             "loads": self._loads(),
+            "weights": parts.weights.facts(),
             "accounts": self._accounts(),
             "reasons": self._reasons(),
             "warnings": warnings[-20:],

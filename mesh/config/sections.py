@@ -5,6 +5,7 @@ Each field's docstring is its line in the reference. Nothing here reads a file o
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,6 +31,9 @@ class HostSection(BaseModel):
     answers that nobody reads back earlier, and take them again."""
     kv_tokens: int = Field(default=16384, ge=16)
     """Positions that all sessions of a shard may hold in its cache together."""
+    transfer_mb_per_second: float = Field(default=0, ge=0, le=100_000)
+    """How fast weights may go to other nodes and come from them, in MB per second; 0: as fast as
+    they can, while what computes goes first."""
     harvest_mb: int = Field(default=0, ge=0)
     """Disk that other members' harvests (activations, written to files) may take here, in MB; 0:
     none are written. This node's own need no leave."""
@@ -179,3 +183,25 @@ class JobsSection(BaseModel):
     """How long the process that a model's jobs start from is kept when there are none."""
     queue: JobQueueSection = JobQueueSection()
     """The jobs that wait."""
+
+
+class CoordinationSection(BaseModel):
+    """``[coordination]``: where it is kept who holds which model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    store: Literal["memory", "sqlite", "redis", "kubernetes", "redis-only", "kubernetes-only"] = (
+        "sqlite"
+    )
+    """Where records are kept beside memory: nowhere, in a file of this node, in a Redis, or as
+    Kubernetes resources; ``-only``: there, and not in memory. Also ``MX_METADATA_BACKEND``."""
+    redis_url: str = Field(default="redis://127.0.0.1:6379/0", pattern=r"^(rediss?|unix)://\S+$")
+    """The Redis, ``redis://[USER:PASSWORD@]HOST:PORT/DB`` or ``rediss://`` for TLS. Also
+    ``MX_REDIS_HOST`` and ``MX_REDIS_PORT``."""
+    namespace: str = Field(default="default", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+    """The Kubernetes namespace of the resources. Also ``MX_METADATA_NAMESPACE``."""
+    kubeconfig: Path | None = None
+    """The file that says where the Kubernetes API server is. Unset: the pod's service account, or
+    the user's own file."""
+    refresh_seconds: float = Field(default=15, ge=1, le=3600)
+    """How often a store that others write to as well is read again, or watched anew."""

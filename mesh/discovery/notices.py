@@ -9,13 +9,14 @@ who is trusted to serve.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from mesh.accounts.ledger import ResourceLedger
-from mesh.discovery import advertisement
+from mesh.discovery import advertisement, weights
 from mesh.discovery.advertisement import Advertisement
+from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadAdvertisement, BadEvent
 from mesh.events.ephemera import Ephemera, Notice, seal_notice
 from mesh.identity.tls import TlsContexts
@@ -52,34 +53,46 @@ _KEY = "shards"
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a node serves, and for how long that holds from its arrival on."""
+    """What a node serves and has, and for how long that holds from its arrival on."""
 
     shards: tuple[Advertisement, ...]
     ttl_s: float
+    weights: tuple[HeldWeights, ...] = ()
 
 
 class Notices:
     """Signs this node's notices, reads the others'.
 
     `epoch` must be greater than at any earlier start of this node; `ttl_s` is how long its notices
-    hold.
+    hold. `held` is asked what of weights is on this node's disk.
     """
 
     def __init__(
-        self, own: NodeId, hearth: str, trust: PeerTrust, *, epoch: int, ttl_s: float
+        self,
+        own: NodeId,
+        hearth: str,
+        trust: PeerTrust,
+        *,
+        epoch: int,
+        ttl_s: float,
+        held: Callable[[], Sequence[HeldWeights]] = tuple,
     ) -> None:
         self._own = own
         self._hearth = hearth
         self._trust = trust
         self._epoch = epoch
         self._ttl_ms = int(ttl_s * 1000)
+        self._held = held
         self._counter = 0
         self._heard = Ephemera(hearth, trust.verify)
 
     def seal(self, shards: Sequence[Advertisement]) -> Advertise:
         """A newer notice than all before. Raises BadEvent when it is too large."""
         self._counter += 1
-        payload = {"shards": [advertisement.encode(shard) for shard in shards]}
+        payload = {
+            "shards": [advertisement.encode(shard) for shard in shards],
+            weights.KEY: weights.encode_all(self._held()),
+        }
         notice = Notice(
             self._hearth, self._own, _KEY, self._epoch, self._counter, self._ttl_ms, payload
         )
@@ -109,7 +122,8 @@ class Notices:
                 param="shards",
             )
         shards = advertisement.decode_all(entries, host=sender)
-        return Heard(tuple(shards), notice.ttl_ms / 1000)
+        held = weights.decode_all(notice.payload.get(weights.KEY, []))
+        return Heard(tuple(shards), notice.ttl_ms / 1000, held)
 
     def forget(self, node: NodeId) -> None:
         """The node is no member any more."""

@@ -27,6 +27,7 @@ from mesh.discovery.listing import Listing, info
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.notices import EXPIRY_FACTOR, Notices, PeerTrust
 from mesh.discovery.sightings import PeerState, PeerView, Sightings, why_not
+from mesh.discovery.weights import HeldWeights
 from mesh.errors import (
     BadAdvertisement,
     BadEvent,
@@ -58,7 +59,7 @@ class PeeringSettings:
     """Who this node is and how it links; `static_peers` are ``HOST:PORT``.
 
     `host` is listened at; with `answers_at`, every address for which that is true. `epoch` is
-    greater than at any earlier start of this node.
+    greater than at any earlier start of this node. `held` says what of weights is on its disk.
     """
 
     node_id: NodeId
@@ -72,6 +73,7 @@ class PeeringSettings:
     shard_health_timeout_s: float = 30.0
     epoch: int = 1
     dial: DialSettings = field(default_factory=DialSettings)
+    held: Callable[[], Sequence[HeldWeights]] = tuple
 
 
 class Peering:
@@ -113,13 +115,11 @@ class Peering:
         self._heartbeat: asyncio.Task[None] | None = None
         self._due = asyncio.Event()
         self._sightings = Sightings(on_event)
+        ttl_s = settings.shard_health_timeout_s * EXPIRY_FACTOR
         self._notices = Notices(
-            settings.node_id,
-            settings.hearth,
-            trust,
-            epoch=settings.epoch,
-            ttl_s=settings.shard_health_timeout_s * EXPIRY_FACTOR,
-        )
+            settings.node_id, settings.hearth, trust, epoch=settings.epoch, ttl_s=ttl_s,
+            held=settings.held,
+        )  # fmt: skip
         self._listing = Listing(store, self._notices, trust, self._sightings, trust.accounts)
         self._stopping = False
 

@@ -25,6 +25,7 @@ from mesh.discovery.links import Said
 from mesh.discovery.mdns import Mdns
 from mesh.discovery.peering import Peering, PeeringSettings
 from mesh.discovery.sightings import PeerView
+from mesh.discovery.weights import HeldWeights
 from mesh.errors import ExperimentalDisabled, LinkLost
 from mesh.events import messages
 from mesh.events.intake import Report
@@ -79,14 +80,14 @@ class NetworkHooks:
     """Callbacks of the node around a network; all in the event loop, none may block.
 
     `on_members` says that somebody came, went, or changed its level, or that a token was revoked;
-    `on_notice` has an event's
-    type and fields.
+    `on_notice` has an event's type and fields. `held` says what of weights is on the disk.
     """
 
     serving: Callable[[], Serving | None]
     on_event: Callable[[PeerEvent], None]
     on_members: Callable[[], None]
     on_notice: Callable[[str, dict[str, object]], None]
+    held: Callable[[], Sequence[HeldWeights]] = tuple
 
 
 class Network:
@@ -279,7 +280,9 @@ class Network:
         choices = list(self._settings.interfaces)
         mdns = Mdns(lambda: interfaces.present(choices))
         peering = self._peering = Peering(
-            replace(self._settings.peering, hearth=record.hearth_id, epoch=epoch),
+            replace(
+                self._settings.peering, hearth=record.hearth_id, epoch=epoch, held=self._hooks.held
+            ),
             self._store,
             self._served,
             self._on_event,

@@ -164,7 +164,8 @@ def partial_directory(models_dir: Path, model_id: ModelId, sha256: str) -> Path:
 
 def _learn(present: Present, what: bytes, name: str, piece: int) -> None:
     if what == b"p":
-        present.pieces.setdefault(name, set()).add(piece)
+        if name not in present.complete:
+            present.pieces.setdefault(name, set()).add(piece)
         return
     present.pieces.pop(name, None)
     if what == b"c":

@@ -9,18 +9,16 @@ thread may call. Form of the directory: see `partial`.
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 from typing import Self
@@ -31,11 +29,10 @@ from mesh.models.manifest import read_tensors
 from mesh.models.partial import (
     JOURNAL,
     PIECE_BYTES,
-    RECORD,
-    PartialRecord,
     read_journal,
     read_record,
 )
+from mesh.models.partial_draft import refused_by_disk
 
 logger = logging.getLogger(__name__)
 
@@ -67,55 +64,17 @@ class _Unfinished:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-@dataclass(frozen=True, slots=True)
-class SparseFile:
-    """A safetensors file as it is to look: its header with the length before it, and its size."""
-
-    header: bytes
-    size: int
-
-
-def create_partial(
-    directory: Path,
-    record: PartialRecord,
-    sparse: Mapping[str, SparseFile],
-    small: Mapping[str, bytes],
-) -> None:
-    """Make a partial checkpoint without any tensor; all of it appears at once, or nothing.
-
-    `small` are the other files. Does nothing where there is one already. Raises DiskFull.
-    """
-    if (directory / RECORD).exists():
-        return
-    draft = directory.with_name(f"{directory.name}.{os.getpid()}.{threading.get_ident()}.part")
-    try:
-        draft.mkdir(parents=True)
-        for name, content in small.items():
-            _write(draft / name, content)
-        for name, file in sparse.items():
-            _write(draft / name, file.header, size=file.size)
-        _write(draft / RECORD, json.dumps(asdict(record)).encode())
-        _sync_directory(draft)
-        with suppress(FileExistsError):
-            draft.rename(directory)
-        _sync_directory(directory.parent)
-    except OSError as error:
-        if (directory / RECORD).exists():
-            return  # somebody else was quicker
-        raise _refused(directory, error) from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
 class PartialWriter:
     """The one writer of a partial checkpoint; `close` lets go of it."""
 
     def __init__(self, directory: Path) -> None:
         """Raises Busy while another process writes there, BadCheckpoint for a damaged record."""
         self.directory = directory
-        self._lock_fd = _lock(directory)
+        self._lock_fd = lock_directory(directory)
         self._guard = threading.Lock()
         self._committing = threading.Lock()
+        self._at_work, self._is_closed = 0, False
+        self._idle = threading.Condition()
         self._files: dict[Path, int] = {}
         try:
             self.record = read_record(directory)
@@ -174,12 +133,17 @@ class PartialWriter:
         WRONG: its bytes were not those of its hash, and all of them are void again; a tensor of one
         piece is checked before it is written.
         """
-        entry = self.tensors[name]
+        with self._working():
+            return self._put(self.tensors[name], start, data)
+
+    def _put(self, entry: TensorEntry, start: int, data: bytes | bytearray | memoryview) -> Outcome:
+        name = entry.name
         whole = start == 0 and len(data) == entry.nbytes
         if whole and hashlib.sha256(data).hexdigest() != self.record.tensors[name]:
             return Outcome.WRONG
         self._write_at(entry, start, data)
         if whole:
+            self._note(f"p {self._index[name]} 0")
             return self._keep(entry)
         with self._guard:
             if self.has(name):
@@ -212,12 +176,15 @@ class PartialWriter:
     def differing(self, name: str) -> list[int]:
         """Which pieces of a tensor that was WRONG before are other ones now that it is complete."""
         before = self._suspects.pop(name, {})
+        if not before:
+            return []
         entry = self.tensors[name]
-        return [
-            index
-            for index, (start, stop) in enumerate(pieces_of(entry.nbytes))
-            if index in before and before[index] != self._digest(entry, start, stop)
-        ]
+        with self._working():
+            return [
+                index
+                for index, (start, stop) in enumerate(pieces_of(entry.nbytes))
+                if index in before and before[index] != self._digest(entry, start, stop)
+            ]
 
     def commit(self) -> None:
         """Flush what was verified, then note it as complete. Raises DiskFull."""
@@ -231,7 +198,7 @@ class PartialWriter:
                     self._note(*(f"c {self._index[name]}" for name in verified))
                     os.fdatasync(self._journal)
             except OSError as error:
-                raise _refused(self.directory, error) from error
+                raise refused_by_disk(self.directory, error) from error
             with self._guard:
                 self.complete |= verified.keys()
                 for name in verified:
@@ -253,7 +220,14 @@ class PartialWriter:
         return freed
 
     def close(self) -> None:
-        """Note what was verified, and let others write. Does not raise."""
+        """Let what is being put in end, note what was verified, and let others write.
+
+        Does not raise; what is put in afterwards is refused with Busy.
+        """
+        with self._idle:
+            self._is_closed = True
+            # Another file may get the number of one that is closed: nobody may be writing then.
+            self._idle.wait_for(lambda: self._at_work == 0)
         try:
             self.commit()
         except MeshError as error:
@@ -263,6 +237,19 @@ class PartialWriter:
         self._files.clear()
 
     # Private
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        with self._idle:
+            if self._is_closed:
+                raise Busy("The fetch has ended.", fix="Fetch it again.")
+            self._at_work += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._at_work -= 1
+                self._idle.notify_all()
 
     def _keep(self, entry: TensorEntry) -> Outcome:
         with self._guard:
@@ -313,7 +300,7 @@ class PartialWriter:
                 count = os.pwrite(fd, view, entry.offset + start)
                 view, start = view[count:], start + count
         except OSError as error:
-            raise _refused(self.directory, error) from error
+            raise refused_by_disk(self.directory, error) from error
 
     def _note(self, *facts: str) -> None:
         if not facts:
@@ -321,7 +308,7 @@ class PartialWriter:
         try:
             os.write(self._journal, "".join(f"{fact}\n" for fact in facts).encode())
         except OSError as error:
-            raise _refused(self.directory, error) from error
+            raise refused_by_disk(self.directory, error) from error
 
 
 def pieces_of(nbytes: int) -> Sequence[tuple[int, int]]:
@@ -330,7 +317,8 @@ def pieces_of(nbytes: int) -> Sequence[tuple[int, int]]:
     return [(start, min(start + PIECE_BYTES, nbytes)) for start in starts]
 
 
-def _lock(directory: Path) -> int:
+def lock_directory(directory: Path) -> int:
+    """Be the one process that writes there, until the descriptor is closed. Raises Busy."""
     fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -353,23 +341,6 @@ def _open_journal(file: Path) -> int:
     return fd
 
 
-def _write(file: Path, content: bytes, *, size: int | None = None) -> None:
-    with file.open("wb") as stream:
-        stream.write(content)
-        if size is not None:
-            stream.truncate(size)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _punch(fd: int, start: int, size: int) -> bool:
     """Give the disk back what lies there; False where the file system cannot."""
     if sys.platform != "linux":
@@ -377,15 +348,3 @@ def _punch(fd: int, start: int, size: int) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     offset, length = ctypes.c_longlong(start), ctypes.c_longlong(size)
     return bool(libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length) == 0)
-
-
-def _refused(directory: Path, error: OSError) -> DiskFull:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFull(
-            f"The disk of {directory} is full.",
-            fix="Free some room, or remove models with `hearthnet rm`; what was fetched is kept.",
-        )
-    return DiskFull(
-        f"{directory} cannot be written: {error.strerror}.",
-        fix="Check the disk, and that this user may write there; what was fetched is kept.",
-    )

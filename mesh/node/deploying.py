@@ -30,8 +30,10 @@ from mesh.hearth.network import Network
 from mesh.identity.roster import TrustLevel
 from mesh.models.local import LocalModel, require_within
 from mesh.node.holdings import Holdings
+from mesh.node.provisioning import Provisioning
 from mesh.paths import StatePaths, cache_dir
 from mesh.processes.headroom import ram
+from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
 
 PADDING = 1.15
@@ -268,9 +270,17 @@ class House:
 class DeploymentsHere:
     """The parts that follow and change deployments on this node. `start`, then `stop`."""
 
-    def __init__(self, config: Config, house: House, held: Holdings, events: EventFeed) -> None:
+    def __init__(
+        self,
+        config: Config,
+        house: House,
+        held: Holdings,
+        events: EventFeed,
+        fetcher: FetcherSupervisor,
+    ) -> None:
         folders = [each for each in (config.models_dir, *_folders(config)) if each is not None]
-        weights = LocalWeights(held.models, folders, cache_dir())
+        local = LocalWeights(held.models, folders, cache_dir())
+        weights = Provisioning(local, fetcher, cache_dir())
         self.reconciler = Reconciler(house, weights, Hooks(events.emit, events.stir), cache_dir())
         reconciler = self.reconciler
         self.control = Deploying(house, weights, reconciler.phases, reconciler.call_for)

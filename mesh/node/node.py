@@ -39,11 +39,13 @@ from mesh.identity.keys import NodeKey
 from mesh.interventions.jobs.supervisor import JobsSupervisor
 from mesh.models.local import LocalModel
 from mesh.node import wiring
+from mesh.node.coordination import CoordinationHere
 from mesh.node.deploying import DeploymentsHere, House
 from mesh.node.exposure import PrivacyReport
 from mesh.node.holdings import Holdings
 from mesh.node.job_queue import start_queue
 from mesh.node.offers import Offers
+from mesh.node.weights import Weights
 from mesh.paths import StatePaths
 from mesh.pipeline.askers import Askers
 from mesh.pipeline.commands import Offer
@@ -80,6 +82,7 @@ class Node:
         detector = FailureDetector(self._clock, expected_s=expected_s, ceiling_s=timeout_s)
         self._watch = PeerWatch(detector, self._silences, self._on_verdict)
         self._held = Holdings(config, key, models, self)
+        self.weights = Weights(config, key, self._store, self._events, self._advertise)
         self._jobs: JobsSupervisor | None = None
         self._queue: JobsApi | None = None
         self._network: Network | None = None
@@ -88,6 +91,7 @@ class Node:
         self._address = ""
         self._steering: Steering | None = None
         self._deployments: DeploymentsHere | None = None
+        self._coordination: CoordinationHere | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._is_paused = False
         # Made anew at each start: whoever can read the runtime file may administer this node.
@@ -103,15 +107,19 @@ class Node:
         distances = Distances(self._key.node_id, self._config.interface)
         self._offers = Offers(network, self._store, self._watch, distances)
         await network.start()
+        tls = await network.tls_material()
         await self._held.start(address, network.tls_material)
         self._held.host.revoke_tokens(sorted(network.revoked_tokens()))
-        start = wiring.start_jobs(self._config, self._key, await network.tls_material())
+        self.weights.start(list(self._held.models.values()), address, tls)
+        start = wiring.start_jobs(self._config, self._key, tls)
         jobs = self._jobs = JobsSupervisor(start, self._held.models.directories, self)
         watchers = (self._clock, self._events, self._metrics)
         self._queue = await start_queue(self._config, jobs, *watchers)
         await self._start_api(network, [str(choice.address) for choice in chosen])
         assert self._deployments is not None  # noqa: S101 - made with the API
+        assert self._coordination is not None  # noqa: S101 - likewise
         self._deployments.start()
+        self._coordination.start()
         self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
         self._tasks.append(asyncio.create_task(self._watch.run(), name="watch peers"))
 
@@ -125,6 +133,8 @@ class Node:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._deployments is not None:
             await self._deployments.stop()
+        if self._coordination is not None:
+            await self._coordination.stop()
         await self._held.home.stop()
         if self._network is not None:
             await self._network.stop()
@@ -133,6 +143,7 @@ class Node:
         await self._held.stop_asking()
         if self._jobs is not None:
             await self._jobs.stop()
+        await self.weights.fetcher.stop()
         if self._steering is not None:
             await self._steering.close()
 
@@ -164,6 +175,7 @@ class Node:
             self._on_peer,
             self._on_members,
             lambda kind, fields: self._events.emit(kind, **fields),
+            self.weights.held,
         )
         paths = StatePaths(self._config.state_dir)
         return Network(self._key, paths, settings, self._store, self._clock, hooks, self._accounts)
@@ -171,7 +183,13 @@ class Node:
     async def _start_api(self, network: Network, addresses: list[str]) -> None:
         config, held = self._config, self._held
         house = House(config, self._key.node_id, held, network, self._store)
-        deployments = self._deployments = DeploymentsHere(config, house, held, self._events)
+        deployments = self._deployments = DeploymentsHere(
+            config, house, held, self._events, self.weights.fetcher
+        )
+        own = self._key.node_id
+        coordination = self._coordination = CoordinationHere(
+            config, own, held.models, network, self._store, self._served, self._events
+        )
         parts = NodeParts(
             node=self._facts,
             models=held.models,
@@ -190,6 +208,7 @@ class Node:
             accounts=self._reports,
             deployments=deployments.control.view,
             counts=self._counts,
+            weights=self.weights.fetcher,
         )
         paths = StatePaths(config.state_dir)
         steering = self._steering = Steering(network, held.models, paths.steering_dir)
@@ -208,7 +227,7 @@ class Node:
         keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
         view, control = Overview(parts), Control(network)
         harvests = Harvests(held.models, held.askers)
-        services = Services(steering, harvests, deployments.control)
+        services = Services(steering, harvests, deployments.control, coordination.coordinator)
         app = create_app(askers, view, settings, control, keys, self._queue, services)
         tls = await asyncio.to_thread(api_tls, config, addresses)
         self._api = await serve_api(app, config.api_host, config.api_port, tls)
@@ -294,7 +313,7 @@ class Node:
 
     def _processes(self) -> list[Supervisor]:
         jobs = [self._jobs] if self._jobs is not None else []
-        return [self._held.host, *self._held.askers.values(), *jobs]
+        return [self._held.host, *self._held.askers.values(), *jobs, self.weights.fetcher]
 
     def _why_disabled(self, model_id: ModelId) -> str | None:
         """Why this model cannot be run, when that is because the mesh is switched off."""
@@ -311,6 +330,9 @@ class Node:
         self._held.home.look()
         if self._deployments is not None:
             self._deployments.reconciler.look()
+        self._advertise()
+
+    def _advertise(self) -> None:
         if self._network is not None:
             self._network.advertise()
 
@@ -320,6 +342,7 @@ class Node:
         users = network.users() if network is not None else ()
         revoked = sorted(network.revoked_tokens()) if network is not None else []
         self._held.trust(users, revoked)
+        self.weights.fetcher.trust(users)
         if self._jobs is not None:
             self._jobs.trust(users)
 
@@ -346,5 +369,6 @@ class Node:
             while True:
                 await subscription.wait(next_tick(PUSH_TICK_S) - loop.time())
                 self._held.push_shards()
+                self.weights.look()
         finally:
             subscription.close()

@@ -5,6 +5,7 @@ Starts nothing and owns nothing; `mesh.node.node` does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from mesh import __version__
@@ -15,11 +16,12 @@ from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.commands import StartJobs
 from mesh.interventions.jobs.runner import RunnerSettings
 from mesh.models.local import LocalModel, local_directory
-from mesh.paths import StatePaths, cache_dir
+from mesh.paths import StatePaths, cache_dir, models_dir
 from mesh.pipeline.commands import AskerOptions, EngineSettings, RouteLimits, StartAsker
 from mesh.pipeline.entrance import Entrance
 from mesh.shard.commands import ShardRequest, StartShards
 from mesh.shard.settings import ShardSettings
+from mesh.transfers.commands import Model, StartFetcher
 from mesh.types import LayerRange
 from mesh.wire.messages import Hello
 
@@ -106,6 +108,22 @@ def start_jobs(config: Config, key: NodeKey, tls: TlsMaterial) -> StartJobs:
     )
     settings = RunnerSettings(jobs.max_running, jobs.idle_seconds, cache_dir(), limits)
     return StartJobs(_hello(config, key), tls, route_limits(config), settings)
+
+
+def start_fetcher(
+    config: Config, key: NodeKey, models: Sequence[LocalModel], address: str, tls: TlsMaterial
+) -> StartFetcher:
+    """The process that moves weights, listening at `address`."""
+    return StartFetcher(
+        Hello(key.node_id, config.name, "weights", SOFTWARE),
+        tls,
+        listen_host=address,
+        models=tuple(Model(model.model_id, Path(model.directory)) for model in models),
+        models_dir=config.models_dir or models_dir(),
+        cache_dir=cache_dir(),
+        interfaces=tuple(config.interface),
+        bytes_per_s=config.distributed.host.transfer_mb_per_second * 1e6,
+    )
 
 
 def entrance(config: Config) -> Entrance:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mesh.errors import MeshError
 from mesh.processes.messages import Message, Start
+from mesh.transfers.hub import HubSettings
 from mesh.transfers.meter import SourceBytes
 from mesh.transfers.shelf import Holding
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId
@@ -58,12 +59,15 @@ class Transfer:
 
 # Commands
 
+NICE = 15
+
 
 class StartFetcher(Start, frozen=True):
     """Listen, at `listen_port` or, if it is 0, at a free one; see what is there.
 
     `models` are served from where they are, what is fetched lies below `models_dir`. Weights flow
-    at `bytes_per_s` at most in each direction; 0: as fast as they can.
+    at `bytes_per_s` at most in each direction; 0: as fast as they can. `nice` is the process's
+    niceness, and `patience_s` how long somebody who has what is missing is waited for.
     """
 
     listen_host: str
@@ -74,22 +78,42 @@ class StartFetcher(Start, frozen=True):
     interfaces: tuple[str, ...] | None = None
     bytes_per_s: float = 0.0
     patience_s: float = 60.0
+    nice: int = NICE
 
 
 class Ensure(Message, frozen=True):
-    """Have these layers (None: everything) and perhaps the ends of a checkpoint on this disk."""
+    """Have these layers (None: everything) and perhaps the ends of a checkpoint on this disk.
+
+    What nobody in the hearth has comes from the `hub`, if it is known from where.
+    """
 
     id: str
     model_id: ModelId
     weights_sha256: str
     layers: tuple[LayerRange, ...] | None
     ends: bool
+    hub: HubSettings | None = None
+
+
+class Pull(Message, frozen=True):
+    """The same for a repository of the hub, whose hashes need not be known: if they are not, all of
+    it is read once. What is not wanted of that is kept for others unless it is to `drop`."""
+
+    id: str
+    repository: str
+    revision: str
+    layers: tuple[LayerRange, ...] | None
+    ends: bool
+    hub: HubSettings
+    drop: bool = False
 
 
 class Peers(Message, frozen=True):
-    """All that other nodes advertise now; replaces what was said before."""
+    """All that other nodes advertise now; replaces what was said before. `neighbours` counts the
+    nodes that are up, whether they have anything or not."""
 
     peers: tuple[PeerHolding, ...]
+    neighbours: int = 0
 
 
 class Offer(Message, frozen=True):

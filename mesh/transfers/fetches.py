@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mesh.errors import Busy, MeshError
 from mesh.models.manifest import read_manifest
 from mesh.models.partial import RECORD, partial_directory, read_record
+from mesh.processes.tasks import end, spawn
 from mesh.transfers.commands import Ensure, Lied, PeerHolding, Transfer
 from mesh.transfers.fetching import Fetch, Wanted
 from mesh.transfers.meter import Meter
@@ -23,6 +25,8 @@ from mesh.types import NodeId
 logger = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
+
+FromOutside = Callable[[Ensure, Fetch], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
@@ -59,23 +63,39 @@ class Fetches:
         self._pace = pace
         self._on_lie = on_lie
         self._peers: tuple[PeerHolding, ...] = ()
+        self.neighbours = 0
+        """How many other nodes are up."""
+        self.outside: FromOutside | None = None
+        """What gives a fetch that runs whatever no peer has, from where the origin says."""
         self._changed = asyncio.Event()
         self._turns: dict[str, asyncio.Lock] = {}
         self._running: dict[str, _Running] = {}
         self._liars: set[tuple[NodeId, str]] = set()
 
-    def update(self, peers: Sequence[PeerHolding]) -> None:
-        """All that other nodes advertise now."""
-        self._peers = tuple(peers)
+    def update(self, peers: Sequence[PeerHolding], neighbours: int = 0) -> None:
+        """All that other nodes advertise now, and how many are up."""
+        self._peers, self.neighbours = tuple(peers), neighbours
         self._changed.set()
         self._changed = asyncio.Event()
         for running in self._running.values():
             if running.sources is not None:
                 running.sources.update(self._having(running.order.weights_sha256))
 
+    @property
+    def peers(self) -> tuple[PeerHolding, ...]:
+        """All that other nodes advertise now."""
+        return self._peers
+
+    async def news(self, timeout_s: float) -> None:
+        """Until others advertise something else, or so long."""
+        changed = self._changed
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
+
     def keep_only(self, members: frozenset[NodeId]) -> None:
         """Ask nobody else."""
-        self.update([peer for peer in self._peers if peer.node in members])
+        self.update([peer for peer in self._peers if peer.node in members], self.neighbours)
 
     def is_fetching(self, directory: Path) -> bool:
         """Whether something is being written there."""
@@ -137,10 +157,14 @@ class Fetches:
         sources = running.sources = PeerSources(sha256, fetch, self._dial)
         sources.update(self._having(sha256))
         running.state, running.note = "fetching", ""
+        tasks = []
+        if self.outside is not None and running.order.hub is not None:
+            tasks.append(spawn(self.outside(running.order, fetch), "ask the hub"))
         try:
             yield
         finally:
             running.fetch = running.sources = None
+            await end(tasks)
             await sources.close()
 
     async def _prepare(self, running: _Running, directory: Path) -> None:
@@ -149,7 +173,6 @@ class Fetches:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._settings.patience_s
         while True:
-            changed = self._changed
             for peer in self._having(sha256):
                 try:
                     await prepare(directory, sha256, peer, self._dial)
@@ -161,9 +184,7 @@ class Fetches:
             if loop.time() > give_up_at:
                 raise nobody(running.order.model_id, errors)
             running.note = "no node that is up has it" if not errors else ""
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_AGAIN_S):
-                    await changed.wait()
+            await self.news(_AGAIN_S)
 
     def _here(self, sha256: str, wanted: Wanted) -> Path | None:
         """Where all of it lies already."""

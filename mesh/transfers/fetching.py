@@ -18,7 +18,7 @@ from mesh.errors import InternalError, MeshError, TransferFailed, as_mesh_error
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import PIECE_BYTES
 from mesh.models.partial_writer import Outcome, PartialWriter, pieces_of
-from mesh.processes.tasks import spawn
+from mesh.processes.tasks import end, spawn
 from mesh.transfers.asking import Source
 from mesh.transfers.documents import wanted_tensors
 from mesh.transfers.meter import Meter
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _TELL_EVERY_S = 1.0
 """What is verified is flushed, and told to others, so often."""
+_MAX_PIECES = 8
+"""Pieces in memory, on their way in or to the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +87,18 @@ class Fetch:
         self._manifest: Manifest | None = None
         self._error: MeshError | None = None
         self._changed = asyncio.Event()
+        self._room = asyncio.Semaphore(_MAX_PIECES)
+        self._keeping: set[asyncio.Task[None]] = set()
 
     @property
     def liars(self) -> frozenset[str]:
         """The sources that are not asked again."""
         return frozenset() if self._plan is None else frozenset(self._plan.liars)
+
+    @property
+    def lacking(self) -> list[str]:
+        """The tensors that are missing and that no peer has."""
+        return [] if self._plan is None else self._plan.lacking()
 
     def join(
         self,
@@ -144,6 +153,7 @@ class Fetch:
         finally:
             for name in list(self._asked):
                 self.leave(name)
+            await end(self._keeping)
             await asyncio.to_thread(writer.close)
             self._put_on_shelf()
 
@@ -159,7 +169,7 @@ class Fetch:
 
     async def _until_done(self, plan: Plan, writer: PartialWriter) -> None:
         loop = asyncio.get_running_loop()
-        helped_at = loop.time()
+        helped_at = told_at = loop.time()
         while not plan.is_done:
             self._changed.clear()
             with suppress(TimeoutError):
@@ -167,8 +177,10 @@ class Fetch:
                     await self._changed.wait()
             if self._error is not None:
                 raise self._error
-            await asyncio.to_thread(writer.commit)
-            self._put_on_shelf()
+            if loop.time() - told_at >= _TELL_EVERY_S or plan.is_done:
+                await asyncio.to_thread(writer.commit)
+                self._put_on_shelf()
+                told_at = loop.time()
             unheld = plan.unheld()
             if len(unheld) == 0 or any(asked.tasks for asked in self._asked.values()):
                 helped_at = loop.time()
@@ -201,6 +213,19 @@ class Fetch:
                 task.add_done_callback(asked.tasks.discard)
 
     async def _ask(self, name: str, asked: _Asked, piece: Piece) -> None:
+        async with self._room:
+            data = await self._read(name, asked, piece)
+            if data is None:
+                return
+            # Whoever gave it may be sent away meanwhile: what came is dealt with all the same.
+            keeping = spawn(self._keep(piece, data), f"keep {piece.tensor}")
+            self._keeping.add(keeping)
+            keeping.add_done_callback(self._keeping.discard)
+            self._dispatch()
+            await asyncio.shield(keeping)
+
+    async def _read(self, name: str, asked: _Asked, piece: Piece) -> bytes | bytearray | None:
+        """The bytes, when they are news."""
         loop = asyncio.get_running_loop()
         try:
             await self._pace.take(piece.size)
@@ -214,17 +239,13 @@ class Fetch:
                 self._leave_plan(name)
                 asked.source.close()
                 asked.on_error(error)
-            return
+            return None
         assert self._plan is not None  # noqa: S101 - whoever asks has one
         is_news = self._plan.arrived(name, piece, loop.time() - began)
         self.meter.arrived(name, asked.source.name, len(data), loop.time())
-        self._dispatch()
-        if is_news:
-            try:
-                await as_mesh_error(self._keep(piece, data), "keeping weights", _unforeseen)
-            except MeshError as error:
-                self._error = self._error or error
+        if not is_news:
             self._dispatch()
+        return data if is_news else None
 
     def _leave_plan(self, name: str) -> None:
         """What it had in hand goes to the others."""
@@ -233,6 +254,13 @@ class Fetch:
         self._dispatch()
 
     async def _keep(self, piece: Piece, data: bytes | bytearray) -> None:
+        try:
+            await as_mesh_error(self._put(piece, data), "keeping weights", _unforeseen)
+        except MeshError as error:
+            self._error = self._error or error
+        self._dispatch()
+
+    async def _put(self, piece: Piece, data: bytes | bytearray) -> None:
         assert self._plan is not None  # noqa: S101 - as above
         assert self._writer is not None  # noqa: S101 - as above
         outcome = await asyncio.to_thread(self._writer.put, piece.tensor, piece.start, data)

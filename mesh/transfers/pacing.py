@@ -17,9 +17,6 @@ import psutil
 logger = logging.getLogger(__name__)
 
 _BURST_S = 0.1
-_LOW = 15
-"""Where every core computes for others, a process of this priority gets 3 % of one; at the lowest
-it would get half of that, and hardly move."""
 _IO_LEVEL = 7
 
 
@@ -40,16 +37,19 @@ class Pace:
             await asyncio.sleep(self._free_at - now)
 
 
-def yield_to_others() -> None:
-    """Have this process compute and read only what others leave over.
+def yield_to_others(nice: int) -> None:
+    """Have this process, at this niceness, compute and read what others leave over; 0: as they do.
 
-    Each process of a node is a session of its own, which Linux may schedule as a group: then it is
-    the group's priority that counts.
+    Where every core computes for others, it gets 3 % of one at 15; at 19 half of that. Each process
+    of a node is a session of its own, which Linux may schedule as a group: then it is the group's
+    priority that counts.
     """
+    if nice == 0:
+        return
     with suppress(OSError):
-        os.nice(_LOW)
+        os.nice(nice)
     with suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_LOW), encoding="ascii")
+        Path("/proc/self/autogroup").write_text(str(nice), encoding="ascii")
     if hasattr(psutil, "IOPRIO_CLASS_BE"):
         with suppress(OSError, psutil.Error):
             psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, _IO_LEVEL)

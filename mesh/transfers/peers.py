@@ -16,7 +16,7 @@ from typing import Any
 from mesh.errors import BadCheckpoint, MeshError, TransferFailed
 from mesh.models.manifest import read_manifest
 from mesh.models.partial import PartialRecord
-from mesh.models.partial_writer import SparseFile, create_partial
+from mesh.models.partial_draft import SparseFile, create_partial
 from mesh.processes.tasks import end, spawn
 from mesh.transfers import documents
 from mesh.transfers.asking import Peer, WeightsLink

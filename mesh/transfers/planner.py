@@ -101,6 +101,10 @@ class Plan:
         """Whether every tensor was found right."""
         return not self._waiting
 
+    def lacking(self) -> list[str]:
+        """The tensors that are left and that nobody has who is not to be spared."""
+        return [name for name in self._waiting if name not in self._of_peers]
+
     def unheld(self) -> list[str]:
         """The tensors that are left and that no source has."""
         return [

@@ -47,10 +47,13 @@ from mesh.transfers.commands import (
     Offer,
     PeerHolding,
     Peers,
+    Pull,
     Remove,
     StartFetcher,
+    Transfer,
 )
 from mesh.transfers.fetches import Fetches, FetchSettings, scan
+from mesh.transfers.outside import Claims, Outside
 from mesh.transfers.pacing import Pace, yield_to_others
 from mesh.transfers.serving import WeightsServer
 from mesh.transfers.shelf import Kept, Shelf
@@ -79,7 +82,8 @@ class FetcherProcess(Worker):
         self._accounts = ResourceLedger(SystemClock(), allowances.LINKS)
         self._serving_pace, self._fetching_pace = Pace(), Pace()
         self._fetches: Fetches | None = None
-        self._peers: tuple[PeerHolding, ...] = ()
+        self._outside: Outside | None = None
+        self._peers = Peers(())
         self._orders: dict[str, asyncio.Task[None]] = {}
         self._moves: Moves | None = None
         self._holds: Holds | None = None
@@ -91,6 +95,7 @@ class FetcherProcess(Worker):
         return {
             StartFetcher: self._begin,
             Ensure: self._ensure,
+            Pull: self._pull,
             Peers: self._hear,
             Offer: self._offer,
             Remove: self._remove,
@@ -109,6 +114,7 @@ class FetcherProcess(Worker):
 
     async def _start(self, command: StartFetcher) -> None:
         self._start_command = command
+        yield_to_others(command.nice)
         rate = command.bytes_per_s or math.inf
         self._serving_pace.bytes_per_s = self._fetching_pace.bytes_per_s = rate
         try:
@@ -119,7 +125,12 @@ class FetcherProcess(Worker):
             return
         settings = FetchSettings(command.models_dir, command.patience_s)
         self._fetches = Fetches(settings, self._shelf, self._dial, self._fetching_pace, self.say)
-        self._fetches.update(self._peers)
+        self._fetches.update(self._peers.peers, self._peers.neighbours)
+        claims = Claims(NodeId(command.hello.node_id), self._shelf, self._fetches)
+        self._outside = Outside(
+            command.models_dir, self._shelf, self._fetches, claims, self._fetching_pace
+        )
+        self._fetches.outside = self._outside.feed
         for model in command.models:
             await self._add(model)
         for kept in await asyncio.to_thread(scan, command.models_dir):
@@ -149,10 +160,16 @@ class FetcherProcess(Worker):
         else:
             self._obey(order.id, self._fetches.ensure(order))
 
+    def _pull(self, order: Pull) -> None:
+        if self._outside is None:
+            self._refuse(order.id, BadRequest("The fetcher has not started.", fix="Wait."))
+        else:
+            self._obey(order.id, self._outside.pull(order))
+
     def _hear(self, command: Peers) -> None:
-        self._peers = command.peers
+        self._peers = command
         if self._fetches is not None:
-            self._fetches.update(command.peers)
+            self._fetches.update(command.peers, command.neighbours)
 
     def _offer(self, command: Offer) -> None:
         self.spawn(self._add(command.model), f"offer {command.model.model_id}")
@@ -215,7 +232,7 @@ class FetcherProcess(Worker):
         while True:
             await asyncio.sleep(next_tick(_TELL_S) - asyncio.get_running_loop().time())
             await self._tell_holdings()
-            rows = tuple(self._fetches.rows()) if self._fetches is not None else ()
+            rows = self._rows()
             moves = Moves(rows, self._sent_bytes)
             if rows or moves != self._moves:
                 self.say(moves)
@@ -229,6 +246,13 @@ class FetcherProcess(Worker):
         if holds != self._holds:
             self.say(holds)
             self._holds = holds
+
+    def _rows(self) -> tuple[Transfer, ...]:
+        """A pull that is a fetch by now is told as that."""
+        fetching = self._fetches.rows() if self._fetches is not None else []
+        pulling = self._outside.rows() if self._outside is not None else []
+        rows = {row.id: row for row in [*pulling, *fetching]}
+        return tuple(rows.values())
 
     def _count(self, sent: int) -> None:
         self._sent_bytes += sent
@@ -288,7 +312,8 @@ def _unforeseen(error: Exception) -> MeshError:
 
 def main() -> None:
     """Be the process, until told to stop or until the daemon is gone."""
-    yield_to_others()
+    # It tells every address that is asked for; those of the hub's files are as good as a key.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     asyncio.run(FetcherProcess().run())
 
 

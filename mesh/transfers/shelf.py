@@ -15,6 +15,7 @@ from mesh.errors import BadRequest, ModelNotFound, WeightsMissing
 from mesh.models.manifest import Manifest
 from mesh.transfers import documents
 from mesh.transfers.documents import SMALL_FILES
+from mesh.types import ModelId
 from mesh.wire.messages import Part
 
 
@@ -37,7 +38,8 @@ class Holding:
     """A checkpoint of which something is here: which layers are complete, and whether the ends are.
 
     `directory` is that of its fullest copy, `is_partial` whether that may be added to; `here_bytes`
-    of its `total_bytes` of tensors are here.
+    of its `total_bytes` of tensors are here. Of what is being fetched from the hub (`origin`) the
+    `weights_sha256` is ''.
     """
 
     model_id: str
@@ -59,6 +61,7 @@ class Shelf:
         self._guard = threading.Lock()
         self._kept: dict[Path, Kept] = {}
         self._documents: dict[str, bytes] = {}
+        self._claims: dict[str, Holding] = {}
         self.version = 0
         """Grows with every change."""
 
@@ -76,6 +79,20 @@ class Shelf:
             gone = self._kept.pop(directory, None)
             if gone is not None:
                 self._documents.pop(gone.manifest.weights_sha256, None)
+
+    def claim(self, origin: str, model_id: ModelId, directory: Path) -> None:
+        """Have others know that this node fetches a repository from the hub, so that they wait."""
+        with self._guard:
+            self.version += 1
+            self._claims[origin] = Holding(
+                model_id, "", 0, (), False, origin, directory, True, 0, 0
+            )  # fmt: skip
+
+    def unclaim(self, origin: str) -> None:
+        """It does so no longer."""
+        with self._guard:
+            self.version += 1
+            self._claims.pop(origin, None)
 
     def of(self, sha256: str) -> list[Kept]:
         """The copies of this checkpoint, the one with most tensors first."""
@@ -99,11 +116,11 @@ class Shelf:
             return list(self._kept.values())
 
     def holdings(self) -> list[Holding]:
-        """One entry for each checkpoint, of its fullest copy."""
+        """One entry for each checkpoint, of its fullest copy, and one for each claim."""
         fullest: dict[str, Kept] = {}
         for kept in sorted(self.all(), key=lambda kept: len(kept.names)):
             fullest[kept.manifest.weights_sha256] = kept
-        return [_holding(kept) for kept in fullest.values()]
+        return [*map(_holding, fullest.values()), *self._claims.values()]
 
     # For others
 

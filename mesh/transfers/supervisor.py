@@ -29,10 +29,12 @@ from mesh.transfers.commands import (
     Offer,
     PeerHolding,
     Peers,
+    Pull,
     Remove,
     StartFetcher,
     Transfer,
 )
+from mesh.transfers.hub import hub_settings
 from mesh.transfers.shelf import Holding
 from mesh.types import LayerRange, ModelId
 
@@ -80,11 +82,40 @@ class FetcherSupervisor(Supervisor):
         is stopping. Cancelling ends the fetch; what came is kept.
         """
         spans = None if layers is None else tuple(layers)
-        return await self._order(lambda name: Ensure(name, model_id, weights_sha256, spans, ends))
+        hub = await asyncio.to_thread(hub_settings)
+        return await self._order(
+            lambda name: Ensure(name, model_id, weights_sha256, spans, ends, hub)
+        )
+
+    async def pull(
+        self,
+        repository: str,
+        layers: Sequence[LayerRange] | None = None,
+        *,
+        revision: str = "main",
+        ends: bool = True,
+        drop: bool = False,
+    ) -> Path:
+        """The same for a repository of the hub, from neighbours as far as they have it.
+
+        Where nobody knows the hashes of its tensors, all of it is read once, by one node of the
+        hearth, and kept for the others unless what is not wanted is to `drop`. Raises HubRefused
+        and ModelNotFound beside what `ensure` raises.
+        """
+        spans = None if layers is None else tuple(layers)
+        hub = await asyncio.to_thread(hub_settings)
+        return await self._order(
+            lambda name: Pull(name, repository, revision, spans, ends, hub, drop)
+        )
 
     async def remove(self, directory: Path) -> None:
         """Delete a checkpoint that was fetched. Raises ModelInUse, ModelNotFound."""
         await self._order(lambda name: Remove(name, directory))
+
+    @property
+    def peers(self) -> tuple[PeerHolding, ...]:
+        """What other nodes advertise now."""
+        return self._peers.peers
 
     def offer(self, model: Model) -> None:
         """Give this to others as well."""
@@ -93,16 +124,16 @@ class FetcherSupervisor(Supervisor):
             self.first_command = structs.replace(start, models=(*start.models, model))
             self.tell(Offer(model))
 
-    def hear(self, peers: Sequence[PeerHolding]) -> None:
-        """What other nodes advertise now."""
-        if self._peers.peers != (now := tuple(peers)):
-            self._peers = Peers(now)
-            self.tell(self._peers)
+    def hear(self, peers: Sequence[PeerHolding], neighbours: int = 0) -> None:
+        """What other nodes advertise now, and how many of those are up."""
+        if self._peers != (now := Peers(tuple(peers), neighbours)):
+            self._peers = now
+            self.tell(now)
 
     def facts(self) -> dict[str, Any]:
         """For `status`, JSON-able."""
         return {
-            "models": [model_facts(holding) for holding in self.holdings],
+            "models": [model_facts(held) for held in self.holdings if held.weights_sha256],
             "transfers": to_builtins(self.transfers),
             "sent_bytes": self.sent_bytes,
         }

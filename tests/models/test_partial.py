@@ -15,13 +15,8 @@ from mesh.errors import BadCheckpoint, Busy, WeightsMissing
 from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import JOURNAL, PIECE_BYTES, PartialRecord, partial_directory
-from mesh.models.partial_writer import (
-    Outcome,
-    PartialWriter,
-    SparseFile,
-    create_partial,
-    pieces_of,
-)
+from mesh.models.partial_draft import SparseFile, create_partial
+from mesh.models.partial_writer import Outcome, PartialWriter, pieces_of
 from mesh.types import LayerRange
 from tests.models.conftest import Checkpoint
 

@@ -63,7 +63,7 @@ class House:
             models_dir=self.root / name / "models",
             cache_dir=self.root / name / "cache",
             interfaces=("127.0.0.1",),
-            **{"patience_s": 30.0, **changes},
+            **{"patience_s": 30.0, "nice": 0, **changes},
         )
         events: list[tuple[str, dict[str, Any]]] = []
         supervisor = FetcherSupervisor(start, notify=lambda *event: events.append(event))
@@ -75,7 +75,8 @@ class House:
         """Have everybody hear what the others have; the daemons' part."""
         for fetcher in self.fetchers.values():
             others = [f for f in self.fetchers.values() if f is not fetcher]
-            fetcher.supervisor.hear([held for other in others for held in other.holding()])
+            heard = [held for other in others for held in other.holding()]
+            fetcher.supervisor.hear(heard, len(others))
 
 
 @asynccontextmanager

@@ -124,19 +124,21 @@ async def test_kills_cost_no_complete_tensor(tmp_path: Path, whole: Manifest) ->
         made.introduce()
         fetch = asyncio.create_task(empty.supervisor.ensure(MODEL, whole.weights_sha256))
         complete: set[str] = set()
-        for _ in range(kills):
-            await asyncio.sleep(rng.uniform(0.0, 0.3))
-            await empty.supervisor.wait_up()
-            if fetch.done():
-                break
+        while empty.supervisor.starts <= kills and not fetch.done():
+            await up(empty)
+            await asyncio.sleep(rng.uniform(0.0, 0.4))
+            starts = empty.supervisor.starts
             assert empty.supervisor.pid is not None
             os.kill(empty.supervisor.pid, signal.SIGKILL)
             for record in await asyncio.to_thread(list, (made.root / "empty/models").glob("toy@*")):
                 now = await asyncio.to_thread(right, record, whole)
                 assert now >= complete  # what was complete is so for ever
                 complete = now
+            async with asyncio.timeout(20):
+                while empty.supervisor.starts == starts:  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.02)
         directory = await fetch
-        assert empty.supervisor.starts >= 10
+        assert empty.supervisor.starts > 10
         assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
         again = await sent(full) - weights_bytes(whole)
         assert again <= kills * MAX_IN_HAND * PIECE_BYTES

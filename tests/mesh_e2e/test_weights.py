@@ -1,0 +1,3 @@
+"""Weights come from a neighbour, and what was fetched answers as the whole checkpoint does."""
+
+from __future__ import annotations
