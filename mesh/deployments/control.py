@@ -7,22 +7,17 @@ wish and the plan for it; what the machines do about that is `mesh.deployments.a
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from mesh.deployments.levels import Level
-from mesh.deployments.phases import Phase, Phases, Progress
+from mesh.deployments.listing import Rows, Seen
+from mesh.deployments.phases import Phases
 from mesh.deployments.placement import Machine, make_plan
-from mesh.deployments.reconcile import Served
 from mesh.deployments.weights import WeightsSource
-from mesh.deployments.wishes import Deployment, Plan, Quant, Replica, Span, Wish, live
+from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live
 from mesh.errors import BadRequest, Forbidden, NotFound
-from mesh.types import LayerRange, ModelId, NodeId
-
-_STATES = (Phase.FAILED, Phase.AWAY, Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
-"""What a deployment is said to be in when its spans are in several, most telling first."""
+from mesh.types import LayerRange, NodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,33 +38,11 @@ class Order:
     layers: Sequence[str] | None = None
 
 
-class House(Protocol):
+class House(Seen, Protocol):
     """What the verbs need of the node."""
-
-    @property
-    def node(self) -> NodeId:
-        """This node."""
-
-    def deployments(self) -> dict[str, Deployment]:
-        """What the log says."""
 
     def machines(self) -> Sequence[Machine]:
         """The trusted nodes that are up now."""
-
-    def names(self) -> Mapping[NodeId, str]:
-        """What people call the members."""
-
-    def served(self) -> list[Served]:
-        """What others serve."""
-
-    def serves(self) -> Collection[Served]:
-        """What this node serves."""
-
-    def alive(self) -> Collection[NodeId]:
-        """The nodes that may hold layers and are up now."""
-
-    def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
-        """Whether any of its layers is loaded on a device now."""
 
     def require_operator(self) -> None:
         """Raises UntrustedPeer and ExperimentalDisabled when this node may wish for nothing."""
@@ -94,12 +67,12 @@ class Deploying:
         """`call_for` has this node ask a deployment, whatever is placed here."""
         self._house = house
         self._weights = weights
-        self._phases = phases
+        self._rows = Rows(house, phases)
         self._call_for = call_for
 
     def view(self) -> list[dict[str, Any]]:
         """A row for each deployment that was not evicted, by model."""
-        rows = [self._row(each) for each in live(self._house.deployments())]
+        rows = [self._rows.row(each) for each in live(self._house.deployments())]
         return sorted(rows, key=lambda row: (row["model_id"], row["deployment"]))
 
     async def deploy(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,7 +153,7 @@ class Deploying:
 
     def require(self, model: str) -> dict[str, Any]:
         """The row of one deployment, by its id or model. Raises NotFound."""
-        return self._row(self._require(model))
+        return self._rows.row(self._require(model))
 
     # Private
 
@@ -277,112 +250,6 @@ class Deploying:
             f"{model!r} is not deployed; {', '.join(known) or 'nothing'} is.",
             fix="See `hearthnet status`; `hearthnet deploy MODEL` brings one up.",
         )
-
-    # Rows
-
-    def _row(self, deployment: Deployment) -> dict[str, Any]:
-        wish, plan, names = deployment.wish, deployment.plan, self._house.names()
-        replicas = plan.replicas if plan is not None else ()
-        spans = [
-            self._span(deployment, replica, span, names)
-            for replica in replicas
-            for span in replica.spans
-        ]
-        missing = self._missing(deployment) if deployment.is_wanted else []
-        return {
-            "deployment": wish.deployment,
-            "model_id": str(wish.model_id),
-            "weights_sha256": wish.weights_sha256,
-            "total_layers": wish.total_layers,
-            "replicas": wish.replicas,
-            "replicas_ready": _ready(replicas, spans),
-            "dedicated": wish.dedicated,
-            "quant": wish.quant or None,
-            "context": wish.context or None,
-            "minimum_s": wish.minimum_s,
-            "keep_alive_s": wish.keep_alive_s or None,
-            "level": self._level(deployment).value,
-            "resting": not deployment.is_wanted,
-            "state": _state(spans, missing, deployment),
-            "missing": missing,
-            "epoch": None if plan is None else plan.epoch,
-            "why": None if plan is None else plan.why or None,
-            "by": names.get(deployment.author, deployment.author),
-            "wished_at": datetime.fromtimestamp(deployment.wall_ms / 1000, UTC).isoformat(),
-            "spans": spans,
-        }
-
-    def _span(
-        self, deployment: Deployment, replica: Replica, span: Span, names: Mapping[NodeId, str]
-    ) -> dict[str, Any]:
-        wish = deployment.wish
-        now: Progress | None = None
-        if span.node == self._house.node:
-            now = self._phases.get(deployment.shard(span.layers))
-        served = Served(span.node, wish.model_id, wish.weights_sha256, span.layers)
-        if served in self._here():
-            now = Progress(Phase.READY)
-        elif span.node not in self._house.alive():
-            now = Progress(Phase.AWAY)
-        if not deployment.is_wanted:
-            now = Progress(Phase.RESTING)
-        return {
-            "replica": replica.number,
-            "node_id": span.node,
-            "node": names.get(span.node, span.node),
-            "layers": str(span.layers),
-            **(now or Progress(Phase.QUEUED)).row(),
-        }
-
-    def _level(self, deployment: Deployment) -> Level:
-        """HOT while any of its layers is on a device, WARM while they are offered, else COLD."""
-        wish = deployment.wish
-        offered = any(
-            (each.model_id, each.weights_sha256) == (wish.model_id, wish.weights_sha256)
-            for each in self._here()
-        )
-        if not deployment.is_wanted or not offered:
-            return Level.COLD
-        is_hot = self._house.is_resident(wish.model_id, wish.weights_sha256)
-        return Level.HOT if is_hot else Level.WARM
-
-    def _here(self) -> list[Served]:
-        return [*self._house.served(), *self._house.serves()]
-
-    def _missing(self, deployment: Deployment) -> list[str]:
-        wish = deployment.wish
-        covered = {
-            layer
-            for each in self._here()
-            if (each.model_id, each.weights_sha256) == (wish.model_id, wish.weights_sha256)
-            for layer in range(each.layers.start, each.layers.stop)
-        }
-        missing, start = [], None
-        for layer in range(wish.total_layers + 1):
-            lacks = layer < wish.total_layers and layer not in covered
-            if lacks and start is None:
-                start = layer
-            if not lacks and start is not None:
-                missing.append(str(LayerRange(start, layer)))
-                start = None
-        return missing
-
-
-def _ready(replicas: Sequence[Replica], spans: Sequence[dict[str, Any]]) -> int:
-    waiting = {row["replica"] for row in spans if row["phase"] != Phase.READY}
-    return sum(replica.number not in waiting for replica in replicas)
-
-
-def _state(spans: Sequence[dict[str, Any]], missing: Sequence[str], deployment: Deployment) -> str:
-    """READY when all is as wished, PARTLY when it answers without some of that."""
-    phases = {row["phase"] for row in spans}
-    if not deployment.is_wanted:
-        return "RESTING"
-    if deployment.is_planned and phases <= {Phase.READY} and spans:
-        return "READY"
-    if not missing:
-        return "PARTLY"
-    return next((phase.value for phase in _STATES if phase in phases), Phase.QUEUED.value)
 
 
 def _bad_layers(why: str) -> BadRequest:

@@ -87,6 +87,17 @@ class House:
         """See `control.House` and `Resting`."""
         return {machine.node for machine in self.machines()}
 
+    def on_disk(self, node: NodeId, weights_sha256: str) -> Collection[LayerRange] | None:
+        """See `control.House`."""
+        said = [
+            held.layers
+            for view in self._store.nodes()
+            if view.info.node_id == node
+            for held in view.weights
+            if held.weights_sha256 == weights_sha256
+        ]
+        return [layers for each in said for layers in each] if said else None
+
     def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
         """See `control.House`."""
         return any(

@@ -186,9 +186,8 @@ class Node:
         deployments = self._deployments = DeploymentsHere(
             config, house, held, self._events, self.weights.fetcher
         )
-        own = self._key.node_id
         coordination = self._coordination = CoordinationHere(
-            config, own, held.models, network, self._store, self._served, self._events
+            config, house.node, held.models, network, self._store, self._served, self._events
         )
         parts = NodeParts(
             node=self._facts,
