@@ -7,7 +7,7 @@ import asyncio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 
 from mesh.api import (
     coordination,
@@ -63,7 +63,7 @@ def create_app(
             *require(Scope.CHAT, lens.routes(generations, settings)),
             *require(Scope.CHAT, streams.routes(kept, settings)),
             *require(Scope.ADMIN, administration),
-            *(require(Scope.INTERVENTIONS, ndif.routes(jobs, view)) if jobs is not None else []),
+            *(_jobs(jobs, view, services) if jobs is not None else []),
             *(ndif.open_routes(jobs) if jobs is not None else []),
             *(_more(services, settings) if services is not None else []),
             *mesh.routes(view, settings, closing, feed),
@@ -82,6 +82,13 @@ def create_app(
     app.state.settings = settings
     app.state.access = access
     return app
+
+
+def _jobs(
+    jobs: ndif.JobsApi, view: MeshView, services: Services | None
+) -> list[Route | WebSocketRoute]:
+    control = services.deployments if services is not None else None
+    return require(Scope.INTERVENTIONS, ndif.routes(jobs, view, control))
 
 
 def _more(services: Services, settings: ApiSettings) -> list[Route]:

@@ -17,6 +17,10 @@ LOADING = "loading"
 """The `reason` of a model that will be runnable by itself."""
 
 
+RESTING = "at rest (COLD); `hearthnet run` or a trusted key wakes it"
+"""The `reason` of a model of a deployment that rests."""
+
+
 class Generations(Protocol):
     """Runs generations."""
 
@@ -162,12 +166,16 @@ class DeploymentControl(Protocol):
 
     def view(self) -> list[dict[str, Any]]:
         """``{"deployment", "model_id", "weights_sha256", "total_layers", "replicas",
-        "replicas_ready", "dedicated", "quant", "context", "minimum_s", "level", "state",
-        "missing", "epoch", "why", "by", "wished_at", "spans": [{"replica", "node_id", "node",
-        "layers", "phase", "done_bytes", "total_bytes", "reason"}]}`` of each."""
+        "replicas_ready", "dedicated", "quant", "context", "minimum_s", "keep_alive_s", "level":
+        HOT, WARM or COLD, "resting", "state", "missing", "epoch", "why", "by", "wished_at",
+        "spans": [{"replica", "node_id", "node", "layers", "phase", "done_bytes", "total_bytes",
+        "reason"}]}`` of each."""
 
     async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
         """Of the fields of `mesh.api.deployments.Deploy` that were given: its row of `view`."""
+
+    async def wake(self, model: str, *, may_wake: bool) -> bool:
+        """Have up what rests, for who may; whether it rested."""
 
     async def scale(self, model: str, replicas: int) -> dict[str, Any]:
         """Its row of `view`."""

@@ -63,18 +63,23 @@ def deploy(  # noqa: PLR0913 - flags
     with_: With = None,
     without: Without = None,
     streams: Streams = None,
+    keep_alive: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="S", help="Rest after so many seconds without use; 0: never."),
+    ] = None,
     wait: Wait = False,
 ) -> None:
     """Have a model loaded over the house; what is deployed already is changed."""
     wanted: dict[str, Any] = {
         "replicas": replicas, "dedicated": dedicated, "quant": quant, "context": context,
-        "minimum_s": minimum, "layers": pins(layers),
+        "minimum_s": minimum, "keep_alive_s": keep_alive, "layers": pins(layers),
         "nodes": None if nodes is None else [n.strip() for n in nodes.split(",") if n.strip()],
     }  # fmt: skip
     order = {name: value for name, value in wanted.items() if value is not None}
 
     if estimate or with_ or without or streams is not None:
-        order.pop("minimum_s", None)
+        for kept_for in ("minimum_s", "keep_alive_s"):
+            order.pop(kept_for, None)
         supposed = {"with": with_, "without": without, "streams": streams}
         order |= {name: value for name, value in supposed.items() if value is not None}
         daemon.show(daemon.ask(lambda client: client.plan(model, **order)), print_plan)

@@ -149,6 +149,8 @@ class DeploymentsSection(BaseModel):
 
     replan_seconds: float = Field(default=300, ge=1, le=86400 * 7)
     """How long a machine that holds layers of a deployment may be away before others take them."""
+    patience_seconds: float = Field(default=300, ge=1, le=86400)
+    """How long a chat waits for a deployed model that is coming up."""
 
 
 class JobQueueSection(BaseModel):

@@ -117,8 +117,8 @@ def stale(
 
     `gone_s` are the seconds since a planned node that is away was last seen.
     """
-    wish, plan = deployment.wish, deployment.plan
-    if wish.evicted:
+    plan = deployment.plan
+    if not deployment.is_wanted:
         return None
     if plan is None or not deployment.is_planned:
         return "the wish has changed"

@@ -49,9 +49,9 @@ from mesh.node.offers import Offers
 from mesh.node.own_capacity import OwnCapacity, OwnHooks
 from mesh.node.weights import Weights
 from mesh.paths import StatePaths, capacity_dir
+from mesh.pipeline.askers import Askers
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.live import LiveCounts
-from mesh.pipeline.supervisor import Askers
 from mesh.processes.supervisor import Supervisor
 from mesh.research.harvest.control import Harvests
 from mesh.research.steering.control import Steering
@@ -191,9 +191,8 @@ class Node:
         deployments = self._deployments = DeploymentsHere(
             config, house, held, self._events, self.weights.fetcher
         )
-        own = self._key.node_id
         coordination = self._coordination = CoordinationHere(
-            config, own, held.models, network, self._store, self._served, self._events
+            config, house.node, held.models, network, self._store, self._served, self._events
         )
         parts = NodeParts(
             node=self._facts,
@@ -224,6 +223,7 @@ class Node:
             prepared=steering.prepared,
             on_frame=self._metrics.frame,
             counts=self._counts,
+            bring_up=deployments.waker.bring_up,
         )
         settings = ApiSettings(
             config.api_host, self._owner_key, keyless=config.is_keyless, accounts=self._accounts
