@@ -9,7 +9,19 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from mesh.api import deployments, faults, harvest, health, hearth, keys, lens, mesh, page, steering
+from mesh.api import (
+    deployments,
+    faults,
+    harvest,
+    health,
+    hearth,
+    keys,
+    lens,
+    mesh,
+    page,
+    steering,
+    weights,
+)
 from mesh.api.auth import Access, Gate, require
 from mesh.api.feed import DashboardFeed
 from mesh.api.ndif import routes as ndif
@@ -79,5 +91,7 @@ def _more(services: Services, settings: ApiSettings) -> list[Route]:
         *require(Scope.ADMIN, harvest.routes(services.harvests, settings)),
         # In this order: a route that does not take a method lets the next one look.
         *deployments.view_routes(services.deployments),
+        *weights.view_routes(services.pulls),
         *require(Scope.ADMIN, deployments.routes(services.deployments, settings)),
+        *require(Scope.ADMIN, weights.routes(services.pulls, settings)),
     ]

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from mesh.accounts.ledger import ResourceLedger
 from mesh.hearth.listing import Wanted
+from mesh.transfers.pulls import Pulls
 from mesh.types import GenerationRequest, StreamFrame
 
 LOADING = "loading"
@@ -183,6 +184,7 @@ class Services:
     steering: SteeringControl
     harvests: HarvestControl
     deployments: DeploymentControl
+    pulls: Pulls
 
 
 @dataclass(frozen=True, slots=True)

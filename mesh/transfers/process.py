@@ -21,6 +21,7 @@ from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import SystemClock, next_tick
 from mesh.discovery.interfaces import Reach
 from mesh.errors import (
+    BadCheckpoint,
     BadRequest,
     ConnectFailed,
     InternalError,
@@ -299,6 +300,10 @@ class FetcherProcess(Worker):
 
 def _kept(model: Model, cache_dir: Path) -> Kept:
     manifest = read_manifest(model.directory, model_id=model.model_id, cache_dir=cache_dir)
+    if any(entry.file.suffix != ".safetensors" for entry in manifest.tensors.values()):
+        raise BadCheckpoint(
+            f"{model.directory} is not safetensors.", fix="Only such are given to others."
+        )
     partial, snapshot = read_partial(model.directory), hub_snapshot(model.directory)
     if partial is not None:
         return Kept(manifest, partial.record.origin, partial.complete)
