@@ -104,6 +104,11 @@ class StatePaths:
         return self.root / "jobs"
 
     @property
+    def coordination(self) -> Path:
+        """Who holds which model, as this node knew it last (0600)."""
+        return self.root / "coordination.db"
+
+    @property
     def chat_history(self) -> Path:
         """What was typed into `hearthnet chat`, for the arrow keys (0600)."""
         return self.root / "chat-history"

@@ -10,6 +10,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from mesh.api import (
+    coordination,
     deployments,
     faults,
     harvest,
@@ -90,6 +91,7 @@ def _more(services: Services, settings: ApiSettings) -> list[Route]:
         *require(Scope.ADMIN, steering.routes(services.steering, settings)),
         *require(Scope.ADMIN, harvest.routes(services.harvests, settings)),
         # In this order: a route that does not take a method lets the next one look.
+        *coordination.routes(services.coordination),
         *deployments.view_routes(services.deployments),
         *weights.view_routes(services.pulls),
         *require(Scope.ADMIN, deployments.routes(services.deployments, settings)),

@@ -177,6 +177,17 @@ class DeploymentControl(Protocol):
         """``{"deployment", "model_id", "evicted": true}`` of each that ends."""
 
 
+class CoordinationView(Protocol):
+    """Who holds which model, as this node knows it."""
+
+    async def view(self) -> dict[str, Any]:
+        """``{"store", "reachable", "error": why the store is not | None, "unwritten": workers,
+        "models": [{"model_name", "weights_sha256", "published_at", "workers": [{"worker_rank",
+        "holder", "kind": "shard" | "checkpoint", "layers", "endpoint", "tensor_count",
+        "published_at", "ready", "stability_verified"}]}]}``. Raises CoordinationError where there
+        is no memory in front of the store."""
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """What is served beside chat, the hearth and jobs."""
@@ -184,6 +195,7 @@ class Services:
     steering: SteeringControl
     harvests: HarvestControl
     deployments: DeploymentControl
+    coordination: CoordinationView
     pulls: Pulls
 
 

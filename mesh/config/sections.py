@@ -5,6 +5,7 @@ Each field's docstring is its line in the reference. Nothing here reads a file o
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -180,3 +181,25 @@ class JobsSection(BaseModel):
     """How long the process that a model's jobs start from is kept when there are none."""
     queue: JobQueueSection = JobQueueSection()
     """The jobs that wait."""
+
+
+class CoordinationSection(BaseModel):
+    """``[coordination]``: where it is kept who holds which model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    store: Literal["memory", "sqlite", "redis", "kubernetes", "redis-only", "kubernetes-only"] = (
+        "sqlite"
+    )
+    """Where records are kept beside memory: nowhere, in a file of this node, in a Redis, or as
+    Kubernetes resources; ``-only``: there, and not in memory. Also ``MX_METADATA_BACKEND``."""
+    redis_url: str = Field(default="redis://127.0.0.1:6379/0", pattern=r"^(rediss?|unix)://\S+$")
+    """The Redis, ``redis://[USER:PASSWORD@]HOST:PORT/DB`` or ``rediss://`` for TLS. Also
+    ``MX_REDIS_HOST`` and ``MX_REDIS_PORT``."""
+    namespace: str = Field(default="default", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+    """The Kubernetes namespace of the resources. Also ``MX_METADATA_NAMESPACE``."""
+    kubeconfig: Path | None = None
+    """The file that says where the Kubernetes API server is. Unset: the pod's service account, or
+    the user's own file."""
+    refresh_seconds: float = Field(default=15, ge=1, le=3600)
+    """How often a store that others write to as well is read again, or watched anew."""

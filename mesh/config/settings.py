@@ -1,7 +1,8 @@
 """Every setting of a node, and where each value came from.
 
-Precedence: defaults < TOML file < ``HEARTHNET_...`` environment < command-line flag. This is the
-only file that reads the environment. It knows nothing of what the settings do.
+Precedence: defaults < TOML file < ``HEARTHNET_...`` environment (ModelExpress' names below it) <
+command-line flag. This is the only file that reads the environment. It knows nothing of what the
+settings do.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from mesh.config.modelexpress import alias_of, from_modelexpress
 from mesh.config.sections import (
+    CoordinationSection,
     DeploymentsSection,
     DistributedInferenceSection,
     JobsSection,
@@ -120,6 +123,8 @@ class Config(BaseSettings):
     """What code of others this node runs, and within what."""
     routing: RoutingSection = RoutingSection()
     """Which layers may run where, for this node's own prompts."""
+    coordination: CoordinationSection = CoordinationSection()
+    """Where it is kept who holds which model."""
     policy: PolicySection = PolicySection()
     """What the owner of this node allows at all."""
     research: ResearchSection = ResearchSection()
@@ -257,6 +262,7 @@ def load_config(flags: Mapping[str, Any] | None = None, *, file: Path | None = N
     given = {key: value for key, value in (flags or {}).items() if value is not None}
     layers: list[tuple[dict[str, Any], Callable[[str], str]]] = [
         (_read_toml(path), lambda _key: str(path)),
+        (from_modelexpress(os.environ), alias_of),
         (_read_environment(), _variable),
         (given, lambda key: "--" + key.replace("_", "-")),
     ]

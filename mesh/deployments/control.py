@@ -7,7 +7,7 @@ wish and the plan for it; what the machines do about that is `mesh.deployments.a
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -76,10 +76,18 @@ class House(Protocol):
 class Deploying:
     """The verbs. `phases` are how far this node's own spans are."""
 
-    def __init__(self, house: House, weights: WeightsSource, phases: Phases) -> None:
+    def __init__(
+        self,
+        house: House,
+        weights: WeightsSource,
+        phases: Phases,
+        call_for: Callable[[str], None],
+    ) -> None:
+        """`call_for` has this node ask a deployment, whatever is placed here."""
         self._house = house
         self._weights = weights
         self._phases = phases
+        self._call_for = call_for
 
     def view(self) -> list[dict[str, Any]]:
         """A row for each deployment that was not evicted, by model."""
@@ -113,7 +121,9 @@ class Deploying:
         else:
             before = known.wish
         wish = self._ordered(before, order)
-        return await self._wish(wish, known)
+        row = await self._wish(wish, known)
+        self._call_for(wish.deployment)
+        return row
 
     async def scale(self, model: str, replicas: int) -> dict[str, Any]:
         """Have so many replicas of a deployment, more or fewer. Raises NotFound and as `deploy`."""

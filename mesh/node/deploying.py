@@ -27,7 +27,9 @@ from mesh.hearth.hearth import Hearth
 from mesh.hearth.network import Network
 from mesh.identity.roster import TrustLevel
 from mesh.models.local import LocalModel, require_within
+from mesh.node.fetched_weights import FetchedWeights
 from mesh.node.holdings import Holdings
+from mesh.node.weights import Weights
 from mesh.paths import StatePaths, cache_dir
 from mesh.processes.headroom import ram
 from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
@@ -217,11 +219,21 @@ class House:
 class DeploymentsHere:
     """The parts that follow and change deployments on this node. `start`, then `stop`."""
 
-    def __init__(self, config: Config, house: House, held: Holdings, events: EventFeed) -> None:
+    def __init__(
+        self,
+        config: Config,
+        house: House,
+        held: Holdings,
+        events: EventFeed,
+        fetching: Weights,
+    ) -> None:
         folders = [each for each in (config.models_dir, *_folders(config)) if each is not None]
-        weights = LocalWeights(held.models, folders, cache_dir())
+        weights = FetchedWeights(
+            LocalWeights(held.models, folders, cache_dir()), fetching, cache_dir()
+        )
         self.reconciler = Reconciler(house, weights, Hooks(events.emit, events.stir), cache_dir())
-        self.control = Deploying(house, weights, self.reconciler.phases)
+        reconciler = self.reconciler
+        self.control = Deploying(house, weights, reconciler.phases, reconciler.call_for)
         self._replanner = Replanner(house, config.deployments.replan_seconds, events.emit)
 
     def start(self) -> None:

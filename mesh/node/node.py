@@ -39,6 +39,7 @@ from mesh.identity.keys import NodeKey
 from mesh.interventions.jobs.supervisor import JobsSupervisor
 from mesh.models.local import LocalModel
 from mesh.node import wiring
+from mesh.node.coordination import CoordinationHere
 from mesh.node.deploying import DeploymentsHere, House
 from mesh.node.exposure import PrivacyReport
 from mesh.node.holdings import Holdings
@@ -90,6 +91,7 @@ class Node:
         self._address = ""
         self._steering: Steering | None = None
         self._deployments: DeploymentsHere | None = None
+        self._coordination: CoordinationHere | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._is_paused = False
         # Made anew at each start: whoever can read the runtime file may administer this node.
@@ -115,7 +117,9 @@ class Node:
         self._queue = await start_queue(self._config, jobs, *watchers)
         await self._start_api(network, [str(choice.address) for choice in chosen])
         assert self._deployments is not None  # noqa: S101 - made with the API
+        assert self._coordination is not None  # noqa: S101 - likewise
         self._deployments.start()
+        self._coordination.start()
         self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
         self._tasks.append(asyncio.create_task(self._watch.run(), name="watch peers"))
 
@@ -129,6 +133,8 @@ class Node:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._deployments is not None:
             await self._deployments.stop()
+        if self._coordination is not None:
+            await self._coordination.stop()
         await self._held.home.stop()
         if self._network is not None:
             await self._network.stop()
@@ -177,7 +183,13 @@ class Node:
     async def _start_api(self, network: Network, addresses: list[str]) -> None:
         config, held = self._config, self._held
         house = House(config, self._key.node_id, held, network, self._store)
-        deployments = self._deployments = DeploymentsHere(config, house, held, self._events)
+        deployments = self._deployments = DeploymentsHere(
+            config, house, held, self._events, self.weights
+        )
+        own = self._key.node_id
+        coordination = self._coordination = CoordinationHere(
+            config, own, held.models, network, self._store, self._served, self._events
+        )
         parts = NodeParts(
             node=self._facts,
             models=held.models,
@@ -215,7 +227,9 @@ class Node:
         view, control = Overview(parts), Control(network)
         harvests = Harvests(held.models, held.askers)
         pulls = self.weights.pulls(held.models)
-        services = Services(steering, harvests, deployments.control, pulls)
+        services = Services(
+            steering, harvests, deployments.control, coordination.coordinator, pulls
+        )
         app = create_app(askers, view, settings, control, keys, self._queue, services)
         tls = await asyncio.to_thread(api_tls, config, addresses)
         self._api = await serve_api(app, config.api_host, config.api_port, tls)

@@ -19,7 +19,7 @@ from mesh.models.local import LocalModel
 from mesh.node import wiring
 from mesh.paths import cache_dir
 from mesh.transfers.commands import PeerHolding
-from mesh.transfers.pulls import Pulls, Surroundings
+from mesh.transfers.pulls import Pulls, Surroundings, meant
 from mesh.transfers.shelf import Holding
 from mesh.transfers.supervisor import FetcherSupervisor, spans_of
 from mesh.types import Endpoint, ModelId, NodeId
@@ -79,6 +79,11 @@ class Weights:
             for held in view.weights
         ]
         self.fetcher.hear(heard, len(others))
+
+    def known(self, model: str) -> tuple[ModelId, str] | None:
+        """The checkpoint that is meant by a name, of those of which this node or another has
+        something. Raises BadRequest when there are several."""
+        return meant(model, self._peers, self.fetcher.holdings)
 
     def pulls(self, held: Mapping[ModelId, LocalModel]) -> Pulls:
         """The verbs, for a node that serves or asks these models."""

@@ -177,22 +177,12 @@ class Pulls:
         if wish.model.startswith((".", "/", "~")):
             return self._offer(path)
         fetcher = self._fetcher
-        known: dict[str, tuple[ModelId, str]] = {}
-        if wish.source != "hub":
-            for peer in self._around.peers():
-                is_meant = _means(wish.model, peer.model_id, peer.weights_sha256)
-                if is_meant and wish.source in ("", peer.node_name, peer.node):
-                    known[peer.weights_sha256] = (peer.model_id, peer.weights_sha256)
-            for holding in self._held(wish.model) if not wish.source else ():
-                known[holding.weights_sha256] = (ModelId(holding.model_id), holding.weights_sha256)
-        if len(known) > 1:
-            raise BadRequest(
-                f"{wish.model!r} is {len(known)} different checkpoints here.",
-                fix=f"Say which: {' or '.join(f'{m}@{sha[:12]}' for m, sha in known.values())}.",
-                param="model",
-            )
-        for model_id, sha256 in known.values():
-            return fetcher.ensure(model_id, sha256, wish.layers, ends=wish.ends)
+        peers = [
+            peer for peer in self._around.peers() if wish.source in ("", peer.node_name, peer.node)
+        ]
+        known = meant(wish.model, peers, () if wish.source else fetcher.holdings)
+        if known is not None and wish.source != "hub":
+            return fetcher.ensure(*known, wish.layers, ends=wish.ends)
         if wish.source not in ("", "hub") or REPOSITORY.fullmatch(wish.model) is None:
             raise ModelNotFound(
                 f"No node that is up has {wish.model!r}.",
@@ -255,6 +245,26 @@ class Pulls:
             if not ended:
                 raise Busy(f"{MAX_PULLS} pulls run already.", fix="Wait for some to end.")
             del self._pulls[ended.pop(0)]
+
+
+def meant(
+    model: str, peers: Sequence[PeerHolding], holdings: Sequence[Holding]
+) -> tuple[ModelId, str] | None:
+    """The name and hash of the checkpoint of which these have something, if any does.
+
+    Raises BadRequest when it could be several.
+    """
+    said = [*((p.model_id, p.weights_sha256) for p in peers)]
+    said += [(ModelId(held.model_id), held.weights_sha256) for held in holdings]
+    known = {sha256: name for name, sha256 in said if _means(model, name, sha256)}
+    if len(known) > 1:
+        names = " or ".join(f"{name}@{sha256[:12]}" for sha256, name in known.items())
+        raise BadRequest(
+            f"{model!r} is {len(known)} different checkpoints here.",
+            fix=f"Say which: {names}.",
+            param="model",
+        )
+    return next(((name, sha256) for sha256, name in known.items()), None)
 
 
 def _means(text: str, model_id: str, sha256: str) -> bool:

@@ -167,3 +167,25 @@ def test_a_deployment_from_nothing_to_its_end(house: dict[str, LocalNode], model
     )
     error = refused(kitchen, "/v1/completions", {"model": MODEL, "prompt": PROMPT})
     assert error["code"] == "model_not_found"
+
+
+def test_run_brings_a_model_up_on_machines_that_hold_nothing(house: dict[str, LocalNode]) -> None:
+    attic, kitchen, study = house.values()
+    arguments = ("--raw", "--max-tokens", "4", "--ignore-eos", "--json")
+    ran = hearthnet("run", MODEL, "The kettle", *arguments, node=kitchen)
+    assert ran.returncode == 0, ran.stderr
+    answer = json.loads(ran.stdout)
+    assert answer["usage"]["completion_tokens"] == 4
+    assert {hop["node"] for hop in answer["hearthnet"]["route"]} == set(house)
+    assert "attic: layers" in ran.stderr
+    assert "is ready" in ran.stderr
+    ready(attic, kitchen, study)
+    again = hearthnet("run", MODEL, "The kettle", *arguments, node=study)
+    assert json.loads(again.stdout)["hearthnet"]["token_ids"] == answer["hearthnet"]["token_ids"]
+    assert "deploying" not in again.stderr
+    unknown = hearthnet("run", "nobody-has-this", "x", node=attic)
+    assert unknown.returncode == 4
+    assert "not on this machine" in unknown.stderr
+    assert hearthnet("evict", MODEL, node=study).returncode == 0
+    for node in house.values():
+        until(lambda node=node: not held(node) and not rows(node), "it is gone", node)
