@@ -200,9 +200,7 @@ class Node:
             events=self._events,
             metrics=self._metrics,
             verdict=self._watch.verdict,
-            privacy=PrivacyReport(
-                config, self._key.node_id, held.models, held.askers, self.routable
-            ),
+            privacy=PrivacyReport(config, own, held.models, held.askers, self.routable),
             lacking=held.home.lacking,
             processes=self._processes,
             accounts=self._reports,
@@ -226,10 +224,8 @@ class Node:
         keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
         view, control = Overview(parts), Control(network)
         harvests = Harvests(held.models, held.askers)
-        pulls = self.weights.pulls(held.models)
-        services = Services(
-            steering, harvests, deployments.control, coordination.coordinator, pulls
-        )
+        pulls, coordinator = self.weights.pulls(held.models), coordination.coordinator
+        services = Services(steering, harvests, deployments.control, coordinator, pulls)
         app = create_app(askers, view, settings, control, keys, self._queue, services)
         tls = await asyncio.to_thread(api_tls, config, addresses)
         self._api = await serve_api(app, config.api_host, config.api_port, tls)
