@@ -7,6 +7,7 @@ from typing import Any
 from mesh.cli.deploying import print_deployments
 from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import note, print_table, route_line, say
+from mesh.cli.pull import transfer_line
 
 
 @asks
@@ -48,6 +49,8 @@ def show(picture: dict[str, Any]) -> None:
         say(f"free: {memory['free_mb']} of {memory['total_mb']} MB ({memory['bound']})")
     for load in picture.get("loads", ()):
         say(f"loading: {loading(load)}")
+    for transfer in picture.get("weights", {}).get("transfers", ()):
+        say(f"fetching: {transfer['model_id']}, {transfer_line(transfer)}")
     for running in picture["generations"]:
         if place := running.get("queued"):
             say(f"waiting: {running['model']}, number {place} in line for room")

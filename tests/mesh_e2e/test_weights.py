@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from mesh.cli.local_node import LocalNode
@@ -108,3 +109,20 @@ def test_what_is_not_served_can_be_removed(own_node: StartNode, tmp_path: Path) 
     name = checkpoint.name
     assert "was not put there by hearthnet" in verb(node, "rm", name, "--yes").stderr
     assert checkpoint.is_dir()
+
+
+def test_a_deployment_fetches_what_it_needs(own_node: StartNode, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "llama", layers=LAYERS)
+    attic = own_node("attic", "--model", f"{checkpoint}=toy", "--layers", "none")
+    sofa = own_node("sofa", "--layers", "none")
+    sofa.wait_up()
+    wait_for(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
+    spans = ("--layers", "attic=0-3", "--layers", "sofa=4-7")
+    deployed = verb(sofa, "deploy", "toy", *spans, "--wait")
+    assert deployed.returncode == 0, deployed.stderr
+    for node in (attic, sofa):
+        wait_for(lambda node=node: served_by(node) == {"attic", "sofa"})
+        wait_for(lambda node=node: "toy" not in str(httpx.get(f"{node.url}/readyz").json()))
+    assert answer(sofa)["choices"] == answer(attic)["choices"]
+    held = {row["id"]: row for row in sofa.get("/mesh/v1/weights")["models"]}
+    assert (held["toy"]["layers"], held["toy"]["in_use"]) == (["4-7"], True)
