@@ -16,6 +16,7 @@ READ_S = 60.0
 _SIGN_S = 1000.0
 """A checkpoint that is deployed for the first time is read to its last byte."""
 _DEPLOYMENTS = "/mesh/v1/deployments"
+_WEIGHTS = "/mesh/v1/weights"
 
 
 class Administration(ABC):
@@ -35,6 +36,26 @@ class Administration(ABC):
         method: str = "POST",
     ) -> dict[str, Any]:
         """What is answered to a body."""
+
+    async def weights(self) -> dict[str, Any]:
+        """`GET /mesh/v1/weights`: models on disks, here and nearby, and what is under way."""
+        return await self._get(_WEIGHTS)
+
+    async def pull(self, model: str, **wanted: Any) -> str:
+        """`POST /mesh/v1/weights/pull`: begin to fetch a model; the pull's name."""
+        return str((await self._post(f"{_WEIGHTS}/pull", {"model": model, **wanted}))["pull"])
+
+    async def pull_outcome(self, pull: str, wait_s: int = 0) -> dict[str, Any]:
+        """`GET /mesh/v1/weights/pulls/NAME`: how it is, after it ended or a while."""
+        return await self._get(f"{_WEIGHTS}/pulls/{quote(pull, safe='')}?wait={wait_s}")
+
+    async def cancel_pull(self, pull: str) -> dict[str, Any]:
+        """`POST /mesh/v1/weights/pulls/NAME/cancel`: what came is kept."""
+        return await self._post(f"{_WEIGHTS}/pulls/{quote(pull, safe='')}/cancel", {})
+
+    async def remove_model(self, model: str) -> dict[str, Any]:
+        """`POST /mesh/v1/weights/remove`: delete a model that was fetched."""
+        return await self._post(f"{_WEIGHTS}/remove", {"model": model})
 
     async def hearth(self) -> dict[str, Any]:
         """`GET /mesh/v1/hearth`: who is in."""

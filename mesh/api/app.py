@@ -22,6 +22,7 @@ from mesh.api import (
     page,
     plan,
     steering,
+    weights,
 )
 from mesh.api.auth import Access, Gate, require
 from mesh.api.feed import DashboardFeed
@@ -102,5 +103,7 @@ def _more(services: Services, settings: ApiSettings) -> list[Route]:
         *deployments.view_routes(services.deployments),
         # It reads whatever checkpoint it is told of.
         *require(Scope.ADMIN, plan.routes(services.plans, settings)),
+        *weights.view_routes(services.pulls),
         *require(Scope.ADMIN, deployments.routes(services.deployments, settings)),
+        *require(Scope.ADMIN, weights.routes(services.pulls, settings)),
     ]

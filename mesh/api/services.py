@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from mesh.accounts.ledger import ResourceLedger
 from mesh.hearth.listing import Wanted
+from mesh.transfers.pulls import Pulls
 from mesh.types import GenerationRequest, StreamFrame
 
 LOADING = "loading"
@@ -51,7 +52,8 @@ class MeshView(Protocol):
         [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms",
         "compute_p50_ms"}], "failovers", "queued": its place in line | 0, "prompt_tokens", "tokens",
         "tokens_per_second" of the latest | None, "first_token_ms" | None, "age_s"}],
-        "deployments": as `DeploymentControl.view`, "loads":
+        "deployments": as `DeploymentControl.view`, "weights": {"models", "transfers",
+        "sent_bytes"} as `FetcherSupervisor.facts`, "loads":
         [{"name", "process", "need_mb", "age_s", "phase", "done_bytes", "total_bytes"}] of what
         is being loaded here and how far, "accounts": [{"where": a process or a shard, "principals":
         [{"kind", "name", "node": a peer's name, "refused": how often, "resources": {NAME: {"held"
@@ -218,6 +220,7 @@ class Services:
     deployments: DeploymentControl
     plans: PlanControl
     coordination: CoordinationView
+    pulls: Pulls
 
 
 @dataclass(frozen=True, slots=True)

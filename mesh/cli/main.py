@@ -26,7 +26,9 @@ from mesh.cli import (
     keys,
     log,
     members,
+    model_files,
     pause,
+    pull,
     run,
     scale,
     status,
@@ -63,6 +65,10 @@ app.command()(run.run)
 app.command()(top.top)
 app.command()(status.peers)
 app.command()(status.models)
+app.command()(pull.pull)
+app.command("list")(model_files.list_models)
+app.command()(model_files.show)
+app.command()(model_files.rm)
 app.command()(deploy.deploy)
 app.command()(scale.scale)
 app.command()(evict.evict)

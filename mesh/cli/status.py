@@ -11,6 +11,7 @@ import typer
 from mesh.cli.deploying import print_deployments
 from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import note, print_json_line, print_table, route_line, say
+from mesh.cli.pull import transfer_line
 
 if TYPE_CHECKING:
     from mesh.client import Client
@@ -73,8 +74,6 @@ def models(daemon: AskedDaemon) -> None:
 
 def show(picture: dict[str, Any]) -> None:
     """Print what `GET /mesh/v1/status` returned."""
-    from tui.words import loading
-
     node = picture["node"]
     mesh = "on" if node["enabled"] else "off (local models only)"
     say(f"{node['name']} ({node['id'][:6]}) · {node['software']} · mesh {mesh}")
@@ -88,18 +87,27 @@ def show(picture: dict[str, Any]) -> None:
         say(f"held here: {shard['model_id']} {shard['layers']}{_taken(shard.get('memory'))}")
     if (memory := picture.get("memory")) is not None:
         say(f"free: {memory['free_mb']} of {memory['total_mb']} MB ({memory['bound']})")
-    for load in picture.get("loads", ()):
-        say(f"loading: {loading(load)}")
-    for running in picture["generations"]:
-        if place := running.get("queued"):
-            say(f"waiting: {running['model']}, number {place} in line for room")
-            continue
-        say(f"running: {running['model']} over {route_line(running['route'])}")
+    _show_work(picture)
     print_accounts(picture["accounts"])
     for reason in picture["reasons"]:
         note(f"note: {reason}")
     for warning in picture["warnings"]:
         note(f"warning: {warning}")
+
+
+def _show_work(picture: dict[str, Any]) -> None:
+    """What loads, is fetched and is answered now."""
+    from tui.words import loading
+
+    for load in picture.get("loads", ()):
+        say(f"loading: {loading(load)}")
+    for transfer in picture.get("weights", {}).get("transfers", ()):
+        say(f"fetching: {transfer['model_id']}, {transfer_line(transfer)}")
+    for running in picture["generations"]:
+        if place := running.get("queued"):
+            say(f"waiting: {running['model']}, number {place} in line for room")
+            continue
+        say(f"running: {running['model']} over {route_line(running['route'])}")
 
 
 def _show_house(picture: dict[str, Any]) -> None:

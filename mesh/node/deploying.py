@@ -29,11 +29,11 @@ from mesh.hearth.hearth import Hearth
 from mesh.hearth.network import Network
 from mesh.identity.roster import TrustLevel
 from mesh.models.local import LocalModel, require_within
+from mesh.node.fetched_weights import FetchedWeights
 from mesh.node.holdings import Holdings
-from mesh.node.provisioning import Provisioning
+from mesh.node.weights import Weights
 from mesh.paths import StatePaths, cache_dir
 from mesh.processes.headroom import ram
-from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
 
 PADDING = 1.15
@@ -287,11 +287,12 @@ class DeploymentsHere:
         house: House,
         held: Holdings,
         events: EventFeed,
-        fetcher: FetcherSupervisor,
+        fetching: Weights,
     ) -> None:
         folders = [each for each in (config.models_dir, *_folders(config)) if each is not None]
-        local = LocalWeights(held.models, folders, cache_dir())
-        weights = self.weights = Provisioning(local, fetcher, cache_dir())
+        weights = self.weights = FetchedWeights(
+            LocalWeights(held.models, folders, cache_dir()), fetching, cache_dir()
+        )
         self.reconciler = Reconciler(house, weights, Hooks(events.emit, events.stir), cache_dir())
         reconciler = self.reconciler
         self.control = Deploying(house, weights, reconciler.phases, reconciler.call_for)

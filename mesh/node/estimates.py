@@ -18,7 +18,7 @@ from mesh.deployments.shape import shape_of
 from mesh.discovery.directory import NodeView, ShardStore
 from mesh.errors import BadRequest
 from mesh.health.detector import Verdict
-from mesh.node.provisioning import Provisioning
+from mesh.node.fetched_weights import FetchedWeights
 from mesh.routing.forecast import Forecast
 from mesh.routing.machines import Held, Machine, ModelShape, Timed, Wish
 from mesh.routing.placement import Plan, plan
@@ -46,7 +46,7 @@ class Surroundings:
 class Estimates:
     """Implements `mesh.api.services.PlanControl`."""
 
-    def __init__(self, house: Surroundings, weights: Provisioning) -> None:
+    def __init__(self, house: Surroundings, weights: FetchedWeights) -> None:
         self._house = house
         self._weights = weights
 

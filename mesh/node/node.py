@@ -189,7 +189,7 @@ class Node:
         config, held = self._config, self._held
         house = House(config, self._key.node_id, held, network, self._store)
         deployments = self._deployments = DeploymentsHere(
-            config, house, held, self._events, self.weights.fetcher
+            config, house, held, self._events, self.weights
         )
         coordination = self._coordination = CoordinationHere(
             config, house.node, held.models, network, self._store, self._served, self._events
@@ -204,9 +204,7 @@ class Node:
             events=self._events,
             metrics=self._metrics,
             verdict=self._watch.verdict,
-            privacy=PrivacyReport(
-                config, self._key.node_id, held.models, held.askers, self.routable
-            ),
+            privacy=PrivacyReport(config, house.node, held.models, held.askers, self.routable),
             lacking=held.home.lacking,
             processes=self._processes,
             accounts=self._reports,
@@ -237,6 +235,7 @@ class Node:
             deployments.control,
             self._estimates(network, deployments),
             coordination.coordinator,
+            self.weights.pulls(held.models),
         )
         app = create_app(askers, view, settings, control, keys, self._queue, services)
         tls = await asyncio.to_thread(api_tls, config, addresses)

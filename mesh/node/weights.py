@@ -5,7 +5,9 @@ Part of the composition root, like `mesh.node.node`, which owns it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from mesh.config import Config
 from mesh.discovery.directory import ShardStore
@@ -15,7 +17,9 @@ from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsMaterial
 from mesh.models.local import LocalModel
 from mesh.node import wiring
+from mesh.paths import cache_dir
 from mesh.transfers.commands import PeerHolding
+from mesh.transfers.pulls import Pulls, Surroundings, meant
 from mesh.transfers.shelf import Holding
 from mesh.transfers.supervisor import FetcherSupervisor, spans_of
 from mesh.types import Endpoint, ModelId, NodeId
@@ -40,10 +44,10 @@ class Weights:
         self._store = store
         self._address = ""
         self._told: Sequence[HeldWeights] = ()
+        self._peers: Sequence[PeerHolding] = ()
         self._on_change = on_change
-        self.fetcher = FetcherSupervisor(
-            None, self._changed, lambda kind, fields: events.emit(kind, **fields)
-        )
+        self._events = events
+        self.fetcher = FetcherSupervisor(None, self._changed, self._notify)
 
     def start(self, models: Sequence[LocalModel], address: str, tls: TlsMaterial) -> None:
         """Begin to serve, where this node belongs to a hearth; fetching begins when asked for."""
@@ -69,12 +73,29 @@ class Weights:
             for view in self._store.nodes()
             if view.online and view.info.node_id != self._key.node_id
         ]
-        heard = [
+        heard = self._peers = [
             _heard(view.info.node_id, view.info.name, held)
             for view in others
             for held in view.weights
         ]
         self.fetcher.hear(heard, len(others))
+
+    def known(self, model: str) -> tuple[ModelId, str] | None:
+        """The checkpoint that is meant by a name, of those of which this node or another has
+        something. Raises BadRequest when there are several."""
+        return meant(model, self._peers, self.fetcher.holdings)
+
+    def pulls(self, held: Mapping[ModelId, LocalModel]) -> Pulls:
+        """The verbs, for a node that serves or asks these models."""
+
+        def in_use() -> set[Path]:
+            return {Path(model.directory) for model in held.values()}
+
+        around = Surroundings(lambda: self._peers, in_use, self._notify, cache_dir())
+        return Pulls(self.fetcher, around)
+
+    def _notify(self, kind: str, fields: dict[str, Any]) -> None:
+        self._events.emit(kind, **fields)
 
     def _changed(self) -> None:
         if (now := self.held()) != self._told:

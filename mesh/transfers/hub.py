@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import re
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -34,26 +33,22 @@ _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 _RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 _LONGEST_WAIT_S = 300.0
 _MAX_LISTING_BYTES = 32 << 20
-_ENDPOINT = "https://huggingface.co"
-_OFFLINE = frozenset({"1", "ON", "YES", "TRUE"})
 
 
 @dataclass(frozen=True, slots=True)
 class HubSettings:
     """Where the hub is, and how one shows who one is; `offline`: it is not to be asked."""
 
-    endpoint: str = _ENDPOINT
+    endpoint: str
     token: str | None = None
     offline: bool = False
 
 
 def hub_settings() -> HubSettings:
     """As this user has them for all programs that use the hub. Reads a file; blocks."""
-    from huggingface_hub import get_token
+    from huggingface_hub import constants, get_token
 
-    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or _ENDPOINT
-    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in _OFFLINE
-    return HubSettings(endpoint, get_token(), offline)
+    return HubSettings(constants.ENDPOINT, get_token(), constants.HF_HUB_OFFLINE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,10 +300,9 @@ class FetcherProcess(Worker):
 
 def _kept(model: Model, cache_dir: Path) -> Kept:
     manifest = read_manifest(model.directory, model_id=model.model_id, cache_dir=cache_dir)
-    if manifest.gguf is not None:
+    if any(entry.file.suffix != ".safetensors" for entry in manifest.tensors.values()):
         raise BadCheckpoint(
-            f"{manifest.gguf} is a GGUF file, of which others fetch no parts.",
-            fix="Copy the file to whoever wants it.",
+            f"{model.directory} is not safetensors.", fix="Only such are given to others."
         )
     partial, snapshot = read_partial(model.directory), hub_snapshot(model.directory)
     if partial is not None:

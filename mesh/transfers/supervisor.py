@@ -34,7 +34,7 @@ from mesh.transfers.commands import (
     StartFetcher,
     Transfer,
 )
-from mesh.transfers.hub import hub_settings
+from mesh.transfers.hub import HubSettings, hub_settings
 from mesh.transfers.shelf import Holding
 from mesh.types import LayerRange, ModelId
 
@@ -53,7 +53,9 @@ class FetcherSupervisor(Supervisor):
         on_change: Callable[[], None] = lambda: None,
         notify: Notify = lambda kind, fields: None,
         module: str = "mesh.transfers.process",
+        hub: Callable[[], HubSettings] = hub_settings,
     ) -> None:
+        """`module` is what the process runs; `hub` is asked in a thread, whenever it is needed."""
         super().__init__("the fetcher", module, start)
         self.holdings: tuple[Holding, ...] = ()
         """What is here, by checkpoint."""
@@ -62,6 +64,7 @@ class FetcherSupervisor(Supervisor):
         self.sent_bytes = 0
         self.port: int | None = None
         self._on_change = on_change
+        self._hub = hub
         self._notify = notify
         self._peers = Peers(())
         self._numbers = itertools.count(1)
@@ -82,7 +85,7 @@ class FetcherSupervisor(Supervisor):
         is stopping. Cancelling ends the fetch; what came is kept.
         """
         spans = None if layers is None else tuple(layers)
-        hub = await asyncio.to_thread(hub_settings)
+        hub = await asyncio.to_thread(self._hub)
         return await self._order(
             lambda name: Ensure(name, model_id, weights_sha256, spans, ends, hub)
         )
@@ -103,7 +106,7 @@ class FetcherSupervisor(Supervisor):
         and ModelNotFound beside what `ensure` raises.
         """
         spans = None if layers is None else tuple(layers)
-        hub = await asyncio.to_thread(hub_settings)
+        hub = await asyncio.to_thread(self._hub)
         return await self._order(
             lambda name: Pull(name, repository, revision, spans, ends, hub, drop)
         )

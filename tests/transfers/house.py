@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsMaterial
 from mesh.transfers.commands import Model, PeerHolding, StartFetcher
+from mesh.transfers.hub import HubSettings
 from mesh.transfers.supervisor import FetcherSupervisor, spans_of
 from mesh.types import Endpoint, ModelId, NodeId
 from mesh.wire.messages import Hello
@@ -48,6 +49,8 @@ class House:
 
     def __init__(self, root: Path, names: Sequence[str]) -> None:
         self.root = root
+        self.hub = HubSettings("http://127.0.0.1:9", offline=True)
+        """What all are told of the hub from now on."""
         self.keys = {name: NodeKey(Ed25519PrivateKey.generate()) for name in names}
         self.fetchers: dict[str, Fetcher] = {}
 
@@ -66,7 +69,9 @@ class House:
             **{"patience_s": 30.0, "nice": 0, **changes},
         )
         events: list[tuple[str, dict[str, Any]]] = []
-        supervisor = FetcherSupervisor(start, notify=lambda *event: events.append(event))
+        supervisor = FetcherSupervisor(
+            start, notify=lambda *event: events.append(event), hub=lambda: self.hub
+        )
         supervisor.start()
         fetcher = self.fetchers[name] = Fetcher(name, key, supervisor, events)
         return fetcher

@@ -13,6 +13,7 @@ import pytest
 from mesh.errors import HubRefused, MeshError, ModelNotFound, TransferFailed
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import read_record
+from mesh.transfers.hub import HubSettings
 from mesh.types import LayerRange
 from tests.checkpoints import make_checkpoint
 from tests.transfers.house import MODEL, Fetcher, House, house, up
@@ -29,11 +30,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 @pytest.fixture
-def hub(whole: Manifest, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandin]:
+def hub(whole: Manifest) -> Iterator[HubStandin]:
     with HubStandin(whole.directory) as standin:
-        monkeypatch.setenv("HF_ENDPOINT", standin.url)
-        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
         yield standin
 
 
@@ -52,6 +50,7 @@ async def test_it_is_read_once_for_the_whole_house(
     tmp_path: Path, whole: Manifest, hub: HubStandin
 ) -> None:
     async with house(tmp_path, "one", "two", "three") as made:
+        made.hub = HubSettings(hub.url)
         one, two, three = (made.start(name) for name in ("one", "two", "three"))
         await up(one, two, three)
         gossip = asyncio.create_task(keep_introducing(made))
@@ -75,6 +74,7 @@ async def test_what_no_neighbour_kept_comes_by_ranges(
     tmp_path: Path, whole: Manifest, hub: HubStandin
 ) -> None:
     async with house(tmp_path, "one", "two") as made:
+        made.hub = HubSettings(hub.url)
         one, two = made.start("one"), made.start("two")
         await up(one, two)
         gossip = asyncio.create_task(keep_introducing(made))
@@ -92,8 +92,11 @@ async def test_what_no_neighbour_kept_comes_by_ranges(
         gossip.cancel()
 
 
-async def pulled(tmp_path: Path, whole: Manifest) -> Fetcher:
+async def pulled(
+    tmp_path: Path, whole: Manifest, hub: HubStandin, token: str | None = None
+) -> Fetcher:
     async with house(tmp_path, "one") as made:
+        made.hub = HubSettings(hub.url, token)
         one = made.start("one")
         await up(one)
         directory = await one.supervisor.pull("org/toy")
@@ -104,7 +107,7 @@ async def pulled(tmp_path: Path, whole: Manifest) -> Fetcher:
 async def test_it_is_patient(tmp_path: Path, whole: Manifest, hub: HubStandin) -> None:
     hub.mischief.throttled = 2
     hub.mischief.cut = 3
-    await pulled(tmp_path, whole)
+    await pulled(tmp_path, whole, hub)
 
 
 async def test_without_ranges_it_goes_on_all_the_same(
@@ -112,17 +115,17 @@ async def test_without_ranges_it_goes_on_all_the_same(
 ) -> None:
     hub.mischief.knows_ranges = False
     hub.mischief.cut = 3
-    await pulled(tmp_path, whole)
+    await pulled(tmp_path, whole, hub)
 
 
 async def test_wrong_bytes_are_fetched_once_more_and_then_said(
     tmp_path: Path, whole: Manifest, hub: HubStandin
 ) -> None:
     hub.mischief.wrong = 1
-    await pulled(tmp_path / "a", whole)
+    await pulled(tmp_path / "a", whole, hub)
     hub.mischief.wrong = 99
     with pytest.raises(TransferFailed, match="other bytes than the hub says, 2 times"):
-        await pulled(tmp_path / "b", whole)
+        await pulled(tmp_path / "b", whole, hub)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +142,7 @@ async def test_a_refusal_says_what_to_do(
 ) -> None:
     hub.mischief.token, hub.mischief.gated = "secret" if kind is HubRefused else "", gated
     async with house(tmp_path, "one") as made:
+        made.hub = HubSettings(hub.url)
         one = made.start("one")
         await up(one)
         with pytest.raises(kind, match=words):
@@ -146,18 +150,20 @@ async def test_a_refusal_says_what_to_do(
 
 
 async def test_a_token_is_shown_and_offline_is_kept(
-    tmp_path: Path, whole: Manifest, hub: HubStandin, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, whole: Manifest, hub: HubStandin
 ) -> None:
     hub.mischief.token = "secret"  # noqa: S105 - a test's
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    await pulled(tmp_path / "a", whole)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(HubRefused, match="HF_HUB_OFFLINE is set"):
-        await pulled(tmp_path / "b", whole)
+    await pulled(tmp_path / "a", whole, hub, "secret")
+    async with house(tmp_path / "b", "one") as made:
+        made.hub = HubSettings(hub.url, "secret", offline=True)
+        one = made.start("one")
+        with pytest.raises(HubRefused, match="HF_HUB_OFFLINE is set"):
+            await one.supervisor.pull("org/toy")
 
 
 async def test_a_kill_costs_little(tmp_path: Path, whole: Manifest, hub: HubStandin) -> None:
     async with house(tmp_path, "one") as made:
+        made.hub = HubSettings(hub.url)
         one = made.start("one", bytes_per_s=20e6)
         one.supervisor.restart_delays_s = (0.0,)
         await up(one)

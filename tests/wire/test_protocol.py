@@ -39,6 +39,7 @@ from mesh.wire.messages import (
     OpenPart,
     OpenTaps,
     Park,
+    Part,
     Ping,
     Pong,
     PrefixCopied,
@@ -47,6 +48,7 @@ from mesh.wire.messages import (
     Seal,
     Sealed,
     Step,
+    WeightsAsk,
     WireTensor,
 )
 from mesh.wire.protocol import TensorSession
@@ -131,12 +133,15 @@ CONTROL: list[Message] = [
     Advertise(b"body", b"signature"),
     FileAsk(1, "ab" * 32, 1 << 20),
     FilePart(1, b""),
+    WeightsAsk(1, "ab" * 32, Part.TENSOR, "model.norm.weight", 0, 1 << 40),
     Gossip({"kind": "ask", "number": 1, "heads": [["a", 1, b"x"]]}),
 ]
 
 
 def purpose_of(message: Message) -> str:
     daemons = isinstance(message, Advertise | Gossip | FileAsk | FilePart)
+    if isinstance(message, WeightsAsk):
+        return "weights"
     return "control" if daemons else "tensors"
 
 
