@@ -18,6 +18,12 @@ Minimum = Annotated[
     float | None,
     typer.Option("--minimum-seconds", min=0, metavar="N", help="It stays so long at least."),
 ]
+KeepAlive = Annotated[
+    float | None,
+    typer.Option(
+        "--keep-alive", min=0, metavar="S", help="Rest after so many seconds without use; 0: never."
+    ),
+]
 Estimate = Annotated[bool, typer.Option("--estimate", help="Only say what it would need and give.")]
 With = Annotated[
     list[str] | None,
@@ -63,10 +69,7 @@ def deploy(  # noqa: PLR0913 - flags
     with_: With = None,
     without: Without = None,
     streams: Streams = None,
-    keep_alive: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="S", help="Rest after so many seconds without use; 0: never."),
-    ] = None,
+    keep_alive: KeepAlive = None,
     wait: Wait = False,
 ) -> None:
     """Have a model loaded over the house; what is deployed already is changed."""

@@ -228,15 +228,11 @@ class Node:
         )
         keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
         view, control = Overview(parts), Control(network)
-        harvests = Harvests(held.models, held.askers)
+        harvests, plans = Harvests(held.models, held.askers), self._estimates(network, deployments)
         services = Services(
-            steering,
-            harvests,
-            deployments.control,
-            self._estimates(network, deployments),
-            coordination.coordinator,
+            steering, harvests, deployments.control, plans, coordination.coordinator,
             self.weights.pulls(held.models),
-        )
+        )  # fmt: skip
         app = create_app(askers, view, settings, control, keys, self._queue, services)
         tls = await asyncio.to_thread(api_tls, config, addresses)
         self._api = await serve_api(app, config.api_host, config.api_port, tls)
