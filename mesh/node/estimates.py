@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from mesh.capacity import Capacity, Device
 from mesh.config import Config
 from mesh.deployments.shape import shape_of
 from mesh.discovery.directory import NodeView, ShardStore
+from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest
 from mesh.health.detector import Verdict
 from mesh.node.fetched_weights import FetchedWeights
@@ -32,7 +33,7 @@ _IMAGINED = re.compile(r"([^=:]{1,64})=(\d{1,5}(?:\.\d+)?)(?::(\d{1,5}(?:\.\d+)?
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What is asked of the other parts of the node."""
+    """What is asked of the other parts of the node; `held` is what lies on its own disk."""
 
     node: NodeId
     config: Config
@@ -41,6 +42,7 @@ class Surroundings:
     may_serve: Callable[[NodeId], bool]
     verdict: Callable[[NodeId], Verdict]
     asks: Callable[[ModelId], bool]
+    held: Callable[[], Sequence[HeldWeights]]
 
 
 class Estimates:
@@ -88,11 +90,9 @@ class Estimates:
     def _machine(self, view: NodeView, model: ModelShape) -> Machine:
         node, devices = view.info.node_id, (view.capacity or Capacity()).devices
         here = node == self._house.node
-        # Its manifest was read here, so its files are.
-        held = [Held(LayerRange(0, model.total_layers))] if here else []
-        held += [
+        held = [
             Held(layers)
-            for each in view.weights
+            for each in (self._house.held() if here else view.weights)
             if (each.model_id, each.weights_sha256) == (model.model_id, model.weights_sha256)
             for layers in each.layers
         ]

@@ -240,7 +240,7 @@ class Node:
     def _estimates(self, network: Network, deployments: DeploymentsHere) -> Estimates:
         around = Surroundings(
             self._key.node_id, self._config, self._store, self._rtt_ms, network.may_serve,
-            self._watch.verdict, lambda model: model in self._held.askers,
+            self._watch.verdict, self._held.askers.__contains__, self.weights.held,
         )  # fmt: skip
         return Estimates(around, deployments.weights)
 

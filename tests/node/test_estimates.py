@@ -15,6 +15,7 @@ from mesh.config import Config
 from mesh.deployments.shape import shape_of
 from mesh.deployments.weights import LocalWeights
 from mesh.discovery.directory import NodeInfo, ShardStore
+from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest, MeshError, ModelNotFound
 from mesh.health.detector import Verdict
 from mesh.models.builtin import checkpoint_dir
@@ -24,7 +25,7 @@ from mesh.routing.fitting import benches
 from mesh.routing.machines import Machine, Wish
 from mesh.shard.compiled.formats import bytes_per_weight
 from mesh.shard.footprint import estimate
-from mesh.types import LayerRange, ModelId, NodeId
+from mesh.types import Endpoint, LayerRange, ModelId, NodeId
 from tests.discovery.network import advertised
 
 OWN, NEAR, FAR, DOUBTED = map(NodeId, ("own", "near", "far", "doubted"))
@@ -56,7 +57,7 @@ def made(store: ShardStore, verdict: Callable[[NodeId], Verdict] | None = None) 
     rtts = {NEAR: 0.4, FAR: 25.0, DOUBTED: 0.4}
     around = Surroundings(
         OWN, Config(), store, rtts.get, lambda node: node != DOUBTED,
-        verdict or (lambda node: Verdict.HEALTHY), lambda model: True,
+        verdict or (lambda node: Verdict.HEALTHY), lambda model: True, tuple,
     )  # fmt: skip
     return Estimates(around, LocalWeights({}, (), None))
 
@@ -126,13 +127,20 @@ async def test_what_nobody_knows_is_refused(
         await estimates.plan({**ASK, **more})
 
 
-async def test_a_model_of_a_neighbour_has_to_be_fetched_first(
+async def test_what_lies_on_disks_need_not_be_fetched(
     store: ShardStore, estimates: Estimates
 ) -> None:
-    shard = advertised(NEAR, "0-7")
-    store.update(NodeInfo(NEAR, "Near", "", "test"), (shard,), capacity=cpu(1000))
-    with pytest.raises(ModelNotFound, match="is held by"):
-        await estimates.plan({**ASK, "model": shard.descriptor.model_id})
+    shape = shape_of(await LocalWeights({}, (), None).manifest("builtin"), 256)
+    said = HeldWeights(
+        shape.model_id, shape.weights_sha256, shape.total_layers, (LayerRange(0, 3),), True,
+        Endpoint("wss://127.0.0.1:1"),
+    )  # fmt: skip
+    store.update(NodeInfo(NEAR, "Near", "", "test"), (), weights=(said,), capacity=cpu(1000))
+    near = await estimates.plan({**ASK, "nodes": ["Near"]})
+    far = await estimates.plan({**ASK, "nodes": ["Far"]})
+    layer = shape.layer_bytes[0]
+    fetched = [each["replicas"][0]["shards"][0]["fetch_bytes"] for each in (near, far)]
+    assert fetched == [layer * (shape.total_layers - 3), layer * shape.total_layers]
 
 
 async def test_what_a_shard_took_is_what_it_will_take(
