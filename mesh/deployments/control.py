@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from mesh.deployments.listing import Rows, Seen
 from mesh.deployments.phases import Phases
 from mesh.deployments.placement import Machine, make_plan
+from mesh.deployments.room import Standing, to_rest
 from mesh.deployments.weights import WeightsSource
 from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live
 from mesh.errors import BadRequest, Forbidden, NotFound
@@ -44,6 +45,9 @@ class House(Seen, Protocol):
     def machines(self) -> Sequence[Machine]:
         """The trusted nodes that are up now."""
 
+    def need_of(self, wish: Wish, layers: LayerRange) -> int:
+        """What these layers would take, in MB."""
+
     def require_operator(self) -> None:
         """Raises UntrustedPeer and ExperimentalDisabled when this node may wish for nothing."""
 
@@ -63,12 +67,15 @@ class Deploying:
         weights: WeightsSource,
         phases: Phases,
         call_for: Callable[[str], None],
+        up_s: Callable[[str], float],
     ) -> None:
-        """`call_for` has this node ask a deployment, whatever is placed here."""
+        """`call_for` has this node ask a deployment, whatever is placed here; `up_s` says for how
+        long one has been up."""
         self._house = house
         self._weights = weights
         self._rows = Rows(house, phases)
         self._call_for = call_for
+        self._up_s = up_s
 
     def view(self) -> list[dict[str, Any]]:
         """A row for each deployment that was not evicted, by model."""
@@ -158,9 +165,19 @@ class Deploying:
     # Private
 
     async def _wish(self, wish: Wish, before: Deployment | None) -> dict[str, Any]:
-        """Plan first: a wish that cannot be met is not signed."""
+        """Plan first: a wish that cannot be met is not signed. Who makes room rests before."""
         plan_before = None if before is None else before.plan
-        plan = make_plan(wish, "0" * 64, self._house.machines(), plan_before, asked=True)
+        machines = self._house.machines()
+        plan = make_plan(wish, "0" * 64, machines, plan_before, asked=True)
+        was_up = None if before is None or not before.is_wanted else plan_before
+        others = {
+            each.id: Standing(each, self._up_s(each.id))
+            for each in live(self._house.deployments())
+            if each.is_wanted and each.id != wish.deployment
+        }
+        going = to_rest(wish, plan, was_up, others.values(), machines, self._house.need_of)
+        for name in going:
+            await self._house.publish_wish(replace(others[name].deployment.wish, resting=True))
         if before is None or wish != before.wish:
             signed = await self._house.publish_wish(wish)
         else:

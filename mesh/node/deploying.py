@@ -229,7 +229,10 @@ class House:
 
     def need_mb(self, deployment: Deployment, layers: LayerRange) -> int:
         """See `World`."""
-        wish = deployment.wish
+        return self.need_of(deployment.wish, layers)
+
+    def need_of(self, wish: Wish, layers: LayerRange) -> int:
+        """See `control.House`."""
         part = wish.layers_mb * len(layers) / wish.total_layers
         return math.ceil(part * PADDING) + SPARE_MB
 
@@ -295,9 +298,11 @@ class DeploymentsHere:
         )
         self.reconciler = Reconciler(house, weights, Hooks(events.emit, events.stir), cache_dir())
         reconciler = self.reconciler
-        self.control = Deploying(house, weights, reconciler.phases, reconciler.call_for)
+        sleeper = self._sleeper = Sleeper(house, events.emit)
+        self.control = Deploying(
+            house, weights, reconciler.phases, reconciler.call_for, sleeper.up_s
+        )
         self._replanner = Replanner(house, config.deployments.replan_seconds, events.emit)
-        self._sleeper = Sleeper(house, events.emit)
         patience_s = config.deployments.patience_seconds
         self.waker = Waker(self.control, house.is_askable, reconciler.call_for, patience_s)
 
