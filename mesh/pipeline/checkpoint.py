@@ -95,6 +95,10 @@ class CheckpointText:
         """One token on its own, for log-probabilities."""
         return self._tokenizer.token_text(token_id)
 
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token and its id."""
+        return self._tokenizer.vocabulary()
+
 
 def _is_routed(config: Mapping[str, Any]) -> bool:
     text = config.get("text_config") or {}
@@ -149,7 +153,9 @@ def load_asker(
 
         dtype = Choice(torch.float32, f"dtype fp32: embedding as stored, {stored}")
         as_stored = DTYPES.get(stored, torch.float32)
-        ends = load_ends(manifest, dtype=as_stored, device=device.value, progress=progress)
+        ends = load_ends(
+            manifest, dtype=as_stored, device=device.value, progress=progress, defer=True
+        )
         kernels = compile_head(ends, manifest.weights_sha256, options.cache_dir, threads.value)
     computed = CheckpointEnds(ends, device.value, dtype.value)
     model = AskerModel(

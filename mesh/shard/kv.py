@@ -78,6 +78,23 @@ class SessionCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """The forward over `rows` positions succeeded; they count from now on."""
         self.length += rows
 
+    def copy(self, other: SessionCache, stop: int) -> None:
+        """Take over the positions of `other` from `length` up to `stop`, which it holds.
+
+        Raises ContextTooLong beyond `max_tokens`.
+        """
+        start, rows = self.length, stop - self.length
+        self.reserve(rows)
+        for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
+            for index, tensor in enumerate(theirs):
+                if tensor is None:  # a layer that this session does not run
+                    continue
+                held = mine[index]
+                if held is None:
+                    held = mine[index] = self._new(tensor)
+                held[:, :, start:stop] = tensor[:, :, start:stop]
+        self.commit(rows)
+
     def _grown(self, old: torch.Tensor | None, capacity: int) -> torch.Tensor | None:
         if old is None:
             return None

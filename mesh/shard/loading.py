@@ -20,6 +20,7 @@ from mesh.errors import UnsupportedFamily
 from mesh.models.families import family_of
 from mesh.models.load import LoadedSpan, load_span
 from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.partial import require_present
 from mesh.models.progress import Progress
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import Quant, bytes_per_weight
@@ -36,6 +37,7 @@ from mesh.shard.device import (
 from mesh.shard.footprint import estimate
 from mesh.shard.lean_proof import require_lean
 from mesh.shard.linear import kept_dtype
+from mesh.shard.selftest import self_test
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import (
     Endpoint,
@@ -159,7 +161,7 @@ def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:
     manifest = read_manifest(
         request.directory, model_id=request.model_id, cache_dir=request.cache_dir
     )
-    manifest.layer_tensors(request.layers)  # refuses layers that it does not have
+    require_present(manifest.layer_tensors(request.layers))  # which refuses those it does not have
     dtype = choose_dtype(request.dtype, manifest.dtype, host.device)
     quant = _quant(request, manifest, host)
     lean = Choice(False, "") if quant.value else _lean(request, manifest, host, dtype.value)
@@ -218,9 +220,13 @@ def _quant(request: ShardRequest, manifest: Manifest, host: HostedOn) -> Choice[
 
 
 def load_shard(plan: LoadPlan) -> LoadedShard:
-    """Load the layers and describe them. Raises BadCheckpoint, UnsupportedFamily, DeviceFailed."""
+    """Load the layers, test and describe them.
+
+    Raises BadCheckpoint, UnsupportedFamily, DeviceFailed, ShardCorrupt.
+    """
     started = time.perf_counter()
     runtime, bytes_read = _load(plan)
+    self_test(runtime)
     spare = [runtime]
 
     def load() -> Runtime:
@@ -262,7 +268,7 @@ def _load_compiled(plan: LoadPlan, quant: Quant) -> tuple[Runtime, int]:
 
     manifest, settings = plan.manifest, plan.request.settings
     # As it is stored: most of it is only mapped then, and read where it was not rounded before.
-    loaded = _load_span(plan, _stored(manifest))
+    loaded = _load_span(plan, _stored(manifest), defer=True)
     span = quantised_span(
         loaded, quant, manifest.weights_sha256, plan.request.cache_dir, plan.progress
     )
@@ -276,13 +282,14 @@ def _load_compiled(plan: LoadPlan, quant: Quant) -> tuple[Runtime, int]:
     return runtime, loaded.bytes_read
 
 
-def _load_span(plan: LoadPlan, dtype: torch.dtype) -> LoadedSpan:
+def _load_span(plan: LoadPlan, dtype: torch.dtype, *, defer: bool = False) -> LoadedSpan:
     return load_span(
         plan.manifest,
         plan.request.layers,
         dtype=dtype,
         device=plan.host.device,
         progress=plan.progress,
+        defer=defer,
     )
 
 

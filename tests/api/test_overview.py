@@ -71,11 +71,12 @@ class Household:
     def overview(self) -> Overview:
         return Overview(
             NodeParts(
-                node=dict, models=self.models, store=self.store, peers=list, askers=self.askers,
+                node=dict, models={m.model_id: m for m in self.models}, store=self.store,
+                peers=list, askers=self.askers,
                 host=self.host, events=EventFeed(SystemClock()), metrics=Metrics(),
                 verdict=lambda _: Verdict.HEALTHY, privacy=dict, lacking=lambda: self.lacking,
                 processes=lambda: [self.host],
-                accounts=list, counts=LiveCounts(SystemClock(), lambda: None),
+                accounts=list, deployments=list, counts=LiveCounts(SystemClock(), lambda: None),
             )
         )  # fmt: skip
 
