@@ -49,8 +49,6 @@ def show(picture: dict[str, Any]) -> None:
         say(f"free: {memory['free_mb']} of {memory['total_mb']} MB ({memory['bound']})")
     for load in picture.get("loads", ()):
         say(f"loading: {loading(load)}")
-    for transfer in picture.get("weights", {}).get("transfers", ()):
-        say(f"fetching: {transfer['model_id']}, {transfer_line(transfer)}")
     for running in picture["generations"]:
         if place := running.get("queued"):
             say(f"waiting: {running['model']}, number {place} in line for room")
@@ -72,6 +70,8 @@ def _show_house(picture: dict[str, Any]) -> None:
     if deployed := picture.get("deployments"):
         say()
         print_deployments(deployed)
+    for transfer in picture.get("weights", {}).get("transfers", ()):
+        say(f"fetching: {transfer['model_id']}, {transfer_line(transfer)}")
 
 
 def _taken(memory: dict[str, int] | None) -> str:
