@@ -124,6 +124,10 @@ class Administration(ABC):
         """`POST /mesh/v1/deployments`; see `mesh.api.deployments.Deploy` for the `order`."""
         return await self._post(_DEPLOYMENTS, {"model": model, **order}, timeout_s=_SIGN_S)
 
+    async def plan(self, model: str, **wish: Any) -> dict[str, Any]:
+        """`POST /mesh/v1/plan`: what deploying it would need and give; see `mesh.api.plan.Ask`."""
+        return await self._post("/mesh/v1/plan", {"model": model, **wish}, timeout_s=_SIGN_S)
+
     async def scale(self, model: str, replicas: int) -> dict[str, Any]:
         """`PATCH /mesh/v1/deployments/MODEL`: have so many replicas."""
         path, body = f"{_DEPLOYMENTS}/{quoted(model)}", {"replicas": replicas}

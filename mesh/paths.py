@@ -32,6 +32,11 @@ def cache_dir() -> Path:
     return platformdirs.user_cache_path(_APP, appauthor=False)
 
 
+def capacity_dir() -> Path:
+    """How fast this machine is, a file per machine and device (`mesh.node.own_capacity`)."""
+    return cache_dir() / "capacity"
+
+
 def models_dir() -> Path:
     """Where checkpoints that were fetched lie, a directory each; shared by a user's nodes."""
     return cache_dir() / "models"

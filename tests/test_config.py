@@ -89,7 +89,7 @@ def test_modelexpress_variables_count_below_our_own(monkeypatch: pytest.MonkeyPa
     assert (section.store, section.namespace) == ("kubernetes", "kavin")
     assert section.redis_url == "redis://127.0.0.1:6380/0"
     assert loaded.origins["coordination.store"] == "MX_METADATA_BACKEND"
-    assert loaded.origins["coordination.redis_url"] == "MX_REDIS_HOST"
+    assert loaded.origins["coordination.redis_url"] == "MX_REDIS_HOST, MX_REDIS_PORT"
     monkeypatch.setenv("HEARTHNET_COORDINATION__STORE", "memory")
     assert load_config().config.coordination.store == "memory"
     monkeypatch.setenv("MX_METADATA_NAMESPACE", "Not A Name")

@@ -7,7 +7,7 @@ import asyncio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 
 from mesh.api import (
     coordination,
@@ -20,6 +20,7 @@ from mesh.api import (
     lens,
     mesh,
     page,
+    plan,
     steering,
     weights,
 )
@@ -63,7 +64,7 @@ def create_app(
             *require(Scope.CHAT, lens.routes(generations, settings)),
             *require(Scope.CHAT, streams.routes(kept, settings)),
             *require(Scope.ADMIN, administration),
-            *(require(Scope.INTERVENTIONS, ndif.routes(jobs, view)) if jobs is not None else []),
+            *(_jobs(jobs, view, services) if jobs is not None else []),
             *(ndif.open_routes(jobs) if jobs is not None else []),
             *(_more(services, settings) if services is not None else []),
             *mesh.routes(view, settings, closing, feed),
@@ -84,6 +85,13 @@ def create_app(
     return app
 
 
+def _jobs(
+    jobs: ndif.JobsApi, view: MeshView, services: Services | None
+) -> list[Route | WebSocketRoute]:
+    control = services.deployments if services is not None else None
+    return require(Scope.INTERVENTIONS, ndif.routes(jobs, view, control))
+
+
 def _more(services: Services, settings: ApiSettings) -> list[Route]:
     return [
         *require(Scope.CHAT, steering.view_routes(services.steering)),
@@ -93,6 +101,8 @@ def _more(services: Services, settings: ApiSettings) -> list[Route]:
         # In this order: a route that does not take a method lets the next one look.
         *coordination.routes(services.coordination),
         *deployments.view_routes(services.deployments),
+        # It reads whatever checkpoint it is told of.
+        *require(Scope.ADMIN, plan.routes(services.plans, settings)),
         *weights.view_routes(services.pulls),
         *require(Scope.ADMIN, deployments.routes(services.deployments, settings)),
         *require(Scope.ADMIN, weights.routes(services.pulls, settings)),

@@ -27,6 +27,7 @@ class Deploy(Strict):
     quant: Literal["auto", "none", "int8", "int4"] | None = None
     context: int | None = Field(default=None, ge=0, le=1 << 24)
     minimum_s: float | None = Field(default=None, ge=0, le=86400 * 366)
+    keep_alive_s: float | None = Field(default=None, ge=0, le=86400 * 366)
     nodes: list[str] | None = Field(default=None, max_length=256)
     layers: list[str] | None = Field(default=None, max_length=256)
 

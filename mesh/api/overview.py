@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mesh.api.services import LOADING
+from mesh.api.services import LOADING, RESTING
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.sightings import PeerState, PeerView
@@ -143,7 +143,7 @@ class Overview:
             f"{name} is loading" for name in parts.host.wanted() if not parts.host.knows(name)
         ]
         for row in self.models():
-            if row["local"] and row["missing"]:
+            if row["local"] and row["missing"] and row["reason"] != RESTING:
                 lacking.append(f"no node serves layers {', '.join(row['missing'])} of {row['id']}")
         return lacking
 
@@ -229,9 +229,16 @@ class Overview:
         if missing and failed:
             return f"{_lacks(missing)}; failed: {failed[0]}"
         is_coming = any(not host.knows(name) for name in own)
+        if asker is None and not self._is_wanted(model.model_id):
+            return RESTING
         if asker is None or not asker.is_ready or (missing and is_coming):
             return LOADING
         return _lacks(missing)
+
+    def _is_wanted(self, model_id: ModelId) -> bool:
+        """Whether something is to be loaded for a model of this node that nobody asks now."""
+        rows = [row for row in self._parts.deployments() if row["model_id"] == model_id]
+        return not rows or not all(row["resting"] for row in rows)
 
     def _troubles(self) -> list[str]:
         """The processes of this node that are out of order, in words."""

@@ -18,6 +18,10 @@ LOADING = "loading"
 """The `reason` of a model that will be runnable by itself."""
 
 
+RESTING = "at rest (COLD); `hearthnet run` or a trusted key wakes it"
+"""The `reason` of a model of a deployment that rests."""
+
+
 class Generations(Protocol):
     """Runs generations."""
 
@@ -164,18 +168,36 @@ class DeploymentControl(Protocol):
 
     def view(self) -> list[dict[str, Any]]:
         """``{"deployment", "model_id", "weights_sha256", "total_layers", "replicas",
-        "replicas_ready", "dedicated", "quant", "context", "minimum_s", "level", "state",
-        "missing", "epoch", "why", "by", "wished_at", "spans": [{"replica", "node_id", "node",
-        "layers", "phase", "done_bytes", "total_bytes", "reason"}]}`` of each."""
+        "replicas_ready", "dedicated", "quant", "context", "minimum_s", "keep_alive_s", "level":
+        HOT, WARM or COLD, "resting", "state", "missing", "epoch", "why", "by", "wished_at",
+        "spans": [{"replica", "node_id", "node", "layers", "phase", "done_bytes", "total_bytes",
+        "reason"}]}`` of each."""
 
     async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
         """Of the fields of `mesh.api.deployments.Deploy` that were given: its row of `view`."""
+
+    async def wake(self, model: str, *, may_wake: bool) -> bool:
+        """Have up what rests, for who may; whether it rested."""
 
     async def scale(self, model: str, replicas: int) -> dict[str, Any]:
         """Its row of `view`."""
 
     async def evict(self, model: str) -> list[dict[str, Any]]:
         """``{"deployment", "model_id", "evicted": true}`` of each that ends."""
+
+
+class PlanControl(Protocol):
+    """What it would be like to deploy a model; changes nothing."""
+
+    async def plan(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Of the fields of `mesh.api.plan.Ask` that were given: ``{"model_id", "weights_sha256",
+        "total_layers", "quant", "context", "streams", "dedicated", "replicas": [{"shards":
+        [{"node_id", "node", "device", "format", "layers", "need": {"weights", "caches",
+        "head_room", "total"}, "have", "decode_ms", "hop_ms", "fetch_bytes", "gap"}], "token_ms",
+        "head_ms", "tokens_per_second", "all_tokens_per_second", "first_token_ms", "bottleneck":
+        {"what", "node", "ms", "share", "help"}}], "machines": [{"node_id", "node", "free_bytes",
+        "total_bytes", "layers_that_fit", "used", "why"}], "refusal": {"code", "message", "fix",
+        "missing_bytes", "node"} | None}``. Sizes are bytes. May raise MeshError."""
 
 
 class CoordinationView(Protocol):
@@ -196,6 +218,7 @@ class Services:
     steering: SteeringControl
     harvests: HarvestControl
     deployments: DeploymentControl
+    plans: PlanControl
     coordination: CoordinationView
     pulls: Pulls
 

@@ -7,12 +7,38 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mesh.cli.deploying import follow, pins, shown
+from mesh.cli.estimate import print_plan
 from mesh.cli.options import AskedDaemon, asks
 
 if TYPE_CHECKING:
     from mesh.client import Client
 
 Wait = Annotated[bool, typer.Option("--wait", help="Return once all of it is up.")]
+Minimum = Annotated[
+    float | None,
+    typer.Option("--minimum-seconds", min=0, metavar="N", help="It stays so long at least."),
+]
+KeepAlive = Annotated[
+    float | None,
+    typer.Option(
+        "--keep-alive", min=0, metavar="S", help="Rest after so many seconds without use; 0: never."
+    ),
+]
+Estimate = Annotated[bool, typer.Option("--estimate", help="Only say what it would need and give.")]
+With = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="NODE",
+        help="Estimate with it, were it here; NAME=GB[:GB/S] for one to buy. Repeatable.",
+    ),
+]
+Without = Annotated[
+    list[str] | None, typer.Option(metavar="NODE", help="Estimate without it. Repeatable.")
+]
+Streams = Annotated[
+    int | None, typer.Option(min=1, max=1024, help="Estimate for so many at a time.")
+]
 
 
 @asks
@@ -38,19 +64,29 @@ def deploy(  # noqa: PLR0913 - flags
     context: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Positions that have to fit.")
     ] = None,
-    minimum: Annotated[
-        float | None,
-        typer.Option("--minimum-seconds", min=0, metavar="N", help="It stays so long at least."),
-    ] = None,
+    minimum: Minimum = None,
+    estimate: Estimate = False,
+    with_: With = None,
+    without: Without = None,
+    streams: Streams = None,
+    keep_alive: KeepAlive = None,
     wait: Wait = False,
 ) -> None:
     """Have a model loaded over the house; what is deployed already is changed."""
     wanted: dict[str, Any] = {
         "replicas": replicas, "dedicated": dedicated, "quant": quant, "context": context,
-        "minimum_s": minimum, "layers": pins(layers),
+        "minimum_s": minimum, "keep_alive_s": keep_alive, "layers": pins(layers),
         "nodes": None if nodes is None else [n.strip() for n in nodes.split(",") if n.strip()],
     }  # fmt: skip
     order = {name: value for name, value in wanted.items() if value is not None}
+
+    if estimate or with_ or without or streams is not None:
+        for kept_for in ("minimum_s", "keep_alive_s"):
+            order.pop(kept_for, None)
+        supposed = {"with": with_, "without": without, "streams": streams}
+        order |= {name: value for name, value in supposed.items() if value is not None}
+        daemon.show(daemon.ask(lambda client: client.plan(model, **order)), print_plan)
+        return
 
     async def question(client: Client) -> dict[str, Any]:
         row = await client.deploy(model, **order)

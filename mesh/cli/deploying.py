@@ -60,6 +60,8 @@ _WORDS = {
     "READY": "is ready",
     "FAILED": "failed",
     "LEAVING": "is unloaded",
+    "AWAY": "is away",
+    "RESTING": "rests",
 }
 
 
@@ -70,7 +72,7 @@ def print_deployments(rows: list[dict[str, Any]]) -> None:
         [
             (
                 row["model_id"],
-                f"{row['state']}, {row['level']}" if row.get("level") else row["state"],
+                f"{row['state']} ({row['level']})",
                 f"{span['replica']} of {row['replicas']}",
                 span["node"],
                 span["layers"],

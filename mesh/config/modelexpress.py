@@ -31,5 +31,5 @@ def from_modelexpress(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def alias_of(key: str) -> str:
-    """The variable that is behind a setting of `from_modelexpress`."""
-    return next(name for name, setting in _KEYS.items() if setting == key)
+    """The variables that may be behind a setting of `from_modelexpress`."""
+    return ", ".join(name for name, setting in _KEYS.items() if setting == key)

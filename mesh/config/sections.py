@@ -136,6 +136,10 @@ class RoutingSection(BaseModel):
     square of each row; 0: none. See docs/explanation/privacy.md before relying on it."""
     mix_formats: bool = False
     """Whether one route may lead through shards of different `quant`."""
+    policy: Literal["auto", "greedy", "cheapest"] = "auto"
+    """How shards are chosen. ``greedy``: the shortest queue, then the longest shard. ``cheapest``:
+    the least time by what shards and links were measured to take, where all were. ``auto``: greedy,
+    unless another route takes clearly less."""
 
 
 class DeploymentsSection(BaseModel):
@@ -145,6 +149,11 @@ class DeploymentsSection(BaseModel):
 
     replan_seconds: float = Field(default=300, ge=1, le=86400 * 7)
     """How long a machine that holds layers of a deployment may be away before others take them."""
+    patience_seconds: float = Field(default=300, ge=1, le=86400)
+    """How long a chat waits for a deployed model that is coming up."""
+    placement: Literal["auto", "even"] = "auto"
+    """Where new replicas go: where what was measured says that they are fastest, or in even parts
+    over all machines; even as long as nothing was measured."""
 
 
 class JobQueueSection(BaseModel):

@@ -2,17 +2,16 @@
 
 A change reads the resource, changes its status and sends it with the resource's version; where
 somebody was quicker (409), it is read again. What is sent is `mesh.coordination.custom_resource`'s.
-Needs the package ``kubernetes-asyncio`` (the extra ``kubernetes``), imported when connecting.
+How it is sent is `mesh.coordination.kubernetes_api`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,6 +22,12 @@ from mesh.codec import Fault
 from mesh.coordination import custom_resource as forms
 from mesh.coordination.custom_resource import GROUP, PLURAL, VERSION, Resource, Status
 from mesh.coordination.forms import place_of
+from mesh.coordination.kubernetes_api import (
+    REQUEST_TIMEOUT_S,
+    Conflict,
+    KubernetesApi,
+    Missing,
+)
 from mesh.coordination.ready import ReadySignal
 from mesh.coordination.records import (
     MAX_MODELS,
@@ -32,16 +37,12 @@ from mesh.coordination.records import (
     Worker,
     rank_taken,
 )
-from mesh.coordination.store import client_missing
-from mesh.errors import BadRecord, CoordinationError, StoreRefused, StoreUnavailable
+from mesh.errors import StoreUnavailable
 
-REQUEST_TIMEOUT_S = 10.0
 MAX_CONFLICTS = 12
 _FIRST_BACK_OFF_S, _LAST_BACK_OFF_S = 0.02, 1.0
 _SHORTEST_WATCH_S = 1.0
 _PAGE = 100
-_NOT_FOUND, _CONFLICT = 404, 409
-_REFUSALS = (401, 403, 405, 422)
 
 Change = Callable[[Resource], Status]
 
@@ -58,27 +59,24 @@ class KubernetesStore:
 
     def __init__(self, namespace: str, kubeconfig: Path | None, clock: Clock) -> None:
         self._namespace = namespace
-        self._kubeconfig = kubeconfig
+        self._where = GROUP, VERSION, namespace, PLURAL
+        self._api = KubernetesApi(kubeconfig, f"A resource {PLURAL}.{GROUP} in {namespace}")
         self._clock = clock
-        self._client: Any = None
         self._seen = ""
         """The version of the list of resources that was read last."""
         self._tensors: dict[tuple[str, int], tuple[object, tuple[TensorDescriptor, ...]]] = {}
 
     async def connect(self) -> None:
         """Find the API server and ask it for our resources."""
-        await self.close()
-        library = await asyncio.to_thread(_library)
-        async with self._translated():
-            configuration = await asyncio.to_thread(self._configuration, library)
-            self._client = library.client.ApiClient(configuration)
+        await self._api.connect()
+        async with self._api.translated():
             await self._page(limit=1)
 
     async def publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
         """Create the resource where there is none, write the ConfigMaps, then the status."""
-        async with self._translated():
+        async with self._api.translated():
             for _ in range(MAX_CONFLICTS):
-                with suppress(_Missing):  # its last worker was withdrawn meanwhile, and it with him
+                with suppress(Missing):  # its last worker was withdrawn meanwhile, and it with him
                     await self._publish(model, workers)
                     return
             raise _too_often(model)
@@ -90,8 +88,8 @@ class KubernetesStore:
             left = [each for each in current.status.workers if each.worker_rank not in ranks]
             return msgspec.structs.replace(current.status, workers=tuple(left))
 
-        async with self._translated():
-            with suppress(_Missing):
+        async with self._api.translated():
+            with suppress(Missing):
                 left = await self._change(model, change)
                 for rank in ranks:
                     await self._delete_tensors(model, rank, from_part=0)
@@ -100,10 +98,10 @@ class KubernetesStore:
 
     async def get(self, model: ModelRef) -> ModelRecord | None:
         """Read the resource, and the ConfigMaps of those workers that are new."""
-        async with self._translated():
+        async with self._api.translated():
             try:
                 resource = await self._read(model)
-            except _Missing:
+            except Missing:
                 return None
             workers = [
                 forms.worker_from(each, await self._read_tensors(resource, each))
@@ -115,7 +113,7 @@ class KubernetesStore:
         """List the resources, in pages; those of other makers are left out."""
         found: list[ModelRef] = []
         token = ""
-        async with self._translated():
+        async with self._api.translated():
             while True:
                 page = await self._page(limit=_PAGE, _continue=token)
                 for item in page["items"]:
@@ -130,12 +128,16 @@ class KubernetesStore:
     async def changed(self, timeout_s: float) -> None:
         """Watch the resources from where they were listed last."""
         began = self._clock.monotonic()
-        async with self._translated():
-            events = await self._ask(
-                self._custom.list_namespaced_custom_object, GROUP, VERSION, self._namespace, PLURAL,
-                watch=True, resource_version=self._seen, timeout_seconds=max(1, int(timeout_s)),
-                _preload_content=False, _request_timeout=timeout_s + REQUEST_TIMEOUT_S,
-            )  # fmt: skip
+        async with self._api.translated():
+            events = await self._api.ask(
+                self._api.custom.list_namespaced_custom_object,
+                *self._where,
+                watch=True,
+                resource_version=self._seen,
+                timeout_seconds=max(1, int(timeout_s)),
+                _preload_content=False,
+                _request_timeout=timeout_s + REQUEST_TIMEOUT_S,
+            )
             try:
                 async for line in events.content:
                     if _is_news(line):
@@ -147,17 +149,15 @@ class KubernetesStore:
 
     async def mirror_ready(self, model: ModelRef, signals: dict[int, ReadySignal]) -> None:
         """Show readiness in the status."""
-        async with self._translated():
-            with suppress(_Missing):
+        async with self._api.translated():
+            with suppress(Missing):
                 await self._change(
                     model, lambda current: forms.with_signals(current.status, signals)
                 )
 
     async def close(self) -> None:
         """Close the connections."""
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()
+        await self._api.close()
 
     # Resources
 
@@ -176,19 +176,25 @@ class KubernetesStore:
     async def _create(self, model: ModelRef) -> Resource:
         try:
             return await self._read(model)
-        except _Missing:
+        except Missing:
             pass
-        with suppress(_Conflict):  # another node was quicker
-            await self._ask(
-                self._custom.create_namespaced_custom_object, GROUP, VERSION, self._namespace,
-                PLURAL, forms.new_resource(model),
-            )  # fmt: skip
+        with suppress(Conflict):  # another node was quicker
+            await self._api.ask(
+                self._api.custom.create_namespaced_custom_object,
+                *self._where,
+                forms.new_resource(model),
+            )
         return await self._read(model)
 
     async def _read(self, model: ModelRef) -> Resource:
         name = forms.resource_name(model)
-        fields = await self._ask(
-            self._custom.get_namespaced_custom_object, GROUP, VERSION, self._namespace, PLURAL, name
+        fields = await self._api.ask(
+            self._api.custom.get_namespaced_custom_object,
+            GROUP,
+            VERSION,
+            self._namespace,
+            PLURAL,
+            name,
         )
         resource = forms.resource_from(fields)
         if (resource.spec.model_name, resource.spec.weights_sha256) != (
@@ -211,11 +217,13 @@ class KubernetesStore:
                 },
                 "status": forms.status_map(resource, status, self._clock.now()),
             }
-            with suppress(_Conflict):
-                written = await self._ask(
-                    self._custom.replace_namespaced_custom_object_status, GROUP, VERSION,
-                    self._namespace, PLURAL, resource.metadata.name, body,
-                )  # fmt: skip
+            with suppress(Conflict):
+                written = await self._api.ask(
+                    self._api.custom.replace_namespaced_custom_object_status,
+                    *self._where,
+                    resource.metadata.name,
+                    body,
+                )
                 return forms.resource_from(written)
             longest_s = min(_LAST_BACK_OFF_S, _FIRST_BACK_OFF_S * 2.0**attempt)
             await asyncio.sleep(random.uniform(0, longest_s))  # noqa: S311 - not a secret
@@ -228,17 +236,20 @@ class KubernetesStore:
             "kind": "DeleteOptions",
             "preconditions": {"resourceVersion": resource.metadata.resource_version},
         }
-        with suppress(_Conflict, _Missing):
-            await self._ask(
-                self._custom.delete_namespaced_custom_object, GROUP, VERSION, self._namespace,
-                PLURAL, resource.metadata.name, body=options,
-            )  # fmt: skip
+        with suppress(Conflict, Missing):
+            await self._api.ask(
+                self._api.custom.delete_namespaced_custom_object,
+                *self._where,
+                resource.metadata.name,
+                body=options,
+            )
 
     async def _page(self, **wanted: Any) -> Mapping[str, Any]:
-        page = await self._ask(
-            self._custom.list_namespaced_custom_object, GROUP, VERSION, self._namespace, PLURAL,
+        page = await self._api.ask(
+            self._api.custom.list_namespaced_custom_object,
+            *self._where,
             **{key: value for key, value in wanted.items() if value},
-        )  # fmt: skip
+        )
         if not isinstance(page, dict) or not isinstance(page.get("items"), list):
             raise Fault("has no list of items", "items")
         return page
@@ -250,11 +261,13 @@ class KubernetesStore:
         for body in bodies:
             name = body["metadata"]["name"]
             try:
-                await self._ask(
-                    self._core.replace_namespaced_config_map, name, self._namespace, body
+                await self._api.ask(
+                    self._api.core.replace_namespaced_config_map, name, self._namespace, body
                 )
-            except _Missing:
-                await self._ask(self._core.create_namespaced_config_map, self._namespace, body)
+            except Missing:
+                await self._api.ask(
+                    self._api.core.create_namespaced_config_map, self._namespace, body
+                )
         await self._delete_tensors(resource.model, worker.worker_rank, from_part=len(bodies))
 
     async def _delete_tensors(self, model: ModelRef, rank: int, *, from_part: int) -> None:
@@ -262,11 +275,12 @@ class KubernetesStore:
         self._tensors.pop((name, rank), None)
         for part in range(from_part, forms.MAX_PARTS):
             try:
-                await self._ask(
-                    self._core.delete_namespaced_config_map, forms.part_name(name, rank, part),
+                await self._api.ask(
+                    self._api.core.delete_namespaced_config_map,
+                    forms.part_name(name, rank, part),
                     self._namespace,
-                )  # fmt: skip
-            except _Missing:
+                )
+            except Missing:
                 return
 
     async def _read_tensors(
@@ -283,8 +297,10 @@ class KubernetesStore:
         while part < parts:
             try:
                 name = forms.part_name(*place, part)
-                read = await self._ask(self._core.read_namespaced_config_map, name, self._namespace)
-            except _Missing:
+                read = await self._api.ask(
+                    self._api.core.read_namespaced_config_map, name, self._namespace
+                )
+            except Missing:
                 return ()
             if part == 0:
                 parts = forms.parts_of(read.metadata.annotations)
@@ -294,72 +310,6 @@ class KubernetesStore:
             return ()  # just being written; they are said, or not, when the status is
         self._tensors[place] = known_as, found
         return found
-
-    # Requests
-
-    @property
-    def _custom(self) -> Any:
-        return _library().client.CustomObjectsApi(self._connected())
-
-    @property
-    def _core(self) -> Any:
-        return _library().client.CoreV1Api(self._connected())
-
-    def _connected(self) -> Any:
-        if self._client is None:
-            raise StoreUnavailable("Kubernetes is not connected.", fix="Wait: it is tried again.")
-        return self._client
-
-    async def _ask(self, function: Callable[..., Awaitable[Any]], *args: Any, **more: Any) -> Any:
-        library = _library()
-        try:
-            return await function(*args, **{"_request_timeout": REQUEST_TIMEOUT_S, **more})
-        except library.client.ApiException as error:
-            if error.status == _NOT_FOUND and "list_namespaced" not in function.__name__:
-                raise _Missing from error
-            if error.status == _CONFLICT:
-                raise _Conflict from error
-            raise
-
-    def _configuration(self, library: Any) -> Any:
-        """In a thread, with a loop of its own: it reads files and may run a program for a token."""
-        configuration = library.client.Configuration()
-        if self._kubeconfig is None:
-            with suppress(library.config.ConfigException):
-                library.config.load_incluster_config(client_configuration=configuration)
-                return configuration
-        file = None if self._kubeconfig is None else str(self._kubeconfig)
-        asyncio.run(
-            library.config.load_kube_config(config_file=file, client_configuration=configuration)
-        )
-        return configuration
-
-    @asynccontextmanager
-    async def _translated(self) -> AsyncIterator[None]:
-        library = _library()
-        try:
-            yield
-        except library.client.ApiException as error:
-            raise _refused(error) from error
-        except Fault as fault:
-            raise BadRecord(
-                f"A resource {PLURAL}.{GROUP} in {self._namespace} is no record: {fault}.",
-                fix="Apply the definition that comes with hearthnet, or delete the resource.",
-                param=fault.field or None,
-            ) from fault
-        except (*library.errors, TimeoutError, OSError, ValueError) as error:
-            raise StoreUnavailable(
-                f"Kubernetes does not answer: {str(error) or type(error).__name__}.",
-                fix="Check coordination.kubeconfig and that the API server can be reached.",
-            ) from error
-
-
-class _Missing(Exception):
-    """404."""
-
-
-class _Conflict(Exception):
-    """409."""
 
 
 def _is_news(line: bytes) -> bool:
@@ -382,29 +332,3 @@ def _too_often(model: ModelRef) -> StoreUnavailable:
         f"{forms.resource_name(model)} was changed by others {MAX_CONFLICTS} times in a row.",
         fix="Wait: it is tried again.",
     )
-
-
-def _refused(error: Any) -> CoordinationError:
-    said = f"{error.status} {error.reason}"
-    if error.status == _NOT_FOUND:
-        return StoreRefused(
-            f"The API server knows no {PLURAL}.{GROUP} ({said}).",
-            fix="Apply the definition that comes with hearthnet: see docs/how-to/coordination.md.",
-        )
-    if error.status in _REFUSALS:
-        return StoreRefused(
-            f"The API server refuses: {said}.",
-            fix="Apply the role that comes with hearthnet to this node's account: see"
-            " docs/how-to/coordination.md.",
-        )
-    return StoreUnavailable(f"The API server failed: {said}.", fix="Wait: it is tried again.")
-
-
-def _library() -> Any:
-    try:
-        import aiohttp
-        from kubernetes_asyncio import client, config
-    except ImportError as error:
-        raise client_missing("kubernetes-asyncio", "kubernetes") from error
-    errors = (aiohttp.ClientError, config.ConfigException)
-    return SimpleNamespace(client=client, config=config, errors=errors)

@@ -63,8 +63,11 @@ class World(Protocol):
     async def ask(self, model: LocalModel) -> None:
         """Ask this model from now on."""
 
-    async def ask_no_more(self, model_id: ModelId) -> None:
-        """Ask this model no longer."""
+    def known(self) -> list[ModelId]:
+        """The models whose files this node knows because they are deployed, asked or not."""
+
+    async def ask_no_more(self, model_id: ModelId, *, forget: bool) -> None:
+        """Ask this model no longer, and perhaps know nothing of it any more."""
 
     async def serve(self, deployment: Deployment, layers: LayerRange) -> None:
         """Load these layers and serve them; returns once they are served."""
@@ -243,10 +246,12 @@ class Reconciler:
 
     def _look_after_asking(self, deployments: Mapping[str, Deployment]) -> None:
         """Ask what is placed here, was deployed from here or is called for, and nothing else."""
-        here, wanted = self._world.node, dict[ModelId, Deployment]()
+        here, wanted, resting = self._world.node, dict[ModelId, Deployment](), set[ModelId]()
         for each in live(deployments):
             placed = each.plan is not None and here in each.plan.nodes
-            if placed or each.author == here or each.id in self._called_for:
+            if not each.is_wanted:
+                resting.add(each.wish.model_id)
+            elif placed or each.author == here or each.id in self._called_for:
                 wanted.setdefault(each.wish.model_id, each)
         self._called_for &= {each.id for each in live(deployments)}
         asked = self._world.asked()
@@ -254,9 +259,11 @@ class Reconciler:
             name = _ends(deployment)
             if model_id not in asked and name not in self.phases.not_yet(_now()):
                 self._begin(self._asking, model_id, self._ask(deployment, name))
-        for model_id in asked:
-            if model_id not in wanted:
-                self._begin(self._asking, model_id, self._world.ask_no_more(model_id))
+        for model_id in self._world.known():
+            forget = model_id not in resting
+            if model_id not in wanted and (forget or model_id in asked):
+                ending = self._world.ask_no_more(model_id, forget=forget)
+                self._begin(self._asking, model_id, ending)
 
     async def _ask(self, deployment: Deployment, name: ShardId) -> None:
         try:

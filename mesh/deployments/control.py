@@ -7,21 +7,18 @@ wish and the plan for it; what the machines do about that is `mesh.deployments.a
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from mesh.deployments.phases import Phase, Phases, Progress
+from mesh.deployments.listing import Rows, Seen
+from mesh.deployments.phases import Phases
 from mesh.deployments.placement import Machine, make_plan
-from mesh.deployments.reconcile import Served
+from mesh.deployments.room import Standing, to_rest
 from mesh.deployments.weights import WeightsSource
-from mesh.deployments.wishes import Deployment, Plan, Quant, Replica, Span, Wish, live
-from mesh.errors import BadRequest, NotFound
+from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live
+from mesh.errors import BadRequest, Forbidden, NotFound
 from mesh.types import LayerRange, NodeId
-
-_STATES = (Phase.FAILED, Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
-"""What a deployment is said to be in when its spans are in several, most telling first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,31 +34,22 @@ class Order:
     quant: Quant | None = None
     context: int | None = None
     minimum_s: float | None = None
+    keep_alive_s: float | None = None
     nodes: Sequence[str] | None = None
     layers: Sequence[str] | None = None
 
 
-class House(Protocol):
+class House(Seen, Protocol):
     """What the verbs need of the node."""
-
-    @property
-    def node(self) -> NodeId:
-        """This node."""
-
-    def deployments(self) -> dict[str, Deployment]:
-        """What the log says."""
 
     def machines(self) -> Sequence[Machine]:
         """The trusted nodes that are up now."""
 
-    def names(self) -> Mapping[NodeId, str]:
-        """What people call the members."""
+    def need_of(self, wish: Wish, layers: LayerRange) -> int:
+        """What these layers would take, in MB."""
 
-    def served(self) -> list[Served]:
-        """What others serve."""
-
-    def serves(self) -> Collection[Served]:
-        """What this node serves."""
+    async def laid_out(self, wish: Wish, before: Plan | None) -> Sequence[tuple[Span, ...]]:
+        """Where the planner lays the replicas that `before` lacks; none where it cannot say."""
 
     def require_operator(self) -> None:
         """Raises UntrustedPeer and ExperimentalDisabled when this node may wish for nothing."""
@@ -82,16 +70,19 @@ class Deploying:
         weights: WeightsSource,
         phases: Phases,
         call_for: Callable[[str], None],
+        up_s: Callable[[str], float],
     ) -> None:
-        """`call_for` has this node ask a deployment, whatever is placed here."""
+        """`call_for` has this node ask a deployment, whatever is placed here; `up_s` says for how
+        long one has been up."""
         self._house = house
         self._weights = weights
-        self._phases = phases
+        self._rows = Rows(house, phases)
         self._call_for = call_for
+        self._up_s = up_s
 
     def view(self) -> list[dict[str, Any]]:
         """A row for each deployment that was not evicted, by model."""
-        rows = [self._row(each) for each in live(self._house.deployments())]
+        rows = [self._rows.row(each) for each in live(self._house.deployments())]
         return sorted(rows, key=lambda row: (row["model_id"], row["deployment"]))
 
     async def deploy(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,11 +116,30 @@ class Deploying:
         self._call_for(wish.deployment)
         return row
 
+    async def wake(self, model: str, *, may_wake: bool) -> bool:
+        """Have a model up whose deployments all rest; whether that had to be wished for.
+
+        Raises Forbidden unless who asks `may_wake`, and as `deploy`.
+        """
+        found = [each for each in live(self._house.deployments()) if each.wish.model_id == model]
+        resting = [each for each in found if each.wish.resting and each.wish.replicas]
+        if not resting or any(each.is_wanted for each in found):
+            return False
+        if not may_wake:
+            raise Forbidden(
+                f"{model} is COLD, and who asks may not wake it.",
+                fix="Use a trusted key (`hearthnet keys create --trusted`), or `hearthnet run`.",
+                param="model",
+            )
+        await self.deploy({"model": resting[0].id})
+        return True
+
     async def scale(self, model: str, replicas: int) -> dict[str, Any]:
         """Have so many replicas of a deployment, more or fewer. Raises NotFound and as `deploy`."""
         self._house.require_operator()
         deployment = self._require(model)
-        return await self._wish(replace(deployment.wish, replicas=replicas), deployment)
+        wish = replace(deployment.wish, replicas=replicas, resting=False)
+        return await self._wish(wish, deployment)
 
     async def evict(self, model: str) -> list[dict[str, Any]]:
         """End a deployment, or all of a model: ``{"deployment", "model_id", "evicted"}`` each.
@@ -153,14 +163,25 @@ class Deploying:
 
     def require(self, model: str) -> dict[str, Any]:
         """The row of one deployment, by its id or model. Raises NotFound."""
-        return self._row(self._require(model))
+        return self._rows.row(self._require(model))
 
     # Private
 
     async def _wish(self, wish: Wish, before: Deployment | None) -> dict[str, Any]:
-        """Plan first: a wish that cannot be met is not signed."""
+        """Plan first: a wish that cannot be met is not signed. Who makes room rests before."""
         plan_before = None if before is None else before.plan
-        plan = make_plan(wish, "0" * 64, self._house.machines(), plan_before, asked=True)
+        laid = await self._house.laid_out(wish, plan_before)
+        machines = self._house.machines()
+        plan = make_plan(wish, "0" * 64, machines, plan_before, asked=True, laid=laid)
+        was_up = None if before is None or not before.is_wanted else plan_before
+        others = {
+            each.id: Standing(each, self._up_s(each.id))
+            for each in live(self._house.deployments())
+            if each.is_wanted and each.id != wish.deployment
+        }
+        going = to_rest(wish, plan, was_up, others.values(), machines, self._house.need_of)
+        for name in going:
+            await self._house.publish_wish(replace(others[name].deployment.wish, resting=True))
         if before is None or wish != before.wish:
             signed = await self._house.publish_wish(wish)
         else:
@@ -174,6 +195,8 @@ class Deploying:
         nodes, pins = order.nodes, order.layers
         changed = replace(
             wish,
+            resting=False,
+            keep_alive_s=wish.keep_alive_s if order.keep_alive_s is None else order.keep_alive_s,
             replicas=wish.replicas if order.replicas is None else order.replicas,
             dedicated=wish.dedicated if order.dedicated is None else order.dedicated,
             quant=wish.quant if order.quant is None else order.quant,
@@ -248,91 +271,6 @@ class Deploying:
             f"{model!r} is not deployed; {', '.join(known) or 'nothing'} is.",
             fix="See `hearthnet status`; `hearthnet deploy MODEL` brings one up.",
         )
-
-    # Rows
-
-    def _row(self, deployment: Deployment) -> dict[str, Any]:
-        wish, plan, names = deployment.wish, deployment.plan, self._house.names()
-        replicas = plan.replicas if plan is not None else ()
-        spans = [
-            self._span(deployment, replica, span, names)
-            for replica in replicas
-            for span in replica.spans
-        ]
-        missing = self._missing(deployment)
-        return {
-            "deployment": wish.deployment,
-            "model_id": str(wish.model_id),
-            "weights_sha256": wish.weights_sha256,
-            "total_layers": wish.total_layers,
-            "replicas": wish.replicas,
-            "replicas_ready": _ready(replicas, spans),
-            "dedicated": wish.dedicated,
-            "quant": wish.quant or None,
-            "context": wish.context or None,
-            "minimum_s": wish.minimum_s,
-            "state": _state(spans, missing, is_planned=deployment.is_planned),
-            "missing": missing,
-            "epoch": None if plan is None else plan.epoch,
-            "why": None if plan is None else plan.why or None,
-            "by": names.get(deployment.author, deployment.author),
-            "wished_at": datetime.fromtimestamp(deployment.wall_ms / 1000, UTC).isoformat(),
-            "spans": spans,
-        }
-
-    def _span(
-        self, deployment: Deployment, replica: Replica, span: Span, names: Mapping[NodeId, str]
-    ) -> dict[str, Any]:
-        wish = deployment.wish
-        now: Progress | None = None
-        if span.node == self._house.node:
-            now = self._phases.get(deployment.shard(span.layers))
-        served = Served(span.node, wish.model_id, wish.weights_sha256, span.layers)
-        if served in self._here():
-            now = Progress(Phase.READY)
-        return {
-            "replica": replica.number,
-            "node_id": span.node,
-            "node": names.get(span.node, span.node),
-            "layers": str(span.layers),
-            **(now or Progress(Phase.QUEUED)).row(),
-        }
-
-    def _here(self) -> list[Served]:
-        return [*self._house.served(), *self._house.serves()]
-
-    def _missing(self, deployment: Deployment) -> list[str]:
-        wish = deployment.wish
-        covered = {
-            layer
-            for each in self._here()
-            if (each.model_id, each.weights_sha256) == (wish.model_id, wish.weights_sha256)
-            for layer in range(each.layers.start, each.layers.stop)
-        }
-        missing, start = [], None
-        for layer in range(wish.total_layers + 1):
-            lacks = layer < wish.total_layers and layer not in covered
-            if lacks and start is None:
-                start = layer
-            if not lacks and start is not None:
-                missing.append(str(LayerRange(start, layer)))
-                start = None
-        return missing
-
-
-def _ready(replicas: Sequence[Replica], spans: Sequence[dict[str, Any]]) -> int:
-    waiting = {row["replica"] for row in spans if row["phase"] != Phase.READY}
-    return sum(replica.number not in waiting for replica in replicas)
-
-
-def _state(spans: Sequence[dict[str, Any]], missing: Sequence[str], *, is_planned: bool) -> str:
-    """READY when all is as wished, PARTLY when it answers without some of that."""
-    phases = {row["phase"] for row in spans}
-    if is_planned and phases <= {Phase.READY}:
-        return "READY" if spans else "COLD"
-    if not missing:
-        return "PARTLY"
-    return next((phase.value for phase in _STATES if phase in phases), Phase.QUEUED.value)
 
 
 def _bad_layers(why: str) -> BadRequest:

@@ -28,6 +28,10 @@ class Phase(StrEnum):
     READY = "READY"
     FAILED = "FAILED"
     """It is tried again later."""
+    AWAY = "AWAY"
+    """Its machine is not there."""
+    RESTING = "RESTING"
+    """It is COLD: nothing of it is loaded until somebody who may asks."""
     LEAVING = "LEAVING"
     """Sessions move away, then its memory is given back."""
 

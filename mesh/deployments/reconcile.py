@@ -64,8 +64,7 @@ class View:
 
     `free_mb` is what is free beside all that is held or loading, None where nobody knows; then
     what loads is let in and refused by its process. `need_mb` says what some layers would take.
-    `resting` are deployments that this node has let go cold; `not_yet` are shards whose last try
-    failed and that wait for the next, with the reason.
+    `not_yet` are shards whose last try failed and that wait for the next, with the reason.
     """
 
     node: NodeId
@@ -74,7 +73,6 @@ class View:
     served: Collection[Served]
     free_mb: int | None
     need_mb: Callable[[Deployment, LayerRange], int]
-    resting: Collection[str] = ()
     not_yet: Mapping[ShardId, str] | None = None
 
 
@@ -158,8 +156,6 @@ def wishes_of(view: View) -> dict[ShardId, tuple[Deployment, LayerRange]]:
     """What this node is to hold; of two deployments that want the same shard, the first's."""
     wanted: dict[ShardId, tuple[Deployment, LayerRange]] = {}
     for deployment in live(view.deployments):
-        if deployment.id in view.resting:
-            continue
         for shard, layers in deployment.shards_of(view.node).items():
             wanted.setdefault(shard, (deployment, layers))
     return wanted
@@ -176,8 +172,7 @@ def _may_go(
         for each in live(view.deployments)
         if each.wish.model_id == held.model_id
         and each.wish.weights_sha256 == held.weights_sha256
-        and each.wish.replicas > 0
-        and each.id not in view.resting
+        and each.is_wanted
     ]
     if not wishing:
         return Drop(held.shard, "no deployment wants it")

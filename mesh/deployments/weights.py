@@ -15,9 +15,10 @@ from typing import Protocol
 
 from mesh.errors import BadCheckpoint, MeshError, ModelNotFound
 from mesh.models.builtin import checkpoint_dir
+from mesh.models.gguf.container import SUFFIX
 from mesh.models.hub_cache import checkpoint_name
 from mesh.models.local import BUILTIN, LocalModel
-from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.manifest import Manifest, looks_like_checkpoint, read_manifest
 from mesh.types import LayerRange, ModelId
 
 OnProgress = Callable[[int, int], None]
@@ -62,8 +63,8 @@ class LocalWeights:
         folders: Sequence[Path],
         cache_dir: Path | None,
     ) -> None:
-        """`folders` hold checkpoint directories, each called like its model, with ``/`` as
-        ``--``; or are the hub's cache."""
+        """`folders` hold checkpoint directories and GGUF files, each called like its model, with
+        ``/`` as ``--``; or are the hub's cache."""
         self._held = held
         self._folders = tuple(folders)
         self._cache_dir = cache_dir
@@ -75,7 +76,14 @@ class LocalWeights:
             return Checkpoint(
                 held.model_id, held.weights_sha256, held.total_layers, held.context, held.layers_mb
             )
-        return await asyncio.to_thread(self._find, model)
+        return checkpoint(await asyncio.to_thread(self._manifest, model))
+
+    async def manifest(self, model: str) -> Manifest:
+        """Of the checkpoint that `find` finds. Raises as that."""
+        held = self._held.get(ModelId(model))
+        if held is None:
+            return await asyncio.to_thread(self._manifest, model)
+        return await asyncio.to_thread(self._read, Path(held.directory), held.model_id)
 
     async def ensure(
         self,
@@ -92,14 +100,14 @@ class LocalWeights:
 
     # Private: these block.
 
-    def _find(self, model: str) -> Checkpoint:
+    def _manifest(self, model: str) -> Manifest:
         path, _, name = model.partition("=")
         directory = Path(path).expanduser()
-        if (directory / "config.json").is_file():
+        if looks_like_checkpoint(directory):
             model_id = ModelId(name) if name else checkpoint_name(directory)
-            return checkpoint(self._read(directory, model_id))
+            return self._read(directory, model_id)
         for found in self._candidates(ModelId(model)):
-            return checkpoint(self._read(found, ModelId(model)))
+            return self._read(found, ModelId(model))
         raise self._missing(model)
 
     def _locate(self, model_id: ModelId, weights_sha256: str, on_progress: OnProgress) -> Path:
@@ -122,9 +130,10 @@ class LocalWeights:
             yield checkpoint_dir()
         plain = str(model_id).replace("/", "--")
         for folder in self._folders:
-            for directory in (folder / plain, *folder.glob(f"models--{plain}/snapshots/*")):
-                if (directory / "config.json").is_file():
-                    yield directory
+            snapshots = folder.glob(f"models--{plain}/snapshots/*")
+            for path in (folder / plain, folder / f"{plain}{SUFFIX}", *snapshots):
+                if looks_like_checkpoint(path):
+                    yield path
 
     def _read(self, directory: Path, model_id: ModelId) -> Manifest:
         return read_manifest(directory, model_id=model_id, cache_dir=self._cache_dir)

@@ -59,7 +59,9 @@ class Wish:
     `nodes` are the only ones that may be used, if there are any; `pins` are spans that have to be
     where they say. `quant` is the number format, '' for each node's own setting; `context` the
     positions that have to fit, 0 for each node's own. A `dedicated` deployment never goes down a
-    level or makes room for another; others may after `minimum_s`. An evicted one wants nothing.
+    level or makes room for another; others may after `minimum_s`, and do so when nobody has used
+    them for `keep_alive_s`, if that is not 0. One that is `resting` is COLD: its plan says where it
+    comes up again. An evicted one wants nothing, for ever.
     """
 
     deployment: str
@@ -72,8 +74,10 @@ class Wish:
     quant: Quant = ""
     context: int = 0
     minimum_s: float = MINIMUM_S
+    keep_alive_s: float = 0.0
     nodes: tuple[NodeId, ...] = ()
     pins: tuple[Span, ...] = ()
+    resting: bool = False
     evicted: bool = False
 
     @property
@@ -94,8 +98,10 @@ class Wish:
             "quant": self.quant,
             "context": self.context,
             "minimum_s": self.minimum_s,
+            "keep_alive_s": self.keep_alive_s,
             "nodes": [str(node) for node in self.nodes],
             "pins": [_written(span) for span in self.pins],
+            "resting": self.resting,
             "evicted": self.evicted,
         }
 
@@ -162,6 +168,11 @@ class Deployment:
         return self.plan is not None and self.plan.wish == self.event
 
     @property
+    def is_wanted(self) -> bool:
+        """Whether anything is to be loaded for it."""
+        return not (self.wish.evicted or self.wish.resting or self.wish.replicas == 0)
+
+    @property
     def id(self) -> str:
         """The deployment's id."""
         return self.wish.deployment
@@ -172,7 +183,7 @@ class Deployment:
 
     def shards_of(self, node: NodeId) -> dict[ShardId, LayerRange]:
         """What a node is to hold of it now."""
-        if self.plan is None or self.wish.evicted:
+        if self.plan is None or not self.is_wanted:
             return {}
         return {self.shard(layers): layers for layers in self.plan.spans_of(node)}
 
@@ -213,8 +224,10 @@ class _WishForm:
     quant: Quant
     context: Annotated[int, Meta(ge=0, le=1 << 24)]
     minimum_s: Annotated[float, Meta(ge=0, le=86400 * 366)]
+    keep_alive_s: Annotated[float, Meta(ge=0, le=86400 * 366)]
     nodes: Annotated[list[_Node], Meta(max_length=MAX_SPANS)]
     pins: Annotated[list[tuple[_Node, _Layers]], Meta(max_length=MAX_SPANS)]
+    resting: bool
     evicted: bool
 
 
@@ -246,8 +259,10 @@ def read_wish(payload: Mapping[str, Any]) -> Wish | None:
             form.quant,
             form.context,
             form.minimum_s,
+            form.keep_alive_s,
             tuple(NodeId(node) for node in form.nodes),
             _spans(form.pins),
+            form.resting,
             form.evicted,
         )
     except (Fault, ValueError):

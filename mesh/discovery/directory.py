@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mesh.capacity import Capacity
 from mesh.clock import Clock
 from mesh.codec import MAX_TEXT
 from mesh.discovery.advertisement import (
@@ -37,13 +38,14 @@ class NodeInfo:
 @dataclass(frozen=True, slots=True)
 class NodeView:
     """A node, whether its control link is up, how old its last word is, what shards it advertises,
-    and what of weights it has on its disk."""
+    what of weights it has on its disk, and what it said of its devices, None where nothing."""
 
     info: NodeInfo
     online: bool
     age_s: float
     shards: tuple[Advertisement, ...]
     weights: tuple[HeldWeights, ...] = ()
+    capacity: Capacity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class _Entry:
     ttl_s: float
     online: bool
     weights: tuple[HeldWeights, ...] = ()
+    capacity: Capacity | None = None
 
 
 class ShardStore:
@@ -86,6 +89,8 @@ class ShardStore:
         shards: Sequence[Advertisement],
         ttl_s: float = math.inf,
         weights: Sequence[HeldWeights] = (),
+        *,
+        capacity: Capacity | None = None,
     ) -> None:
         """All that `info.node_id` serves and has now; replaces what it said and puts it online.
 
@@ -96,8 +101,8 @@ class ShardStore:
         """
         self._check(info, shards)
         served = {s.descriptor.shard_id: s for s in shards}
-        ttl_s = min(ttl_s, self._expiry_s)
-        entry = _Entry(info, served, self._now(), ttl_s, online=True, weights=tuple(weights))
+        ttl_s, held = min(ttl_s, self._expiry_s), tuple(weights)
+        entry = _Entry(info, served, self._now(), ttl_s, True, held, capacity)
         before = self._nodes.get(info.node_id)
         self._nodes[info.node_id] = entry
         if before is None or not before.online or _differs(before, entry):
@@ -164,6 +169,7 @@ class ShardStore:
                 now - entry.arrived,
                 tuple(entry.shards.values()),
                 entry.weights,
+                entry.capacity,
             )
             for _, entry in sorted(self._nodes.items())
             if not self._expired(entry)
@@ -231,9 +237,9 @@ class Subscription:
 
 
 def _differs(before: _Entry, after: _Entry) -> bool:
-    """Whether a reader would see more than a newer time of arrival."""
-    return (before.info, before.shards, before.weights) != (
-        after.info, after.shards, after.weights,
+    """Whether a reader would see more than a newer time of arrival, and other free memory."""
+    return (before.info, before.shards, before.weights, before.capacity is None) != (
+        after.info, after.shards, after.weights, after.capacity is None,
     )  # fmt: skip
 
 

@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from mesh import codec
 from mesh.accounts.ledger import ResourceLedger
+from mesh.capacity import Capacity
+from mesh.codec import Fault
 from mesh.discovery import advertisement, weights
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.weights import HeldWeights
@@ -49,6 +52,16 @@ EXPIRY_FACTOR = 4
 """A notice outlives this many health timeouts without a renewal (specification, 5.1)."""
 
 _KEY = "shards"
+_CAPACITY = "capacity"
+"""Beside the shards; nodes of earlier versions neither say it nor read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offering:
+    """What a node offers: the shards that it serves, and what its devices hold, if it says so."""
+
+    shards: Sequence[Advertisement] = ()
+    capacity: Capacity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +71,7 @@ class Heard:
     shards: tuple[Advertisement, ...]
     ttl_s: float
     weights: tuple[HeldWeights, ...] = ()
+    capacity: Capacity | None = None
 
 
 class Notices:
@@ -86,13 +100,15 @@ class Notices:
         self._counter = 0
         self._heard = Ephemera(hearth, trust.verify)
 
-    def seal(self, shards: Sequence[Advertisement]) -> Advertise:
+    def seal(self, offering: Offering) -> Advertise:
         """A newer notice than all before. Raises BadEvent when it is too large."""
         self._counter += 1
-        payload = {
-            "shards": [advertisement.encode(shard) for shard in shards],
+        payload: dict[str, object] = {
+            "shards": [advertisement.encode(shard) for shard in offering.shards],
             weights.KEY: weights.encode_all(self._held()),
         }
+        if offering.capacity is not None:
+            payload[_CAPACITY] = codec.plain(offering.capacity)
         notice = Notice(
             self._hearth, self._own, _KEY, self._epoch, self._counter, self._ttl_ms, payload
         )
@@ -123,8 +139,23 @@ class Notices:
             )
         shards = advertisement.decode_all(entries, host=sender)
         held = weights.decode_all(notice.payload.get(weights.KEY, []))
-        return Heard(tuple(shards), notice.ttl_ms / 1000, held)
+        capacity = _capacity(notice.payload.get(_CAPACITY))
+        return Heard(tuple(shards), notice.ttl_ms / 1000, held, capacity)
 
     def forget(self, node: NodeId) -> None:
         """The node is no member any more."""
         self._heard.forget(node)
+
+
+def _capacity(said: object) -> Capacity | None:
+    """What the devices hold; None where nothing is said. Raises BadAdvertisement."""
+    if said is None:
+        return None
+    try:
+        return codec.convert(said, Capacity)
+    except Fault as fault:
+        raise BadAdvertisement(
+            f"Field {fault.field or _CAPACITY!r} of its capacity cannot be used: {fault.why}.",
+            fix="Update hearthnet on the node that sent it.",
+            param=_CAPACITY,
+        ) from fault

@@ -18,11 +18,11 @@ from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import Clock
 from mesh.config import Config
 from mesh.discovery import interfaces
-from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import NodeInfo, ShardStore
 from mesh.discovery.events import PeerDown, PeerEvent, PeerUp, Warned
 from mesh.discovery.links import Said
 from mesh.discovery.mdns import Mdns
+from mesh.discovery.notices import Offering
 from mesh.discovery.peering import Peering, PeeringSettings
 from mesh.discovery.sightings import PeerView
 from mesh.discovery.weights import HeldWeights
@@ -284,7 +284,7 @@ class Network:
                 self._settings.peering, hearth=record.hearth_id, epoch=epoch, held=self._hooks.held
             ),
             self._store,
-            self._served,
+            self._offering,
             self._on_event,
             trust=hearth,
             on_message=self._heard,
@@ -304,14 +304,15 @@ class Network:
         own = NodeInfo(settings.node_id, settings.name, "", settings.software)
         while True:
             self._due.clear()
-            self._store.update(own, self._served())
+            offering = self._offering()
+            self._store.update(own, offering.shards, capacity=offering.capacity)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(settings.shard_health_timeout_s / 3):
                     await self._due.wait()
 
-    def _served(self) -> Sequence[Advertisement]:
+    def _offering(self) -> Offering:
         serving = self._hooks.serving()
-        return serving.shards if serving is not None else ()
+        return Offering(serving.shards, serving.capacity) if serving is not None else Offering()
 
     def _heard(self, peer: NodeId, message: Said) -> None:
         if not isinstance(message, Gossip):

@@ -158,6 +158,12 @@ def family_of(manifest: Manifest) -> Family:
             fix="Download the file again, from the same revision as the weights.",
         ) from error
     text = whole.get_text_config(decoder=True)
+    if (quantised := getattr(whole, "quantization_config", None)) is not None:
+        method = str(dict(quantised).get("quant_method", "in an unknown way"))[:40]
+        raise UnsupportedFamily(
+            f"The weights of {manifest.model_id} are stored quantised ({method}), and not read.",
+            fix="Use its original checkpoint, or a GGUF file of it.",
+        )
     reason = _refusal(whole, text)
     if reason:
         raise _unsupported(str(text.model_type), reason)
@@ -189,10 +195,6 @@ def _refusal(whole: Any, text: Any) -> str | None:
         return "it is an encoder-decoder, whose decoder layers need the encoder's output"
     if text.model_type in _REFUSED:
         return _REFUSED[text.model_type]
-    quantised = getattr(whole, "quantization_config", None)
-    if quantised is not None:
-        method = dict(quantised).get("quant_method", "unknown")
-        return f"its weights are stored quantised ({method}); use the original checkpoint"
     entry = ENTRIES.get(text.model_type, _GENERIC)
     return _unlike_layers(text) or (entry.refuse(text) if entry.refuse else None)
 

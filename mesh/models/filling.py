@@ -42,14 +42,14 @@ def fill(
     progress: Progress | None = None,
     *,
     same: Mapping[str, str],
-    absent: str | None = None,
+    absent: tuple[str, ...] = (),
     later: Collection[str] = (),
 ) -> tuple[WeakSet[Pages], dict[str, str]]:
     """Put the stored tensors into `module`; returns the files that are mapped for it, and the
     hashes of the weights whose bytes are as stored.
 
-    `same` maps a name that may be absent to its equal; what begins with `absent`, or is one of
-    `later`, is not expected. Raises WeightsMissing when a partial checkpoint lacks one, and
+    `same` maps a name that may be absent to its equal; what begins with one of `absent`, or is
+    one of `later`, is not expected. Raises WeightsMissing when a partial checkpoint lacks one, and
     BadCheckpoint when they do not fit.
     """
     _compute_buffers(module, placement.device)
@@ -76,14 +76,20 @@ def fill(
     for name, other in same.items():
         if name not in weights and other in weights:
             weights[name] = weights[other]
+    _assign(module, weights, lambda name: name in later or name.startswith(absent))
+    module.requires_grad_(requires_grad=False)
+    return pages, sha256
+
+
+def _assign(module: Any, weights: dict[str, torch.Tensor], may_lack: Callable[[str], bool]) -> None:
+    """Make `weights` those of `module`. Raises BadCheckpoint where they are not just those."""
     try:
         missing, unexpected = module.load_state_dict(weights, strict=False, assign=True)
     except RuntimeError as error:
         raise BadCheckpoint(
             f"Weights do not fit the config: {error}.", fix="Download config and weights again."
         ) from error
-    missing = [name for name in missing if name not in later]
-    missing = [name for name in missing if absent is None or not name.startswith(absent)]
+    missing = [name for name in missing if not may_lack(name)]
     if missing or unexpected:
         what, example = ("lack", missing[0]) if missing else ("hold the unknown", unexpected[0])
         raise BadCheckpoint(
@@ -91,8 +97,6 @@ def fill(
             " match the config).",
             fix="Download config and weights again, from the same revision.",
         )
-    module.requires_grad_(requires_grad=False)
-    return pages, sha256
 
 
 def mapped_file(file: Path, entries: Iterable[TensorEntry]) -> Pages:

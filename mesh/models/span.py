@@ -299,7 +299,7 @@ def _fill_ends(
             later.add(embedding)
     same = {head: embedding} if tied and head not in later else {}
     now = {name: entry for name, entry in names.items() if name not in later}
-    absent = f"{prefix}{anatomy.layers}."
+    absent = (f"{prefix}{anatomy.layers}.",)
     fill(causal, now, placement, progress, same=same, absent=absent, later=later)
     return _FilledEnds(names, deferred_head)
 

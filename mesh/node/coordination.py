@@ -155,8 +155,8 @@ class CoordinationHere:
             await self.coordinator.publish(model, [worker])
             known = self._published[key] = _Published(held, new_session(), now - RENEW_S)
         if held.shard is not None and now - known.renewed_at >= RENEW_S:
-            # Loading it has run it and compared its numbers; since then its weights are watched,
-            # and it is not served once they change or its process is silent.
+            # It was tested as it was loaded (`mesh.shard.selftest`); since then its weights are
+            # watched, and it is not served once they change or its process is silent.
             signal = ReadySignal(known.session, ready=True, stability_verified=True)
             await self.coordinator.mark_ready(model, rank, signal)
             known.renewed_at = now
@@ -190,10 +190,9 @@ class CoordinationHere:
         ]
         address = self._network.address
         for model in list(self._models.values()) if address is not None else ():
-            ref = _ref(model.model_id, model.weights_sha256)
             if model not in self._on_disk:
                 self._on_disk[model] = tuple(_layers_on_disk(model))
-            if ref is None:
+            if (ref := _ref(model.model_id, model.weights_sha256)) is None:
                 continue
             for layers in self._on_disk[model]:
                 place = Place(self._own, Kind.CHECKPOINT, layers, str(address))

@@ -6,8 +6,10 @@ Part of the composition root, like `mesh.node.node`, which starts and stops it.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from mesh.config import Config
@@ -16,8 +18,10 @@ from mesh.deployments.control import Deploying
 from mesh.deployments.placement import Machine
 from mesh.deployments.reconcile import Held, Holding, Served
 from mesh.deployments.replan import Replanner
+from mesh.deployments.waking import Sleeper, Use, Waker
 from mesh.deployments.weights import LocalWeights
-from mesh.deployments.wishes import Deployment, Plan, Wish, read
+from mesh.deployments.wishes import Deployment, Plan, Span, Wish, read
+from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.sightings import PeerState
 from mesh.errors import Forbidden, InternalError, MeshError, UntrustedPeer
@@ -37,6 +41,12 @@ from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
 PADDING = 1.15
 """The seed's padding: what a model takes beyond its weights."""
 SPARE_MB = 64
+LAYOUT_S = 20.0
+"""A checkpoint that is looked at for the first time is read whole; that is not waited for."""
+
+logger = logging.getLogger(__name__)
+
+Layout = Callable[[Wish, Plan | None, Collection[NodeId]], Awaitable[Sequence[tuple[Span, ...]]]]
 
 
 class House:
@@ -56,6 +66,19 @@ class House:
             if model.layers is not None
         }
         self._read: tuple[object, dict[str, Deployment]] | None = None
+        self.layout: Layout | None = None
+        """Asks the planner; None where that is not wanted."""
+
+    async def laid_out(self, wish: Wish, before: Plan | None) -> Sequence[tuple[Span, ...]]:
+        """See `control.House`."""
+        if self.layout is None or self._config.deployments.placement == "even":
+            return ()
+        try:
+            async with asyncio.timeout(LAYOUT_S):
+                return await self.layout(wish, before, self.alive())
+        except (MeshError, TimeoutError) as error:
+            logger.info("deployment=%s is split evenly: %s", wish.deployment, error)
+            return ()
 
     # What the log says
 
@@ -80,6 +103,62 @@ class House:
     async def publish_plan(self, plan: Plan) -> None:
         """See `Members`."""
         await self._hearth().publish(PLACEMENT_PLANNED, plan.payload())
+
+    def alive(self) -> set[NodeId]:
+        """See `control.House` and `Resting`."""
+        return {machine.node for machine in self.machines()}
+
+    def on_disk(self, node: NodeId, weights_sha256: str) -> Collection[LayerRange] | None:
+        """See `control.House`."""
+        said = [
+            held.layers
+            for view in self._store.nodes()
+            if view.info.node_id == node
+            for held in view.weights
+            if held.weights_sha256 == weights_sha256
+        ]
+        return [layers for each in said for layers in each] if said else None
+
+    def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
+        """See `control.House`."""
+        return any(
+            each.health.memory is None or each.health.memory.weights_mb > 0
+            for each in self._shards(model_id, weights_sha256)
+        )
+
+    def use(self, deployment: Deployment) -> Use:
+        """See `Resting`."""
+        wish, asker = deployment.wish, self._held.askers.get(deployment.wish.model_id)
+        healths = [each.health for each in self._shards(wish.model_id, wish.weights_sha256)]
+        is_busy = any(each.active_streams or each.queue_depth for each in healths)
+        signs = tuple((each.p50_latency_ms, each.p95_latency_ms) for each in healths)
+        return Use(is_busy or (asker is not None and asker.is_busy), signs)
+
+    def is_askable(self, model_id: ModelId) -> bool:
+        """Whether this node can ask a model now: its asker is ready, and all layers are served."""
+        model, asker = self._held.models.get(model_id), self._held.askers.get(model_id)
+        if model is None or asker is None or not asker.is_ready:
+            return False
+        layers = {
+            layer
+            for each in self._shards(model_id, model.weights_sha256)
+            for layer in range(each.descriptor.layer_range.start, each.descriptor.layer_range.stop)
+        }
+        return len(layers) == model.total_layers
+
+    def _shards(self, model_id: ModelId, weights_sha256: str) -> list[Advertisement]:
+        """Those that are offered now, here and elsewhere, in one order."""
+        own = [Advertisement(shard.descriptor, shard.health) for shard in self._held.host.serving]
+        return [
+            each
+            for each in own
+            if (each.descriptor.model_id, each.descriptor.weights_sha256)
+            == (model_id, weights_sha256)
+        ] + [
+            each
+            for each in self._store.shards(model_id, weights_sha256)
+            if each.descriptor.host != self.node and self._network.may_serve(each.descriptor.host)
+        ]
 
     def require_operator(self) -> None:
         """See `control.House`."""
@@ -171,7 +250,10 @@ class House:
 
     def need_mb(self, deployment: Deployment, layers: LayerRange) -> int:
         """See `World`."""
-        wish = deployment.wish
+        return self.need_of(deployment.wish, layers)
+
+    def need_of(self, wish: Wish, layers: LayerRange) -> int:
+        """See `control.House`."""
         part = wish.layers_mb * len(layers) / wish.total_layers
         return math.ceil(part * PADDING) + SPARE_MB
 
@@ -193,15 +275,19 @@ class House:
 
     def asked(self) -> list[ModelId]:
         """See `World`."""
+        return [name for name in self._held.askers if name not in self._held.models.by_hand]
+
+    def known(self) -> list[ModelId]:
+        """See `World`."""
         return [name for name in self._held.models if name not in self._held.models.by_hand]
 
     async def ask(self, model: LocalModel) -> None:
         """See `World`."""
         await self._held.ask(model)
 
-    async def ask_no_more(self, model_id: ModelId) -> None:
+    async def ask_no_more(self, model_id: ModelId, *, forget: bool) -> None:
         """See `World`."""
-        await self._held.ask_no_more(model_id)
+        await self._held.ask_no_more(model_id, forget=forget)
 
     async def serve(self, deployment: Deployment, layers: LayerRange) -> None:
         """See `World`."""
@@ -228,22 +314,30 @@ class DeploymentsHere:
         fetching: Weights,
     ) -> None:
         folders = [each for each in (config.models_dir, *_folders(config)) if each is not None]
-        weights = FetchedWeights(
+        self.house = house
+        weights = self.weights = FetchedWeights(
             LocalWeights(held.models, folders, cache_dir()), fetching, cache_dir()
         )
         self.reconciler = Reconciler(house, weights, Hooks(events.emit, events.stir), cache_dir())
         reconciler = self.reconciler
-        self.control = Deploying(house, weights, reconciler.phases, reconciler.call_for)
+        sleeper = self._sleeper = Sleeper(house, events.emit)
+        self.control = Deploying(
+            house, weights, reconciler.phases, reconciler.call_for, sleeper.up_s
+        )
         self._replanner = Replanner(house, config.deployments.replan_seconds, events.emit)
+        patience_s = config.deployments.patience_seconds
+        self.waker = Waker(self.control, house.is_askable, reconciler.call_for, patience_s)
 
     def start(self) -> None:
         """Follow the log."""
         self.reconciler.start()
         self._replanner.start()
+        self._sleeper.start()
 
     async def stop(self) -> None:
         """Follow it no more."""
         await self._replanner.stop()
+        await self._sleeper.stop()
         await self.reconciler.stop()
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from mesh.deployments.weights import Checkpoint, LocalWeights, OnProgress, checkpoint
 from mesh.errors import ModelNotFound
-from mesh.models.manifest import read_manifest
+from mesh.models.manifest import Manifest, read_manifest
 from mesh.node.weights import Weights
 from mesh.processes.tasks import end, spawn
+from mesh.transfers.commands import Model
 from mesh.transfers.documents import wanted_tensors
 from mesh.transfers.hub import REPOSITORY
 from mesh.types import LayerRange, ModelId
@@ -30,9 +31,16 @@ class FetchedWeights:
         self._cache_dir = cache_dir
 
     async def find(self, model: str) -> Checkpoint:
-        """See `WeightsSource`. A repository of the hub whose hashes nobody knows is fetched."""
+        """See `WeightsSource`."""
+        return checkpoint(await self.manifest(model))
+
+    async def manifest(self, model: str) -> Manifest:
+        """Of what somebody means by a name or a directory.
+
+        A repository of the hub whose hashes nobody knows is fetched. Raises as `find`.
+        """
         try:
-            return await self._local.find(model)
+            return await self._local.manifest(model)
         except ModelNotFound:
             known = self._weights.known(model)
             fetcher = self._weights.fetcher
@@ -42,7 +50,7 @@ class FetchedWeights:
                 directory = await fetcher.pull(model, (), ends=False)
             else:
                 raise
-        return checkpoint(await asyncio.to_thread(read_manifest, directory))
+        return await asyncio.to_thread(read_manifest, directory, cache_dir=self._cache_dir)
 
     async def ensure(
         self,
@@ -55,6 +63,7 @@ class FetchedWeights:
         try:
             directory = await self._local.ensure(model_id, weights_sha256, layers, on_progress)
             if await asyncio.to_thread(self._has, directory, model_id, tuple(layers)):
+                self._weights.fetcher.offer(Model(model_id, directory))
                 return directory
         except ModelNotFound:
             pass

@@ -99,13 +99,15 @@ class Holdings:
             self._start_asker(model, await self._tls())
             self.home.add(model)
 
-    async def ask_no_more(self, model_id: ModelId) -> None:
-        """Ask this model no longer; running answers get `drain_seconds` to end. Nothing happens to
-        what the configuration names."""
+    async def ask_no_more(self, model_id: ModelId, *, forget: bool = True) -> None:
+        """Ask this model no longer; running answers get `drain_seconds` to end. Unless it is to be
+        forgotten, it still is a model of this node. Nothing happens to what the configuration
+        names."""
         if model_id in self.models.by_hand:
             return
         asker = self.askers.pop(model_id, None)
-        self.models.drop(model_id)
+        if forget:
+            self.models.drop(model_id)
         self.home.remove(model_id)
         if asker is None:
             return

@@ -41,15 +41,17 @@ from mesh.models.local import LocalModel
 from mesh.node import wiring
 from mesh.node.coordination import CoordinationHere
 from mesh.node.deploying import DeploymentsHere, House
+from mesh.node.estimates import Estimates, Surroundings
 from mesh.node.exposure import PrivacyReport
 from mesh.node.holdings import Holdings
 from mesh.node.job_queue import start_queue
 from mesh.node.offers import Offers
+from mesh.node.own_capacity import OwnCapacity, OwnHooks
 from mesh.node.weights import Weights
-from mesh.paths import StatePaths
+from mesh.paths import StatePaths, capacity_dir
+from mesh.pipeline.askers import Askers
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.live import LiveCounts
-from mesh.pipeline.supervisor import Askers
 from mesh.processes.supervisor import Supervisor
 from mesh.research.harvest.control import Harvests
 from mesh.research.steering.control import Steering
@@ -82,6 +84,8 @@ class Node:
         detector = FailureDetector(self._clock, expected_s=expected_s, ceiling_s=timeout_s)
         self._watch = PeerWatch(detector, self._silences, self._on_verdict)
         self._held = Holdings(config, key, models, self)
+        hooks = OwnHooks(lambda: self._held.host.memory, self._is_idle, self.asker_changed)
+        self._capacity = OwnCapacity(wiring.measure(config), capacity_dir(), hooks)
         self.weights = Weights(config, key, self._store, self._events, self._advertise)
         self._jobs: JobsSupervisor | None = None
         self._queue: JobsApi | None = None
@@ -122,6 +126,7 @@ class Node:
         self._coordination.start()
         self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
         self._tasks.append(asyncio.create_task(self._watch.run(), name="watch peers"))
+        self._capacity.start()
 
     async def stop(self) -> None:
         """Say goodbye first, so that nobody routes here any more; then end the processes.
@@ -135,7 +140,7 @@ class Node:
             await self._deployments.stop()
         if self._coordination is not None:
             await self._coordination.stop()
-        await self._held.home.stop()
+        await asyncio.gather(self._held.home.stop(), self._capacity.stop())
         if self._network is not None:
             await self._network.stop()
         grace_s = self._config.distributed.host.drain_seconds
@@ -186,9 +191,8 @@ class Node:
         deployments = self._deployments = DeploymentsHere(
             config, house, held, self._events, self.weights
         )
-        own = self._key.node_id
         coordination = self._coordination = CoordinationHere(
-            config, own, held.models, network, self._store, self._served, self._events
+            config, house.node, held.models, network, self._store, self._served, self._events
         )
         parts = NodeParts(
             node=self._facts,
@@ -200,7 +204,7 @@ class Node:
             events=self._events,
             metrics=self._metrics,
             verdict=self._watch.verdict,
-            privacy=PrivacyReport(config, own, held.models, held.askers, self.routable),
+            privacy=PrivacyReport(config, house.node, held.models, held.askers, self.routable),
             lacking=held.home.lacking,
             processes=self._processes,
             accounts=self._reports,
@@ -217,18 +221,30 @@ class Node:
             prepared=steering.prepared,
             on_frame=self._metrics.frame,
             counts=self._counts,
+            bring_up=deployments.waker.bring_up,
         )
         settings = ApiSettings(
             config.api_host, self._owner_key, keyless=config.is_keyless, accounts=self._accounts
         )
         keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
         view, control = Overview(parts), Control(network)
-        harvests = Harvests(held.models, held.askers)
-        pulls, coordinator = self.weights.pulls(held.models), coordination.coordinator
-        services = Services(steering, harvests, deployments.control, coordinator, pulls)
+        harvests, plans = Harvests(held.models, held.askers), self._estimates(network, deployments)
+        services = Services(
+            steering, harvests, deployments.control, plans, coordination.coordinator,
+            self.weights.pulls(held.models),
+        )  # fmt: skip
         app = create_app(askers, view, settings, control, keys, self._queue, services)
         tls = await asyncio.to_thread(api_tls, config, addresses)
         self._api = await serve_api(app, config.api_host, config.api_port, tls)
+
+    def _estimates(self, network: Network, deployments: DeploymentsHere) -> Estimates:
+        around = Surroundings(
+            self._key.node_id, self._config, self._store, self._rtt_ms, network.may_serve,
+            self._watch.verdict, self._held.askers.__contains__, self.weights.held,
+        )  # fmt: skip
+        estimates = Estimates(around, deployments.weights)
+        deployments.house.layout = estimates.layout
+        return estimates
 
     # What the parts ask
 
@@ -274,7 +290,7 @@ class Node:
         host = self._held.host
         if host.first_command is None:
             return None
-        return Serving(self._served(), host.wanted())
+        return Serving(self._served(), host.wanted(), self._capacity.now())
 
     def _served(self) -> list[Advertisement]:
         if self._is_paused:
@@ -312,6 +328,13 @@ class Node:
     def _processes(self) -> list[Supervisor]:
         jobs = [self._jobs] if self._jobs is not None else []
         return [self._held.host, *self._held.askers.values(), *jobs, self.weights.fetcher]
+
+    def _rtt_ms(self, node: NodeId) -> float | None:
+        return self._offers.rtt_ms(node) if self._offers is not None else None
+
+    def _is_idle(self) -> bool:
+        """Whether nothing loads here."""
+        return all(process.load() is None for process in self._processes())
 
     def _why_disabled(self, model_id: ModelId) -> str | None:
         """Why this model cannot be run, when that is because the mesh is switched off."""

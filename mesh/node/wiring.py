@@ -19,7 +19,7 @@ from mesh.models.local import LocalModel, local_directory
 from mesh.paths import StatePaths, cache_dir, models_dir
 from mesh.pipeline.commands import AskerOptions, EngineSettings, RouteLimits, StartAsker
 from mesh.pipeline.entrance import Entrance
-from mesh.shard.commands import ShardRequest, StartShards
+from mesh.shard.commands import Measure, ShardRequest, StartShards
 from mesh.shard.settings import ShardSettings
 from mesh.transfers.commands import Model, StartFetcher
 from mesh.types import LayerRange
@@ -43,6 +43,11 @@ def start_shards(config: Config, key: NodeKey, address: str, tls: TlsMaterial) -
         harvest_mb=config.distributed.host.harvest_mb,
         session_lease_s=config.distributed.host.session_lease_seconds,
     )
+
+
+def measure(config: Config) -> Measure:
+    """What this machine is to be measured with: what its shards would compute with."""
+    return Measure(config.device, _threads(config), StatePaths(config.state_dir).threads_dir)
 
 
 def shard(config: Config, model: LocalModel, layers: LayerRange) -> ShardRequest:
@@ -141,6 +146,7 @@ def route_limits(config: Config) -> RouteLimits:
         routing.keep_first,
         routing.keep_last,
         routing.mix_formats,
+        routing.policy,
     )
 
 

@@ -25,10 +25,9 @@ from mesh.shard.device import (
     choose_dtype,
     choose_quant,
     headroom,
-    stored_dtype,
 )
 from mesh.shard.footprint import ends_mb
-from mesh.shard.linear import choose_kernels
+from mesh.shard.linear import choose_kernels, kept_dtype
 from mesh.shard.threads import kept_threads
 from mesh.types import GenerationRequest, ModelId
 
@@ -145,7 +144,7 @@ def load_asker(
     threads = kept_threads(options.threads, device.value, options.threads_dir)
     torch.set_num_threads(threads.value)
     if choose_quant(options.quant, device.value).value is None:
-        loaded_as = stored_dtype(options.dtype, stored, dtype.value, device.value)
+        loaded_as = kept_dtype(options.dtype, stored, dtype.value, device.value)
         ends = load_ends(manifest, dtype=loaded_as, device=device.value, progress=progress)
         halved = loaded_as != dtype.value
         kernels = choose_kernels(ends, dtype.value, device.value, progress, halved=halved).reason

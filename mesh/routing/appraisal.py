@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mesh.routing.fitting import Bench, benches, ends_bytes, main_memory
+from mesh.routing.fitting import Bench, benches, ends_bytes, ends_device
 from mesh.routing.forecast import with_one_more
 from mesh.routing.machines import Machine, ModelShape, Quant, Wish
 from mesh.routing.seating import layers_within
@@ -81,7 +81,7 @@ def too_little(
     more = "Free memory, or let another machine join."
     fix = f"It fits with: {instead}. {more}" if instead else more
     asker = next((each for each in usable if each.node_id == wish.asker), None)
-    memory = main_memory(asker) if asker is not None else None
+    memory = ends_device(asker) if asker is not None else None
     if asker is not None and memory is not None and not asker.has_ends:
         lacking = ends_bytes(model, memory) - memory.free_bytes
         if lacking > 0:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from mesh.routing.machines import ITEMSIZE, Device, Machine, ModelShape, Quant, Timed, Wish
+from mesh.capacity import Device
+from mesh.routing.machines import ITEMSIZE, Machine, ModelShape, Quant, Timed, Wish
 from mesh.routing.seating import Seat
 from mesh.types import LayerRange
 
@@ -48,13 +49,16 @@ class Bench:
     """The model on one device of a machine, in the format in which it would be computed there.
 
     `have_bytes` is what layers may take with all that goes with them: what is free, what is loaded
-    of this very model, less the ends. `prefill_ms` are those of 512 rows of each layer.
+    of this very model, less the ends. `layer_bytes` is the largest layer in the numbers that are
+    computed in, as which it is held for a while beside the others. `prefill_ms` are those of 512
+    rows of each layer.
     """
 
     machine: Machine
     device: Device
     format: str
     weight_bytes: tuple[int, ...]
+    layer_bytes: int
     cache_bytes: int
     scratch_bytes: int
     decode_ms: tuple[float, ...]
@@ -65,11 +69,6 @@ class Bench:
     def key(self) -> tuple[str, str]:
         """Tells it from other benches."""
         return (self.machine.node_id, self.device.name)
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest layer, which is held twice for a while when it is repacked."""
-        return max(self.weight_bytes)
 
     def cost(self, layers: LayerRange) -> float:
         """Milliseconds of a decode step through these layers here, the way included."""
@@ -86,14 +85,14 @@ class Bench:
         caches = self.cache_bytes * len(layers)
         part, whole = PADDING
         padding = -(-(weights + caches) * part // whole)
-        beside = max(padding, self.largest)
+        beside = max(padding, self.layer_bytes)
         return Need(weights, caches, beside + self.scratch_bytes + SPARE_BYTES)
 
     def seat(self, pin: LayerRange | None, used_bytes: int = 0) -> Seat:
         """The bench as a place for layers beside `used_bytes` of others of the same plan."""
         room = self.have_bytes - used_bytes - self.scratch_bytes - SPARE_BYTES
         part, whole = PADDING
-        within = min(room * whole // (whole + part), room - self.largest)
+        within = min(room * whole // (whole + part), room - self.layer_bytes)
         sizes = tuple(size + self.cache_bytes for size in self.weight_bytes)
         return Seat(self.key, self.hop_ms, self.decode_ms, sizes, max(0, within), pin)
 
@@ -133,26 +132,26 @@ def benches(model: ModelShape, machine: Machine, wish: Wish, quant: Quant) -> li
 
 
 def ends_bytes(model: ModelShape, device: Device) -> int:
-    """What the ends take of the asker's main memory; the head may be held twice for a while."""
+    """What the ends take of the asker's device; the head may be held twice for a while."""
     size = ITEMSIZE[_float_format(model, device)] / model.stored_itemsize
     return math.ceil((model.ends_bytes + model.head_bytes) * size) + SPARE_BYTES
 
 
 def head_ms(model: ModelShape, machine: Machine, quant: Quant) -> float:
     """Milliseconds of the head for one token; 0 where the asker's speed is not known."""
-    device = main_memory(machine)
+    device = ends_device(machine)
     if device is None:
         return 0.0
-    name = _float_format(model, device) if quant == "none" else "int8"
+    name = "int8" if quant != "none" and device.kind == "cpu" else _float_format(model, device)
     speed = device.speed(name)
     if speed is None:
         return 0.0
     return model.head_bytes / model.stored_itemsize * ITEMSIZE[name] / speed.decode_gb_s / 1e6
 
 
-def main_memory(machine: Machine) -> Device | None:
+def ends_device(machine: Machine) -> Device | None:
     """The device that the ends lie on."""
-    return next((device for device in machine.devices if device.kind == "cpu"), None)
+    return machine.devices[0] if machine.devices else None
 
 
 def _float_format(model: ModelShape, device: Device) -> str:
@@ -185,9 +184,17 @@ def _bench(
     cached = 4.0 if quant != "none" else ITEMSIZE[name]
     positions = wish.context * max(1, wish.streams)
     return Bench(
-        machine, device, name, tuple(taken), math.ceil(model.kv_numbers * cached * positions),
-        model.scratch_bytes, tuple(decode), tuple(prefill), _have(model, machine, device, wish),
-    )  # fmt: skip
+        machine,
+        device,
+        name,
+        tuple(taken),
+        math.ceil(max(weights) * cached),
+        math.ceil(model.kv_numbers * cached * positions),
+        model.scratch_bytes,
+        tuple(decode),
+        tuple(prefill),
+        _have(model, machine, device, wish),
+    )
 
 
 def _long(timed: Timed) -> float:
@@ -198,6 +205,6 @@ def _long(timed: Timed) -> float:
 def _have(model: ModelShape, machine: Machine, device: Device, wish: Wish) -> int:
     loaded = sum(held.loaded_bytes for held in machine.held if held.device == device.name)
     have = device.free_bytes + loaded
-    if machine.node_id == wish.asker and not machine.has_ends and device is main_memory(machine):
+    if machine.node_id == wish.asker and not machine.has_ends and device is ends_device(machine):
         have -= ends_bytes(model, device)
     return have

@@ -179,7 +179,7 @@ def _bottleneck(
     for (bench, _), shard in zip(parts, shards, strict=True):
         computing = " ".join(_quicker(model, parts, bench, shard))
         found.append(("computing", shard.name, shard.decode_ms, computing))
-        found.append(("way", shard.name, shard.hop_ms, _nearer(shard)))
+        found.append(("way", shard.name, shard.hop_ms, _nearer(shard, shards)))
     what, name, ms, text = max(found, key=lambda each: each[2])
     return Bottleneck(what, name, ms, ms / total, text)
 
@@ -204,7 +204,9 @@ def _quicker(model: ModelShape, parts: Parts, bench: Bench, shard: Placed) -> It
         yield "A machine with faster memory."
 
 
-def _nearer(shard: Placed) -> str:
+def _nearer(shard: Placed, shards: Sequence[Placed]) -> str:
     if shard.hop_ms - HOP_MS > _CABLE_MS:
         return f"A cable to {shard.name}: wired ways take 0.3 ms."
-    return "Fewer machines, with more memory each."
+    if len(shards) > 1:
+        return "Fewer machines, with more memory each."
+    return "Guessed tokens (draft_tokens): a step then says several."

@@ -1,7 +1,7 @@
 """What a plan is made from: a model's sizes, what machines have and reach, and what is wished.
 
 Plain data. Knows no checkpoint on disk, no shard that runs and no clock: whoever asks for a plan
-puts down what was measured. Sizes are bytes, times milliseconds, speeds 10**9 a second.
+puts down what was measured. Sizes are bytes, times milliseconds.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mesh.capacity import Device
 from mesh.types import LayerRange, ModelId, NodeId
 
 Quant = Literal["none", "int8", "int4"]
@@ -53,43 +54,6 @@ class ModelShape:
     def stored_itemsize(self) -> float:
         """Bytes of a weight as stored."""
         return ITEMSIZE[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """What a device does with weights in one `format` (fp32, fp16, bf16, int8, int4).
-
-    A decode step reads `decode_gb_s` of weights and takes `layer_ms` for each layer beside that; a
-    prefill computes `prefill_gflops`.
-    """
-
-    format: str
-    decode_gb_s: float
-    prefill_gflops: float
-    layer_ms: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Memory that layers can lie in, and what computes there: ``cpu``, ``cuda:0``, ``mps``.
-
-    Formats without a speed are not computed there; what is stored in one of them is computed in
-    fp32.
-    """
-
-    name: str
-    free_bytes: int
-    total_bytes: int
-    speeds: tuple[Speed, ...] = ()
-
-    @property
-    def kind(self) -> str:
-        """``cpu``, ``cuda`` or ``mps``."""
-        return self.name.partition(":")[0]
-
-    def speed(self, name: str) -> Speed | None:
-        """In this format; None where it was not measured."""
-        return next((each for each in self.speeds if each.format == name), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mesh.routing.appraisal import Appraisal, Refusal, appraise, too_little
-from mesh.routing.fitting import STAY_SHARE, Bench, benches, ends_bytes, main_memory, staying
+from mesh.routing.fitting import STAY_SHARE, Bench, benches, ends_bytes, ends_device, staying
 from mesh.routing.forecast import Forecast, forecast
 from mesh.routing.machines import QUANTS, Machine, ModelShape, Quant, Wish
 from mesh.routing.seating import Seat, Seating, seat
@@ -249,7 +249,7 @@ def _seats(
 
 def _ends_lack(model: ModelShape, asker: Machine) -> int:
     """Bytes that the asker lacks for the ends."""
-    memory = main_memory(asker)
+    memory = ends_device(asker)
     if memory is None or asker.has_ends:
         return 0
     return ends_bytes(model, memory) - memory.free_bytes

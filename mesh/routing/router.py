@@ -7,7 +7,8 @@ from datetime import datetime
 from typing import Protocol
 
 from mesh.errors import NoRoute, WeightsMismatch
-from mesh.routing.cover import Candidate, CoverRules, ShardKey, greedy_cover, key_of, missing_layers
+from mesh.routing import cheapest
+from mesh.routing.cover import Candidate, CoverRules, ShardKey, key_of, missing_layers
 from mesh.types import LayerRange, ModelId, Pipeline, RouteHop, ShardDescriptor
 
 UNSERVED = (NoRoute, WeightsMismatch)
@@ -90,7 +91,7 @@ class ShardRouter:
         everyone = self._store.candidates(model_id)
         same = [c for c in everyone if c.descriptor.weights_sha256 == weights_sha256]
         try:
-            return greedy_cover(same, span, self._rules, exclude, like)
+            return cheapest.cover(same, span, self._rules, exclude, like)
         except NoRoute:
             other = [c for c in everyone if c.descriptor.weights_sha256 != weights_sha256]
             if other and missing_layers(same, span) and not missing_layers(everyone, span):

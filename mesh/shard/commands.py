@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mesh.capacity import Device
 from mesh.errors import MeshError
 from mesh.processes.messages import Message, Start
 from mesh.shard.room import Memory
@@ -111,7 +112,28 @@ class Pause(Message, frozen=True):
     paused: bool
 
 
+class Measure(Message, frozen=True):
+    """To the process that measures: how fast is this device, with so many threads (0: as kept in
+    `threads_dir`)."""
+
+    device: str
+    threads: int
+    threads_dir: Path | None
+
+
 # Answers
+
+
+class Measured(Message, frozen=True):
+    """How fast the device is, and its memory as it is now."""
+
+    device: Device
+
+
+class NotMeasured(Message, frozen=True):
+    """The device could not be measured."""
+
+    error: MeshError
 
 
 class Listening(Message, frozen=True):

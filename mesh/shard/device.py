@@ -101,19 +101,6 @@ def choose_dtype(
     return Choice(torch.float32, f"dtype fp32: this CPU has no fast {stored} arithmetic")
 
 
-def stored_dtype(
-    requested: str, stored: str, dtype: torch.dtype, device: torch.device
-) -> torch.dtype:
-    """The dtype that weights are kept in where `dtype` is computed.
-
-    Theirs, where they have 16 bits that this CPU has no arithmetic for and nobody asked for fp32.
-    """
-    own = DTYPES.get(short_dtype_name(stored), torch.float32)
-    if requested == "auto" and device.type == "cpu" and dtype == torch.float32:
-        return own
-    return dtype
-
-
 def choose_quant(requested: str, device: torch.device) -> Choice[Quant | None]:
     """The format of weights: ``none``, ``int8`` or ``int4``, or ``auto``, which is int8 on a CPU.
 
@@ -126,7 +113,7 @@ def choose_quant(requested: str, device: torch.device) -> Choice[Quant | None]:
             param="quant",
         )
     if requested == "none":
-        better = "; int8 is twice as fast on a CPU or more" if device.type == "cpu" else ""
+        better = "; int8 is faster on a CPU" if device.type == "cpu" else ""
         return Choice(None, f"quant none: weights as the dtype has them{better}")
     if device.type != "cpu":
         if requested == "auto":
@@ -137,7 +124,7 @@ def choose_quant(requested: str, device: torch.device) -> Choice[Quant | None]:
             param="quant",
         )
     if requested == "auto":
-        return Choice("int8", "quant int8: twice as fast on a CPU or more, and close to exact")
+        return Choice("int8", "quant int8: faster on a CPU, and close to exact")
     return Choice(cast("Quant", requested), f"quant {requested}: as requested")
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mesh.models.progress import Progress
+from mesh.shard.device import DTYPES, short_dtype_name
 
 PLAIN = "plain"
 PACKED = "onednn-packed"
@@ -130,6 +132,20 @@ def packed_memory(tensor: torch.Tensor) -> tuple[int, int] | None:
     return int(_OPS.data_ptr(tensor)), int(_OPS._nbytes(tensor))  # noqa: SLF001
 
 
+def kept_dtype(
+    requested: str, stored: str, dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """The dtype that weights stored as `stored` are kept in where `dtype` is computed.
+
+    Theirs, where they have 16 bits that this CPU has no arithmetic for, nobody asked for fp32, and
+    torch has kernels for that; otherwise `dtype`.
+    """
+    own = DTYPES.get(short_dtype_name(stored), torch.float32)
+    if requested != "auto" or device.type != "cpu" or dtype != torch.float32:
+        return dtype
+    return own if halving_fails() is None else dtype
+
+
 def choose_kernels(
     module: nn.Module,
     dtype: torch.dtype,
@@ -149,7 +165,7 @@ def choose_kernels(
         return Kernels(PLAIN, "kernels plain: packed weights are for bf16 and fp32 on the CPU")
     kind: type[Packed] = PackedLinear
     if halved:
-        kind = HalvedLinear if _halving_fails() is None else kind
+        kind = HalvedLinear if halving_fails() is None else kind
         if kind is PackedLinear:
             module.float()
     why_not = None if kind is HalvedLinear else _packing_fails(dtype)
@@ -261,7 +277,9 @@ def _agrees(packed: Packed, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return bool(error <= _TOLERANCE[weight.dtype] * expected.norm() + 1e-6)
 
 
-def _halving_fails() -> str | None:
+@cache
+def halving_fails() -> str | None:
+    """Why no weights can be kept in 16 bit where fp32 is computed; None when they can."""
     if not all(hasattr(_QUANTIZED, op) for op in ("linear_prepack_fp16", "linear_dynamic_fp16")):
         return "this torch has no fp16 linear operator"
     weight = torch.eye(32)

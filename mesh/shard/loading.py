@@ -33,10 +33,11 @@ from mesh.shard.device import (
     determinism_class,
     dtype_name,
     short_dtype_name,
-    stored_dtype,
 )
 from mesh.shard.footprint import estimate
 from mesh.shard.lean_proof import require_lean
+from mesh.shard.linear import kept_dtype
+from mesh.shard.selftest import self_test
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import (
     Endpoint,
@@ -182,7 +183,7 @@ def _lean(
 ) -> Choice[bool]:
     """Whether layers may do without transformers' modules: in 16 bit, or where only their weights
     have 16 bit; what is asked for in fp32 is computed as transformers does."""
-    kept = stored_dtype(request.dtype, manifest.dtype, dtype, host.device)
+    kept = kept_dtype(request.dtype, manifest.dtype, dtype, host.device)
     if host.device.type != "cpu" or kept == torch.float32 or dtype == torch.float16:
         return Choice(False, "")
     family = family_of(manifest)
@@ -219,9 +220,13 @@ def _quant(request: ShardRequest, manifest: Manifest, host: HostedOn) -> Choice[
 
 
 def load_shard(plan: LoadPlan) -> LoadedShard:
-    """Load the layers and describe them. Raises BadCheckpoint, UnsupportedFamily, DeviceFailed."""
+    """Load the layers, test and describe them.
+
+    Raises BadCheckpoint, UnsupportedFamily, DeviceFailed, ShardCorrupt.
+    """
     started = time.perf_counter()
     runtime, bytes_read = _load(plan)
+    self_test(runtime)
     spare = [runtime]
 
     def load() -> Runtime:

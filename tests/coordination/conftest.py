@@ -10,4 +10,4 @@ from blockbuster import BlockBuster
 def _reading_the_kubeconfig_blocks_its_own_loop(_loop_is_never_blocked: BlockBuster | None) -> None:
     if _loop_is_never_blocked is not None:
         for function in _loop_is_never_blocked.functions.values():
-            function.can_block_in("mesh/coordination/kubernetes.py", {"_configuration"})
+            function.can_block_in("mesh/coordination/kubernetes_api.py", {"_configuration"})

@@ -82,9 +82,10 @@ async def test_readiness_ends_after_four_hours_with_the_run_and_with_the_worker(
     await coordinator.publish(MODEL, [worker(1)])  # another run of it
     assert not await is_ready()
     await coordinator.mark_ready(MODEL, 1, READY)
+    record = await coordinator.lookup(MODEL)
+    assert record is not None
     await coordinator.withdraw(MODEL, [1])
-    await coordinator.publish(MODEL, [worker(1)])
-    assert not await is_ready()
+    assert coordinator.ready(record).workers == ()
 
 
 async def test_files_on_a_disk_are_not_waited_for(coordinator: Coordinator) -> None:

@@ -7,12 +7,13 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mesh.clock import SystemClock
+from mesh.clock import Clock, SystemClock
 from mesh.coordination.custom_resource import resource_name
 from mesh.coordination.kubernetes import KubernetesStore
 from mesh.coordination.ready import ReadySignal
@@ -38,8 +39,8 @@ async def kubeconfig(server: ApiServer, tmp_path: Path) -> AsyncIterator[Path]:
 
 
 @asynccontextmanager
-async def connected(kubeconfig: Path, namespace: str = "kavin") -> AsyncIterator[KubernetesStore]:
-    store = KubernetesStore(namespace, kubeconfig, SystemClock())
+async def connected(kubeconfig: Path, clock: Clock | None = None) -> AsyncIterator[KubernetesStore]:
+    store = KubernetesStore("kavin", kubeconfig, clock or SystemClock())
     try:
         await store.connect()
         yield store
@@ -103,9 +104,24 @@ async def test_tensors_beyond_a_config_map_are_in_several(
     assert (server.config_maps, server.resources) == ({}, {})
 
 
+class QuickClock(SystemClock):
+    """An hour later whenever it is asked."""
+
+    hours = 0
+
+    def now(self) -> datetime:
+        self.hours += 1
+        return datetime(2026, 1, 27, tzinfo=UTC) + timedelta(hours=self.hours)
+
+
 async def test_phases_and_conditions_follow_the_workers(
-    server: ApiServer, store: KubernetesStore
+    server: ApiServer, kubeconfig: Path
 ) -> None:
+    async with connected(kubeconfig, QuickClock()) as store:
+        await _phases(server, store)
+
+
+async def _phases(server: ApiServer, store: KubernetesStore) -> None:
     await store.publish(MODEL, [worker(1), worker(2)])
     server.resources[resource_name(MODEL)]["spec"]["expectedWorkers"] = 3
     await store.mirror_ready(MODEL, {1: READY, 2: READY})
@@ -119,6 +135,7 @@ async def test_phases_and_conditions_follow_the_workers(
     assert conditions(server) == {"AllWorkersPublished": "True", "StabilityVerified": "True"}
     kept = {each["type"]: each["lastTransitionTime"] for each in status_of(server)["conditions"]}
     assert kept["AllWorkersPublished"] == since["AllWorkersPublished"]
+    assert kept["StabilityVerified"] > since["StabilityVerified"]
     assert status_of(server)["observedGeneration"] == 1
     await store.mirror_ready(MODEL, {2: GONE})
     assert status_of(server)["phase"] == "Stale"
@@ -214,8 +231,12 @@ async def test_what_is_not_allowed_or_not_set_up_is_said(
         with pytest.raises(StoreRefused, match="403") as refused:
             await store.publish(MODEL, [worker(1)])
         assert "role" in refused.value.fix
-    server.has_definition = False
-    with pytest.raises(StoreRefused, match=r"knows no modelmetadatas\.modelexpress"):
+    server.role["rules"][0]["verbs"].append("create")
+    async with connected(kubeconfig) as store:
+        server.has_definition = False
+        with pytest.raises(StoreRefused, match="no such resource"):
+            await store.publish(MODEL, [worker(1)])
+    with pytest.raises(StoreRefused, match="no such resource"):
         async with connected(kubeconfig):
             pass
     server.unavailable = True
@@ -253,7 +274,8 @@ async def test_a_worker_whose_config_maps_are_just_written_has_no_tensors_yet(
 ) -> None:
     await store.publish(MODEL, [worker(1, count=2)])
     (name,) = server.config_maps
-    server.config_maps[name]["data"]["tensors.json"] = "[]"
+    (first, _) = json.loads(server.config_maps[name]["data"]["tensors.json"])
+    server.config_maps[name]["data"]["tensors.json"] = json.dumps([first])
     record = await store.get(MODEL)
     assert record is not None
     assert record.workers == (replace(worker(1), tensors=()),)

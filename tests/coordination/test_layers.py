@@ -207,9 +207,13 @@ async def test_kubernetes_tells_of_changes_and_shows_who_is_ready(tmp_path: Path
             await asyncio.gather(one.wait_read_back(), two.wait_read_back())
             await one.publish(MODEL, [worker(1)])
             await one.show_ready(MODEL, {1: ready, 7: ready})
-            await two.show_ready(MODEL, {1: ready})  # not its own
             await until(lambda: _is(ranks(two), [1]))
             await until(lambda: _phase(server, "Ready"))
+            await two.show_ready(MODEL, {1: replace(ready, ready=False)})  # not its own
+            await two.publish(OTHER, [worker(2)])
+            await until(lambda: _written(two))
+            await until(lambda: _is(ranks(one, OTHER), [2]))
+            assert await _phase(server, "Ready")
         async with layered(store(), pace=pace) as again:
             await again.wait_read_back()
             assert await ranks(again) == [1]

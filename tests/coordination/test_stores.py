@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -144,13 +145,18 @@ class TestRedis:
     async def test_keys_and_values_are_modelexpress_s(self, redis_here: RedisServer) -> None:
         store = RedisStore(redis_here.url)
         await store.connect()
-        await store.publish(MODEL, [worker(1, count=1)])
+        await store.publish(MODEL, [worker(3), worker(1, count=1)])
+        await store.publish(MODEL, [worker(2, at=1_900_000_000)])
         client = redis.asyncio.Redis.from_url(redis_here.url)
         try:
             assert await client.smembers("mx:models") == {MODEL.key.encode()}
             kept = await client.keys("*")
             assert set(kept) == {b"mx:models", f"mx:model:{MODEL.key}".encode()}
             assert await client.ttl(record_key(MODEL)) == -1
+            record = json.loads(await client.get(record_key(MODEL)))
+            assert (record["model_name"], record["published_at"]) == (MODEL.name, 1_900_000_000)
+            assert [each["worker_rank"] for each in record["workers"]] == [1, 2, 3]
+            assert record["workers"][0]["tensors"][0]["size"] == str(2**63)
         finally:
             await client.aclose()
             await store.close()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from mesh.cli.local_node import LocalNode
@@ -187,5 +188,52 @@ def test_run_brings_a_model_up_on_machines_that_hold_nothing(house: dict[str, Lo
     assert unknown.returncode == 4
     assert "not on this machine" in unknown.stderr
     assert hearthnet("evict", MODEL, node=study).returncode == 0
+    for node in house.values():
+        until(lambda node=node: not held(node) and not rows(node), "it is gone", node)
+
+
+def test_a_deployment_rests_without_use_and_who_may_wakes_it(house: dict[str, LocalNode]) -> None:
+    attic, kitchen, study = house.values()
+    order = {"model": MODEL, "keep_alive_s": 2.0, "minimum_s": 0.0, "nodes": ["attic", "kitchen"]}
+    assert kitchen.post("/mesh/v1/deployments", order).status_code == 202
+    ready(attic, kitchen)
+    until(lambda: row(kitchen)["level"] == "HOT", "it is loaded", kitchen)
+    expected = answer(kitchen, 4)
+
+    def rests() -> bool:
+        return all(row(node)["level"] == "COLD" and not held(node) for node in house.values())
+
+    until(rests, "it rests", attic)
+    status = kitchen.get("/status")["deployments"][MODEL]
+    assert (status["deployment_level"], status["application_state"]) == ("COLD", "NOT_STARTED")
+
+    # Who has no key, or one that is not trusted, does not wake it.
+    question = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0,
+                "ignore_eos": True, "wire_dtype": "fp32"}  # fmt: skip
+    keyless = httpx.post(
+        f"{kitchen.url}/v1/completions", json=question, trust_env=False, timeout=60
+    )
+    assert keyless.status_code == 403, keyless.text
+    assert "COLD" in keyless.json()["error"]["message"]
+
+    made = kitchen.post(
+        "/mesh/v1/keys", {"name": "lab", "scopes": ["chat", "interventions"], "trusted": True}
+    ).json()
+    events = []
+    with httpx.stream(
+        "POST", f"{kitchen.url}/v1/completions", json={**question, "stream": True},
+        headers={"Authorization": f"Bearer {made['key']}"}, trust_env=False, timeout=60,
+    ) as response:  # fmt: skip
+        chunks = [
+            json.loads(line.removeprefix("data: "))
+            for line in response.iter_lines()
+            if line.startswith("data: {")
+        ]
+    events = [c["hearthnet"]["event"] for c in chunks if "event" in c.get("hearthnet", {})]
+    assert {event["type"] for event in events} == {"bringing_up"}
+    assert events[0]["phase"] in {"QUEUED", "PROVISIONING", "DEPLOYING"}
+    assert chunks[-1]["hearthnet"]["token_ids"] == expected
+    assert row(study)["level"] == "HOT"
+    assert hearthnet("evict", MODEL, node=attic).returncode == 0
     for node in house.values():
         until(lambda node=node: not held(node) and not rows(node), "it is gone", node)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from mesh.errors import BadCheckpoint, ModelNotFound, UnsupportedFamily
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
-from mesh.models.tokenizer import Tokenizer
+from mesh.models.tokenizer import Tokenizer, load_tokenizer
 from mesh.types import LayerRange
 from tests.checkpoints import CHAT_TEMPLATE
 from tests.gguf_files import write_gguf
@@ -162,6 +164,7 @@ def test_the_tokenizer_is_that_of_the_checkpoint(
     for _ in range(2):  # made, and kept
         manifest = read_manifest(file, cache_dir=cache)
         tokenizer = Tokenizer.load(manifest)
+        assert len(load_tokenizer(manifest)) == manifest.vocab_size
         assert (manifest.has_tokenizer, manifest.eos_ids) == (True, (2,))
         assert tokenizer.eos_ids == {2}
         for text in _TEXTS:
@@ -260,6 +263,20 @@ def test_who_has_another_file_has_other_weights(checkpoint: Checkpoint, tmp_path
     q4 = read_manifest(write_gguf(directory, tmp_path / "c.gguf", "Q4_0"))
     assert q4.weights_sha256 != first.weights_sha256
     assert first.bytes_hashed == sum(each.nbytes for each in first.tensors.values())
+
+
+def test_whoever_reads_a_file_imports_neither_torch_nor_transformers(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    file = write_gguf(checkpoint("llama", layers=2), tmp_path / "model.gguf", "Q8_0")
+    code = (
+        "import sys; from pathlib import Path; from mesh.models.manifest import read_manifest;"
+        "assert 'gguf' not in sys.modules;"
+        "read_manifest(Path(sys.argv[1]));"
+        "heavy = {'torch', 'transformers', 'requests', 'tokenizers'} & sys.modules.keys();"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code, str(file)], check=True, timeout=60)
 
 
 def test_a_span_reads_its_layers_and_no_others(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mesh.capacity import Device, Speed
 from mesh.routing.fitting import Bench, benches
 from mesh.routing.forecast import Forecast
-from mesh.routing.machines import Device, Held, Machine, ModelShape, Speed, Timed, Wish
+from mesh.routing.machines import Held, Machine, ModelShape, Timed, Wish
 from mesh.routing.placement import Plan, plan
 from mesh.types import LayerRange, ModelId, NodeId
 

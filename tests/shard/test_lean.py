@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,6 @@ def runtime(
     return TorchRuntime(loaded, device=CPU, dtype=dtype, lean=True)
 
 
-@cache
 def halved(family: str = "llama", stored: str = "bfloat16") -> tuple[TorchRuntime, TorchRuntime]:
     """The same weights in 16 bit and widened, both computed in fp32."""
     directory = Path(_DIRECTORY.name) / f"{family}-{stored}"

@@ -18,6 +18,7 @@ from mesh.models.partial import PIECE_BYTES
 from mesh.transfers.planner import MAX_IN_HAND
 from mesh.types import LayerRange
 from tests.checkpoints import make_checkpoint
+from tests.gguf_files import write_gguf
 from tests.transfers.house import MODEL, Fetcher, house, up
 
 
@@ -43,6 +44,15 @@ async def test_layers_then_the_rest_come_from_a_neighbour(tmp_path: Path, whole:
         assert await empty.supervisor.ensure(MODEL, sha) == directory
         assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
         assert await sent(full) == weights_bytes(whole)
+
+
+async def test_a_gguf_file_is_not_offered_in_parts(tmp_path: Path, whole: Manifest) -> None:
+    (tmp_path / "only").mkdir()
+    file = write_gguf(whole.directory, tmp_path / "only" / "model.gguf")
+    async with house(tmp_path, "full") as made:
+        full = made.start("full", file, file.parent, whole.directory)
+        await up(full)
+        assert [held.weights_sha256 for held in full.supervisor.holdings] == [whole.weights_sha256]
 
 
 async def test_nobody_has_it(tmp_path: Path, whole: Manifest) -> None:

@@ -84,33 +84,33 @@ class Architecture:
 
 def _decoder(said: Settings, model_type: str, class_name: str) -> dict[str, Any]:
     """What the config of every decoder with rotary embeddings says, but for these."""
+    hidden, heads = said.whole("embedding_length"), said.whole("attention.head_count")
     return {
         "model_type": model_type,
         "architectures": [class_name],
-        "vocab_size": said.rows("token_embd.weight"),
+        "vocab_size": said.rows("token_embd.weight", hidden),
         "max_position_embeddings": said.whole("context_length"),
-        "num_hidden_layers": said.whole("block_count"),
-        "hidden_size": said.whole("embedding_length"),
+        "num_hidden_layers": said.layers(),
+        "hidden_size": hidden,
         "intermediate_size": said.whole("feed_forward_length"),
-        "num_attention_heads": said.whole("attention.head_count"),
-        "num_key_value_heads": said.whole(
-            "attention.head_count_kv", said.whole("attention.head_count")
-        ),
+        "num_attention_heads": heads,
+        "num_key_value_heads": said.whole("attention.head_count_kv", heads),
         "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": not said.has("output.weight"),
     }
 
 
 def _head_width(said: Settings, config: Mapping[str, Any]) -> int:
-    width = said.whole("attention.key_length", 0)
-    width = width or config["hidden_size"] // config["num_attention_heads"]
+    width = said.whole("attention.key_length", 0) or config["hidden_size"] // said.heads(
+        config["hidden_size"]
+    )
     if said.whole("attention.value_length", width) != width:
         said.refuse("its values are of another width than its keys")
     return width
 
 
 def _llama(said: Settings) -> dict[str, Any]:
-    if said.whole("expert_count", 0):
+    if said.whole("expert_count", 0, least=0):
         said.refuse("it is a mixture of experts under the name llama")
     said.pass_over("expert_used_count", "tensor_data_layout")
     config = _decoder(said, "llama", "LlamaForCausalLM")
@@ -178,7 +178,7 @@ def _gemma2(said: Settings) -> dict[str, Any]:
 def _gemma3(said: Settings) -> dict[str, Any]:
     config = _decoder(said, "gemma3_text", "Gemma3ForCausalLM")
     width = _head_width(said, config)
-    window = said.whole("attention.sliding_window", 0)
+    window = said.whole("attention.sliding_window", 0, least=0)
     period = said.whole("attention.sliding_window_pattern", 6) if window else 1
     local = said.real("rope.freq_base_swa", 10000.0)
     return config | {
@@ -204,9 +204,11 @@ def _kinds(layers: int, period: int) -> list[str]:
 def _phi3(said: Settings) -> dict[str, Any]:
     config = _decoder(said, "phi3", "Phi3ForCausalLM")
     width = _head_width(said, config)
-    original = said.whole("rope.scaling.original_context_length", config["max_position_embeddings"])
+    original = said.whole(
+        "rope.scaling.original_context_length", config["max_position_embeddings"], least=2
+    )
     # Zero means none. What files of before the key mean, only llama.cpp's tables know.
-    window = said.whole("attention.sliding_window")
+    window = said.whole("attention.sliding_window", least=0)
     return config | {
         "sliding_window": window or None,
         "original_max_position_embeddings": original,
@@ -221,11 +223,11 @@ def _gpt2(said: Settings) -> dict[str, Any]:
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": said.rows("token_embd.weight"),
+        "vocab_size": said.rows("token_embd.weight", width),
         "n_positions": said.whole("context_length"),
         "n_embd": width,
-        "n_layer": said.whole("block_count"),
-        "n_head": said.whole("attention.head_count"),
+        "n_layer": said.layers(),
+        "n_head": said.heads(width),
         "n_inner": None if inner == 4 * width else inner,
         "layer_norm_epsilon": said.real("attention.layer_norm_epsilon"),
         "tie_word_embeddings": not said.has("output.weight"),

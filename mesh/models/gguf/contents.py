@@ -14,7 +14,7 @@ from typing import Any
 
 from mesh.errors import BadCheckpoint, ModelNotFound
 from mesh.models.gguf.architectures import ARCHITECTURES, Architecture
-from mesh.models.gguf.container import SUFFIX, GgufHeader, read_gguf_header
+from mesh.models.gguf.container import SUFFIX, GgufHeader, Long, read_gguf_header
 from mesh.models.gguf.rotary import SIDE_TENSORS
 from mesh.models.gguf.settings import Settings, unreadable
 from mesh.models.header import Difference, TensorEntry
@@ -25,6 +25,7 @@ _OF_ENDS = re.compile(r"(?P<part>\w+)\.(?P<kind>weight|bias)")
 _PROJECTOR = "mmproj"
 """What the names of files begin with that hold the part of a model that looks at pictures."""
 
+_MAX_EXPERTS = 4096
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _PARTS_AGAIN = "Download all files of the model again, from the same place."
 
@@ -85,6 +86,7 @@ def read_gguf(file: Path) -> GgufContents:
     said = Settings(first.file, kind, metadata, stored)
     config = architecture.config(said)
     said.require_all_read()
+    _require_embedded(first, int(config["vocab_size"]))
     tensors: dict[str, TensorEntry] = {}
     for entry in stored.values():
         for named in _named(entry, architecture, config, kind):
@@ -152,7 +154,8 @@ def _named(
     names = architecture.layer if of_layer else architecture.ends
     before = f"{architecture.layers}{int(found['layer'])}." if found and of_layer else ""
     if found and of_layer and part in architecture.experts:
-        yield from _experts(entry, before + architecture.experts[part] + f".{found['kind']}")
+        name = before + architecture.experts[part] + f".{found['kind']}"
+        yield from _experts(entry, name, config["num_experts"])
         return
     if found is None or part not in names:
         raise unreadable(entry.file, kind, f"it holds a tensor {entry.name}, which is unknown")
@@ -164,11 +167,11 @@ def _named(
     yield replace(entry, name=f"{before}{names[part]}.{found['kind']}", shape=shape, unlike=unlike)
 
 
-def _experts(entry: TensorEntry, name: str) -> Iterator[TensorEntry]:
+def _experts(entry: TensorEntry, name: str, expected: int) -> Iterator[TensorEntry]:
     count, *shape = entry.shape
-    if len(shape) != 2 or not count:
+    if len(shape) != 2 or count != expected or count > _MAX_EXPERTS:
         raise BadCheckpoint(
-            f"{entry.file} cannot be used: tensor {entry.name} is no stack of matrices.",
+            f"{entry.file} cannot be used: tensor {entry.name} is no stack of {expected} matrices.",
             fix="Download the file again.",
         )
     size = entry.nbytes // count
@@ -204,6 +207,16 @@ def _ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {"eos_token_id": list(ends)} | {
         name: value if type(value) is int else None for name, value in others.items()
     }
+
+
+def _require_embedded(header: GgufHeader, rows: int) -> None:
+    words = header.metadata.get("tokenizer.ggml.tokens", Long(0))
+    if not isinstance(words, Long) or words.count > rows:
+        raise BadCheckpoint(
+            f"{header.file} cannot be used: its tokenizer is no list of at most {rows} words, for"
+            " which it has an embedding.",
+            fix="Download the file again.",
+        )
 
 
 def _has_tokenizer(metadata: Mapping[str, Any]) -> bool:

@@ -24,7 +24,14 @@ def plain_rotary(said: Settings, width: int, theta: float = 10000.0) -> dict[str
     """For heads of `width` that are turned as a whole and not scaled."""
     if said.whole("rope.dimension_count", width) != width:
         said.refuse("it turns a part of each head")
-    return {"rope_type": "default", "rope_theta": said.real("rope.freq_base", theta)}
+    return {"rope_type": "default", "rope_theta": _base(said, theta)}
+
+
+def _base(said: Settings, default: float) -> float:
+    theta = said.real("rope.freq_base", default)
+    if not theta > 1:
+        said.refuse(f"the base of its rotary embedding is {theta}")
+    return theta
 
 
 def full_rotary(said: Settings, width: int, theta: float = 10000.0) -> dict[str, Any]:
@@ -51,13 +58,17 @@ def _yarn(said: Settings, factor: float) -> dict[str, Any]:
     for name in ("yarn_attn_factor", "attn_factor", "yarn_ext_factor"):
         if said.real(f"rope.scaling.{name}", 1.0) != 1.0:
             said.refuse(f"it says {name}")
+    betas = {
+        "beta_fast": said.real("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": said.real("rope.scaling.yarn_beta_slow", 1.0),
+    }
+    if not factor >= 1 or not all(betas.values()):
+        said.refuse(f"its rotary embedding is scaled by {factor}, between {betas}")
     return {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": said.whole("rope.scaling.original_context_length"),
-        "beta_fast": said.real("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": said.real("rope.scaling.yarn_beta_slow", 1.0),
-    }
+    } | betas
 
 
 def _by_frequency(said: Settings, theta: float, width: int) -> dict[str, Any]:
@@ -67,7 +78,7 @@ def _by_frequency(said: Settings, theta: float, width: int) -> dict[str, Any]:
     file holds, it is told what it holds.
     """
     stored = said.numbers(_FREQUENCIES)
-    if len(stored) != width // 2 or not all(each > 0 for each in stored):
+    if len(stored) != width // 2:
         said.refuse(f"{_FREQUENCIES} is not for heads of {width}")
     factor = max(stored)
     for original in (2**power for power in range(5, 21)):
@@ -104,7 +115,7 @@ def longrope(said: Settings, width: int, original: int) -> dict[str, Any]:
     turned = said.whole("rope.dimension_count", width)
     found = {
         "rope_type": "default",
-        "rope_theta": said.real("rope.freq_base", 10000.0),
+        "rope_theta": _base(said, 10000.0),
         "partial_rotary_factor": turned / width,
     }
     if said.text("rope.scaling.type") not in (None, "none", "longrope"):

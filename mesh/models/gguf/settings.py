@@ -15,6 +15,7 @@ from mesh.errors import BadCheckpoint, UnsupportedFamily
 from mesh.models.header import TensorEntry
 
 _MOST = 1 << 31
+_LARGEST = 1e30
 _MAX_NUMBERS = 4096
 _NOTHING = ("vocab_size", "rope.scaling.finetuned")
 """Settings that say nothing which the tensors or others do not."""
@@ -30,17 +31,26 @@ class Settings:
     tensors: Mapping[str, TensorEntry]
     _read: set[str] = field(default_factory=lambda: set(_NOTHING))
 
-    def whole(self, name: str, default: int | None = None) -> int:
+    def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         """A count. Where there is one for each layer, they have to be alike. Raises BadCheckpoint,
-        also where there is neither it nor a `default`."""
+        also where there is neither it nor a `default`, or where it is below `least`."""
         value = self._value(name, default)
         if isinstance(value, list):
             if len(set(value)) != 1:
                 self.refuse(f"its layers differ in {name}")
             value = value[0]
-        if type(value) is not int or not 0 <= value < _MOST:
+        if default is not None and value == default:
+            return default
+        if type(value) is not int or not least <= value < _MOST:
             raise self._damaged(f"{name} is {_shown(value)}, and no count")
         return value
+
+    def layers(self) -> int:
+        """How many there are; no more than there are tensors."""
+        count = self.whole("block_count")
+        if count > len(self.tensors):
+            raise self._damaged(f"it says {count} layers, and holds {len(self.tensors)} tensors")
+        return count
 
     def real(self, name: str, default: float | None = None) -> float:
         """A number, in the fewest decimals that fp32 keeps: what was written down as 1e-6 is 1e-6.
@@ -48,7 +58,7 @@ class Settings:
         Raises BadCheckpoint as `whole` does.
         """
         value = self._value(name, default)
-        if type(value) not in (int, float) or not abs(value) < 1e30:
+        if type(value) not in (int, float) or not 0 <= value < _LARGEST:
             raise self._damaged(f"{name} is {_shown(value)}, and no number")
         return shortest(float(value))
 
@@ -67,17 +77,24 @@ class Settings:
         """Whether the file has this tensor."""
         return tensor in self.tensors
 
-    def rows(self, tensor: str) -> int:
-        """Of a matrix. Raises BadCheckpoint when there is none."""
+    def rows(self, tensor: str, columns: int) -> int:
+        """Of a matrix. Raises BadCheckpoint when there is none of so many columns."""
         entry = self.tensors.get(tensor)
-        if entry is None or len(entry.shape) != 2:
-            raise self._damaged(f"it has no matrix {tensor}")
+        if entry is None or len(entry.shape) != 2 or entry.shape[1] != columns:
+            raise self._damaged(f"it has no matrix {tensor} of {columns} columns")
         return entry.shape[0]
 
-    def numbers(self, tensor: str) -> list[float]:
-        """The few numbers of a tensor, in the fewest decimals that fp32 keeps.
+    def heads(self, width: int) -> int:
+        """How many `width` is made of. Raises BadCheckpoint when it is not made of so many."""
+        count = self.whole("attention.head_count")
+        if width % count:
+            raise self._damaged(f"it says that {count} heads are {width} wide")
+        return count
 
-        Raises BadCheckpoint when they are not few, or not in fp32.
+    def numbers(self, tensor: str) -> list[float]:
+        """The few numbers of a tensor, all above 0, in the fewest decimals that fp32 keeps.
+
+        Raises BadCheckpoint when they are not few, not in fp32 or not above 0.
         """
         entry = self.tensors[tensor]
         count = entry.nbytes // 4
@@ -85,7 +102,10 @@ class Settings:
             raise self._damaged(f"{tensor} is {entry.dtype} {list(entry.shape)}")
         with entry.file.open("rb") as stream:
             stream.seek(entry.offset)
-            return [shortest(each) for each in struct.unpack(f"<{count}f", stream.read(4 * count))]
+            found = struct.unpack(f"<{count}f", stream.read(4 * count))
+        if not all(0 < each < _LARGEST for each in found):
+            raise self._damaged(f"{tensor} holds numbers that are not above 0")
+        return [shortest(each) for each in found]
 
     def require_all_read(self) -> None:
         """Raise UnsupportedFamily when the file says something of its architecture besides."""

@@ -11,16 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import transformers
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from mesh.errors import BadCheckpoint
 from mesh.models.gguf.container import read_gguf_header
-from mesh.models.hashing import write_json_atomically
+from mesh.models.hashing import read_cached, write_json_atomically
 
 _VERSION = 1
 """Counts up when the same file would give another tokenizer."""
@@ -45,17 +47,28 @@ _SPECIAL = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tokenizer as `tokenizers` writes it, and the hash of that."""
+
+    sha256: str
+    tokenizer: str
+
+
 def gguf_tokenizer(file: Path, cache_dir: Path | None) -> PreTrainedTokenizerFast:
     """The tokenizer of `file`, with its chat template. Raises BadCheckpoint with the reason."""
     metadata = read_gguf_header(file).metadata
     if "tokenizer.ggml.model" not in metadata:
         raise _refused(file, "it holds no tokenizer")
-    kept = None if cache_dir is None else _place(file, cache_dir)
-    backend = _kept(kept) if kept is not None else None
-    if backend is None:
+    place = None if cache_dir is None else _place(file, cache_dir)
+    kept = None if place is None else read_cached(place, _Kept)
+    if kept is not None and kept.sha256 == _hash(kept.tokenizer):
+        backend = Tokenizer.from_str(kept.tokenizer)
+    else:
         backend = _built(file, metadata)
-        if kept is not None:
-            write_json_atomically(kept, json.loads(backend.to_str()))
+        if place is not None:
+            text = backend.to_str()
+            write_json_atomically(place, {"sha256": _hash(text), "tokenizer": text})
     tokens = {
         name: backend.id_to_token(token)
         for name, key in _SPECIAL.items()
@@ -73,17 +86,12 @@ def gguf_tokenizer(file: Path, cache_dir: Path | None) -> PreTrainedTokenizerFas
 def _place(file: Path, cache_dir: Path) -> Path:
     status = file.stat()
     key = [os.path.realpath(file), status.st_size, status.st_mtime_ns, status.st_ino]
-    key += [_VERSION, transformers.__version__]
-    return cache_dir / f"tokenizer-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
+    key += [_VERSION, transformers.__version__, tokenizers.__version__]
+    return cache_dir / f"tokenizer-{_hash(json.dumps(key))[:32]}.json"
 
 
-def _kept(place: Path) -> Any:
-    if not place.is_file():
-        return None
-    try:
-        return Tokenizer.from_file(str(place))
-    except Exception:  # noqa: BLE001 - a plain one is all that `tokenizers` raises; made again
-        return None
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _built(file: Path, metadata: Any) -> Any:

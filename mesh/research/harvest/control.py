@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import convert
 
-from mesh.errors import BadRequest, Busy
+from mesh.errors import BadRequest, Busy, NoRoute
 from mesh.models.harvest import HarvestBatch
 from mesh.models.local import LocalModel, local_manifest
 from mesh.paths import cache_dir
@@ -50,11 +50,14 @@ class Harvests:
                 fix=f"Use a pattern like {manifest.layer_prefix}* or {manifest.layer_prefix}*.mlp.",
                 param="module",
             )
+        asker = self._askers.get(model_id)
+        if asker is None:
+            raise NoRoute(f"{model} is at rest.", fix="Ask it something first, which wakes it.")
         if self._running >= MAX_RUNNING:
             raise Busy(f"{self._running} batches are being harvested here.", fix="Wait for one.")
         self._running += 1
         try:
-            result = await self._askers[model_id].harvest(asked)
+            result = await asker.harvest(asked)
         finally:
             self._running -= 1
         return {"batch": asked.batch, "weights_sha256": manifest.weights_sha256, **result}
