@@ -229,10 +229,8 @@ class Node:
         keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
         view, control = Overview(parts), Control(network)
         harvests, plans = Harvests(held.models, held.askers), self._estimates(network, deployments)
-        services = Services(
-            steering, harvests, deployments.control, plans, coordination.coordinator,
-            self.weights.pulls(held.models),
-        )  # fmt: skip
+        coordinator, pulls = coordination.coordinator, self.weights.pulls(held.models)
+        services = Services(steering, harvests, deployments.control, plans, coordinator, pulls)
         app = create_app(askers, view, settings, control, keys, self._queue, services)
         tls = await asyncio.to_thread(api_tls, config, addresses)
         self._api = await serve_api(app, config.api_host, config.api_port, tls)
