@@ -151,6 +151,9 @@ class DeploymentsSection(BaseModel):
     """How long a machine that holds layers of a deployment may be away before others take them."""
     patience_seconds: float = Field(default=300, ge=1, le=86400)
     """How long a chat waits for a deployed model that is coming up."""
+    placement: Literal["auto", "even"] = "auto"
+    """Where new replicas go: where what was measured says that they are fastest, or in even parts
+    over all machines; even as long as nothing was measured."""
 
 
 class JobQueueSection(BaseModel):

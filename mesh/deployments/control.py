@@ -48,6 +48,9 @@ class House(Seen, Protocol):
     def need_of(self, wish: Wish, layers: LayerRange) -> int:
         """What these layers would take, in MB."""
 
+    async def laid_out(self, wish: Wish, before: Plan | None) -> Sequence[tuple[Span, ...]]:
+        """Where the planner lays the replicas that `before` lacks; none where it cannot say."""
+
     def require_operator(self) -> None:
         """Raises UntrustedPeer and ExperimentalDisabled when this node may wish for nothing."""
 
@@ -167,8 +170,9 @@ class Deploying:
     async def _wish(self, wish: Wish, before: Deployment | None) -> dict[str, Any]:
         """Plan first: a wish that cannot be met is not signed. Who makes room rests before."""
         plan_before = None if before is None else before.plan
+        laid = await self._house.laid_out(wish, plan_before)
         machines = self._house.machines()
-        plan = make_plan(wish, "0" * 64, machines, plan_before, asked=True)
+        plan = make_plan(wish, "0" * 64, machines, plan_before, asked=True, laid=laid)
         was_up = None if before is None or not before.is_wanted else plan_before
         others = {
             each.id: Standing(each, self._up_s(each.id))

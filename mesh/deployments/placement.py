@@ -1,7 +1,8 @@
 """Where the replicas of a deployment go: the plan for a wish, over the machines there are. Pure.
 
-`choose_placement` is the one place that decides which machine gets which layers; here they are
-split evenly over the machines, those with more free memory first, with pins where they were put.
+New replicas go where the planner of `mesh.routing` lays them. Where it cannot say, as nobody has
+measured the machines yet, `choose_placement` splits them evenly, over those with more free memory
+first, with pins where they were put.
 What already runs stays where it is as long as the wish allows, so that a change moves little.
 """
 
@@ -33,8 +34,11 @@ def make_plan(
     *,
     asked: bool,
     why: str = "",
+    laid: Sequence[tuple[Span, ...]] = (),
 ) -> Plan:
     """The plan for a wish whose event is `event`, after the plan `before`.
+
+    New replicas are put where `laid` says, in its order, as far as that goes.
 
     Replicas that stand on `machines` and within the wish stay as they are; of others the spans that
     can stay do. The last replicas go first. Raises NoRoute when no machine may be used and
@@ -64,8 +68,9 @@ def make_plan(
     for replica in kept:
         filled = _filled(replica, wish, usable, load)
         replicas.append(filled)
+    new = iter(laid)
     while len(replicas) < wish.replicas:
-        spans = choose_placement(wish, usable, replicas)
+        spans = next(new, None) or choose_placement(wish, usable, replicas)
         replicas.append(Replica(next_replica, spans))
         next_replica += 1
     _require_small(replicas)

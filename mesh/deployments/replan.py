@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from mesh.deployments.placement import Machine, make_plan, planner, stale
-from mesh.deployments.wishes import Deployment, Plan, live
+from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
 from mesh.errors import MeshError
 from mesh.processes.tasks import end, spawn
 from mesh.types import NodeId
@@ -38,6 +38,9 @@ class Members(Protocol):
 
     def machines(self) -> Sequence[Machine]:
         """The trusted nodes that are up now, this one among them if it is trusted."""
+
+    async def laid_out(self, wish: Wish, before: Plan | None) -> Sequence[tuple[Span, ...]]:
+        """Where the planner lays the replicas that `before` lacks; none where it cannot say."""
 
     def trusted(self) -> Collection[NodeId]:
         """The nodes that may hold layers, up or not."""
@@ -109,9 +112,11 @@ class Replanner:
     async def _plan(self, deployment: Deployment, machines: Sequence[Machine], why: str) -> None:
         # A wish whose author could not plan it any more was still an operator's.
         asked = not deployment.is_planned
+        wish, before = deployment.wish, deployment.plan
         try:
+            laid = await self._members.laid_out(wish, before)
             plan = make_plan(
-                deployment.wish, deployment.event, machines, deployment.plan, asked=asked, why=why
+                wish, deployment.event, machines, before, asked=asked, why=why, laid=laid
             )
             if deployment.plan is None or _differs(plan, deployment.plan):
                 await self._members.publish_plan(plan)

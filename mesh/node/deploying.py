@@ -6,8 +6,10 @@ Part of the composition root, like `mesh.node.node`, which starts and stops it.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from mesh.config import Config
@@ -18,7 +20,7 @@ from mesh.deployments.reconcile import Held, Holding, Served
 from mesh.deployments.replan import Replanner
 from mesh.deployments.waking import Sleeper, Use, Waker
 from mesh.deployments.weights import LocalWeights
-from mesh.deployments.wishes import Deployment, Plan, Wish, read
+from mesh.deployments.wishes import Deployment, Plan, Span, Wish, read
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.sightings import PeerState
@@ -39,6 +41,12 @@ from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
 PADDING = 1.15
 """The seed's padding: what a model takes beyond its weights."""
 SPARE_MB = 64
+LAYOUT_S = 20.0
+"""A checkpoint that is looked at for the first time is read whole; that is not waited for."""
+
+logger = logging.getLogger(__name__)
+
+Layout = Callable[[Wish, Plan | None, Collection[NodeId]], Awaitable[Sequence[tuple[Span, ...]]]]
 
 
 class House:
@@ -58,6 +66,19 @@ class House:
             if model.layers is not None
         }
         self._read: tuple[object, dict[str, Deployment]] | None = None
+        self.layout: Layout | None = None
+        """Asks the planner; None where that is not wanted."""
+
+    async def laid_out(self, wish: Wish, before: Plan | None) -> Sequence[tuple[Span, ...]]:
+        """See `control.House`."""
+        if self.layout is None or self._config.deployments.placement == "even":
+            return ()
+        try:
+            async with asyncio.timeout(LAYOUT_S):
+                return await self.layout(wish, before, self.alive())
+        except (MeshError, TimeoutError) as error:
+            logger.info("deployment=%s is split evenly: %s", wish.deployment, error)
+            return ()
 
     # What the log says
 
@@ -301,6 +322,7 @@ class DeploymentsHere:
         fetching: Weights,
     ) -> None:
         folders = [each for each in (config.models_dir, *_folders(config)) if each is not None]
+        self.house = house
         weights = self.weights = FetchedWeights(
             LocalWeights(held.models, folders, cache_dir()), fetching, cache_dir()
         )

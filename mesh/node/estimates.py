@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mesh.capacity import Capacity, Device
 from mesh.config import Config
 from mesh.deployments.shape import shape_of
+from mesh.deployments.wishes import Plan as Planned
+from mesh.deployments.wishes import Span
+from mesh.deployments.wishes import Wish as Wished
 from mesh.discovery.directory import NodeView, ShardStore
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest
 from mesh.health.detector import Verdict
 from mesh.node.fetched_weights import FetchedWeights
 from mesh.routing.forecast import Forecast
-from mesh.routing.machines import Held, Machine, ModelShape, Timed, Wish
+from mesh.routing.machines import DEFAULT_CONTEXT, Held, Machine, ModelShape, Timed, Wish
 from mesh.routing.placement import Plan, plan
 from mesh.types import LayerRange, ModelId, NodeId
 
@@ -58,6 +61,44 @@ class Estimates:
         model = await self._shape(order["model"], order["context"])
         machines, wish = self._asked(model, order)
         return as_json(await asyncio.to_thread(plan, model, machines, wish))
+
+    async def layout(
+        self, wish: Wished, before: Planned | None, alive: Collection[NodeId]
+    ) -> list[tuple[Span, ...]]:
+        """The spans of each replica that `before` lacks of a wish, on machines that are `alive`;
+        none where it does not fit, or not all machines were measured.
+
+        Raises ModelNotFound, BadCheckpoint, and what fetching raises.
+        """
+        kept = [] if before is None else before.replicas[: wish.replicas]
+        lacking = wish.replicas - len(kept)
+        if lacking < 1:
+            return []
+        # It is known by its id where it is deployed, whatever it was called when that was asked.
+        model = await self._shape(wish.model_id, wish.context or DEFAULT_CONTEXT)
+        if model.weights_sha256 != wish.weights_sha256:
+            return []
+        machines = [each for each in self.machines(model) if each.node_id in alive]
+        if not all(each.refusal or any(d.speeds for d in each.devices) for each in machines):
+            return []
+        asked = Wish(
+            asker=self._house.node,
+            replicas=lacking,
+            only=frozenset(wish.nodes),
+            without=frozenset(span.node for replica in kept for span in replica.spans),
+            pins=() if kept else tuple((pin.node, pin.layers) for pin in wish.pins),
+            quant=wish.quant or self._house.config.quant,
+            context=wish.context or DEFAULT_CONTEXT,
+            max_shards=self._house.config.distributed.max_shards_per_request,
+        )
+        found = await asyncio.to_thread(plan, model, machines, asked)
+        if found.refusal is not None:  # on machines that hold none; then on any
+            asked = replace(asked, without=frozenset())
+            found = await asyncio.to_thread(plan, model, machines, asked)
+        return [
+            tuple(Span(shard.node_id, shard.layers) for shard in replica.shards)
+            for replica in found.replicas
+        ]
 
     def machines(self, model: ModelShape) -> list[Machine]:
         """Every node that is known, with what it has of the model."""

@@ -242,7 +242,9 @@ class Node:
             self._key.node_id, self._config, self._store, self._rtt_ms, network.may_serve,
             self._watch.verdict, self._held.askers.__contains__, self.weights.held,
         )  # fmt: skip
-        return Estimates(around, deployments.weights)
+        estimates = Estimates(around, deployments.weights)
+        deployments.house.layout = estimates.layout
+        return estimates
 
     # What the parts ask
 
