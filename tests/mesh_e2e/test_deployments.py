@@ -37,6 +37,8 @@ def house(start_node: StartNode, models: Path) -> dict[str, LocalNode]:
     settings = {
         "HEARTHNET_MODELS_DIR": str(models),
         "HEARTHNET_DEPLOYMENTS__REPLAN_SECONDS": "3",
+        # So small a model is fastest on one machine, and a test wants it on all.
+        "HEARTHNET_DEPLOYMENTS__PLACEMENT": "even",
     }
     nodes = {
         name: start_node(name, "--layers", "none", environment=settings)
