@@ -78,7 +78,6 @@ def deploy(  # noqa: PLR0913 - flags
         "nodes": None if nodes is None else [n.strip() for n in nodes.split(",") if n.strip()],
     }  # fmt: skip
     order = {name: value for name, value in wanted.items() if value is not None}
-
     if estimate or with_ or without or streams is not None:
         for kept_for in ("minimum_s", "keep_alive_s"):
             order.pop(kept_for, None)

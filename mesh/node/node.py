@@ -213,29 +213,33 @@ class Node:
             weights=self.weights.fetcher,
         )
         paths = StatePaths(config.state_dir)
-        steering = self._steering = Steering(network, held.models, paths.steering_dir)
-        askers = Askers(
-            held.askers,
-            entrance=wiring.entrance(config),
+        self._steering = steering = Steering(network, held.models, paths.steering_dir)
+        askers = self._answering(steering, deployments)
+        settings = ApiSettings(
+            config.api_host, self._owner_key, keyless=config.is_keyless, accounts=self._accounts
+        )
+        keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
+        harvests, plans = Harvests(held.models, held.askers), self._estimates(network, deployments)
+        services = Services(
+            steering, harvests, deployments.control, plans, coordination.coordinator,
+            self.weights.pulls(held.models),
+        )  # fmt: skip
+        app = create_app(
+            askers, Overview(parts), settings, Control(network), keys, self._queue, services
+        )
+        tls = await asyncio.to_thread(api_tls, config, addresses)
+        self._api = await serve_api(app, config.api_host, config.api_port, tls)
+
+    def _answering(self, steering: Steering, deployments: DeploymentsHere) -> Askers:
+        return Askers(
+            self._held.askers,
+            entrance=wiring.entrance(self._config),
             why_disabled=self._why_disabled,
             prepared=steering.prepared,
             on_frame=self._metrics.frame,
             counts=self._counts,
             bring_up=deployments.waker.bring_up,
         )
-        settings = ApiSettings(
-            config.api_host, self._owner_key, keyless=config.is_keyless, accounts=self._accounts
-        )
-        keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
-        view, control = Overview(parts), Control(network)
-        harvests, plans = Harvests(held.models, held.askers), self._estimates(network, deployments)
-        services = Services(
-            steering, harvests, deployments.control, plans, coordination.coordinator,
-            self.weights.pulls(held.models),
-        )  # fmt: skip
-        app = create_app(askers, view, settings, control, keys, self._queue, services)
-        tls = await asyncio.to_thread(api_tls, config, addresses)
-        self._api = await serve_api(app, config.api_host, config.api_port, tls)
 
     def _estimates(self, network: Network, deployments: DeploymentsHere) -> Estimates:
         around = Surroundings(

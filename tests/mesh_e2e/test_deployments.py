@@ -22,6 +22,8 @@ MODEL = "toy"
 LAYERS = 6
 PROMPT = list(range(5, 35))
 PATIENCE_S = 60.0
+EVEN = {"HEARTHNET_DEPLOYMENTS__PLACEMENT": "even"}
+"""So that each machine gets a part, however quick one of them is."""
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,7 @@ def house(start_node: StartNode, models: Path) -> dict[str, LocalNode]:
     settings = {
         "HEARTHNET_MODELS_DIR": str(models),
         "HEARTHNET_DEPLOYMENTS__REPLAN_SECONDS": "3",
-        # So small a model is fastest on one machine, and a test wants it on all.
-        "HEARTHNET_DEPLOYMENTS__PLACEMENT": "even",
+        **EVEN,
     }
     nodes = {
         name: start_node(name, "--layers", "none", environment=settings)

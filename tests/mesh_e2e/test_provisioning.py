@@ -10,7 +10,17 @@ from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.spread import hugging_face
 from tests.mesh_e2e.test_daemons import hearthnet
-from tests.mesh_e2e.test_deployments import LAYERS, MODEL, PROMPT, answer, peers, ready, row, until
+from tests.mesh_e2e.test_deployments import (
+    EVEN,
+    LAYERS,
+    MODEL,
+    PROMPT,
+    answer,
+    peers,
+    ready,
+    row,
+    until,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +31,9 @@ def test_every_machine_fetches_its_own_layers_and_no_more(
     checkpoint = make_checkpoint(tmp_path / "toy", "llama", layers=LAYERS)
 
     attic = start_node("attic", "--model", f"{checkpoint}={MODEL}", "--layers", "none")
-    others = [start_node(name, "--layers", "none") for name in ("kitchen", "study")]
+    others = [
+        start_node(name, "--layers", "none", environment=EVEN) for name in ("kitchen", "study")
+    ]
     house = [attic, *others]
     for each in house:
         each.wait_up()
