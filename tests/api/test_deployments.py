@@ -45,7 +45,8 @@ class Deployments:
 @pytest.fixture
 async def served() -> AsyncIterator[tuple[Deployments, httpx.AsyncClient]]:
     deployments = Deployments()
-    services = Services(cast("Any", None), cast("Any", None), deployments, cast("Any", None))
+    nobody = cast("Any", None)
+    services = Services(nobody, nobody, deployments, nobody, nobody, nobody)
     settings = ApiSettings(api_key=KEY)
     app = create_app(ScriptedGenerations(), ScriptedView(), settings, services=services)
     server = await serve_api(app, "127.0.0.1", 0, None)
