@@ -108,9 +108,11 @@ class Top:
     async def press(self, *keys: str) -> None:
         await self.pilot.press(*keys)
 
-    async def until(self, wanted: str | Callable[[], object]) -> str:
+    async def until(
+        self, wanted: str | Callable[[], object], patience_s: float = PATIENCE_S
+    ) -> str:
         """Until the terminal shows this text, or something holds."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + patience_s
         while True:
             await self.pilot.pause()
             text = self.text()

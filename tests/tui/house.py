@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -284,11 +285,18 @@ class Deployments:
 
 
 class Plans:
-    """Estimates: what is called `huge` does not fit, of `secret` nothing is known."""
+    """Estimates: what is called `huge` does not fit, of `secret` nothing is known, and `slow` waits
+    until it may `proceed`."""
+
+    def __init__(self) -> None:
+        self.asked, self.proceed = asyncio.Event(), asyncio.Event()
 
     async def plan(self, order: dict[str, Any]) -> dict[str, Any]:
         if order["model"] == "secret":
             raise NotFound("Nobody has 'secret'.", fix="Name another.")
+        if order["model"] == "slow":
+            self.asked.set()
+            await self.proceed.wait()
         is_huge = order["model"] == "huge"
         refusal = {"code": "not_enough_memory", "message": "96.0 GB are missing.",
                    "fix": "Add a machine.", "missing_bytes": 96 * 10**9, "node": None}  # fmt: skip

@@ -174,6 +174,26 @@ async def test_what_does_not_fit_is_not_deployed_by_a_second_enter(
         await top.until(f"{model} is wished for")
 
 
+async def test_an_estimate_that_comes_late_is_not_taken_for_another_wishs(daemon: Daemon) -> None:
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("3", "n")
+        await top.until("Deploy a model")
+        await top.press(*"slow", "enter")
+        await asyncio.wait_for(daemon.plans.asked.wait(), 10)
+        await top.press("e", "r")
+        await top.until("slower")
+        screen = top.app.screen
+        daemon.plans.proceed.set()
+        asking = [worker for worker in screen.workers if worker.group == "estimate"]
+        await top.until(lambda: all(worker.is_finished for worker in asking))
+        assert screen.query_one("#yes", Button).disabled
+        assert "about 18.5 tok/s" not in top.text()
+        await top.press("enter")
+        await top.until("about 18.5 tok/s")
+        assert not screen.query_one("#yes", Button).disabled
+
+
 async def test_replicas_are_scaled_up_and_to_none(daemon: Daemon) -> None:
     async with running(daemon.connect) as top:
         await top.until("working")

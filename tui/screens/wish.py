@@ -20,7 +20,7 @@ from tui.words import clean
 
 MOST = 16
 """Replicas."""
-_FIRST = "Enter shows what it would need and give; Enter again deploys it."
+_FIRST = "Enter shows what it would need and give; Enter again confirms it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,7 @@ class WishScreen(ModalScreen[Wanted | None]):
     def on_input_changed(self, event: Input.Changed) -> None:
         """Another wish: what was estimated is of none."""
         self.query_one("#yes", Button).disabled = True
+        self._say(_FIRST)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Have it estimated."""
