@@ -24,6 +24,7 @@ KeepAlive = Annotated[
         "--keep-alive", min=0, metavar="S", help="Rest after so many seconds without use; 0: never."
     ),
 ]
+Nodes = Annotated[str | None, typer.Option(metavar="A,B", help="Use these machines only.")]
 Estimate = Annotated[bool, typer.Option("--estimate", help="Only say what it would need and give.")]
 With = Annotated[
     list[str] | None,
@@ -53,9 +54,7 @@ def deploy(  # noqa: PLR0913 - flags
         bool | None,
         typer.Option("--dedicated/--shared", help="Never make room for another, never rest."),
     ] = None,
-    nodes: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Use these machines only.")
-    ] = None,
+    nodes: Nodes = None,
     layers: Annotated[
         list[str] | None,
         typer.Option(metavar="NODE=LO-HI", help="Layers that have to be there. Repeatable."),

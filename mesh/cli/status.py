@@ -119,8 +119,6 @@ def _show_work(picture: dict[str, Any]) -> None:
 
     for load in picture.get("loads", ()):
         say(f"loading: {loading(load)}")
-    for transfer in picture.get("weights", {}).get("transfers", ()):
-        say(f"fetching: {transfer['model_id']}, {transfer_line(transfer)}")
     for running in picture["generations"]:
         if place := running.get("queued"):
             say(f"waiting: {running['model']}, number {place} in line for room")
@@ -137,6 +135,8 @@ def _show_house(picture: dict[str, Any]) -> None:
     if deployed := picture.get("deployments"):
         say()
         print_deployments(deployed)
+    for transfer in picture.get("weights", {}).get("transfers", ()):
+        say(f"fetching: {transfer['model_id']}, {transfer_line(transfer)}")
 
 
 def _taken(memory: dict[str, int] | None) -> str:

@@ -83,15 +83,24 @@ def choose_placement(
 ) -> tuple[Span, ...]:
     """The spans of one new replica beside these `others`.
 
-    Of the ways to go round the machines, the one that puts the fewest layers where another replica
-    has them already: two replicas on one machine are one.
+    Of the ways to go round the machines, by their memory or as another replica does, the one that
+    puts the fewest layers where another replica has them already: two on one machine are one.
     """
     is_known = all(machine.free_mb is not None for machine in machines)
     ranked = sorted(machines, key=lambda m: (-(m.free_mb or 0) if is_known else 0, m.node))
     there = [span for replica in others for span in replica.spans]
     pins = () if any(replica.number == 0 for replica in others) else wish.pins
-    ways = [_around(wish, pins, ranked[k:] + ranked[:k]) for k in range(len(ranked))]
+    orders = [ranked, *(_as_in(replica, ranked) for replica in others)]
+    ways = [
+        _around(wish, pins, order[k:] + order[:k]) for order in orders for k in range(len(order))
+    ]
     return min(ways, key=lambda spans: sum(_common(one, two) for one in spans for two in there))
+
+
+def _as_in(replica: Replica, machines: Sequence[Machine]) -> list[Machine]:
+    """The machines in the order in which a replica goes over them, others behind."""
+    order = [span.node for span in replica.spans]
+    return sorted(machines, key=lambda m: order.index(m.node) if m.node in order else len(order))
 
 
 def _around(wish: Wish, pins: Sequence[Span], order: Sequence[Machine]) -> tuple[Span, ...]:

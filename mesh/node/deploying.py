@@ -108,6 +108,14 @@ class House:
         """See `control.House` and `Resting`."""
         return {machine.node for machine in self.machines()}
 
+    def _free_mb(self, node: NodeId) -> int | None:
+        """What is free on the first device of a node; None where it has not said."""
+        if node == self.node:
+            return self.free_mb()
+        said = [view.capacity for view in self._store.nodes() if view.info.node_id == node]
+        devices = said[0].devices if said and said[0] is not None else ()
+        return devices[0].free_bytes >> 20 if devices else None
+
     def on_disk(self, node: NodeId, weights_sha256: str) -> Collection[LayerRange] | None:
         """See `control.House`."""
         said = [
@@ -178,7 +186,7 @@ class House:
         up = {p.node_id for p in self._network.peers() if p.state is PeerState.UP and p.node_id}
         names = self.names()
         return [
-            Machine(node, names.get(node, node), self.free_mb() if node == self.node else None)
+            Machine(node, names.get(node, node), self._free_mb(node))
             for node in sorted({self.node, *up})
             if hearth.may_serve(node)
         ]

@@ -26,6 +26,7 @@ from mesh.node.wiring import start_asker
 from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.shard.supervisor import ShardSupervisor
+from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import LayerRange, ModelId
 from tests import secure
 from tests.discovery.network import advertised, new_id
@@ -77,6 +78,7 @@ class Household:
                 verdict=lambda _: Verdict.HEALTHY, privacy=dict, lacking=lambda: self.lacking,
                 processes=lambda: [self.host],
                 accounts=list, deployments=list, counts=LiveCounts(SystemClock(), lambda: None),
+                weights=FetcherSupervisor(None),
             )
         )  # fmt: skip
 

@@ -127,6 +127,13 @@ def test_replicas_go_up_and_down_and_their_numbers_are_not_used_again() -> None:
     assert again.epoch == 3
 
 
+def test_a_second_replica_lies_elsewhere_whatever_memory_says_by_then() -> None:
+    one = planned(WISH, 1)
+    now = [Machine(A, "attic", 9), Machine(B, "kitchen", 7), Machine(C, "study", 8)]
+    two = make_plan(replace(WISH, replicas=2), named(2), now, one, asked=True)
+    assert all(len(two.spans_of(node)) == 2 for node in (A, B, C))
+
+
 def test_a_machine_that_is_gone_is_replaced_and_nothing_else_moves() -> None:
     before = planned(WISH, 1)
     after = make_plan(WISH, named(1), MACHINES[:2], before, asked=False, why="c is away")
