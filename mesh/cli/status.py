@@ -42,20 +42,38 @@ async def _watch(client: Client, *, as_json: bool) -> None:
 
     from mesh.config import terminal_features
 
-    clears = sys.stdout.isatty() and terminal_features()[0]
     picture: dict[str, Any] = {}
-    async with aclosing(client.follow()) as updates:
-        async for update in updates:
-            if not update["status"]:
-                continue
-            picture |= update["status"]
-            if as_json:
-                print_json_line(picture)
-                continue
-            sys.stdout.write(_CLEAR if clears else "")
-            show(picture)
-            say("" if clears else "---")
+    news = asyncio.Event()
+
+    async def hear() -> None:
+        """Never waits for what is drawn: then that would be of the past."""
+        async with aclosing(client.follow()) as updates:
+            async for update in updates:
+                if update["status"]:
+                    picture.update(update["status"])
+                    news.set()
+                    if as_json:
+                        print_json_line(picture)
+
+    async def draw() -> None:
+        clears = sys.stdout.isatty() and terminal_features()[0]
+        while await news.wait():
+            news.clear()
+            if not as_json:
+                sys.stdout.write(_CLEAR if clears else "")
+                show(picture)
+                say("" if clears else "---")
             await asyncio.sleep(_REDRAW_S)
+
+    tasks = [asyncio.create_task(hear(), name="hear"), asyncio.create_task(draw(), name="draw")]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asks
