@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.conftest import StartNode
@@ -21,6 +23,7 @@ from tests.mesh_e2e.test_deployments import (
     row,
     until,
 )
+from tests.transfers.hub_standin import HubStandin
 
 pytestmark = pytest.mark.slow
 
@@ -55,3 +58,26 @@ def test_every_machine_fetches_its_own_layers_and_no_more(
         mine = [span["layers"] for span in row(attic)["spans"] if span["node"] == each.name]
         assert (held["id"], held["layers"], held["partial"]) == (MODEL, mine, True)
         assert held["here_bytes"] < held["total_bytes"]
+
+
+def test_run_brings_up_what_only_the_hub_has_and_each_byte_of_it_comes_once(
+    own_node: StartNode, tmp_path: Path
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "toy", "llama", layers=LAYERS)
+    weights = checkpoint / "model.safetensors"
+    with HubStandin(checkpoint) as hub:
+        settings = {**EVEN, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        house = [own_node(name, environment=settings) for name in ("attic", "kitchen")]
+        for node in house:
+            node.wait_up()
+        for node in house:
+            until(lambda node=node: len(peers(node)) == 1, "they see each other")
+        more = ("--raw", "--max-tokens", "4", "--ignore-eos", "--json")
+        ran = hearthnet("run", "org/toy", "The kettle", *more, node=house[1])
+        assert ran.returncode == 0, ran.stderr
+        facts = json.loads(ran.stdout)["hearthnet"]
+        assert {hop["node"] for hop in facts["route"]} == {"attic", "kitchen"}
+        prompt = AutoTokenizer.from_pretrained(checkpoint).encode("The kettle")
+        assert facts["token_ids"] == hugging_face(checkpoint, prompt, 4)[0]
+        # A header is asked for before the file is.
+        assert weights.stat().st_size <= hub.sent[weights.name] < 1.1 * weights.stat().st_size
