@@ -27,8 +27,8 @@ LIMITS = Limits(chunk_bytes=16, window=4)
 INTRO = f"""# The wire
 
 Between nodes: WebSocket over TLS 1.3, both sides with certificates, no permessage-deflate. One binary
-WebSocket message is one frame. A link is for one purpose: `tensors` (asker to shard) or `control`
-(daemon to daemon), and bears only that purpose's frames. Numbers are big-endian, tensors row-major and
+WebSocket message is one frame. A link is for one purpose: `tensors` (asker to shard), `control`
+(daemon to daemon) or `weights` (who fetches a checkpoint to who has it), and bears only that purpose's frames. Numbers are big-endian, tensors row-major and
 little-endian. `mesh/wire/` is the implementation, `mesh.wire.protocol.TensorSession` its state machine
 without I/O.
 
@@ -130,6 +130,8 @@ def _answer() -> Iterator[Spoken]:
     yield from _say(asker, hop, m.Open(7, "tiny", "5f" * 4, 0, 4, 64, WireDtype.FP16, token="sig"))
     yield from _say(hop, asker, m.Loading(7))
     yield from _say(hop, asker, m.Opened(7, 64))
+    yield from _say(asker, hop, m.CopyPrefix(7, 5, 64))
+    yield from _say(hop, asker, m.PrefixCopied(7, 0))
     yield from _say(asker, hop, m.Step(7, 0, 0, _rows(6)))
     yield from _say(hop, asker, m.Result(7, 0, _rows(1), 850, 40))
     yield from _say(asker, hop, m.Step(7, 1, 6, _rows(1)))
@@ -161,6 +163,14 @@ def _daemons() -> Iterator[Spoken]:
     yield from _say(barn, attic, m.FilePart(1, b"edit"))
 
 
+def _weights() -> Iterator[Spoken]:
+    attic, barn = _linked("weights", "attic", "barn")
+    yield from _hellos(attic, barn)
+    yield from _say(attic, barn, m.WeightsAsk(1, "5f" * 32, m.Part.TENSOR, "norm.weight", 0, 24))
+    yield from _say(barn, attic, m.Blob(1, m.BlobKind.ANSWER, 24, 0, bytes(16)))
+    yield from _say(barn, attic, m.Blob(1, m.BlobKind.ANSWER, 24, 16, bytes(8)))
+
+
 def _narrowed() -> Iterator[Spoken]:
     asker, hop = _linked("tensors", "attic", "barn")
     yield from _hellos(asker, hop)
@@ -174,6 +184,7 @@ def _narrowed() -> Iterator[Spoken]:
 CONVERSATIONS = {
     "An answer: asker and hop": _answer,
     "Two daemons": _daemons,
+    "Weights of a checkpoint: who fetches and who has them": _weights,
     "A narrower window, and a refusal": _narrowed,
 }
 

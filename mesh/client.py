@@ -6,7 +6,6 @@ Which HTTP library is used stays in this file. Errors that the daemon reports co
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import ssl
@@ -15,11 +14,12 @@ from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 import httpx
 
 from mesh import codec
+from mesh.administration import READ_S, Administration, quoted
 from mesh.codec import Fault
 from mesh.config import is_loopback
 from mesh.errors import (
@@ -37,14 +37,12 @@ from mesh.runtime import DaemonRecord, read_daemon
 
 _CONNECT_S = 5.0
 _LENS_S = 900.0
-_READ_S = 60.0
-"""Longer than the server's pause between keep-alive comments."""
 _HARVEST_S = 1000.0
 """Longer than the daemon waits for a batch."""
 _JSON = {"Content-Type": "application/json"}
 
 
-class Client:
+class Client(Administration):
     """A connection to one daemon; use it as ``async with``.
 
     Every method raises NotRunning when no daemon answers, LinkLost when it goes away meanwhile,
@@ -72,7 +70,7 @@ class Client:
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers=headers,
-            timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
+            timeout=httpx.Timeout(READ_S, connect=_CONNECT_S),
             trust_env=certificate is None and not is_loopback(parsed.host),
             verify=checked,
         )
@@ -112,70 +110,11 @@ class Client:
 
     async def kill_job(self, job_id: str) -> dict[str, Any]:
         """`POST /mesh/v1/jobs/ID/kill`: end a job now."""
-        quoted = quote(job_id, safe="", errors="surrogateescape")
-        return await self._post(f"/mesh/v1/jobs/{quoted}/kill", {})
+        return await self._post(f"/mesh/v1/jobs/{quoted(job_id)}/kill", {})
 
     async def privacy(self) -> dict[str, Any]:
         """`GET /mesh/v1/privacy`: who can see what of prompts and answers."""
         return await self._get("/mesh/v1/privacy")
-
-    async def hearth(self) -> dict[str, Any]:
-        """`GET /mesh/v1/hearth`: who is in."""
-        return await self._get("/mesh/v1/hearth")
-
-    async def invite(self, level: str | None, ttl_s: float | None) -> dict[str, Any]:
-        """`POST /mesh/v1/hearth/invite`: open a pairing window."""
-        return await self._post("/mesh/v1/hearth/invite", {"level": level, "ttl_s": ttl_s})
-
-    async def invitation(self, port: int) -> dict[str, Any]:
-        """`GET /mesh/v1/hearth/invitation/PORT`: what became of it; waits a while for that."""
-        return await self._get(f"/mesh/v1/hearth/invitation/{port}")
-
-    async def close_invitation(self) -> dict[str, Any]:
-        """`POST /mesh/v1/hearth/invitation/close`: the code is good for nothing from now on."""
-        return await self._post("/mesh/v1/hearth/invitation/close", {})
-
-    async def join(self, code: str, peer: str | None) -> dict[str, Any]:
-        """`POST /mesh/v1/hearth/join`: take up an invitation."""
-        return await self._post("/mesh/v1/hearth/join", {"code": code, "peer": peer})
-
-    async def change_member(self, verb: str, member: str, **more: str | None) -> dict[str, Any]:
-        """`POST /mesh/v1/hearth/VERB`: promote, demote, revoke or readmit a member."""
-        return await self._post(f"/mesh/v1/hearth/{verb}", {"member": member, **more})
-
-    async def recover(self, code: str) -> dict[str, Any]:
-        """`POST /mesh/v1/hearth/recover`: make the node the only anchor."""
-        return await self._post("/mesh/v1/hearth/recover", {"code": code})
-
-    async def keys(self) -> list[dict[str, Any]]:
-        """`GET /mesh/v1/keys`: the API keys, without the keys themselves."""
-        found: list[dict[str, Any]] = (await self._get("/mesh/v1/keys"))["keys"]
-        return found
-
-    async def create_key(self, name: str, scopes: list[str], **more: Any) -> dict[str, Any]:
-        """`POST /mesh/v1/keys`: a new key; ``key`` of the answer is shown this once."""
-        return await self._post("/mesh/v1/keys", {"name": name, "scopes": scopes, **more})
-
-    async def revoke_key(self, key_id: str) -> dict[str, Any]:
-        """`POST /mesh/v1/keys/revoke`: the key is good for nothing from now on."""
-        return await self._post("/mesh/v1/keys/revoke", {"key_id": key_id})
-
-    async def steerings(self) -> list[dict[str, Any]]:
-        """`GET /mesh/v1/steering`: the hearth's published steering edits."""
-        found: list[dict[str, Any]] = (await self._get("/mesh/v1/steering"))["edits"]
-        return found
-
-    async def publish_steering(
-        self, name: str, model: str, path: str, side: str, tensors: bytes
-    ) -> dict[str, Any]:
-        """`POST /mesh/v1/steering/publish`; `tensors` is a safetensors file."""
-        encoded = base64.b64encode(tensors).decode()
-        body = {"name": name, "model": model, "path": path, "side": side, "tensors": encoded}
-        return await self._post("/mesh/v1/steering/publish", body)
-
-    async def remove_steering(self, name: str) -> dict[str, Any]:
-        """`POST /mesh/v1/steering/remove`."""
-        return await self._post("/mesh/v1/steering/remove", {"name": name})
 
     async def harvest(self, **batch: Any) -> dict[str, Any]:
         """`POST /mesh/v1/harvest`: run one batch; it may take minutes."""
@@ -240,8 +179,7 @@ class Client:
 
     async def job_log(self, job_id: str) -> dict[str, Any]:
         """`GET /mesh/v1/jobs/ID/log`: what a job has printed lately."""
-        quoted = quote(job_id, safe="", errors="surrogateescape")
-        return await self._get(f"/mesh/v1/jobs/{quoted}/log")
+        return await self._get(f"/mesh/v1/jobs/{quoted(job_id)}/log")
 
     async def _completion(
         self, path: str, body: dict[str, Any]
@@ -269,12 +207,19 @@ class Client:
         return _object(response.content)
 
     async def _post(
-        self, path: str, body: dict[str, Any], *, timeout_s: float = _READ_S
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        timeout_s: float = READ_S,
+        method: str = "POST",
     ) -> dict[str, Any]:
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
         content = _encoded(body)
         try:
-            response = await self._http.post(path, content=content, headers=_JSON, timeout=timeout)
+            response = await self._http.request(
+                method, path, content=content, headers=_JSON, timeout=timeout
+            )
         except httpx.TransportError as error:
             raise self._lost(error) from error
         if response.is_error:

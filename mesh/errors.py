@@ -291,6 +291,22 @@ class BadCheckpoint(ShardError, code="bad_checkpoint", http_status=400):
     """The checkpoint directory cannot be used: truncated, pickled, incomplete."""
 
 
+class WeightsMissing(ShardError, code="weights_missing", http_status=409, retryable=True):
+    """A partial checkpoint lacks the tensors that are wanted of it."""
+
+
+class TransferFailed(ShardError, code="transfer_failed", http_status=502, retryable=True):
+    """Weights could not be fetched: nobody has them, or whoever has them gave them wrong."""
+
+
+class HubRefused(ShardError, code="hub_refused", http_status=502):
+    """The Hugging Face hub does not give what was asked for: unknown, not allowed, offline."""
+
+
+class ModelInUse(ShardError, code="model_in_use", http_status=409):
+    """A model's files cannot be removed while this node serves or fetches it."""
+
+
 class UnsupportedFamily(ShardError, code="bad_request", http_status=400):
     """The architecture cannot be cut into spans; the message says why."""
 
@@ -398,3 +414,40 @@ class JobFailed(JailError, code="job_failed", http_status=400):
 
 class StorageFull(MeshError, code="storage_full", http_status=507, retryable=True):
     """A job cannot be kept: the disk, or the part of it that jobs may take, is full or unusable."""
+
+
+# Coordination: who holds what
+
+
+class CoordinationError(MeshError, code="coordination_error"):
+    """Root for the records of who holds which model, and their stores."""
+
+
+class StoreUnavailable(
+    CoordinationError, code="store_unavailable", http_status=503, retryable=True
+):
+    """The store of the records does not answer, or not in time; memory goes on without it."""
+
+
+class StoreRefused(CoordinationError, code="store_refused", http_status=502, retryable=True):
+    """The store of the records answers that this node may not, or that something is not set up."""
+
+
+class StoreClientMissing(CoordinationError, code="store_client_missing"):
+    """The Python package that speaks to the configured store is not installed."""
+
+
+class BadRecord(CoordinationError, code="bad_record", http_status=502):
+    """What the store holds is no record of a model; `param` names the field."""
+
+
+class RankTaken(CoordinationError, code="rank_taken", http_status=409):
+    """The rank of a worker belongs to another node."""
+
+
+class RecordsFull(CoordinationError, code="records_full", http_status=507):
+    """There are as many models or workers in the records as a node keeps."""
+
+
+class NotReady(CoordinationError, code="not_ready", http_status=504, retryable=True):
+    """A model's workers were not ready in time; the message says which are missing."""

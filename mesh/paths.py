@@ -32,6 +32,16 @@ def cache_dir() -> Path:
     return platformdirs.user_cache_path(_APP, appauthor=False)
 
 
+def capacity_dir() -> Path:
+    """How fast this machine is, a file per machine and device (`mesh.node.own_capacity`)."""
+    return cache_dir() / "capacity"
+
+
+def models_dir() -> Path:
+    """Where checkpoints that were fetched lie, a directory each; shared by a user's nodes."""
+    return cache_dir() / "models"
+
+
 @dataclass(frozen=True, slots=True)
 class StatePaths:
     """The files of one node, below its state directory."""
@@ -52,6 +62,11 @@ class StatePaths:
     def epoch(self) -> Path:
         """How far this node's starts have counted (0600); see `mesh.hearth.epoch`."""
         return self.root / "epoch"
+
+    @property
+    def models_dir(self) -> Path:
+        """Checkpoints that were put here for this node, a folder each, called like the model."""
+        return self.root / "models"
 
     @property
     def steering_dir(self) -> Path:
@@ -92,6 +107,11 @@ class StatePaths:
     def jobs_dir(self) -> Path:
         """nnsight clients' jobs: their table, payloads and results (0700)."""
         return self.root / "jobs"
+
+    @property
+    def coordination(self) -> Path:
+        """Who holds which model, as this node knew it last (0600)."""
+        return self.root / "coordination.db"
 
     @property
     def chat_history(self) -> Path:

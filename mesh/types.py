@@ -273,7 +273,7 @@ class GenerationRequest:
     names edits; whoever looks them up puts `edits` in its place. `begun` is what the answer to
     `messages` has said already. `draft`: tokens may be guessed and checked several at a time, which
     changes how fast the answer comes. `principal` is who asks: caches that this request leaves are
-    for its follow-ups only.
+    for its follow-ups only. `may_wake`: a model at rest may be loaded for it.
     """
 
     request_id: str
@@ -289,6 +289,7 @@ class GenerationRequest:
     principal: Principal = THIS_NODE
     begun: str = ""
     draft: bool = True
+    may_wake: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,5 +396,18 @@ class Done:
     type: str = "done"
 
 
-StreamFrame = TokenDelta | Queued | ShardStatus | ShardFailover | PipelineAborted | Done
+@dataclass(frozen=True, slots=True)
+class BringingUp:
+    """The model is not up yet: it waits (QUEUED), its weights are fetched (PROVISIONING, `percent`
+    of their bytes are there) or loaded (DEPLOYING)."""
+
+    model: ModelId
+    phase: str
+    percent: int | None = None
+    type: str = "bringing_up"
+
+
+StreamFrame = (
+    TokenDelta | Queued | BringingUp | ShardStatus | ShardFailover | PipelineAborted | Done
+)
 """What a running generation emits, in order; `Done` is always the last."""

@@ -16,6 +16,8 @@ FILES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 ONE_IDEA: dict[str, str] = {
+    "mesh/types.py": "the vocabulary that every package shares",
+    "mesh/errors.py": "every error that is raised on purpose",
     "mesh/shard/taps/session.py": "all that one job can do on one shard",
     "mesh/shard/scheduler.py": "what a device computes next",
     "mesh/pipeline/hop.py": "a session on one hop, from the asker's side",

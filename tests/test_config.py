@@ -80,6 +80,23 @@ def test_flag_beats_environment_beats_file_beats_default(
     assert loaded.file == file
 
 
+def test_modelexpress_variables_count_below_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MX_METADATA_BACKEND", "kubernetes")
+    monkeypatch.setenv("MX_METADATA_NAMESPACE", "kavin")
+    monkeypatch.setenv("MX_REDIS_PORT", "6380")
+    loaded = load_config()
+    section = loaded.config.coordination
+    assert (section.store, section.namespace) == ("kubernetes", "kavin")
+    assert section.redis_url == "redis://127.0.0.1:6380/0"
+    assert loaded.origins["coordination.store"] == "MX_METADATA_BACKEND"
+    assert loaded.origins["coordination.redis_url"] == "MX_REDIS_HOST, MX_REDIS_PORT"
+    monkeypatch.setenv("HEARTHNET_COORDINATION__STORE", "memory")
+    assert load_config().config.coordination.store == "memory"
+    monkeypatch.setenv("MX_METADATA_NAMESPACE", "Not A Name")
+    with pytest.raises(BadValue, match=r"coordination\.namespace \(from MX_METADATA_NAMESPACE\)"):
+        load_config()
+
+
 def test_file_is_found_by_variable_and_default_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

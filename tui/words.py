@@ -59,14 +59,56 @@ _DONE = {"reading": "read", "packing": "packed", "rounding": "rounded"}
 def loading(load: Mapping[str, Any]) -> str:
     """``llama:0-11 · 31 % packed (12.4 of 40.1 GB) · needs 41022 MB · for 12 s`` of a load."""
     parts = [str(load["name"])]
-    total = load["total_bytes"]
-    if total:
-        done = load["done_bytes"]
-        unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+    if load["total_bytes"]:
         what = _DONE.get(load["phase"], load["phase"])
-        share = f"{100 * done // total} % {what}"
-        parts.append(f"{share} ({done / unit:.1f} of {total / unit:.1f} {name})")
+        parts.append(share(load["done_bytes"], load["total_bytes"], what))
     return " · ".join([*parts, f"needs {load['need_mb']} MB", f"for {load['age_s']:.0f} s"])
+
+
+def share(done: int, total: int, what: str = "") -> str:
+    """``31 % read (12.4 of 40.0 GB)`` of bytes; never 100 % before it is all."""
+    unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+    done = min(done, total)
+    part = f"{100 * done // total} % {what}".rstrip()
+    return f"{part} ({done / unit:.1f} of {total / unit:.1f} {name})"
+
+
+def size(number: float) -> str:
+    """``40.0 GB``, ``12.4 MB``."""
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+
+
+def lasting(seconds: float) -> str:
+    """``40 s``, ``12 min``, ``3 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+_UNDER_WAY = {"waiting": "waiting", "looking": "looking for who has it"}
+
+
+def fetching(transfer: Mapping[str, Any]) -> str:
+    """``qwen · 34 % (4.1 of 12.0 GB) · 52.1 MB/s · 2 min left · from attic`` of a transfer."""
+    parts = [str(transfer["model_id"])]
+    if transfer["total_bytes"]:
+        parts.append(share(transfer["done_bytes"], transfer["total_bytes"]))
+    return " · ".join([*parts, *_pace(transfer)])
+
+
+def _pace(transfer: Mapping[str, Any]) -> list[str]:
+    """What is said of a transfer beside its bytes: rate, time left, sources, what it waits for."""
+    parts = []
+    if word := _UNDER_WAY.get(transfer["state"]):
+        parts.append(word)
+    if transfer["bytes_per_s"]:
+        parts.append(f"{size(transfer['bytes_per_s'])}/s")
+    if transfer["eta_s"] is not None:
+        parts.append(f"{lasting(transfer['eta_s'])} left")
+    names = [source["name"] for source in transfer["sources"]]
+    if names:
+        parts.append(f"from {', '.join(names)}")
+    return [*parts, transfer["note"]] if transfer.get("note") else parts
 
 
 def count(number: int, noun: str) -> str:

@@ -7,15 +7,29 @@ import asyncio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 
-from mesh.api import faults, harvest, health, hearth, keys, lens, mesh, page, steering
+from mesh.api import (
+    coordination,
+    deployments,
+    faults,
+    harvest,
+    health,
+    hearth,
+    keys,
+    lens,
+    mesh,
+    page,
+    plan,
+    steering,
+    weights,
+)
 from mesh.api.auth import Access, Gate, require
 from mesh.api.feed import DashboardFeed
 from mesh.api.ndif import routes as ndif
 from mesh.api.openai import chat, completions, models, streams
 from mesh.api.resumable import KeptStreams
-from mesh.api.services import ApiSettings, Generations, HearthControl, MeshView, Research
+from mesh.api.services import ApiSettings, Generations, HearthControl, MeshView, Services
 from mesh.clock import SystemClock
 from mesh.errors import MeshError
 from mesh.identity.api_keys import ApiKeys, Scope
@@ -28,7 +42,7 @@ def create_app(
     control: HearthControl | None = None,
     api_keys: ApiKeys | None = None,
     jobs: ndif.JobsApi | None = None,
-    research: Research | None = None,
+    services: Services | None = None,
 ) -> Starlette:
     """The application. ``app.state.closing`` is an event that ends its endless streams.
 
@@ -50,9 +64,9 @@ def create_app(
             *require(Scope.CHAT, lens.routes(generations, settings)),
             *require(Scope.CHAT, streams.routes(kept, settings)),
             *require(Scope.ADMIN, administration),
-            *(require(Scope.INTERVENTIONS, ndif.routes(jobs, view)) if jobs is not None else []),
+            *(_jobs(jobs, view, services) if jobs is not None else []),
             *(ndif.open_routes(jobs) if jobs is not None else []),
-            *(_research(research, settings) if research is not None else []),
+            *(_more(services, settings) if services is not None else []),
             *mesh.routes(view, settings, closing, feed),
             *health.routes(view),
             *page.routes(),
@@ -71,10 +85,25 @@ def create_app(
     return app
 
 
-def _research(research: Research, settings: ApiSettings) -> list[Route]:
+def _jobs(
+    jobs: ndif.JobsApi, view: MeshView, services: Services | None
+) -> list[Route | WebSocketRoute]:
+    control = services.deployments if services is not None else None
+    return require(Scope.INTERVENTIONS, ndif.routes(jobs, view, control))
+
+
+def _more(services: Services, settings: ApiSettings) -> list[Route]:
     return [
-        *require(Scope.CHAT, steering.view_routes(research.steering)),
+        *require(Scope.CHAT, steering.view_routes(services.steering)),
         # They change the hearth's log, and fill disks.
-        *require(Scope.ADMIN, steering.routes(research.steering, settings)),
-        *require(Scope.ADMIN, harvest.routes(research.harvests, settings)),
+        *require(Scope.ADMIN, steering.routes(services.steering, settings)),
+        *require(Scope.ADMIN, harvest.routes(services.harvests, settings)),
+        # In this order: a route that does not take a method lets the next one look.
+        *coordination.routes(services.coordination),
+        *deployments.view_routes(services.deployments),
+        # It reads whatever checkpoint it is told of.
+        *require(Scope.ADMIN, plan.routes(services.plans, settings)),
+        *weights.view_routes(services.pulls),
+        *require(Scope.ADMIN, deployments.routes(services.deployments, settings)),
+        *require(Scope.ADMIN, weights.routes(services.pulls, settings)),
     ]

@@ -78,6 +78,11 @@ class Caller:
         return self.principal.kind is PrincipalKind.LOCAL
 
     @property
+    def may_wake(self) -> bool:
+        """Whether a model at rest is loaded for the caller: NDIF's tier of hot swapping."""
+        return self.trusted or self.allows(Scope.ADMIN)
+
+    @property
     def lists_jobs_of(self) -> Principal | None:
         """Whose jobs are listed for the caller, None: everybody's."""
         return None if self.allows(Scope.ADMIN) else self.principal

@@ -5,11 +5,11 @@ Reads what others own and decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mesh.api.services import LOADING
+from mesh.api.services import LOADING, RESTING
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.sightings import PeerState, PeerView
@@ -23,7 +23,8 @@ from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.processes.supervisor import Supervisor
 from mesh.routing.cover import Candidate, missing_layers
 from mesh.shard.supervisor import ShardSupervisor
-from mesh.types import LayerRange, ModelId, NodeId, shard_id
+from mesh.transfers.supervisor import FetcherSupervisor
+from mesh.types import LayerRange, ModelId, NodeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class NodeParts:
     """Everything an overview looks at."""
 
     node: Callable[[], dict[str, Any]]
-    models: Sequence[LocalModel]
+    models: Mapping[ModelId, LocalModel]
     store: ShardStore
     peers: Callable[[], list[PeerView]]
     askers: dict[ModelId, AskerSupervisor]
@@ -44,6 +45,8 @@ class NodeParts:
     processes: Callable[[], list[Supervisor]]
     counts: LiveCounts
     accounts: Callable[[], list[dict[str, Any]]]
+    deployments: Callable[[], list[dict[str, Any]]]
+    weights: FetcherSupervisor
 
 
 class Overview:
@@ -69,7 +72,9 @@ class Overview:
                 for asker in parts.askers.values()
                 for live in asker.generations
             ],
+            "deployments": parts.deployments(),
             "loads": self._loads(),
+            "weights": parts.weights.facts(),
             "accounts": self._accounts(),
             "reasons": self._reasons(),
             "warnings": warnings[-20:],
@@ -98,8 +103,9 @@ class Overview:
 
     def models(self) -> list[dict[str, Any]]:
         """A row for each model that anybody holds: runnable or why not, missing layers, nodes."""
-        rows = [self._local_model(model) for model in self._parts.models]
-        local = {(model.model_id, model.weights_sha256) for model in self._parts.models}
+        models = self._parts.models.values()
+        rows = [self._local_model(model) for model in models]
+        local = {(model.model_id, model.weights_sha256) for model in models}
         for view in self._parts.store.models():
             if (view.model_id, view.weights_sha256) in local:
                 continue
@@ -137,7 +143,7 @@ class Overview:
             f"{name} is loading" for name in parts.host.wanted() if not parts.host.knows(name)
         ]
         for row in self.models():
-            if row["local"] and row["missing"]:
+            if row["local"] and row["missing"] and row["reason"] != RESTING:
                 lacking.append(f"no node serves layers {', '.join(row['missing'])} of {row['id']}")
         return lacking
 
@@ -218,13 +224,21 @@ class Overview:
         asker = self._parts.askers.get(model.model_id)
         if asker is not None and asker.error is not None:
             return f"failed: {asker.error.message}"
-        own = shard_id(model.model_id, model.layers) if model.layers is not None else None
-        if missing and own in host.failed:
-            return f"{_lacks(missing)}; failed: {host.failed[own].message}"
-        is_coming = own in host.wanted() and not host.knows(own)
+        own = [r.shard_id for r in host.requests if r.model_id == model.model_id]
+        failed = [host.failed[name].message for name in own if name in host.failed]
+        if missing and failed:
+            return f"{_lacks(missing)}; failed: {failed[0]}"
+        is_coming = any(not host.knows(name) for name in own)
+        if asker is None and not self._is_wanted(model.model_id):
+            return RESTING
         if asker is None or not asker.is_ready or (missing and is_coming):
             return LOADING
         return _lacks(missing)
+
+    def _is_wanted(self, model_id: ModelId) -> bool:
+        """Whether something is to be loaded for a model of this node that nobody asks now."""
+        rows = [row for row in self._parts.deployments() if row["model_id"] == model_id]
+        return not rows or not all(row["resting"] for row in rows)
 
     def _troubles(self) -> list[str]:
         """The processes of this node that are out of order, in words."""

@@ -11,10 +11,15 @@ from typing import Any, Protocol
 
 from mesh.accounts.ledger import ResourceLedger
 from mesh.hearth.listing import Wanted
+from mesh.transfers.pulls import Pulls
 from mesh.types import GenerationRequest, StreamFrame
 
 LOADING = "loading"
 """The `reason` of a model that will be runnable by itself."""
+
+
+RESTING = "at rest (COLD); `hearthnet run` or a trusted key wakes it"
+"""The `reason` of a model of a deployment that rests."""
 
 
 class Generations(Protocol):
@@ -46,7 +51,9 @@ class MeshView(Protocol):
         "node_id", "node", "purpose", "token_id"} of whoever uses them], "generations":
         [{"id", "model", "route": [{"shard_id", "node", "layers", "p50_ms", "p95_ms",
         "compute_p50_ms"}], "failovers", "queued": its place in line | 0, "prompt_tokens", "tokens",
-        "tokens_per_second" of the latest | None, "first_token_ms" | None, "age_s"}], "loads":
+        "tokens_per_second" of the latest | None, "first_token_ms" | None, "age_s"}],
+        "deployments": as `DeploymentControl.view`, "weights": {"models", "transfers",
+        "sent_bytes"} as `FetcherSupervisor.facts`, "loads":
         [{"name", "process", "need_mb", "age_s", "phase", "done_bytes", "total_bytes"}] of what
         is being loaded here and how far, "accounts": [{"where": a process or a shard, "principals":
         [{"kind", "name", "node": a peer's name, "refused": how often, "resources": {NAME: {"held"
@@ -156,12 +163,64 @@ class HarvestControl(Protocol):
         "rows", "width", "dtype", "bytes", "sha256"}]}``. May raise MeshError."""
 
 
+class DeploymentControl(Protocol):
+    """What the hearth wishes to have loaded; the verbs may raise MeshError."""
+
+    def view(self) -> list[dict[str, Any]]:
+        """``{"deployment", "model_id", "weights_sha256", "total_layers", "replicas",
+        "replicas_ready", "dedicated", "quant", "context", "minimum_s", "keep_alive_s", "level":
+        HOT, WARM or COLD, "resting", "state", "missing", "epoch", "why", "by", "wished_at",
+        "spans": [{"replica", "node_id", "node", "layers", "phase", "done_bytes", "total_bytes",
+        "reason"}]}`` of each."""
+
+    async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Of the fields of `mesh.api.deployments.Deploy` that were given: its row of `view`."""
+
+    async def wake(self, model: str, *, may_wake: bool) -> bool:
+        """Have up what rests, for who may; whether it rested."""
+
+    async def scale(self, model: str, replicas: int) -> dict[str, Any]:
+        """Its row of `view`."""
+
+    async def evict(self, model: str) -> list[dict[str, Any]]:
+        """``{"deployment", "model_id", "evicted": true}`` of each that ends."""
+
+
+class PlanControl(Protocol):
+    """What it would be like to deploy a model; changes nothing."""
+
+    async def plan(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Of the fields of `mesh.api.plan.Ask` that were given: ``{"model_id", "weights_sha256",
+        "total_layers", "quant", "context", "streams", "dedicated", "replicas": [{"shards":
+        [{"node_id", "node", "device", "format", "layers", "need": {"weights", "caches",
+        "head_room", "total"}, "have", "decode_ms", "hop_ms", "fetch_bytes", "gap"}], "token_ms",
+        "head_ms", "tokens_per_second", "all_tokens_per_second", "first_token_ms", "bottleneck":
+        {"what", "node", "ms", "share", "help"}}], "machines": [{"node_id", "node", "free_bytes",
+        "total_bytes", "layers_that_fit", "used", "why"}], "refusal": {"code", "message", "fix",
+        "missing_bytes", "node"} | None}``. Sizes are bytes. May raise MeshError."""
+
+
+class CoordinationView(Protocol):
+    """Who holds which model, as this node knows it."""
+
+    async def view(self) -> dict[str, Any]:
+        """``{"store", "reachable", "error": why the store is not | None, "unwritten": workers,
+        "models": [{"model_name", "weights_sha256", "published_at", "workers": [{"worker_rank",
+        "holder", "kind": "shard" | "checkpoint", "layers", "endpoint", "tensor_count",
+        "published_at", "ready", "stability_verified"}]}]}``. Raises CoordinationError where there
+        is no memory in front of the store."""
+
+
 @dataclass(frozen=True, slots=True)
-class Research:
-    """The services for researchers beside nnsight."""
+class Services:
+    """What is served beside chat, the hearth and jobs."""
 
     steering: SteeringControl
     harvests: HarvestControl
+    deployments: DeploymentControl
+    plans: PlanControl
+    coordination: CoordinationView
+    pulls: Pulls
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ def show(
     values = flatten(loaded.config)
     if values["api_key"] is not None:
         values["api_key"] = "(set)"
+    if "@" in values["coordination.redis_url"]:
+        values["coordination.redis_url"] = "(set)"
     if as_json:
         rows: dict[str, Any] = values
         if origin:

@@ -15,8 +15,10 @@ from mesh import __version__
 from mesh.cli import (
     chat,
     config,
+    deploy,
     doctor,
     down,
+    evict,
     harvest,
     invite,
     jobs,
@@ -24,8 +26,11 @@ from mesh.cli import (
     keys,
     log,
     members,
+    model_files,
     pause,
+    pull,
     run,
+    scale,
     status,
     steer,
     top,
@@ -60,6 +65,13 @@ app.command()(run.run)
 app.command()(top.top)
 app.command()(status.peers)
 app.command()(status.models)
+app.command()(pull.pull)
+app.command("list")(model_files.list_models)
+app.command()(model_files.show)
+app.command()(model_files.rm)
+app.command()(deploy.deploy)
+app.command()(scale.scale)
+app.command()(evict.evict)
 app.command()(harvest.harvest)
 app.command()(jobs.queue)
 app.command()(jobs.kill)

@@ -131,6 +131,9 @@ def event_line(event: dict[str, Any]) -> str:
         return f"{event['lost']} was replaced by {', '.join(event['replaced_by'])}"
     if event["type"] == "shard_status":
         return f"{event['shard_id']} on {event['node']}: {event['status']} ({event['reason']})"
+    if event["type"] == "bringing_up":
+        percent = "" if event["percent"] is None else f", {event['percent']} %"
+        return f"{event['model']} is not up yet: {event['phase']}{percent}"
     if event["type"] == "queued":
         return f"all shards are full; number {event['position']} in line"
     return f"the distributed run ended: {event['reason']}"

@@ -1,14 +1,17 @@
-"""`hearthnet run MODEL PROMPT`: one answer on stdout, everything else on stderr."""
+"""`hearthnet run MODEL [PROMPT]`: one answer on stdout, everything else on stderr; or a chat."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli import lens, why
-from mesh.cli.answers import Hidden, ReceivedAnswer, display, receive
+from mesh.cli import chat, lens, why
+from mesh.cli.answers import Display, Hidden, ReceivedAnswer, display, receive
+from mesh.cli.bringing_up import ask_or_bring_up, bring_up
 from mesh.cli.conversation import ALTERNATIVES
 from mesh.cli.options import AskedDaemon, Plain, Verbose, asks
 from mesh.cli.output import note, print_json
@@ -53,7 +56,12 @@ def run(  # noqa: PLR0913 - flags
     plain: Plain = False,
     verbose: Verbose = False,
 ) -> None:
-    """Ask once. Piped input is added to the prompt; the answer is the only thing on stdout."""
+    """Ask once, or chat where there is no prompt. A model that is not up is deployed first.
+
+    Piped input is added to the prompt; the answer is the only thing on stdout."""
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        _converse(daemon, model, plain=plain, verbose=verbose)
+        return
     text = _whole_prompt(prompt)
     options: dict[str, Any] = {
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
@@ -64,26 +72,57 @@ def run(  # noqa: PLR0913 - flags
     if show_why or show_lens:
         options |= _alternatives(raw=raw)
     answer, seen = ReceivedAnswer(), dict[str, Any]()
-
-    async def question(client: Client) -> None:
-        if raw:
-            chunks = client.complete(model, text, **options)
-        else:
-            chunks = client.chat(model, messages, **options)
-        shown = Hidden() if daemon.json else display(markdown=not (plain or raw))
-        await receive(chunks, answer, shown)
-        if show_lens and answer.tokens:
-            seen["lens"] = await lens.look(client, model, messages, answer.tokens)
-        if show_why:
-            seen["tokens"] = answer.tokens
-
-    daemon.ask(question)
+    shown = Hidden() if daemon.json else display(markdown=not (plain or raw))
+    question = _Question(text, messages, options, is_raw=raw, with_lens=show_lens)
+    daemon.ask(
+        lambda client: ask_or_bring_up(
+            client, model, partial(question.ask, client, answer, shown, seen), lambda: answer.text
+        )
+    )
+    if show_why:
+        seen["tokens"] = answer.tokens
     if daemon.json:
         print_json(answer.to_dict() | seen)
     else:
         _explain(seen)
     if verbose or not daemon.json:
         note(answer.timings() if verbose else answer.summary)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is asked, of whichever model."""
+
+    text: str
+    messages: list[dict[str, str]]
+    options: dict[str, Any]
+    is_raw: bool
+    with_lens: bool
+
+    async def ask(
+        self,
+        client: Client,
+        answer: ReceivedAnswer,
+        shown: Display,
+        seen: dict[str, Any],
+        model: str,
+    ) -> None:
+        """Receive the answer of the model, and what its layers would have said."""
+        if self.is_raw:
+            chunks = client.complete(model, self.text, **self.options)
+        else:
+            chunks = client.chat(model, self.messages, **self.options)
+        await receive(chunks, answer, shown)
+        if self.with_lens and answer.tokens:
+            seen["lens"] = await lens.look(client, model, self.messages, answer.tokens)
+
+
+def _converse(daemon: AskedDaemon, model: str, *, plain: bool, verbose: bool) -> None:
+    name = daemon.ask(lambda client: bring_up(client, model))
+    chat.chat(
+        name, plain=plain, verbose=verbose, as_json=daemon.json, state_dir=daemon.state_dir,
+        host=daemon.host, api_port=daemon.api_port,
+    )  # fmt: skip
 
 
 def _alternatives(*, raw: bool) -> dict[str, Any]:

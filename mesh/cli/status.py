@@ -2,16 +2,78 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from mesh.cli.deploying import print_deployments
 from mesh.cli.options import AskedDaemon, asks
-from mesh.cli.output import note, print_table, route_line, say
+from mesh.cli.output import note, print_json_line, print_table, route_line, say
+from mesh.cli.pull import transfer_line
+
+if TYPE_CHECKING:
+    from mesh.client import Client
+
+_CLEAR = "\x1b[H\x1b[2J"
+_REDRAW_S = 0.5
+"""What changes faster is drawn together."""
 
 
 @asks
-def status(daemon: AskedDaemon) -> None:
-    """Show this node, its peers, models, shards and running generations."""
-    daemon.show(daemon.ask(lambda client: client.status()), show)
+def status(
+    daemon: AskedDaemon,
+    *,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on, and show what changes until Ctrl-C.")
+    ] = False,
+) -> None:
+    """Show this node, its peers, models, deployments, shards and running generations."""
+    if watch:
+        daemon.ask(lambda client: _watch(client, as_json=daemon.json))
+    else:
+        daemon.show(daemon.ask(lambda client: client.status()), show)
+
+
+async def _watch(client: Client, *, as_json: bool) -> None:
+    """The picture, drawn anew when it changes; as JSON, a line for each. Ends with the daemon."""
+    import asyncio
+
+    from mesh.config import terminal_features
+
+    picture: dict[str, Any] = {}
+    news = asyncio.Event()
+
+    async def hear() -> None:
+        """Never waits for what is drawn: then that would be of the past."""
+        async with aclosing(client.follow()) as updates:
+            async for update in updates:
+                if update["status"]:
+                    picture.update(update["status"])
+                    news.set()
+                    if as_json:
+                        print_json_line(picture)
+
+    async def draw() -> None:
+        clears = sys.stdout.isatty() and terminal_features()[0]
+        while await news.wait():
+            news.clear()
+            if not as_json:
+                sys.stdout.write(_CLEAR if clears else "")
+                show(picture)
+                say("" if clears else "---")
+            await asyncio.sleep(_REDRAW_S)
+
+    tasks = [asyncio.create_task(hear(), name="hear"), asyncio.create_task(draw(), name="draw")]
+    try:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asks
@@ -30,24 +92,31 @@ def models(daemon: AskedDaemon) -> None:
 
 def show(picture: dict[str, Any]) -> None:
     """Print what `GET /mesh/v1/status` returned."""
-    from tui.words import loading
-
     node = picture["node"]
     mesh = "on" if node["enabled"] else "off (local models only)"
     say(f"{node['name']} ({node['id'][:6]}) · {node['software']} · mesh {mesh}")
     say(f"API {node['api']} · nodes {node['endpoint']} · state {node['state_dir']}")
     if (tls := node["api_tls"]) is not None:
         say(f"API certificate {tls['certificate']} · SHA-256 {tls['sha256']}")
-    say()
-    print_models(picture["models"])
-    say()
-    print_peers(picture["peers"])
+    _show_house(picture)
     if picture["shards"]:
         say()
     for shard in picture["shards"]:
         say(f"held here: {shard['model_id']} {shard['layers']}{_taken(shard.get('memory'))}")
     if (memory := picture.get("memory")) is not None:
         say(f"free: {memory['free_mb']} of {memory['total_mb']} MB ({memory['bound']})")
+    _show_work(picture)
+    print_accounts(picture["accounts"])
+    for reason in picture["reasons"]:
+        note(f"note: {reason}")
+    for warning in picture["warnings"]:
+        note(f"warning: {warning}")
+
+
+def _show_work(picture: dict[str, Any]) -> None:
+    """What loads, is fetched and is answered now."""
+    from tui.words import loading
+
     for load in picture.get("loads", ()):
         say(f"loading: {loading(load)}")
     for running in picture["generations"]:
@@ -55,11 +124,19 @@ def show(picture: dict[str, Any]) -> None:
             say(f"waiting: {running['model']}, number {place} in line for room")
             continue
         say(f"running: {running['model']} over {route_line(running['route'])}")
-    print_accounts(picture["accounts"])
-    for reason in picture["reasons"]:
-        note(f"note: {reason}")
-    for warning in picture["warnings"]:
-        note(f"warning: {warning}")
+
+
+def _show_house(picture: dict[str, Any]) -> None:
+    """Models, nodes, and what the hearth wishes to have loaded."""
+    say()
+    print_models(picture["models"])
+    say()
+    print_peers(picture["peers"])
+    if deployed := picture.get("deployments"):
+        say()
+        print_deployments(deployed)
+    for transfer in picture.get("weights", {}).get("transfers", ()):
+        say(f"fetching: {transfer['model_id']}, {transfer_line(transfer)}")
 
 
 def _taken(memory: dict[str, int] | None) -> str:

@@ -30,7 +30,7 @@ Repeated = list[str] | None
 def up(  # noqa: PLR0913 - flags
     *,
     model: Annotated[
-        Repeated, typer.Option(metavar="PATH[=ID]", help="A model to hold, or builtin. Repeatable.")
+        Repeated, typer.Option(metavar="PATH[=ID]", help="Directory, GGUF or builtin. Repeatable.")
     ] = None,
     layers: Annotated[
         Repeated, typer.Option(metavar="LO-HI|none", help="Layers to hold; one, or one per model.")

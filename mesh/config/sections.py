@@ -5,6 +5,7 @@ Each field's docstring is its line in the reference. Nothing here reads a file o
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,6 +31,9 @@ class HostSection(BaseModel):
     answers that nobody reads back earlier, and take them again."""
     kv_tokens: int = Field(default=16384, ge=16)
     """Positions that all sessions of a shard may hold in its cache together."""
+    transfer_mb_per_second: float = Field(default=0, ge=0, le=100_000)
+    """How fast weights may go to other nodes and come from them, in MB per second; 0: as fast as
+    they can, while what computes goes first."""
     harvest_mb: int = Field(default=0, ge=0)
     """Disk that other members' harvests (activations, written to files) may take here, in MB; 0:
     none are written. This node's own need no leave."""
@@ -73,6 +77,9 @@ class DistributedInferenceSection(BaseModel):
     draft_tokens: int = Field(default=15, ge=0, le=15)
     """The most tokens of an answer that are guessed from what the text said before and computed
     together with the last one, where that pays; the answer is the same. 0: none."""
+    draft_model: str = ""
+    """A directory with a smaller model of the same tokens, or `builtin`, that guesses along at this
+    node where that pays; the answer is the same. Empty: none."""
     allow_self_as_shard: bool = False
     """Prefer this node's own layers like anybody else's, instead of other nodes first."""
     max_concurrent_pipelines: int = Field(default=4, ge=1, le=1024)
@@ -129,6 +136,24 @@ class RoutingSection(BaseModel):
     square of each row; 0: none. See docs/explanation/privacy.md before relying on it."""
     mix_formats: bool = False
     """Whether one route may lead through shards of different `quant`."""
+    policy: Literal["auto", "greedy", "cheapest"] = "auto"
+    """How shards are chosen. ``greedy``: the shortest queue, then the longest shard. ``cheapest``:
+    the least time by what shards and links were measured to take, where all were. ``auto``: greedy,
+    unless another route takes clearly less."""
+
+
+class DeploymentsSection(BaseModel):
+    """``[deployments]``: how this node follows what the hearth wishes to have loaded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    replan_seconds: float = Field(default=300, ge=1, le=86400 * 7)
+    """How long a machine that holds layers of a deployment may be away before others take them."""
+    patience_seconds: float = Field(default=300, ge=1, le=86400)
+    """How long a chat waits for a deployed model that is coming up."""
+    placement: Literal["auto", "even"] = "auto"
+    """Where new replicas go: where what was measured says that they are fastest, or in even parts
+    over all machines; even as long as nothing was measured."""
 
 
 class JobQueueSection(BaseModel):
@@ -165,3 +190,25 @@ class JobsSection(BaseModel):
     """How long the process that a model's jobs start from is kept when there are none."""
     queue: JobQueueSection = JobQueueSection()
     """The jobs that wait."""
+
+
+class CoordinationSection(BaseModel):
+    """``[coordination]``: where it is kept who holds which model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    store: Literal["memory", "sqlite", "redis", "kubernetes", "redis-only", "kubernetes-only"] = (
+        "sqlite"
+    )
+    """Where records are kept beside memory: nowhere, in a file of this node, in a Redis, or as
+    Kubernetes resources; ``-only``: there, and not in memory. Also ``MX_METADATA_BACKEND``."""
+    redis_url: str = Field(default="redis://127.0.0.1:6379/0", pattern=r"^(rediss?|unix)://\S+$")
+    """The Redis, ``redis://[USER:PASSWORD@]HOST:PORT/DB`` or ``rediss://`` for TLS. Also
+    ``MX_REDIS_HOST`` and ``MX_REDIS_PORT``."""
+    namespace: str = Field(default="default", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
+    """The Kubernetes namespace of the resources. Also ``MX_METADATA_NAMESPACE``."""
+    kubeconfig: Path | None = None
+    """The file that says where the Kubernetes API server is. Unset: the pod's service account, or
+    the user's own file."""
+    refresh_seconds: float = Field(default=15, ge=1, le=3600)
+    """How often a store that others write to as well is read again, or watched anew."""

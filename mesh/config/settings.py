@@ -1,7 +1,8 @@
 """Every setting of a node, and where each value came from.
 
-Precedence: defaults < TOML file < ``HEARTHNET_...`` environment < command-line flag. This is the
-only file that reads the environment. It knows nothing of what the settings do.
+Precedence: defaults < TOML file < ``HEARTHNET_...`` environment (ModelExpress' names below it) <
+command-line flag. This is the only file that reads the environment. It knows nothing of what the
+settings do.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from mesh.config.modelexpress import alias_of, from_modelexpress
 from mesh.config.sections import (
+    CoordinationSection,
+    DeploymentsSection,
     DistributedInferenceSection,
     JobsSection,
     PolicySection,
@@ -80,6 +84,10 @@ class Config(BaseSettings):
     layers: Texts = ()
     """Layers to hold, ``LO-HI`` inclusive or ``none``: one for all models or one each, in order.
     Empty: all layers."""
+    models_dir: Path | None = None
+    """Where models that are fetched are kept, and where those of deployments are looked for, a
+    folder each, called like the model with ``/`` as ``--``. Unset: below the user's cache; there,
+    in the `models` folder of the state directory and in the hub's cache is looked anyway."""
     port: PortNumber = 8421
     """Port for other nodes; 0 takes a free one."""
     api_port: PortNumber = 8420
@@ -109,10 +117,14 @@ class Config(BaseSettings):
     """CPU threads of a shard; auto measures once per machine and keeps the number."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least severe log lines to write."""
+    deployments: DeploymentsSection = DeploymentsSection()
+    """What the hearth wishes to have loaded."""
     jobs: JobsSection = JobsSection()
     """What code of others this node runs, and within what."""
     routing: RoutingSection = RoutingSection()
     """Which layers may run where, for this node's own prompts."""
+    coordination: CoordinationSection = CoordinationSection()
+    """Where it is kept who holds which model."""
     policy: PolicySection = PolicySection()
     """What the owner of this node allows at all."""
     research: ResearchSection = ResearchSection()
@@ -203,7 +215,7 @@ class Config(BaseSettings):
         except ValueError:
             raise ValueError("must be an IP address of this machine, or localhost") from None
 
-    @field_validator("api_tls_cert", "api_tls_key")
+    @field_validator("api_tls_cert", "api_tls_key", "models_dir")
     @classmethod
     def _a_file(cls, value: Path | None) -> Path | None:
         return None if value is None else Path(os.path.abspath(value.expanduser()))  # noqa: PTH100
@@ -250,6 +262,7 @@ def load_config(flags: Mapping[str, Any] | None = None, *, file: Path | None = N
     given = {key: value for key, value in (flags or {}).items() if value is not None}
     layers: list[tuple[dict[str, Any], Callable[[str], str]]] = [
         (_read_toml(path), lambda _key: str(path)),
+        (from_modelexpress(os.environ), alias_of),
         (_read_environment(), _variable),
         (given, lambda key: "--" + key.replace("_", "-")),
     ]

@@ -50,7 +50,8 @@ def _layers(text: str) -> None:
     LayerRange.parse(text)
 
 
-def _endpoint(text: str) -> None:
+def endpoint_text(text: str) -> None:
+    """Raise ValueError unless the text is where a node of this machine's network can listen."""
     if _ENDPOINT.fullmatch(text) is None or not 0 < int(text.rpartition(":")[2]) < 65536:
         raise ValueError("must be wss://HOST:PORT")
 
@@ -108,7 +109,7 @@ class _Entry:
     max_concurrent_streams: Count
     host: Text
     node_name: Text
-    endpoint: Annotated[Text, _endpoint]
+    endpoint: Annotated[Text, endpoint_text]
     dtype: Text
     determinism_class: Text
     advertised_at: Moment

@@ -11,12 +11,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mesh.capacity import Capacity
 from mesh.clock import Clock
 from mesh.codec import MAX_TEXT
 from mesh.discovery.advertisement import (
     MAX_SHARDS_PER_NODE,
     Advertisement,
 )
+from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadAdvertisement
 from mesh.types import ModelId, NodeId, ShardId
 
@@ -35,12 +37,15 @@ class NodeInfo:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node, whether its control link is up, how old its last word is, and what it advertises."""
+    """A node, whether its control link is up, how old its last word is, what shards it advertises,
+    what of weights it has on its disk, and what it said of its devices, None where nothing."""
 
     info: NodeInfo
     online: bool
     age_s: float
     shards: tuple[Advertisement, ...]
+    weights: tuple[HeldWeights, ...] = ()
+    capacity: Capacity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class _Entry:
     arrived: float
     ttl_s: float
     online: bool
+    weights: tuple[HeldWeights, ...] = ()
+    capacity: Capacity | None = None
 
 
 class ShardStore:
@@ -77,9 +84,15 @@ class ShardStore:
         self._subscribers: set[Subscription] = set()
 
     def update(
-        self, info: NodeInfo, shards: Sequence[Advertisement], ttl_s: float = math.inf
+        self,
+        info: NodeInfo,
+        shards: Sequence[Advertisement],
+        ttl_s: float = math.inf,
+        weights: Sequence[HeldWeights] = (),
+        *,
+        capacity: Capacity | None = None,
     ) -> None:
-        """All that `info.node_id` serves now; replaces what it said before and puts it online.
+        """All that `info.node_id` serves and has now; replaces what it said and puts it online.
 
         It holds for `ttl_s` at most, and never longer than this store's `expiry_s`.
         Order of arrival decides what is newest: no wall clock is compared. Raises BadAdvertisement
@@ -88,7 +101,8 @@ class ShardStore:
         """
         self._check(info, shards)
         served = {s.descriptor.shard_id: s for s in shards}
-        entry = _Entry(info, served, self._now(), min(ttl_s, self._expiry_s), online=True)
+        ttl_s, held = min(ttl_s, self._expiry_s), tuple(weights)
+        entry = _Entry(info, served, self._now(), ttl_s, True, held, capacity)
         before = self._nodes.get(info.node_id)
         self._nodes[info.node_id] = entry
         if before is None or not before.online or _differs(before, entry):
@@ -149,7 +163,14 @@ class ShardStore:
         """Every node that has not expired, online or not, by id."""
         now = self._now()
         return [
-            NodeView(entry.info, entry.online, now - entry.arrived, tuple(entry.shards.values()))
+            NodeView(
+                entry.info,
+                entry.online,
+                now - entry.arrived,
+                tuple(entry.shards.values()),
+                entry.weights,
+                entry.capacity,
+            )
             for _, entry in sorted(self._nodes.items())
             if not self._expired(entry)
         ]
@@ -216,8 +237,10 @@ class Subscription:
 
 
 def _differs(before: _Entry, after: _Entry) -> bool:
-    """Whether a reader would see more than a newer time of arrival."""
-    return before.info != after.info or before.shards != after.shards
+    """Whether a reader would see more than a newer time of arrival, and other free memory."""
+    return (before.info, before.shards, before.weights, before.capacity is None) != (
+        after.info, after.shards, after.weights, after.capacity is None,
+    )  # fmt: skip
 
 
 def _refusal(field: str, why: str) -> BadAdvertisement:

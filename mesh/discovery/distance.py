@@ -76,9 +76,13 @@ class Distances:
         if time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = time.monotonic()
             self._networks = tuple(choice.network for choice in present(self._interface))
+        host = urlsplit(endpoint).hostname or ""
+        return hop_weight(host, self.rtt_ms(node), self._networks)
+
+    def rtt_ms(self, node: NodeId) -> float | None:
+        """The way there and back; None while nobody has measured it."""
         known = self._measured.get(node)
-        rtt_ms = min(known) if known else None
-        return hop_weight(urlsplit(endpoint).hostname or "", rtt_ms, self._networks)
+        return min(known) if known else None
 
 
 def _where(host: str, networks: Sequence[IPv4Network]) -> float:

@@ -62,13 +62,17 @@ class Listing:
         peer, heard = end.hello, end.advertised
         if heard is None:
             return
-        shards = heard.shards if self._trust.may_serve(peer.node_id) else ()
+        may_serve = self._trust.may_serve(peer.node_id)
+        shards, weights = (heard.shards, heard.weights) if may_serve else ((), ())
         if end.host in peer.hosts:
             # Of a peer on several networks, the address by which it is reached from here.
             shards = tuple(_reached_at(end.host, shard) for shard in shards)
+            weights = tuple(
+                replace(held, endpoint=at_host(held.endpoint, end.host)) for held in weights
+            )
         left_s = heard.ttl_s - (asyncio.get_running_loop().time() - end.heard_at)
         try:
-            self._store.update(info(peer), shards, left_s)
+            self._store.update(info(peer), shards, left_s, weights, capacity=heard.capacity)
         except BadAdvertisement as error:
             self._warn(peer, error)
 

@@ -9,13 +9,17 @@ who is trusted to serve.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from mesh import codec
 from mesh.accounts.ledger import ResourceLedger
-from mesh.discovery import advertisement
+from mesh.capacity import Capacity
+from mesh.codec import Fault
+from mesh.discovery import advertisement, weights
 from mesh.discovery.advertisement import Advertisement
+from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadAdvertisement, BadEvent
 from mesh.events.ephemera import Ephemera, Notice, seal_notice
 from mesh.identity.tls import TlsContexts
@@ -48,38 +52,63 @@ EXPIRY_FACTOR = 4
 """A notice outlives this many health timeouts without a renewal (specification, 5.1)."""
 
 _KEY = "shards"
+_CAPACITY = "capacity"
+"""Beside the shards; nodes of earlier versions neither say it nor read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offering:
+    """What a node offers: the shards that it serves, and what its devices hold, if it says so."""
+
+    shards: Sequence[Advertisement] = ()
+    capacity: Capacity | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a node serves, and for how long that holds from its arrival on."""
+    """What a node serves and has, and for how long that holds from its arrival on."""
 
     shards: tuple[Advertisement, ...]
     ttl_s: float
+    weights: tuple[HeldWeights, ...] = ()
+    capacity: Capacity | None = None
 
 
 class Notices:
     """Signs this node's notices, reads the others'.
 
     `epoch` must be greater than at any earlier start of this node; `ttl_s` is how long its notices
-    hold.
+    hold. `held` is asked what of weights is on this node's disk.
     """
 
     def __init__(
-        self, own: NodeId, hearth: str, trust: PeerTrust, *, epoch: int, ttl_s: float
+        self,
+        own: NodeId,
+        hearth: str,
+        trust: PeerTrust,
+        *,
+        epoch: int,
+        ttl_s: float,
+        held: Callable[[], Sequence[HeldWeights]] = tuple,
     ) -> None:
         self._own = own
         self._hearth = hearth
         self._trust = trust
         self._epoch = epoch
         self._ttl_ms = int(ttl_s * 1000)
+        self._held = held
         self._counter = 0
         self._heard = Ephemera(hearth, trust.verify)
 
-    def seal(self, shards: Sequence[Advertisement]) -> Advertise:
+    def seal(self, offering: Offering) -> Advertise:
         """A newer notice than all before. Raises BadEvent when it is too large."""
         self._counter += 1
-        payload = {"shards": [advertisement.encode(shard) for shard in shards]}
+        payload: dict[str, object] = {
+            "shards": [advertisement.encode(shard) for shard in offering.shards],
+            weights.KEY: weights.encode_all(self._held()),
+        }
+        if offering.capacity is not None:
+            payload[_CAPACITY] = codec.plain(offering.capacity)
         notice = Notice(
             self._hearth, self._own, _KEY, self._epoch, self._counter, self._ttl_ms, payload
         )
@@ -109,8 +138,24 @@ class Notices:
                 param="shards",
             )
         shards = advertisement.decode_all(entries, host=sender)
-        return Heard(tuple(shards), notice.ttl_ms / 1000)
+        held = weights.decode_all(notice.payload.get(weights.KEY, []))
+        capacity = _capacity(notice.payload.get(_CAPACITY))
+        return Heard(tuple(shards), notice.ttl_ms / 1000, held, capacity)
 
     def forget(self, node: NodeId) -> None:
         """The node is no member any more."""
         self._heard.forget(node)
+
+
+def _capacity(said: object) -> Capacity | None:
+    """What the devices hold; None where nothing is said. Raises BadAdvertisement."""
+    if said is None:
+        return None
+    try:
+        return codec.convert(said, Capacity)
+    except Fault as fault:
+        raise BadAdvertisement(
+            f"Field {fault.field or _CAPACITY!r} of its capacity cannot be used: {fault.why}.",
+            fix="Update hearthnet on the node that sent it.",
+            param=_CAPACITY,
+        ) from fault

@@ -15,7 +15,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.announced import follow
 from mesh.discovery.announcement import Announcement, instance_name, summarise
 from mesh.discovery.dialing import Dialer, DialResult, DialSettings, Target, parse_endpoint
@@ -25,8 +24,9 @@ from mesh.discovery.greeting import PeerHello, from_hello, label, to_hello
 from mesh.discovery.links import Admitted, ControlLink, ControlMessage, LinkTable, Said
 from mesh.discovery.listing import Listing, info
 from mesh.discovery.mdns import Mdns
-from mesh.discovery.notices import EXPIRY_FACTOR, Notices, PeerTrust
+from mesh.discovery.notices import EXPIRY_FACTOR, Notices, Offering, PeerTrust
 from mesh.discovery.sightings import PeerState, PeerView, Sightings, why_not
+from mesh.discovery.weights import HeldWeights
 from mesh.errors import (
     BadAdvertisement,
     BadEvent,
@@ -58,7 +58,7 @@ class PeeringSettings:
     """Who this node is and how it links; `static_peers` are ``HOST:PORT``.
 
     `host` is listened at; with `answers_at`, every address for which that is true. `epoch` is
-    greater than at any earlier start of this node.
+    greater than at any earlier start of this node. `held` says what of weights is on its disk.
     """
 
     node_id: NodeId
@@ -72,20 +72,21 @@ class PeeringSettings:
     shard_health_timeout_s: float = 30.0
     epoch: int = 1
     dial: DialSettings = field(default_factory=DialSettings)
+    held: Callable[[], Sequence[HeldWeights]] = tuple
 
 
 class Peering:
     """Owns the node-to-node port and the control links.
 
-    `shards` is asked for what this node serves at every heartbeat and after `advertise`. `on_event`
-    is called in the event loop and must not block.
+    `offering` is asked for what this node offers at every heartbeat and after `advertise`.
+    `on_event` is called in the event loop and must not block.
     """
 
     def __init__(
         self,
         settings: PeeringSettings,
         store: ShardStore,
-        shards: Callable[[], Sequence[Advertisement]],
+        offering: Callable[[], Offering],
         on_event: Callable[[PeerEvent], None],
         *,
         trust: PeerTrust,
@@ -96,7 +97,7 @@ class Peering:
         self._trust = trust
         self._heard = on_message
         self._store = store
-        self._shards = shards
+        self._offering = offering
         self._on_event = on_event
         self._mdns = mdns
         self._limits = replace(CONTROL_LIMITS, accounts=trust.accounts)
@@ -113,13 +114,11 @@ class Peering:
         self._heartbeat: asyncio.Task[None] | None = None
         self._due = asyncio.Event()
         self._sightings = Sightings(on_event)
+        ttl_s = settings.shard_health_timeout_s * EXPIRY_FACTOR
         self._notices = Notices(
-            settings.node_id,
-            settings.hearth,
-            trust,
-            epoch=settings.epoch,
-            ttl_s=settings.shard_health_timeout_s * EXPIRY_FACTOR,
-        )
+            settings.node_id, settings.hearth, trust, epoch=settings.epoch, ttl_s=ttl_s,
+            held=settings.held,
+        )  # fmt: skip
         self._listing = Listing(store, self._notices, trust, self._sightings, trust.accounts)
         self._stopping = False
 
@@ -231,10 +230,10 @@ class Peering:
                     await self._due.wait()
 
     async def _tell(self) -> None:
-        shards = self._shards()
+        offering = self._offering()
         try:
-            self._store.update(info(self._own()), shards)
-            notice = self._notices.seal(shards)
+            self._store.update(info(self._own()), offering.shards, capacity=offering.capacity)
+            notice = self._notices.seal(offering)
         except (BadAdvertisement, BadEvent) as error:
             self._sightings.warn_once("own", Warned(error.code, error.message, error.fix))
             return
@@ -242,12 +241,12 @@ class Peering:
             self._send(peer, notice)
         self._store.sweep()
         if self._mdns is not None:
-            served = [(s.descriptor.model_id, s.descriptor.layer_range) for s in shards]
+            served = [(s.descriptor.model_id, s.descriptor.layer_range) for s in offering.shards]
             await self._mdns.announce(summarise(served))
 
     def _send(self, peer: ControlLink, notice: Advertise | None) -> None:
         try:
-            peer.link.send(notice or self._notices.seal(self._shards()))
+            peer.link.send(notice or self._notices.seal(self._offering()))
         except MeshError as error:  # it is closing, or does not read; its link reports the end
             logger.info("not told: peer=%s reason=%s", label(peer.hello), error)
 

@@ -14,6 +14,7 @@ from typing import Any
 from mesh.events.rules import Membership
 from mesh.events.types import (
     MODEL_PUBLISHED,
+    PLACEMENT_PLANNED,
     PLACEMENT_WISHED,
     SHARD_ADVERTISED,
     STEERING_PUBLISHED,
@@ -27,7 +28,8 @@ from mesh.types import NodeId
 
 SUBJECT_FIELDS: Mapping[str, str] = {
     MODEL_PUBLISHED: "model_id",
-    PLACEMENT_WISHED: "model_id",
+    PLACEMENT_PLANNED: "deployment",
+    PLACEMENT_WISHED: "deployment",
     SHARD_ADVERTISED: "shard_id",
     STEERING_PUBLISHED: "name",
     TOKEN_REVOKED: "token_id",
@@ -92,6 +94,25 @@ class State:
     def steering(self) -> dict[str, Fact]:
         """The newest steering edit of each name; one that was removed says no more than that."""
         return self._newest(STEERING_PUBLISHED)
+
+    def wishes(self) -> dict[str, Fact]:
+        """The newest wish of each deployment, by its id; one that was evicted says so."""
+        return self._newest(PLACEMENT_WISHED)
+
+    def plans(self) -> dict[str, list[Fact]]:
+        """Each author's newest plan of each deployment, by its id, newest first.
+
+        All of them, because the newest may have been made for a wish that counts no longer.
+        """
+        found: dict[str, list[Fact]] = {}
+        for fold in self.authors.values():
+            for (kind, name), fact in fold.facts.items():
+                if kind == PLACEMENT_PLANNED:
+                    found.setdefault(name, []).append(fact)
+        return {
+            name: sorted(facts, key=lambda fact: fact.order, reverse=True)
+            for name, facts in found.items()
+        }
 
     def revoked_tokens(self) -> dict[str, Fact]:
         """The tokens that no longer count, by token id."""

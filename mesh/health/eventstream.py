@@ -25,7 +25,7 @@ class EventFeed:
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self.clock = clock
         self._events: deque[dict[str, Any]] = deque(maxlen=HISTORY)
         self._last_id = 0
         self._readers: set[asyncio.Event] = set()
@@ -33,7 +33,7 @@ class EventFeed:
     def emit(self, kind: str, **fields: Any) -> None:
         """Record one event. `fields` are JSON-able."""
         self._last_id += 1
-        event = {"id": self._last_id, "type": kind, "at": self._clock.now().isoformat(), **fields}
+        event = {"id": self._last_id, "type": kind, "at": self.clock.now().isoformat(), **fields}
         self._events.append(event)
         self.stir()
 

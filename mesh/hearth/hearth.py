@@ -206,6 +206,14 @@ class Hearth:
         """The newest steering edit of each name."""
         return self._log.state.steering()
 
+    def wishes(self) -> dict[str, Fact]:
+        """The newest wish of each deployment, by its id."""
+        return self._log.state.wishes()
+
+    def plans(self) -> dict[str, list[Fact]]:
+        """Each member's newest plan of each deployment, newest first."""
+        return self._log.state.plans()
+
     def revoked_tokens(self) -> frozenset[str]:
         """Ids of tokens that no shard honours any more: the newest ones, as they live short."""
         newest = sorted(self._log.state.revoked_tokens().items(), key=lambda row: row[1].order)

@@ -18,13 +18,14 @@ from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import Clock
 from mesh.config import Config
 from mesh.discovery import interfaces
-from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import NodeInfo, ShardStore
 from mesh.discovery.events import PeerDown, PeerEvent, PeerUp, Warned
 from mesh.discovery.links import Said
 from mesh.discovery.mdns import Mdns
+from mesh.discovery.notices import Offering
 from mesh.discovery.peering import Peering, PeeringSettings
 from mesh.discovery.sightings import PeerView
+from mesh.discovery.weights import HeldWeights
 from mesh.errors import ExperimentalDisabled, LinkLost
 from mesh.events import messages
 from mesh.events.intake import Report
@@ -79,14 +80,14 @@ class NetworkHooks:
     """Callbacks of the node around a network; all in the event loop, none may block.
 
     `on_members` says that somebody came, went, or changed its level, or that a token was revoked;
-    `on_notice` has an event's
-    type and fields.
+    `on_notice` has an event's type and fields. `held` says what of weights is on the disk.
     """
 
     serving: Callable[[], Serving | None]
     on_event: Callable[[PeerEvent], None]
     on_members: Callable[[], None]
     on_notice: Callable[[str, dict[str, object]], None]
+    held: Callable[[], Sequence[HeldWeights]] = tuple
 
 
 class Network:
@@ -279,9 +280,11 @@ class Network:
         choices = list(self._settings.interfaces)
         mdns = Mdns(lambda: interfaces.present(choices))
         peering = self._peering = Peering(
-            replace(self._settings.peering, hearth=record.hearth_id, epoch=epoch),
+            replace(
+                self._settings.peering, hearth=record.hearth_id, epoch=epoch, held=self._hooks.held
+            ),
             self._store,
-            self._served,
+            self._offering,
             self._on_event,
             trust=hearth,
             on_message=self._heard,
@@ -301,14 +304,15 @@ class Network:
         own = NodeInfo(settings.node_id, settings.name, "", settings.software)
         while True:
             self._due.clear()
-            self._store.update(own, self._served())
+            offering = self._offering()
+            self._store.update(own, offering.shards, capacity=offering.capacity)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(settings.shard_health_timeout_s / 3):
                     await self._due.wait()
 
-    def _served(self) -> Sequence[Advertisement]:
+    def _offering(self) -> Offering:
         serving = self._hooks.serving()
-        return serving.shards if serving is not None else ()
+        return Offering(serving.shards, serving.capacity) if serving is not None else Offering()
 
     def _heard(self, peer: NodeId, message: Said) -> None:
         if not isinstance(message, Gossip):

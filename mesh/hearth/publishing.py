@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mesh.capacity import Capacity
 from mesh.discovery.advertisement import Advertisement, encode
 from mesh.errors import BadEvent, Busy, EventLogError
 from mesh.events.state import Fact
@@ -28,10 +29,12 @@ _VOLATILE = ("endpoint", "health")
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The shards served now, and those that this node is configured to serve, loaded or not."""
+    """The shards served now, and those that this node is configured to serve, loaded or not; what
+    its devices hold, once that is known."""
 
     shards: Sequence[Advertisement]
     wanted: Collection[ShardId]
+    capacity: Capacity | None = None
 
 
 class Publisher:

@@ -196,6 +196,7 @@ class Roster:
 _LEVEL_FOR = {
     "experimental.shard.advertised": TrustLevel.TRUSTED,
     "model.published": TrustLevel.TRUSTED,
+    "placement.planned": TrustLevel.TRUSTED,
     "placement.wished": TrustLevel.TRUSTED,
     "steering.published": TrustLevel.TRUSTED,
 }

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from nnsight.modeling.transformers import TransformersModel
 from torch import nn
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from mesh.interventions.channel import SpanChannel
 from mesh.interventions.gradients import watch_gradients
@@ -25,6 +25,7 @@ from mesh.interventions.hop import JobHop
 from mesh.interventions.spans import Log, RemoteSpans
 from mesh.models import load
 from mesh.models.manifest import Manifest
+from mesh.models.tokenizer import load_tokenizer
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
 
@@ -44,16 +45,17 @@ def load_skeleton(manifest: Manifest, *, dtype: torch.dtype) -> Skeleton:
     watch_gradients()
     module: Any = load.load_skeleton(manifest, dtype=dtype, device=CPU)
     directory = Path(manifest.directory)
-    module.config._name_or_path = str(directory)
-    with contextlib.suppress(OSError):  # a checkpoint need not have one
-        module.generation_config = GenerationConfig.from_pretrained(directory)
+    module.config._name_or_path = str(manifest.gguf or directory)
+    if manifest.gguf is None:
+        with contextlib.suppress(OSError):  # a checkpoint need not have one
+            module.generation_config = GenerationConfig.from_pretrained(directory)
     # nnsight's pipeline moves a model to its device unless it is placed already.
     module.hf_device_map = {"": "cpu"}
     base: nn.Module = module.base_model
     model = TransformersModel(
         module,
         task="text-generation",
-        tokenizer=AutoTokenizer.from_pretrained(directory, local_files_only=True),
+        tokenizer=load_tokenizer(manifest),
         interleaver=SpanInterleaver(),
     )
     return Skeleton(model, f"{module.base_model_prefix}.{layer_list_name(base)}")

@@ -146,9 +146,7 @@ def family_of(manifest: Manifest) -> Family:
     that contradicts itself.
     """
     try:
-        whole = AutoConfig.from_pretrained(
-            manifest.directory, local_files_only=True, trust_remote_code=False
-        )
+        whole = _config(manifest)
     except (ValueError, KeyError, TypeError) as error:
         raise _unsupported(
             manifest.model_type, f"transformers does not know it ({_first_line(error)})"
@@ -156,14 +154,28 @@ def family_of(manifest: Manifest) -> Family:
     except Exception as error:  # a class of its own for each kind of check, and no common root
         found = " ".join(str(error).split())[:200].rstrip(".")
         raise BadCheckpoint(
-            f"{manifest.directory / 'config.json'} describes no model: {found}.",
+            f"{manifest.gguf or manifest.directory / 'config.json'} describes no model: {found}.",
             fix="Download the file again, from the same revision as the weights.",
         ) from error
     text = whole.get_text_config(decoder=True)
+    if (quantised := getattr(whole, "quantization_config", None)) is not None:
+        method = str(dict(quantised).get("quant_method", "in an unknown way"))[:40]
+        raise UnsupportedFamily(
+            f"The weights of {manifest.model_id} are stored quantised ({method}), and not read.",
+            fix="Use its original checkpoint, or a GGUF file of it.",
+        )
     reason = _refusal(whole, text)
     if reason:
         raise _unsupported(str(text.model_type), reason)
     return family_of_config(text)
+
+
+def _config(manifest: Manifest) -> Any:
+    if manifest.gguf is not None:
+        return AutoConfig.for_model(**manifest.config)
+    return AutoConfig.from_pretrained(
+        manifest.directory, local_files_only=True, trust_remote_code=False
+    )
 
 
 def family_of_config(config: Any) -> Family:
@@ -183,10 +195,6 @@ def _refusal(whole: Any, text: Any) -> str | None:
         return "it is an encoder-decoder, whose decoder layers need the encoder's output"
     if text.model_type in _REFUSED:
         return _REFUSED[text.model_type]
-    quantised = getattr(whole, "quantization_config", None)
-    if quantised is not None:
-        method = dict(quantised).get("quant_method", "unknown")
-        return f"its weights are stored quantised ({method}); use the original checkpoint"
     entry = ENTRIES.get(text.model_type, _GENERIC)
     return _unlike_layers(text) or (entry.refuse(text) if entry.refuse else None)
 

@@ -1,14 +1,16 @@
 """Put the tensors of a checkpoint's files into an empty module.
 
-They are mapped and not read where device and dtype allow; buffers that no file holds are computed
-as transformers computes them.
+They are mapped and not read where device and dtype allow, and decoded one by one where a file holds
+other numbers than the module computes with; buffers that no file holds are computed as transformers
+computes them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -16,9 +18,12 @@ import torch
 
 from mesh.errors import BadCheckpoint
 from mesh.models.convert import convert_tensors
+from mesh.models.gguf.decoding import decode, is_plain
 from mesh.models.header import TensorEntry
 from mesh.models.pages import Pages
+from mesh.models.partial import require_present
 from mesh.models.progress import Progress
+from mesh.models.stored_dtypes import STORED_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +35,6 @@ class Placement:
     attn_implementation: str = "sdpa"
 
 
-STORED_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # fmt: skip
-"""By their names in safetensors files."""
-
-
 def fill(
     module: Any,
     names: Mapping[str, TensorEntry],
@@ -47,38 +42,54 @@ def fill(
     progress: Progress | None = None,
     *,
     same: Mapping[str, str],
-    absent: str | None = None,
+    absent: tuple[str, ...] = (),
+    later: Collection[str] = (),
 ) -> tuple[WeakSet[Pages], dict[str, str]]:
     """Put the stored tensors into `module`; returns the files that are mapped for it, and the
     hashes of the weights whose bytes are as stored.
 
-    `same` maps a name that may be absent to its equal; what begins with `absent` is not expected.
+    `same` maps a name that may be absent to its equal; what begins with one of `absent`, or is
+    one of `later`, is not expected. Raises WeightsMissing when a partial checkpoint lacks one, and
+    BadCheckpoint when they do not fit.
     """
     _compute_buffers(module, placement.device)
     pages: WeakSet[Pages] = WeakSet()
-    mapped = _map_tensors(names, pages)
-    weights = convert_tensors(module, mapped)
-    sha256 = {}
     progress = progress or Progress()
-    progress.begin("reading", sum(tensor.nbytes for tensor in weights.values()))
+    progress.begin("reading", sum(entry.nbytes for entry in names.values()))
     wide = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+
+    def wanted(name: str) -> torch.dtype:
+        return torch.float32 if any(part in name for part in wide) else placement.dtype
+
+    read = _read_tensors(names, wanted, pages, progress)
+    weights = convert_tensors(module, read)
+    decoded = not all(map(is_plain, names.values()))
+    sha256 = {}
     for name, tensor in weights.items():
-        dtype = torch.float32 if any(part in name for part in wide) else placement.dtype
-        target = dtype if tensor.is_floating_point() else tensor.dtype
-        if mapped.get(name) is tensor and target == tensor.dtype:
-            sha256[name] = names[name].sha256
+        target = wanted(name) if tensor.is_floating_point() else tensor.dtype
+        entry = names.get(name)
+        if entry and read.get(name) is tensor and target == tensor.dtype and is_plain(entry):
+            sha256[name] = entry.sha256
         weights[name] = tensor.to(device=placement.device, dtype=target)
-        progress.add(tensor.nbytes)
+        if not decoded or (entry and is_plain(entry)):  # the others were counted as they were read
+            progress.add(tensor.nbytes)
     for name, other in same.items():
         if name not in weights and other in weights:
             weights[name] = weights[other]
+    _assign(module, weights, lambda name: name in later or name.startswith(absent))
+    module.requires_grad_(requires_grad=False)
+    return pages, sha256
+
+
+def _assign(module: Any, weights: dict[str, torch.Tensor], may_lack: Callable[[str], bool]) -> None:
+    """Make `weights` those of `module`. Raises BadCheckpoint where they are not just those."""
     try:
         missing, unexpected = module.load_state_dict(weights, strict=False, assign=True)
     except RuntimeError as error:
         raise BadCheckpoint(
             f"Weights do not fit the config: {error}.", fix="Download config and weights again."
         ) from error
-    missing = [name for name in missing if absent is None or not name.startswith(absent)]
+    missing = [name for name in missing if not may_lack(name)]
     if missing or unexpected:
         what, example = ("lack", missing[0]) if missing else ("hold the unknown", unexpected[0])
         raise BadCheckpoint(
@@ -86,33 +97,47 @@ def fill(
             " match the config).",
             fix="Download config and weights again, from the same revision.",
         )
-    module.requires_grad_(requires_grad=False)
-    return pages, sha256
 
 
-def _map_tensors(
-    names: Mapping[str, TensorEntry], pages: WeakSet[Pages]
+def mapped_file(file: Path, entries: Iterable[TensorEntry]) -> Pages:
+    """The file with these tensors. Raises BadCheckpoint when it cannot be read or is too short."""
+    try:
+        area = Pages.of_file(file)
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(
+            f"{file} cannot be read: {error}.", fix="Copy or download the file again."
+        ) from error
+    for entry in entries:
+        if entry.offset + entry.nbytes > len(area):
+            raise BadCheckpoint(
+                f"{file} ends before its tensor {entry.name}.",
+                fix="Copy or download the file again.",
+            )
+    return area
+
+
+def _read_tensors(
+    names: Mapping[str, TensorEntry],
+    wanted: Callable[[str], torch.dtype],
+    pages: WeakSet[Pages],
+    progress: Progress,
 ) -> dict[str, torch.Tensor]:
-    by_file: dict[Any, list[tuple[str, TensorEntry]]] = defaultdict(list)
+    require_present(names.values())
+    by_file: dict[Path, list[tuple[str, TensorEntry]]] = defaultdict(list)
     for name, entry in names.items():
         by_file[entry.file].append((name, entry))
-    mapped: dict[str, torch.Tensor] = {}
+    read: dict[str, torch.Tensor] = {}
     for file, entries in by_file.items():
-        try:
-            area = Pages.of_file(file)
-        except (OSError, ValueError) as error:
-            raise BadCheckpoint(
-                f"{file} cannot be read: {error}.", fix="Copy or download the file again."
-            ) from error
+        area = mapped_file(file, (entry for _, entry in entries))
         pages.add(area)
         for name, entry in entries:
-            if entry.offset + entry.nbytes > len(area):
-                raise BadCheckpoint(
-                    f"{file} ends before its tensor {entry.name}.",
-                    fix="Copy or download the file again.",
-                )
-            mapped[name] = area.tensor(STORED_DTYPES[entry.dtype], entry.shape, entry.offset)
-    return mapped
+            if is_plain(entry):
+                read[name] = area.tensor(STORED_DTYPES[entry.dtype], entry.shape, entry.offset)
+            else:
+                read[name] = decode(area, entry, wanted(name))
+                progress.add(entry.nbytes)
+                area.forget()
+    return read
 
 
 def _compute_buffers(module: Any, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from mesh.codec import Fault, Int63, convert, parse_json
 from mesh.errors import BadCheckpoint
@@ -44,11 +44,25 @@ class _Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Difference:
+    """What is between stored numbers and those that a model computes with.
+
+    ``transposed``; ``less_one``, of which one is taken away; or ``rotary_rows``, whose rows within
+    each of `heads` heads lie in pairs that a model has in halves.
+    """
+
+    kind: Literal["transposed", "less_one", "rotary_rows"]
+    heads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One stored tensor: `nbytes` bytes at `offset` of `file`, little-endian and row-major.
 
-    `dtype` is spelled as safetensors does (``BF16``). `sha256` is the hex digest of the bytes,
-    empty until they were hashed.
+    `dtype` is spelled as safetensors does (``BF16``), or is one of GGUF's types of blocks.
+    `sha256` is the hex digest of the bytes, empty until they were hashed. `name` and `shape` are
+    those that it has in a model; `unlike` says how its numbers differ from the model's. Not
+    `present` is one whose bytes a partial checkpoint lacks: the file has a hole there.
     """
 
     name: str
@@ -58,6 +72,8 @@ class TensorEntry:
     offset: int
     nbytes: int
     sha256: str = ""
+    unlike: Difference | None = None
+    present: bool = True
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -73,7 +89,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         for name, value in fields.items()
         if name != _METADATA
     }
-    _check_overlap(file, list(entries.values()))
+    check_overlap(file, list(entries.values()))
     return entries
 
 
@@ -153,7 +169,8 @@ def _entry(file: Path, name: str, value: Any, *, body: int, size: int) -> Tensor
     return TensorEntry(name, file, dtype, shape, body + begin, nbytes)
 
 
-def _check_overlap(file: Path, entries: list[TensorEntry]) -> None:
+def check_overlap(file: Path, entries: list[TensorEntry]) -> None:
+    """Raise BadCheckpoint when two tensors of a file share bytes."""
     ordered = sorted(entries, key=lambda entry: (entry.offset, entry.nbytes))
     for before, after in pairwise(ordered):
         if before.offset + before.nbytes > after.offset:

@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from mesh.models.gguf.container import SUFFIX
+from mesh.models.gguf.contents import model_name
 from mesh.types import ModelId
 
 # The hub allows no "--" in a name.
@@ -36,6 +38,9 @@ def hub_snapshot(directory: Path) -> HubSnapshot | None:
 
 
 def checkpoint_name(directory: Path) -> ModelId:
-    """What a checkpoint is called unless somebody says: by its repository, else by its folder."""
+    """What a checkpoint is called unless somebody says: by its repository, else by its folder; one
+    that is a file by that."""
+    if directory.suffix == SUFFIX:
+        return ModelId(model_name(directory))
     snapshot = hub_snapshot(directory)
     return ModelId(directory.resolve().name if snapshot is None else snapshot.repo_id)

@@ -208,16 +208,18 @@ def load_span(
     device: torch.device,
     attn_implementation: str = "sdpa",
     progress: Progress | None = None,
+    defer: bool = False,
 ) -> LoadedSpan:
     """These layers of the checkpoint, in `dtype` on `device`; reads their tensors and no others.
 
+    With `defer`, linear layers whose weights are stored in GGUF's blocks are left without them.
     Raises UnsupportedFamily (``bad_request``) with the reason when the model cannot be cut, and
     BadCheckpoint when the files do not hold what the config needs.
     """
     family = family_of(manifest)
     require_proof(family, manifest.cache_dir)
     placement = Placement(dtype, device, attn_implementation)
-    return build_span(manifest, family, layers, placement, progress)
+    return build_span(manifest, family, layers, placement, progress, defer=defer)
 
 
 def load_ends(
@@ -226,11 +228,16 @@ def load_ends(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    defer: bool = False,
 ) -> Ends:
-    """Embedding, final norm and head of the checkpoint. Raises as `load_span` does."""
+    """Embedding, final norm and head of the checkpoint. Raises as `load_span` does.
+
+    With `defer`, what is stored in GGUF's blocks stays in them: the embedding is decoded row by
+    row as it is asked, and the head has no weight.
+    """
     family = family_of(manifest)
     require_proof(family, manifest.cache_dir)
-    return build_ends(manifest, family, Placement(dtype, device), progress)
+    return build_ends(manifest, family, Placement(dtype, device), progress, defer=defer)
 
 
 def load_skeleton(

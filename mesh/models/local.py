@@ -43,7 +43,7 @@ def find_local_models(config: Config, cache_dir: Path) -> list[LocalModel]:
     found: list[LocalModel] = []
     for text, layers in _wanted(config):
         path, _, name = text.partition("=")
-        directory = checkpoint_dir() if path == BUILTIN else Path(path).expanduser()
+        directory = local_directory(path)
         model_id = _model_id(path, name, directory)
         if any(model.model_id == model_id for model in found):
             raise BadValue(
@@ -66,6 +66,11 @@ def find_local_models(config: Config, cache_dir: Path) -> list[LocalModel]:
             )
         )
     return found
+
+
+def local_directory(text: str) -> Path:
+    """Where the checkpoint lies that is called so in the configuration."""
+    return checkpoint_dir() if text == BUILTIN else Path(text).expanduser()
 
 
 def local_manifest(

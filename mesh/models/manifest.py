@@ -1,8 +1,9 @@
-"""The manifest of a local checkpoint directory: its contents, before any tensor is loaded.
+"""The manifest of a local checkpoint: its contents, before any tensor is loaded.
 
-Reads config.json, the safetensors headers and, once per checkpoint, every byte for its hash. It
-refuses to know how an architecture computes (`families`), and never imports torch or transformers:
-the daemon reads manifests, and the daemon computes nothing.
+Reads config.json and the headers of safetensors files, or those of GGUF files, and, once per
+checkpoint, every byte for its hash. It refuses to know how an architecture computes (`families`),
+and never imports torch or transformers: the daemon reads manifests, and the daemon computes
+nothing.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import BadCheckpoint, ModelNotFound
+from mesh.models.gguf.container import SUFFIX
+from mesh.models.gguf.contents import only_model, read_gguf
 from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.header import TensorEntry, read_header
 from mesh.models.hub_cache import checkpoint_name
+from mesh.models.partial import read_partial
 from mesh.types import LayerRange, ModelId
 
 _INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 _MAX_JSON_BYTES = 64 << 20
 """An index of half a million tensors."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -39,14 +44,16 @@ _LAYER_PREFIXES = (
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One checkpoint directory.
+    """One checkpoint: a directory, or the GGUF file `gguf` in it.
 
-    `config` is config.json as it stands; `dtype` the dtype most of the weights are stored in, as
-    torch spells it. `layer_bytes[i]` is the stored size of decoder layer i, `ends_bytes` that of
-    embedding, final norm and head (once when `tied`). Tensors of layer i are named
-    ``{layer_prefix}{i}.…``. `max_positions` is None where the config leaves it to its class.
-    `eos_ids` come from generation_config.json and config.json. `bytes_hashed` is 0 when the hashes
-    came from `cache_dir`.
+    `config` is config.json as it stands, or what a GGUF file says in its terms; `dtype` the dtype
+    most of the weights are stored in, as torch spells it, or a type of GGUF's blocks in small
+    letters. `layer_bytes[i]` is the stored size of decoder layer i, `ends_bytes` that of embedding,
+    final norm and head (once when `tied`). Tensors of layer i are named ``{layer_prefix}{i}.…``.
+    `max_positions` is None where the config leaves it to its class. `eos_ids` come from
+    generation_config.json and config.json, or from the GGUF file. `bytes_hashed` is 0 when the
+    hashes came from `cache_dir`, or from the record of a partial checkpoint, some of whose
+    `tensors` are not `present`.
     """
 
     model_id: ModelId
@@ -69,6 +76,7 @@ class Manifest:
     eos_ids: tuple[int, ...]
     bytes_hashed: int
     cache_dir: Path | None
+    gguf: Path | None = None
 
     @property
     def base_prefix(self) -> str:
@@ -90,31 +98,43 @@ class Manifest:
         return tuple(e for e in self.tensors.values() if _is_end(e.name, self.layer_prefix))
 
 
+class _Contents(NamedTuple):
+    """What one kind of checkpoint or the other holds."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorEntry]
+    has_tokenizer: bool
+    eos_ids: tuple[int, ...]
+    gguf: Path | None = None
+
+
 def read_manifest(
-    directory: Path, *, model_id: ModelId | None = None, cache_dir: Path | None = None
+    path: Path, *, model_id: ModelId | None = None, cache_dir: Path | None = None
 ) -> Manifest:
-    """Read the checkpoint in `directory`; `model_id` is `checkpoint_name` unless given.
+    """Read the checkpoint that `path` is, a directory or a GGUF file; `model_id` is
+    `checkpoint_name` unless given.
 
     Blocks: the first time it reads every byte of the weights, afterwards (with a `cache_dir`) only
-    the headers. Raises ModelNotFound when nothing is there and BadCheckpoint when it cannot be
-    used, with the file and the reason.
+    the headers; of a partial checkpoint never more than those. Raises ModelNotFound when nothing is
+    there, BadCheckpoint when it cannot be used, with the file and the reason, and UnsupportedFamily
+    for a model that is not read from GGUF.
     """
-    if not directory.is_dir():
-        kind = BadCheckpoint if directory.exists() else ModelNotFound
-        raise kind(
-            f"{directory} is not a directory.", fix="Give the directory that holds config.json."
-        )
-    config = _read_object(directory / "config.json")
+    directory, config, stored, has_tokenizer, eos_ids, gguf = _read(path)
     text = config.get("text_config") or config
-    tensors = _read_headers(directory)
-    prefix, total_layers = _find_layers(directory, list(tensors), text)
-    tensors, bytes_hashed = hash_tensors(tensors, cache_dir=cache_dir)
+    prefix, total_layers = _find_layers(directory, list(stored), text)
+    partial = read_partial(directory) if gguf is None else None
+    if partial is not None:
+        tensors, bytes_hashed = partial.mark(stored), 0
+        model_id = model_id or ModelId(partial.record.model_id)
+    else:
+        tensors, bytes_hashed = hash_tensors(stored, cache_dir=cache_dir)
 
     def embedding() -> TensorEntry:
         return _largest_end(directory, tensors, prefix)
 
     return Manifest(
-        model_id=model_id or checkpoint_name(directory),
+        model_id=model_id or checkpoint_name(path),
         directory=directory,
         config=config,
         architecture=str((config.get("architectures") or [config.get("model_type", "")])[0]),
@@ -130,10 +150,45 @@ def read_manifest(
         ends_bytes=sum(e.nbytes for e in tensors.values() if _is_end(e.name, prefix)),
         tied=not any(map(is_head, tensors)),
         weights_sha256=weights_sha256(tensors.values()),
-        has_tokenizer=any((directory / name).is_file() for name in _TOKENIZER_FILES),
-        eos_ids=_eos_ids(directory, config, text),
+        has_tokenizer=has_tokenizer,
+        eos_ids=eos_ids,
         bytes_hashed=bytes_hashed,
         cache_dir=cache_dir,
+        gguf=gguf,
+    )
+
+
+def looks_like_checkpoint(path: Path) -> bool:
+    """Whether there is anything that `read_manifest` would look into."""
+    if path.suffix == SUFFIX and not path.is_dir():
+        return path.is_file()
+    return (path / "config.json").is_file() or any(path.glob(f"*{SUFFIX}"))
+
+
+def _read(path: Path) -> _Contents:
+    if path.suffix == SUFFIX and not path.is_dir():
+        return _read_gguf(path)
+    if not path.is_dir():
+        kind = BadCheckpoint if path.exists() else ModelNotFound
+        raise kind(
+            f"{path} is not a directory.",
+            fix="Give the directory that holds config.json, or a GGUF file.",
+        )
+    if not any((path / name).is_file() for name in (_INDEX, _SINGLE)):
+        gguf = only_model(path)
+        if gguf is not None:
+            return _read_gguf(gguf)
+    config = _read_object(path / "config.json")
+    text = config.get("text_config") or config
+    has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_FILES)
+    eos_ids = _eos_ids(path, config, text)
+    return _Contents(path, config, read_tensors(path), has_tokenizer, eos_ids)
+
+
+def _read_gguf(file: Path) -> _Contents:
+    found = read_gguf(file)
+    return _Contents(
+        file.parent, found.config, found.tensors, found.has_tokenizer, found.eos_ids, found.file
     )
 
 
@@ -159,12 +214,13 @@ def _read_object(file: Path) -> dict[str, Any]:
         ) from error
 
 
-def _read_headers(directory: Path) -> dict[str, TensorEntry]:
+def read_tensors(directory: Path) -> dict[str, TensorEntry]:
+    """The tensors of all weights files, by name, without their hashes. Raises BadCheckpoint."""
     index = directory / _INDEX
     if index.is_file():
         return _read_sharded(directory, _read_object(index).get("weight_map"))
-    if (directory / "model.safetensors").is_file():
-        return read_header(directory / "model.safetensors")
+    if (directory / _SINGLE).is_file():
+        return read_header(directory / _SINGLE)
     pickles = sorted(file.name for pattern in _PICKLES for file in directory.glob(pattern))
     if pickles:
         raise BadCheckpoint(
@@ -173,7 +229,7 @@ def _read_headers(directory: Path) -> dict[str, TensorEntry]:
             " save_pretrained(), which writes safetensors; then use that directory.",
         )
     raise BadCheckpoint(
-        f"{directory} has neither model.safetensors nor {_INDEX}.",
+        f"{directory} has neither {_SINGLE} nor {_INDEX}, nor a GGUF file.",
         fix="Download the checkpoint's safetensors files.",
     )
 
@@ -205,7 +261,7 @@ def _read_sharded(directory: Path, weight_map: Any) -> dict[str, TensorEntry]:
     return tensors
 
 
-def _find_layers(directory: Path, names: list[str], text: dict[str, Any]) -> tuple[str, int]:
+def _find_layers(directory: Path, names: list[str], text: Mapping[str, Any]) -> tuple[str, int]:
     """The prefix of the decoder layers' tensor names, and how many layers there are."""
     found: dict[str, set[int]] = defaultdict(set)
     for name in names:
@@ -279,7 +335,7 @@ def _eos_ids(directory: Path, config: dict[str, Any], text: dict[str, Any]) -> t
     return tuple(ids)
 
 
-def _number(config: dict[str, Any], *names: str) -> int | None:
+def _number(config: Mapping[str, Any], *names: str) -> int | None:
     for name in names:
         if isinstance(config.get(name), int):
             return int(config[name])

@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -21,10 +21,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import initialization
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.pytorch_utils import Conv1D
 
-from mesh.errors import UnsupportedFamily
+from mesh.errors import BadCheckpoint, UnsupportedFamily
 from mesh.models.families import Family
 from mesh.models.filling import Placement, fill
+from mesh.models.gguf.container import BLOCK_TYPES
+from mesh.models.gguf.embedding import stored_embedding
 from mesh.models.header import TensorEntry
 from mesh.models.manifest import Manifest, is_head
 from mesh.models.pages import Pages
@@ -41,7 +44,8 @@ class LoadedSpan:
     without the final norm. `config` is the span's own: layer 0 is `layers.start`; build caches from
     it. `bytes_read` and `tensors_read` count what was taken from the checkpoint's files; `pages`
     are those in which its weights lie, as far as it is known; `sha256` has, by their names in
-    `module`, the hashes of the weights whose bytes are those of the file.
+    `module`, the hashes of the weights whose bytes are those of the file. `deferred` has, by their
+    names in `module`, the weights that it does not have yet: they are on the meta device.
     """
 
     module: Any
@@ -51,6 +55,7 @@ class LoadedSpan:
     tensors_read: int
     pages: WeakSet[Pages]
     sha256: Mapping[str, str]
+    deferred: Mapping[str, TensorEntry] = field(default_factory=dict)
 
 
 class Ends(nn.Module):
@@ -59,8 +64,17 @@ class Ends(nn.Module):
     `bytes_read` counts what was taken from the checkpoint's files, `norm` is the final one.
     """
 
-    def __init__(self, causal: Any, anatomy: Anatomy, family: Family, bytes_read: int) -> None:
+    def __init__(
+        self,
+        causal: Any,
+        anatomy: Anatomy,
+        family: Family,
+        bytes_read: int,
+        deferred_head: TensorEntry | None = None,
+    ) -> None:
         super().__init__()
+        self.deferred_head = deferred_head
+        """The weight of the head where that has none yet: it is on the meta device."""
         base = causal.base_model
         entry = family.entry
         self.hidden_size: int = family.config.hidden_size
@@ -173,8 +187,13 @@ def build_span(
     layers: LayerRange,
     placement: Placement,
     progress: Progress | None = None,
+    *,
+    defer: bool = False,
 ) -> LoadedSpan:
-    """The module of these layers with its weights; BadCheckpoint when tensors are missing."""
+    """The module of these layers with its weights; BadCheckpoint when tensors are missing.
+
+    With `defer`, linear layers that are stored in GGUF's blocks are left without their weights.
+    """
     config = family.slice_config(layers)
     base = _empty(family.base_class, config, placement)
     anatomy = Anatomy.of(base, family)
@@ -187,22 +206,55 @@ def build_span(
         for entry in manifest.layer_tensors(layers)
     }
     names = _used(base, stored)
-    pages, sha256 = fill(base, names, placement, progress, same={})
+    deferred = _stored_in_blocks(base, names) if defer else {}
+    now = {name: entry for name, entry in names.items() if name not in deferred}
+    pages, sha256 = fill(base, now, placement, progress, same={}, later=deferred)
     size = sum(entry.nbytes for entry in names.values())
-    return LoadedSpan(base, config, layers, size, len(names), pages, sha256)
+    return LoadedSpan(base, config, layers, size, len(names), pages, sha256, deferred)
+
+
+def _stored_in_blocks(base: Any, names: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Of these the weights of linear layers that are in blocks."""
+    linears = {
+        f"{name}.weight": module
+        for name, module in base.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+    }
+    found = {
+        name: entry
+        for name, entry in names.items()
+        if name in linears and entry.dtype in BLOCK_TYPES
+    }
+    for name, entry in found.items():
+        expected = tuple(linears[name].weight.shape)
+        if entry.shape != expected:
+            raise BadCheckpoint(
+                f"Weights do not fit the config: {entry.name} is {list(entry.shape)}, and should be"
+                f" {list(expected)}.",
+                fix="Download the file again.",
+            )
+    return found
 
 
 def build_ends(
-    manifest: Manifest, family: Family, placement: Placement, progress: Progress | None = None
+    manifest: Manifest,
+    family: Family,
+    placement: Placement,
+    progress: Progress | None = None,
+    *,
+    defer: bool = False,
 ) -> Ends:
-    """Embedding, norm and head with their weights; BadCheckpoint when tensors are missing."""
+    """Embedding, norm and head with their weights; BadCheckpoint when tensors are missing.
+
+    With `defer`, an embedding in GGUF's blocks stays in them, and such a head has no weight.
+    """
     config = family.slice_config(LayerRange(0, 1))
     causal = _empty(family.causal_class, config, placement)
     anatomy = Anatomy.of(causal.base_model, family)
     setattr(causal.base_model, anatomy.layers, nn.ModuleList())
-    names = _fill_ends(causal, manifest, family, anatomy, placement, progress)
-    size = sum(entry.nbytes for entry in names.values())
-    return Ends(causal, anatomy, family, size)
+    filled = _fill_ends(causal, manifest, family, anatomy, placement, progress, defer=defer)
+    size = sum(entry.nbytes for entry in filled.names.values())
+    return Ends(causal, anatomy, family, size, filled.deferred_head)
 
 
 def build_skeleton(manifest: Manifest, family: Family, placement: Placement) -> Any:
@@ -219,7 +271,9 @@ def _fill_ends(
     anatomy: Anatomy,
     placement: Placement,
     progress: Progress | None = None,
-) -> dict[str, TensorEntry]:
+    *,
+    defer: bool = False,
+) -> _FilledEnds:
     """Read the ends into `causal`, whose layers (if any) stay as they are; what was read."""
     prefix = f"{causal.base_model_prefix}."
     names = _used(causal, _named_ends(manifest, prefix))
@@ -231,9 +285,30 @@ def _fill_ends(
         tied = True
     else:
         tied = bool(getattr(family.config, "tie_word_embeddings", True))
-    same = {head: embedding} if tied else {}
-    fill(causal, names, placement, progress, same=same, absent=f"{prefix}{anatomy.layers}.")
-    return names
+    later, deferred_head = set[str](), None
+    if defer:
+        source = names.get(head) or (names.get(embedding) if tied else None)
+        expected = tuple(causal.get_output_embeddings().weight.shape)
+        if source is not None and source.dtype in BLOCK_TYPES and source.shape == expected:
+            deferred_head = source
+            later.add(head)
+        module = causal.base_model.get_submodule(anatomy.embedding)
+        stored = stored_embedding(module, names.get(embedding), placement.dtype)
+        if stored is not None:
+            setattr(causal.base_model, anatomy.embedding, stored)
+            later.add(embedding)
+    same = {head: embedding} if tied and head not in later else {}
+    now = {name: entry for name, entry in names.items() if name not in later}
+    absent = (f"{prefix}{anatomy.layers}.",)
+    fill(causal, now, placement, progress, same=same, absent=absent, later=later)
+    return _FilledEnds(names, deferred_head)
+
+
+class _FilledEnds(NamedTuple):
+    """What was read, and what is left to read of the head."""
+
+    names: dict[str, TensorEntry]
+    deferred_head: TensorEntry | None
 
 
 _INITIALIZING = frozenset({nn.init.__name__, initialization.__name__})

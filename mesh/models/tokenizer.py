@@ -1,6 +1,6 @@
 """A checkpoint's tokenizer: prompts and chats to ids, ids to text.
 
-Reads files of the checkpoint directory only, never the network, and never runs code that came with
+Reads files of the checkpoint only, never the network, and never runs code that came with
 them. It knows nothing of weights or layers.
 
 The most bytes that one token stands for is a bound that refuses a text before it is tokenised; it
@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from mesh.errors import BadCheckpoint, BadRequest, ContextTooLong
 from mesh.models.detokenize import IncrementalDecoder, decoder_for
+from mesh.models.gguf.vocabulary import gguf_tokenizer
 from mesh.models.manifest import Manifest
 from mesh.models.reasoning import ReasoningMarks, marks_in
 
@@ -73,6 +74,21 @@ def _shrinks(backend: Any) -> int | None:
     return factor
 
 
+def load_tokenizer(manifest: Manifest) -> Any:
+    """The tokenizer of transformers; BadCheckpoint when there is none to use."""
+    if manifest.gguf is not None:
+        return gguf_tokenizer(manifest.gguf, manifest.cache_dir)
+    try:
+        return AutoTokenizer.from_pretrained(
+            manifest.directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # a plain one is all that `tokenizers` raises
+        raise BadCheckpoint(
+            f"No tokenizer could be loaded from {manifest.directory}: {str(error)[:200]}.",
+            fix="Download tokenizer.json and tokenizer_config.json of the checkpoint.",
+        ) from error
+
+
 class Tokenizer:
     """Text to ids and back, as the checkpoint's authors meant it."""
 
@@ -88,16 +104,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, manifest: Manifest) -> Tokenizer:
-        """The tokenizer in the manifest's directory; BadCheckpoint when there is none to use."""
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                manifest.directory, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # a plain one is all that `tokenizers` raises
-            raise BadCheckpoint(
-                f"No tokenizer could be loaded from {manifest.directory}: {str(error)[:200]}.",
-                fix="Download tokenizer.json and tokenizer_config.json of the checkpoint.",
-            ) from error
+        """The tokenizer of the checkpoint; BadCheckpoint when there is none to use."""
+        tokenizer = load_tokenizer(manifest)
         own = tokenizer.eos_token_id
         return cls(tokenizer, frozenset((*manifest.eos_ids, *([] if own is None else [own]))))
 
@@ -168,6 +176,11 @@ class Tokenizer:
         """One token alone, special or not, for showing beside its probability."""
         text: str = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
         return text
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token, those that were added included, and its id."""
+        found: dict[str, int] = self._tokenizer.get_vocab()
+        return found
 
     def decoder(self) -> IncrementalDecoder:
         """A fresh decoder for one generation's ids; its parts joined equal `decode` of them all."""

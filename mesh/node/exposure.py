@@ -16,7 +16,8 @@ from mesh.models.local import LocalModel
 from mesh.node.wiring import route_limits
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.supervisor import AskerSupervisor
-from mesh.routing.cover import Candidate, greedy_cover
+from mesh.routing import cheapest
+from mesh.routing.cover import Candidate
 from mesh.types import LayerRange, ModelId, NodeId
 
 
@@ -27,7 +28,7 @@ class PrivacyReport:
         self,
         config: Config,
         own: NodeId,
-        models: Sequence[LocalModel],
+        models: Mapping[ModelId, LocalModel],
         askers: Mapping[ModelId, AskerSupervisor],
         routable: Callable[[ModelId], Sequence[Offer]],
     ) -> None:
@@ -46,7 +47,8 @@ class PrivacyReport:
             routing.activation_noise,
             self._config.distributed.spot_check_probability,
         )
-        return report([r for model in self._models for r in self._routes(model)], precautions)
+        models = list(self._models.values())
+        return report([r for model in models for r in self._routes(model)], precautions)
 
     def _routes(self, model: LocalModel) -> Iterator[Route]:
         asker = self._askers.get(model.model_id)
@@ -63,7 +65,7 @@ class PrivacyReport:
         same = [c for c in candidates if c.descriptor.weights_sha256 == model.weights_sha256]
         whole = LayerRange(0, model.total_layers)
         try:
-            cover = greedy_cover(same, whole, rules)
+            cover = cheapest.cover(same, whole, rules)
         except NoRoute as error:
             return Route(model.model_id, model.total_layers, None, (), error.message)
         hops = tuple(
@@ -72,10 +74,14 @@ class PrivacyReport:
         return Route(model.model_id, model.total_layers, None, hops)
 
     def _candidate(self, offer: Offer) -> Candidate:
+        is_self = offer.shard.descriptor.host == self._own
         return Candidate(
             offer.shard.descriptor,
             offer.shard.health.queue_depth,
             streams_left=1,
-            is_self=offer.shard.descriptor.host == self._own,
+            hop_weight=offer.hop_weight,
+            is_self=is_self,
             penalty=2 * (offer.verdict is Verdict.SUSPECT),
+            layer_ms=offer.layer_ms,
+            rtt_ms=0.0 if is_self else offer.rtt_ms,
         )

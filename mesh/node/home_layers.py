@@ -48,24 +48,38 @@ class HomeLayers:
         self._config = config
         self._host = host
         self._on_change = on_change
-        self._wanted: dict[ShardId, tuple[LocalModel, LayerRange]] = {
-            shard_id(model.model_id, layers): (model, layers)
-            for model in models
-            for layers in home_layers(
-                model.total_layers, config.routing.keep_first, config.routing.keep_last
-            )
-            if model.layers is None or not model.layers.covers(layers)
-        }
+        self._wanted: dict[ShardId, tuple[LocalModel, LayerRange]] = {}
         self._errors: dict[ShardId, MeshError] = {}
         self._judges_mb: dict[ShardId, int] = {}
         self._judging = asyncio.Lock()
         self._due = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._is_started = False
+        for model in models:
+            self.add(model)
 
     def start(self) -> None:
-        """Begin to load, if there is anything to load."""
-        if self._wanted:
+        """Begin to load, as soon as there is anything to load."""
+        self._is_started = True
+        if self._wanted and self._task is None:
             self._task = spawn(self._keep(), "keep layers at home")
+
+    def add(self, model: LocalModel) -> None:
+        """This node asks the model from now on, so that some of it may have to be here."""
+        routing = self._config.routing
+        for layers in home_layers(model.total_layers, routing.keep_first, routing.keep_last):
+            if model.layers is None or not model.layers.covers(layers):
+                self._wanted[shard_id(model.model_id, layers)] = model, layers
+        if self._is_started:
+            self.start()
+            self.look()
+
+    def remove(self, model_id: ModelId) -> None:
+        """This node asks the model no longer."""
+        gone = [name for name, (model, _) in self._wanted.items() if model.model_id == model_id]
+        for name in gone:
+            del self._wanted[name]
+            self._errors.pop(name, None)
 
     async def stop(self) -> None:
         """Load no more."""
@@ -133,6 +147,8 @@ class HomeLayers:
                     await self._due.wait()
 
     async def _load(self, name: ShardId) -> None:
+        if name not in self._wanted:
+            return  # taken back while another was loaded
         model, layers = self._wanted[name]
         try:
             await load_at_home(self._config, model, layers, self._host)

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from mesh.accounts import allowances
@@ -18,7 +17,7 @@ from mesh.api.app import create_app
 from mesh.api.ndif.routes import JobsApi
 from mesh.api.overview import NodeParts, Overview
 from mesh.api.server import ApiServer, serve_api
-from mesh.api.services import ApiSettings, Research
+from mesh.api.services import ApiSettings, Services
 from mesh.api.tls import api_tls
 from mesh.clock import SystemClock, next_tick
 from mesh.config import Config
@@ -37,24 +36,27 @@ from mesh.hearth.network import Network, NetworkHooks, NetworkSettings
 from mesh.hearth.publishing import Serving
 from mesh.identity.api_keys import ApiKeys, new_owner_key
 from mesh.identity.keys import NodeKey
-from mesh.identity.tls import TlsMaterial
 from mesh.interventions.jobs.supervisor import JobsSupervisor
 from mesh.models.local import LocalModel
 from mesh.node import wiring
+from mesh.node.coordination import CoordinationHere
+from mesh.node.deploying import DeploymentsHere, House
+from mesh.node.estimates import Estimates, Surroundings
 from mesh.node.exposure import PrivacyReport
-from mesh.node.home_layers import HomeLayers, load_at_home
+from mesh.node.holdings import Holdings
 from mesh.node.job_queue import start_queue
 from mesh.node.offers import Offers
-from mesh.paths import StatePaths
+from mesh.node.own_capacity import OwnCapacity, OwnHooks
+from mesh.node.weights import Weights
+from mesh.paths import StatePaths, capacity_dir
+from mesh.pipeline.askers import Askers
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.live import LiveCounts
-from mesh.pipeline.supervisor import Askers, AskerSupervisor
 from mesh.processes.supervisor import Supervisor
 from mesh.research.harvest.control import Harvests
 from mesh.research.steering.control import Steering
 from mesh.routing.cover import Candidate, missing_layers
 from mesh.runtime import DaemonRecord
-from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange, ModelId, NodeId, RouteHop, ShardId
 from mesh.wire.limits import DEFAULT_LIMITS
 
@@ -69,7 +71,6 @@ class Node:
     def __init__(self, config: Config, key: NodeKey, models: Sequence[LocalModel]) -> None:
         self._config = config
         self._key = key
-        self._models = list(models)
         self._clock = SystemClock()
         self._started_at = self._clock.now()
         self._events = EventFeed(self._clock)
@@ -82,9 +83,10 @@ class Node:
         expected_s = min(DEFAULT_LIMITS.ping_interval_s, timeout_s / 3)
         detector = FailureDetector(self._clock, expected_s=expected_s, ceiling_s=timeout_s)
         self._watch = PeerWatch(detector, self._silences, self._on_verdict)
-        self._host = ShardSupervisor(None, (), self.asker_changed)
-        self._home = HomeLayers(config, (), self._host, self._push_now)
-        self._askers: dict[ModelId, AskerSupervisor] = {}
+        self._held = Holdings(config, key, models, self)
+        hooks = OwnHooks(lambda: self._held.host.memory, self._is_idle, self.asker_changed)
+        self._capacity = OwnCapacity(wiring.measure(config), capacity_dir(), hooks)
+        self.weights = Weights(config, key, self._store, self._events, self._advertise)
         self._jobs: JobsSupervisor | None = None
         self._queue: JobsApi | None = None
         self._network: Network | None = None
@@ -92,6 +94,8 @@ class Node:
         self._api: ApiServer | None = None
         self._address = ""
         self._steering: Steering | None = None
+        self._deployments: DeploymentsHere | None = None
+        self._coordination: CoordinationHere | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._is_paused = False
         # Made anew at each start: whoever can read the runtime file may administer this node.
@@ -107,17 +111,22 @@ class Node:
         distances = Distances(self._key.node_id, self._config.interface)
         self._offers = Offers(network, self._store, self._watch, distances)
         await network.start()
-        self._start_host(address, tls := await network.tls_material())
-        self._host.revoke_tokens(sorted(network.revoked_tokens()))
-        self._start_askers(tls)
-        directories = {model.model_id: Path(model.directory) for model in self._models}
+        tls = await network.tls_material()
+        await self._held.start(address, network.tls_material)
+        self._held.host.revoke_tokens(sorted(network.revoked_tokens()))
+        self.weights.start(list(self._held.models.values()), address, tls)
         start = wiring.start_jobs(self._config, self._key, tls)
-        jobs = self._jobs = JobsSupervisor(start, directories, self)
+        jobs = self._jobs = JobsSupervisor(start, self._held.models.directories, self)
         watchers = (self._clock, self._events, self._metrics)
         self._queue = await start_queue(self._config, jobs, *watchers)
         await self._start_api(network, [str(choice.address) for choice in chosen])
+        assert self._deployments is not None  # noqa: S101 - made with the API
+        assert self._coordination is not None  # noqa: S101 - likewise
+        self._deployments.start()
+        self._coordination.start()
         self._tasks.append(asyncio.create_task(self._push_shards(), name="push shards"))
         self._tasks.append(asyncio.create_task(self._watch.run(), name="watch peers"))
+        self._capacity.start()
 
     async def stop(self) -> None:
         """Say goodbye first, so that nobody routes here any more; then end the processes.
@@ -127,14 +136,19 @@ class Node:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._home.stop()
+        if self._deployments is not None:
+            await self._deployments.stop()
+        if self._coordination is not None:
+            await self._coordination.stop()
+        await asyncio.gather(self._held.home.stop(), self._capacity.stop())
         if self._network is not None:
             await self._network.stop()
         grace_s = self._config.distributed.host.drain_seconds
-        await asyncio.gather(self._host.drain(grace_s), self._close_api(grace_s))
-        await asyncio.gather(*(asker.stop() for asker in self._askers.values()))
+        await asyncio.gather(self._held.host.drain(grace_s), self._close_api(grace_s))
+        await self._held.stop_asking()
         if self._jobs is not None:
             await self._jobs.stop()
+        await self.weights.fetcher.stop()
         if self._steering is not None:
             await self._steering.close()
 
@@ -166,66 +180,75 @@ class Node:
             self._on_peer,
             self._on_members,
             lambda kind, fields: self._events.emit(kind, **fields),
+            self.weights.held,
         )
         paths = StatePaths(self._config.state_dir)
         return Network(self._key, paths, settings, self._store, self._clock, hooks, self._accounts)
 
-    def _start_host(self, address: str, tls: TlsMaterial) -> None:
-        config, models = self._config, self._models
-        start = wiring.start_shards(config, self._key, address, tls)
-        served = [wiring.shard(config, m, m.layers) for m in models if m.layers]
-        self._host = ShardSupervisor(start, served, self.asker_changed)
-        self._home = HomeLayers(config, models, self._host, self._push_now)
-        if served:
-            self._host.start()
-        self._home.start()
-
-    def _start_askers(self, tls: TlsMaterial) -> None:
-        for model in self._models:
-            start = wiring.start_asker(self._config, self._key, model, tls)
-            asker = AskerSupervisor(start, self)
-            self._askers[model.model_id] = asker
-            asker.start()
-
     async def _start_api(self, network: Network, addresses: list[str]) -> None:
-        config = self._config
+        config, held = self._config, self._held
+        house = House(config, self._key.node_id, held, network, self._store)
+        deployments = self._deployments = DeploymentsHere(
+            config, house, held, self._events, self.weights
+        )
+        coordination = self._coordination = CoordinationHere(
+            config, house.node, held.models, network, self._store, self._served, self._events
+        )
         parts = NodeParts(
             node=self._facts,
-            models=self._models,
+            models=held.models,
             store=self._store,
             peers=network.peers,
-            askers=self._askers,
-            host=self._host,
+            askers=held.askers,
+            host=held.host,
             events=self._events,
             metrics=self._metrics,
             verdict=self._watch.verdict,
-            privacy=PrivacyReport(
-                config, self._key.node_id, self._models, self._askers, self.routable
-            ),
-            lacking=self._home.lacking,
+            privacy=PrivacyReport(config, house.node, held.models, held.askers, self.routable),
+            lacking=held.home.lacking,
             processes=self._processes,
             accounts=self._reports,
+            deployments=deployments.control.view,
             counts=self._counts,
+            weights=self.weights.fetcher,
         )
         paths = StatePaths(config.state_dir)
-        steering = self._steering = Steering(network, self._models, paths.steering_dir)
-        askers = Askers(
-            self._askers,
-            entrance=wiring.entrance(config),
-            why_disabled=self._why_disabled,
-            prepared=steering.prepared,
-            on_frame=self._metrics.frame,
-            counts=self._counts,
-        )
+        self._steering = steering = Steering(network, held.models, paths.steering_dir)
+        askers = self._answering(steering, deployments)
         settings = ApiSettings(
             config.api_host, self._owner_key, keyless=config.is_keyless, accounts=self._accounts
         )
         keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
-        view, control = Overview(parts), Control(network)
-        research = Research(steering, Harvests(self._models, self._askers))
-        app = create_app(askers, view, settings, control, keys, self._queue, research)
+        harvests, plans = Harvests(held.models, held.askers), self._estimates(network, deployments)
+        services = Services(
+            steering, harvests, deployments.control, plans, coordination.coordinator,
+            self.weights.pulls(held.models),
+        )  # fmt: skip
+        app = create_app(
+            askers, Overview(parts), settings, Control(network), keys, self._queue, services
+        )
         tls = await asyncio.to_thread(api_tls, config, addresses)
         self._api = await serve_api(app, config.api_host, config.api_port, tls)
+
+    def _answering(self, steering: Steering, deployments: DeploymentsHere) -> Askers:
+        return Askers(
+            self._held.askers,
+            entrance=wiring.entrance(self._config),
+            why_disabled=self._why_disabled,
+            prepared=steering.prepared,
+            on_frame=self._metrics.frame,
+            counts=self._counts,
+            bring_up=deployments.waker.bring_up,
+        )
+
+    def _estimates(self, network: Network, deployments: DeploymentsHere) -> Estimates:
+        around = Surroundings(
+            self._key.node_id, self._config, self._store, self._rtt_ms, network.may_serve,
+            self._watch.verdict, self._held.askers.__contains__, self.weights.held,
+        )  # fmt: skip
+        estimates = Estimates(around, deployments.weights)
+        deployments.house.layout = estimates.layout
+        return estimates
 
     # What the parts ask
 
@@ -251,38 +274,36 @@ class Node:
         }
 
     def _reports(self) -> list[dict[str, Any]]:
-        askers = [{**asker.accounts, "where": name} for name, asker in self._askers.items()]
         jobs = self._jobs.accounts if self._jobs is not None else {}
-        return [self._accounts.report("daemon"), *self._host.accounts, *askers, jobs]
+        return [self._accounts.report("daemon"), *self._held.accounts(), jobs]
 
     def pause(self, paused: bool) -> None:
         """Serve nobody from now on, as before a sleep: running answers move. Or serve again, also
         what could not be loaded before."""
         if not paused:
-            self._host.try_again()
-            for asker in self._askers.values():
-                asker.try_again()
+            self._held.try_again()
         if paused == self._is_paused:
             return
         self._is_paused = paused
         self._events.emit("node_paused" if paused else "node_resumed")
-        self._host.pause(paused)
+        self._held.host.pause(paused)
         self.asker_changed()
 
     def _serving(self) -> Serving | None:
         """What this node serves; None before it is known what it is to serve."""
-        if self._host.first_command is None:
+        host = self._held.host
+        if host.first_command is None:
             return None
-        return Serving(self._served(), self._host.wanted())
+        return Serving(self._served(), host.wanted(), self._capacity.now())
 
     def _served(self) -> list[Advertisement]:
         if self._is_paused:
             return []
-        return [Advertisement(s.descriptor, s.health) for s in self._host.serving]
+        return [Advertisement(s.descriptor, s.health) for s in self._held.host.serving]
 
     def routable(self, model_id: ModelId) -> list[Offer]:
         """The shards that an asker may route to now."""
-        home = [Offer(shard) for shard in self._home.shards(model_id)]
+        home = [Offer(shard) for shard in self._held.home.shards(model_id)]
         if not self._is_distributed:
             own = [s for s in self._served() if s.descriptor.model_id == model_id]
             return home + [Offer(shard) for shard in own]
@@ -302,26 +323,28 @@ class Node:
 
     async def load_locally(self, model_id: ModelId) -> list[RouteHop]:
         """Load the whole model here: hops over all its layers. Raises MeshError."""
-        model = next(m for m in self._models if m.model_id == model_id)
-        whole = LayerRange(0, model.total_layers)
-        hosted = await load_at_home(self._config, model, whole, self._host)
-        return [RouteHop(hosted.descriptor, whole)]
+        return await self._held.load_locally(model_id)
 
     async def load_judge(self, model_id: ModelId, layers: LayerRange) -> RouteHop:
         """Load these layers here, to check others by: a hop over them. Raises MeshError."""
-        model = next(m for m in self._models if m.model_id == model_id)
-        hosted = await self._home.judge(model, layers)
-        return RouteHop(hosted.descriptor, layers)
+        return await self._held.load_judge(model_id, layers)
 
     def _processes(self) -> list[Supervisor]:
         jobs = [self._jobs] if self._jobs is not None else []
-        return [self._host, *self._askers.values(), *jobs]
+        return [self._held.host, *self._held.askers.values(), *jobs, self.weights.fetcher]
+
+    def _rtt_ms(self, node: NodeId) -> float | None:
+        return self._offers.rtt_ms(node) if self._offers is not None else None
+
+    def _is_idle(self) -> bool:
+        """Whether nothing loads here."""
+        return all(process.load() is None for process in self._processes())
 
     def _why_disabled(self, model_id: ModelId) -> str | None:
         """Why this model cannot be run, when that is because the mesh is switched off."""
         if self._is_distributed:
             return None
-        local = next((m for m in self._models if m.model_id == model_id), None)
+        local = self._held.models.get(model_id)
         held = [Candidate(s.descriptor, 0, 1) for s in self._served()]
         if local is None or not missing_layers(held, LayerRange(0, local.total_layers)):
             return None
@@ -329,7 +352,12 @@ class Node:
 
     def asker_changed(self) -> None:
         """An asker or shard came or went: neighbours and askers are told."""
-        self._home.look()
+        self._held.home.look()
+        if self._deployments is not None:
+            self._deployments.reconciler.look()
+        self._advertise()
+
+    def _advertise(self) -> None:
         if self._network is not None:
             self._network.advertise()
 
@@ -337,13 +365,11 @@ class Node:
         """Processes trust whom the hearth trusts, and routes lead nowhere else, from now on."""
         network = self._network
         users = network.users() if network is not None else ()
-        self._host.trust(users)
-        self._host.revoke_tokens(sorted(network.revoked_tokens()) if network is not None else [])
+        revoked = sorted(network.revoked_tokens()) if network is not None else []
+        self._held.trust(users, revoked)
+        self.weights.fetcher.trust(users)
         if self._jobs is not None:
             self._jobs.trust(users)
-        for asker in self._askers.values():
-            asker.trust(users)
-            asker.push_shards()
 
     def _on_peer(self, event: PeerEvent) -> None:
         fields = asdict(event)
@@ -359,11 +385,7 @@ class Node:
         self._events.emit(
             f"node_{health.verdict}", node_id=node_id, silent_s=round(health.silent_s, 1)
         )
-        self._push_now()
-
-    def _push_now(self) -> None:
-        for asker in self._askers.values():
-            asker.push_shards()
+        self._held.push_shards()
 
     async def _push_shards(self) -> None:
         """Keep the askers' view of the mesh current: at every change, at most once per loop."""
@@ -371,6 +393,7 @@ class Node:
         try:
             while True:
                 await subscription.wait(next_tick(PUSH_TICK_S) - loop.time())
-                self._push_now()
+                self._held.push_shards()
+                self.weights.look()
         finally:
             subscription.close()

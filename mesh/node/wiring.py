@@ -5,6 +5,7 @@ Starts nothing and owns nothing; `mesh.node.node` does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from mesh import __version__
@@ -14,12 +15,13 @@ from mesh.identity.tls import TlsMaterial
 from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.commands import StartJobs
 from mesh.interventions.jobs.runner import RunnerSettings
-from mesh.models.local import LocalModel
-from mesh.paths import StatePaths, cache_dir
+from mesh.models.local import LocalModel, local_directory
+from mesh.paths import StatePaths, cache_dir, models_dir
 from mesh.pipeline.commands import AskerOptions, EngineSettings, RouteLimits, StartAsker
 from mesh.pipeline.entrance import Entrance
-from mesh.shard.commands import ShardRequest, StartShards
+from mesh.shard.commands import Measure, ShardRequest, StartShards
 from mesh.shard.settings import ShardSettings
+from mesh.transfers.commands import Model, StartFetcher
 from mesh.types import LayerRange
 from mesh.wire.messages import Hello
 
@@ -41,6 +43,11 @@ def start_shards(config: Config, key: NodeKey, address: str, tls: TlsMaterial) -
         harvest_mb=config.distributed.host.harvest_mb,
         session_lease_s=config.distributed.host.session_lease_seconds,
     )
+
+
+def measure(config: Config) -> Measure:
+    """What this machine is to be measured with: what its shards would compute with."""
+    return Measure(config.device, _threads(config), StatePaths(config.state_dir).threads_dir)
 
 
 def shard(config: Config, model: LocalModel, layers: LayerRange) -> ShardRequest:
@@ -89,6 +96,7 @@ def start_asker(config: Config, key: NodeKey, model: LocalModel, tls: TlsMateria
         cache_dir(),
         StatePaths(config.state_dir).threads_dir,
         config.quant,
+        local_directory(distributed.draft_model) if distributed.draft_model else None,
     )
     hello, directory = _hello(config, key), Path(model.directory)
     return StartAsker(hello, tls, directory, model.model_id, options, settings)
@@ -107,6 +115,22 @@ def start_jobs(config: Config, key: NodeKey, tls: TlsMaterial) -> StartJobs:
     return StartJobs(_hello(config, key), tls, route_limits(config), settings)
 
 
+def start_fetcher(
+    config: Config, key: NodeKey, models: Sequence[LocalModel], address: str, tls: TlsMaterial
+) -> StartFetcher:
+    """The process that moves weights, listening at `address`."""
+    return StartFetcher(
+        Hello(key.node_id, config.name, "weights", SOFTWARE),
+        tls,
+        listen_host=address,
+        models=tuple(Model(model.model_id, Path(model.directory)) for model in models),
+        models_dir=config.models_dir or models_dir(),
+        cache_dir=cache_dir(),
+        interfaces=tuple(config.interface),
+        bytes_per_s=config.distributed.host.transfer_mb_per_second * 1e6,
+    )
+
+
 def entrance(config: Config) -> Entrance:
     """How many generations of this node run at a time, and how long others wait."""
     limits = config.distributed
@@ -122,6 +146,7 @@ def route_limits(config: Config) -> RouteLimits:
         routing.keep_first,
         routing.keep_last,
         routing.mix_formats,
+        routing.policy,
     )
 
 

@@ -27,7 +27,7 @@ from mesh.shard.device import (
     headroom,
 )
 from mesh.shard.footprint import ends_mb
-from mesh.shard.linear import choose_kernels
+from mesh.shard.linear import choose_kernels, kept_dtype
 from mesh.shard.threads import kept_threads
 from mesh.types import GenerationRequest, ModelId
 
@@ -95,6 +95,10 @@ class CheckpointText:
         """One token on its own, for log-probabilities."""
         return self._tokenizer.token_text(token_id)
 
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token and its id."""
+        return self._tokenizer.vocabulary()
+
 
 def _is_routed(config: Mapping[str, Any]) -> bool:
     text = config.get("text_config") or {}
@@ -140,14 +144,18 @@ def load_asker(
     threads = kept_threads(options.threads, device.value, options.threads_dir)
     torch.set_num_threads(threads.value)
     if choose_quant(options.quant, device.value).value is None:
-        ends = load_ends(manifest, dtype=dtype.value, device=device.value, progress=progress)
-        kernels = choose_kernels(ends, dtype.value, device.value, progress).reason
+        loaded_as = kept_dtype(options.dtype, stored, dtype.value, device.value)
+        ends = load_ends(manifest, dtype=loaded_as, device=device.value, progress=progress)
+        halved = loaded_as != dtype.value
+        kernels = choose_kernels(ends, dtype.value, device.value, progress, halved=halved).reason
     else:
         from mesh.shard.compiled.head import compile_head
 
         dtype = Choice(torch.float32, f"dtype fp32: embedding as stored, {stored}")
         as_stored = DTYPES.get(stored, torch.float32)
-        ends = load_ends(manifest, dtype=as_stored, device=device.value, progress=progress)
+        ends = load_ends(
+            manifest, dtype=as_stored, device=device.value, progress=progress, defer=True
+        )
         kernels = compile_head(ends, manifest.weights_sha256, options.cache_dir, threads.value)
     computed = CheckpointEnds(ends, device.value, dtype.value)
     model = AskerModel(

@@ -14,7 +14,7 @@ from mesh.errors import MeshError
 from mesh.health.detector import Verdict
 from mesh.pipeline.drafting import MAX_DRAFT
 from mesh.processes.messages import Message, Start
-from mesh.routing.cover import LAN_HOP_WEIGHT, CoverRules, home_layers
+from mesh.routing.cover import LAN_HOP_WEIGHT, CoverRules, Policy, home_layers
 from mesh.types import (
     Done,
     GenerationRequest,
@@ -35,11 +35,19 @@ from mesh.types import (
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A shard that this node may route to: what its host says of it, what the failure detector
-    thinks of that node, and how far the way there is (`mesh.discovery.distance`)."""
+    thinks of that node, and how far the way there is (`mesh.discovery.distance`), also in
+    milliseconds where that was measured."""
 
     shard: Advertisement
     verdict: Verdict = Verdict.HEALTHY
     hop_weight: float = LAN_HOP_WEIGHT
+    rtt_ms: float | None = None
+
+    @property
+    def layer_ms(self) -> float | None:
+        """What a layer of a step took there lately; None where there was none."""
+        took = self.shard.health.p50_latency_ms / len(self.shard.descriptor.layer_range)
+        return took if took > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +59,17 @@ class RouteLimits:
     keep_first: int = 0
     keep_last: int = 0
     mix_formats: bool = False
+    policy: Policy = "auto"
 
     def cover_rules(self, total_layers: int) -> CoverRules:
         """The rules for a route through a model of so many layers."""
         home = home_layers(total_layers, self.keep_first, self.keep_last)
         return CoverRules(
-            self.max_shards, self.allow_self_as_first, home, mix_formats=self.mix_formats
+            self.max_shards,
+            self.allow_self_as_first,
+            home,
+            mix_formats=self.mix_formats,
+            policy=self.policy,
         )
 
 
@@ -83,7 +96,10 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class AskerOptions:
-    """Where an asker computes: the configuration's values, ``auto`` included; 0 threads is auto."""
+    """Where an asker computes: the configuration's values, ``auto`` included; 0 threads is auto.
+
+    `draft_model` is the directory of a smaller model that guesses for it, if there is one.
+    """
 
     dtype: str
     device: str
@@ -91,6 +107,7 @@ class AskerOptions:
     cache_dir: Path
     threads_dir: Path | None = None
     quant: str = "none"
+    draft_model: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

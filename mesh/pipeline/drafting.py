@@ -1,10 +1,11 @@
-"""Guesses the next tokens of a text from what it said before: prompt lookup, as in LLMA
-(arXiv:2304.04487).
+"""Guesses the next tokens of a text: from what it said before, or by a smaller model.
 
 An answer that quotes its prompt, or repeats itself, goes on as it did after the same few tokens
-before. Such a draft is sent behind the last token as one step; its tokens count only as far as the
-sampler chooses the same. How many are drafted follows from how often guesses were right and from
-what steps of more rows take. Knows no hops, no sampler, no torch and no clock.
+before: prompt lookup, as in LLMA (arXiv:2304.04487). Elsewhere a draft model may guess, as in
+speculative decoding (arXiv:2211.17192), here always what it finds likeliest. A draft is sent behind
+the last token as one step; its tokens count only as far as the sampler chooses the same. How many
+are drafted follows from how often guesses were right and from what steps of more rows take, the
+guessing included. Knows no hops, no sampler, no models, no torch and no clock.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _SIZES = (1, 3, 7, 15)
 _MATCHES = (3, 2)
 """So many tokens must have been there before; the longer match is taken."""
 
-_PRIOR, _GAIN = 0.3, 1 / 8
+_MODEL = 0
+"""Stands for the draft model where the length of a match stands for a lookup."""
+
+_PRIOR, _GAIN = {3: 0.3, 2: 0.3, _MODEL: 0.7}, 1 / 8
 """Of guesses thought right before any was seen, and the weight of a new one."""
 
 _EXTRA = 0.1
@@ -47,7 +51,8 @@ class Drafter:
 
     For each step, the first of which is the prompt's, `propose`, then `took`, then `add` with the
     tokens that the text really got. A guess is compared also where it was not sent, so that prose
-    pays nothing to find out that it does not repeat itself.
+    pays nothing to find out that it does not repeat itself. Where nothing is proposed, a draft
+    model may guess as many tokens as `wanted` says; `adopt` has them sent.
     """
 
     def __init__(self, prompt: Sequence[int], most: int = MAX_DRAFT) -> None:
@@ -57,9 +62,9 @@ class Drafter:
         self._prompt = prompt
         self._ids: list[int] = []
         self._follows: dict[tuple[int, ...], int] = {}
-        self._right = dict.fromkeys(_MATCHES, _PRIOR)
-        self._pace = _Pace()
-        self._match = 0
+        self._right = dict(_PRIOR)
+        self._paces = {count: pace for pace in [_Pace()] for count in _MATCHES} | {_MODEL: _Pace()}
+        self._by = _MATCHES[0]
         self._guessed: deque[int] = deque()
         self._sent = 0
 
@@ -68,25 +73,35 @@ class Drafter:
         most = min(self._most, room)
         if most < 1 or not self._ids:
             return []
-        self._match, start = self._look_up()
-        if not self._match:
+        match, start = self._look_up()
+        if not match:
             return []
-        sizes = [size for size in _SIZES if size <= most]
-        sent = self._pace.best(self._right[self._match], sizes)
+        sent = self._best(match, most)
         # What follows may run into the end: then the text is taken to go round.
         period = len(self._ids) - start
         guess = [self._ids[start + index % period] for index in range(max(sent, 1))]
-        self._guessed, self._sent = deque(guess), sent
+        self._guessed, self._sent, self._by = deque(guess), sent, match
         return guess[:sent]
 
+    def wanted(self, room: int) -> int:
+        """How many tokens a draft model should guess now, at most `room`; 0: it does not pay."""
+        most = min(self._most, room)
+        return self._best(_MODEL, most) if most > 0 and self._ids else 0
+
+    def adopt(self, guess: Sequence[int]) -> None:
+        """These are sent as the draft of this step, in the place of what was proposed."""
+        self._guessed, self._sent, self._by = deque(guess), len(guess), _MODEL
+
     def took(self, rows: int, seconds: float) -> None:
-        """The step of `rows` rows came back after so long. Fewer rows than were sent mean that
-        there was no room for the draft; then there will be no more."""
+        """The step of `rows` rows came back after so long, since before its draft was made. Fewer
+        rows than were sent mean that there was no room for the draft; then there will be no
+        more."""
         if rows <= self._sent:
             self._most = self._sent = 0
             return
         if self._ids:  # else it was the prompt
-            self._pace.took(rows, seconds)
+            for pace in set(self._paces.values()) if rows == 1 else {self._paces[self._by]}:
+                pace.took(rows, seconds)
             self.drafted += self._sent
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -102,11 +117,15 @@ class Drafter:
 
     # Private
 
+    def _best(self, by: int, most: int) -> int:
+        sizes = [size for size in _SIZES if size <= most]
+        return self._paces[by].best(self._right[by], sizes)
+
     def _compare(self, token: int) -> None:
         if not self._guessed:
             return
         is_right = self._guessed.popleft() == token
-        self._right[self._match] += _GAIN * (is_right - self._right[self._match])
+        self._right[self._by] += _GAIN * (is_right - self._right[self._by])
         if is_right and self._sent:
             self.accepted += 1
             self._sent -= 1

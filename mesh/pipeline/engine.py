@@ -130,6 +130,8 @@ class Engine:
     async def close(self) -> None:
         """Free every session, those of spot checks too."""
         self._prompts.close()
+        if self.model.draft is not None:
+            self.model.draft.close()
         await self.spot_checks.close()
         await self.sessions.close()
 

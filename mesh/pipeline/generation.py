@@ -31,7 +31,7 @@ from mesh.pipeline.drafting import MAX_DRAFT, Drafter
 from mesh.pipeline.failover import Failover, FailoverSettings, LocalModel
 from mesh.pipeline.head import OutputHead
 from mesh.pipeline.history import chunk_rows
-from mesh.pipeline.model import AskerModel
+from mesh.pipeline.model import AskerModel, TextReader
 from mesh.pipeline.prefill import TokenFeed
 from mesh.pipeline.route import HopLost
 from mesh.pipeline.sampler import Sampler
@@ -117,14 +117,14 @@ class PipelineOrchestrator:
                         session, notices = place
             opened = _Opened(time.monotonic(), len(session.token_ids), session.route.widened)
             answer = Answer(self._model.text, asked, prompt, terms.limit - len(prompt), started)
-            finished = False
+            finished, reader = False, self._reader(asked, prompt)
             try:
                 for notice in notices:
                     yield notice
-                turns = self._turns(session, home, asked, answer)
+                turns = self._turns(session, home, asked, answer, reader)
                 ids: Sequence[int] = prompt[opened.cached :]
                 while not answer.finish_reason:
-                    draft, begun = turns.drafter.propose(answer.left - 1), time.monotonic()
+                    draft, begun = await turns.draft()
                     try:
                         async for notice in turns.feed.advance([*ids, *draft], spare=len(draft)):
                             yield notice
@@ -136,7 +136,7 @@ class PipelineOrchestrator:
                     ids = answer.token_ids[-1:]
                 finished = not answer.note
             finally:
-                self._sessions.release(session, keep=finished)
+                self._release(session, reader, keep=finished)
             done = _done(session, opened, turns)
             yield replace(done, construct_ms=(opened.at_s - started) * 1e3)
 
@@ -146,14 +146,31 @@ class PipelineOrchestrator:
         home: LocalModel | None,
         request: GenerationRequest,
         answer: Answer,
+        reader: TextReader | None,
     ) -> _Turns:
         failover = Failover(session, self._router, self._model.hidden_size, self._failover, home)
         feed = TokenFeed(self._model, session, failover, noise=self._settings.noise)
-        # Nothing is guessed under steering: a guess could drive values out of a number format's
-        # range where the answer itself never does.
         most = min(self._settings.draft_tokens, chunk_rows(self._model.hidden_size) - 1)
-        drafter = Drafter(answer.prompt, 0 if request.edits or not request.draft else most)
-        return _Turns(feed, self._head, drafter, Sampler(request.sampling, answer.prompt), answer)
+        drafter = Drafter(answer.prompt, most if _may_draft(request) else 0)
+        sampler = Sampler(request.sampling, answer.prompt)
+        return _Turns(feed, self._head, drafter, reader, sampler, answer)
+
+    def _reader(self, request: GenerationRequest, prompt: Sequence[int]) -> TextReader | None:
+        """The draft model, already reading the prompt; None where it is not to guess."""
+        draft = self._model.draft
+        if draft is None or not self._settings.draft_tokens or not _may_draft(request):
+            return None
+        reader = draft.read_along()
+        if reader is not None:
+            reader.prepare(prompt)
+        return reader
+
+    def _release(
+        self, session: GenerationSession, reader: TextReader | None, *, keep: bool
+    ) -> None:
+        if reader is not None:
+            reader.close()
+        self._sessions.release(session, keep=keep)
 
     def _in_turn(
         self,
@@ -222,6 +239,12 @@ class PipelineOrchestrator:
         return room if wanted is None else wanted
 
 
+def _may_draft(request: GenerationRequest) -> bool:
+    """Nothing is guessed under steering: a guess could drive values out of a number format's range
+    where the answer itself never does."""
+    return request.draft and not request.edits
+
+
 class _Opened(NamedTuple):
     """A session as it was when its answer began: when, with how many tokens in its caches."""
 
@@ -237,8 +260,21 @@ class _Turns:
     feed: TokenFeed
     head: OutputHead
     drafter: Drafter
+    reader: TextReader | None
     sampler: Sampler
     answer: Answer
+
+    async def draft(self) -> tuple[list[int], float]:
+        """What to send behind the last token, guessed from what the text said before or by the
+        draft model; and since when."""
+        begun = time.monotonic()
+        drafter, answer = self.drafter, self.answer
+        draft = drafter.propose(room := answer.left - 1)
+        if not draft and self.reader is not None and (count := drafter.wanted(room)):
+            draft = await self.reader.guess([*answer.prompt, *answer.token_ids], count)
+            if draft:
+                drafter.adopt(draft)
+        return draft, begun
 
     async def take(self, draft: Sequence[int], begun: float) -> list[TokenDelta]:
         """What the answer gains of a step that was begun then: a token, and one more after each of

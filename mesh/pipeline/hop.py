@@ -29,14 +29,17 @@ from mesh.pipeline.claims import Claim
 from mesh.pipeline.history import History, rows_of, slice_rows
 from mesh.pipeline.links import HopLink
 from mesh.pipeline.terms import SessionTerms
+from mesh.routing.cover import key_of
 from mesh.types import HopTiming, LayerRange, RouteHop
 from mesh.wire.messages import (
     Close,
+    CopyPrefix,
     Failure,
     Loading,
     Message,
     Opened,
     Park,
+    PrefixCopied,
     Result,
     Resume,
     Seal,
@@ -110,7 +113,7 @@ class HopSession:
         self._claim = claim
         self._patience = patience
         self._number = link.register(self)
-        self._opening: asyncio.Future[Opened | Sealed] | None = None
+        self._opening: asyncio.Future[Opened | PrefixCopied | Sealed] | None = None
         self._deadline: asyncio.Timeout | None = None
         self._limit_s = 0.0
         self._fed = 0
@@ -154,6 +157,21 @@ class HopSession:
         self._parked = self._resting = False
         self._claim.renew()
         await self._ask([Resume(self._number, self._terms.room(self.length))])
+
+    def can_begin_as(self, other: HopSession) -> bool:
+        """Whether the hop may copy what `other` holds there: same shard, layers and link."""
+        mine, theirs = self.hop, other.hop
+        same = key_of(mine.shard) == key_of(theirs.shard) and mine.layers == theirs.layers
+        is_there = self._link is other._link and self._link.copies_prefixes
+        return same and is_there and other.error is None
+
+    async def begin_as(self, other: HopSession, positions: int) -> int:
+        """Have the hop begin with the first `positions` of `other`; how many of them it holds.
+
+        To be asked right after `open`. Raises as `resume` does.
+        """
+        answer = await self._ask([CopyPrefix(self._number, other._number, positions)])
+        return answer.positions if isinstance(answer, PrefixCopied) else 0
 
     async def seal(self, timeout_s: float) -> list[dict[str, Any]]:
         """End the harvest; what the hop says of each file. Raises as `resume` does."""
@@ -265,7 +283,7 @@ class HopSession:
         """An answer of the hop."""
         if isinstance(message, Result):
             self._result(message)
-        elif isinstance(message, Opened | Sealed):
+        elif isinstance(message, Opened | PrefixCopied | Sealed):
             if self._opening is not None:
                 if not self._opening.done():
                     self._opening.set_result(message)
@@ -314,7 +332,7 @@ class HopSession:
 
     async def _ask(
         self, question: Sequence[Message], limit_s: float | None = None
-    ) -> Opened | Sealed:
+    ) -> Opened | PrefixCopied | Sealed:
         """The answer to what opens, resumes or seals; once more time where the hop loads."""
         self._limit_s = self._patience.answer_s if limit_s is None else limit_s
         self._opening = asyncio.get_running_loop().create_future()
@@ -483,6 +501,12 @@ class GenerationHop(HopSession):
         self.terms = self._terms = terms
         await self.resume()
 
+    def has_begun_as(self, other: GenerationHop, positions: int) -> None:
+        """The hop holds the first `positions` of `other`, and all behind it know them as well."""
+        self.history = other.history.copy()
+        self.history.cut(positions)
+        self.delivered = self._fed = positions
+
     def accept(self, tensor: WireTensor) -> None:
         """The next rows of input: remember them and send them on their way."""
         position = self.history.length
@@ -513,7 +537,7 @@ class GenerationHop(HopSession):
 
     async def _ask(
         self, question: Sequence[Message], limit_s: float | None = None
-    ) -> Opened | Sealed:
+    ) -> Opened | PrefixCopied | Sealed:
         try:
             return await super()._ask(question, limit_s)
         except (Busy, CacheFull):

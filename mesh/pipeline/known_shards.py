@@ -50,4 +50,6 @@ class KnownShards:
             is_self=shard.host == self._node_id,
             penalty=full + 2 * suspect + self._reputations.penalty(key),
             lot=self._claims.lot(key),
+            layer_ms=offer.layer_ms,
+            rtt_ms=0.0 if shard.host == self._node_id else offer.rtt_ms,
         )

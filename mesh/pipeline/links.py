@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from mesh.errors import ConnectFailed, LinkLost, MeshError, TokenRejected, UntrustedPeer, from_dict
 from mesh.types import Endpoint, NodeId
 from mesh.wire.link import Link
-from mesh.wire.messages import Drain, Failure, Message, Open, OpenTaps, takes_blobs
+from mesh.wire.messages import Drain, Failure, Message, Open, OpenTaps, copies_prefixes, takes_blobs
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ class HopLink:
     `is_draining`: its host asked that sessions move elsewhere while they can. `permit` makes the
     token that the host wants with what opens a session; None when it wants none. `lease_s` is how
     long the host keeps a session that is silent; None when it does not say. `takes_blobs`: whether
-    it understands `Blob`s, without which it takes no jobs.
+    it understands `Blob`s, without which it takes no jobs. `copies_prefixes`: whether a session may
+    begin as another does.
     """
 
     def __init__(self, endpoint: Endpoint, host: NodeId) -> None:
@@ -54,6 +55,7 @@ class HopLink:
         self.permit: Callable[[Open | OpenTaps], str] | None = None
         self.lease_s: float | None = None
         self.takes_blobs = False
+        self.copies_prefixes = False
         self._tending: asyncio.TimerHandle | None = None
         self._link: Link | None = None
         self._receivers: dict[int, SessionReceiver] = {}
@@ -64,6 +66,7 @@ class HopLink:
         """Start using `link`, whose handler this is."""
         self._link = link
         self.takes_blobs = takes_blobs(link.peer)
+        self.copies_prefixes = copies_prefixes(link.peer)
 
     @property
     def is_closed(self) -> bool:

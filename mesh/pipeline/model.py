@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -55,6 +56,32 @@ class Text(Protocol):
     def token_text(self, token_id: int) -> str:
         """One token on its own, for log-probabilities."""
 
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token and its id."""
+
+
+class TextReader(Protocol):
+    """A draft model that reads one answer; see `mesh.pipeline.draft_model.DraftReader`."""
+
+    def prepare(self, text: Sequence[int]) -> None:
+        """Read `text` while something else is waited for."""
+
+    async def guess(self, text: Sequence[int], count: int) -> list[int]:
+        """The `count` tokens that `text` may go on with; none where it cannot, or is too slow."""
+
+    def close(self) -> None:
+        """Guess no more."""
+
+
+class Drafting(Protocol):
+    """A draft model; see `mesh.pipeline.draft_model.DraftModel`."""
+
+    def read_along(self) -> TextReader | None:
+        """A reader for one more answer, or None; it is to be closed."""
+
+    def close(self) -> None:
+        """Guess no more."""
+
 
 @dataclass(frozen=True, slots=True)
 class AskerModel:
@@ -73,3 +100,5 @@ class AskerModel:
     head_rows: int = 1
     """Of how many rows, a power of two, the head may compute the logits at once: each has the bits
     that it has alone."""
+    draft: Drafting | None = None
+    """What guesses how answers go on, beside what they said before."""

@@ -21,7 +21,6 @@ from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import LoopClock, tick
 from mesh.errors import InternalError, MeshError, PipelineStalled, as_mesh_error
 from mesh.models.progress import Progress
-from mesh.pipeline.checkpoint import load_asker
 from mesh.pipeline.commands import (
     AskerOptions,
     AskerReady,
@@ -40,6 +39,7 @@ from mesh.pipeline.commands import (
     StartAsker,
 )
 from mesh.pipeline.dialing import secured
+from mesh.pipeline.draft_model import load_asker_and_draft
 from mesh.pipeline.engine import Engine
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.sessions import expire_regularly
@@ -93,7 +93,7 @@ class AskerProcess(Worker):
 
     def __init__(
         self,
-        load: LoadAsker = load_asker,
+        load: LoadAsker = load_asker_and_draft,
         *,
         engine: Engine | None = None,
         daemon: Daemon | None = None,
@@ -307,7 +307,7 @@ class AskerProcess(Worker):
         return InternalError(f"{type(error).__name__}: {error}.", fix="See the log.")
 
 
-def main(load: LoadAsker = load_asker) -> None:
+def main(load: LoadAsker = load_asker_and_draft) -> None:
     """Run until told to stop or until the daemon is gone."""
     torch.set_grad_enabled(False)
     asyncio.run(AskerProcess(load).run())

@@ -192,6 +192,19 @@ class Route:
         self.hops = await self._opened(pipeline.hops)
         self._note_served(pipeline.hops)
 
+    async def begin_as(self, other: Route, positions: int) -> int:
+        """Right after `open`: have every hop begin with what it holds of the first `positions` of
+        `other`; how many all hold. None where the routes differ. Raises HopLost."""
+        pairs = list(zip(self.hops, other.hops, strict=False))
+        if len(self.hops) != len(other.hops) or not all(a.can_begin_as(b) for a, b in pairs):
+            return 0
+        held = min(await self._each([mine.begin_as(theirs, positions) for mine, theirs in pairs]))
+        for mine, theirs in pairs:
+            mine.has_begun_as(theirs, held)
+        self._note_served(list(other._served.values()))
+        self.require_trust()
+        return held
+
     @property
     def pipeline(self) -> Pipeline:
         """What was picked, with the hops as they are now."""

@@ -2,9 +2,10 @@
 
 A finished generation's caches stay on its hops, parked, with the tokens they stand for. A later
 prompt of the same principal that begins with those tokens takes them over and prefills only what is
-new: that is what makes the second turn of a chat quick. Nobody else is told of them, not even by
-being quicker. Parked caches are bounded in number and age here, and may be dropped by the hops at
-any time; then the prompt is prefilled afresh.
+new: that is what makes the second turn of a chat quick. One that only begins as another text of the
+same principal does, with the same system prompt perhaps, gets copies of what the hops hold of that.
+Nobody else is told of them, not even by being quicker. Parked caches are bounded in number and age
+here, and may be dropped by the hops at any time; then the prompt is prefilled afresh.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mesh.clock import Clock
 from mesh.errors import LinkLost, MeshError
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 MAX_PARKED = 4
 PARKED_SECONDS = 600.0
 MAX_PARKED_BYTES = 512 << 20
+MIN_COPIED = 64
+"""Tokens in common that are worth another round trip before the first step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +41,8 @@ class GenerationSession:
     """The hops of one generation and the tokens whose states they hold.
 
     `fallback`: all hops are at home because the mesh could not; `may_go_home`: that may still be.
+    `steady`: so many of its tokens stay as they are while it is live. `lent`: how many others are
+    just copying from it, until when nobody goes on with it.
     """
 
     route: Route
@@ -47,6 +52,8 @@ class GenerationSession:
     may_go_home: bool = False
     token_ids: list[int] = field(default_factory=list)
     parked_at: float = 0.0
+    steady: int = 0
+    lent: int = 0
 
     def cut(self, position: int) -> None:
         """Forget every token from `position` on, in every hop."""
@@ -108,15 +115,32 @@ class Sessions:
             else:
                 session.failovers = 0
                 session.cut(common)
+                session.steady = len(prompt)
                 return self._register(session)
-        return await self.open_fresh(terms, total_layers)
+        return await self.open_fresh(terms, total_layers, prompt=prompt)
 
     async def open_fresh(
-        self, terms: SessionTerms, total_layers: int, delays_s: Sequence[float] = ()
+        self,
+        terms: SessionTerms,
+        total_layers: int,
+        delays_s: Sequence[float] = (),
+        *,
+        prompt: Sequence[int] = (),
     ) -> GenerationSession:
-        """A session with empty caches; raises as `acquire`. `delays_s` as in `open_route`."""
+        """A session with empty caches, or with copies of what another one holds of `prompt`.
+
+        Raises as `acquire`. `delays_s` as in `open_route`.
+        """
+
+        source, _ = self._most_alike(prompt, terms)
 
         def pick(refused: Collection[ShardKey]) -> Pipeline:
+            if (
+                source is not None
+                and not refused
+                and self._router.is_idle(source.route.pipeline.hops)
+            ):
+                return replace(source.route.pipeline, pipeline_id=_new_id())
             return self._router.pick(
                 terms.model_id,
                 terms.weights_sha256,
@@ -127,7 +151,13 @@ class Sessions:
             )
 
         async def opened(pipeline: Pipeline) -> GenerationSession:
-            return GenerationSession(await self._opened(pipeline, terms))
+            route = await self._opened(pipeline, terms)
+            try:
+                held = await self._begin_as(route, source, prompt)
+            except BaseException:
+                route.close()
+                raise
+            return GenerationSession(route, token_ids=list(prompt[:held]), steady=len(prompt))
 
         return self._register(await open_route(pick, opened, delays_s))
 
@@ -180,6 +210,39 @@ class Sessions:
         await route.open(pipeline)
         return route
 
+    async def _begin_as(
+        self, route: Route, source: GenerationSession | None, prompt: Sequence[int]
+    ) -> int:
+        """How many tokens of `prompt` the hops of a fresh route hold, copied from `source`.
+
+        Raises HopLost.
+        """
+        # It may be another's by now, or gone, since the route was picked.
+        if source is None or all(source is not each for each in self.known()):
+            return 0
+        source.lent += 1
+        try:
+            return await route.begin_as(source.route, self._in_common(source, prompt))
+        finally:
+            source.lent -= 1
+
+    def _in_common(self, session: GenerationSession, prompt: Sequence[int]) -> int:
+        """With how many of its tokens `prompt` begins, of those that it does not take back. One of
+        the prompt at least must be fed: its row is what the next token comes from."""
+        common = min(_common_prefix(session.token_ids, prompt), len(prompt) - 1)
+        return min(common, session.steady) if id(session) in self.live else common
+
+    def _most_alike(
+        self, prompt: Sequence[int], terms: SessionTerms
+    ) -> tuple[GenerationSession | None, int]:
+        """The session that has most in common with `prompt`, if that is worth it; how much."""
+        source, common = None, MIN_COPIED - 1
+        for session in self.known():
+            shared = self._in_common(session, prompt)
+            if shared > common and _are_alike(session.route.terms, terms):
+                source, common = session, shared
+        return source, common
+
     def _park(self, session: GenerationSession) -> bool:
         try:
             session.route.park()
@@ -203,10 +266,7 @@ class Sessions:
     ) -> tuple[GenerationSession, int] | None:
         best: tuple[int, GenerationSession] | None = None
         for session in self._parked:
-            kept = session.route.terms
-            if kept.principal != terms.principal:
-                continue
-            if kept.wire_dtype is not terms.wire_dtype or kept.edits != terms.edits:
+            if session.lent or not _are_alike(session.route.terms, terms):
                 continue
             if session.fallback and not at_home:
                 continue
@@ -216,7 +276,12 @@ class Sessions:
             # conversation, which would lose it.
             if 2 * common >= len(session.token_ids) and (best is None or common > best[0]):
                 best = (common, session)
-        if best is None or best[0] == 0:
+        # What another has more in common is copied instead; then each conversation keeps its own.
+        if (
+            best is None
+            or best[0] == 0
+            or best[0] + MIN_COPIED <= self._most_alike(prompt, terms)[1]
+        ):
             return None
         self._parked.remove(best[1])
         return best[1], best[0]
@@ -236,6 +301,13 @@ class Sessions:
             return 0
         accounts = [session.route.terms.principal.account for session in self._parked]
         return accounts.index(max(accounts, key=accounts.count))
+
+
+def _are_alike(one: SessionTerms, other: SessionTerms) -> bool:
+    """Whether what was computed on these terms would be the same on the other, for the same
+    caller."""
+    same_caller = one.principal == other.principal
+    return same_caller and one.wire_dtype is other.wire_dtype and one.edits == other.edits
 
 
 def _new_id() -> str:

@@ -6,19 +6,16 @@ Passes requests to the right process and its frames on to whoever reads them. Co
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from msgspec import structs
 
 from mesh.errors import (
-    ExperimentalDisabled,
     InternalError,
     MeshError,
-    ModelNotFound,
     PipelineStalled,
 )
 from mesh.pipeline.commands import (
@@ -39,14 +36,19 @@ from mesh.pipeline.commands import (
     RoutableShards,
     StartAsker,
 )
-from mesh.pipeline.entrance import Entrance
-from mesh.pipeline.live import LiveCounts
 from mesh.processes.attempts import Attempts
 from mesh.processes.lifecycle import Ending, SilenceLimits
 from mesh.processes.messages import Cancel, Failed, Handlers, Message
 from mesh.processes.supervisor import Supervisor
 from mesh.processes.tasks import end, spawn
-from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, ShardId, StreamFrame
+from mesh.types import (
+    GenerationRequest,
+    LayerRange,
+    ModelId,
+    RouteHop,
+    ShardId,
+    StreamFrame,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +130,11 @@ class AskerSupervisor(Supervisor):
     def is_ready(self) -> bool:
         """Whether requests are answered now."""
         return self.is_up and self.error is None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody waits for what it was asked."""
+        return bool(self._streams)
 
     async def stop(self) -> None:
         """End the process and wait for it."""
@@ -299,79 +306,3 @@ class AskerSupervisor(Supervisor):
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-class Askers:
-    """All askers of a node: the HTTP API's `mesh.api.services.Generations`."""
-
-    def __init__(
-        self,
-        askers: dict[ModelId, AskerSupervisor],
-        *,
-        entrance: Entrance,
-        why_disabled: Callable[[ModelId], str | None],
-        prepared: Callable[[GenerationRequest], Awaitable[GenerationRequest]],
-        on_frame: Callable[[StreamFrame], None],
-        counts: LiveCounts,
-    ) -> None:
-        """`prepared` looks up what a request names only, such as edits; it may raise. Every frame
-        goes through `on_frame`, and is counted on `counts`."""
-        self._askers = askers
-        self._entrance = entrance
-        self._why_disabled = why_disabled
-        self._prepared = prepared
-        self._on_frame = on_frame
-        self._counts = counts
-
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamFrame, None]:
-        """Frames of a generation, `Done` last.
-
-        Raises:
-            ModelNotFound: this node has no ends of the model.
-            Busy: `max_concurrent_pipelines` generations run already, and waiting did not help.
-            ExperimentalDisabled: distributed inference is switched off here.
-        """
-        request = await self._prepared(request)
-        asker = self._asker_of(request)
-        entering = self._entrance.enter(request.request_id, request.principal)
-        try:
-            async with contextlib.aclosing(entering):
-                async for queued in entering:
-                    yield queued
-            with self._counts.counting(request) as seen:
-                async with contextlib.aclosing(asker.generate(request)) as frames:
-                    async for frame in frames:
-                        self._on_frame(frame)
-                        seen(frame)
-                        yield frame
-        finally:
-            self._entrance.leave(request.request_id)
-
-    async def lens(self, request: GenerationRequest, top: int) -> dict[str, Any]:
-        """What each layer would say next, see `mesh.pipeline.lens`; raises as `generate` does."""
-        request = await self._prepared(request)
-        asker = self._asker_of(request)
-        entering = self._entrance.enter(request.request_id, request.principal)
-        try:
-            async with contextlib.aclosing(entering):
-                async for _ in entering:
-                    pass
-            return await asker.lens(request, top)
-        finally:
-            self._entrance.leave(request.request_id)
-
-    # Private
-
-    def _asker_of(self, request: GenerationRequest) -> AskerSupervisor:
-        asker = self._askers.get(request.model)
-        if asker is None:
-            known = ", ".join(sorted(self._askers)) or "none"
-            raise ModelNotFound(
-                f"this node cannot ask for {request.model!r}; it can ask for: {known}.",
-                fix="Start it with `--model PATH=ID` (and `--layers none` to hold no layers).",
-                param="model",
-            )
-        disabled = self._why_disabled(request.model)
-        if disabled is not None:
-            raise ExperimentalDisabled(disabled, fix="Set research.distributed_inference.enabled.")
-        return asker

@@ -34,6 +34,7 @@ WARM_MODULES = (
     "mesh.shard.process",
     "mesh.pipeline.process",
     "mesh.interventions.jobs.process",
+    "mesh.transfers.process",
 )
 """What a node's processes run, imported ahead with all that they import."""
 

@@ -10,11 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mesh.errors import NoRoute
 from mesh.types import LayerRange, RouteHop, ShardDescriptor
 
 LAN_HOP_WEIGHT = 1.0
+Policy = Literal["auto", "greedy", "cheapest"]
+"""How a route is chosen: ``greedy`` as the specification says; where all was measured, ``cheapest``
+by cost (`mesh.routing.cheapest`), and ``auto`` so too if that is clearly cheaper."""
+
 QUANTISED = frozenset({"int8", "int4"})
 """The dtypes of shards whose weights are in few bits."""
 
@@ -30,7 +35,8 @@ class Candidate:
     `hop_weight` is the price of reaching it: 1 on the same LAN, more beyond. `streams_left` counts
     the sessions it may still open; 0 takes it out of the choice. `penalty` ranks shards that
     recently failed behind all others (0: never failed). Of equals the one with the lowest `lot` is
-    taken.
+    taken. `layer_ms` is what a layer of a decode step took there lately, `rtt_ms` the way there and
+    back; None where nobody has measured it.
     """
 
     descriptor: ShardDescriptor
@@ -40,6 +46,8 @@ class Candidate:
     is_self: bool = False
     penalty: int = 0
     lot: float = 0.0
+    layer_ms: float | None = None
+    rtt_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +55,14 @@ class CoverRules:
     """The limits of one request's route. Layers in `home` run on the asker's own shards only.
 
     Layers in 16 or 32 bit, in 8 and in 4 are three different models, so one route has only one of
-    them, unless `mix_formats`.
+    them, unless `mix_formats`. `policy` is for `mesh.routing.cheapest.cover`.
     """
 
     max_shards: int = 16
     allow_self_as_first: bool = False
     home: tuple[LayerRange, ...] = ()
     mix_formats: bool = False
+    policy: Policy = "auto"
 
     def keeps(self, layer: int) -> bool:
         """Whether a layer has to run at home."""
@@ -95,14 +104,14 @@ def greedy_cover(
     if rules.mix_formats:
         return _cover(candidates, free, span, rules, exclude, like)
     refusal: NoRoute | None = None
-    for name in [_format(like)] if like is not None else _formats(free, span, rules):
-        same = [c for c in free if _format(c.descriptor) == name]
+    for name in [format_of(like)] if like is not None else _formats(free, span, rules):
+        same = [c for c in free if format_of(c.descriptor) == name]
         try:
             return _cover(candidates, same, span, rules, exclude, like)
         except NoRoute as error:
             refusal = refusal or error
     held = [c for c in free if _overlaps(c.descriptor.layer_range, span)]
-    if len({_format(c.descriptor) for c in held}) > 1 and not missing_layers(held, span):
+    if len({format_of(c.descriptor) for c in held}) > 1 and not missing_layers(held, span):
         raise _only_mixed(held, span)
     raise refusal or _no_route(candidates, span, exclude)
 
@@ -111,11 +120,11 @@ def _formats(usable: Sequence[Candidate], span: LayerRange, rules: CoverRules) -
     """The formats of shards that a cover of `span` may begin with, in the order of their rank."""
     first = [c for c in usable if span.start in c.descriptor.layer_range]
     first.sort(key=lambda c: _rank(c, first=span.start == 0, rules=rules, like=None))
-    return list(dict.fromkeys(_format(c.descriptor) for c in first))
+    return list(dict.fromkeys(format_of(c.descriptor) for c in first))
 
 
-def _format(shard: ShardDescriptor) -> str:
-    """``int8``, ``int4``, or an empty string for what is not quantised."""
+def format_of(shard: ShardDescriptor) -> str:
+    """What all of a route have: ``int8``, ``int4``, or an empty string for no such format."""
     return shard.dtype if shard.dtype in QUANTISED else ""
 
 
@@ -204,7 +213,7 @@ def _rank(
     return (
         candidate.penalty,
         avoided,
-        _unlikeness(candidate.descriptor, like),
+        unlikeness(candidate.descriptor, like),
         candidate.hop_weight >= FAR_HOP_WEIGHT,
         candidate.queue_depth,
         candidate.hop_weight,
@@ -214,7 +223,7 @@ def _rank(
     )
 
 
-def _unlikeness(one: ShardDescriptor, other: ShardDescriptor | None) -> int:
+def unlikeness(one: ShardDescriptor, other: ShardDescriptor | None) -> int:
     """0 for the same results to the last bit; another number format counts most."""
     if other is None:
         return 0

@@ -7,7 +7,8 @@ from datetime import datetime
 from typing import Protocol
 
 from mesh.errors import NoRoute, WeightsMismatch
-from mesh.routing.cover import Candidate, CoverRules, ShardKey, greedy_cover, missing_layers
+from mesh.routing import cheapest
+from mesh.routing.cover import Candidate, CoverRules, ShardKey, key_of, missing_layers
 from mesh.types import LayerRange, ModelId, Pipeline, RouteHop, ShardDescriptor
 
 UNSERVED = (NoRoute, WeightsMismatch)
@@ -47,6 +48,17 @@ class ShardRouter:
         hops = self.cover(model_id, weights_sha256, LayerRange(0, total_layers), exclude)
         return Pipeline(pipeline_id, model_id, weights_sha256, total_layers, hops, now)
 
+    def is_idle(self, hops: Sequence[RouteHop]) -> bool:
+        """Whether each of these shards is still there, has not failed and has nothing to do."""
+        now = {key_of(hop.shard) for hop in hops}
+        return now == {
+            key
+            for candidate in self._store.candidates(hops[0].shard.model_id)
+            if (key := key_of(candidate.descriptor)) in now
+            and not (candidate.penalty or candidate.queue_depth)
+            and candidate.streams_left > 0
+        }
+
     def repick(
         self, pipeline: Pipeline, lost: int, exclude: Collection[ShardKey]
     ) -> tuple[RouteHop, ...]:
@@ -79,7 +91,7 @@ class ShardRouter:
         everyone = self._store.candidates(model_id)
         same = [c for c in everyone if c.descriptor.weights_sha256 == weights_sha256]
         try:
-            return greedy_cover(same, span, self._rules, exclude, like)
+            return cheapest.cover(same, span, self._rules, exclude, like)
         except NoRoute:
             other = [c for c in everyone if c.descriptor.weights_sha256 != weights_sha256]
             if other and missing_layers(same, span) and not missing_layers(everyone, span):

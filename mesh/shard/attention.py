@@ -112,7 +112,7 @@ def ragged_attention(
     **_ignored: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function; returns (batch, rows, heads, width)."""
-    attend = _attend if softcap is None else _softcapped(softcap)
+    attend = attention_of(softcap)
     if isinstance(key, list) or isinstance(value, list):
         outputs = [
             attend(query[i : i + 1], key[i], value[i], attention_mask, scaling)
@@ -148,6 +148,18 @@ def register() -> None:
     AttentionInterface.register(CHECKING_NAME, checked_attention)
     AttentionMaskInterface.register(NAME, rule_mask)
     AttentionMaskInterface.register(CHECKING_NAME, checked_rule_mask)
+
+
+Attend = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, CausalRule, float | None], torch.Tensor
+]
+"""Of (1, heads, rows, width) queries, (1, kv heads, keys, width) keys and values, the rule and the
+scale: (1, heads, rows, width)."""
+
+
+def attention_of(softcap: float | None) -> Attend:
+    """The attention of one session."""
+    return _attend if softcap is None else _softcapped(softcap)
 
 
 def _visible(
@@ -205,7 +217,7 @@ def _half_is_fast() -> bool:
     return cpu_has_amx()
 
 
-def _softcapped(softcap: float) -> Callable[..., torch.Tensor]:
+def _softcapped(softcap: float) -> Attend:
     def attend(
         query: torch.Tensor,
         key: torch.Tensor,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mesh.capacity import Device
 from mesh.errors import MeshError
 from mesh.processes.messages import Message, Start
 from mesh.shard.room import Memory
@@ -91,6 +92,14 @@ class Load(Message, frozen=True):
     because: str = ""
 
 
+class Unload(Message, frozen=True):
+    """Serve this shard no longer: its sessions get `grace_s` to move elsewhere, then its memory is
+    given back. One that is not here, or has just been asked for, is unloaded all the same."""
+
+    shard_id: ShardId
+    grace_s: float
+
+
 class RevokeTokens(Message, frozen=True):
     """Exactly these tokens are revoked: sessions that were opened with one of them end."""
 
@@ -103,7 +112,28 @@ class Pause(Message, frozen=True):
     paused: bool
 
 
+class Measure(Message, frozen=True):
+    """To the process that measures: how fast is this device, with so many threads (0: as kept in
+    `threads_dir`)."""
+
+    device: str
+    threads: int
+    threads_dir: Path | None
+
+
 # Answers
+
+
+class Measured(Message, frozen=True):
+    """How fast the device is, and its memory as it is now."""
+
+    device: Device
+
+
+class NotMeasured(Message, frozen=True):
+    """The device could not be measured."""
+
+    error: MeshError
 
 
 class Listening(Message, frozen=True):
@@ -135,6 +165,14 @@ class Withdrawn(Message, frozen=True):
 
     shard_id: ShardId
     error: MeshError
+
+
+class Unloaded(Message, frozen=True):
+    """A shard is gone from this process, and so is what it took; `sessions` did not move in time
+    and were ended."""
+
+    shard_id: ShardId
+    sessions: int = 0
 
 
 class Paused(Message, frozen=True):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import transformers
 
 from mesh.errors import BadValue
+from mesh.models.gguf.container import BLOCK_TYPES
 from mesh.processes.headroom import Headroom
 from mesh.shard.compiled.formats import BITS, Quant
 
@@ -86,12 +87,15 @@ def choose_dtype(
             )
         return Choice(DTYPES[requested], f"dtype {requested}: as requested")
     stored = short_dtype_name(stored)
+    in_blocks = stored.upper() in BLOCK_TYPES and device.type != "cpu"
+    why = f"weights are stored in blocks, {stored}" if in_blocks else "as stored"
+    stored = "bf16" if in_blocks else stored
     if stored not in DTYPES or stored == "fp32":
         return Choice(torch.float32, f"dtype fp32: weights are stored as {stored}")
     if device.type != "cpu":
         if stored == "bf16" and not _has_bf16(device):
             return Choice(torch.float16, f"dtype fp16: {device.type} here has no bf16")
-        return Choice(DTYPES[stored], f"dtype {stored}: as stored")
+        return Choice(DTYPES[stored], f"dtype {stored}: {why}")
     if stored in (cpu_fast_dtypes() if fast is None else fast):
         return Choice(DTYPES[stored], f"dtype {stored}: as stored, the CPU computes in it")
     return Choice(torch.float32, f"dtype fp32: this CPU has no fast {stored} arithmetic")
@@ -109,7 +113,7 @@ def choose_quant(requested: str, device: torch.device) -> Choice[Quant | None]:
             param="quant",
         )
     if requested == "none":
-        better = "; int8 is twice as fast on a CPU or more" if device.type == "cpu" else ""
+        better = "; int8 is faster on a CPU" if device.type == "cpu" else ""
         return Choice(None, f"quant none: weights as the dtype has them{better}")
     if device.type != "cpu":
         if requested == "auto":
@@ -120,7 +124,7 @@ def choose_quant(requested: str, device: torch.device) -> Choice[Quant | None]:
             param="quant",
         )
     if requested == "auto":
-        return Choice("int8", "quant int8: twice as fast on a CPU or more, and close to exact")
+        return Choice("int8", "quant int8: faster on a CPU, and close to exact")
     return Choice(cast("Quant", requested), f"quant {requested}: as requested")
 
 

@@ -16,7 +16,7 @@ from mesh.types import LayerRange, ShardMemory
 SPARE_MB = 64
 """What allocators, kernels and a runtime's own tables take beside everything that is counted."""
 
-_FLOATING = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+_WHOLE = frozenset({"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
 
 
 def estimate(
@@ -36,17 +36,21 @@ def estimate(
     plain = weight_bytes(manifest.layer_tensors(layers), itemsize)
     weights = math.ceil(plain * (weight_size or itemsize) / itemsize)
     one_layer = math.ceil(plain / len(layers))
-    text = _text(manifest.config)
-    hidden = manifest.hidden_size
-    wide = _number(text, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
-    # fp32, whatever the weights are: inputs, projections and both sides of the gate; then a mask.
-    longest = min(kv_tokens, manifest.max_positions or kv_tokens)
-    activations = rows * (8 * hidden + 3 * wide) * 4 + rows * longest * 4
+    activations = computing_bytes(manifest, rows, kv_tokens)
     return ShardMemory(
         weights_mb=_mb(weights),
         caches_mb=_mb(kv_tokens * position_bytes(manifest, layers, itemsize)),
         headroom_mb=SPARE_MB + _mb(one_layer + activations),
     )
+
+
+def computing_bytes(manifest: Manifest, rows: int, context: int) -> int:
+    """What computing so many rows behind so many positions takes beside weights and caches."""
+    text, hidden = _text(manifest.config), manifest.hidden_size
+    wide = _number(text, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden
+    # fp32, whatever the weights are: inputs, projections and both sides of the gate; then a mask.
+    longest = min(context, manifest.max_positions or context)
+    return rows * (8 * hidden + 3 * wide) * 4 + rows * longest * 4
 
 
 def ends_mb(manifest: Manifest, itemsize: int) -> int:
@@ -59,7 +63,7 @@ def ends_mb(manifest: Manifest, itemsize: int) -> int:
 def weight_bytes(tensors: Iterable[TensorEntry], itemsize: int) -> int:
     """Of these tensors once the floating ones are in a dtype of `itemsize` bytes."""
     return sum(
-        math.prod(entry.shape) * itemsize if entry.dtype in _FLOATING else entry.nbytes
+        entry.nbytes if entry.dtype in _WHOLE else math.prod(entry.shape) * itemsize
         for entry in tensors
     )
 

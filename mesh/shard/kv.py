@@ -78,6 +78,23 @@ class SessionCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """The forward over `rows` positions succeeded; they count from now on."""
         self.length += rows
 
+    def copy(self, other: SessionCache, stop: int) -> None:
+        """Take over the positions of `other` from `length` up to `stop`, which it holds.
+
+        Raises ContextTooLong beyond `max_tokens`.
+        """
+        start, rows = self.length, stop - self.length
+        self.reserve(rows)
+        for mine, theirs in ((self._keys, other._keys), (self._values, other._values)):
+            for index, tensor in enumerate(theirs):
+                if tensor is None:  # a layer that this session does not run
+                    continue
+                held = mine[index]
+                if held is None:
+                    held = mine[index] = self._new(tensor)
+                held[:, :, start:stop] = tensor[:, :, start:stop]
+        self.commit(rows)
+
     def _grown(self, old: torch.Tensor | None, capacity: int) -> torch.Tensor | None:
         if old is None:
             return None
@@ -132,7 +149,7 @@ class BatchCache(Cache):  # type: ignore[misc]
 
     def __init__(self, caches: Sequence[SessionCache]) -> None:
         super().__init__(layers=[])
-        self._caches = caches
+        self.caches = caches
 
     def update(
         self,
@@ -145,18 +162,18 @@ class BatchCache(Cache):  # type: ignore[misc]
         """Write each session's row to its own cache; returns their views in the same order."""
         rows = [
             cache.update(key_states[i : i + 1], value_states[i : i + 1], layer_idx)
-            for i, cache in enumerate(self._caches)
+            for i, cache in enumerate(self.caches)
         ]
         return [keys for keys, _ in rows], [values for _, values in rows]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Of no session in particular: the positions come with the step."""
-        return self._caches[0].length
+        return self.caches[0].length
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Of no session in particular: the positions come with the step."""
-        return self._caches[0].length
+        return self.caches[0].length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Of no session in particular: a single row sees all that its window covers."""
-        return self._caches[0].length + query_length, 0
+        return self.caches[0].length + query_length, 0

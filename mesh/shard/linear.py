@@ -1,13 +1,17 @@
 """Faster matrix products for the linear layers of a loaded span.
 
 On a CPU, oneDNN's blocked weight layout reads memory faster than `F.linear` does: twice as fast in
-bf16, a fifth in fp32, and more than that for a few rows at once. The last bits differ from those
-that transformers gives. Knows nothing of attention, caches or what the layers mean.
+bf16, a fifth in fp32, and more than that for a few rows at once. Where fp32 is computed because the
+CPU has no arithmetic for the 16 bits that the weights are stored in, fbgemm keeps them in 16 bits
+and widens them on the way: half the memory to read. The last bits differ from those that
+transformers gives. Knows nothing of attention, caches or what the layers mean.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,9 +20,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mesh.models.progress import Progress
+from mesh.shard.device import DTYPES, short_dtype_name
 
 PLAIN = "plain"
 PACKED = "onednn-packed"
+HALVED = "fbgemm-fp16"
 
 _SMALL_BYTES = 1 << 20
 
@@ -28,17 +34,37 @@ _TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-5}
 # Torch has no public name for these two; what they give is checked before they are used.
 _OPS = torch.ops.mkldnn
 
+_QUANTIZED = torch.ops.quantized
+
+_LARGEST = torch.finfo(torch.float16).max
+
+Place = tuple[nn.Module, str]
+"""A linear layer by the module that it is in and its name there. It holds no weight alive."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Which kernel the linear layers run (`PLAIN` or `PACKED`), and why."""
+    """Which kernel the linear layers run (`PLAIN`, `PACKED` or `HALVED`), and why."""
 
     name: str
     reason: str
 
 
-class PackedLinear(nn.Module):
-    """A linear layer on the CPU with its weight in oneDNN's own layout (inference only)."""
+class Packed(nn.Module):
+    """A linear layer in a library's own layout (inference only)."""
+
+    in_features: int
+    out_features: int
+    weight_bytes: int
+    """What weight and bias take; a layout of a library's own does not tell."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(…, in_features) -> (…, out_features)."""
+        raise NotImplementedError
+
+
+class PackedLinear(Packed):
+    """In oneDNN's layout, in the dtype that is computed in."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -48,14 +74,55 @@ class PackedLinear(nn.Module):
         # A copy: the original may lie in a mapping of the whole file, which it would keep alive.
         self.bias = None if bias is None else bias.clone()
         self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-        """What both take; a layout of oneDNN's own does not tell."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, in_features) -> (…, out_features)."""
+        """See `Packed`."""
         output: torch.Tensor = _OPS._linear_pointwise(  # noqa: SLF001
             x, self.packed, self.bias, "none", [], ""
         )
         return output
+
+
+class HalvedLinear(Packed):
+    """In fbgemm's layout: weights in fp16, rows and sums in fp32.
+
+    Torch shows no memory of it: `answer` is how to find out whether it is still what it was.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        wide = None if bias is None else bias.float().clone()
+        self._packed = _QUANTIZED.linear_prepack_fp16(weight.float().contiguous(), wide)
+        self.weight_bytes = 2 * weight.numel() + (0 if wide is None else wide.nbytes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Packed`; fp32."""
+        output: torch.Tensor = _QUANTIZED.linear_dynamic_fp16(x, self._packed)
+        return output
+
+    def answer(self) -> torch.Tensor:
+        """(out_features,) fp32: what it makes of a row that is always the same. Every weight has a
+        part in it."""
+        return self.forward(torch.linspace(-1, 1, self.in_features)[None])[0]
+
+
+class Rows(nn.Module):
+    """The rows `first`.. of a product that is packed as one, as the linear layer they were.
+
+    Computes the whole of it: for what goes through a model's own modules.
+    """
+
+    def __init__(self, whole: Packed, first: int, count: int) -> None:
+        super().__init__()
+        self.whole = whole
+        self.first = first
+        self.in_features, self.out_features = whole.in_features, count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(…, in_features) -> (…, out_features)."""
+        output: torch.Tensor = self.whole(x)[..., self.first : self.first + self.out_features]
+        return output.contiguous()
 
 
 def packed_memory(tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -65,57 +132,131 @@ def packed_memory(tensor: torch.Tensor) -> tuple[int, int] | None:
     return int(_OPS.data_ptr(tensor)), int(_OPS._nbytes(tensor))  # noqa: SLF001
 
 
+def kept_dtype(
+    requested: str, stored: str, dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """The dtype that weights stored as `stored` are kept in where `dtype` is computed.
+
+    Theirs, where they have 16 bits that this CPU has no arithmetic for, nobody asked for fp32, and
+    torch has kernels for that; otherwise `dtype`.
+    """
+    own = DTYPES.get(short_dtype_name(stored), torch.float32)
+    if requested != "auto" or device.type != "cpu" or dtype != torch.float32:
+        return dtype
+    return own if halving_fails() is None else dtype
+
+
 def choose_kernels(
     module: nn.Module,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    *,
+    halved: bool = False,
+    together: Sequence[Sequence[Place]] = (),
 ) -> Kernels:
-    """Replace the linear layers of `module` where that pays, freeing their old weights."""
+    """Replace the linear layers of `module` where that pays, freeing their old weights.
+
+    Each of `together` becomes one product: its layers read the same rows. `halved`: the weights
+    are still as they are stored, in 16 bit, and `dtype` is fp32; afterwards everything of `module`
+    is. Where those kernels are not to be had, all of it becomes fp32, and is packed as such.
+    """
     if dtype not in _TOLERANCE or device.type != "cpu":
         return Kernels(PLAIN, "kernels plain: packed weights are for bf16 and fp32 on the CPU")
-    why_not = _packing_fails(dtype)
+    kind: type[Packed] = PackedLinear
+    if halved:
+        kind = HalvedLinear if halving_fails() is None else kind
+        if kind is PackedLinear:
+            module.float()
+    why_not = None if kind is HalvedLinear else _packing_fails(dtype)
     if why_not is not None:
         return Kernels(PLAIN, f"kernels plain: {why_not}")
-    # Names first: a list of the layers themselves would keep every old weight alive.
-    places = [
-        (parent, name)
-        for parent in module.modules()
-        for name, child in parent.named_children()
-        if type(child) in (nn.Linear, Conv1D)
-    ]
-    progress = progress or Progress()
-    progress.begin("packing", sum(map(_size, places)))
-    replaced = 0
-    for place in places:
-        size = _size(place)  # known before only
-        replaced += _replace(*place)
-        progress.add(size)
+    replaced = _pack_all(_groups(module, together), kind, progress or Progress())
+    if kind is HalvedLinear:
+        module.float()
     if not replaced:
         return Kernels(PLAIN, "kernels plain: no linear layer to pack")
     _leave_the_file(module)
+    if kind is HalvedLinear:
+        reason = f"kernels {HALVED}: {replaced} layers in 16 bit, computed in fp32 and checked"
+        return Kernels(HALVED, reason)
     return Kernels(
         PACKED,
         f"kernels {PACKED}: {replaced} layers of {str(dtype)[6:]} on the CPU, packed and checked",
     )
 
 
-def _size(place: tuple[nn.Module, str]) -> int:
-    layer: Any = place[0].get_submodule(place[1])
-    size: int = layer.weight.nbytes
-    return size
+def _groups(module: nn.Module, together: Sequence[Sequence[Place]]) -> list[list[Place]]:
+    """Every linear layer, those of a product together."""
+    first = {(id(parent), name): list(group) for group in together for parent, name in group[:1]}
+    later = {(id(parent), name) for group in together for parent, name in group[1:]}
+    groups = []
+    # Names: a list of the layers themselves would keep every old weight alive.
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            place = id(parent), name
+            if type(child) in (nn.Linear, Conv1D) and place not in later:
+                groups.append(first.get(place, [(parent, name)]))
+    return groups
 
 
-def _replace(parent: nn.Module, name: str) -> bool:
-    layer: Any = parent.get_submodule(name)
-    weight = layer.weight.detach()
-    if isinstance(layer, Conv1D):
-        weight = weight.t()
-    packed = PackedLinear(weight, None if layer.bias is None else layer.bias.detach())
-    if not _agrees(packed, weight):
+def _pack_all(groups: list[list[Place]], kind: type[Packed], progress: Progress) -> int:
+    """How many layers were replaced."""
+    progress.begin("packing", sum(map(_size, groups)))
+    replaced = 0
+    for group in groups:
+        size = _size(group)  # known before only
+        if _replace(group, kind):
+            replaced += len(group)
+        else:
+            replaced += sum(_replace([place], kind) for place in group if len(group) > 1)
+        progress.add(size)
+    return replaced
+
+
+def _size(group: list[Place]) -> int:
+    layers: list[Any] = [parent.get_submodule(name) for parent, name in group]
+    return sum(layer.weight.nbytes for layer in layers)
+
+
+def _replace(group: list[Place], kind: type[Packed]) -> bool:
+    layers: list[Any] = [parent.get_submodule(name) for parent, name in group]
+    weights = [
+        layer.weight.detach().t() if isinstance(layer, Conv1D) else layer.weight.detach()
+        for layer in layers
+    ]
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    if kind is HalvedLinear and not _halves(weight):
         return False
-    setattr(parent, name, packed)
+    packed = kind(weight, _bias(layers, weights))
+    if not _agrees(packed, weight, _bias(layers, weights)):
+        return False
+    first = 0
+    for (parent, name), rows in zip(group, weights, strict=True):
+        setattr(parent, name, packed if len(group) == 1 else Rows(packed, first, len(rows)))
+        first += len(rows)
     return True
+
+
+def _bias(layers: Sequence[Any], weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    biases = [layer.bias for layer in layers]
+    if all(bias is None for bias in biases):
+        return None
+    return torch.cat(
+        [
+            weight.new_zeros(len(weight)) if bias is None else bias.detach()
+            for bias, weight in zip(biases, weights, strict=True)
+        ]
+    )
+
+
+def _halves(weight: torch.Tensor) -> bool:
+    """Whether fp16 has these numbers, which fbgemm would cut off silently.
+
+    bf16 has fewer digits, and more range than weights need; what is below the smallest normal
+    number of fp16 loses digits that no product shows.
+    """
+    return bool(weight.abs().max() <= _LARGEST)
 
 
 def _leave_the_file(module: nn.Module) -> None:
@@ -125,11 +266,29 @@ def _leave_the_file(module: nn.Module) -> None:
             parameter.data = parameter.data.clone()
 
 
-def _agrees(packed: PackedLinear, weight: torch.Tensor) -> bool:
+def _agrees(packed: Packed, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    exact = isinstance(packed, HalvedLinear)
     probe = torch.linspace(-1, 1, packed.in_features, dtype=weight.dtype).expand(2, -1)
-    expected = F.linear(probe, weight, packed.bias).float()
+    if exact:
+        probe, weight = probe.float(), weight.float()
+        bias = None if bias is None else bias.float()
+    expected = F.linear(probe, weight, bias).float()
     error = (packed(probe).float() - expected).norm()
     return bool(error <= _TOLERANCE[weight.dtype] * expected.norm() + 1e-6)
+
+
+@cache
+def halving_fails() -> str | None:
+    """Why no weights can be kept in 16 bit where fp32 is computed; None when they can."""
+    if not all(hasattr(_QUANTIZED, op) for op in ("linear_prepack_fp16", "linear_dynamic_fp16")):
+        return "this torch has no fp16 linear operator"
+    weight = torch.eye(32)
+    try:
+        with torch.inference_mode():
+            same = _agrees(HalvedLinear(weight, None), weight, None)
+    except RuntimeError as error:
+        return f"the fp16 linear operator failed ({error})"
+    return None if same else "the fp16 linear operator gave other results"
 
 
 def _packing_fails(dtype: torch.dtype) -> str | None:
@@ -142,7 +301,7 @@ def _packing_fails(dtype: torch.dtype) -> str | None:
     weight = torch.eye(32, dtype=dtype)
     try:
         with torch.inference_mode():
-            same = _agrees(PackedLinear(weight, None), weight)
+            same = _agrees(PackedLinear(weight, None), weight, None)
     except RuntimeError as error:
         return f"the packed linear operator failed ({error})"
     return None if same else "the packed linear operator gave other results"

@@ -17,13 +17,15 @@ from mesh.errors import BadRequest, MeshError, VersionMismatch, as_mesh_error
 from mesh.models.edits import assemble
 from mesh.shard.failures import device_failed
 from mesh.shard.permits import Permits
-from mesh.shard.sessions import Session, gone
+from mesh.shard.sessions import ChatSession, Session, gone
 from mesh.shard.steering import EditParts
 from mesh.types import NodeId
 from mesh.wire.link import Link
 from mesh.wire.messages import (
     Blob,
     Close,
+    CopyPrefix,
+    Drain,
     Failure,
     Loading,
     Message,
@@ -32,6 +34,7 @@ from mesh.wire.messages import (
     OpenPart,
     OpenTaps,
     Park,
+    PrefixCopied,
     Result,
     Resume,
     Seal,
@@ -41,6 +44,7 @@ from mesh.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from mesh.shard.server import ShardServer
     from mesh.shard.service import ShardService
 
 logger = logging.getLogger(__name__)
@@ -102,6 +106,17 @@ class LinkSessions:
             if (session := self._sessions.get(number)) is not None
         ]
 
+    def uses(self, server: ShardServer) -> bool:
+        """Whether a generation on this link has a session of this shard."""
+        return any(
+            isinstance(session, ChatSession) and session.server is server
+            for session in self._sessions.values()
+        )
+
+    def notify(self, notice: Drain) -> None:
+        """Tell the asker."""
+        self._send(notice)
+
     def end_revoked(self, permits: Permits) -> None:
         """End the sessions whose tokens no longer hold."""
         for number, token_id in list(self._tokens.items()):
@@ -123,6 +138,8 @@ class LinkSessions:
                 self._close(message.session)
             case Park():
                 self._find(message.session).park()
+            case CopyPrefix():
+                self._later(self._copy_prefix(self._find(message.session), message), "shard-copy")
             case Seal():
                 self._later(self._seal(self._find(message.session)), "shard-seal")
             case Resume():
@@ -188,6 +205,17 @@ class LinkSessions:
             return
         self._send(Sealed(session.number, files))
 
+    async def _copy_prefix(self, session: Session, request: CopyPrefix) -> None:
+        source, held = self._sessions.get(request.source), 0
+        try:
+            if source is not None and not source.closed:
+                copying = session.copy_prefix(source, request.positions)
+                held = await as_mesh_error(copying, "copying a prefix", device_failed)
+        except MeshError as error:
+            self._send(Failure(error.to_dict(), session.number))
+            return
+        self._send(PrefixCopied(session.number, held))
+
     async def _finish_open(self, session: Session) -> None:
         try:
             await as_mesh_error(session.opened(), "opening a session", device_failed)
@@ -214,7 +242,9 @@ class LinkSessions:
         self._sessions = {n: each for n, each in self._sessions.items() if not each.closed}
         self._tokens = {n: token for n, token in self._tokens.items() if n in self._sessions}
 
-    def _send(self, message: Result | Failure | Blob | Loading | Opened | Sealed) -> None:
+    def _send(
+        self, message: Result | Failure | Blob | Loading | Opened | PrefixCopied | Sealed | Drain
+    ) -> None:
         if self._link.is_closed:
             return
         try:

@@ -20,9 +20,11 @@ from mesh.errors import UnsupportedFamily
 from mesh.models.families import family_of
 from mesh.models.load import LoadedSpan, load_span
 from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.partial import require_present
 from mesh.models.progress import Progress
 from mesh.shard.commands import ShardRequest
 from mesh.shard.compiled.formats import Quant, bytes_per_weight
+from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.device import (
     DTYPES,
     Choice,
@@ -33,6 +35,9 @@ from mesh.shard.device import (
     short_dtype_name,
 )
 from mesh.shard.footprint import estimate
+from mesh.shard.lean_proof import require_lean
+from mesh.shard.linear import kept_dtype
+from mesh.shard.selftest import self_test
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import (
     Endpoint,
@@ -98,7 +103,9 @@ class HostedOn:
 class LoadPlan:
     """What a load will do, known before it is done: `need` is what it takes of the device.
 
-    `dtype` is that of the torch runtime; with a `quant` the compiled one computes.
+    `dtype` is that of the torch runtime; with a `quant` the compiled one computes. With `lean` the
+    torch runtime does without modules where it can, and keeps weights in 16 bit that it computes
+    with in fp32.
     """
 
     manifest: Manifest
@@ -106,6 +113,7 @@ class LoadPlan:
     host: HostedOn
     dtype: Choice[torch.dtype]
     quant: Choice[Quant | None]
+    lean: Choice[bool]
     need: ShardMemory
     progress: Progress = field(default_factory=Progress, compare=False)
 
@@ -117,7 +125,13 @@ class LoadPlan:
     @property
     def plain_need(self) -> ShardMemory:
         """What its weights take once more, in the form in which interventions show them."""
-        return ShardMemory(weights_mb=self.need.weights_mb)
+        weights_mb = self.need.weights_mb
+        return ShardMemory(weights_mb=2 * weights_mb if self.is_halved else weights_mb)
+
+    @property
+    def is_halved(self) -> bool:
+        """Whether linear layers stay in 16 bit though fp32 is computed."""
+        return self.lean.value and self.dtype.value == torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,19 +161,41 @@ def plan_shard(request: ShardRequest, host: HostedOn) -> LoadPlan:
     manifest = read_manifest(
         request.directory, model_id=request.model_id, cache_dir=request.cache_dir
     )
-    manifest.layer_tensors(request.layers)  # refuses layers that it does not have
+    require_present(manifest.layer_tensors(request.layers))  # which refuses those it does not have
     dtype = choose_dtype(request.dtype, manifest.dtype, host.device)
     quant = _quant(request, manifest, host)
+    lean = Choice(False, "") if quant.value else _lean(request, manifest, host, dtype.value)
     settings = request.settings
+    halved = 2.0 if lean.value and dtype.value == torch.float32 else None
     need = estimate(
         manifest,
         request.layers,
         4 if quant.value else dtype.value.itemsize,
         kv_tokens=settings.kv_tokens,
         rows=settings.prefill_rows,
-        weight_size=quant.value and bytes_per_weight(quant.value),
+        weight_size=bytes_per_weight(quant.value) if quant.value else halved,
     )
-    return LoadPlan(manifest, request, host, dtype, quant, need)
+    return LoadPlan(manifest, request, host, dtype, quant, lean, need)
+
+
+def _lean(
+    request: ShardRequest, manifest: Manifest, host: HostedOn, dtype: torch.dtype
+) -> Choice[bool]:
+    """Whether layers may do without transformers' modules: in 16 bit, or where only their weights
+    have 16 bit; what is asked for in fp32 is computed as transformers does."""
+    kept = kept_dtype(request.dtype, manifest.dtype, dtype, host.device)
+    if host.device.type != "cpu" or kept == torch.float32 or dtype == torch.float16:
+        return Choice(False, "")
+    family = family_of(manifest)
+    try:
+        require_lean(family, manifest.cache_dir)
+    except NotCompilable as error:
+        return Choice(False, f"layers by modules: {family.model_type} has no lean ones, {error}")
+    return Choice(True, "")
+
+
+def _stored(manifest: Manifest) -> torch.dtype:
+    return DTYPES.get(short_dtype_name(manifest.dtype), torch.float32)
 
 
 def _quant(request: ShardRequest, manifest: Manifest, host: HostedOn) -> Choice[Quant | None]:
@@ -167,7 +203,6 @@ def _quant(request: ShardRequest, manifest: Manifest, host: HostedOn) -> Choice[
     if choice.value is None:
         return choice
     # Not before somebody wants it: onnxruntime takes its time to import, and memory.
-    from mesh.shard.compiled.parts import NotCompilable
     from mesh.shard.compiled.proof import require_compilable
 
     family = family_of(manifest)
@@ -185,9 +220,13 @@ def _quant(request: ShardRequest, manifest: Manifest, host: HostedOn) -> Choice[
 
 
 def load_shard(plan: LoadPlan) -> LoadedShard:
-    """Load the layers and describe them. Raises BadCheckpoint, UnsupportedFamily, DeviceFailed."""
+    """Load the layers, test and describe them.
+
+    Raises BadCheckpoint, UnsupportedFamily, DeviceFailed, ShardCorrupt.
+    """
     started = time.perf_counter()
     runtime, bytes_read = _load(plan)
+    self_test(runtime)
     spare = [runtime]
 
     def load() -> Runtime:
@@ -201,18 +240,23 @@ def load_shard(plan: LoadPlan) -> LoadedShard:
         plan.manifest.hidden_size,
         bytes_read,
         (time.perf_counter() - started) * 1000,
-        (plan.dtype.reason, plan.quant.reason, *runtime.reasons),
+        tuple(
+            filter(None, (plan.dtype.reason, plan.quant.reason, plan.lean.reason, *runtime.reasons))
+        ),
     )
 
 
 def _load(plan: LoadPlan) -> tuple[Runtime, int]:
     if plan.quant.value is not None:
         return _load_compiled(plan, plan.quant.value)
-    loaded = _load_span(plan, plan.dtype.value)
-    device, dtype = plan.host.device, plan.dtype.value
-    invariant = plan.request.settings.batch_invariant
+    loaded = _load_span(plan, _stored(plan.manifest) if plan.is_halved else plan.dtype.value)
     runtime = TorchRuntime(
-        loaded, device=device, dtype=dtype, batch_invariant=invariant, progress=plan.progress
+        loaded,
+        device=plan.host.device,
+        dtype=plan.dtype.value,
+        batch_invariant=plan.request.settings.batch_invariant,
+        lean=plan.lean.value,
+        progress=plan.progress,
     )
     return runtime, loaded.bytes_read
 
@@ -224,8 +268,7 @@ def _load_compiled(plan: LoadPlan, quant: Quant) -> tuple[Runtime, int]:
 
     manifest, settings = plan.manifest, plan.request.settings
     # As it is stored: most of it is only mapped then, and read where it was not rounded before.
-    stored = DTYPES.get(short_dtype_name(manifest.dtype), torch.float32)
-    loaded = _load_span(plan, stored)
+    loaded = _load_span(plan, _stored(manifest), defer=True)
     span = quantised_span(
         loaded, quant, manifest.weights_sha256, plan.request.cache_dir, plan.progress
     )
@@ -239,13 +282,14 @@ def _load_compiled(plan: LoadPlan, quant: Quant) -> tuple[Runtime, int]:
     return runtime, loaded.bytes_read
 
 
-def _load_span(plan: LoadPlan, dtype: torch.dtype) -> LoadedSpan:
+def _load_span(plan: LoadPlan, dtype: torch.dtype, *, defer: bool = False) -> LoadedSpan:
     return load_span(
         plan.manifest,
         plan.request.layers,
         dtype=dtype,
         device=plan.host.device,
         progress=plan.progress,
+        defer=defer,
     )
 
 

@@ -44,6 +44,8 @@ from mesh.shard.commands import (
     ShardReport,
     ShardRequest,
     StartShards,
+    Unload,
+    Unloaded,
     Withdrawn,
     traces_of,
 )
@@ -60,12 +62,13 @@ from mesh.shard.service import ShardService
 from mesh.shard.settings import leased
 from mesh.shard.taps.server import TapServer, TapSettings
 from mesh.shard.threads import kept_threads
+from mesh.shard.unloading import Leaving, withdraw
 from mesh.shard.weight_watch import WeightWatch
 from mesh.types import Endpoint, NodeId, ShardId
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.link import LinkHandler
-from mesh.wire.messages import Drain
+from mesh.wire.messages import Drain, says_copies
 from mesh.wire.websocket import LinkServer, serve
 
 logger = logging.getLogger(__name__)
@@ -93,13 +96,15 @@ class ShardProcess(Worker):
         super().__init__(daemon)
         self._load_shard = load
         self._stuck_s = stuck_s
-        self._orders: asyncio.Queue[StartShards | Load] = asyncio.Queue(_MAX_COMMANDS)
+        self._orders: asyncio.Queue[StartShards | Load | Unload] = asyncio.Queue(_MAX_COMMANDS)
         self._service = ShardService()
         self._changed = asyncio.Event()
         self._place: HostedOn | None = None
         self._queue: Scheduler | None = None
         self._room: Room | None = None
         self._held: dict[ShardId, HeldShard] = {}
+        self._watches: dict[ShardId, asyncio.Task[None]] = {}
+        self._is_paused = False
         self._listener: LinkServer | None = None
         self._revoked: frozenset[str] = frozenset()
         self._obeying: asyncio.Task[None] | None = None
@@ -110,6 +115,7 @@ class ShardProcess(Worker):
         return {
             StartShards: self._enqueue,
             Load: self._enqueue,
+            Unload: self._enqueue,
             RevokeTokens: self._revoke,
             Pause: self._pause,
         }
@@ -139,7 +145,7 @@ class ShardProcess(Worker):
 
     # Commands
 
-    def _enqueue(self, order: StartShards | Load) -> None:
+    def _enqueue(self, order: StartShards | Load | Unload) -> None:
         """Obeyed in their order; more than a few unanswered ones are refused."""
         if self._obeying is None:
             self._obeying = self.keep(self._obey_all(), "shard-commands")
@@ -155,6 +161,7 @@ class ShardProcess(Worker):
         self._service.revoke(self._revoked)
 
     def _pause(self, command: Pause) -> None:
+        self._is_paused = command.paused
         self._tell_askers(Drain("the node goes to sleep" if command.paused else ""))
         self.say(Paused(command.paused))
 
@@ -164,6 +171,8 @@ class ShardProcess(Worker):
             try:
                 if isinstance(order, StartShards):
                     self.say(await self._start(order))
+                elif isinstance(order, Unload):
+                    self._begin_to_unload(order)
                 else:
                     self.say(await self._load(order))
             except MeshError as error:
@@ -190,7 +199,7 @@ class ShardProcess(Worker):
             Reach.of(interfaces, host) or host,
             command.listen_port,
             accept=self._accept,
-            hello=lambda: dated(leased(hello, command.session_lease_s), clock),
+            hello=lambda: dated(leased(says_copies(hello), command.session_lease_s), clock),
             limits=replace(DEFAULT_LIMITS, accounts=self._service.accounts),
             ssl=tls.server,
         )
@@ -242,12 +251,29 @@ class ShardProcess(Worker):
         self._service.add(server, taps)
         self._held[plan.shard_id] = HeldShard(server, taps, plan.need)
         watch = WeightWatch(taps.weights, queue)
-        self.keep(self._watch(plan.shard_id, watch), f"weights of {plan.shard_id}")
+        name = plan.shard_id
+        self._watches[name] = self.keep(self._watch(name, watch), f"weights of {name}")
         self._changed.set()
         again = (f"loaded again: {command.because}",) if command.because else ()
         return Loaded(
             loaded.descriptor, loaded.bytes_read, loaded.load_ms, (*loaded.reasons, *again)
         )
+
+    def _begin_to_unload(self, command: Unload) -> None:
+        """It takes no new sessions from now on; loads behind it do not wait for those it has."""
+        name = command.shard_id
+        held = self._held.pop(name, None)
+        if held is None:
+            self.say(Unloaded(name))
+            return
+        self._watches.pop(name).cancel()
+        leaving = withdraw(self._service, held)
+        self.keep(self._unload(leaving, command.grace_s), f"unload {name}")
+
+    async def _unload(self, leaving: Leaving, grace_s: float) -> None:
+        left = await leaving.end(grace_s, is_paused=lambda: self._is_paused)
+        self.say(Unloaded(leaving.shard_id, left))
+        self._changed.set()
 
     # Weights, memory, links
 
@@ -259,6 +285,7 @@ class ShardProcess(Worker):
             fix="It is loaded again by itself.",
         )
         held = self._held.pop(name)
+        self._watches.pop(name, None)
         if not self.is_stopping:  # then none is served any more
             self._service.remove(name)
             self.say(Withdrawn(name, error))
@@ -337,7 +364,7 @@ async def _report_of(held: HeldShard) -> ShardReport:
     return ShardReport(health, held.server.load_now())
 
 
-def _request_of(order: StartShards | Load) -> ShardRequest | None:
+def _request_of(order: StartShards | Load | Unload) -> ShardRequest | None:
     return order.request if isinstance(order, Load) else None
 
 

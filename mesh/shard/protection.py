@@ -2,10 +2,10 @@
 
 What lies in a mapped file stays there; what was made while loading is moved into pages of its own;
 weights in oneDNN's layout stay where oneDNN put them, and of those the pages that hold nothing else
-are protected. A write to any of it ends the process by SIGSEGV: that is the shard's failure, which
-its daemon and its askers know how to go on after, and no wrong number leaves it first. Memory of
-CUDA and MPS devices cannot be protected; there, and in the edges of packed weights, only
-`weight_check` notices.
+are protected; fbgemm's lie in memory that torch does not show. A write to any of the others ends
+the process by SIGSEGV: that is the shard's failure, which its daemon and its askers know how to go
+on after, and no wrong number leaves it first. Memory of CUDA and MPS devices cannot be protected;
+there, and in what is packed out of reach, only `weight_check` notices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 from mesh.models.pages import PAGE_BYTES, Pages, set_writable
 from mesh.shard.belongings import Belonging, belongings
-from mesh.shard.linear import packed_memory
+from mesh.shard.linear import HalvedLinear, packed_memory
 
 _ALIGNMENT = 64
 """As torch's own memory: kernels may give other last bits on memory that is aligned otherwise."""
@@ -36,21 +36,23 @@ class Protection:
     what it frees, so they become writable again when this goes.
     """
 
-    def __init__(self, module: nn.Module, pages: WeakSet[Pages]) -> None:
-        """Moves the module's tensors where it has to; nothing may compute with it meanwhile.
+    def __init__(self, module: nn.Module, pages: WeakSet[Pages], *beside: nn.Module) -> None:
+        """Moves the modules' tensors where it has to; nothing may compute with them meanwhile.
 
         `pages` are those that some of them lie in already; those they are moved to are added.
         """
         known = list(pages)
-        fresh = _moved(list(belongings(module)), _ranges(known))
+        modules = module, *beside
+        fresh = _moved(_all(modules), _ranges(known))
         if fresh is not None:
             pages.add(fresh)
             known.append(fresh)
-        owned = list(belongings(module))
+        owned = _all(modules)
         packed = [each.tensor for each in owned if packed_memory(each.tensor) is not None]
         inner = [each for tensor in packed if (each := _inner_pages(tensor))[1]]
         areas = [area for area in (*_ranges(known), *inner) if set_writable(*area, writable=False)]
         self.total_bytes, self.protected_bytes = _sizes(owned, areas)
+        self.total_bytes += _hidden_bytes(module)
         self._end = weakref.finalize(self, _unprotect, inner, packed)
         self._end.atexit = False
 
@@ -59,6 +61,16 @@ class Protection:
         """One line for the log and for `status`."""
         megabytes, of = self.protected_bytes / 2**20, self.total_bytes / 2**20
         return f"weights read-only: {megabytes:.1f} of {of:.1f} MB"
+
+
+def _all(modules: Sequence[nn.Module]) -> list[Belonging]:
+    return [each for module in modules for each in belongings(module)]
+
+
+def _hidden_bytes(module: nn.Module) -> int:
+    """What lies in memory that torch does not show."""
+    parts = (part for part in module.modules() if isinstance(part, HalvedLinear))
+    return sum(part.weight_bytes for part in parts)
 
 
 def _ranges(pages: Iterable[Pages]) -> list[Range]:

@@ -25,7 +25,7 @@ import torch
 from mesh.errors import BadRequest, DiskFull, MeshError
 from mesh.models.harvest import MAX_MODULES, HarvestBatch
 from mesh.shard.hooks import Hook
-from mesh.shard.linear import PackedLinear
+from mesh.shard.linear import Packed
 from mesh.types import LayerRange, NodeId, Site
 
 if TYPE_CHECKING:
@@ -356,4 +356,4 @@ def _computes_with_weights(module: torch.nn.Module) -> bool:
         return False
     if next(module.parameters(), None) is not None:
         return True
-    return any(isinstance(each, PackedLinear) for each in module.modules())
+    return any(isinstance(each, Packed) for each in module.modules())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from mesh.errors import BadRequest
 from mesh.shard.hooks import Hook
@@ -48,6 +48,12 @@ class KeyValueCache(Protocol):
 
     def commit(self, rows: int) -> None:
         """The forward over `rows` positions succeeded; they count from now on."""
+
+    def copy(self, other: Self, stop: int) -> None:
+        """Take over the positions of `other` from this one's `length` up to `stop`, which it holds.
+
+        Both are of one runtime, and of one kind. Raises ContextTooLong beyond `max_tokens`.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ import torch
 from mesh.errors import Busy, DeviceFailed, DeviceLost, MeshError
 from mesh.shard.device import is_lost
 from mesh.shard.failures import lost
+from mesh.shard.gathering import Gathering
 from mesh.shard.memory import trim_heap
 from mesh.shard.runtime import StepInput
 from mesh.shard.settings import ShardSettings
@@ -194,6 +195,8 @@ class Scheduler:
         self._took_ms: WeakKeyDictionary[Runtime, dict[tuple[LayerRange, int], float]] = (
             WeakKeyDictionary()
         )
+        self._gathering = Gathering()
+        self._gathered: asyncio.TimerHandle | None = None
         self._busy = False
         self._busy_since = 0.0
         self._delivering = False
@@ -263,6 +266,8 @@ class Scheduler:
         self._short.clear()
         self._long.clear()
         self._visits.clear()
+        if self._gathered is not None:
+            self._gathered.cancel()
         self._compute_thread.shutdown(wait=False, cancel_futures=True)
         self._loading_thread.shutdown(wait=False, cancel_futures=True)
 
@@ -289,8 +294,28 @@ class Scheduler:
 
     def _run_scheduled(self) -> None:
         self._scheduled = False
-        if not (self._busy or self._delivering):
+        if self._gathered is not None:
+            self._gathered.cancel()
+            self._gathered = None
+        if self._busy or self._delivering:
+            return
+        wait_s = self._gather_s()
+        if wait_s > 0:
+            self._gathered = self._loop.call_later(wait_s, self._schedule)
+        else:
             self._run_next()
+
+    def _gather_s(self) -> float:
+        """For how long what waits should go on waiting for others to be one batch with."""
+        if self._long or self._visits or not self._short:
+            return 0.0
+        first = self._short[0].sequence
+        together = [task.rows == 1 and task.sequence.joins(first) for task in self._short]
+        if not (first.runtime.batched and all(together)):
+            return 0.0
+        ms = self._took_ms.get(first.runtime, {}).get((first.layers, 1))
+        alone_s = None if ms is None else ms / 1000
+        return self._gathering.wait_s(len(together), self.streams, alone_s, self._loop.time())
 
     def _run_next(self) -> None:
         tasks: list[Task] = []

@@ -7,6 +7,7 @@ acceptable, another answer is not.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from mesh.errors import UnsupportedFamily
 from mesh.shard import attention
 from mesh.shard.kv import BatchCache, SessionCache
 from mesh.shard.views import layer_list_name, layer_view
+from mesh.types import LayerRange
 
 _ROWS = 5
 _SHORT = 3
@@ -70,6 +72,19 @@ def choose_attention(
     return AttentionChoice(stock, False, f"attention {stock}, sessions one by one: {why_not}")
 
 
+Forward = Callable[[torch.Tensor, torch.Tensor, Sequence[SessionCache], LayerRange], torch.Tensor]
+"""As `mesh.shard.lean.LeanLayers.forward`."""
+
+
+def lean_agrees(
+    module: nn.Module, device: torch.device, dtype: torch.dtype, forward: Forward
+) -> bool:
+    """Whether lean layers give the numbers of the modules, which run with our attention."""
+    probe = _Probe(module, device, dtype)
+    expected = probe.reference(attention.NAME)
+    return probe.agrees(attention.NAME, expected, batched=True, forward=forward)
+
+
 class _Probe:
     """The first layers of a span, as many as show every kind of layer, run on a few random rows."""
 
@@ -83,6 +98,7 @@ class _Probe:
         self._rows = rows.to(device, dtype)
         # The layers read the span's config, the view's own forward reads the cut one.
         self._configs: tuple[Any, Any] = (module.config, self._view.config)
+        self._forward = self._by_modules
 
     def use(self, name: str) -> None:
         """Switch the span, not only the probe, to attention `name`."""
@@ -103,10 +119,25 @@ class _Probe:
         return torch.cat(answers)
 
     @torch.inference_mode()
-    def agrees(self, name: str, expected: torch.Tensor, *, batched: bool) -> bool:
-        """Whether implementation `name` with our caches gives `expected`, after a cut as well."""
+    def agrees(
+        self,
+        name: str,
+        expected: torch.Tensor,
+        *,
+        batched: bool,
+        forward: Forward | None = None,
+    ) -> bool:
+        """Whether implementation `name` with our caches gives `expected`, after a cut as well.
+
+        By `forward` unless that is None.
+        """
         self.use(name)
         config: Any = self._view.config
+        if forward is not None:
+            layers = LayerRange(0, config.num_hidden_layers)
+            self._forward = lambda hidden, positions, cache: forward(
+                hidden, positions, getattr(cache, "caches", [cache]), layers
+            )
         caches = [SessionCache(config.num_hidden_layers, 64) for _ in range(2)]
         chunk = self._step(caches[0], self._rows[:, :_ROWS])
         self._step(caches[1], self._rows[:, : _SHORT + 1])
@@ -140,7 +171,9 @@ class _Probe:
         positions = torch.arange(past, past + hidden.shape[1], device=self._device)
         return self._forward(hidden, positions[None], cache)
 
-    def _forward(self, hidden: torch.Tensor, positions: torch.Tensor, cache: Any) -> torch.Tensor:
+    def _by_modules(
+        self, hidden: torch.Tensor, positions: torch.Tensor, cache: Any
+    ) -> torch.Tensor:
         output: torch.Tensor = self._view(
             inputs_embeds=hidden, position_ids=positions, past_key_values=cache, use_cache=True
         ).last_hidden_state

@@ -18,7 +18,7 @@ from mesh.shard.sessions import Session
 from mesh.shard.taps.server import TapServer
 from mesh.types import Edit, NodeId, ShardId
 from mesh.wire.link import Link
-from mesh.wire.messages import Open, OpenTaps
+from mesh.wire.messages import Drain, Open, OpenTaps
 
 S = TypeVar("S")
 
@@ -59,13 +59,16 @@ class ShardService:
         if shard_id in self._servers:
             raise BadRequest(f"{shard_id} is already loaded.", fix="Unload it first.")
 
-    def remove(self, shard_id: ShardId) -> ShardServer:
-        """Serve it no longer; its sessions go on until closed. Raises BadRequest if unknown."""
+    def remove(self, shard_id: ShardId, *, end_jobs: bool = True) -> ShardServer:
+        """Serve it no longer; its sessions go on until closed, those of jobs unless `end_jobs`.
+
+        Raises BadRequest if unknown.
+        """
         server = self._servers.pop(shard_id, None)
         if server is None:
             raise BadRequest(f"{shard_id} is not loaded here.", fix="Look at `hearthnet status`.")
         taps = self._taps.pop(shard_id, None)
-        if taps is not None:
+        if taps is not None and end_jobs:
             taps.shutdown()
         return server
 
@@ -82,6 +85,13 @@ class ShardService:
     def sessions(self) -> list[dict[str, Any]]:
         """Who has which session open by which token, JSON-able."""
         return [row for sessions in self._links for row in sessions.rows()]
+
+    def tell_users(self, server: ShardServer, notice: Drain) -> list[LinkSessions]:
+        """The links with a session of this shard, after they were told."""
+        users = [sessions for sessions in self._links if sessions.uses(server)]
+        for sessions in users:
+            sessions.notify(notice)
+        return users
 
     def reports(self) -> list[dict[str, Any]]:
         """Who holds what here, JSON-able: of the process, and of each shard."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mesh.errors import BadRequest, MeshError, SessionGone
+from mesh.shard.prefixes import copy_prefix
 from mesh.shard.scheduler import Reply, Sequence, Task
 from mesh.types import LayerRange, Principal
 from mesh.wire.messages import Blob, Failure, Open, Result, Step
@@ -77,6 +78,13 @@ class Session(ABC):
         """End what it records: what is said of each file. Raises MeshError."""
         raise _not_for_jobs("sealed")
 
+    async def copy_prefix(self, source: Session, positions: int) -> int:
+        """Begin as `source` does: how many of its first `positions` this holds then.
+
+        Raises MeshError; it is as before then, or closed.
+        """
+        raise _not_for_jobs("begun as another")
+
     @abstractmethod
     def close(self) -> None:
         """Free it, right after what is being computed for it if there is something."""
@@ -115,6 +123,12 @@ class ChatSession(Session):
         self._last_step: int | None = None
         self._park_when_idle = False
         self._is_sealing = False
+        self._is_copying = False
+
+    @property
+    def server(self) -> ShardServer:
+        """The shard that it is a session of."""
+        return self._server
 
     @property
     def is_open(self) -> bool:
@@ -133,7 +147,8 @@ class ChatSession(Session):
 
     def silent_since(self) -> float | None:
         """Since when its asker has been free to send a step and has not; None while it is not."""
-        busy = self.sequence is None or self.closed or self.waiting or self._is_sealing
+        at_work = self.waiting or self._is_sealing or self._is_copying
+        busy = self.sequence is None or self.closed or at_work
         return None if busy else self.active_at
 
     @property
@@ -212,6 +227,8 @@ class ChatSession(Session):
 
     def _check(self, step: Step) -> None:
         """Raise BadRequest when `step` cannot follow what was accepted."""
+        if self._is_copying:
+            raise BadRequest("The session begins as another.", fix="Wait for `PrefixCopied`.")
         if self.parked or self._park_when_idle:
             raise BadRequest("The session is parked.", fix="Resume it before sending steps.")
         if self._last_step is not None and step.step <= self._last_step:
@@ -279,6 +296,30 @@ class ChatSession(Session):
             raise BadRequest("Only a parked session is resumed.", fix="Park it first.")
         self._server.resume(self, max_tokens)
         self.sequence.cache.max_tokens = self.max_tokens
+
+    async def copy_prefix(self, source: Session, positions: int) -> int:
+        """See `Session`. None are copied where the weights of `source` were freed meanwhile, or its
+        cache is of another kind; fewer, where it holds fewer.
+
+        Raises SessionGone, BadRequest for a session that was fed already, ContextTooLong.
+        """
+        if self.sequence is None or self._last_step is not None or self._is_copying:
+            raise BadRequest(
+                "Only an open session that was fed nothing begins as another.",
+                fix="Ask for it right after `Opened`.",
+            )
+        if not isinstance(source, ChatSession) or source.sequence is None or self.recording:
+            return 0
+        self._is_copying = True
+        try:
+            scheduler = self._server.scheduler
+            self.end = await copy_prefix(scheduler, self.sequence, source.sequence, positions)
+        finally:
+            self._is_copying = False
+            self.active_at = _now()
+        if self.closed:
+            raise gone()
+        return self.end
 
     async def seal(self) -> list[dict[str, Any]]:
         """See `Recording.seal`. Raises BadRequest for one that records nothing, or is busy."""

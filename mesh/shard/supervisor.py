@@ -32,6 +32,8 @@ from mesh.shard.commands import (
     ShardReport,
     ShardRequest,
     StartShards,
+    Unload,
+    Unloaded,
     Withdrawn,
     traces_of,
 )
@@ -48,7 +50,7 @@ _NOTABLE_MB = 64
 
 @dataclass(slots=True)
 class LocalShard:
-    """One shard of this node: what is advertised of it and what loading it took."""
+    """A shard of this node: what is advertised of it and what loading it took."""
 
     loaded: Loaded
     report: ShardReport | None = None
@@ -115,6 +117,7 @@ class ShardSupervisor(Supervisor):
         self._revoked: tuple[str, ...] = ()
         self._attempts = Attempts()
         self._loading: dict[ShardId, asyncio.Future[LocalShard]] = {}
+        self._leaving: dict[ShardId, asyncio.Future[int]] = {}
 
     @property
     def serving(self) -> list[LocalShard]:
@@ -154,8 +157,47 @@ class ShardSupervisor(Supervisor):
         except TimeoutError:
             raise InternalError(f"{name} did not load in time.", fix="See the log.") from None
 
+    async def serve(self, request: ShardRequest) -> LocalShard:
+        """Serve this from now on, also after the process was started anew.
+
+        Raises as `ensure`; then it is not served, nor tried again.
+        """
+        if (name := request.shard_id) in self._leaving:
+            raise Busy(f"{name} is being unloaded.", fix="Wait until it is.")
+        if name not in self.wanted():
+            self.requests = (*self.requests, request)
+        if (here := self.private.pop(name, None)) is not None:
+            self.shards[name] = here
+            self._on_change()
+        try:
+            return await self.ensure(request)
+        except BaseException:
+            self._forget(name)
+            if name in self._loading:  # it goes when it has come
+                self._leaving[name] = asyncio.get_running_loop().create_future()
+                self.tell(Unload(name, 0.0))
+            raise
+
+    async def drop(self, name: ShardId, grace_s: float) -> int:
+        """Serve it no longer; who uses it gets `grace_s` to move. How many sessions were ended,
+        once its memory is given back. Raises InternalError when that is not said in time."""
+        self._forget(name)
+        self._on_change()
+        if self.pid is None:
+            return 0
+        leaving = self._leaving.get(name)
+        if leaving is None:
+            leaving = self._leaving[name] = asyncio.get_running_loop().create_future()
+            if not self.tell(Unload(name, grace_s)):
+                self._left(name, 0)
+        try:
+            async with asyncio.timeout(grace_s + LOAD_TIMEOUT_S):  # it may be loading just now
+                return await asyncio.shield(leaving)
+        except TimeoutError:
+            raise InternalError(f"{name} was not unloaded in time.", fix="See the log.") from None
+
     def wanted(self) -> list[ShardId]:
-        """The shards this node is configured to serve."""
+        """The shards this node is to serve."""
         return [request.shard_id for request in self.requests]
 
     def knows(self, name: ShardId) -> bool:
@@ -189,6 +231,7 @@ class ShardSupervisor(Supervisor):
             Loaded: self._loaded,
             ShardFailed: self._failed,
             Withdrawn: self._withdrawn,
+            Unloaded: lambda answer: self._left(answer.shard_id, answer.sessions),
             Paused: self._paused,
             Health: self._reported,
         }
@@ -209,6 +252,8 @@ class ShardSupervisor(Supervisor):
             self._did_not_load(ShardId(ending.loading.name), error)
         for name in list(self._loading):
             self._not_loaded(name, self.error_of(ending))
+        for name in list(self._leaving):
+            self._left(name, 0)
         self._on_change()
 
     def on_changed(self) -> None:
@@ -230,6 +275,8 @@ class ShardSupervisor(Supervisor):
         loading = self._loading.pop(name, None)
         if loading is not None:
             loading.set_result(shard)
+        if name in self._leaving:
+            return  # it was told to go meanwhile
         if name not in self.wanted():
             self.private[name] = shard
             return
@@ -320,6 +367,18 @@ class ShardSupervisor(Supervisor):
         if loading is not None:
             loading.set_exception(error)
             loading.exception()  # often nobody waits, which is no error of its own
+
+    def _forget(self, name: ShardId) -> None:
+        """It is not to be served."""
+        self.requests = tuple(each for each in self.requests if each.shard_id != name)
+        self.shards.pop(name, None)
+        self.private.pop(name, None)
+        self.failed.pop(name, None)
+
+    def _left(self, name: ShardId, sessions: int) -> None:
+        leaving = self._leaving.pop(name, None)
+        if leaving is not None and not leaving.done():
+            leaving.set_result(sessions)
 
     def _take(self, report: ShardReport, rss_mb: float) -> bool:
         """Take note of it; whether others should know before the next heartbeat."""

@@ -1,24 +1,29 @@
 """The reference runtime: transformers' own model code on sliced layers.
 
 With our cache, our attention where it was checked, and faster linear kernels. Runs every family and
-every hook, on every device.
+every hook, on every device. Where it is told that it may, steps without hooks go through the same
+weights by `lean`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mesh.models.progress import Progress
+from mesh.shard import attention as own_attention
+from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.hooks import Hook, Placed, hooked
 from mesh.shard.kv import BatchCache, SessionCache
-from mesh.shard.linear import PackedLinear, choose_kernels
+from mesh.shard.lean import LeanLayers, fused_places
+from mesh.shard.linear import PLAIN, Packed, Place, choose_kernels
 from mesh.shard.memory import settle
 from mesh.shard.protection import Protection
 from mesh.shard.runtime import StepInput, prepare
-from mesh.shard.selfcheck import choose_attention, rope_types
+from mesh.shard.selfcheck import choose_attention, lean_agrees, rope_types
 from mesh.shard.views import layer_list_name, layer_view
 from mesh.shard.weight_check import WeightCheck
 from mesh.types import LayerRange
@@ -39,31 +44,54 @@ class TorchRuntime:
         device: torch.device,
         dtype: torch.dtype,
         batch_invariant: bool = False,
+        lean: bool = False,
         progress: Progress | None = None,
     ) -> None:
         """Take over `loaded`: its linear layers may be repacked, its attention replaced.
 
-        Raises UnsupportedFamily when the family cannot run on our cache.
+        With `dtype` fp32 and weights that are not, those of its linear layers stay in 16 bit.
+        `lean`: steps without hooks need not go through its modules. Raises UnsupportedFamily when
+        the family cannot run on our cache.
         """
         self.layers = loaded.layers
-        self.loaded = loaded
+        halved = _is_halved(loaded.module, dtype)
+        # What is widened has other bytes than the file.
+        self.loaded = replace(loaded, sha256={}) if halved else loaded
         self.device = device
         self.dtype = dtype
         self.hidden_size: int = loaded.config.hidden_size
         self._module: nn.Module = loaded.module.eval().requires_grad_(requires_grad=False)
+        together = _together(self._module) if lean else None
         with torch.inference_mode():
-            kernels = choose_kernels(self._module, dtype, device, progress)
+            kernels = choose_kernels(
+                self._module, dtype, device, progress, halved=halved, together=together or ()
+            )
         attention = choose_attention(self._module, device, dtype)
-        self.protection = Protection(self._module, loaded.pages)
+        self._lean: LeanLayers | None = None
+        if together is not None and kernels.name != PLAIN and attention.name == own_attention.NAME:
+            self._lean = _lean(self._module, device, dtype)
+        self.protection = Protection(self._module, loaded.pages, *self._beside)
         self.batched = attention.batched and not batch_invariant
         """Whether single rows of several sessions may run as one forward."""
-        self.kernels = f"{kernels.name}+{attention.name}" + ("+alone" if not self.batched else "")
-        self.reasons = (kernels.reason, attention.reason, self.protection.reason)
+        names = kernels.name, self.is_lean and "lean", attention.name, self.batched or "alone"
+        self.kernels = "+".join(name for name in names if isinstance(name, str))
+        said = (_said(is_lean=self.is_lean),) if lean else ()
+        self.reasons = (kernels.reason, attention.reason, self.protection.reason, *said)
         self.weight_bytes = _weight_bytes(self._module)
         """What the weights take in the form in which they are computed with."""
         settle()
         self._views: dict[LayerRange, nn.Module] = {}
         self._ropes = _DynamicRopes(self._module)
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether steps without hooks go through `lean`."""
+        return self._lean is not None
+
+    @property
+    def _beside(self) -> tuple[nn.Module, ...]:
+        """What has weights of its own beside the module."""
+        return () if self._lean is None else (self._lean,)
 
     def new_cache(self, max_tokens: int, hooks: Sequence[Hook] = ()) -> SessionCache:
         """See `Runtime`."""
@@ -77,7 +105,7 @@ class TorchRuntime:
 
     def weight_check(self) -> WeightCheck:
         """See `Runtime`."""
-        return WeightCheck(self._module, self.loaded.sha256)
+        return WeightCheck(self._module, self.loaded.sha256, *self._beside)
 
     @torch.inference_mode()
     def forward(
@@ -88,8 +116,39 @@ class TorchRuntime:
             raise ValueError("only single rows of a batched runtime are computed together")
         for step in steps:
             prepare(step)
-        view = self._view(layers or self.layers)
+        layers = layers or self.layers
+        if self._lean is None:
+            return self._by_modules(layers, steps)
+        # Who has none of them keeps the bits that it has without those that have.
+        outputs: dict[int, torch.Tensor] = {}
+        for hooked_ones in (False, True):
+            numbers = [i for i, step in enumerate(steps) if bool(step.hooks) is hooked_ones]
+            if numbers:
+                run = self._by_modules if hooked_ones else self._run_lean
+                found = run(layers, [steps[i] for i in numbers])
+                outputs.update(zip(numbers, found, strict=True))
+        return [outputs[i] for i in range(len(steps))]
+
+    def _by_modules(self, layers: LayerRange, steps: Sequence[StepInput]) -> list[torch.Tensor]:
+        view = self._view(layers)
         return [self._alone(view, steps[0])] if len(steps) == 1 else self._together(view, steps)
+
+    def _run_lean(self, layers: LayerRange, steps: Sequence[StepInput]) -> list[torch.Tensor]:
+        assert self._lean is not None  # noqa: S101 - asked before
+        rows = steps[0].hidden.shape[1]
+        hidden = torch.cat([step.hidden for step in steps]) if len(steps) > 1 else steps[0].hidden
+        positions = torch.tensor(
+            [[*range(step.position, step.position + rows)] for step in steps], device=self.device
+        )
+        first = self.layers.start
+        own = LayerRange(layers.start - first, layers.stop - first)
+        caches = [_own_cache(step) for step in steps]
+        output: torch.Tensor = self._lean.forward(
+            hidden.to(self.device, self.dtype), positions, caches, own
+        )
+        for cache in caches:
+            cache.commit(rows)
+        return list(output.tensor_split(len(steps)))
 
     def _alone(self, view: nn.Module, step: StepInput) -> torch.Tensor:
         rows = step.hidden.shape[1]
@@ -139,9 +198,39 @@ class TorchRuntime:
         return view
 
 
+def _is_halved(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether its weights are still in the 16 bits they are stored in, though fp32 is computed."""
+    if dtype != torch.float32:
+        return False
+    halves = (torch.bfloat16, torch.float16)
+    return any(parameter.dtype in halves for parameter in module.parameters())
+
+
+def _together(module: nn.Module) -> list[list[Place]] | None:
+    """Which of its layers become one product; None when it is not made of standard layers."""
+    try:
+        return fused_places(module)
+    except NotCompilable:
+        return None
+
+
+def _lean(module: nn.Module, device: torch.device, dtype: torch.dtype) -> LeanLayers | None:
+    """Lean layers over its packed products, if they give the same numbers here."""
+    try:
+        with torch.inference_mode():
+            layers = LeanLayers(module)
+            return layers if lean_agrees(module, device, dtype, layers.forward) else None
+    except NotCompilable:
+        return None
+
+
+def _said(*, is_lean: bool) -> str:
+    return f"layers lean: {'checked' if is_lean else 'no, by their modules'}"
+
+
 def _weight_bytes(module: nn.Module) -> int:
     plain = {t.untyped_storage().data_ptr(): t.nbytes for t in _tensors(module)}
-    packed = (part.weight_bytes for part in module.modules() if isinstance(part, PackedLinear))
+    packed = (part.weight_bytes for part in module.modules() if isinstance(part, Packed))
     return sum(plain.values()) + sum(packed)
 
 

@@ -2,7 +2,8 @@
 
 The first round takes the hash of everything; what lies in memory as it is stored is compared with
 the checkpoint's hash at once. Every later round compares with the first. A slice at a time, so that
-whoever calls decides how much of the machine it takes.
+whoever calls decides how much of the machine it takes. Weights whose memory torch does not show are
+asked instead: what they make of a row that is always the same must stay what it was.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from mesh.shard.belongings import belongings
-from mesh.shard.linear import packed_memory
+from mesh.shard.linear import HalvedLinear, packed_memory
 
 
 class Check(Protocol):
@@ -60,6 +61,26 @@ class _Stretch:
 
 
 @dataclass(slots=True)
+class _Asked:
+    """A layer that is asked, whole, at the end of its stretch."""
+
+    name: str
+    layer: weakref.ref[HalvedLinear]
+    size: int
+    expected: str | None
+
+    def tensor(self) -> HalvedLinear | None:
+        """What is looked at; None when it is gone."""
+        return self.layer()
+
+    def read(self, start: int, stop: int, take: Callable[[memoryview], None]) -> None:
+        """Hand its answer to `take` when `stop` is the end."""
+        layer = self.layer()
+        if layer is not None and stop == self.size:
+            take(layer.answer().numpy().data)
+
+
+@dataclass(slots=True)
 class _Round:
     """How far the present round is."""
 
@@ -69,11 +90,13 @@ class _Round:
 
 
 class WeightCheck:
-    """The weights of one module. For one thread at a time."""
+    """The weights of one module and of those beside it. For one thread at a time."""
 
-    def __init__(self, module: nn.Module, sha256: Mapping[str, str]) -> None:
-        """`sha256` are hashes that are known, by the weights' names."""
-        self._stretches = list(_stretches(module, sha256))
+    def __init__(self, module: nn.Module, sha256: Mapping[str, str], *beside: nn.Module) -> None:
+        """`sha256` are hashes that are known, by the weights' names in `module`."""
+        self._stretches: list[_Stretch | _Asked] = list(_stretches(module, sha256))
+        self._stretches += [each for other in beside for each in _stretches(other, {})]
+        self._stretches += _asked(module)
         self._round = _Round()
         self.rounds = 0
         """How often all weights were gone through."""
@@ -93,7 +116,7 @@ class WeightCheck:
                 return changed
         return None
 
-    def _finish(self, stretch: _Stretch) -> str | None:
+    def _finish(self, stretch: _Stretch | _Asked) -> str | None:
         now = self._round
         found = now.hash.hexdigest()
         last = now.place + 1 == len(self._stretches)
@@ -102,6 +125,12 @@ class WeightCheck:
         if stretch.expected is None:
             stretch.expected = found
         return None if found == stretch.expected or stretch.tensor() is None else stretch.name
+
+
+def _asked(module: nn.Module) -> Iterator[_Asked]:
+    for name, part in module.named_modules():
+        if isinstance(part, HalvedLinear):
+            yield _Asked(name, weakref.ref(part), part.weight_bytes, None)
 
 
 def _stretches(module: nn.Module, sha256: Mapping[str, str]) -> Iterator[_Stretch]:

@@ -14,7 +14,7 @@ from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import BadFrame, BadRequest
 from mesh.wire.frames import Buffer, FrameType
-from mesh.wire.messages import CONTROL, CONTROL_MESSAGES, EVERY, TENSORS, Message
+from mesh.wire.messages import CONTROL, CONTROL_MESSAGES, EVERY, TENSORS, WEIGHTS, Message
 
 _FIX = "Run the same hearthnet version on both machines."
 
@@ -22,9 +22,12 @@ _ALWAYS = {FrameType.NACK, FrameType.PING, FrameType.PONG} | {
     kind for kind, message in CONTROL_MESSAGES.items() if message.link == EVERY
 }
 _ONLY_CONTROL = {kind for kind, message in CONTROL_MESSAGES.items() if message.link == CONTROL}
+_ONLY_WEIGHTS = {kind for kind, message in CONTROL_MESSAGES.items() if message.link == WEIGHTS}
+_ANSWERS = {FrameType.BLOB, FrameType.ACK, FrameType.FLOW, FrameType.FAILURE}
 _BY_PURPOSE = {
     CONTROL: frozenset(_ALWAYS | _ONLY_CONTROL),
-    TENSORS: frozenset(FrameType) - _ONLY_CONTROL,
+    TENSORS: frozenset(FrameType) - _ONLY_CONTROL - _ONLY_WEIGHTS,
+    WEIGHTS: frozenset(_ALWAYS | _ONLY_WEIGHTS | _ANSWERS),
 }
 
 

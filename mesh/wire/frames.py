@@ -56,6 +56,9 @@ class FrameType(IntEnum):
     SEALED = 0x20
     LOADING = 0x21
     BLOB = 0x22
+    WEIGHTS_ASK = 0x23
+    COPY_PREFIX = 0x30
+    PREFIX_COPIED = 0x31
 
 
 class FrameFlags(IntFlag):

@@ -73,3 +73,14 @@ CONTROL_LIMITS = replace(
     queued_bytes=8 * MIB,
 )
 """Of a link between daemons."""
+
+WEIGHTS_LIMITS = replace(
+    DEFAULT_LIMITS,
+    # Answers come in blobs of one chunk, and are read as they come.
+    tensor_bytes=DEFAULT_LIMITS.chunk_bytes,
+    reassembly_bytes=0,
+    unanswered_bytes=0,
+    high_water_bytes=2 * MIB,
+    queued_bytes=16 * MIB,
+)
+"""Of a link over which weights are fetched."""

@@ -15,20 +15,20 @@ the cache's end is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import IntEnum
+from dataclasses import dataclass, field, replace
+from enum import IntEnum, StrEnum
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from mesh.codec import UInt32
+from mesh.codec import Int63, Sha256, UInt32
 from mesh.types import WireDtype
 from mesh.wire.frames import FrameType
 
 PROTOCOL_VERSION = 1
 
-TENSORS, CONTROL, EVERY = "tensors", "control", ""
-"""The purposes of links, and both."""
+TENSORS, CONTROL, WEIGHTS, EVERY = "tensors", "control", "weights", ""
+"""The purposes of links, and all of them."""
 
 Digest = Annotated[str, Meta(max_length=128)]
 ModelName = Annotated[str, Meta(max_length=512)]
@@ -68,7 +68,8 @@ class WireTensor:
 
 @dataclass(frozen=True, slots=True)
 class Hello(Message, frame=FrameType.HELLO, link=EVERY):
-    """First message of each side. `purpose` is ``tensors`` (asker to shard) or ``control``.
+    """First message of each side. `purpose` is ``tensors`` (asker to shard), ``control``, or
+    ``weights`` (who fetches a checkpoint to who has it).
 
     `fields` carries what a purpose adds (listening port, hearth id, limits); unknown keys are kept
     and ignored, so that older nodes understand newer ones.
@@ -89,6 +90,20 @@ BLOBS = "blobs"
 def takes_blobs(peer: Hello) -> bool:
     """Whether who said this understands `Blob`."""
     return peer.fields.get(BLOBS) is True
+
+
+COPIES = "copies_prefixes"
+"""The field of a hello whose sender understands `CopyPrefix`."""
+
+
+def says_copies(host: Hello) -> Hello:
+    """The hello of a host that understands `CopyPrefix`."""
+    return replace(host, fields={**host.fields, COPIES: True})
+
+
+def copies_prefixes(host: Hello) -> bool:
+    """Whether who said this understands `CopyPrefix`."""
+    return host.fields.get(COPIES) is True
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +264,27 @@ class Resume(Message, frame=FrameType.RESUME):
 
 
 @dataclass(frozen=True, slots=True)
+class CopyPrefix(Message, frame=FrameType.COPY_PREFIX):
+    """Have a session that was fed nothing yet begin as session `source` of this link does, with its
+    first `positions` positions. Answered with `PrefixCopied` or `Failure`.
+
+    Sent only to hosts whose hello says `COPIES`.
+    """
+
+    session: UInt32
+    source: UInt32
+    positions: UInt32
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCopied(Message, frame=FrameType.PREFIX_COPIED):
+    """The session holds so many `positions` now: as many as were asked for, fewer, or none."""
+
+    session: UInt32
+    positions: UInt32
+
+
+@dataclass(frozen=True, slots=True)
 class Seal(Message, frame=FrameType.SEAL):
     """All rows of the session's harvest were sent. Answered with `Sealed` or `Failure`."""
 
@@ -312,6 +348,34 @@ class FilePart(Message, frame=FrameType.FILE_PART, link=CONTROL):
 
     number: UInt32
     data: bytes
+
+
+class Part(StrEnum):
+    """What of a checkpoint is asked for."""
+
+    DOCUMENT = "document"
+    """What `mesh.transfers.documents` says of it."""
+    FILE = "file"
+    """One of its small files."""
+    HEADER = "header"
+    """The beginning of one of its weights files, up to the first tensor."""
+    TENSOR = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsAsk(Message, frame=FrameType.WEIGHTS_ASK, link=WEIGHTS):
+    """Ask for the bytes [start, stop) of a part of a checkpoint, or what there is of them.
+
+    Answered in `Blob`s that follow one another, whose `length` is that of the whole answer and
+    whose offsets count from `start`; or with `Failure`. Questions of a link are answered in order.
+    """
+
+    session: UInt32
+    weights_sha256: Sha256
+    part: Part
+    name: Annotated[str, Meta(max_length=512)]
+    start: Int63
+    stop: Int63
 
 
 @dataclass(frozen=True, slots=True)

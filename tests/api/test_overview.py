@@ -26,6 +26,7 @@ from mesh.node.wiring import start_asker
 from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.shard.supervisor import ShardSupervisor
+from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import LayerRange, ModelId
 from tests import secure
 from tests.discovery.network import advertised, new_id
@@ -71,11 +72,13 @@ class Household:
     def overview(self) -> Overview:
         return Overview(
             NodeParts(
-                node=dict, models=self.models, store=self.store, peers=list, askers=self.askers,
+                node=dict, models={m.model_id: m for m in self.models}, store=self.store,
+                peers=list, askers=self.askers,
                 host=self.host, events=EventFeed(SystemClock()), metrics=Metrics(),
                 verdict=lambda _: Verdict.HEALTHY, privacy=dict, lacking=lambda: self.lacking,
                 processes=lambda: [self.host],
-                accounts=list, counts=LiveCounts(SystemClock(), lambda: None),
+                accounts=list, deployments=list, counts=LiveCounts(SystemClock(), lambda: None),
+                weights=FetcherSupervisor(None),
             )
         )  # fmt: skip
 

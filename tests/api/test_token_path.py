@@ -21,10 +21,11 @@ from mesh.api.app import create_app
 from mesh.api.server import serve_api
 from mesh.api.services import ApiSettings
 from mesh.clock import SystemClock
+from mesh.pipeline.askers import Askers
 from mesh.pipeline.entrance import Entrance
 from mesh.pipeline.live import LiveCounts
-from mesh.pipeline.supervisor import Askers, AskerSupervisor
-from mesh.types import Done, GenerationRequest, ModelId, StreamFrame, TokenDelta
+from mesh.pipeline.supervisor import AskerSupervisor
+from mesh.types import BringingUp, Done, GenerationRequest, ModelId, StreamFrame, TokenDelta
 from tests.fakes import ScriptedView
 from tests.health.watched import PROMPT, watched
 from tests.pipeline.toy_mesh import ToyNetwork, toy_request
@@ -90,6 +91,11 @@ async def as_it_is(request: GenerationRequest) -> GenerationRequest:
     return request
 
 
+async def is_up(request: GenerationRequest) -> AsyncGenerator[BringingUp, None]:
+    for _ in ():
+        yield _
+
+
 async def streamed(tokens: int, *, resumable: bool = False) -> str:
     """An answer of so many tokens, through everything of a daemon that is behind its process."""
     askers = Askers(
@@ -99,6 +105,7 @@ async def streamed(tokens: int, *, resumable: bool = False) -> str:
         prepared=as_it_is,
         counts=LiveCounts(SystemClock(), lambda: None),
         on_frame=lambda frame: None,
+        bring_up=is_up,
     )
     server = await serve_api(
         create_app(askers, ScriptedView(), ApiSettings()), "127.0.0.1", 0, None

@@ -46,7 +46,16 @@ def build(root: Path) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     source = next(root.glob("llama_cpp_python-*/vendor/llama.cpp"), None)
     if source is None:
-        download = ["-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", PACKAGE]
+        download = [
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-binary",
+            "llama-cpp-python",
+            PACKAGE,
+        ]
         subprocess.run([sys.executable, *download, "-d", str(root)], check=True)
         with tarfile.open(next(root.glob("llama_cpp_python-*.tar.gz"))) as archive:
             archive.extractall(root, filter="data")

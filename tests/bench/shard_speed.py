@@ -64,7 +64,7 @@ def _compare(checkpoint: Path, dtype: str) -> dict[str, Any]:
         return load_span(manifest, layers, dtype=DTYPES[dtype], device=CPU)
 
     theirs = load().module.eval()
-    ours = TorchRuntime(load(), device=CPU, dtype=DTYPES[dtype])
+    ours = TorchRuntime(load(), device=CPU, dtype=DTYPES[dtype], lean=dtype == "bf16")
     hidden = torch.randn(1, PREFILL_ROWS, manifest.hidden_size).to(DTYPES[dtype])
     phases: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
         "decode": (lambda: _our_decode(ours, hidden), lambda: _their_decode(theirs, hidden)),
@@ -136,7 +136,7 @@ def _memory(checkpoint: Path, dtype: str) -> dict[str, float]:
     layers = LayerRange(0, manifest.total_layers)
     loaded = load_span(manifest, layers, dtype=DTYPES[dtype], device=CPU)
     weights = loaded.bytes_read
-    span = TorchRuntime(loaded, device=CPU, dtype=DTYPES[dtype])
+    span = TorchRuntime(loaded, device=CPU, dtype=DTYPES[dtype], lean=dtype == "bf16")
     del loaded
     # As a shard computes: in pieces, and with the wire's conversions.
     settings = ShardSettings()

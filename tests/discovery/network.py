@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from mesh.accounts import allowances
 from mesh.accounts.ledger import ResourceLedger
+from mesh.capacity import Capacity
 from mesh.clock import SystemClock
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.dialing import DialSettings
@@ -23,6 +24,7 @@ from mesh.discovery.directory import ShardStore
 from mesh.discovery.events import PeerEvent
 from mesh.discovery.interfaces import InterfaceChoice, choose
 from mesh.discovery.mdns import Mdns, MdnsSettings
+from mesh.discovery.notices import Offering
 from mesh.discovery.peering import Peering, PeeringSettings
 from mesh.errors import MeshError
 from mesh.events.ephemera import Notice, seal_notice
@@ -169,11 +171,17 @@ class Node:
         self.clock = SystemClock()
         self.store = ShardStore(self.clock, expiry_s=settings.shard_health_timeout_s * 4)
         self.serving: list[Advertisement] = []
+        self.capacity: Capacity | None = None
         self.events: list[PeerEvent] = []
         self._happened = asyncio.Event()
         self.mdns = mdns
         self.peering = Peering(
-            settings, self.store, lambda: self.serving, self._record, trust=trust, mdns=mdns
+            settings,
+            self.store,
+            lambda: Offering(self.serving, self.capacity),
+            self._record,
+            trust=trust,
+            mdns=mdns,
         )
 
     def _record(self, event: PeerEvent) -> None:
@@ -254,8 +262,9 @@ def offline(shard: Advertisement) -> Advertisement:
 
 def signed(key: NodeKey, hearth: str, counter: int, shards: list[Any], **more: Any) -> Advertise:
     """What a node of this key would send; `more` replaces fields of the notice."""
-    fields = {"epoch": 1, "ttl_ms": 120_000, "node": key.node_id, "key": "shards", **more}
-    notice = Notice(hearth_id=hearth, counter=counter, payload={"shards": shards}, **fields)
+    fields = {"epoch": 1, "ttl_ms": 120_000, "node": key.node_id, "key": "shards"}
+    fields |= {"payload": {"shards": shards}, **more}
+    notice = Notice(hearth_id=hearth, counter=counter, **fields)
     return Advertise(*seal_notice(notice, key.sign))
 
 

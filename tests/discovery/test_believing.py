@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from mesh import codec
+from mesh.capacity import Capacity, Device, Speed
 from mesh.discovery.advertisement import encode
 from mesh.discovery.events import Warned
 from mesh.discovery.greeting import PeerHello, to_hello
@@ -169,3 +171,50 @@ async def test_member_that_is_not_trusted_is_not_routed_to_until_it_is(hearth: s
         node.trust.untrusted.clear()
         node.peering.follow_members()
         assert layers(node) == ["0-7"]
+
+
+HOLDS = Capacity((Device("cpu", 1 << 30, 1 << 32, (Speed("int8", 20.0, 300.0, 0.02),)),))
+
+
+def capacity(node: Node, of: str) -> Capacity | None:
+    return next((v.capacity for v in node.store.nodes() if v.info.node_id == of), None)
+
+
+async def test_what_devices_hold_is_told_to_neighbours(hearth: str) -> None:
+    async with running(hearth, multicast=False) as node, member(node, hearth) as peer:
+        assert capacity(node, node.id) is None
+        node.capacity = HOLDS
+        node.peering.advertise()
+        await node.until(lambda store: capacity(node, node.id) == HOLDS)
+        # A node that says nothing of it, as earlier versions do, is listed as before.
+        peer.link.send(peer.says(1))
+        await node.until(lambda store: layers(node) == ["0-7"])
+        assert capacity(node, peer.key.node_id) is None
+        said = {"shards": [], "capacity": {**codec.plain(HOLDS), "of tomorrow": 1}}
+        peer.link.send(signed(peer.key, hearth, 2, [], payload=said))
+        await node.until(lambda store: capacity(node, peer.key.node_id) == HOLDS)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        {"devices": [{"name": "cpu", "free_bytes": -1, "total_bytes": 1, "speeds": []}]},
+        {"devices": [{"name": "cpu", "free_bytes": 1, "total_bytes": 1}] * 17},
+        {
+            "devices": [
+                {
+                    "name": "cpu", "free_bytes": 1, "total_bytes": 1,
+                    "speeds": [{"format": "int8", "decode_gb_s": 0.0, "prefill_gflops": 1.0}],
+                }
+            ]
+        },
+    ],
+)  # fmt: skip
+async def test_a_capacity_that_cannot_be_is_refused(hearth: str, wrong: object) -> None:
+    async with running(hearth, multicast=False) as node, member(node, hearth) as liar:
+        said = {"shards": [], "capacity": wrong}
+        liar.link.send(signed(liar.key, hearth, 1, [], payload=said))
+        warning = await node.event(lambda event: isinstance(event, Warned))
+        assert "capacity" in getattr(warning, "message", "")
+        await liar.settle(2)

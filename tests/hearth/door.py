@@ -14,6 +14,7 @@ from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import SystemClock
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.greeting import PeerHello, to_hello
+from mesh.discovery.notices import Offering
 from mesh.discovery.peering import Peering, PeeringSettings
 from mesh.errors import MeshError
 from mesh.events import messages
@@ -122,7 +123,7 @@ async def opened(logs: Path) -> AsyncIterator[Door]:
 
     settings = PeeringSettings(own.node_id, "attic", hearth.id, "test", "127.0.0.1")
     peering = Peering(
-        settings, ShardStore(CLOCK, expiry_s=60), list, lambda event: None,
+        settings, ShardStore(CLOCK, expiry_s=60), Offering, lambda event: None,
         trust=hearth, on_message=receive,
     )  # fmt: skip
     try:

@@ -33,6 +33,13 @@ def reference(family: str, quant: Quant) -> Parts:
     """nnsight over the whole model, whose layers have the weights that the codes stand for."""
     directory = checkpoint(family).directory
     module: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    put_in_blocks(module, quant)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return Parts(TransformersModel(module, task="text-generation", tokenizer=tokenizer))
+
+
+def put_in_blocks(module: Any, quant: Quant) -> None:
+    """Give its layers the weights that codes of so few bits stand for."""
     module.requires_grad_(False)
     base = module.base_model
     for number, layer in enumerate(base.h if hasattr(base, "h") else base.layers):
@@ -44,8 +51,6 @@ def reference(family: str, quant: Quant) -> Parts:
                     transposed = isinstance(child, Conv1D)
                     linear = BlockLinear(matrix, child.bias, transposed=transposed)
                     setattr(parent, name, linear)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    return Parts(TransformersModel(module, task="text-generation", tokenizer=tokenizer))
 
 
 @cache

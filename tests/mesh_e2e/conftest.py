@@ -37,7 +37,11 @@ def starter(root: Path) -> Iterator[StartNode]:
 
         def start(name: str, *flags: str, environment: dict[str, str] | None = None) -> LocalNode:
             """The first node founds the hearth, the others join it before they start."""
-            variables = {"OMP_NUM_THREADS": "1", **(environment or {})}
+            variables = {
+                "OMP_NUM_THREADS": "1",
+                "HEARTHNET_MODELS_DIR": str(root / name / "models"),
+                **(environment or {}),
+            }
             node = WarmNode(name, root / name, ("--threads", "1", *flags), variables)
             if nodes and not StatePaths(node.state_dir).hearth.exists():
                 nodes[0].wait_up()

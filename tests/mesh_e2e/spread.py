@@ -81,6 +81,10 @@ class Spread:
         ]
         assert len(self._allowed) == len(layers)
 
+    def offer(self, shard: ShardDescriptor) -> None:
+        """Let routes take this one as well."""
+        self._allowed.append(shard)
+
     def candidates(self, model_id: ModelId) -> list[Candidate]:
         return [Candidate(descriptor, 0, 1) for descriptor in self._allowed]
 

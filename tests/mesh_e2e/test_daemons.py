@@ -131,6 +131,15 @@ class TestAnswering:
         cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached >= first["usage"]["total_tokens"] - 1
 
+    def test_conversations_that_begin_alike_compute_the_beginning_once(
+        self, sofa: LocalNode
+    ) -> None:
+        rules = {"role": "system", "content": "You help at home. " * 30}
+        first = ask(sofa, messages=[rules, {"role": "user", "content": "Hi! " * 60}])
+        second = ask(sofa, messages=[rules, *QUESTION])
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert 64 < cached < first["usage"]["prompt_tokens"] // 2
+
     def test_the_same_seed_gives_the_same_text(self, sofa: LocalNode) -> None:
         texts = {
             ask(sofa, temperature=1.5, seed=11, max_tokens=30)["choices"][0]["message"]["content"]

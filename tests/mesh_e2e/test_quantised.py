@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from nnsight.modeling import huggingface
+from nnsight.modeling.transformers import TransformersModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mesh.models.builtin import checkpoint_dir
 from mesh.types import LayerRange
 from tests.checkpoints import make_checkpoint
+from tests.interventions.test_quantised import put_in_blocks
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.spread import greedy, split, spread
 from tests.mesh_e2e.test_losing_nodes import COUNT, serving, stream, wait_for
+from tests.ndif import client
 
 LAYERS = 6
 PROMPT = [40 + i for i in range(48)]
@@ -71,3 +78,34 @@ def test_the_killed_nodes_place_is_taken_and_not_a_bit_is_different(
     assert (ids, again) == (whole, text)
     assert facts["failovers"] == 1
     assert [event["type"] for event in events] == ["shard_status", "shard_failover"]
+
+
+def test_a_clients_trace_gives_the_numbers_of_the_same_weights_on_one_machine(
+    start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the nodes that the killed one left, and no unquantised one among them."""
+    whole: Any = AutoModelForCausalLM.from_pretrained(checkpoint_dir(), dtype=torch.float32).eval()
+    put_in_blocks(whole, "int8")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint_dir())
+    local = TransformersModel(whole, task="text-generation", tokenizer=tokenizer)
+    hearth = [
+        start_node(name, "--layers", layers, "--quant", "int8")
+        for name, layers in (("loft", "0-3"), ("porch", "4-7"), ("den", "none"))
+    ]
+    for node in hearth:
+        node.wait_ready()
+    den = hearth[-1]
+    wait_for(lambda: {"loft", "porch"} <= serving(den))
+    client.configure(monkeypatch, HOST=den.url, APIKEY=den.record.api_key)
+    monkeypatch.setitem(huggingface._ID_CACHE, str(checkpoint_dir()), "builtin")
+    model = client.model()
+    with model.trace("The attic is", remote=True):
+        hidden = model.model.layers[2].output.save()
+        model.model.layers[5].output[:] = hidden * 0.5
+        after = model.model.layers[6].output.save()
+    with local.trace("The attic is"):
+        here = local.model.layers[2].output.save()
+        local.model.layers[5].output[:] = here * 0.5
+        after_here = local.model.layers[6].output.save()
+    torch.testing.assert_close(hidden, here, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(after, after_here, rtol=1e-4, atol=1e-4)

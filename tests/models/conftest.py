@@ -27,10 +27,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
     Read only: tests that damage a checkpoint copy it first.
     """
-    made: dict[tuple[Any, ...], Path] = {}
+    made: dict[str, Path] = {}
 
     def make(family: str, **options: Any) -> Path:
-        key = (family, *sorted(options.items()))
+        key = f"{family} {sorted(options.items())}"
         if key not in made:
             made[key] = make_checkpoint(tmp_path_factory.mktemp(family), family, **options)
         return made[key]

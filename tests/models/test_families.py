@@ -90,13 +90,16 @@ def test_known_model_type_does_not_run_code_of_the_checkpoint(
     assert family_of(read_manifest(directory)).model_type == "llama"
 
 
-def test_quantised_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes"])
+def test_quantised_checkpoint_is_refused(
+    method: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     directory = _with_config(
         checkpoint("llama", layers=3),
         tmp_path / "quantised",
-        quantization_config={"quant_method": "gptq", "bits": 4},
+        quantization_config={"quant_method": method, "bits": 4},
     )
-    with pytest.raises(UnsupportedFamily, match="gptq"):
+    with pytest.raises(UnsupportedFamily, match=rf"quantised \({method}\).*GGUF"):
         family_of(read_manifest(directory))
 
 

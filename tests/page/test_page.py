@@ -13,6 +13,7 @@ import pytest
 from mesh.api.page import PATHS
 from tests.api.conftest import serving, with_key
 from tests.page.browser import CHROMIUM, Page, browsing
+from tests.tui.house import whole
 
 KEY = "k" * 20
 in_a_browser = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium (Debian: chromium)")
@@ -85,6 +86,30 @@ async def test_names_are_text() -> None:
             page.says("#nodes", hostile)
             assert page.eval("document.title") == "hearthnet"
             assert page.eval("document.querySelectorAll('img').length") == 0
+
+        await browse(f"{api.url}/", look)
+
+
+@in_a_browser
+async def test_what_comes_up_and_what_is_fetched_is_shown() -> None:
+    house = whole()
+    async with serving() as api:
+        plain = api.view.status
+        parts = {name: house[name] for name in ("deployments", "weights")}
+        api.view.status = lambda: {**plain(), **parts}  # type: ignore[method-assign]
+
+        def look(page: Page) -> None:
+            page.says("#deployed", "llama")
+            page.says("#deployed", "● ready")
+            page.says("#deployed", "0 of 2 replicas")
+            page.says("#deployed", "34 % (4.1 GB of 12.0 GB)")
+            page.says("#deployed", "nobody serves layers 12-15")
+            page.says("#downloads", "52.1 MB/s · 3 min left · from attic, the hub")
+            assert page.eval("document.querySelectorAll('#downloads progress').length") == 1
+            assert page.eval("document.querySelectorAll('#deployed button').length") == 0
+            assert page.complaints == []
+            page.size(390, 844)
+            assert page.eval("document.documentElement.scrollWidth") <= 390
 
         await browse(f"{api.url}/", look)
 

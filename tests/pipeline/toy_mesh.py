@@ -27,7 +27,7 @@ from mesh.pipeline.failover import FailoverSettings
 from mesh.pipeline.generation import LoopSettings, PipelineOrchestrator
 from mesh.pipeline.hop import Patience
 from mesh.pipeline.links import HopLinks
-from mesh.pipeline.model import AskerModel
+from mesh.pipeline.model import AskerModel, Drafting
 from mesh.pipeline.room_line import RoomLine
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.watch.oversight import Oversight
@@ -50,6 +50,7 @@ from mesh.types import (
 from mesh.wire.link import Link, LinkHandler
 from mesh.wire.messages import (
     Close,
+    CopyPrefix,
     Drain,
     Failure,
     Hello,
@@ -58,12 +59,14 @@ from mesh.wire.messages import (
     Open,
     Opened,
     Park,
+    PrefixCopied,
     Result,
     Resume,
     Seal,
     Sealed,
     Step,
     WireTensor,
+    says_copies,
 )
 from tests.wire.memory import MemoryLink, link_pair
 
@@ -90,6 +93,10 @@ class ToySession:
         self.inputs: list[list[list[int]]] = []  # position, layer, value
         self.parked = False
         self.last: Result | None = None
+
+    def begin_as(self, other: ToySession, positions: int) -> int:
+        self.inputs = other.inputs[:positions]
+        return len(self.inputs)
 
     def run(self, position: int, rows: list[list[int]]) -> list[list[int]]:
         assert position <= len(self.inputs), "a hole in the positions"
@@ -136,6 +143,9 @@ class ToyShard:
         self.new_session: Callable[[LayerRange], ToySession] = ToySession
         self.reserved: list[int] = []
         """The positions that each session was opened or resumed with."""
+        self.copies_after_s = 0.0
+        self.copied: list[int] = []
+        """The positions that sessions began with, as others did."""
         self.is_advertised = True
         self.links: list[MemoryLink] = []
         self.far_ends: list[MemoryLink] = []
@@ -187,11 +197,28 @@ class ToyDoor:
             sessions[key].parked = True
         elif isinstance(message, Close):
             sessions.pop(key, None)
+        elif isinstance(message, CopyPrefix):
+            self._copy(sessions[key], message)
         elif isinstance(message, Step):
             self._step(sessions[key], message)
+        else:
+            self._ask(sessions, key, message)
+
+    def _ask(
+        self, sessions: dict[tuple[int, int], ToySession], key: tuple[int, int], message: Message
+    ) -> None:
+        if isinstance(message, CopyPrefix):
+            self._copy(sessions[key], message)
         elif isinstance(message, Seal):
             self._shard.before_seal()
             self._link.send(Sealed(key[1], [{"file": self._shard.descriptor.shard_id}]))
+
+    def _copy(self, session: ToySession, request: CopyPrefix) -> None:
+        source = self._shard.sessions.get((self._number, request.source))
+        held = 0 if source is None else session.begin_as(source, request.positions)
+        self._shard.copied.append(held)
+        done = PrefixCopied(request.session, held)
+        asyncio.get_running_loop().call_later(self._shard.copies_after_s, self._say, done)
 
     def closed(self, error: Exception | None) -> None:
         for key in [key for key in self._shard.sessions if key[0] == self._number]:
@@ -275,7 +302,8 @@ class ToyNetwork:
         if not shard.alive:
             raise ConnectFailed(f"{host}:{port} is gone.", fix="Elsewhere.")
         ours, theirs = link_pair(
-            Hello("asker", "asker", "tensors", "toy"), Hello("hop", "hop", "tensors", "toy")
+            Hello("asker", "asker", "tensors", "toy"),
+            says_copies(Hello("hop", "hop", "tensors", "toy")),
         )
         self._links += 1
         ours.attach(handler)
@@ -333,6 +361,9 @@ class ToyText:
     def flush(self) -> str:
         return ""
 
+    def vocabulary(self) -> dict[str, int]:
+        return {str(token): token for token in range(97)}
+
     def token_text(self, token_id: int) -> str:
         return str(token_id)
 
@@ -346,6 +377,7 @@ def toy_orchestrator(
     context: int = 4096,
     line: RoomLine | None = None,
     ends: ToyEnds | None = None,
+    draft: Drafting | None = None,
 ) -> tuple[PipelineOrchestrator, Sessions]:
     """An orchestrator over the network with fp32 on the wire, which may go `home`; the
     model holds `context` positions. `line` is where those wait who find all shards full. The
@@ -365,8 +397,8 @@ def toy_orchestrator(
         line=line,
     )
     model = AskerModel(
-        MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, context, ends or ends or ToyEnds(), ToyText(),
-        head_rows=8,
+        MODEL, WEIGHTS, TOTAL_LAYERS, HIDDEN, PRIME, context, ends or ToyEnds(), ToyText(),
+        head_rows=8, draft=draft,
     )  # fmt: skip
     orchestrator = PipelineOrchestrator(
         model,

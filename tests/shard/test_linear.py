@@ -64,3 +64,13 @@ def test_a_kernel_that_is_missing_or_wrong_is_not_used(monkeypatch: pytest.Monke
     assert isinstance(module[0], nn.Linear)
     with plain_kernels():
         assert "switched off" in choose_kernels(module, torch.bfloat16, CPU).reason
+
+
+def test_weights_stay_in_16_bit_only_where_nobody_asked_for_more_and_fp32_is_computed() -> None:
+    cpu, fp32 = CPU, torch.float32
+    own = torch.bfloat16 if linear.halving_fails() is None else fp32
+    assert linear.kept_dtype("auto", "bfloat16", fp32, cpu) == own
+    assert linear.kept_dtype("auto", "float32", fp32, cpu) == fp32
+    assert linear.kept_dtype("fp32", "bfloat16", fp32, cpu) == fp32
+    assert linear.kept_dtype("auto", "bf16", torch.bfloat16, cpu) == torch.bfloat16
+    assert linear.kept_dtype("auto", "bf16", fp32, torch.device("cuda")) == fp32

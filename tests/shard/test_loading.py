@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from mesh.errors import DeviceFailed, NotEnoughMemory
+from mesh.errors import DeviceFailed, NotEnoughMemory, ShardCorrupt
 from mesh.processes import attempts
 from mesh.processes.headroom import ram
 from mesh.shard.footprint import position_bytes
@@ -136,3 +140,23 @@ async def test_a_load_under_way_says_how_far_it_is() -> None:
         assert (load["phase"], load["done_bytes"]) == ("reading", 50)
     finally:
         await host.stop()
+
+
+async def test_a_span_that_gives_no_numbers_is_not_served(tmp_path: Path) -> None:
+    directory = tmp_path / "broken"
+
+    def spoil() -> None:
+        shutil.copytree(checkpoint().directory, directory)
+        file = directory / "model.safetensors"
+        tensors = load_file(file)
+        name = next(each for each in tensors if ".layers.3." in each and "norm" in each)
+        tensors[name] = torch.full_like(tensors[name], math.nan)
+        save_file(tensors, file, {"format": "pt"})
+
+    await asyncio.to_thread(spoil)
+    broken = {**shard("broken"), "directory": str(directory), "quant": "int8"}
+    async with hosted(broken, shard("good")) as (host, _):
+        error = host.failed[named("broken")]
+        assert isinstance(error, ShardCorrupt)
+        assert "Layers 1-3" in error.message
+        assert [each.descriptor.model_id for each in host.serving] == ["good"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Sequenced
 from contextlib import asynccontextmanager
@@ -322,3 +323,35 @@ def test_a_step_without_enough_past_is_refused_in_its_visit() -> None:
     step = Step(1, 0, 5, to_wire(torch.zeros(1, 1, 2), WireDtype.FP32))
     (result,) = compute([Task(sequence, step, lambda _: None)])
     assert isinstance(result, BadRequest)
+
+
+class Slow(Adds):
+    """Layers that take their time."""
+
+    def forward(self, steps: Sequenced[StepInput], layers: LayerRange) -> list[torch.Tensor]:
+        time.sleep(0.02)
+        return super().forward(steps, layers)
+
+
+async def slow_streams(scheduler: Scheduler, count: int) -> tuple[Slow, list[Stream]]:
+    """Layers that are known to take long, and streams that wait while a thread computes."""
+    runtime = Slow()
+    streams = [Stream(scheduler, runtime, inline_ms=0.0) for _ in range(count + 1)]
+    streams[0].send(0, 0, 1)
+    await settled(lambda: bool(streams[0].results))
+    runtime.visits.clear()
+    scheduler.streams = 4
+    return runtime, streams[1:]
+
+
+async def test_a_row_waits_a_little_for_others_to_share_a_pass_with() -> None:
+    async with scheduling(1) as scheduler:
+        runtime, (first, second, alone) = await slow_streams(scheduler, 3)
+        first.send(0, 0, 1)
+        await asyncio.sleep(0.005)
+        second.send(0, 0, 1)
+        await settled(lambda: bool(first.results and second.results))
+        assert runtime.visits == [[(0, 1), (0, 1)]]
+        alone.send(0, 0, 1)
+        await settled(lambda: bool(alone.results))
+        assert len(runtime.visits) == 2, "not for ever"

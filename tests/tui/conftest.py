@@ -7,8 +7,8 @@ import io
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import cast
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
 
 import pytest
 from blockbuster import BlockBuster, blockbuster_ctx
@@ -19,15 +19,16 @@ from mesh.api.app import create_app
 from mesh.api.ndif.results import ResultUrls
 from mesh.api.ndif.routes import JobsApi
 from mesh.api.server import ApiServer, serve_api
-from mesh.api.services import ApiSettings, HearthControl
+from mesh.api.services import ApiSettings, HearthControl, Services
 from mesh.client import Client
 from mesh.interventions.jobs.queue.service import JobQueue
 from tests.fakes import ScriptedGenerations
-from tests.tui.house import MOMENT, Hearth, House, Jobs
+from tests.tui.house import MOMENT, Deployments, Hearth, House, Jobs, Plans
 from tui.app import TopApp
 
 OWNER = "the-owners-key"
-VERBS = {"up": "Start this machine's node.", "peers": "List the nodes.", "invite": "Let one in."}
+VERBS = {"up": "Start this machine's node.", "peers": "List the nodes.", "invite": "Let one in.",
+         "deploy": "Load a model."}  # fmt: skip
 PATIENCE_S = 10.0
 
 
@@ -38,6 +39,8 @@ class Daemon:
     house: House = field(default_factory=House)
     jobs: Jobs = field(default_factory=Jobs)
     hearth: Hearth = field(default_factory=Hearth)
+    deployments: Deployments = field(default_factory=Deployments)
+    plans: Plans = field(default_factory=Plans)
     generations: ScriptedGenerations = field(default_factory=ScriptedGenerations)
     server: ApiServer | None = None
     url: str = ""
@@ -46,7 +49,11 @@ class Daemon:
         queue = JobsApi(cast("JobQueue", self.jobs), cast("ResultUrls", None))
         hearth = cast("HearthControl", self.hearth)
         settings = ApiSettings(api_key=OWNER)
-        app = create_app(self.generations, self.house, settings, hearth, jobs=queue)
+        parts: dict[str, Any] = dict.fromkeys(each.name for each in fields(Services))
+        services = Services(**{**parts, "deployments": self.deployments, "plans": self.plans})
+        app = create_app(
+            self.generations, self.house, settings, hearth, jobs=queue, services=services
+        )
         self.server = await serve_api(app, "127.0.0.1", 0, None)
         self.url = self.server.url()
 
@@ -101,9 +108,11 @@ class Top:
     async def press(self, *keys: str) -> None:
         await self.pilot.press(*keys)
 
-    async def until(self, wanted: str | Callable[[], object]) -> str:
+    async def until(
+        self, wanted: str | Callable[[], object], patience_s: float = PATIENCE_S
+    ) -> str:
         """Until the terminal shows this text, or something holds."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + patience_s
         while True:
             await self.pilot.pause()
             text = self.text()

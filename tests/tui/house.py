@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -123,10 +124,71 @@ def whole() -> dict[str, Any]:
                        hop("kitchen", "16-23", 22.0, 5.0)]},
         ],
         "loads": [],
+        "deployments": [
+            deployment("0" * 15 + "1", "llama", (1, 1), "READY", "HOT", [
+                span(0, SOFA, "sofa", "0-7"), span(0, ATTIC, "attic", "8-15"),
+                span(0, KITCHEN, "kitchen", "16-23")]),
+            deployment("0" * 15 + "2", "qwen", (0, 2), "PROVISIONING", "WARM", [
+                span(0, KITCHEN, "kitchen", "0-11"),
+                span(0, SOFA, "sofa", "12-15", "PROVISIONING", (4_100_000_000, 12_000_000_000)),
+                span(1, ATTIC, "attic", "0-15", "QUEUED"),
+                span(1, STUDY, "study", "0-3", "FAILED", reason="needs 900 MB, 300 MB are free")],
+                "12-15"),
+        ],
+        "weights": {
+            "models": [
+                disk("llama", [], 24, 48_000_000_000, 48_000_000_000),
+                disk("qwen", ["12-13"], 16, 4_100_000_000, 12_000_000_000),
+            ],
+            "transfers": [
+                {"id": "1", "model_id": "qwen", "weights_sha256": weights("qwen"),
+                 "state": "fetching", "done_bytes": 4_100_000_000, "total_bytes": 12_000_000_000,
+                 "bytes_per_s": 52_100_000.0, "eta_s": 151.6, "note": "",
+                 "sources": [{"source": "a", "name": "attic", "bytes": 1, "bytes_per_s": 1.0},
+                             {"source": "hub", "name": "the hub", "bytes": 1, "bytes_per_s": 1.0}]},
+            ],
+            "sent_bytes": 0,
+        },
         "accounts": [],
         "reasons": ["device=cpu: no accelerator found"],
         "warnings": [{"id": 1, "type": "warning", "at": MOMENT.isoformat(), "code": "disk",
                       "message": "The disk is nearly full.", "fix": "Free some."}],
+    }  # fmt: skip
+
+
+def weights(model: str) -> str:
+    return model.encode().hex().ljust(64, "0")
+
+
+def deployment(
+    name: str, model: str, replicas: tuple[int, int], state: str, level: str,
+    spans: list[dict[str, Any]], *missing: str,
+) -> dict[str, Any]:  # fmt: skip
+    ready, wished = replicas
+    return {
+        "deployment": name, "model_id": model, "weights_sha256": weights(model), "total_layers": 16,
+        "replicas": wished, "replicas_ready": ready, "dedicated": False, "quant": None,
+        "context": None, "minimum_s": 0.0, "state": state, "level": level, "missing": list(missing),
+        "epoch": 1, "why": None, "by": "sofa", "wished_at": MOMENT.isoformat(), "spans": spans,
+    }  # fmt: skip
+
+
+def span(
+    replica: int, key: str, name: str, layers: str, phase: str = "READY",
+    come: tuple[int, int] = (0, 0), reason: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    done, total = come
+    return {
+        "replica": replica, "node_id": key, "node": name, "layers": layers, "phase": phase,
+        "done_bytes": done, "total_bytes": total, "reason": reason,
+    }  # fmt: skip
+
+
+def disk(model: str, layers: list[str], total: int, here: int, whole: int) -> dict[str, Any]:
+    return {
+        "id": model, "weights_sha256": weights(model), "origin": None, "directory": "/models",
+        "partial": here != whole, "total_layers": total, "layers": layers, "ends": True,
+        "here_bytes": here, "total_bytes": whole,
     }  # fmt: skip
 
 
@@ -198,3 +260,58 @@ class Hearth:
                "at": MOMENT.isoformat(), "type": "member.added", "place": "2",
                "says": {"name": "attic"}}  # fmt: skip
         return {"decisions": [row], "facts": [], "next": None}
+
+
+class Deployments:
+    """The verbs of deployments, as far as the dashboard uses them; remembers what was wished."""
+
+    def __init__(self) -> None:
+        self.wished: list[tuple[Any, ...]] = []
+
+    def view(self) -> list[dict[str, Any]]:
+        return []
+
+    async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
+        self.wished.append(("deploy", order["model"], order["replicas"]))
+        return {"deployment": "0" * 15 + "3"}
+
+    async def scale(self, model: str, replicas: int) -> dict[str, Any]:
+        self.wished.append(("scale", model, replicas))
+        return {"deployment": model}
+
+    async def evict(self, model: str) -> list[dict[str, Any]]:
+        self.wished.append(("evict", model))
+        return [{"deployment": model, "model_id": model, "evicted": True}]
+
+
+class Plans:
+    """Estimates: what is called `huge` does not fit, of `secret` nothing is known, and `slow` waits
+    until it may `proceed`."""
+
+    def __init__(self) -> None:
+        self.asked, self.proceed = asyncio.Event(), asyncio.Event()
+
+    async def plan(self, order: dict[str, Any]) -> dict[str, Any]:
+        if order["model"] == "secret":
+            raise NotFound("Nobody has 'secret'.", fix="Name another.")
+        if order["model"] == "slow":
+            self.asked.set()
+            await self.proceed.wait()
+        is_huge = order["model"] == "huge"
+        refusal = {"code": "not_enough_memory", "message": "96.0 GB are missing.",
+                   "fix": "Add a machine.", "missing_bytes": 96 * 10**9, "node": None}  # fmt: skip
+        replicas = [] if is_huge else [planned()] * order["replicas"]
+        machines = [{"node_id": STUDY, "node": "study", "free_bytes": 1_500_000_000,
+                     "total_bytes": 4 * 10**9, "layers_that_fit": 2, "used": False,
+                     "why": "faster without it"}]  # fmt: skip
+        return {"replicas": replicas, "machines": machines, "refusal": refusal if is_huge else None}
+
+
+def planned() -> dict[str, Any]:
+    shards = [
+        {"node": name, "layers": layers, "need": {"total": 4_100_000_000}, "have": 6_000_000_000,
+         "fetch_bytes": fetch, "gap": False}
+        for name, layers, fetch in (("sofa", "0-7", 0), ("attic", "8-15", 3_900_000_000))
+    ]  # fmt: skip
+    return {"shards": shards, "tokens_per_second": 18.5, "first_token_ms": 640.0,
+            "bottleneck": {"help": "a cable to attic"}}  # fmt: skip

@@ -11,16 +11,20 @@ import pytest
 
 from mesh.cli.local_node import LocalNode
 from mesh.client import Client, client_of
+from tests.checkpoints import make_checkpoint
 from tests.tui.conftest import running
 
 pytestmark = pytest.mark.slow
+LOADING_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def sofa(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
-    """One daemon with the built-in model, for the module."""
+    """One daemon with the built-in model, and a checkpoint on its disk, for the module."""
     root = tmp_path_factory.mktemp("feed")
-    with LocalNode("sofa", root, ("--threads", "1"), {"OMP_NUM_THREADS": "1"}) as node:
+    make_checkpoint(root / "models" / "toy", "llama", layers=4)
+    environment = {"OMP_NUM_THREADS": "1", "HEARTHNET_MODELS_DIR": str(root / "models")}
+    with LocalNode("sofa", root, ("--threads", "1"), environment) as node:
         node.wait_ready()
         yield node
 
@@ -96,3 +100,22 @@ async def test_the_dashboard_shows_it(sofa: LocalNode) -> None:
         await top.until("ready for requests")
         await top.press("6", "s")
         await top.until("hearth.founded")
+
+
+async def test_a_model_is_deployed_and_evicted_from_the_dashboard(sofa: LocalNode) -> None:
+    async with running(lambda: client_of(sofa.record), (120, 40)) as top:
+        await top.until("working · builtin")
+        await top.press("3", "n")
+        await top.until("Deploy a model")
+        await top.press(*"toy", "enter")
+        text = await top.until("replica 1: about", LOADING_S)
+        assert "sofa 0-3: needs" in text
+        await top.press("enter")
+        await top.until("toy is wished for")
+        text = await top.until("● sofa 0-3 · ready", LOADING_S)
+        assert "toy       1 of 1    ● ready" in text
+        await top.press("e")
+        assert "Unloaded: 0-3 on sofa." in await top.until("Evict toy?")
+        await top.press("y")
+        await top.until("toy is evicted.")
+        await top.until(lambda: "1 of 1" not in top.text())

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 from textual._compositor import LayoutUpdate
 from textual.binding import Binding
-from textual.widgets import DataTable, Input
+from textual.widgets import Button, DataTable, Input
 
 from mesh.client import Client
 from mesh.errors import NotRunning
@@ -22,6 +22,7 @@ from tui.commands import HERE
 from tui.screens.chat import ChatScreen
 from tui.screens.jobs import JobsScreen
 from tui.screens.log import LogScreen
+from tui.screens.models import ModelsScreen
 from tui.screens.nodes import NodesScreen
 from tui.screens.screen import TopScreen
 from tui.widgets.people import People
@@ -44,6 +45,7 @@ def test_every_key_is_pressed_below() -> None:
         "ctrl+q",
     }
     assert bound(NodesScreen) == {"i", "x"}
+    assert bound(ModelsScreen) == {"n", "s", "e"}
     assert bound(ChatScreen) == {"escape", "ctrl+t", "ctrl+n"}
     assert bound(JobsScreen) == {"k"}
     assert bound(LogScreen) == {"slash", "s", "escape"}
@@ -121,6 +123,124 @@ async def test_a_job_is_killed_by_mouse_and_only_after_a_yes(daemon: Daemon) -> 
         await top.pilot.click("#yes")
         await top.until("2e2e2e2e2e2e has ended: ERROR")
         assert daemon.jobs.killed == ["2e" * 16]
+
+
+async def test_a_model_is_deployed_after_its_estimate_was_seen(daemon: Daemon) -> None:
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("3", "n")
+        await top.until("Deploy a model")
+        await top.press("enter")
+        await top.until("Name a model.")
+        await top.press(*"mist")
+        await top.pilot.click("#yes")  # nothing was estimated
+        await top.press("enter")
+        text = await top.until("about 18.5 tok/s")
+        assert "attic 8-15: needs 4.1 GB of 6.0 GB free, fetches 3.9 GB" in text
+        assert "would help: a cable to attic" in text
+        await top.press(
+            "shift+tab", "shift+tab", "shift+tab", "backspace", "3"
+        )  # another wish: that estimate is not its
+        assert top.app.screen.query_one("#yes", Button).disabled
+        await top.press("enter")
+        await top.until(lambda: top.app.screen.query_one("#yes").has_focus)
+        assert daemon.deployments.wished == []
+        await top.press("enter")
+        await top.until("mist is wished for")
+        assert daemon.deployments.wished == [("deploy", "mist", 3)]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [("huge", "it does not fit: 96.0 GB are missing."), ("secret", "no estimate: Nobody has")],
+)
+async def test_what_does_not_fit_is_not_deployed_by_a_second_enter(
+    daemon: Daemon, model: str, said: str
+) -> None:
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("3", "n")
+        await top.until("Deploy a model")
+        await top.press(*model, "enter")
+        await top.until(said)
+        await top.press("enter")
+        await top.until(lambda: isinstance(top.app.screen, ModelsScreen))
+        assert daemon.deployments.wished == []
+        await top.press("n")
+        await top.until("Deploy a model")
+        await top.press(*model, "enter")
+        await top.until(said)
+        await top.pilot.click("#yes")  # who asks for it all the same gets the daemon's word
+        await top.until(f"{model} is wished for")
+
+
+async def test_an_estimate_that_comes_late_is_not_taken_for_another_wishs(daemon: Daemon) -> None:
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("3", "n")
+        await top.until("Deploy a model")
+        await top.press(*"slow", "enter")
+        await asyncio.wait_for(daemon.plans.asked.wait(), 10)
+        await top.press("e", "r")
+        await top.until("slower")
+        screen = top.app.screen
+        daemon.plans.proceed.set()
+        asking = [worker for worker in screen.workers if worker.group == "estimate"]
+        await top.until(lambda: all(worker.is_finished for worker in asking))
+        assert screen.query_one("#yes", Button).disabled
+        assert "about 18.5 tok/s" not in top.text()
+        await top.press("enter")
+        await top.until("about 18.5 tok/s")
+        assert not screen.query_one("#yes", Button).disabled
+
+
+async def test_replicas_are_scaled_up_and_to_none(daemon: Daemon) -> None:
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("3", "s")
+        await top.until("Scale llama")
+        await top.press("backspace", *"17", "enter")
+        await top.until("Replicas: a number from 0 to 16.")
+        await top.press("backspace", "backspace", "3", "enter")
+        await top.until("replica 3: about")
+        await top.press("escape", "s")
+        await top.until(lambda: "replica 3: about" not in top.text())
+        await top.press("backspace", "0", "enter")
+        await top.until("No replica stays loaded")
+        await top.press("enter")
+        await top.until("0 replica(s) are wished for")
+        assert daemon.deployments.wished == [("scale", "0" * 15 + "1", 0)]
+
+
+async def test_evicting_says_what_ends_and_asks_first(daemon: Daemon) -> None:
+    async with running(daemon.connect, (120, 40)) as top:
+        await top.until("working")
+        await top.press("3", "e")
+        text = await top.until("Evict llama?")
+        assert "1 answer" in text
+        await top.press("enter")  # what has the focus is no
+        await top.until(lambda: isinstance(top.app.screen, ModelsScreen))
+        await top.press("down", "e")
+        await top.until("Evict qwen?")
+        await top.press("y")
+        await top.until("qwen is evicted.")
+        assert daemon.deployments.wished == [("evict", "0" * 15 + "2")]
+
+
+async def test_with_nothing_deployed_there_is_nothing_to_scale(daemon: Daemon) -> None:
+    daemon.house.change(deployments=[], weights={"models": [], "transfers": [], "sent_bytes": 0})
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("3")
+        text = await top.until("are free")
+        assert "deployed" not in text
+        assert "disk" not in text
+        await top.press("s")
+        await top.until("Nothing is deployed; n deploys.")
+        daemon.house.change(deployments=whole()["deployments"])
+        await top.until("1 of 1")
+        await top.press("down")
+        await top.until("kitchen 0-11 · ready")
 
 
 async def test_the_cursor_stays_on_its_row(daemon: Daemon) -> None:
@@ -204,6 +324,10 @@ async def test_the_palette_has_every_verb(daemon: Daemon) -> None:
         await top.until("Let one in.")
         await top.press("down", "enter")
         await top.until("7-maple-river")
+        await top.press("ctrl+p", *"deploy")
+        await top.until("Load a model.")
+        await top.press("down", "enter")
+        await top.until("Deploy a model")
 
 
 def test_the_palettes_verbs_are_those_of_the_command_line() -> None:

@@ -15,7 +15,7 @@ from tests.tui.conftest import Daemon, running
 KEPT = Path(__file__).parent / "snapshots"
 SIZES = [(80, 24), (120, 40)]
 SCREENS = {
-    "overview": "22 ms of 32 ms", "nodes": "address wss", "models": "are free",
+    "overview": "22 ms of 32 ms", "nodes": "address wss", "models": "3 min left",
     "chat": "Ask llama", "jobs": "loss 0.25", "log": "peer_up", "doctor": "can compute back",
 }  # fmt: skip
 """Each with something that it shows once it is complete."""
@@ -32,7 +32,13 @@ async def tour(daemon: Daemon, size: tuple[int, int]) -> dict[str, str]:
         for number, screen in enumerate(SCREENS, 1):
             await top.press(f"f{number}")
             found[screen] = await top.until(SCREENS[screen])
-        await top.press("f5", "k")
+        await top.press("f3", "down")
+        found["coming"] = await top.until("needs 900 MB")
+        await top.press("e")
+        found["evict"] = await top.until("Yes, evict it")
+        await top.press("escape", "s", "enter")
+        found["scale"] = await top.until("a cable to attic")
+        await top.press("escape", "f5", "k")
         found["confirm"] = await top.until("Yes, end it")
         await top.press("escape", "f1")
         await daemon.stop()

@@ -25,6 +25,7 @@ from mesh.wire.messages import (
     Advertise,
     Bye,
     Close,
+    CopyPrefix,
     Drain,
     Failure,
     FileAsk,
@@ -38,13 +39,16 @@ from mesh.wire.messages import (
     OpenPart,
     OpenTaps,
     Park,
+    Part,
     Ping,
     Pong,
+    PrefixCopied,
     Result,
     Resume,
     Seal,
     Sealed,
     Step,
+    WeightsAsk,
     WireTensor,
 )
 from mesh.wire.protocol import TensorSession
@@ -118,6 +122,8 @@ CONTROL: list[Message] = [
     Opened(1, 2048),
     Park(2**32 - 1),
     Resume(3, 64),
+    CopyPrefix(3, 2, 640),
+    PrefixCopied(3, 0),
     Seal(3),
     Sealed(3, [{"file": "f", "rows": 4}]),
     Close(4),
@@ -127,12 +133,15 @@ CONTROL: list[Message] = [
     Advertise(b"body", b"signature"),
     FileAsk(1, "ab" * 32, 1 << 20),
     FilePart(1, b""),
+    WeightsAsk(1, "ab" * 32, Part.TENSOR, "model.norm.weight", 0, 1 << 40),
     Gossip({"kind": "ask", "number": 1, "heads": [["a", 1, b"x"]]}),
 ]
 
 
 def purpose_of(message: Message) -> str:
     daemons = isinstance(message, Advertise | Gossip | FileAsk | FilePart)
+    if isinstance(message, WeightsAsk):
+        return "weights"
     return "control" if daemons else "tensors"
 
 

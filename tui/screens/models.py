@@ -1,78 +1,140 @@
-"""What is held where: every model's bar, who holds which layers, gaps, memory, loads."""
+"""What is deployed and how far it is, what is held where and fetched; deploy, scale and evict."""
 
 from __future__ import annotations
 
-from rich.text import Text
-from textual.app import ComposeResult
-from textual.containers import VerticalScroll
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from tui.picture import Coverage, Picture, coverages, nodes
+from rich.text import Text
+from textual import work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.widgets import DataTable
+
+from tui.deployed import Deployed, deployed, known_models, what_ends
+from tui.picture import Picture
+from tui.screens.confirm import ConfirmScreen
 from tui.screens.screen import TopScreen
-from tui.widgets.bars import bar
-from tui.widgets.drawn import Drawn
-from tui.widgets.people import node_style
-from tui.words import COLOURS, GLYPHS, loading
+from tui.screens.wish import Wanted, WishScreen
+from tui.widgets.downloads import Downloads
+from tui.widgets.holdings import Holdings
+from tui.widgets.node_memory import NodeMemory
+from tui.widgets.on_disk import OnDisk
+from tui.widgets.spans import Spans
+from tui.widgets.table import Row, Table
+from tui.words import COLOURS, GLYPHS, clean
 
 
 class ModelsScreen(TopScreen):
-    """A bar and a list of holders for each model, then this machine's memory."""
+    """A table of deployments, while there are any; below it all else, to scroll."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("n", "deploy", "Deploy"),
+        Binding("s", "scale", "Scale"),
+        Binding("e", "evict", "Evict"),
+    ]
 
     def body(self) -> ComposeResult:
         """See `TopScreen`."""
+        yield Table("deployed", "replicas", "state", "level")
         with VerticalScroll(can_focus=True):
+            yield Spans()
+            yield Downloads()
             yield Holdings()
+            yield OnDisk()
             yield NodeMemory()
 
+    def took(self, picture: Picture) -> None:
+        """See `TopScreen`."""
+        table, found = self.query_one(Table), deployed(picture)
+        table.fill({each.key: _row(each) for each in found})
+        if bool(found) != table.display:
+            table.display = bool(found)
+            (table if found else self.query_one(VerticalScroll)).focus()
+        self._show_chosen()
 
-class Holdings(Drawn):
-    """Each model with its holders."""
+    def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
+        """Another deployment is chosen."""
+        self._show_chosen()
 
-    BORDER_TITLE = "models"
+    def action_deploy(self) -> None:
+        """Wish for a model; the estimate is shown before it is confirmed."""
 
-    def text(self, picture: Picture, width: int) -> Text:
-        """See `Drawn`."""
-        lines: list[Text] = []
-        for coverage, row in zip(coverages(picture), picture.rows("models"), strict=True):
-            lines += [_head(coverage), bar(coverage, width - 2)]
-            for node in nodes(picture):
-                spans = [str(span) for model, span in node.shards if model == coverage.model]
-                if spans:
-                    line = Text("  ")
-                    line.append(node.letter, node_style(node.letter))
-                    line.append(f" {node.name}: layers {', '.join(spans)}")
-                    lines.append(line)
-            if coverage.missing:
-                gap = f"  · nobody: layers {', '.join(coverage.missing)}"
-                lines.append(Text(gap, "bold red"))
-            if row.get("context"):
-                lines.append(Text(f"  context {row['context']} tokens", "dim"))
-        return Text("\n").join(lines) if lines else Text("no models", "dim")
+        def answered(wanted: Wanted | None) -> None:
+            if wanted is not None:
+                self._deploy(wanted)
+
+        known = known_models(self.picture)
+        self.app.push_screen(WishScreen(self._plan, "Deploy a model", known), answered)
+
+    def action_scale(self) -> None:
+        """Have another number of replicas of the chosen deployment."""
+        chosen = self._chosen()
+        if chosen is None:
+            return
+
+        def answered(wanted: Wanted | None) -> None:
+            if wanted is not None:
+                self._scale(chosen.key, wanted)
+
+        screen = WishScreen(self._plan, f"Scale {chosen.model}", before=_wish(chosen))
+        self.app.push_screen(screen, answered)
+
+    def action_evict(self) -> None:
+        """End the chosen deployment, after a question that says what ends."""
+        chosen = self._chosen()
+        if chosen is None:
+            return
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._evict(chosen)
+
+        question = what_ends(chosen, self.picture)
+        self.app.push_screen(ConfirmScreen(question, "evict it"), answered)
+
+    async def _plan(self, wanted: Wanted) -> Mapping[str, Any]:
+        """Raises MeshError."""
+        plan: Mapping[str, Any] = clean(
+            await self.daemon().plan(wanted.model, replicas=wanted.replicas)
+        )
+        return plan
+
+    @work(exclusive=True, group="wish", exit_on_error=False)
+    async def _deploy(self, wanted: Wanted) -> None:
+        row = await self.ask(lambda client: client.deploy(wanted.model, replicas=wanted.replicas))
+        if row is not None:
+            self.notify(f"{wanted.model} is wished for; it comes up by itself.", markup=False)
+
+    @work(exclusive=True, group="wish", exit_on_error=False)
+    async def _scale(self, deployment: str, wanted: Wanted) -> None:
+        row = await self.ask(lambda client: client.scale(deployment, wanted.replicas))
+        if row is not None:
+            words = f"{wanted.model}: {wanted.replicas} replica(s) are wished for."
+            self.notify(words, markup=False)
+
+    @work(exclusive=True, group="wish", exit_on_error=False)
+    async def _evict(self, chosen: Deployed) -> None:
+        ended = await self.ask(lambda client: client.evict(chosen.key))
+        if ended is not None:
+            self.notify(f"{chosen.model} is evicted.", markup=False)
+
+    def _chosen(self) -> Deployed | None:
+        key = self.query_one(Table).chosen
+        found = next((each for each in deployed(self.picture) if each.key == key), None)
+        if found is None:
+            self.notify("Nothing is deployed; n deploys.")
+        return found
+
+    def _show_chosen(self) -> None:
+        self.query_one(Spans).chosen = self.query_one(Table).chosen or ""
 
 
-class NodeMemory(Drawn):
-    """This machine's memory, what its shards take of it, and what is being loaded."""
-
-    BORDER_TITLE = "this machine"
-
-    def text(self, picture: Picture, width: int) -> Text:
-        """See `Drawn`."""
-        lines = []
-        memory = picture.status.get("memory")
-        if memory is not None:
-            free, total = memory["free_mb"], memory["total_mb"]
-            lines.append(Text(f"{free} of {total} MB are free ({memory['bound']})"))
-        for shard in picture.rows("shards"):
-            taken = shard.get("memory")
-            line = f"{shard['model_id']} {shard['layers']}"
-            if taken is not None:
-                line += f" · {taken['weights_mb']} MB of weights, {taken['caches_mb']} MB of caches"
-            lines.append(Text(line))
-        lines += [Text(f"◌ loading {loading(load)}") for load in picture.rows("loads")]
-        return Text("\n").join(lines) if lines else Text("holds nothing", "dim")
+def _wish(found: Deployed) -> Wanted:
+    return Wanted(found.model, found.wished)
 
 
-def _head(coverage: Coverage) -> Text:
-    line = Text()
-    line.append(f"{GLYPHS[coverage.state]} ", COLOURS[coverage.state])
-    line.append(coverage.model, "bold")
-    return line.append(f" · {len(coverage.holders)} layers · {coverage.words}")
+def _row(found: Deployed) -> Row:
+    state = Text(f"{GLYPHS[found.state]} {found.words}", COLOURS[found.state])
+    return Text(found.model), found.replicas, state, found.level

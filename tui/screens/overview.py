@@ -1,4 +1,4 @@
-"""The first screen: is it working, who is here, what is held, what runs, what happened."""
+"""The first screen: does it work, who is here, what is held, runs, comes, happened."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from textual.containers import VerticalScroll
 from tui.screens.screen import TopScreen
 from tui.widgets.answers import Answers
 from tui.widgets.bars import Bars
+from tui.widgets.coming import Coming
 from tui.widgets.latest import Latest
 from tui.widgets.people import People
 
@@ -21,4 +22,5 @@ class OverviewScreen(TopScreen):
             yield People()
             yield Bars()
             yield Answers()
+            yield Coming()
             yield Latest()

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from tui.picture import Picture, bottleneck
 from tui.widgets.drawn import Drawn
-from tui.words import count, loading, ms, rate
+from tui.words import count, ms, rate
 
 
 class Answers(Drawn):
@@ -23,7 +23,6 @@ class Answers(Drawn):
         lines: list[Text] = []
         for running in picture.rows("generations"):
             lines += generation(running, width, own_name(picture))
-        lines += [Text(f"◌ loading {loading(load)}") for load in picture.rows("loads")]
         return Text("\n").join(lines) if lines else Text("none runs", "dim")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from rich.text import Text
 from textual.reactive import var
 from textual.widgets import Static
@@ -11,6 +13,9 @@ from tui.picture import Picture
 
 class Drawn(Static):
     """Draws `text(picture)`; again when that is another text, or the place another size."""
+
+    IS_AWAY_WHEN_EMPTY: ClassVar[bool] = False
+    """Whether no text takes no place."""
 
     picture: var[Picture] = var(Picture)
 
@@ -34,6 +39,8 @@ class Drawn(Static):
         if not self.is_attached:
             return
         text = self.text(self.picture, max(20, self.content_size.width or 78))
+        if self.IS_AWAY_WHEN_EMPTY:
+            self.display = bool(text)
         if text.plain != self._drawn.plain or text.spans != self._drawn.spans:
             self._drawn = text
             self.update(text)

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mesh.api.auth import caller_of
+from mesh.api.auth import Caller, caller_of
 from mesh.api.ndif.model_keys import TASK, Served
-from mesh.api.services import LOADING, MeshView
+from mesh.api.services import LOADING, RESTING, DeploymentControl, MeshView
 from mesh.interventions.jobs.types import JobRunner
 from mesh.types import ModelId
 
@@ -22,21 +22,39 @@ from mesh.types import ModelId
 class Deployments:
     """The models that this node takes jobs for, as its overview lists them."""
 
-    def __init__(self, view: MeshView, runner: JobRunner) -> None:
+    def __init__(
+        self, view: MeshView, runner: JobRunner, control: DeploymentControl | None = None
+    ) -> None:
         self._view = view
         self._runner = runner
+        self._control = control
         self._read: dict[ModelId, Served] = {}
 
     async def served(self) -> list[Served]:
         """The models whose files are here, with the names that clients know them by."""
-        for row in self._view.models():
-            if row["local"] and row["id"] not in self._read:
+        found = []
+        for row in [row for row in self._view.models() if row["local"]]:
+            if row["id"] not in self._read:
                 directory = Path(row["directory"])
                 self._read[row["id"]] = await asyncio.to_thread(Served.read, row["id"], directory)
-        return list(self._read.values())
+            found.append(self._read[row["id"]])
+        return found
+
+    async def wake(self, model_id: ModelId, caller: Caller) -> bool:
+        """Have a model up that rests. Raises Forbidden when the caller's key may not."""
+        if self._control is None:
+            return False
+        return await self._control.wake(model_id, may_wake=caller.may_wake)
+
+    def _levels(self) -> dict[str, str]:
+        """The level of each deployed model; of several deployments the best."""
+        rows = self._control.view() if self._control is not None else []
+        ranked = sorted(rows, key=lambda row: ("COLD", "WARM", "HOT").index(row["level"]))
+        return {row["model_id"]: row["level"] for row in ranked}
 
     async def listing(self) -> dict[str, dict[str, Any]]:
         """``/status``'s deployments by model id."""
+        served, levels = await self.served(), self._levels()
         rows = {row["id"]: row for row in self._view.models()}
         return {
             model.model_id: {
@@ -45,16 +63,19 @@ class Deployments:
                 "revision": "main",
                 "task": TASK,
                 "trust_remote_code": False,
-                "deployment_level": "HOT",
+                "deployment_level": levels.get(model.model_id, "HOT"),
                 **self._state(rows[model.model_id]),
             }
-            for model in await self.served()
+            for model in served
+            if model.model_id in rows
         }
 
     def _state(self, row: dict[str, Any]) -> dict[str, Any]:
         why = self._runner.why_not(row["id"])
         if why is not None:
             return {"application_state": "UNHEALTHY", "reason": why}
+        if row["reason"] == RESTING:
+            return {"application_state": "NOT_STARTED", "reason": "The model is at rest."}
         if row["missing"]:
             missing = f"No node serves layers {', '.join(row['missing'])}."
             return {"application_state": "NOT_STARTED", "reason": missing}

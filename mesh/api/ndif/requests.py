@@ -74,6 +74,7 @@ async def _take(
             caller.trusted,
         )  # fmt: skip
         queue.check_room(asked)
+        await deployments.wake(meant.model_id, caller)
     except BaseException:
         queue.spool.release(arrived.size_bytes)
         await asyncio.to_thread(arrived.discard)

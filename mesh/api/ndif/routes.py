@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mesh.api.ndif import clients, deployments, operating, requests, results
 from mesh.api.ndif.results import ResultUrls
 from mesh.api.ndif.sessions import Sessions
-from mesh.api.services import MeshView
+from mesh.api.services import DeploymentControl, MeshView
 from mesh.interventions.jobs.queue.service import JobQueue
 
 
@@ -24,11 +24,13 @@ class JobsApi:
     urls: ResultUrls
 
 
-def routes(jobs: JobsApi, view: MeshView) -> Sequence[Route | WebSocketRoute]:
+def routes(
+    jobs: JobsApi, view: MeshView, control: DeploymentControl | None = None
+) -> Sequence[Route | WebSocketRoute]:
     """Everything that needs the scope ``interventions``."""
     queue, urls = jobs.queue, jobs.urls
     sessions = Sessions(queue, urls)
-    here = deployments.Deployments(view, queue.runner)
+    here = deployments.Deployments(view, queue.runner, control)
     return [
         WebSocketRoute("/subscribe", sessions.serve),
         *requests.routes(queue, sessions, here, urls),

@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mesh.types import Done, Queued, ShardFailover, ShardStatus, TokenLogprob
+from mesh.types import BringingUp, Done, Queued, ShardFailover, ShardStatus, TokenLogprob
 from mesh.types import PipelineAborted as Aborted
 
 _LOWEST_LOGPROB = -9999.0
@@ -65,7 +65,9 @@ def extension(done: Done) -> dict[str, Any]:
     }
 
 
-def diagnostic(frame: Queued | ShardStatus | ShardFailover | Aborted) -> dict[str, Any]:
+def diagnostic(
+    frame: Queued | BringingUp | ShardStatus | ShardFailover | Aborted,
+) -> dict[str, Any]:
     """The `hearthnet` object of a chunk that reports what happens to the route."""
     return {"event": asdict(frame)}
 

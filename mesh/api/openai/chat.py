@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -26,7 +27,8 @@ def routes(generations: Generations, settings: ApiSettings, kept: KeptStreams) -
         body = await read_body(request, ChatBody, settings)
         request_id = f"chatcmpl-{secrets.token_hex(16)}"  # who has it may resume the stream
         caller = caller_of(request)
-        frames = generations.generate(body.to_request(request_id, caller.principal))
+        asked = replace(body.to_request(request_id, caller.principal), may_wake=caller.may_wake)
+        frames = generations.generate(asked)
         style = _ChatStyle(with_logprobs=bool(body.logprobs))
         if not body.stream:
             head = Head(request_id, "chat.completion", body.model)

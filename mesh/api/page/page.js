@@ -140,6 +140,8 @@ function draw() {
       model.runnable ? "● ready" : `✖ ${model.reason || "cannot be asked"}`)), bar(model, nodes)]));
   at("answers").replaceChildren(...(status.generations.length
     ? status.generations.map(answer) : [dim("none runs")]), ...status.loads.map(loading));
+  drawDeployed();
+  drawDownloads();
   drawChoice();
   drawJobs();
   at("events").replaceChildren(...(happened.length ? happened.slice().reverse().map((event) =>
@@ -149,6 +151,74 @@ function draw() {
 function loading(load) {
   const done = load.total_bytes ? ` · ${Math.floor(100 * load.done_bytes / load.total_bytes)} %` : "";
   return dim(`◌ loading ${load.name}${done}`);
+}
+
+const PHASES = {
+  READY: ["ok", "●", "ready"], PARTLY: ["wait", "◌", "answers, not all is up"],
+  QUEUED: ["wait", "◌", "waiting"], PROVISIONING: ["wait", "◌", "fetching"],
+  DEPLOYING: ["wait", "◌", "loading"], LEAVING: ["wait", "◌", "unloading"],
+  FAILED: ["bad", "✖", "failed"], AWAY: ["bad", "✖", "its node is away"],
+  RESTING: ["dim", "○", "resting"],
+};
+
+function phase(name, more = "") {
+  const [state, glyph, words] = PHASES[name] || ["wait", "◌", String(name).toLowerCase()];
+  return made("span", state, `${glyph} ${words}${more}`);
+}
+
+function bytes(number) {
+  return number >= 1e9 ? `${(number / 1e9).toFixed(1)} GB` : `${(number / 1e6).toFixed(1)} MB`;
+}
+
+// Rounded down: all of it is said only when all of it is here.
+function come(done, total) {
+  if (!total) return [];
+  const bar = made("progress", "");
+  bar.max = total;
+  bar.value = done;
+  const percent = `${Math.floor(100 * Math.min(done, total) / total)} %`;
+  bar.setAttribute("aria-label", percent);
+  return [bar, dim(`${percent} (${bytes(done)} of ${bytes(total)})`)];
+}
+
+function drawDeployed() {
+  const rows = status.deployments || [];
+  at("deployed").replaceChildren(...(rows.length ? rows.flatMap(deployment) : [dim("nothing")]));
+}
+
+function deployment(wish) {
+  const many = wish.replicas === 1 ? "replica" : "replicas";
+  return [row(made("strong", "", wish.model_id), phase(wish.state),
+    dim(`${wish.replicas_ready} of ${wish.replicas} ${many}`), wish.level ? dim(wish.level) : null),
+  ...wish.spans.map((span) => {
+    // How far another node is, only that one knows.
+    const isFar = span.phase === "QUEUED" && !span.reason && span.node_id !== status.node.id;
+    return row(dim(`${span.node} ${span.layers}`),
+      isFar ? made("span", "wait", "◌ not up yet")
+        : phase(span.phase, span.reason ? `: ${span.reason}` : ""),
+      ...(span.phase === "PROVISIONING" ? come(span.done_bytes, span.total_bytes) : []));
+  }),
+  ...(wish.missing.length
+    ? [row(made("span", "bad", `nobody serves layers ${wish.missing.join(", ")}`))] : [])];
+}
+
+const UNDER_WAY = { waiting: "waiting", looking: "looking for who has it" };
+
+function drawDownloads() {
+  const moving = status.weights?.transfers || [];
+  at("downloads").replaceChildren(...(moving.length ? moving.map((transfer) => {
+    const names = transfer.sources.map((source) => source.name).join(", ");
+    return row(made("strong", "", transfer.model_id),
+      ...come(transfer.done_bytes, transfer.total_bytes),
+      dim([UNDER_WAY[transfer.state], transfer.bytes_per_s ? `${bytes(transfer.bytes_per_s)}/s` : "",
+        transfer.eta_s === null ? "" : `${lasting(transfer.eta_s)} left`,
+        names ? `from ${names}` : "", transfer.note].filter(Boolean).join(" · ")));
+  }) : [dim("none")]));
+}
+
+function lasting(seconds) {
+  if (seconds < 120) return `${seconds.toFixed(0)} s`;
+  return seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(0)} h`;
 }
 
 function drawHeadline(nodes) {

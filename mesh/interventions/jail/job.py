@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import select
 import signal
 import socket
 import time
@@ -133,8 +134,17 @@ class JailedJob:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process is gone."""
+        """Whether the parent has said that its process is gone."""
         return self._ended.done()
+
+    @property
+    def lives(self) -> bool:
+        """Whether its process runs, as the system says it: the parent says it later."""
+        if self._ended.done() or self._process_fd < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._process_fd, select.POLLIN)  # readable once the process has ended
+        return not poll.poll(0)
 
     def hung_up(self) -> None:
         """Its channel is at its end: if it has left a result, that is its outcome.

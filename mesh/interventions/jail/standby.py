@@ -47,14 +47,14 @@ class Standby:
     def take(self, kind: JobKind, payload_bytes: int) -> JailedJob | None:
         """The job that stands by, where it is of that kind and lives."""
         job = self._job
-        if job is None or job.has_ended or kind != self._kind or payload_bytes > _PAYLOAD_BYTES:
+        if job is None or not job.lives or kind != self._kind or payload_bytes > _PAYLOAD_BYTES:
             return None
         self._job = None
         return job
 
     def keep(self, kind: JobKind) -> None:
         """Have one of that kind stand by, instead of one of another."""
-        is_there = self._job is not None and not self._job.has_ended and kind == self._kind
+        is_there = self._job is not None and self._job.lives and kind == self._kind
         if not (is_there or self._is_closed or self._forking is not None):
             self._drop()
             self._forking = asyncio.create_task(self._refill(kind), name="jail-standby")

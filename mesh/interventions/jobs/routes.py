@@ -22,7 +22,9 @@ from mesh.routing.cover import Candidate, CoverRules, ShardKey, key_of
 from mesh.routing.router import ShardRouter
 from mesh.types import LayerRange, ModelId, NodeId, RouteHop
 
-_WIDEST_FIRST = ("fp32", "bf16", "fp16")
+_FORMATS = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "int8": "fp32", "int4": "fp32"}
+"""What the ends compute in beside layers of each format; those that lose least come first. Few bits
+are of weights: what passes between layers of such is fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class OpenRoute:
-    """A route with its sessions; all of it computes in `dtype` (fp32, bf16 or fp16)."""
+    """A route with its sessions; what passes on it is `dtype` (fp32, bf16 or fp16)."""
 
     hops: tuple[RouteHop, ...]
     dtype: str
@@ -97,8 +99,8 @@ class Routes:
     ) -> tuple[tuple[RouteHop, ...], str]:
         span = LayerRange(0, wanted.total_layers)
         rules = self._rules(wanted.total_layers)
-        for dtype in _WIDEST_FIRST:
-            router = ShardRouter(_OneDtype(known, dtype), rules)
+        for name, dtype in _FORMATS.items():
+            router = ShardRouter(_OneFormat(known, name), rules)
             try:
                 return router.cover(wanted.model_id, wanted.weights_sha256, span, exclude), dtype
             except NoRoute:
@@ -108,18 +110,18 @@ class Routes:
         raise NoRoute(
             f"The layers of {wanted.model_id} are served in different number formats, and no one"
             " of these covers the model.",
-            fix="Start the nodes with the same `--dtype`.",
+            fix="Start the nodes with the same `--dtype` and `--quant`.",
         )
 
 
-class _OneDtype:
-    """The shards that compute in one number format; a `mesh.routing.router.ShardSource`."""
+class _OneFormat:
+    """The shards of one number format; a `mesh.routing.router.ShardSource`."""
 
-    def __init__(self, known: KnownShards, dtype: str) -> None:
+    def __init__(self, known: KnownShards, name: str) -> None:
         self._known = known
-        self._dtype = dtype
+        self._name = name
 
     def candidates(self, model_id: ModelId) -> list[Candidate]:
         """The known shards of this number format."""
         everyone = self._known.candidates(model_id)
-        return [each for each in everyone if each.descriptor.dtype == self._dtype]
+        return [each for each in everyone if each.descriptor.dtype == self._name]

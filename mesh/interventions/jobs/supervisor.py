@@ -81,8 +81,6 @@ class JobsSupervisor(Supervisor):
 
     async def run(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
         """Run a job in the process to its end. Raises as `JobRunner.run`."""
-        if (reason := self.why_not(spec.model_id)) is not None:
-            raise ModelNotFound(reason, fix="Start the node with `--model PATH=ID`.")
         try:
             return await self._run_once(spec, on_text)
         except LinkLost:
@@ -155,9 +153,13 @@ class JobsSupervisor(Supervisor):
     # Private
 
     async def _run_once(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
+        directory = self._directories.get(spec.model_id)  # it may go while the process starts
+        if directory is None:
+            reason = str(self.why_not(spec.model_id))
+            raise ModelNotFound(reason, fix="Start the node with `--model PATH=ID`.")
         await self._started()
         shards = tuple(self._owner.routable(spec.model_id))
-        place = JobPlace(spec.model_id, self._directories[spec.model_id], shards)
+        place = JobPlace(spec.model_id, directory, shards)
         ended: asyncio.Future[JobReport] = asyncio.get_running_loop().create_future()
         waiting = self._waiting[spec.job_id] = _Waiting(spec.model_id, on_text, ended)
         try:

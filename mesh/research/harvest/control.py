@@ -7,13 +7,13 @@ are done is known by whoever asked for them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from msgspec import convert
 
-from mesh.errors import BadRequest, Busy
+from mesh.errors import BadRequest, Busy, NoRoute
 from mesh.models.harvest import HarvestBatch
 from mesh.models.local import LocalModel, local_manifest
 from mesh.paths import cache_dir
@@ -28,9 +28,9 @@ class Harvests:
     """Runs harvests for the API: one batch of prompts through an asker, files left on the hops."""
 
     def __init__(
-        self, models: Sequence[LocalModel], askers: Mapping[ModelId, AskerSupervisor]
+        self, models: Mapping[ModelId, LocalModel], askers: Mapping[ModelId, AskerSupervisor]
     ) -> None:
-        self._models = {model.model_id: model for model in models}
+        self._models = models
         self._askers = askers
         self._running = 0
 
@@ -50,11 +50,14 @@ class Harvests:
                 fix=f"Use a pattern like {manifest.layer_prefix}* or {manifest.layer_prefix}*.mlp.",
                 param="module",
             )
+        asker = self._askers.get(model_id)
+        if asker is None:
+            raise NoRoute(f"{model} is at rest.", fix="Ask it something first, which wakes it.")
         if self._running >= MAX_RUNNING:
             raise Busy(f"{self._running} batches are being harvested here.", fix="Wait for one.")
         self._running += 1
         try:
-            result = await self._askers[model_id].harvest(asked)
+            result = await asker.harvest(asked)
         finally:
             self._running -= 1
         return {"batch": asked.batch, "weights_sha256": manifest.weights_sha256, **result}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,9 +74,11 @@ class Steering:
     """The hearth's named steering edits: published to the log, fetched from peers, resolved for
     requests."""
 
-    def __init__(self, network: Network, models: Sequence[LocalModel], directory: Path) -> None:
+    def __init__(
+        self, network: Network, models: Mapping[ModelId, LocalModel], directory: Path
+    ) -> None:
         self._network = network
-        self._models = {model.model_id: model for model in models}
+        self._models = models
         self.library = Library(directory)
         self._keeping = asyncio.Lock()
         """Held while a file that nobody wants yet is brought in, and while others are deleted."""

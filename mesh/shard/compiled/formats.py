@@ -10,6 +10,7 @@ K-quants, a little more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,6 +91,40 @@ def quantise(weight: torch.Tensor, quant: Quant) -> BlockMatrix:
         torch.cat([each for each in scales if each is not None]),
         torch.cat(kept) if kept else None,
     )
+
+
+def joined(matrices: Sequence[BlockMatrix]) -> BlockMatrix:
+    """One behind the other, as one matrix; they have as many columns each and as many bits."""
+    first = matrices[0]
+    zeros = [each.zeros for each in matrices if each.zeros is not None]
+    return BlockMatrix(
+        first.bits,
+        (sum(each.shape[0] for each in matrices), first.shape[1]),
+        torch.cat([each.codes for each in matrices]),
+        torch.cat([each.scales for each in matrices]),
+        torch.cat(zeros) if zeros else None,
+    )
+
+
+def rows_of(matrix: BlockMatrix, rows: torch.Tensor | slice) -> BlockMatrix:
+    """Some of its rows, in the order of `rows`."""
+    codes = matrix.codes[rows]
+    zeros = None if matrix.zeros is None else matrix.zeros[rows]
+    return BlockMatrix(
+        matrix.bits, (len(codes), matrix.shape[1]), codes, matrix.scales[rows], zeros
+    )
+
+
+def of_codes(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> BlockMatrix:
+    """The matrix of these: `codes` (out, blocks, 32) uint8 whose zero is the middle, 128 or 8;
+    `scales` (out, blocks) fp32."""
+    rows, blocks, _ = codes.shape
+    shape = rows, blocks * BLOCK
+    if bits == 8:
+        return BlockMatrix(bits, shape, codes, scales, None)
+    zeros = torch.full((rows, blocks + blocks % 2), 8, dtype=torch.uint8)
+    zeros[:, blocks:] = 0
+    return BlockMatrix(bits, shape, _packed(codes), scales, _packed(zeros))
 
 
 class BlockLinear(nn.Module):

@@ -42,7 +42,8 @@ def compile_head(ends: Ends, weights_sha256: str, cache_dir: Path | None, thread
     head = ends.head
     folder = folder_of(weights_sha256, _QUANT, cache_dir)
     file = None if folder is None else folder / f"{_HEAD}.safetensors"
-    products, pages = stored_products({_HEAD: (head,)}, _QUANT, file)
+    stored = {} if ends.deferred_head is None else {id(head): ends.deferred_head}
+    products, pages = stored_products({_HEAD: (head,)}, _QUANT, file, stored)
     ends.norm.float()
     ends.replace_head(CompiledLinear(products[_HEAD], threads, folder))
     del products

@@ -139,6 +139,21 @@ class SlotCache:
         """The forward over `rows` positions succeeded; they count from now on."""
         self.bank.lengths[self.slot] += rows
 
+    def copy(self, other: SlotCache, stop: int) -> None:
+        """Take over the positions of `other` from `length` up to `stop`, which it holds.
+
+        Raises ContextTooLong beyond `max_tokens`.
+        """
+        start, rows = self.length, stop - self.length
+        self.reserve(rows)
+        for mine, theirs in zip(
+            (*self.bank.keys, *self.bank.values),
+            (*other.bank.keys, *other.bank.values),
+            strict=True,
+        ):
+            mine[self.slot, :, start:stop] = theirs[other.slot, :, start:stop]
+        self.commit(rows)
+
 
 class Banks:
     """As many banks as the sessions need."""

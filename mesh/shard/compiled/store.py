@@ -23,10 +23,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mesh.errors import BadCheckpoint
-from mesh.models.filling import STORED_DTYPES
-from mesh.models.header import read_header, read_metadata
+from mesh.models.header import TensorEntry, read_header, read_metadata
 from mesh.models.pages import Pages
 from mesh.models.progress import Progress
+from mesh.models.stored_dtypes import STORED_DTYPES
 from mesh.shard.compiled.formats import (
     BITS,
     VERSION,
@@ -34,8 +34,11 @@ from mesh.shard.compiled.formats import (
     BlockMatrix,
     Quant,
     dense_weight,
+    joined,
     quantise,
+    rows_of,
 )
+from mesh.shard.compiled.gguf_blocks import matrix_of_blocks
 from mesh.shard.compiled.graph import DOWN, OUTPUT, QKV, UP, Product, Stored
 from mesh.shard.compiled.parts import LayerParts, layer_parts
 from mesh.shard.views import layer_list_name
@@ -88,13 +91,17 @@ def quantised_span(
     module: Any = loaded.module
     layers = module.get_submodule(layer_list_name(module))
     all_parts = [layer_parts(layer, loaded.config, i) for i, layer in enumerate(layers)]
+    stored = {
+        id(module.get_submodule(name.removesuffix(".weight"))): entry
+        for name, entry in loaded.deferred.items()
+    }
     folder = folder_of(weights_sha256, quant, cache_dir)
     progress = progress or Progress()
     progress.begin("rounding", loaded.bytes_read)
     done = []
     for number, (layer, parts) in enumerate(zip(layers, all_parts, strict=True)):
         file = None if folder is None else folder / f"{loaded.layers.start + number}.safetensors"
-        products, pages = stored_products(_product_modules(parts), quant, file)
+        products, pages = stored_products(_product_modules(parts), quant, file, stored)
         loaded.pages.update(pages)
         linears = dict(zip(map(id, parts.linears), _linears(parts, products), strict=True))
         _replace(layer, linears)
@@ -103,7 +110,7 @@ def quantised_span(
     module.float()
     for parameter in module.parameters():  # what is left would keep the whole checkpoint mapped
         parameter.data = parameter.data.clone()
-    return GraphSpan(replace(loaded, sha256={}), quant, tuple(done))
+    return GraphSpan(replace(loaded, sha256={}, deferred={}), quant, tuple(done))
 
 
 def dense_span(loaded: LoadedSpan) -> GraphSpan:
@@ -139,24 +146,44 @@ def folder_of(weights_sha256: str, quant: Quant, cache_dir: Path | None) -> Path
 
 
 def stored_products(
-    modules: Mapping[str, Sequence[nn.Module]], quant: Quant, file: Path | None
+    modules: Mapping[str, Sequence[nn.Module]],
+    quant: Quant,
+    file: Path | None,
+    stored: Mapping[int, TensorEntry] | None = None,
 ) -> tuple[dict[str, Product], list[Pages]]:
     """Products of these linear layers, and the pages in which they lie as far as they are mapped.
 
-    From `file` if it holds them; otherwise rounded now, and kept there if there is one.
+    From `file` if it holds them; otherwise rounded now, and kept there if there is one. `stored`
+    has, by the ids of the modules, the weights of those that have none yet.
     """
     kept = None if file is None else _kept(file, modules, quant)
     if kept is not None:
         return kept
     fresh = {
         name: Product(
-            quantise(torch.cat([dense_weight(each) for each in linears]), quant), _bias(linears)
+            _rounded(linears, quant, stored or {}),
+            _bias(linears),
         )
         for name, linears in modules.items()
     }
     if file is None or not _keep(file, fresh):
         return fresh, []
     return _kept(file, modules, quant) or (fresh, [])
+
+
+def _rounded(
+    linears: Sequence[nn.Module], quant: Quant, stored: Mapping[int, TensorEntry]
+) -> BlockMatrix:
+    if not any(id(each) in stored for each in linears):
+        return quantise(torch.cat([dense_weight(each) for each in linears]), quant)
+    return joined(
+        [
+            quantise(dense_weight(each), quant)
+            if id(each) not in stored
+            else matrix_of_blocks(stored[id(each)], quant)
+            for each in linears
+        ]
+    )
 
 
 def _keep(file: Path, products: Mapping[str, Product]) -> bool:
@@ -240,15 +267,9 @@ def _linears(parts: LayerParts, products: Mapping[str, Product]) -> list[BlockLi
             rows = slice(first, first + _rows(linear))
             bias = None if product.bias is None else product.bias[rows]
             transposed = isinstance(linear, Conv1D)
-            found.append(BlockLinear(_part(product.matrix, rows), bias, transposed=transposed))
+            found.append(BlockLinear(rows_of(product.matrix, rows), bias, transposed=transposed))
             first = rows.stop
     return found
-
-
-def _part(matrix: BlockMatrix, rows: slice) -> BlockMatrix:
-    zeros = None if matrix.zeros is None else matrix.zeros[rows]
-    shape = (rows.stop - rows.start, matrix.shape[1])
-    return BlockMatrix(matrix.bits, shape, matrix.codes[rows], matrix.scales[rows], zeros)
 
 
 def _replace(layer: nn.Module, linears: Mapping[int, BlockLinear]) -> None:

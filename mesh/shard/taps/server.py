@@ -47,7 +47,7 @@ from itertools import chain
 from typing import Any
 
 from mesh.models.load import LoadedSpan
-from mesh.shard.linear import PackedLinear
+from mesh.shard.linear import Packed
 
 
 def twin(loaded: LoadedSpan) -> LoadedSpan | None:
@@ -56,7 +56,7 @@ def twin(loaded: LoadedSpan) -> LoadedSpan | None:
     None when weights were repacked: nothing can be shared with those.
     """
     module: Any = loaded.module
-    if any(isinstance(part, PackedLinear) for part in module.modules()):
+    if any(isinstance(part, Packed) for part in module.modules()):
         return None
     weights: dict[int, Any] = {id(t): t for t in chain(module.parameters(), module.buffers())}
     copied = copy.deepcopy(module, weights)

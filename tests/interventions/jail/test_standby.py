@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import psutil
 import pytest
@@ -23,13 +23,21 @@ async def jail() -> AsyncIterator[Jail]:
     await started.stop()
 
 
-async def standing_by(jail: Jail, besides: int = 0) -> psutil.Process:
-    """The process that waits when no job runs, another one than `besides`."""
+async def until(holds: Callable[[], bool]) -> None:
+    """Look again and again, for twenty seconds at most."""
+    async with asyncio.timeout(20):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.01)
+
+
+async def standing_by(jail: Jail) -> psutil.Process:
+    """The process that waits when no job runs."""
     assert jail.running == 0
     async with asyncio.timeout(20):
         while True:
-            processes = [each for each in warmed_parent().children() if each.pid != besides]
-            if len(processes) == 1:
+            if len(processes := warmed_parent().children()) == 1:
                 return processes[0]
             await asyncio.sleep(0.01)
 
@@ -50,7 +58,10 @@ async def run(
     async with await jail.start_job(entry, payload, trusted=False, hint=hint, limits=limits) as job:
         if hint is not None:
             await finish(job)
-        return await job.outcome()
+        outcome = await job.outcome()
+    if hint is not None and outcome.ending is Ending.FINISHED:  # which is known before it is gone
+        await until(lambda: not any(psutil.pid_exists(pid) for pid in pids(outcome)))
+    return outcome
 
 
 def pids(outcome: JobOutcome) -> set[int]:
@@ -66,7 +77,7 @@ async def test_the_next_of_a_kind_is_there_before_its_payload(jail: Jail) -> Non
     second = await run(jail, b"2")
     assert second.result.startswith(b"a2 ")
     assert pids(second) == {waiting.pid}
-    await standing_by(jail, besides=waiting.pid)
+    await standing_by(jail)
 
 
 @pytest.mark.parametrize("other", ["hint", "limits", "payload", "none"])
@@ -92,9 +103,16 @@ async def test_what_is_of_another_kind_is_not_run_in_it(jail: Jail, other: str) 
 async def test_one_that_was_ended_is_replaced(jail: Jail) -> None:
     await run(jail)
     waiting = await standing_by(jail)
-    waiting.kill()
-    await asyncio.to_thread(waiting.wait, 20)
-    assert waiting.pid not in pids(await run(jail))
+    parent = warmed_parent()
+    parent.suspend()  # which would say that the process has ended
+    try:
+        waiting.kill()
+        await until(lambda: waiting.status() == psutil.STATUS_ZOMBIE)
+        running = asyncio.create_task(run(jail))
+        await asyncio.sleep(0.05)
+    finally:
+        parent.resume()
+    assert waiting.pid not in pids(await running)
     await standing_by(jail)
     assert jail.running == 0
 

@@ -56,7 +56,8 @@ async def hearth(tmp_path: Path) -> AsyncIterator[Hearth]:
 @pytest.fixture
 async def steering(hearth: Hearth, tmp_path: Path) -> AsyncIterator[Steering]:
     models = await asyncio.to_thread(lambda: find_local_models(Config(), cache_dir()))
-    made = Steering(cast("Network", InHearth(hearth)), models, tmp_path / "edits")
+    held = {model.model_id: model for model in models}
+    made = Steering(cast("Network", InHearth(hearth)), held, tmp_path / "edits")
     yield made
     await made.close()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mesh.shard.compiled.formats import BlockLinear, Quant, bytes_per_weight, quantise
+from mesh.routing.machines import ITEMSIZE
+from mesh.shard.compiled.formats import BITS, BlockLinear, Quant, bytes_per_weight, quantise
 
 
 def noise(rows: int, columns: int) -> torch.Tensor:
@@ -49,3 +50,7 @@ def test_a_linear_layer_multiplies_by_what_its_codes_stand_for() -> None:
     x = noise(3, 64)
     assert torch.equal(linear(x), torch.nn.functional.linear(x, linear.weight, bias))
     assert linear.weight.shape == (8, 64)
+
+
+def test_plans_count_the_bytes_of_these_formats() -> None:
+    assert {quant: ITEMSIZE[quant] for quant in BITS} == {q: bytes_per_weight(q) for q in BITS}

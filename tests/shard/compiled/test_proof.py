@@ -9,7 +9,8 @@ import pytest
 
 from mesh.errors import DeviceFailed
 from mesh.models.families import family_of
-from mesh.shard.compiled import parts, proof
+from mesh.shard import twins
+from mesh.shard.compiled import parts
 from mesh.shard.compiled.engine import compiled as session_of
 from mesh.shard.compiled.formats import BlockMatrix
 from mesh.shard.compiled.graph import DOWN, layer_model
@@ -40,13 +41,13 @@ def test_a_misread_family_is_refused_and_the_verdict_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = family_of(checkpoint("gemma2"))
-    monkeypatch.setattr(proof, "_settled", {})
+    monkeypatch.setattr(twins, "_settled", {})
     monkeypatch.setitem(parts._ACTIVATION_NAMES, "gelu_pytorch_tanh", "silu")
     with pytest.raises(NotCompilable, match="its graphs differ by"):
         require_compilable(family, tmp_path)
     monkeypatch.undo()
-    monkeypatch.setattr(proof, "_settled", {})
+    monkeypatch.setattr(twins, "_settled", {})
     with pytest.raises(NotCompilable, match="its graphs differ by"):
         require_compilable(family, tmp_path)  # as it is kept: the structure is the same
-    monkeypatch.setattr(proof, "_settled", {})
+    monkeypatch.setattr(twins, "_settled", {})
     require_compilable(family, None)

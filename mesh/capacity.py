@@ -1,0 +1,62 @@
+"""What a node's devices hold and how fast they are, as it is measured, kept and told.
+
+Plain data with its bounds: it comes from files and from other nodes. Measures nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from mesh.codec import Int63, Text, finite
+
+MAX_DEVICES = 16
+MAX_SPEEDS = 8
+
+Rate = Annotated[float, Meta(gt=0, le=1e9), finite]
+Milliseconds = Annotated[float, Meta(ge=0, le=1e9), finite]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What a device does with weights in one `format` (fp32, fp16, bf16, int8, int4).
+
+    A decode step reads `decode_gb_s` (10**9 bytes a second) of weights and takes `layer_ms` for
+    each layer beside that; a prefill computes `prefill_gflops`, 10**9 operations a second.
+    """
+
+    format: Text
+    decode_gb_s: Rate
+    prefill_gflops: Rate
+    layer_ms: Milliseconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Memory that layers can lie in, and what computes there: ``cpu``, ``cuda:0``, ``mps``.
+
+    What lies in a format without a speed is not computed there.
+    """
+
+    name: Text
+    free_bytes: Int63
+    total_bytes: Int63
+    speeds: Annotated[tuple[Speed, ...], Meta(max_length=MAX_SPEEDS)] = ()
+
+    @property
+    def kind(self) -> str:
+        """``cpu``, ``cuda`` or ``mps``."""
+        return self.name.partition(":")[0]
+
+    def speed(self, name: str) -> Speed | None:
+        """In this format; None where it was not measured."""
+        return next((each for each in self.speeds if each.format == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The devices that a node computes on, the one that its askers use first."""
+
+    devices: Annotated[tuple[Device, ...], Meta(max_length=MAX_DEVICES)] = ()

@@ -1,0 +1,93 @@
+"""`hearthnet deploy MODEL`: wish for a model on the machines of the hearth."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mesh.cli.deploying import follow, pins, shown
+from mesh.cli.estimate import print_plan
+from mesh.cli.options import AskedDaemon, asks
+
+if TYPE_CHECKING:
+    from mesh.client import Client
+
+Wait = Annotated[bool, typer.Option("--wait", help="Return once all of it is up.")]
+Minimum = Annotated[
+    float | None,
+    typer.Option("--minimum-seconds", min=0, metavar="N", help="It stays so long at least."),
+]
+KeepAlive = Annotated[
+    float | None,
+    typer.Option(
+        "--keep-alive", min=0, metavar="S", help="Rest after so many seconds without use; 0: never."
+    ),
+]
+Nodes = Annotated[str | None, typer.Option(metavar="A,B", help="Use these machines only.")]
+Estimate = Annotated[bool, typer.Option("--estimate", help="Only say what it would need and give.")]
+With = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="NODE",
+        help="Estimate with it, were it here; NAME=GB[:GB/S] for one to buy. Repeatable.",
+    ),
+]
+Without = Annotated[
+    list[str] | None, typer.Option(metavar="NODE", help="Estimate without it. Repeatable.")
+]
+Streams = Annotated[
+    int | None, typer.Option(min=1, max=1024, help="Estimate for so many at a time.")
+]
+
+
+@asks
+def deploy(  # noqa: PLR0913 - flags
+    daemon: AskedDaemon,
+    model: Annotated[
+        str, typer.Argument(help="A model's name, or the directory of a checkpoint [=ID].")
+    ],
+    *,
+    replicas: Annotated[int | None, typer.Option(min=1, max=16, help="Whole copies of it.")] = None,
+    dedicated: Annotated[
+        bool | None,
+        typer.Option("--dedicated/--shared", help="Never make room for another, never rest."),
+    ] = None,
+    nodes: Nodes = None,
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NODE=LO-HI", help="Layers that have to be there. Repeatable."),
+    ] = None,
+    quant: Annotated[str | None, typer.Option(help="none, int8, int4 or auto.")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Positions that have to fit.")
+    ] = None,
+    minimum: Minimum = None,
+    estimate: Estimate = False,
+    with_: With = None,
+    without: Without = None,
+    streams: Streams = None,
+    keep_alive: KeepAlive = None,
+    wait: Wait = False,
+) -> None:
+    """Have a model loaded over the house; what is deployed already is changed."""
+    wanted: dict[str, Any] = {
+        "replicas": replicas, "dedicated": dedicated, "quant": quant, "context": context,
+        "minimum_s": minimum, "keep_alive_s": keep_alive, "layers": pins(layers),
+        "nodes": None if nodes is None else [n.strip() for n in nodes.split(",") if n.strip()],
+    }  # fmt: skip
+    order = {name: value for name, value in wanted.items() if value is not None}
+    if estimate or with_ or without or streams is not None:
+        for kept_for in ("minimum_s", "keep_alive_s"):
+            order.pop(kept_for, None)
+        supposed = {"with": with_, "without": without, "streams": streams}
+        order |= {name: value for name, value in supposed.items() if value is not None}
+        daemon.show(daemon.ask(lambda client: client.plan(model, **order)), print_plan)
+        return
+
+    async def question(client: Client) -> dict[str, Any]:
+        row = await client.deploy(model, **order)
+        return await follow(client, row["deployment"]) if wait else row
+
+    daemon.show(daemon.ask(question), shown)

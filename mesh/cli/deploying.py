@@ -1,0 +1,108 @@
+"""Following a deployment on its way up: one line for each change, on stderr, until it is there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mesh.cli.output import note, print_table, say
+from mesh.errors import BadRequest, NotEnoughMemory, NotFound
+
+if TYPE_CHECKING:
+    from mesh.client import Client
+
+POLL_S = 0.25
+
+
+async def follow(client: Client, deployment: str, *, answering: bool = False) -> dict[str, Any]:
+    """Its row once all of it is up, or, if that is enough, once it can be asked.
+
+    Raises NotFound when somebody evicts it meanwhile, and the reason when a span fails.
+    """
+    import asyncio
+
+    told: dict[tuple[int, str, str], str] = {}
+    while True:
+        found = [row for row in await client.deployments() if row["deployment"] == deployment]
+        if not found:
+            raise NotFound("It was evicted meanwhile.", fix="Deploy it again.")
+        row = found[0]
+        for span in row["spans"]:
+            key, words = (span["replica"], span["node"], span["layers"]), in_words(span)
+            if told.get(key) != words:
+                told[key] = words
+                note(f"{span['node']}: layers {span['layers']} {words}")
+        is_up = row["state"] == "READY" or (answering and not row["missing"])
+        if is_up:
+            return row
+        failed = [span for span in row["spans"] if span["phase"] == "FAILED"]
+        if failed and row["state"] == "FAILED":
+            raise NotEnoughMemory(
+                f"{failed[0]['node']} cannot hold layers {failed[0]['layers']}:"
+                f" {failed[0]['reason']}",
+                fix="It is tried again by itself; see `hearthnet status`, or end it with"
+                " `hearthnet evict`.",
+            )
+        await asyncio.sleep(POLL_S)
+
+
+def in_words(span: dict[str, Any]) -> str:
+    """``is fetched, 34 %``, ``waits: needs 900 MB, 300 MB are free``."""
+    words = _WORDS.get(span["phase"], str(span["phase"]).lower())
+    if span["phase"] == "PROVISIONING" and span["total_bytes"]:
+        words += f", {100 * span['done_bytes'] // span['total_bytes']} %"
+    return words + (f": {span['reason']}" if span["reason"] else "")
+
+
+_WORDS = {
+    "QUEUED": "waits",
+    "PROVISIONING": "is fetched",
+    "DEPLOYING": "is loading",
+    "READY": "is ready",
+    "FAILED": "failed",
+    "LEAVING": "is unloaded",
+    "AWAY": "is away",
+    "RESTING": "rests",
+}
+
+
+def print_deployments(rows: list[dict[str, Any]]) -> None:
+    """A table of deployments, one line for each span."""
+    print_table(
+        ("DEPLOYED", "STATE", "REPLICA", "NODE", "LAYERS", "PHASE"),
+        [
+            (
+                row["model_id"],
+                f"{row['state']} ({row['level']})",
+                f"{span['replica']} of {row['replicas']}",
+                span["node"],
+                span["layers"],
+                in_words(span),
+            )
+            for row in rows
+            for span in row["spans"] or [_NOTHING]
+        ],
+    )
+    for row in rows:
+        if row["missing"]:
+            note(f"note: {row['model_id']} misses layers {', '.join(row['missing'])}")
+        if row["why"]:
+            note(f"note: {row['model_id']} was planned anew: {row['why']}")
+
+
+_NOTHING = {"replica": 0, "node": None, "layers": None, "phase": "-", "reason": None}
+
+
+def shown(row: dict[str, Any]) -> None:
+    """What came of a wish."""
+    many = "replica" if row["replicas"] == 1 else "replicas"
+    say(f"{row['model_id']}: {row['replicas']} {many}, {row['state']} ({row['deployment']})")
+    print_deployments([row])
+
+
+def pins(layers: list[str] | None) -> list[str] | None:
+    """``NODE=LO-HI`` each, or None. Raises BadRequest."""
+    for text in layers or ():
+        node, equals, span = text.rpartition("=")
+        if not (node and equals and span):
+            raise BadRequest(f"--layers {text} is not NODE=LO-HI.", fix="As in attic=0-11.")
+    return layers or None

@@ -1,0 +1,101 @@
+"""`hearthnet list`, `show` and `rm`: models on this machine's disk, and what neighbours have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from mesh.cli.options import AskedDaemon, asks
+from mesh.cli.output import note, print_table, say
+from mesh.cli.pull import size, transfer_line
+from mesh.errors import ModelNotFound
+
+Model = Annotated[str, typer.Argument(help="Its name, perhaps with @ and the hash's beginning.")]
+
+
+@asks
+def list_models(daemon: AskedDaemon) -> None:
+    """List the models on this machine's disk, what is being fetched, and what neighbours have."""
+    daemon.show(daemon.ask(lambda client: client.weights()), _listed)
+
+
+@asks
+def show(daemon: AskedDaemon, model: Model) -> None:
+    """Show what is here of a model, where it lies, and who else has which layers."""
+    found = _of(daemon.ask(lambda client: client.weights()), model)
+    daemon.show(found, _shown)
+
+
+@asks
+def rm(
+    daemon: AskedDaemon,
+    model: Model,
+    *,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete a model that was fetched from this machine's disk. One in use is not deleted."""
+    here = _of(daemon.ask(lambda client: client.weights()), model)["here"]
+    if here and not yes:
+        held = ", ".join(f"{size(each['here_bytes'])} in {each['directory']}" for each in here)
+        typer.confirm(f"Delete {model} ({held})?", abort=True, err=True)
+    removed = daemon.ask(lambda client: client.remove_model(model))
+    daemon.show(removed, lambda gone: say(f"{gone['removed']} is gone: {size(gone['bytes'])}."))
+
+
+def _of(picture: dict[str, Any], model: str) -> dict[str, Any]:
+    name, _, digits = model.partition("@")
+
+    def is_meant(row: dict[str, Any]) -> bool:
+        return bool(row["id"] == name and row["weights_sha256"].startswith(digits))
+
+    here = [row for row in picture["models"] if is_meant(row)]
+    nearby = [row for row in picture["neighbours"] if is_meant(row)]
+    if not here and not nearby:
+        raise ModelNotFound(f"{model!r} is neither here nor nearby.", fix="See `hearthnet list`.")
+    return {"model": model, "here": here, "neighbours": nearby}
+
+
+def _listed(picture: dict[str, Any]) -> None:
+    rows = [
+        [
+            row["id"],
+            row["weights_sha256"][:12],
+            _layers(row),
+            size(row["here_bytes"]),
+            "in use" if row["in_use"] else "",
+        ]
+        for row in picture["models"]
+    ]
+    print_table(["model", "weights", "layers here", "size", ""], rows)
+    for transfer in picture["transfers"]:
+        say(f"fetching {transfer['model_id']}: {transfer_line(transfer)}")
+    here = {row["weights_sha256"] for row in picture["models"]}
+    for row in picture["neighbours"]:
+        names = ", ".join(each["name"] for each in row["nodes"])
+        if row["weights_sha256"] not in here:
+            say(f"nearby: {row['id']} ({row['weights_sha256'][:12] or 'being fetched'}) on {names}")
+
+
+def _shown(found: dict[str, Any]) -> None:
+    for row in found["here"]:
+        say(f"{row['id']}  {row['weights_sha256']}")
+        whole = "partial" if row["here_bytes"] < row["total_bytes"] else "complete"
+        say(f"{whole}: {size(row['here_bytes'])} of {size(row['total_bytes'])}, {_layers(row)}")
+        say(f"in {row['directory']}{' (in use)' if row['in_use'] else ''}")
+        if row["origin"]:
+            say(f"from {row['origin']}")
+    if not found["here"]:
+        note("nothing of it is here")
+    for row in found["neighbours"]:
+        for node in row["nodes"]:
+            ends = " and ends" if node["ends"] else ""
+            spans = ", ".join(node["layers"]) or "no whole layer"
+            say(f"{node['name']} has {spans}{ends} of {row['weights_sha256'][:12]}")
+
+
+def _layers(row: dict[str, Any]) -> str:
+    if row["layers"] == [f"0-{row['total_layers'] - 1}"] and row["ends"]:
+        return "all"
+    spans = ", ".join(row["layers"]) or "none"
+    return f"{spans} of 0-{row['total_layers'] - 1}" + (", ends" if row["ends"] else "")

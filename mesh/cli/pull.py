@@ -1,0 +1,130 @@
+"""`hearthnet pull`: fetch a model from neighbours or the hub, and show how far that is."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mesh.cli.options import AskedDaemon, asks
+from mesh.cli.output import note, say
+
+if TYPE_CHECKING:
+    from mesh.client import Client
+
+_LOOK_S = 1
+
+
+@asks
+def pull(  # noqa: PLR0913 - flags
+    daemon: AskedDaemon,
+    model: Annotated[
+        str,
+        typer.Argument(help="A neighbour's model, ORG/NAME of the hub, or a directory (./...)."),
+    ],
+    *,
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LO-HI", help="Only these layers; may be given several times."),
+    ] = None,
+    ends: Annotated[bool, typer.Option(help="Embedding, final norm and head as well.")] = True,
+    source: Annotated[
+        str, typer.Option("--from", metavar="NODE|hub", help="From there and nowhere else.")
+    ] = "",
+    revision: Annotated[str, typer.Option(help="Of the hub's repository.")] = "main",
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Keep nothing of the hub's that was not asked for.")
+    ] = False,
+    wait: Annotated[bool, typer.Option(help="Until it is here.")] = True,
+) -> None:
+    """Fetch a model to this machine's disk, or only some of its layers.
+
+    What neighbours have comes from them, several at once; else it comes from the hub, once for the
+    whole hearth. Interrupted, it goes on where it stopped when it is pulled again.
+    """
+    wanted = {
+        "layers": layers or None,
+        "ends": ends,
+        "source": source,
+        "revision": revision,
+        "drop": drop,
+    }
+    outcome = daemon.ask(lambda client: _run(client, model, wanted, wait=wait))
+    daemon.show(outcome, lambda end: _told(end, wait=wait))
+
+
+async def _run(client: Client, model: str, wanted: dict[str, Any], *, wait: bool) -> dict[str, Any]:
+    from mesh.errors import from_dict
+
+    name = await client.pull(model, **wanted)
+    outcome = await client.pull_outcome(name)
+    line = ProgressLine()
+    while wait and outcome["state"] == "running":
+        line.show(outcome["transfer"])
+        outcome = await client.pull_outcome(name, _LOOK_S)
+    line.end()
+    if outcome["state"] == "failed":
+        raise from_dict(outcome["error"])
+    return outcome
+
+
+def _told(outcome: dict[str, Any], *, wait: bool) -> None:
+    if wait:
+        say(f"{outcome['model']} is in {outcome['directory']}")
+    else:
+        say(f"{outcome['model']} is being fetched; `hearthnet list` shows how far that is.")
+
+
+class ProgressLine:
+    """One line on stderr that is written over, or a new one each time where that cannot be."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+        self._is_screen = sys.stderr.isatty()
+
+    def show(self, transfer: dict[str, Any] | None) -> None:
+        """How far it is."""
+        line = "looking for it" if transfer is None else transfer_line(transfer)
+        if line == self._shown:
+            return
+        if self._is_screen:
+            note("\r" + line.ljust(len(self._shown)), end="")
+            sys.stderr.flush()
+        else:
+            note(line)
+        self._shown = line
+
+    def end(self) -> None:
+        """No more comes."""
+        if self._is_screen and self._shown:
+            note("")
+
+
+def transfer_line(transfer: dict[str, Any]) -> str:
+    """``12 % of 4.1 GB, 31.0 MB/s, 2 min left (attic 20.1, kitchen 10.9)``."""
+    if transfer["note"]:
+        return str(transfer["note"])
+    if not transfer["total_bytes"]:
+        return f"{transfer['state']}"
+    done, total = transfer["done_bytes"], transfer["total_bytes"]
+    parts = [f"{done * 100 // total} % of {size(total)}", f"{size(transfer['bytes_per_s'])}/s"]
+    if transfer["eta_s"] is not None:
+        parts.append(f"{duration(transfer['eta_s'])} left")
+    rates = [f"{s['name']} {size(s['bytes_per_s'])}/s" for s in transfer["sources"]]
+    return ", ".join(parts) + (f" ({', '.join(rates)})" if len(rates) > 1 else "")
+
+
+def size(count: float) -> str:
+    """Bytes in words: ``4.1 GB``."""
+    for unit, power in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= power:
+            return f"{count / power:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """``40 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,231 @@
+"""What the rest of a node uses: publish what is held, look up who holds it, wait until it is ready.
+
+Puts together the records, what neighbours say of themselves now, and who is ready. Knows no store
+by name; `mesh.coordination.opening` chooses one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from mesh.coordination.layered import Records
+from mesh.coordination.ready import ReadyFlags, ReadySignal
+from mesh.coordination.records import Kind, ModelRecord, ModelRef, Worker, merged
+from mesh.errors import NotReady, StoreUnavailable
+from mesh.types import LayerRange
+
+_LOOK_S = 1.0
+"""How often somebody who waits looks at records that others write."""
+_MAX_NAMED = 8
+
+
+class Coordination(Protocol):
+    """Who holds which model, and whether it is ready."""
+
+    async def publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
+        """Say that these workers hold their parts of the model. They are not ready yet.
+
+        Returns at once where records are kept in memory; a store behind follows. Raises RankTaken,
+        RecordsFull and, where there is no memory, what the store fails with.
+        """
+
+    async def withdraw(self, model: ModelRef, ranks: Collection[int]) -> None:
+        """Say that these workers hold it no more."""
+
+    async def lookup(self, model: ModelRef) -> ModelRecord | None:
+        """Who holds the model, by rank: published workers and those that neighbours offer now."""
+
+    async def mark_ready(self, model: ModelRef, rank: int, signal: ReadySignal) -> None:
+        """Say that a worker serves, and whether a test inference on it has succeeded. Counts for
+        `READY_LIMIT_S`, unless it is said again."""
+
+    async def wait_ready(
+        self,
+        model: ModelRef,
+        *,
+        timeout_s: float,
+        ranks: Collection[int] | None = None,
+        layers: LayerRange | None = None,
+    ) -> ModelRecord:
+        """Wait until all workers of `ranks` are ready, ready workers cover `layers`, or else, with
+        neither, every worker that serves layers is ready and there is one: the ready ones.
+
+        Raises NotReady after `timeout_s` seconds, naming what is missing.
+        """
+
+
+class Coordinator:
+    """See `Coordination`. `start` first, `stop` last."""
+
+    def __init__(self, records: Records, flags: ReadyFlags) -> None:
+        self._records = records
+        self._flags = flags
+        self._heard: dict[str, ModelRecord] = {}
+
+    def start(self) -> None:
+        """Begin to read back and write through."""
+        self._records.start()
+
+    async def stop(self) -> None:
+        """Let go of the store."""
+        await self._records.stop()
+
+    async def publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
+        """See `Coordination`."""
+        await self._records.publish(model, workers)
+        for worker in workers:
+            self._flags.clear(model, worker.worker_rank)
+        self._flags.stir()
+
+    async def withdraw(self, model: ModelRef, ranks: Collection[int]) -> None:
+        """See `Coordination`."""
+        for rank in ranks:
+            self._flags.clear(model, rank)
+        await self._records.withdraw(model, ranks)
+
+    async def lookup(self, model: ModelRef) -> ModelRecord | None:
+        """See `Coordination`."""
+        return self._with_heard(model, await self._records.get(model))
+
+    async def models(self) -> list[ModelRef]:
+        """The models of which anything is known. Raises what the store fails with."""
+        known = {model.key: model for model in await self._records.models()}
+        known |= {key: record.model for key, record in self._heard.items()}
+        return sorted(known.values(), key=lambda model: model.key)
+
+    async def mark_ready(self, model: ModelRef, rank: int, signal: ReadySignal) -> None:
+        """See `Coordination`."""
+        self._flags.set(model, rank, signal)
+        await self._records.show_ready(model, {rank: signal})
+
+    def hear(self, offered: Mapping[ModelRef, Sequence[Worker]], session: str) -> None:
+        """All that neighbours offer now, in the place of what they offered before.
+
+        They are ready: a neighbour advertises a shard after its test, again and again while it
+        serves. None of it is written to a store.
+        """
+        for record in self._heard.values():
+            for worker in record.workers:
+                self._flags.clear(record.model, worker.worker_rank)
+        self._heard = {}
+        signal = ReadySignal(session, ready=True, stability_verified=True)
+        for model, workers in offered.items():
+            ordered = sorted(workers, key=lambda worker: worker.worker_rank)
+            self._heard[model.key] = ModelRecord(model, tuple(ordered))
+            for worker in ordered:
+                self._flags.set(model, worker.worker_rank, signal)
+        self._flags.stir()
+
+    async def wait_ready(
+        self,
+        model: ModelRef,
+        *,
+        timeout_s: float,
+        ranks: Collection[int] | None = None,
+        layers: LayerRange | None = None,
+    ) -> ModelRecord:
+        """See `Coordination`."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        with self._flags.watching() as news:
+            while True:
+                news.clear()
+                try:
+                    ready, missing = await self._missing(model, ranks, layers)
+                except StoreUnavailable as error:
+                    ready, missing = ModelRecord(model, ()), f"the records ({error.message})"
+                if not missing:
+                    return ready
+                if loop.time() >= until:
+                    raise _not_ready(model, missing, timeout_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(min(until, loop.time() + _LOOK_S)):
+                        await news.wait()
+
+    async def _missing(
+        self, model: ModelRef, ranks: Collection[int] | None, layers: LayerRange | None
+    ) -> tuple[ModelRecord, str]:
+        """The ready workers, and in words what lacks; empty when nothing does."""
+        record = await self.lookup(model) or ModelRecord(model, ())
+        ready = self.ready(record)
+        if ranks is not None:
+            here = {worker.worker_rank for worker in ready.workers}
+            return ready, _named("worker", sorted(set(ranks) - here))
+        if layers is not None:
+            covered = {n for each in ready.workers for n in _numbers(each.place.layers)}
+            return ready, _named("layer", sorted(set(_numbers(layers)) - covered))
+        computing = {w.worker_rank for w in record.workers if w.place.kind is Kind.SHARD}
+        if not computing:
+            return ready, "every worker"
+        return ready, _named("worker", sorted(computing - {w.worker_rank for w in ready.workers}))
+
+    def ready(self, record: ModelRecord) -> ModelRecord:
+        """The record with its ready workers only."""
+        left = [w for w in record.workers if self._flags.of(record.model, w.worker_rank).counts]
+        return ModelRecord(record.model, tuple(left))
+
+    def state(self) -> dict[str, Any]:
+        """How it is with the store; see `Records.state`."""
+        return self._records.state()
+
+    async def view(self) -> dict[str, Any]:
+        """See `mesh.api.services.CoordinationView`. Raises what the store fails with."""
+        rows = []
+        for model in await self.models():
+            record = await self.lookup(model)
+            if record is not None:
+                rows.append(self._row(record))
+        return {**self._records.state(), "models": rows}
+
+    def _row(self, record: ModelRecord) -> dict[str, Any]:
+        return {
+            "model_name": record.model.name,
+            "weights_sha256": record.model.weights_sha256,
+            "published_at": record.published_at,
+            "workers": [self._worker_row(record.model, worker) for worker in record.workers],
+        }
+
+    def _worker_row(self, model: ModelRef, worker: Worker) -> dict[str, Any]:
+        signal = self._flags.of(model, worker.worker_rank)
+        return {
+            "worker_rank": worker.worker_rank,
+            "holder": worker.place.holder,
+            "kind": worker.place.kind.value,
+            "layers": str(worker.place.layers),
+            "endpoint": worker.place.endpoint,
+            "tensor_count": len(worker.tensors),
+            "published_at": worker.published_at,
+            "ready": signal.ready,
+            "stability_verified": signal.stability_verified,
+        }
+
+    def _with_heard(self, model: ModelRef, record: ModelRecord | None) -> ModelRecord | None:
+        heard = self._heard.get(model.key)
+        if heard is None:
+            return record
+        ranks = {worker.worker_rank for worker in heard.workers}
+        rest = () if record is None else record.without(ranks).workers
+        return merged(model, heard, rest)
+
+
+def _numbers(layers: LayerRange) -> Iterable[int]:
+    return range(layers.start, layers.stop)
+
+
+def _named(what: str, numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ""
+    shown = ", ".join(map(str, numbers[:_MAX_NAMED]))
+    more = f" and {len(numbers) - _MAX_NAMED} more" if len(numbers) > _MAX_NAMED else ""
+    return f"{what}{'s' if len(numbers) > 1 else ''} {shown}{more}"
+
+
+def _not_ready(model: ModelRef, missing: str, timeout_s: float) -> NotReady:
+    return NotReady(
+        f"After {timeout_s:g} s {missing} of {model.name} "
+        f"{'is' if missing.startswith(('worker ', 'layer ')) else 'are'} not ready.",
+        fix="Wait longer, or see in `hearthnet status` what the nodes that hold it are doing.",
+    )

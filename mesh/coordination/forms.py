@@ -1,0 +1,188 @@
+"""Records as JSON, in ModelExpress' form: what Redis, SQLite and Kubernetes keep.
+
+Sizes and addresses are text, since JSON numbers are exact below 2^53 only; a worker's `Place` is
+the base64 of a JSON map in the field of the NIXL agent's metadata. Reading is strict. Knows no
+store.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from mesh import codec
+from mesh.codec import Fault, Int63, Sha256, Text, UInt32, printable
+from mesh.coordination.records import (
+    MAX_TENSORS,
+    MAX_WORKERS,
+    Kind,
+    ModelRecord,
+    ModelRef,
+    Place,
+    TensorDescriptor,
+    Worker,
+)
+from mesh.types import LayerRange, ModelId, NodeId
+
+MAX_RECORD_BYTES = 256 << 20
+_MAX_PLACE = 4096
+
+
+def _uint64(text: str) -> None:
+    if int(text) >= 1 << 64:
+        raise ValueError("is not below 2^64")
+
+
+def _layers(text: str) -> None:
+    LayerRange.parse(text)
+
+
+UInt64Text = Annotated[str, Meta(pattern=r"\A(0|[1-9][0-9]{0,19})\Z"), _uint64]
+TensorName = Annotated[str, Meta(min_length=1, max_length=512), printable]
+PlaceText = Annotated[str, Meta(min_length=1, max_length=_MAX_PLACE)]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorForm:
+    """One element of ``tensors``."""
+
+    name: TensorName
+    size: UInt64Text
+    dtype: Text
+    addr: UInt64Text = "0"
+    device_id: UInt32 = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceForm:
+    """What the base64 of ``nixl_metadata`` holds."""
+
+    holder: Text
+    kind: Kind
+    layers: Annotated[str, Meta(max_length=16), _layers]
+    endpoint: Text
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerForm:
+    """One element of ``workers``. `holder` is what a script in the store compares; no other than
+    in the place."""
+
+    worker_rank: UInt32
+    holder: Text
+    nixl_metadata: PlaceText
+    published_at: Int63
+    tensors: Annotated[tuple[TensorForm, ...], Meta(max_length=MAX_TENSORS)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordForm:
+    """The value of ``mx:model:{model_name}``."""
+
+    model_name: Text
+    weights_sha256: Sha256
+    published_at: Int63
+    workers: Annotated[tuple[WorkerForm, ...], Meta(max_length=MAX_WORKERS)] = ()
+
+
+def tensor_maps(tensors: Sequence[TensorDescriptor]) -> list[dict[str, Any]]:
+    """Tensors as JSON has them."""
+    return [
+        {
+            "name": each.name,
+            "addr": str(each.addr),
+            "size": str(each.size),
+            "device_id": each.device_id,
+            "dtype": each.dtype,
+        }
+        for each in tensors
+    ]
+
+
+def tensors_of(values: object) -> tuple[TensorDescriptor, ...]:
+    """The inverse of `tensor_maps`. Raises Fault."""
+    form = Annotated[tuple[TensorForm, ...], Meta(max_length=MAX_TENSORS)]
+    found: tuple[TensorForm, ...] = codec.convert(values, form)
+    return tuple(map(_tensor, found))
+
+
+def place_text(place: Place) -> str:
+    """A place as base64."""
+    fields = {
+        "holder": place.holder,
+        "kind": place.kind.value,
+        "layers": str(place.layers),
+        "endpoint": place.endpoint,
+    }
+    return base64.b64encode(json.dumps(fields).encode()).decode("ascii")
+
+
+def place_of(text: str) -> Place:
+    """The inverse of `place_text`. Raises Fault."""
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise Fault(f"is not base64: {error}", "nixl_metadata") from error
+    form = codec.convert(codec.parse_json(raw), PlaceForm)
+    return Place(NodeId(form.holder), form.kind, LayerRange.parse(form.layers), form.endpoint)
+
+
+def worker_map(worker: Worker) -> dict[str, Any]:
+    """A worker as JSON has it; without ``tensors`` where there are none.
+
+    A script in Redis could not tell an empty list from an empty map, and would write the latter.
+    """
+    fields: dict[str, Any] = {
+        "worker_rank": worker.worker_rank,
+        "holder": worker.place.holder,
+        "nixl_metadata": place_text(worker.place),
+        "published_at": worker.published_at,
+    }
+    if worker.tensors:
+        fields["tensors"] = tensor_maps(worker.tensors)
+    return fields
+
+
+def worker_json(worker: Worker) -> str:
+    """A worker as text."""
+    return json.dumps(worker_map(worker), separators=(",", ":"))
+
+
+def worker_from(text: bytes | str) -> Worker:
+    """The inverse of `worker_json`. Raises Fault."""
+    return _worker(codec.convert(_bounded(text), WorkerForm))
+
+
+def record_from(text: bytes | str, model: ModelRef) -> ModelRecord:
+    """The record of `model` that this JSON is. Raises Fault, also for another model's."""
+    form = codec.convert(_bounded(text), RecordForm)
+    found = ModelRef(ModelId(form.model_name), form.weights_sha256)
+    if found != model:
+        raise Fault(f"is the record of {found.key[:300]}", "model_name")
+    workers = sorted(map(_worker, form.workers), key=lambda worker: worker.worker_rank)
+    if len({worker.worker_rank for worker in workers}) != len(workers):
+        raise Fault("has two workers of one rank", "worker_rank")
+    return ModelRecord(model, tuple(workers))
+
+
+def _bounded(text: bytes | str) -> Any:
+    if len(text) > MAX_RECORD_BYTES:
+        raise Fault(f"has more than {MAX_RECORD_BYTES} bytes")
+    return codec.parse_json(text)
+
+
+def _tensor(form: TensorForm) -> TensorDescriptor:
+    return TensorDescriptor(form.name, int(form.size), form.dtype, int(form.addr), form.device_id)
+
+
+def _worker(form: WorkerForm) -> Worker:
+    place = place_of(form.nixl_metadata)
+    if place.holder != form.holder:
+        raise Fault("is not the one of nixl_metadata", "holder")
+    return Worker(form.worker_rank, place, tuple(map(_tensor, form.tensors)), form.published_at)

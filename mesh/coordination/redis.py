@@ -1,0 +1,212 @@
+"""The records in Redis, under ModelExpress' keys; a merge is a Lua script, and so atomic.
+
+``mx:model:{model_name}`` holds a record as JSON, the set ``mx:models`` all names; a name is
+`ModelRef.key`. Readiness (ModelExpress' ``mx:nixl_ready``) stays in memory. Needs the package
+``redis`` (the extra of that name), imported when connecting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from mesh.codec import Fault
+from mesh.coordination.forms import MAX_RECORD_BYTES, record_from, worker_map
+from mesh.coordination.records import MAX_MODELS, ModelRecord, ModelRef, Worker, rank_taken
+from mesh.coordination.store import client_missing
+from mesh.errors import BadRecord, CoordinationError, StoreRefused, StoreUnavailable
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+INDEX = "mx:models"
+SOCKET_TIMEOUT_S = 5.0
+
+_READ = """
+local text = redis.call('GET', KEYS[1])
+local record = text and cjson.decode(text)
+if not record or type(record.workers) ~= 'table' then
+  record = {model_name = ARGV[2], weights_sha256 = ARGV[3], published_at = 0, workers = {}}
+end
+local function write(workers)
+  if #workers == 0 then
+    redis.call('DEL', KEYS[1])
+    redis.call('SREM', KEYS[2], ARGV[1])
+    return
+  end
+  table.sort(workers, function(a, b) return a.worker_rank < b.worker_rank end)
+  record.published_at = 0
+  for _, worker in ipairs(workers) do
+    record.published_at = math.max(record.published_at, worker.published_at or 0)
+  end
+  record.workers = workers
+  redis.call('SET', KEYS[1], cjson.encode(record))
+  redis.call('SADD', KEYS[2], ARGV[1])
+end
+"""
+_MERGE = (
+    _READ
+    + """
+local new, by_rank = cjson.decode(ARGV[4]), {}
+for _, worker in ipairs(record.workers) do by_rank[worker.worker_rank] = worker end
+for _, worker in ipairs(new) do
+  local before = by_rank[worker.worker_rank]
+  if before and before.holder ~= worker.holder then
+    return {worker.worker_rank, before.holder or ''}
+  end
+  by_rank[worker.worker_rank] = worker
+end
+local workers = {}
+for _, worker in pairs(by_rank) do workers[#workers + 1] = worker end
+write(workers)
+return {}
+"""
+)
+_WITHDRAW = (
+    _READ
+    + """
+local gone, workers = {}, {}
+for index = 4, #ARGV do gone[tonumber(ARGV[index])] = true end
+for _, worker in ipairs(record.workers) do
+  if not gone[worker.worker_rank] then workers[#workers + 1] = worker end
+end
+write(workers)
+return {}
+"""
+)
+
+
+def record_key(model: ModelRef) -> str:
+    """Where the model's record is."""
+    return f"mx:model:{model.key}"
+
+
+class RedisStore:
+    """See `mesh.coordination.store.RecordStore`. `url` is ``redis://`` or ``rediss://``; it may
+    hold a password, and is never shown."""
+
+    name = "redis"
+    shared = True
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._client: Redis | None = None
+
+    async def connect(self) -> None:
+        """Connect and ask for a sign of life."""
+        await self.close()
+        redis = await asyncio.to_thread(_library)
+        async with self._translated():
+            client = self._client = redis.asyncio.Redis.from_url(
+                self._url,
+                socket_timeout=SOCKET_TIMEOUT_S,
+                socket_connect_timeout=SOCKET_TIMEOUT_S,
+                # Whoever asks decides whether to try again, and when.
+                retry=None,
+                # It would be read from the package's files, on the event loop.
+                driver_info=None,
+            )
+            await client.ping()
+
+    async def publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
+        """Merge by rank, in the server."""
+        text = await asyncio.to_thread(lambda: json.dumps([worker_map(each) for each in workers]))
+        refused = await self._run(_MERGE, model, text)
+        if refused:
+            raise rank_taken(model, int(refused[0]), _text(refused[1]))
+
+    async def withdraw(self, model: ModelRef, ranks: Collection[int]) -> None:
+        """Take out by rank, in the server."""
+        await self._run(_WITHDRAW, model, *ranks)
+
+    async def get(self, model: ModelRef) -> ModelRecord | None:
+        """Read one key."""
+        async with self._translated():
+            client, key = self._open(), record_key(model)
+            if await client.strlen(key) > MAX_RECORD_BYTES:
+                raise self._bad(Fault(f"has more than {MAX_RECORD_BYTES} bytes"), key)
+            text = await client.get(key)
+        if text is None:
+            return None
+        try:
+            return await asyncio.to_thread(record_from, text, model)
+        except Fault as fault:
+            raise self._bad(fault, key) from fault
+
+    async def models(self) -> list[ModelRef]:
+        """The index; names that are no `ModelRef` are others' and left out."""
+        async with self._translated():
+            client = self._open()
+            if await client.scard(INDEX) > MAX_MODELS:
+                raise self._bad(Fault(f"has more than {MAX_MODELS} elements"), INDEX)
+            names = await client.smembers(INDEX)
+        found = []
+        for name in names:
+            with suppress(ValueError):
+                found.append(ModelRef.parse(_text(name)))
+        return found
+
+    async def changed(self, timeout_s: float) -> None:
+        """Redis is asked again after a while."""
+        await asyncio.sleep(timeout_s)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        client, self._client = self._client, None
+        if client is not None:
+            async with self._translated():
+                await client.aclose()
+
+    async def _run(self, script: str, model: ModelRef, *arguments: str | int) -> list[Any]:
+        async with self._translated():
+            run = self._open().register_script(script)
+            answer: list[Any] = await run(
+                keys=[record_key(model), INDEX],
+                args=[model.key, model.name, model.weights_sha256, *arguments],
+            )
+        return answer
+
+    def _open(self) -> Redis:
+        if self._client is None:
+            raise StoreUnavailable("Redis is not connected.", fix="Wait: it is tried again.")
+        return self._client
+
+    @asynccontextmanager
+    async def _translated(self) -> AsyncIterator[None]:
+        redis = _library()
+        try:
+            yield
+        except (redis.exceptions.AuthenticationError, redis.exceptions.ResponseError) as error:
+            raise StoreRefused(
+                f"Redis refuses: {error}.",
+                fix="Check the user and password in coordination.redis_url and the server's rules.",
+                param="coordination.redis_url",
+            ) from error
+        except (redis.exceptions.RedisError, OSError, ValueError) as error:
+            raise StoreUnavailable(
+                f"Redis does not answer: {error}.",
+                fix="Start it, or correct coordination.redis_url.",
+                param="coordination.redis_url",
+            ) from error
+
+    def _bad(self, fault: Fault, key: str) -> CoordinationError:
+        return BadRecord(
+            f"Key {key} in Redis is no record of a model: it {fault}.",
+            fix=f"Delete the key ({key}): nodes publish again what they hold.",
+            param=fault.field or None,
+        )
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _library() -> Any:
+    try:
+        import redis.asyncio
+    except ImportError as error:
+        raise client_missing("redis", "redis") from error
+    return redis

@@ -1,0 +1,315 @@
+"""The loop that makes what this node holds what is wished: decides, acts, looks again.
+
+`mesh.deployments.reconcile` decides; here loads and drops are tasks that one owner starts, watches
+and ends. Nothing is kept: after a restart the log says it all. What the node is made of is asked
+through `World`, so that this knows neither processes nor links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mesh.deployments.phases import Phase, Phases
+from mesh.deployments.reconcile import Drop, Held, Holding, Load, Served, View, reconcile, wishes_of
+from mesh.deployments.weights import WeightsSource, local_model
+from mesh.deployments.wishes import Deployment, live
+from mesh.errors import MeshError
+from mesh.models.local import LocalModel
+from mesh.processes.tasks import end, spawn
+from mesh.types import LayerRange, ModelId, NodeId, ShardId
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+
+
+class World(Protocol):
+    """What a node is, for the loop."""
+
+    @property
+    def node(self) -> NodeId:
+        """This node."""
+
+    def deployments(self) -> dict[str, Deployment]:
+        """What the log says."""
+
+    def held(self) -> list[Held]:
+        """The shards that this node serves or is loading to serve."""
+
+    def failed(self) -> Mapping[ShardId, MeshError]:
+        """Those of them that its process has given up."""
+
+    def served(self) -> list[Served]:
+        """What others serve."""
+
+    def free_mb(self) -> int | None:
+        """What is free on the device; None while nobody knows."""
+
+    def need_mb(self, deployment: Deployment, layers: LayerRange) -> int:
+        """What these layers would take."""
+
+    def refusal(self, deployment: Deployment, layers: LayerRange) -> MeshError | None:
+        """Why this node's settings do not let it hold these layers at all."""
+
+    def asked(self) -> list[ModelId]:
+        """The models that this node asks because they are deployed."""
+
+    async def ask(self, model: LocalModel) -> None:
+        """Ask this model from now on."""
+
+    def known(self) -> list[ModelId]:
+        """The models whose files this node knows because they are deployed, asked or not."""
+
+    async def ask_no_more(self, model_id: ModelId, *, forget: bool) -> None:
+        """Ask this model no longer, and perhaps know nothing of it any more."""
+
+    async def serve(self, deployment: Deployment, layers: LayerRange) -> None:
+        """Load these layers and serve them; returns once they are served."""
+
+    async def unserve(self, shard: ShardId) -> int:
+        """Serve it no longer; how many sessions were ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """`tell` has an event's type and fields, for people; `changed` says that something moved."""
+
+    tell: Callable[..., None]
+    changed: Callable[[], None]
+
+
+class Reconciler:
+    """`start`, then `look` whenever something may have changed, then `stop`."""
+
+    def __init__(
+        self, world: World, weights: WeightsSource, hooks: Hooks, cache_dir: Path | None
+    ) -> None:
+        self.phases = Phases(self._moved)
+        self._world = world
+        self._weights = weights
+        self._hooks = hooks
+        self._cache_dir = cache_dir
+        self._loads: dict[ShardId, asyncio.Task[None]] = {}
+        self._drops: dict[ShardId, asyncio.Task[None]] = {}
+        self._asking: dict[ModelId, asyncio.Task[None]] = {}
+        self._called_for: set[str] = set()
+        """Deployments that somebody here wants to ask, though nothing of them is placed here."""
+        self._due = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to act."""
+        self._task = spawn(self._run(), "deployments")
+
+    async def stop(self) -> None:
+        """Act no more; what is loaded stays until its process ends."""
+        tasks = [*self._loads.values(), *self._drops.values(), *self._asking.values()]
+        await end([*([self._task] if self._task is not None else []), *tasks])
+
+    def look(self) -> None:
+        """The log, a peer or a process may have changed."""
+        self._due.set()
+
+    def call_for(self, deployment: str) -> None:
+        """Somebody wants to ask this one here."""
+        self._called_for.add(deployment)
+        self.look()
+
+    def try_again(self) -> None:
+        """Whatever failed is tried again now."""
+        self.phases.try_again()
+        self.look()
+
+    async def _run(self) -> None:
+        while True:
+            self._due.clear()
+            self._step()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._due.wait()
+
+    def _step(self) -> None:
+        view = self._view()
+        wanted = wishes_of(view)
+        for shard in [each for each in self._loads if each not in wanted]:
+            self._loads[shard].cancel()  # what it has loaded meanwhile is dropped next time
+        for shard, error in self._world.failed().items():
+            if shard in wanted and shard not in self._loads and shard not in self._drops:
+                self.phases.failed(shard, error, _now())
+                self._begin(self._drops, shard, self._let_go(Drop(shard, "it failed")))
+        decision = reconcile(view)
+        for drop in decision.drops:
+            if drop.shard not in self._drops and drop.shard not in self._loads:
+                self._begin(self._drops, drop.shard, self._drop(drop))
+        if decision.load is not None and decision.load.shard not in self._drops:
+            load, deployment = decision.load, view.deployments[decision.load.deployment]
+            self._begin(self._loads, load.shard, self._load(deployment, load))
+        self._note(view, wanted, decision.waiting or {})
+        self._look_after_asking(view.deployments)
+
+    def _view(self) -> View:
+        world = self._world
+        held = {each.shard: each for each in world.held()}
+        deployments = world.deployments()
+        busy = [
+            (shard, Holding.LEAVING if shard in self._drops else Holding.LOADING)
+            for shard in [*self._drops, *self._loads]
+            if shard not in held or held[shard].state is not Holding.READY or shard in self._drops
+        ]
+        for shard, state in busy:
+            known = held.get(shard) or _unborn(shard, deployments, world)
+            if known is not None:
+                held[shard] = Held(
+                    shard, known.model_id, known.weights_sha256, known.layers, known.mb, state
+                )
+        return View(
+            world.node,
+            deployments,
+            list(held.values()),
+            world.served(),
+            world.free_mb(),
+            world.need_mb,
+            not_yet=self.phases.not_yet(_now()),
+        )
+
+    def _note(
+        self,
+        view: View,
+        wanted: Mapping[ShardId, tuple[Deployment, LayerRange]],
+        waiting: Mapping[ShardId, str],
+    ) -> None:
+        """Say how far each span is."""
+        for held in view.held:
+            if held.shard in wanted and held.state is Holding.READY:
+                self.phases.ready(held.shard)
+        failing = view.not_yet or {}
+        for shard, reason in waiting.items():
+            if shard not in failing:
+                self.phases.put(shard, Phase.QUEUED, reason)
+        ends = {_ends(each) for each in live(view.deployments)}
+        self.phases.keep_only({*wanted, *self._drops, *self._loads, *ends})
+
+    # Loading and dropping
+
+    async def _load(self, deployment: Deployment, load: Load) -> None:
+        shard = load.shard
+        try:
+            refusal = self._world.refusal(deployment, load.layers)
+            if refusal is not None:
+                raise refusal
+            self.phases.put(shard, Phase.PROVISIONING)
+            await self._world.ask(await self._provide(deployment, shard))
+            self.phases.put(shard, Phase.DEPLOYING)
+            await self._world.serve(deployment, load.layers)
+            self.phases.ready(shard)
+        except MeshError as error:
+            logger.warning("deployment=%s shard=%s: %s", deployment.id, shard, error)
+            self.phases.failed(shard, error, _now())
+
+    async def _provide(self, deployment: Deployment, shard: ShardId) -> LocalModel:
+        """The files of what this node is to hold of it, on this disk."""
+        wish = deployment.wish
+        layers = list(deployment.shards_of(self._world.node).values())
+        directory = await self._weights.ensure(
+            wish.model_id,
+            wish.weights_sha256,
+            layers,
+            lambda done, total: self.phases.bytes(shard, done, total),
+        )
+        return await asyncio.to_thread(
+            local_model, directory, wish.model_id, wish.weights_sha256, self._cache_dir
+        )
+
+    async def _drop(self, drop: Drop) -> None:
+        if drop.gap:
+            self._hooks.tell("deployment_gap", shard_id=drop.shard, reason=drop.why)
+        await self._let_go(drop)
+
+    async def _let_go(self, drop: Drop) -> None:
+        if drop.why != "it failed":
+            self.phases.put(drop.shard, Phase.LEAVING, drop.why)
+        logger.info("shard=%s is unloaded: %s", drop.shard, drop.why)
+        try:
+            ended = await self._world.unserve(drop.shard)
+        except MeshError as error:
+            logger.warning("shard=%s: %s", drop.shard, error)
+            return
+        self._hooks.tell("shard_unloaded", shard_id=drop.shard, reason=drop.why, ended=ended)
+
+    # Asking
+
+    def _look_after_asking(self, deployments: Mapping[str, Deployment]) -> None:
+        """Ask what is placed here, was deployed from here or is called for, and nothing else."""
+        here, wanted, resting = self._world.node, dict[ModelId, Deployment](), set[ModelId]()
+        for each in live(deployments):
+            placed = each.plan is not None and here in each.plan.nodes
+            if not each.is_wanted:
+                resting.add(each.wish.model_id)
+            elif placed or each.author == here or each.id in self._called_for:
+                wanted.setdefault(each.wish.model_id, each)
+        self._called_for &= {each.id for each in live(deployments)}
+        asked = self._world.asked()
+        for model_id, deployment in wanted.items():
+            name = _ends(deployment)
+            if model_id not in asked and name not in self.phases.not_yet(_now()):
+                self._begin(self._asking, model_id, self._ask(deployment, name))
+        for model_id in self._world.known():
+            forget = model_id not in resting
+            if model_id not in wanted and (forget or model_id in asked):
+                ending = self._world.ask_no_more(model_id, forget=forget)
+                self._begin(self._asking, model_id, ending)
+
+    async def _ask(self, deployment: Deployment, name: ShardId) -> None:
+        try:
+            await self._world.ask(await self._provide(deployment, name))
+        except MeshError as error:
+            logger.warning("deployment=%s cannot be asked here: %s", deployment.id, error)
+            self.phases.failed(name, error, _now())
+
+    # Tasks
+
+    def _begin(
+        self, tasks: dict[Any, asyncio.Task[None]], key: str, work: Coroutine[Any, Any, None]
+    ) -> None:
+        """One task for a key at a time; the loop looks again when it has ended."""
+        if key in tasks:
+            work.close()
+            return
+        task = tasks[key] = spawn(work, f"deployments: {key}")
+
+        def ended(_: asyncio.Task[None]) -> None:
+            tasks.pop(key, None)
+            self.look()
+            self._hooks.changed()
+
+        task.add_done_callback(ended)
+
+    def _moved(self, shard: ShardId, now: Any) -> None:
+        if now.phase is not Phase.QUEUED:
+            self._hooks.tell("deployment_span", shard_id=shard, **now.row())
+        self._hooks.changed()
+
+
+def _ends(deployment: Deployment) -> ShardId:
+    """What the ends of a model are called among the phases."""
+    return ShardId(f"{deployment.wish.model_id}:ends")
+
+
+def _unborn(shard: ShardId, deployments: Mapping[str, Deployment], world: World) -> Held | None:
+    """What a task is busy with that no process knows of yet."""
+    for each in live(deployments):
+        layers = each.shards_of(world.node).get(shard)
+        if layers is not None:
+            wish = each.wish
+            return Held(shard, wish.model_id, wish.weights_sha256, layers, 0)
+    return None
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,277 @@
+"""The verbs of deployments: deploy, scale, evict, and what has become of each.
+
+The HTTP API's `mesh.api.services.DeploymentControl`; JSON-able values in and out. A verb signs a
+wish and the plan for it; what the machines do about that is `mesh.deployments.actor`'s.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from mesh.deployments.listing import Rows, Seen
+from mesh.deployments.phases import Phases
+from mesh.deployments.placement import Machine, make_plan
+from mesh.deployments.room import Standing, to_rest
+from mesh.deployments.weights import WeightsSource
+from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live
+from mesh.errors import BadRequest, Forbidden, NotFound
+from mesh.types import LayerRange, NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What somebody asks for; None leaves what is, or takes the default.
+
+    `nodes` are names or ids; `layers` are pins, ``NODE=LO-HI``.
+    """
+
+    model: str
+    replicas: int | None = None
+    dedicated: bool | None = None
+    quant: Quant | None = None
+    context: int | None = None
+    minimum_s: float | None = None
+    keep_alive_s: float | None = None
+    nodes: Sequence[str] | None = None
+    layers: Sequence[str] | None = None
+
+
+class House(Seen, Protocol):
+    """What the verbs need of the node."""
+
+    def machines(self) -> Sequence[Machine]:
+        """The trusted nodes that are up now."""
+
+    def need_of(self, wish: Wish, layers: LayerRange) -> int:
+        """What these layers would take, in MB."""
+
+    async def laid_out(self, wish: Wish, before: Plan | None) -> Sequence[tuple[Span, ...]]:
+        """Where the planner lays the replicas that `before` lacks; none where it cannot say."""
+
+    def require_operator(self) -> None:
+        """Raises UntrustedPeer and ExperimentalDisabled when this node may wish for nothing."""
+
+    async def publish_wish(self, wish: Wish) -> Deployment:
+        """Sign it; the deployment as the log has it now. Raises MeshError."""
+
+    async def publish_plan(self, plan: Plan) -> None:
+        """Sign it. Raises MeshError."""
+
+
+class Deploying:
+    """The verbs. `phases` are how far this node's own spans are."""
+
+    def __init__(
+        self,
+        house: House,
+        weights: WeightsSource,
+        phases: Phases,
+        call_for: Callable[[str], None],
+        up_s: Callable[[str], float],
+    ) -> None:
+        """`call_for` has this node ask a deployment, whatever is placed here; `up_s` says for how
+        long one has been up."""
+        self._house = house
+        self._weights = weights
+        self._rows = Rows(house, phases)
+        self._call_for = call_for
+        self._up_s = up_s
+
+    def view(self) -> list[dict[str, Any]]:
+        """A row for each deployment that was not evicted, by model."""
+        rows = [self._rows.row(each) for each in live(self._house.deployments())]
+        return sorted(rows, key=lambda row: (row["model_id"], row["deployment"]))
+
+    async def deploy(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Wish for a model, or change the wish for one that is deployed; `given` are the fields of
+        an `Order`.
+
+        Raises ModelNotFound, NoRoute, BadRequest naming the field, UntrustedPeer, and what signing
+        raises.
+        """
+        order = Order(**given)
+        self._house.require_operator()
+        known = self._find(order.model)
+        if known is None:
+            found = await self._weights.find(order.model)
+            known = self._of(found.model_id, found.weights_sha256)
+            before = (
+                Wish(
+                    secrets.token_hex(8),
+                    found.model_id,
+                    found.weights_sha256,
+                    found.total_layers,
+                    found.layers_mb,
+                )
+                if known is None
+                else known.wish
+            )
+        else:
+            before = known.wish
+        wish = self._ordered(before, order)
+        row = await self._wish(wish, known)
+        self._call_for(wish.deployment)
+        return row
+
+    async def wake(self, model: str, *, may_wake: bool) -> bool:
+        """Have a model up whose deployments all rest; whether that had to be wished for.
+
+        Raises Forbidden unless who asks `may_wake`, and as `deploy`.
+        """
+        found = [each for each in live(self._house.deployments()) if each.wish.model_id == model]
+        resting = [each for each in found if each.wish.resting and each.wish.replicas]
+        if not resting or any(each.is_wanted for each in found):
+            return False
+        if not may_wake:
+            raise Forbidden(
+                f"{model} is COLD, and who asks may not wake it.",
+                fix="Use a trusted key (`hearthnet keys create --trusted`), or `hearthnet run`.",
+                param="model",
+            )
+        await self.deploy({"model": resting[0].id})
+        return True
+
+    async def scale(self, model: str, replicas: int) -> dict[str, Any]:
+        """Have so many replicas of a deployment, more or fewer. Raises NotFound and as `deploy`."""
+        self._house.require_operator()
+        deployment = self._require(model)
+        wish = replace(deployment.wish, replicas=replicas, resting=False)
+        return await self._wish(wish, deployment)
+
+    async def evict(self, model: str) -> list[dict[str, Any]]:
+        """End a deployment, or all of a model: ``{"deployment", "model_id", "evicted"}`` each.
+
+        Raises NotFound and UntrustedPeer.
+        """
+        self._house.require_operator()
+        found = [
+            each
+            for each in live(self._house.deployments())
+            if model in (each.id, each.wish.model_id)
+        ]
+        if not found:
+            raise self._not_found(model)
+        for each in found:
+            await self._house.publish_wish(replace(each.wish, evicted=True))
+        return [
+            {"deployment": each.id, "model_id": each.wish.model_id, "evicted": True}
+            for each in found
+        ]
+
+    def require(self, model: str) -> dict[str, Any]:
+        """The row of one deployment, by its id or model. Raises NotFound."""
+        return self._rows.row(self._require(model))
+
+    # Private
+
+    async def _wish(self, wish: Wish, before: Deployment | None) -> dict[str, Any]:
+        """Plan first: a wish that cannot be met is not signed. Who makes room rests before."""
+        plan_before = None if before is None else before.plan
+        laid = await self._house.laid_out(wish, plan_before)
+        machines = self._house.machines()
+        plan = make_plan(wish, "0" * 64, machines, plan_before, asked=True, laid=laid)
+        was_up = None if before is None or not before.is_wanted else plan_before
+        others = {
+            each.id: Standing(each, self._up_s(each.id))
+            for each in live(self._house.deployments())
+            if each.is_wanted and each.id != wish.deployment
+        }
+        going = to_rest(wish, plan, was_up, others.values(), machines, self._house.need_of)
+        for name in going:
+            await self._house.publish_wish(replace(others[name].deployment.wish, resting=True))
+        if before is None or wish != before.wish:
+            signed = await self._house.publish_wish(wish)
+        else:
+            signed = before
+        if plan_before is None or plan_before.replicas != plan.replicas or not signed.is_planned:
+            await self._house.publish_plan(replace(plan, wish=signed.event))
+        return self.require(wish.deployment)
+
+    def _ordered(self, wish: Wish, order: Order) -> Wish:
+        """The wish with what is ordered in it."""
+        nodes, pins = order.nodes, order.layers
+        changed = replace(
+            wish,
+            resting=False,
+            keep_alive_s=wish.keep_alive_s if order.keep_alive_s is None else order.keep_alive_s,
+            replicas=wish.replicas if order.replicas is None else order.replicas,
+            dedicated=wish.dedicated if order.dedicated is None else order.dedicated,
+            quant=wish.quant if order.quant is None else order.quant,
+            context=wish.context if order.context is None else order.context,
+            minimum_s=wish.minimum_s if order.minimum_s is None else order.minimum_s,
+            nodes=wish.nodes if nodes is None else tuple(self._node(each) for each in nodes),
+            pins=wish.pins if pins is None else tuple(self._pin(wish, each) for each in pins),
+        )
+        taken: set[int] = set()
+        for pin in changed.pins:
+            layers = set(range(pin.layers.start, pin.layers.stop))
+            if layers & taken:
+                raise _bad_layers(f"{pin.layers} overlaps another pin")
+            taken |= layers
+        return changed
+
+    def _pin(self, wish: Wish, text: str) -> Span:
+        node, _, layers = text.rpartition("=")
+        try:
+            span = Span(self._node(node), LayerRange.parse(layers))
+        except ValueError as error:
+            raise _bad_layers(str(error)) from None
+        if not wish.whole.covers(span.layers):
+            raise _bad_layers(f"{wish.model_id} has layers {wish.whole}, not {span.layers}")
+        return span
+
+    def _node(self, who: str) -> NodeId:
+        """A member by its name, its id or the beginning of that."""
+        names = self._house.names()
+        found = [node for node, name in names.items() if who in (node, name)]
+        found = found or [node for node in names if len(who) >= 6 and node.startswith(who)]
+        if len(found) != 1:
+            known = ", ".join(sorted(names.values()))
+            raise BadRequest(
+                f"{'no' if not found else 'more than one'} member is called {who!r}.",
+                fix=f"Name one of: {known}.",
+                param="nodes",
+            )
+        return found[0]
+
+    def _of(self, model_id: str, weights: str) -> Deployment | None:
+        found = [
+            each
+            for each in live(self._house.deployments())
+            if (each.wish.model_id, each.wish.weights_sha256) == (model_id, weights)
+        ]
+        return found[0] if found else None
+
+    def _find(self, model: str) -> Deployment | None:
+        found = [
+            each
+            for each in live(self._house.deployments())
+            if model in (each.id, each.wish.model_id)
+        ]
+        if len(found) > 1:
+            raise BadRequest(
+                f"{model} is deployed {len(found)} times.",
+                fix=f"Name one of: {', '.join(each.id for each in found)}.",
+                param="model",
+            )
+        return found[0] if found else None
+
+    def _require(self, model: str) -> Deployment:
+        found = self._find(model)
+        if found is None:
+            raise self._not_found(model)
+        return found
+
+    def _not_found(self, model: str) -> NotFound:
+        known = sorted({each.wish.model_id for each in live(self._house.deployments())})
+        return NotFound(
+            f"{model!r} is not deployed; {', '.join(known) or 'nothing'} is.",
+            fix="See `hearthnet status`; `hearthnet deploy MODEL` brings one up.",
+        )
+
+
+def _bad_layers(why: str) -> BadRequest:
+    return BadRequest(f"layers: {why}.", fix="Give NODE=LO-HI within the model.", param="layers")

@@ -1,0 +1,176 @@
+"""What has become of each deployment, as rows for people: its state, level, and each span's phase.
+
+Reads what others own and decides nothing. Of this node's own spans all is known; of others' what
+they advertise: what they serve, and what of the weights is on their disks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from mesh.deployments.levels import Level
+from mesh.deployments.phases import Phase, Phases, Progress
+from mesh.deployments.reconcile import Served
+from mesh.deployments.wishes import Deployment, Replica, Span, Wish
+from mesh.types import LayerRange, ModelId, NodeId
+
+_STATES = (Phase.FAILED, Phase.AWAY, Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
+"""What a deployment is said to be in when its spans are in several, most telling first."""
+
+
+class Seen(Protocol):
+    """What a node sees of deployments."""
+
+    @property
+    def node(self) -> NodeId:
+        """This node."""
+
+    def deployments(self) -> dict[str, Deployment]:
+        """What the log says."""
+
+    def names(self) -> Mapping[NodeId, str]:
+        """What people call the members."""
+
+    def served(self) -> list[Served]:
+        """What others serve."""
+
+    def serves(self) -> Collection[Served]:
+        """What this node serves."""
+
+    def alive(self) -> Collection[NodeId]:
+        """The nodes that may hold layers and are up now."""
+
+    def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
+        """Whether any of its layers is loaded on a device now."""
+
+    def on_disk(self, node: NodeId, weights_sha256: str) -> Collection[LayerRange] | None:
+        """Of which layers another node says that it has all tensors; None where it says nothing."""
+
+
+class Rows:
+    """Makes the rows; `phases` are how far this node's own spans are."""
+
+    def __init__(self, seen: Seen, phases: Phases) -> None:
+        self._seen = seen
+        self._phases = phases
+
+    def row(self, deployment: Deployment) -> dict[str, Any]:
+        """As the API shows it; see `mesh.api.services.DeploymentControl`."""
+        wish, plan, names = deployment.wish, deployment.plan, self._seen.names()
+        replicas = plan.replicas if plan is not None else ()
+        spans = [
+            self._span(deployment, replica, span, names)
+            for replica in replicas
+            for span in replica.spans
+        ]
+        missing = self._missing(deployment) if deployment.is_wanted else []
+        return {
+            "deployment": wish.deployment,
+            "model_id": str(wish.model_id),
+            "weights_sha256": wish.weights_sha256,
+            "total_layers": wish.total_layers,
+            "replicas": wish.replicas,
+            "replicas_ready": _ready(replicas, spans),
+            "dedicated": wish.dedicated,
+            "quant": wish.quant or None,
+            "context": wish.context or None,
+            "minimum_s": wish.minimum_s,
+            "keep_alive_s": wish.keep_alive_s or None,
+            "level": self._level(deployment).value,
+            "resting": not deployment.is_wanted,
+            "state": _state(spans, missing, deployment),
+            "missing": missing,
+            "epoch": None if plan is None else plan.epoch,
+            "why": None if plan is None else plan.why or None,
+            "by": names.get(deployment.author, deployment.author),
+            "wished_at": datetime.fromtimestamp(deployment.wall_ms / 1000, UTC).isoformat(),
+            "spans": spans,
+        }
+
+    def _span(
+        self, deployment: Deployment, replica: Replica, span: Span, names: Mapping[NodeId, str]
+    ) -> dict[str, Any]:
+        wish = deployment.wish
+        now: Progress | None = None
+        if span.node == self._seen.node:
+            now = self._phases.get(deployment.shard(span.layers))
+        served = Served(span.node, wish.model_id, wish.weights_sha256, span.layers)
+        if served in self._here():
+            now = Progress(Phase.READY)
+        elif span.node not in self._seen.alive():
+            now = Progress(Phase.AWAY)
+        elif span.node != self._seen.node:
+            now = _fetched(wish, span, self._seen.on_disk(span.node, wish.weights_sha256))
+        if not deployment.is_wanted:
+            now = Progress(Phase.RESTING)
+        return {
+            "replica": replica.number,
+            "node_id": span.node,
+            "node": names.get(span.node, span.node),
+            "layers": str(span.layers),
+            **(now or Progress(Phase.QUEUED)).row(),
+        }
+
+    def _level(self, deployment: Deployment) -> Level:
+        """HOT while any of its layers is on a device, WARM while they are offered, else COLD."""
+        wish = deployment.wish
+        offered = any(
+            (each.model_id, each.weights_sha256) == (wish.model_id, wish.weights_sha256)
+            for each in self._here()
+        )
+        if not deployment.is_wanted or not offered:
+            return Level.COLD
+        is_hot = self._seen.is_resident(wish.model_id, wish.weights_sha256)
+        return Level.HOT if is_hot else Level.WARM
+
+    def _here(self) -> list[Served]:
+        return [*self._seen.served(), *self._seen.serves()]
+
+    def _missing(self, deployment: Deployment) -> list[str]:
+        wish = deployment.wish
+        covered = {
+            layer
+            for each in self._here()
+            if (each.model_id, each.weights_sha256) == (wish.model_id, wish.weights_sha256)
+            for layer in range(each.layers.start, each.layers.stop)
+        }
+        missing, start = [], None
+        for layer in range(wish.total_layers + 1):
+            lacks = layer < wish.total_layers and layer not in covered
+            if lacks and start is None:
+                start = layer
+            if not lacks and start is not None:
+                missing.append(str(LayerRange(start, layer)))
+                start = None
+        return missing
+
+
+def _fetched(wish: Wish, span: Span, there: Collection[LayerRange] | None) -> Progress:
+    """How far another node is with a span, as far as it says: whole layers of weights."""
+    if there is None:
+        return Progress(Phase.QUEUED)
+    layers = range(span.layers.start, span.layers.stop)
+    done = sum(any(layer in held for held in there) for layer in layers)
+    if done == len(layers):
+        return Progress(Phase.DEPLOYING)
+    one = (wish.layers_mb << 20) // wish.total_layers
+    return Progress(Phase.PROVISIONING, done * one, len(layers) * one)
+
+
+def _ready(replicas: Sequence[Replica], spans: Sequence[dict[str, Any]]) -> int:
+    waiting = {row["replica"] for row in spans if row["phase"] != Phase.READY}
+    return sum(replica.number not in waiting for replica in replicas)
+
+
+def _state(spans: Sequence[dict[str, Any]], missing: Sequence[str], deployment: Deployment) -> str:
+    """READY when all is as wished, PARTLY when it answers without some of that."""
+    phases = {row["phase"] for row in spans}
+    if not deployment.is_wanted:
+        return "RESTING"
+    if deployment.is_planned and phases <= {Phase.READY} and spans:
+        return "READY"
+    if not missing:
+        return "PARTLY"
+    return next((phase.value for phase in _STATES if phase in phases), Phase.QUEUED.value)

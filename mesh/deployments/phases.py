@@ -1,0 +1,124 @@
+"""How far each span of this node is, in words and bytes; the failures that are tried again later.
+
+Told by whoever acts; forgets what nobody wishes for any more. Time is told to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from mesh.errors import MeshError
+from mesh.types import ShardId
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 300.0
+
+
+class Phase(StrEnum):
+    """Where a span is on its way."""
+
+    QUEUED = "QUEUED"
+    """It waits, for memory or for another."""
+    PROVISIONING = "PROVISIONING"
+    """Its weights are being brought to this machine."""
+    DEPLOYING = "DEPLOYING"
+    """It is being loaded."""
+    READY = "READY"
+    FAILED = "FAILED"
+    """It is tried again later."""
+    AWAY = "AWAY"
+    """Its machine is not there."""
+    RESTING = "RESTING"
+    """It is COLD: nothing of it is loaded until somebody who may asks."""
+    LEAVING = "LEAVING"
+    """Sessions move away, then its memory is given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A span's phase. `done` of `total` bytes are here while it is provisioned; `reason` says what
+    it waits for or why it failed."""
+
+    phase: Phase
+    done: int = 0
+    total: int = 0
+    reason: str | None = None
+
+    def row(self) -> dict[str, Any]:
+        """For the status, JSON-able."""
+        return {
+            "phase": self.phase.value,
+            "done_bytes": self.done,
+            "total_bytes": self.total,
+            "reason": self.reason,
+        }
+
+
+@dataclass(slots=True)
+class _Failure:
+    reason: str
+    again_at: float
+    count: int
+
+
+class Phases:
+    """By shard. `on_change` is called with each new phase, not with every byte."""
+
+    def __init__(self, on_change: Callable[[ShardId, Progress], None]) -> None:
+        self._on_change = on_change
+        self._now: dict[ShardId, Progress] = {}
+        self._failures: dict[ShardId, _Failure] = {}
+
+    def get(self, shard: ShardId) -> Progress | None:
+        """How far it is."""
+        return self._now.get(shard)
+
+    def put(self, shard: ShardId, phase: Phase, reason: str | None = None) -> None:
+        """It is in this phase now."""
+        before = self._now.get(shard)
+        if before is not None and (before.phase, before.reason) == (phase, reason):
+            return
+        kept = before if before is not None and before.phase is phase else Progress(phase)
+        self._now[shard] = replace(kept, reason=reason)
+        if before is None or before.phase is not phase:
+            self._on_change(shard, self._now[shard])
+
+    def bytes(self, shard: ShardId, done: int, total: int) -> None:
+        """So much of its weights is here."""
+        before = self._now.get(shard)
+        if before is not None and before.phase is Phase.PROVISIONING:
+            self._now[shard] = replace(before, done=min(done, total), total=total)
+
+    def failed(self, shard: ShardId, error: MeshError, now: float) -> None:
+        """It failed; it waits twice as long after each time."""
+        known = self._failures.get(shard)
+        count = 1 if known is None else known.count + 1
+        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(count - 1, 16))
+        reason = f"{error.message} {error.fix}".strip()
+        self._failures[shard] = _Failure(reason, now + wait_s, count)
+        self.put(shard, Phase.FAILED, reason)
+
+    def ready(self, shard: ShardId) -> None:
+        """It is served."""
+        self._failures.pop(shard, None)
+        self.put(shard, Phase.READY)
+
+    def not_yet(self, now: float) -> dict[ShardId, str]:
+        """What failed and is not to be tried now, with the reason."""
+        return {
+            shard: failure.reason
+            for shard, failure in self._failures.items()
+            if now < failure.again_at
+        }
+
+    def try_again(self) -> None:
+        """Whatever failed may be tried now."""
+        self._failures.clear()
+
+    def keep_only(self, shards: Collection[ShardId]) -> None:
+        """Forget all others."""
+        for known in (self._now, self._failures):
+            for shard in [each for each in known if each not in shards]:
+                del known[shard]

@@ -1,0 +1,207 @@
+"""Where the replicas of a deployment go: the plan for a wish, over the machines there are. Pure.
+
+New replicas go where the planner of `mesh.routing` lays them. Where it cannot say, as nobody has
+measured the machines yet, `choose_placement` splits them evenly, over those with more free memory
+first, with pins where they were put.
+What already runs stays where it is as long as the wish allows, so that a change moves little.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from mesh.deployments.wishes import MAX_SPANS, Deployment, Plan, Replica, Span, Wish
+from mesh.errors import BadRequest, NoRoute
+from mesh.types import LayerRange, NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A node that may be used; `free_mb` is None where nobody knows."""
+
+    node: NodeId
+    name: str
+    free_mb: int | None = None
+
+
+def make_plan(
+    wish: Wish,
+    event: str,
+    machines: Sequence[Machine],
+    before: Plan | None,
+    *,
+    asked: bool,
+    why: str = "",
+    laid: Sequence[tuple[Span, ...]] = (),
+) -> Plan:
+    """The plan for a wish whose event is `event`, after the plan `before`.
+
+    New replicas are put where `laid` says, in its order, as far as that goes.
+
+    Replicas that stand on `machines` and within the wish stay as they are; of others the spans that
+    can stay do. The last replicas go first. Raises NoRoute when no machine may be used and
+    BadRequest when pins cannot be met.
+    """
+    usable = [m for m in machines if not wish.nodes or m.node in wish.nodes]
+    missing = {pin.node for pin in wish.pins} - {machine.node for machine in usable}
+    if missing:
+        raise BadRequest(
+            f"layers are pinned to {', '.join(sorted(missing))}, which may not be used now.",
+            fix="Start that node, or pin the layers elsewhere.",
+            param="layers",
+        )
+    if wish.replicas and not usable:
+        raise NoRoute(
+            f"no machine may hold {wish.model_id} now.",
+            fix="Start a trusted node, or name others with --nodes.",
+        )
+    here = {machine.node for machine in usable}
+    kept = [] if before is None else [_kept(r, wish, here) for r in before.replicas]
+    kept = kept[: wish.replicas]
+    next_replica = 0 if before is None else before.next_replica
+    load: Counter[NodeId] = Counter()
+    for replica in kept:
+        load.update({span.node: len(span.layers) for span in replica.spans})
+    replicas = []
+    for replica in kept:
+        filled = _filled(replica, wish, usable, load)
+        replicas.append(filled)
+    new = iter(laid)
+    while len(replicas) < wish.replicas:
+        spans = next(new, None) or choose_placement(wish, usable, replicas)
+        replicas.append(Replica(next_replica, spans))
+        next_replica += 1
+    _require_small(replicas)
+    epoch = 0 if before is None else before.epoch + 1
+    return Plan(wish.deployment, event, epoch, tuple(replicas), next_replica, asked, why)
+
+
+def choose_placement(
+    wish: Wish, machines: Sequence[Machine], others: Sequence[Replica]
+) -> tuple[Span, ...]:
+    """The spans of one new replica beside these `others`.
+
+    Of the ways to go round the machines, by their memory or as another replica does, the one that
+    puts the fewest layers where another replica has them already: two on one machine are one.
+    """
+    is_known = all(machine.free_mb is not None for machine in machines)
+    ranked = sorted(machines, key=lambda m: (-(m.free_mb or 0) if is_known else 0, m.node))
+    there = [span for replica in others for span in replica.spans]
+    pins = () if any(replica.number == 0 for replica in others) else wish.pins
+    orders = [ranked, *(_as_in(replica, ranked) for replica in others)]
+    ways = [
+        _around(wish, pins, order[k:] + order[:k]) for order in orders for k in range(len(order))
+    ]
+    return min(ways, key=lambda spans: sum(_common(one, two) for one in spans for two in there))
+
+
+def _as_in(replica: Replica, machines: Sequence[Machine]) -> list[Machine]:
+    """The machines in the order in which a replica goes over them, others behind."""
+    order = [span.node for span in replica.spans]
+    return sorted(machines, key=lambda m: order.index(m.node) if m.node in order else len(order))
+
+
+def _around(wish: Wish, pins: Sequence[Span], order: Sequence[Machine]) -> tuple[Span, ...]:
+    """What is not pinned, in even parts over the machines in their order."""
+    spans = list(pins)
+    for gap in _gaps(wish.whole, [pin.layers for pin in pins]):
+        free = [m for m in order if all(m.node != span.node for span in spans)] or list(order)
+        spans += _split(gap, [machine.node for machine in free])
+    return tuple(sorted(spans, key=lambda span: span.layers))
+
+
+def _common(one: Span, other: Span) -> int:
+    """How many layers of both are on one machine."""
+    start = max(one.layers.start, other.layers.start)
+    return max(0, min(one.layers.stop, other.layers.stop) - start) * (one.node == other.node)
+
+
+def planner(deployment: Deployment, alive: Collection[NodeId]) -> NodeId | None:
+    """Who plans anew when that has to be done without an operator: the lowest id of those alive,
+    itself among them, so that everybody with the same view names the same one."""
+    return min(alive, default=None)
+
+
+def stale(
+    deployment: Deployment, gone_s: dict[NodeId, float], trusted: Collection[NodeId], limit_s: float
+) -> str | None:
+    """Why a deployment has to be planned anew; None when its plan stands.
+
+    `gone_s` are the seconds since a planned node that is away was last seen.
+    """
+    plan = deployment.plan
+    if not deployment.is_wanted:
+        return None
+    if plan is None or not deployment.is_planned:
+        return "the wish has changed"
+    out = sorted(plan.nodes - set(trusted))
+    if out:
+        return f"{out[0]} may hold no layers any more"
+    away = sorted(node for node in plan.nodes if gone_s.get(node, 0.0) > limit_s)
+    if away:
+        return f"{away[0]} has been away for {gone_s[away[0]]:.0f} s"
+    return None
+
+
+def _kept(replica: Replica, wish: Wish, here: Collection[NodeId]) -> Replica:
+    """The spans of a replica that may stay where they are."""
+    elsewhere = {(pin.layers, pin.node) for pin in wish.pins} if replica.number == 0 else set()
+    spans = [
+        span
+        for span in replica.spans
+        if span.node in here
+        and all(
+            (span.layers, span.node) == pin or not _overlap(span.layers, pin[0])
+            for pin in elsewhere
+        )
+    ]
+    return Replica(replica.number, tuple(spans))
+
+
+def _filled(
+    replica: Replica, wish: Wish, machines: Sequence[Machine], load: Counter[NodeId]
+) -> Replica:
+    """The replica with what it lacks given to the machines that hold least."""
+    spans = list(replica.spans)
+    if replica.number == 0:
+        spans += [pin for pin in wish.pins if pin not in spans]
+    for gap in _gaps(wish.whole, [span.layers for span in spans]):
+        target = min(machines, key=lambda m: (load[m.node], -(m.free_mb or 0), m.node))
+        spans.append(Span(target.node, gap))
+        load[target.node] += len(gap)
+    return Replica(replica.number, tuple(sorted(spans, key=lambda span: span.layers)))
+
+
+def _gaps(whole: LayerRange, covered: Iterable[LayerRange]) -> list[LayerRange]:
+    """The ranges of `whole` that none of these cover, in order."""
+    gaps, at = [], whole.start
+    for layers in sorted(covered):
+        if layers.start > at:
+            gaps.append(LayerRange(at, layers.start))
+        at = max(at, layers.stop)
+    if at < whole.stop:
+        gaps.append(LayerRange(at, whole.stop))
+    return gaps
+
+
+def _split(layers: LayerRange, nodes: Sequence[NodeId]) -> list[Span]:
+    """Even parts of a range over nodes, in their order; no node gets none."""
+    count = min(len(nodes), len(layers))
+    cuts = [layers.start + len(layers) * part // count for part in range(count + 1)]
+    return [Span(nodes[i], LayerRange(cuts[i], cuts[i + 1])) for i in range(count)]
+
+
+def _overlap(one: LayerRange, other: LayerRange) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def _require_small(replicas: Sequence[Replica]) -> None:
+    count = sum(len(replica.spans) for replica in replicas)
+    if count > MAX_SPANS:
+        raise BadRequest(
+            f"the plan has {count} spans; {MAX_SPANS} fit into the log.",
+            fix="Use fewer replicas or fewer nodes.",
+            param="replicas",
+        )

@@ -1,0 +1,202 @@
+"""Deployments that rest, and what wakes them: nobody's use for long, and somebody's request.
+
+One node has a deployment rest, the lowest id of those that hold it and are alive. What it knows of
+the use of others' shards is what they advertise of their latest steps: a single step between two
+advertisements may go unseen, an answer does not. Times are of the loop's clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from mesh.deployments.wishes import Deployment, Wish, live
+from mesh.errors import MeshError, NoRoute, PipelineStalled
+from mesh.processes.tasks import end, spawn
+from mesh.types import BringingUp, GenerationRequest, ModelId, NodeId
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+LOOK_EVERY_S = 0.2
+_ON_THE_WAY = ("QUEUED", "PROVISIONING", "DEPLOYING")
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What is seen of a deployment's use: whether it is used now, and what changes when it is."""
+
+    is_busy: bool
+    signs: Hashable
+
+
+class Resting(Protocol):
+    """What having deployments rest asks of the node."""
+
+    @property
+    def node(self) -> NodeId:
+        """This node."""
+
+    def deployments(self) -> dict[str, Deployment]:
+        """What the log says."""
+
+    def alive(self) -> set[NodeId]:
+        """The trusted nodes that are up now, this one among them."""
+
+    def use(self, deployment: Deployment) -> Use:
+        """What is seen of its use."""
+
+    async def publish_wish(self, wish: Wish) -> Deployment:
+        """Sign it. Raises MeshError."""
+
+
+class Sleeper:
+    """Has deployments rest that nobody has used for their keep-alive. `start`, then `stop`."""
+
+    def __init__(self, house: Resting, tell: Callable[..., None]) -> None:
+        self._house = house
+        self._tell = tell
+        self._up_since: dict[str, float] = {}
+        self._used_at: dict[str, float] = {}
+        self._signs: dict[str, Hashable] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._task = spawn(self._run(), "rest deployments")
+
+    async def stop(self) -> None:
+        """Watch no more."""
+        if self._task is not None:
+            await end([self._task])
+
+    def up_s(self, deployment: str) -> float:
+        """For how long this node has seen it wanted."""
+        now = _now()
+        return now - self._up_since.get(deployment, now)
+
+    async def _run(self) -> None:
+        while True:
+            await self._look()
+            await asyncio.sleep(TICK_S)
+
+    async def _look(self) -> None:
+        now = _now()
+        wanted = {each.id: each for each in live(self._house.deployments()) if each.is_wanted}
+        for known in (self._up_since, self._used_at):
+            for name in [each for each in known if each not in wanted]:
+                del known[name]
+        for name, deployment in wanted.items():
+            self._up_since.setdefault(name, now)
+            use = self._house.use(deployment)
+            if use.is_busy or self._signs.get(name) != use.signs or name not in self._used_at:
+                self._used_at[name], self._signs[name] = now, use.signs
+            if self._may_rest(deployment, now):
+                await self._rest(deployment)
+
+    def _may_rest(self, deployment: Deployment, now: float) -> bool:
+        wish, plan = deployment.wish, deployment.plan
+        if wish.dedicated or not wish.keep_alive_s or plan is None:
+            return False
+        up_s, idle_s = now - self._up_since[wish.deployment], now - self._used_at[wish.deployment]
+        if up_s < wish.minimum_s or idle_s < wish.keep_alive_s:
+            return False
+        return min(plan.nodes & self._house.alive(), default=None) == self._house.node
+
+    async def _rest(self, deployment: Deployment) -> None:
+        self._used_at.pop(deployment.id)  # if it cannot be signed, it is tried again later
+        try:
+            await self._house.publish_wish(replace(deployment.wish, resting=True))
+        except MeshError as error:
+            logger.warning("deployment=%s stays up: %s", deployment.id, error)
+            return
+        self._tell("deployment_rests", deployment=deployment.id, model=deployment.wish.model_id)
+
+
+class Verbs(Protocol):
+    """The verbs that waking uses; see `mesh.deployments.control`."""
+
+    def view(self) -> list[dict[str, Any]]:
+        """A row for each deployment."""
+
+    async def wake(self, model: str, *, may_wake: bool) -> bool:
+        """Wake what rests; whether anything had to."""
+
+
+class Waker:
+    """Brings a deployment up for a request, and says how far that is."""
+
+    def __init__(
+        self,
+        verbs: Verbs,
+        is_askable: Callable[[ModelId], bool],
+        call_for: Callable[[str], None],
+        patience_s: float,
+    ) -> None:
+        """`is_askable`: whether this node can ask a model now; `call_for` has it be able to."""
+        self._verbs = verbs
+        self._is_askable = is_askable
+        self._call_for = call_for
+        self._patience_s = patience_s
+
+    async def bring_up(self, request: GenerationRequest) -> AsyncGenerator[BringingUp, None]:
+        """Yields how far it is whenever that changes, until the model can be asked; at once where
+        it can, or where nothing is on its way.
+
+        Raises Forbidden when it rests and the request may not wake it, NoRoute with the reason when
+        it cannot be brought up, and PipelineStalled when that takes too long.
+        """
+        model = request.model
+        if self._is_askable(model) or not self._rows(model):
+            return
+        await self._verbs.wake(model, may_wake=request.may_wake)
+        for row in self._rows(model):
+            self._call_for(row["deployment"])
+        told: BringingUp | None = None
+        try:
+            async with asyncio.timeout(self._patience_s):
+                while not self._is_askable(model):
+                    news = _progress(model, self._rows(model))
+                    if news is None:
+                        return  # who asks says what is missing
+                    if news != told:
+                        told = news
+                        yield news
+                    await asyncio.sleep(LOOK_EVERY_S)
+        except TimeoutError:
+            raise PipelineStalled(
+                f"{model} was not up after {self._patience_s:g} s.",
+                fix="It goes on coming up; see `hearthnet status`, and ask again.",
+            ) from None
+
+    def _rows(self, model: str) -> list[dict[str, Any]]:
+        return [row for row in self._verbs.view() if row["model_id"] == model]
+
+
+def _progress(model: ModelId, rows: Sequence[dict[str, Any]]) -> BringingUp | None:
+    """How far the spans are together; None where none of what is missing is on its way."""
+    spans = [span for row in rows for span in row["spans"]]
+    waiting = [span for span in spans if span["phase"] in _ON_THE_WAY]
+    failed = [span for span in spans if span["phase"] == "FAILED"]
+    if failed and any(row["missing"] for row in rows):
+        raise NoRoute(
+            f"{failed[0]['node']} cannot hold layers {failed[0]['layers']} of {model}:"
+            f" {failed[0]['reason']}",
+            fix="See `hearthnet status`.",
+        )
+    if not waiting and any(row["missing"] for row in rows):
+        return None
+    phases = {span["phase"] for span in waiting}
+    phase = next((each for each in _ON_THE_WAY[::-1] if each in phases), "DEPLOYING")
+    if "PROVISIONING" in phases:
+        phase = "PROVISIONING"
+    total = sum(span["total_bytes"] for span in spans)
+    done = sum(span["done_bytes"] for span in spans)
+    return BringingUp(model, phase, done * 100 // total if total else None)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

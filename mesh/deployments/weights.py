@@ -1,0 +1,180 @@
+"""Where a deployment's weights come from: a checkpoint on this disk, found by its name and hash.
+
+`WeightsSource` is all that the rest needs to know; `LocalWeights` looks on this machine only, where
+checkpoints lie anyway: what is held already, a directory that is named, the folders of models, the
+hub's cache. Reading a manifest blocks (the first time by every byte), so that happens in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from mesh.errors import BadCheckpoint, MeshError, ModelNotFound
+from mesh.models.builtin import checkpoint_dir
+from mesh.models.gguf.container import SUFFIX
+from mesh.models.hub_cache import checkpoint_name
+from mesh.models.local import BUILTIN, LocalModel
+from mesh.models.manifest import Manifest, looks_like_checkpoint, read_manifest
+from mesh.types import LayerRange, ModelId
+
+OnProgress = Callable[[int, int], None]
+"""Is told the bytes that are here, and how many there will be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that can be deployed."""
+
+    model_id: ModelId
+    weights_sha256: str
+    total_layers: int
+    context: int | None
+    layers_mb: int
+    """All layers as they are stored."""
+
+
+class WeightsSource(Protocol):
+    """Finds checkpoints and brings what is needed of them to this machine."""
+
+    async def find(self, model: str) -> Checkpoint:
+        """What somebody means by a name or a directory. Raises ModelNotFound and BadCheckpoint."""
+
+    async def ensure(
+        self,
+        model_id: ModelId,
+        weights_sha256: str,
+        layers: Sequence[LayerRange],
+        on_progress: OnProgress,
+    ) -> Path:
+        """The directory that has config, tokenizer, the ends and these layers of a checkpoint,
+        fetched first where that is possible. Raises MeshError; `on_progress` never lies."""
+
+
+class LocalWeights:
+    """A `WeightsSource` of what lies on this machine's disks."""
+
+    def __init__(
+        self,
+        held: Mapping[ModelId, LocalModel],
+        folders: Sequence[Path],
+        cache_dir: Path | None,
+    ) -> None:
+        """`folders` hold checkpoint directories and GGUF files, each called like its model, with
+        ``/`` as ``--``; or are the hub's cache."""
+        self._held = held
+        self._folders = tuple(folders)
+        self._cache_dir = cache_dir
+
+    async def find(self, model: str) -> Checkpoint:
+        """See `WeightsSource`."""
+        held = self._held.get(ModelId(model))
+        if held is not None:
+            return Checkpoint(
+                held.model_id, held.weights_sha256, held.total_layers, held.context, held.layers_mb
+            )
+        return checkpoint(await asyncio.to_thread(self._manifest, model))
+
+    async def manifest(self, model: str) -> Manifest:
+        """Of the checkpoint that `find` finds. Raises as that."""
+        held = self._held.get(ModelId(model))
+        if held is None:
+            return await asyncio.to_thread(self._manifest, model)
+        return await asyncio.to_thread(self._read, Path(held.directory), held.model_id)
+
+    async def ensure(
+        self,
+        model_id: ModelId,
+        weights_sha256: str,
+        layers: Sequence[LayerRange],
+        on_progress: OnProgress,
+    ) -> Path:
+        """See `WeightsSource`: all of it is here, or nothing."""
+        held = self._held.get(model_id)
+        if held is not None and held.weights_sha256 == weights_sha256:
+            return Path(held.directory)
+        return await asyncio.to_thread(self._locate, model_id, weights_sha256, on_progress)
+
+    # Private: these block.
+
+    def _manifest(self, model: str) -> Manifest:
+        path, _, name = model.partition("=")
+        directory = Path(path).expanduser()
+        if looks_like_checkpoint(directory):
+            model_id = ModelId(name) if name else checkpoint_name(directory)
+            return self._read(directory, model_id)
+        for found in self._candidates(ModelId(model)):
+            return self._read(found, ModelId(model))
+        raise self._missing(model)
+
+    def _locate(self, model_id: ModelId, weights_sha256: str, on_progress: OnProgress) -> Path:
+        others: list[str] = []
+        for directory in self._candidates(model_id):
+            try:
+                manifest = self._read(directory, model_id)
+            except MeshError as error:
+                others.append(f"{directory}: {error.message}")
+                continue
+            if manifest.weights_sha256 == weights_sha256:
+                size = sum(entry.nbytes for entry in manifest.tensors.values())
+                on_progress(size, size)
+                return directory
+            others.append(f"{directory} has other weights")
+        raise self._missing(model_id, others)
+
+    def _candidates(self, model_id: ModelId) -> Iterator[Path]:
+        if model_id == BUILTIN:
+            yield checkpoint_dir()
+        plain = str(model_id).replace("/", "--")
+        for folder in self._folders:
+            snapshots = folder.glob(f"models--{plain}/snapshots/*")
+            for path in (folder / plain, folder / f"{plain}{SUFFIX}", *snapshots):
+                if looks_like_checkpoint(path):
+                    yield path
+
+    def _read(self, directory: Path, model_id: ModelId) -> Manifest:
+        return read_manifest(directory, model_id=model_id, cache_dir=self._cache_dir)
+
+    def _missing(self, model: str, others: Sequence[str] = ()) -> ModelNotFound | BadCheckpoint:
+        looked = ", ".join(map(str, self._folders)) or "nowhere"
+        seen = f" ({'; '.join(others)})" if others else ""
+        return ModelNotFound(
+            f"the files of {model!r} are not on this machine{seen}; looked in {looked}.",
+            fix="Put the checkpoint into one of these folders, or name its directory.",
+            param="model",
+        )
+
+
+def checkpoint(manifest: Manifest) -> Checkpoint:
+    """What there is to know of a checkpoint before it is deployed."""
+    return Checkpoint(
+        manifest.model_id,
+        manifest.weights_sha256,
+        manifest.total_layers,
+        manifest.max_positions,
+        sum(manifest.layer_bytes) >> 20,
+    )
+
+
+def local_model(
+    directory: Path, model_id: ModelId, weights_sha256: str, cache_dir: Path | None
+) -> LocalModel:
+    """A checkpoint that is here now, as a model to ask; blocks. Raises BadCheckpoint."""
+    manifest = read_manifest(directory, model_id=model_id, cache_dir=cache_dir)
+    if manifest.weights_sha256 != weights_sha256:
+        raise BadCheckpoint(
+            f"{directory} has other weights than {model_id} was deployed with.",
+            fix="Deploy it again, or put the weights back.",
+        )
+    return LocalModel(
+        model_id,
+        str(directory),
+        weights_sha256,
+        manifest.total_layers,
+        manifest.max_positions,
+        None,
+        sum(manifest.layer_bytes) >> 20,
+    )

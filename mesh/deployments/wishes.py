@@ -1,0 +1,299 @@
+"""A deployment as the signed log has it: what somebody wishes for, and where it is to run.
+
+Two facts. The wish is an operator's: which checkpoint, how many replicas, within what. The plan
+says which node holds which layers; whoever changes a wish makes one for it, and one node makes
+another when a machine stays away. So a plan that was made at the same moment never undoes a wish.
+A deployment's id is never used again; evicting it is a wish like any other, and its last.
+
+Pure data and its strict form; nothing here knows the log, the network or what a node holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from mesh import codec
+from mesh.codec import Fault, Int63
+from mesh.events.state import Fact
+from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
+
+MAX_REPLICAS = 16
+MAX_SPANS = 256
+"""Of one plan: it has to fit into an event."""
+MINIMUM_S = 3600.0
+"""The seed's minimum deployment time."""
+
+DeploymentId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+_Model = Annotated[str, Meta(min_length=1, max_length=512)]
+_Weights = Annotated[str, Meta(max_length=128)]
+_Layers = Annotated[str, Meta(pattern=r"\A\d{1,6}-\d{1,6}\Z")]
+_Node = Annotated[str, Meta(pattern=r"\A[a-z0-9]{1,64}\Z")]
+_Event = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+Quant = Literal["", "auto", "none", "int8", "int4"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A contiguous range of layers on one node."""
+
+    node: NodeId
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One whole copy of the model over some nodes; its number is never used again."""
+
+    number: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What an operator wants. `layers_mb` is what all layers take as they are stored.
+
+    `nodes` are the only ones that may be used, if there are any; `pins` are spans that have to be
+    where they say. `quant` is the number format, '' for each node's own setting; `context` the
+    positions that have to fit, 0 for each node's own. A `dedicated` deployment never goes down a
+    level or makes room for another; others may after `minimum_s`, and do so when nobody has used
+    them for `keep_alive_s`, if that is not 0. One that is `resting` is COLD: its plan says where it
+    comes up again. An evicted one wants nothing, for ever.
+    """
+
+    deployment: str
+    model_id: ModelId
+    weights_sha256: str
+    total_layers: int
+    layers_mb: int
+    replicas: int = 1
+    dedicated: bool = False
+    quant: Quant = ""
+    context: int = 0
+    minimum_s: float = MINIMUM_S
+    keep_alive_s: float = 0.0
+    nodes: tuple[NodeId, ...] = ()
+    pins: tuple[Span, ...] = ()
+    resting: bool = False
+    evicted: bool = False
+
+    @property
+    def whole(self) -> LayerRange:
+        """All layers of the model."""
+        return LayerRange(0, self.total_layers)
+
+    def payload(self) -> dict[str, Any]:
+        """What the event says."""
+        return {
+            "deployment": self.deployment,
+            "model_id": str(self.model_id),
+            "weights_sha256": self.weights_sha256,
+            "total_layers": self.total_layers,
+            "layers_mb": self.layers_mb,
+            "replicas": self.replicas,
+            "dedicated": self.dedicated,
+            "quant": self.quant,
+            "context": self.context,
+            "minimum_s": self.minimum_s,
+            "keep_alive_s": self.keep_alive_s,
+            "nodes": [str(node) for node in self.nodes],
+            "pins": [_written(span) for span in self.pins],
+            "resting": self.resting,
+            "evicted": self.evicted,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where a deployment is to run.
+
+    `wish` is the event that it was made for. The highest `epoch` counts among plans for the same
+    wish, then the newest. One that was `asked` for by an operator may open a gap where there is no
+    room for old and new; one that a node made by itself never does.
+    """
+
+    deployment: str
+    wish: str
+    epoch: int
+    replicas: tuple[Replica, ...]
+    next_replica: int
+    asked: bool
+    why: str = ""
+
+    def spans_of(self, node: NodeId) -> list[LayerRange]:
+        """What a node is to hold, once each."""
+        mine = {s.layers for replica in self.replicas for s in replica.spans if s.node == node}
+        return sorted(mine)
+
+    @property
+    def nodes(self) -> set[NodeId]:
+        """All that are to hold something."""
+        return {span.node for replica in self.replicas for span in replica.spans}
+
+    def payload(self) -> dict[str, Any]:
+        """What the event says."""
+        return {
+            "deployment": self.deployment,
+            "wish": self.wish,
+            "epoch": self.epoch,
+            "replicas": [
+                [replica.number, [_written(span) for span in replica.spans]]
+                for replica in self.replicas
+            ],
+            "next_replica": self.next_replica,
+            "asked": self.asked,
+            "why": self.why,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A wish with the plan that counts for it. `event` is the wish's, by `author` at `wall_ms`.
+
+    A plan that was made for an earlier wish is followed until there is one for this.
+    """
+
+    wish: Wish
+    plan: Plan | None
+    event: str
+    author: NodeId
+    wall_ms: int
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the plan is for this very wish."""
+        return self.plan is not None and self.plan.wish == self.event
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anything is to be loaded for it."""
+        return not (self.wish.evicted or self.wish.resting or self.wish.replicas == 0)
+
+    @property
+    def id(self) -> str:
+        """The deployment's id."""
+        return self.wish.deployment
+
+    def shard(self, layers: LayerRange) -> ShardId:
+        """What a shard of these layers is called."""
+        return shard_id(self.wish.model_id, layers)
+
+    def shards_of(self, node: NodeId) -> dict[ShardId, LayerRange]:
+        """What a node is to hold of it now."""
+        if self.plan is None or not self.is_wanted:
+            return {}
+        return {self.shard(layers): layers for layers in self.plan.spans_of(node)}
+
+
+def read(wishes: Mapping[str, Fact], plans: Mapping[str, Sequence[Fact]]) -> dict[str, Deployment]:
+    """Every deployment by its id, evicted ones too; what is of no form known here is left out."""
+    found: dict[str, Deployment] = {}
+    for name, fact in sorted(wishes.items()):
+        wish = read_wish(fact.payload)
+        if wish is None:
+            continue
+        event = fact.event_id.hex()
+        known = ((fact.order, read_plan(fact.payload, wish)) for fact in plans.get(name, ()))
+        made = [(plan.wish == event, plan.epoch, at, plan) for at, plan in known if plan]
+        best = max(made, key=lambda row: row[:3], default=None)
+        plan = None if best is None else best[3]
+        found[name] = Deployment(wish, plan, event, fact.author, fact.wall_ms)
+    return found
+
+
+def live(deployments: Mapping[str, Deployment]) -> list[Deployment]:
+    """Those that were not evicted, by id."""
+    return [each for _, each in sorted(deployments.items()) if not each.wish.evicted]
+
+
+# The strict form of the events' payloads. Keys that this version does not know are let pass.
+
+
+@dataclass(frozen=True, slots=True)
+class _WishForm:
+    deployment: DeploymentId
+    model_id: _Model
+    weights_sha256: _Weights
+    total_layers: Annotated[int, Meta(ge=1, le=100_000)]
+    layers_mb: Annotated[int, Meta(ge=0, le=1 << 40)]
+    replicas: Annotated[int, Meta(ge=0, le=MAX_REPLICAS)]
+    dedicated: bool
+    quant: Quant
+    context: Annotated[int, Meta(ge=0, le=1 << 24)]
+    minimum_s: Annotated[float, Meta(ge=0, le=86400 * 366)]
+    keep_alive_s: Annotated[float, Meta(ge=0, le=86400 * 366)]
+    nodes: Annotated[list[_Node], Meta(max_length=MAX_SPANS)]
+    pins: Annotated[list[tuple[_Node, _Layers]], Meta(max_length=MAX_SPANS)]
+    resting: bool
+    evicted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanForm:
+    deployment: DeploymentId
+    wish: _Event
+    epoch: Int63
+    replicas: Annotated[
+        list[tuple[Int63, list[tuple[_Node, _Layers]]]], Meta(max_length=MAX_REPLICAS)
+    ]
+    next_replica: Int63
+    asked: bool
+    why: Annotated[str, Meta(max_length=512)]
+
+
+def read_wish(payload: Mapping[str, Any]) -> Wish | None:
+    """The wish of a payload; None for one of a form that nobody knows here."""
+    try:
+        form = codec.convert(dict(payload), _WishForm)
+        wish = Wish(
+            form.deployment,
+            ModelId(form.model_id),
+            form.weights_sha256,
+            form.total_layers,
+            form.layers_mb,
+            form.replicas,
+            form.dedicated,
+            form.quant,
+            form.context,
+            form.minimum_s,
+            form.keep_alive_s,
+            tuple(NodeId(node) for node in form.nodes),
+            _spans(form.pins),
+            form.resting,
+            form.evicted,
+        )
+    except (Fault, ValueError):
+        return None
+    return wish if _within(wish.pins, wish.whole) else None
+
+
+def read_plan(payload: Mapping[str, Any], wish: Wish) -> Plan | None:
+    """The plan of a payload; None for one that cannot be a plan of this wish."""
+    try:
+        form = codec.convert(dict(payload), _PlanForm)
+        replicas = tuple(Replica(number, _spans(spans)) for number, spans in form.replicas)
+    except (Fault, ValueError):
+        return None
+    spans = [span for replica in replicas for span in replica.spans]
+    if form.deployment != wish.deployment or len(spans) > MAX_SPANS:
+        return None
+    if not _within(spans, wish.whole):
+        return None
+    return Plan(
+        form.deployment, form.wish, form.epoch, replicas, form.next_replica, form.asked, form.why
+    )
+
+
+def _written(span: Span) -> list[str]:
+    return [str(span.node), str(span.layers)]
+
+
+def _spans(rows: Iterable[tuple[str, str]]) -> tuple[Span, ...]:
+    return tuple(Span(NodeId(node), LayerRange.parse(layers)) for node, layers in rows)
+
+
+def _within(spans: Iterable[Span], whole: LayerRange) -> bool:
+    return all(whole.covers(span.layers) for span in spans)

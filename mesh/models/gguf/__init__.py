@@ -1,0 +1,1 @@
+"""Checkpoints that are GGUF files, the format of llama.cpp."""

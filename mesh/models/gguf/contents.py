@@ -1,0 +1,223 @@
+"""A GGUF file, or several that are one model, as a checkpoint of transformers: config and tensors.
+
+Reads headers, and of the tensors only those few that are settings. Never imports torch or
+transformers: the daemon reads checkpoints, and the daemon computes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mesh.errors import BadCheckpoint, ModelNotFound
+from mesh.models.gguf.architectures import ARCHITECTURES, Architecture
+from mesh.models.gguf.container import SUFFIX, GgufHeader, Long, read_gguf_header
+from mesh.models.gguf.rotary import SIDE_TENSORS
+from mesh.models.gguf.settings import Settings, unreadable
+from mesh.models.header import Difference, TensorEntry
+
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_OF_LAYER = re.compile(r"blk\.(?P<layer>\d{1,5})\.(?P<part>\w+)\.(?P<kind>weight|bias)")
+_OF_ENDS = re.compile(r"(?P<part>\w+)\.(?P<kind>weight|bias)")
+_PROJECTOR = "mmproj"
+"""What the names of files begin with that hold the part of a model that looks at pictures."""
+
+_MAX_EXPERTS = 4096
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_PARTS_AGAIN = "Download all files of the model again, from the same place."
+
+
+@dataclass(frozen=True, slots=True)
+class GgufContents:
+    """`config` is what config.json would say; `tensors` have the names that they have in the model.
+
+    `file` is the one with the metadata, which is the first of several.
+    """
+
+    file: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorEntry]
+    has_tokenizer: bool
+    eos_ids: tuple[int, ...]
+
+
+def model_name(file: Path) -> str:
+    """What a model is called that is a file: as the file, without what says that it is one."""
+    part = _PART.fullmatch(file.name)
+    return part["stem"] if part else file.name.removesuffix(SUFFIX)
+
+
+def only_model(directory: Path) -> Path | None:
+    """The GGUF file of a directory, the first of several that are one model; None when it has none.
+
+    Raises BadCheckpoint when it has several models.
+    """
+    files = [each for each in directory.glob(f"*{SUFFIX}") if not each.name.startswith(_PROJECTOR)]
+    models: dict[str, Path] = {}
+    for file in sorted(files):
+        models.setdefault(model_name(file), file)
+    if len(models) > 1:
+        raise BadCheckpoint(
+            f"{directory} holds {len(models)} models: {', '.join(list(models)[:8])}.",
+            fix=f"Name the file: --model {next(iter(models.values()))}.",
+        )
+    return next(iter(models.values()), None)
+
+
+def read_gguf(file: Path) -> GgufContents:
+    """Read the model that `file` is, or is a part of.
+
+    Raises ModelNotFound, BadCheckpoint when a file cannot be used, and UnsupportedFamily, with the
+    reason, for models that are not read from GGUF.
+    """
+    headers = [read_gguf_header(each) for each in _files(file)]
+    first = headers[0]
+    metadata = first.metadata
+    kind = str(metadata.get("general.architecture", ""))
+    if metadata.get("general.type", "model") != "model" or kind not in ARCHITECTURES:
+        what = metadata.get("general.type", "model")
+        why = "only these are: " + ", ".join(sorted(ARCHITECTURES))
+        raise unreadable(file, kind, why if what == "model" else f"it holds a {str(what)[:40]}")
+    stored = _joined(headers)
+    architecture = ARCHITECTURES[kind]
+    said = Settings(first.file, kind, metadata, stored)
+    config = architecture.config(said)
+    said.require_all_read()
+    _require_embedded(first, int(config["vocab_size"]))
+    tensors: dict[str, TensorEntry] = {}
+    for entry in stored.values():
+        for named in _named(entry, architecture, config, kind):
+            if named.name in tensors:
+                raise unreadable(file, kind, f"it holds {named.name} twice")
+            tensors[named.name] = named
+    ids = _ids(metadata)
+    return GgufContents(
+        first.file, config | ids, tensors, _has_tokenizer(metadata), tuple(ids["eos_token_id"])
+    )
+
+
+def _files(file: Path) -> list[Path]:
+    part = _PART.fullmatch(file.name)
+    files = [file]
+    if part is not None:
+        count = part["count"]
+        files = [
+            file.with_name(f"{part['stem']}-{number:05}-of-{count}.gguf")
+            for number in range(1, int(count) + 1)
+        ]
+    for each in files:
+        if not each.is_file():
+            if each == file:
+                raise ModelNotFound(f"{file} is not there.", fix="Give the file of a model.")
+            raise BadCheckpoint(f"{each} is missing beside {file.name}.", fix=_PARTS_AGAIN)
+    return files or [file]
+
+
+def _joined(headers: list[GgufHeader]) -> dict[str, TensorEntry]:
+    first = headers[0]
+    tensors: dict[str, TensorEntry] = {}
+    for number, header in enumerate(headers):
+        said = header.metadata.get("split.no", 0), header.metadata.get("split.count", 1)
+        if said != (number, len(headers)) and said != (0, 0):
+            raise BadCheckpoint(
+                f"{header.file} says that it is part {said[0]} of {said[1]}, counted from 0;"
+                f" its name says {number} of {len(headers)}.",
+                fix=_PARTS_AGAIN,
+            )
+        if twice := sorted(tensors.keys() & header.tensors.keys()):
+            raise BadCheckpoint(
+                f"{header.file} holds tensor {twice[0]} once more.", fix=_PARTS_AGAIN
+            )
+        tensors |= header.tensors
+    expected = first.metadata.get("split.tensors.count", len(tensors))
+    if expected != len(tensors):
+        raise BadCheckpoint(
+            f"{first.file} and its other parts hold {len(tensors)} tensors; it says {expected}.",
+            fix=_PARTS_AGAIN,
+        )
+    return tensors
+
+
+def _named(
+    entry: TensorEntry, architecture: Architecture, config: Mapping[str, Any], kind: str
+) -> Iterator[TensorEntry]:
+    """The tensors that a stored one is in the model: one, or as many as there are experts."""
+    if entry.name in SIDE_TENSORS:
+        yield entry
+        return
+    found = _OF_LAYER.fullmatch(entry.name) or _OF_ENDS.fullmatch(entry.name)
+    part = "" if found is None else found["part"]
+    of_layer = found is not None and found.re is _OF_LAYER
+    names = architecture.layer if of_layer else architecture.ends
+    before = f"{architecture.layers}{int(found['layer'])}." if found and of_layer else ""
+    if found and of_layer and part in architecture.experts:
+        name = before + architecture.experts[part] + f".{found['kind']}"
+        yield from _experts(entry, name, config["num_experts"])
+        return
+    if found is None or part not in names:
+        raise unreadable(entry.file, kind, f"it holds a tensor {entry.name}, which is unknown")
+    unlike = architecture.unlike(part, config)
+    if found["kind"] == "bias" and unlike is not None and unlike.kind != "rotary_rows":
+        unlike = None
+    _require_fits(entry, unlike)
+    shape = entry.shape[::-1] if unlike and unlike.kind == "transposed" else entry.shape
+    yield replace(entry, name=f"{before}{names[part]}.{found['kind']}", shape=shape, unlike=unlike)
+
+
+def _experts(entry: TensorEntry, name: str, expected: int) -> Iterator[TensorEntry]:
+    count, *shape = entry.shape
+    if len(shape) != 2 or count != expected or count > _MAX_EXPERTS:
+        raise BadCheckpoint(
+            f"{entry.file} cannot be used: tensor {entry.name} is no stack of {expected} matrices.",
+            fix="Download the file again.",
+        )
+    size = entry.nbytes // count
+    for number in range(count):
+        yield replace(
+            entry,
+            name=name.format(number),
+            shape=tuple(shape),
+            offset=entry.offset + number * size,
+            nbytes=size,
+        )
+
+
+def _require_fits(entry: TensorEntry, unlike: Difference | None) -> None:
+    if unlike is None or unlike.kind != "rotary_rows":
+        return
+    if unlike.heads < 1 or entry.shape[0] % (2 * unlike.heads):
+        raise BadCheckpoint(
+            f"{entry.file} cannot be used: tensor {entry.name} of {list(entry.shape)} is not made"
+            f" of {unlike.heads} heads.",
+            fix="Download the file again.",
+        )
+
+
+def _ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The ids that a config says; those that end a generation as a list."""
+    found = {key: metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS}
+    ends = dict.fromkeys(each for each in found.values() if type(each) is int)
+    others = {
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+    return {"eos_token_id": list(ends)} | {
+        name: value if type(value) is int else None for name, value in others.items()
+    }
+
+
+def _require_embedded(header: GgufHeader, rows: int) -> None:
+    words = header.metadata.get("tokenizer.ggml.tokens", Long(0))
+    if not isinstance(words, Long) or words.count > rows:
+        raise BadCheckpoint(
+            f"{header.file} cannot be used: its tokenizer is no list of at most {rows} words, for"
+            " which it has an embedding.",
+            fix="Download the file again.",
+        )
+
+
+def _has_tokenizer(metadata: Mapping[str, Any]) -> bool:
+    return "tokenizer.ggml.model" in metadata and "tokenizer.ggml.tokens" in metadata

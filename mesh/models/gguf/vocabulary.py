@@ -1,0 +1,180 @@
+"""The tokenizer that a GGUF file holds, as a fast tokenizer of transformers.
+
+transformers builds it; what it leaves as it finds it in its classes is set here as the file says:
+the space that is put before a text, the tokens that are put around it, how merges are used. A file
+that names a way to split text which transformers does not know is refused: every text would be
+other tokens. Building takes seconds for a large vocabulary, so the result is kept on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import transformers
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from mesh.errors import BadCheckpoint
+from mesh.models.gguf.container import read_gguf_header
+from mesh.models.hashing import read_cached, write_json_atomically
+
+_VERSION = 1
+"""Counts up when the same file would give another tokenizer."""
+
+_SPACE = "▁"
+_AS_GPT2 = frozenset({"gpt-2", "phi-2", "mellum"})
+_DIGIT_BY_DIGIT = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
+_COMPOSED = frozenset({"qwen2", "qwen35"})
+_WORDS_FIRST = frozenset(
+    {
+        "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
+        "jina-v5-nano", "tekken",
+    }
+)  # fmt: skip
+"""A word of the vocabulary is taken whole, whatever its merges; texts begin with a token."""
+
+_SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tokenizer as `tokenizers` writes it, and the hash of that."""
+
+    sha256: str
+    tokenizer: str
+
+
+def gguf_tokenizer(file: Path, cache_dir: Path | None) -> PreTrainedTokenizerFast:
+    """The tokenizer of `file`, with its chat template. Raises BadCheckpoint with the reason."""
+    metadata = read_gguf_header(file).metadata
+    if "tokenizer.ggml.model" not in metadata:
+        raise _refused(file, "it holds no tokenizer")
+    place = None if cache_dir is None else _place(file, cache_dir)
+    kept = None if place is None else read_cached(place, _Kept)
+    if kept is not None and kept.sha256 == _hash(kept.tokenizer):
+        backend = Tokenizer.from_str(kept.tokenizer)
+    else:
+        backend = _built(file, metadata)
+        if place is not None:
+            text = backend.to_str()
+            write_json_atomically(place, {"sha256": _hash(text), "tokenizer": text})
+    tokens = {
+        name: backend.id_to_token(token)
+        for name, key in _SPECIAL.items()
+        if type(token := metadata.get(f"tokenizer.ggml.{key}")) is int
+    }
+    template = metadata.get("tokenizer.chat_template")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=template if isinstance(template, str) else None,
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, token in tokens.items() if token is not None},
+    )
+
+
+def _place(file: Path, cache_dir: Path) -> Path:
+    status = file.stat()
+    key = [os.path.realpath(file), status.st_size, status.st_mtime_ns, status.st_ino]
+    key += [_VERSION, transformers.__version__, tokenizers.__version__]
+    return cache_dir / f"tokenizer-{_hash(json.dumps(key))[:32]}.json"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _built(file: Path, metadata: Any) -> Any:
+    try:
+        from transformers.integrations.gguf import gguf_tokenizer_mapping as made_by
+    except ImportError as error:
+        raise _refused(
+            file, f"transformers {transformers.__version__} is too old for it"
+        ) from error
+    kind, split = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "")
+    if kind not in ("gpt2", "llama"):
+        raise _refused(file, f"it is of the kind {str(kind)[:40]!r}")
+    known = made_by.GGUF_PRE_TOKENIZER_SPLITS.keys() | _AS_GPT2 | _DIGIT_BY_DIGIT
+    if kind == "gpt2" and split not in known:
+        raise _refused(file, f"how it splits text, {str(split)[:40]!r}, is not known")
+    try:
+        architecture, described, _ = made_by.get_gguf_tokenizer(str(file))
+        backend, _ = made_by.convert_gguf_tokenizer(architecture, described)
+    except Exception as error:  # whatever foreign code raises over foreign data
+        raise _refused(file, f"{type(error).__name__}: {str(error)[:200].rstrip('.')}") from error
+    backend = _without_others(backend, len(described["tokens"]))
+    if kind == "llama":
+        _set_spaces(backend, before=metadata.get("tokenizer.ggml.add_space_prefix", True))
+    else:
+        _set_splits(backend, split)
+    _set_ends(file, backend, metadata, begins=kind == "llama" or split in _WORDS_FIRST)
+    return backend
+
+
+def _without_others(backend: Any, count: int) -> Any:
+    """Without the special tokens that its class has and the file has not: a model that has no
+    embedding for one cannot be given it."""
+    if backend.get_vocab_size(with_added_tokens=True) <= count:
+        return backend
+    said = json.loads(backend.to_str())
+    said["added_tokens"] = [each for each in said["added_tokens"] if each["id"] < count]
+    model = said["model"]
+    model["vocab"] = {word: number for word, number in model["vocab"].items() if number < count}
+    if model.get("unk_token") not in model["vocab"]:
+        model["unk_token"] = None
+    return Tokenizer.from_str(json.dumps(said))
+
+
+def _set_spaces(backend: Any, *, before: bool) -> None:
+    """As SentencePiece does: one is put before every text, or none."""
+    replaced = normalizers.Replace(" ", _SPACE)
+    first = [normalizers.Prepend(_SPACE)] if before else []
+    backend.normalizer = normalizers.Sequence([*first, replaced])
+    backend.pre_tokenizer = None
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if before else steps)
+
+
+def _set_splits(backend: Any, split: str) -> None:
+    if split in _AS_GPT2 or split in _DIGIT_BY_DIGIT:
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if split in _DIGIT_BY_DIGIT else []
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
+    if split in _COMPOSED:
+        backend.normalizer = normalizers.NFC()
+    backend.model.ignore_merges = split in _WORDS_FIRST
+
+
+def _set_ends(file: Path, backend: Any, metadata: Any, *, begins: bool) -> None:
+    """The tokens around every text."""
+    around = {"bos": begins, "eos": False}
+    template, special = ["$A"], []
+    for name, default in around.items():
+        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if not metadata.get(f"tokenizer.ggml.add_{name}_token", default) or token_id is None:
+            continue
+        token = backend.id_to_token(token_id) if type(token_id) is int else None
+        if token is None:
+            raise _refused(file, f"its {name} token {str(token_id)[:20]} is none of its words")
+        special.append((token, token_id))
+        template.insert(0 if name == "bos" else len(template), token)
+    backend.post_processor = processors.TemplateProcessing(
+        single=template, pair=[*template, "$B"], special_tokens=special
+    )
+
+
+def _refused(file: Path, why: str) -> BadCheckpoint:
+    return BadCheckpoint(
+        f"The tokenizer of {file} cannot be used: {why}.",
+        fix="Use another GGUF file of the model, or its original checkpoint.",
+    )

@@ -1,0 +1,101 @@
+"""Make a new partial checkpoint: all files and the record, no tensor. Form: see `partial`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mesh.errors import DiskFull
+from mesh.models.partial import RECORD, PartialRecord
+
+_DRAFTS = ".drafts"
+_OLD_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class SparseFile:
+    """A safetensors file as it is to look: its header with the length before it, and its size."""
+
+    header: bytes
+    size: int
+
+
+def create_partial(
+    directory: Path,
+    record: PartialRecord,
+    sparse: Mapping[str, SparseFile],
+    small: Mapping[str, bytes],
+) -> None:
+    """Make a partial checkpoint without any tensor; all of it appears at once, or nothing.
+
+    `small` are the other files. Does nothing where there is one already. Raises DiskFull.
+    """
+    if (directory / RECORD).exists():
+        return
+    # Beside the checkpoints, where nobody takes for one what a crash left behind.
+    drafts = directory.parent / _DRAFTS
+    draft = drafts / f"{directory.name}.{os.getpid()}.{threading.get_ident()}"
+    try:
+        _sweep(drafts)
+        draft.mkdir(parents=True)
+        for name, content in small.items():
+            _write(draft / name, content)
+        for name, file in sparse.items():
+            _write(draft / name, file.header, size=file.size)
+        _write(draft / RECORD, json.dumps(asdict(record)).encode())
+        _sync_directory(draft)
+        with suppress(FileExistsError):
+            draft.rename(directory)
+        _sync_directory(directory.parent)
+    except OSError as error:
+        if (directory / RECORD).exists():
+            return  # somebody else was quicker
+        raise refused_by_disk(directory, error) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def refused_by_disk(directory: Path, error: OSError) -> DiskFull:
+    """What a checkpoint that cannot be written is refused with."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(
+            f"The disk of {directory} is full.",
+            fix="Free some room, or remove models with `hearthnet rm`; what was fetched is kept.",
+        )
+    return DiskFull(
+        f"{directory} cannot be written: {error.strerror}.",
+        fix="Check the disk, and that this user may write there; what was fetched is kept.",
+    )
+
+
+def _sweep(drafts: Path) -> None:
+    """Remove what crashes left there; younger ones may be somebody's at work."""
+    for draft in drafts.glob("*"):
+        with suppress(FileNotFoundError):
+            if time.time() - draft.stat().st_mtime > _OLD_S:
+                shutil.rmtree(draft, ignore_errors=True)
+
+
+def _write(file: Path, content: bytes, *, size: int | None = None) -> None:
+    with file.open("wb") as stream:
+        stream.write(content)
+        if size is not None:
+            stream.truncate(size)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,350 @@
+"""Write tensors into a partial checkpoint, so that a crash at any moment costs a piece at most.
+
+A tensor counts as there once its bytes matched its SHA-256 and were flushed to the disk; the
+journal says so after that, never before. Pieces of larger tensors are noted without a flush: if the
+power fails, what they say may be wrong, and then the tensor's hash is. Everything here blocks; any
+thread may call. Form of the directory: see `partial`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+from typing import Self
+
+from mesh.errors import BadCheckpoint, Busy, DiskFull, MeshError
+from mesh.models.header import TensorEntry
+from mesh.models.manifest import read_tensors
+from mesh.models.partial import (
+    JOURNAL,
+    PIECE_BYTES,
+    read_journal,
+    read_record,
+)
+from mesh.models.partial_draft import refused_by_disk
+
+logger = logging.getLogger(__name__)
+
+_LOCK = "hearthnet-partial.lock"
+_COMMIT_BYTES = 64 << 20
+"""So much is verified at most before it is flushed and noted."""
+_READ_BYTES = 1 << 20
+_SPARE_BYTES = 64 << 20
+"""Left free on a disk that is filled."""
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1
+
+
+class Outcome(Enum):
+    """What became of bytes that were put in."""
+
+    WRITTEN = auto()
+    COMPLETE = auto()
+    WRONG = auto()
+
+
+@dataclass(slots=True)
+class _Unfinished:
+    """A tensor under way; `digest` covers its first `hashed` bytes."""
+
+    entry: TensorEntry
+    pieces: set[int]
+    hashed: int = 0
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class PartialWriter:
+    """The one writer of a partial checkpoint; `close` lets go of it."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises Busy while another process writes there, BadCheckpoint for a damaged record."""
+        self.directory = directory
+        self._lock_fd = lock_directory(directory)
+        self._guard = threading.Lock()
+        self._committing = threading.Lock()
+        self._at_work, self._is_closed = 0, False
+        self._idle = threading.Condition()
+        self._files: dict[Path, int] = {}
+        try:
+            self.record = read_record(directory)
+            names = sorted(self.record.tensors)
+            self.tensors = read_tensors(directory)
+            self._index = {name: index for index, name in enumerate(names)}
+            present = read_journal(directory, names)
+            self._journal = _open_journal(directory / JOURNAL)
+            for file in {entry.file for entry in self.tensors.values()}:
+                self._files[file] = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        except (OSError, MeshError):
+            for fd in (*self._files.values(), self._lock_fd):
+                os.close(fd)
+            raise
+        self.complete = present.complete
+        """The tensors that are there, as the journal has them."""
+        self._verified: dict[str, TensorEntry] = {}
+        self._unfinished = {
+            name: _Unfinished(self.tensors[name], pieces) for name, pieces in present.pieces.items()
+        }
+        self._suspects: dict[str, dict[int, str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def missing(self, name: str) -> list[tuple[int, int]]:
+        """The pieces [start, stop) of a tensor that are not there yet."""
+        with self._guard:
+            if self.has(name):
+                return []
+            there = self._unfinished[name].pieces if name in self._unfinished else set()
+            size = self.tensors[name].nbytes
+            return [each for index, each in enumerate(pieces_of(size)) if index not in there]
+
+    def has(self, name: str) -> bool:
+        """Whether the tensor is here and was verified; it may not have reached the disk yet."""
+        return name in self.complete or name in self._verified
+
+    def require_room(self, names: Iterable[str]) -> None:
+        """Raise DiskFull when the disk has no room for what is missing of these."""
+        need = sum(stop - start for name in names for start, stop in self.missing(name))
+        free = shutil.disk_usage(self.directory).free
+        if need and need + _SPARE_BYTES > free:
+            raise DiskFull(
+                f"{self.directory} needs {need / 1e6:.0f} MB more; the disk has"
+                f" {free / 1e6:.0f} MB free.",
+                fix="Free some room, remove models with `hearthnet rm`, or fetch fewer layers.",
+            )
+
+    def put(self, name: str, start: int, data: bytes | bytearray | memoryview) -> Outcome:
+        """Write one piece of a tensor; verify the tensor when it was the last. Raises DiskFull.
+
+        WRONG: its bytes were not those of its hash, and all of them are void again; a tensor of one
+        piece is checked before it is written.
+        """
+        with self._working():
+            return self._put(self.tensors[name], start, data)
+
+    def _put(self, entry: TensorEntry, start: int, data: bytes | bytearray | memoryview) -> Outcome:
+        name = entry.name
+        whole = start == 0 and len(data) == entry.nbytes
+        if whole and hashlib.sha256(data).hexdigest() != self.record.tensors[name]:
+            return Outcome.WRONG
+        self._write_at(entry, start, data)
+        if whole:
+            self._note(f"p {self._index[name]} 0")
+            return self._keep(entry)
+        with self._guard:
+            if self.has(name):
+                return Outcome.COMPLETE
+            known = self._unfinished.setdefault(name, _Unfinished(entry, set()))
+        with known.lock:
+            if known.hashed == start:
+                known.digest.update(data)
+                known.hashed += len(data)
+            known.pieces.add(start // PIECE_BYTES)
+            self._note(f"p {self._index[name]} {start // PIECE_BYTES}")
+            if len(known.pieces) < len(pieces_of(entry.nbytes)):
+                return Outcome.WRITTEN
+            return self._verify(known)
+
+    def settle(self, name: str) -> Outcome:
+        """Verify a tensor all of whose pieces were here when this was opened; as `put`."""
+        known = self._unfinished.get(name)
+        if known is None:
+            return Outcome.COMPLETE if self.has(name) else Outcome.WRITTEN
+        with known.lock:
+            return self._verify(known)
+
+    def void(self, name: str) -> None:
+        """Forget the pieces of a tensor, as they cannot be trusted."""
+        with self._guard:
+            if self._unfinished.pop(name, None) is not None:
+                self._note(f"x {self._index[name]}")
+
+    def differing(self, name: str) -> list[int]:
+        """Which pieces of a tensor that was WRONG before are other ones now that it is complete."""
+        before = self._suspects.pop(name, {})
+        if not before:
+            return []
+        entry = self.tensors[name]
+        with self._working():
+            return [
+                index
+                for index, (start, stop) in enumerate(pieces_of(entry.nbytes))
+                if index in before and before[index] != self._digest(entry, start, stop)
+            ]
+
+    def commit(self) -> None:
+        """Flush what was verified, then note it as complete. Raises DiskFull."""
+        with self._committing:
+            with self._guard:
+                verified = dict(self._verified)
+            try:
+                for file in {entry.file for entry in verified.values()}:
+                    os.fdatasync(self._files[file])
+                if verified:
+                    self._note(*(f"c {self._index[name]}" for name in verified))
+                    os.fdatasync(self._journal)
+            except OSError as error:
+                raise refused_by_disk(self.directory, error) from error
+            with self._guard:
+                self.complete |= verified.keys()
+                for name in verified:
+                    self._verified.pop(name, None)
+
+    def drop(self, names: Collection[str]) -> int:
+        """These are not needed here any more; how many bytes of the disk were given back."""
+        self.commit()
+        freed = 0
+        with self._guard:
+            gone = [name for name in names if name in self.complete]
+            self._note(*(f"d {self._index[name]}" for name in gone))
+            self.complete -= set(gone)
+            os.fdatasync(self._journal)
+        for name in gone:
+            entry = self.tensors[name]
+            if _punch(self._files[entry.file], entry.offset, entry.nbytes):
+                freed += entry.nbytes
+        return freed
+
+    def close(self) -> None:
+        """Let what is being put in end, note what was verified, and let others write.
+
+        Does not raise; what is put in afterwards is refused with Busy.
+        """
+        with self._idle:
+            self._is_closed = True
+            # Another file may get the number of one that is closed: nobody may be writing then.
+            self._idle.wait_for(lambda: self._at_work == 0)
+        try:
+            self.commit()
+        except MeshError as error:
+            logger.warning("what was fetched last is fetched again: %s", error)
+        for fd in (*self._files.values(), self._journal, self._lock_fd):
+            os.close(fd)
+        self._files.clear()
+
+    # Private
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        with self._idle:
+            if self._is_closed:
+                raise Busy("The fetch has ended.", fix="Fetch it again.")
+            self._at_work += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._at_work -= 1
+                self._idle.notify_all()
+
+    def _keep(self, entry: TensorEntry) -> Outcome:
+        with self._guard:
+            self._unfinished.pop(entry.name, None)
+            self._verified[entry.name] = entry
+            is_much = sum(each.nbytes for each in self._verified.values()) >= _COMMIT_BYTES
+        if is_much:
+            self.commit()
+        return Outcome.COMPLETE
+
+    def _verify(self, known: _Unfinished) -> Outcome:
+        entry = known.entry
+        if self.has(entry.name):
+            return Outcome.COMPLETE
+        self._hash(known.digest, entry, known.hashed, entry.nbytes)
+        if known.digest.hexdigest() == self.record.tensors[entry.name]:
+            return self._keep(entry)
+        self._suspects[entry.name] = {
+            index: self._digest(entry, start, stop)
+            for index, (start, stop) in enumerate(pieces_of(entry.nbytes))
+        }
+        self.void(entry.name)
+        return Outcome.WRONG
+
+    def _digest(self, entry: TensorEntry, start: int, stop: int) -> str:
+        digest = hashlib.sha256()
+        self._hash(digest, entry, start, stop)
+        return digest.hexdigest()
+
+    def _hash(self, digest: hashlib._Hash, entry: TensorEntry, start: int, stop: int) -> None:
+        fd = self._files[entry.file]
+        while start < stop:
+            data = os.pread(fd, min(_READ_BYTES, stop - start), entry.offset + start)
+            if not data:
+                raise BadCheckpoint(
+                    f"{entry.file} was made shorter while it was filled.",
+                    fix="Leave the directory alone, remove it with `hearthnet rm`, fetch it again.",
+                )
+            digest.update(data)
+            start += len(data)
+
+    def _write_at(
+        self, entry: TensorEntry, start: int, data: bytes | bytearray | memoryview
+    ) -> None:
+        view, fd = memoryview(data), self._files[entry.file]
+        try:
+            while view:
+                count = os.pwrite(fd, view, entry.offset + start)
+                view, start = view[count:], start + count
+        except OSError as error:
+            raise refused_by_disk(self.directory, error) from error
+
+    def _note(self, *facts: str) -> None:
+        if not facts:
+            return
+        try:
+            os.write(self._journal, "".join(f"{fact}\n" for fact in facts).encode())
+        except OSError as error:
+            raise refused_by_disk(self.directory, error) from error
+
+
+def pieces_of(nbytes: int) -> Sequence[tuple[int, int]]:
+    """The pieces [start, stop) of a tensor of so many bytes; one, without bytes, for none."""
+    starts = range(0, max(nbytes, 1), PIECE_BYTES)
+    return [(start, min(start + PIECE_BYTES, nbytes)) for start in starts]
+
+
+def lock_directory(directory: Path) -> int:
+    """Be the one process that writes there, until the descriptor is closed. Raises Busy."""
+    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise Busy(
+            f"Another process of this user writes to {directory}.",
+            fix="Wait until it is done.",
+        ) from error
+    return fd
+
+
+def _open_journal(file: Path) -> int:
+    """For appending; a line that a crash cut off goes, so that the next one is whole."""
+    fd = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    size = os.fstat(fd).st_size
+    tail = os.pread(fd, 64, max(0, size - 64))
+    if tail and not tail.endswith(b"\n"):
+        os.ftruncate(fd, size - len(tail) + tail.rfind(b"\n") + 1)
+    return fd
+
+
+def _punch(fd: int, start: int, size: int) -> bool:
+    """Give the disk back what lies there; False where the file system cannot."""
+    if sys.platform != "linux":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    offset, length = ctypes.c_longlong(start), ctypes.c_longlong(size)
+    return bool(libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length) == 0)

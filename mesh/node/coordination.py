@@ -1,0 +1,272 @@
+"""Coordination on this node: what it holds is published, what neighbours offer is heard.
+
+Looks every few seconds at the shards that are served, the checkpoints on the disk and the directory
+of neighbours, and tells the coordinator what has changed. Part of the composition root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from mesh.clock import Clock, tick
+from mesh.config import Config
+from mesh.coordination.coordinator import Coordinator
+from mesh.coordination.opening import open_coordinator
+from mesh.coordination.ready import READY_LIMIT_S, ReadySignal, new_session
+from mesh.coordination.records import (
+    Kind,
+    ModelRef,
+    Place,
+    TensorDescriptor,
+    Worker,
+    worker_rank,
+)
+from mesh.discovery.advertisement import Advertisement
+from mesh.discovery.directory import ShardStore
+from mesh.errors import CoordinationError, MeshError
+from mesh.health.eventstream import EventFeed
+from mesh.hearth.network import Network
+from mesh.models.local import LocalModel
+from mesh.models.manifest import Manifest, read_manifest
+from mesh.paths import StatePaths, cache_dir
+from mesh.processes.tasks import end, spawn
+from mesh.types import LayerRange, ModelId, NodeId, ShardDescriptor
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+RENEW_S = READY_LIMIT_S / 4
+_TIDY_S = 30.0
+"""How often partial checkpoints are read again, and records of earlier runs are looked for."""
+_TORCH_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+}  # fmt: skip
+"""safetensors' names of number formats, as records spell them; others stay as they are."""
+
+_Entry = tuple[ModelRef, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One thing this node holds: `shard` is what serves it, None for files on the disk."""
+
+    model: ModelRef
+    place: Place
+    directory: Path
+    shard: ShardDescriptor | None
+
+
+@dataclass(slots=True)
+class _Published:
+    held: Held
+    session: str
+    renewed_at: float
+
+
+class CoordinationHere:
+    """`start`, then `stop`; `coordinator` is for whoever asks. `served` gives our own shards."""
+
+    def __init__(
+        self,
+        config: Config,
+        own: NodeId,
+        models: Mapping[ModelId, LocalModel],
+        network: Network,
+        neighbours: ShardStore,
+        served: Callable[[], Sequence[Advertisement]],
+        events: EventFeed,
+    ) -> None:
+        self._own = own
+        self._models = models
+        self._network = network
+        self._neighbours = neighbours
+        self._served = served
+        self._events = events
+        self._is_distributed = config.is_distributed
+        self._clock: Clock = events.clock
+        file = StatePaths(config.state_dir).coordination
+        self.coordinator: Coordinator = open_coordinator(
+            config.coordination, file, self._clock, self._warn
+        )
+        self._published: dict[_Entry, _Published] = {}
+        self._on_disk: dict[LocalModel, tuple[LayerRange, ...]] = {}
+        """The runs of layers of which every byte is here, in checkpoints that were read."""
+        self._tidied_at = -_TIDY_S
+        self._session = new_session()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to publish."""
+        self.coordinator.start()
+        self._task = spawn(self._keep(), "publish what this node holds")
+
+    async def stop(self) -> None:
+        """Withdraw the shards, which end with this node, and let go. Files stay published."""
+        if self._task is not None:
+            await end([self._task])
+        shards = [key for key, each in self._published.items() if each.held.shard is not None]
+        try:
+            for model, rank in shards:
+                await self.coordinator.withdraw(model, [rank])
+        except CoordinationError as error:
+            logger.warning("coordination=withdraw failed: %s", error)
+        await self.coordinator.stop()
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                await self._look()
+            except CoordinationError as error:
+                logger.debug("coordination=look failed: %s", error)  # the records have warned
+            await tick(LOOK_S)
+
+    async def _look(self) -> None:
+        self.coordinator.hear(self._offered(), self._session)
+        held = {
+            (each.model, worker_rank(each.place)): each
+            for each in (await asyncio.to_thread(self._all_held) if self._is_distributed else ())
+        }
+        for key in self._published.keys() - held.keys():
+            await self.coordinator.withdraw(key[0], [key[1]])
+            del self._published[key]
+        for key, each in held.items():
+            await self._publish(key, each)
+        now = self._clock.monotonic()
+        # Before the store is read back there is nothing to find.
+        if now - self._tidied_at >= _TIDY_S and self.coordinator.state()["reachable"]:
+            self._tidied_at = now
+            await self._tidy()
+
+    async def _publish(self, key: _Entry, held: Held) -> None:
+        (model, rank), now = key, self._clock.monotonic()
+        known = self._published.get(key)
+        if known is None or known.held != held:
+            tensors = await asyncio.to_thread(_tensors, held)
+            published_at = int(self._clock.now().timestamp())
+            worker = Worker(rank, held.place, tensors, published_at)
+            await self.coordinator.publish(model, [worker])
+            known = self._published[key] = _Published(held, new_session(), now - RENEW_S)
+        if held.shard is not None and now - known.renewed_at >= RENEW_S:
+            # It was tested as it was loaded (`mesh.shard.selftest`); since then its weights are
+            # watched, and it is not served once they change or its process is silent.
+            signal = ReadySignal(known.session, ready=True, stability_verified=True)
+            await self.coordinator.mark_ready(model, rank, signal)
+            known.renewed_at = now
+
+    async def _tidy(self) -> None:
+        """Withdraw what an earlier run of this node has published and this one does not hold."""
+        self._on_disk = {
+            model: runs
+            for model, runs in self._on_disk.items()
+            if runs == (LayerRange(0, model.total_layers),)
+        }
+        for model in await self.coordinator.models():
+            record = await self.coordinator.lookup(model)
+            gone = [
+                worker.worker_rank
+                for worker in (record.workers if record is not None else ())
+                if worker.place.holder == self._own
+                and (model, worker.worker_rank) not in self._published
+            ]
+            if gone:
+                await self.coordinator.withdraw(model, gone)
+
+    def _all_held(self) -> list[Held]:
+        """In a thread: a checkpoint's layers are read from its headers."""
+        directories = {model.model_id: Path(model.directory) for model in self._models.values()}
+        found = [
+            Held(ref, _place(each), directories[each.model_id], each)
+            for each in (served.descriptor for served in self._served())
+            if each.model_id in directories
+            and (ref := _ref(each.model_id, each.weights_sha256)) is not None
+        ]
+        address = self._network.address
+        for model in list(self._models.values()) if address is not None else ():
+            if model not in self._on_disk:
+                self._on_disk[model] = tuple(_layers_on_disk(model))
+            if (ref := _ref(model.model_id, model.weights_sha256)) is None:
+                continue
+            for layers in self._on_disk[model]:
+                place = Place(self._own, Kind.CHECKPOINT, layers, str(address))
+                found.append(Held(ref, place, Path(model.directory), None))
+        return found
+
+    def _offered(self) -> dict[ModelRef, list[Worker]]:
+        """What trusted neighbours serve now, by model. They do not say its tensors here."""
+        found: dict[ModelRef, list[Worker]] = {}
+        for view in self._neighbours.models():
+            workers = {
+                worker_rank(place): Worker(
+                    worker_rank(place), place, (), int(each.descriptor.advertised_at.timestamp())
+                )
+                for each in view.shards
+                if each.descriptor.host != self._own
+                and self._network.may_serve(each.descriptor.host)
+                for place in (_place(each.descriptor),)
+            }
+            ref = _ref(view.model_id, view.weights_sha256)
+            if workers and ref is not None:
+                found[ref] = list(workers.values())
+        return found
+
+    def _warn(self, why: str) -> None:
+        logger.warning("coordination=%s", why)
+        self._events.emit("warning", code="coordination", message=why, fix="")
+
+
+def _ref(model_id: ModelId, weights_sha256: str) -> ModelRef | None:
+    """None for a name that records do not take."""
+    try:
+        return ModelRef(model_id, weights_sha256)
+    except ValueError as error:
+        logger.debug("coordination=%.300r left out: %s", model_id, error)
+        return None
+
+
+def _place(shard: ShardDescriptor) -> Place:
+    return Place(shard.host, Kind.SHARD, shard.layer_range, shard.endpoint)
+
+
+def _manifest(directory: Path, model_id: ModelId) -> Manifest | None:
+    try:
+        return read_manifest(directory, model_id=model_id, cache_dir=cache_dir())
+    except MeshError as error:
+        logger.debug("coordination=%s not published: %s", directory, error)
+        return None
+
+
+def _layers_on_disk(model: LocalModel) -> Iterator[LayerRange]:
+    """The runs of layers of which every byte is here: all of them, but in a partial checkpoint."""
+    manifest = _manifest(Path(model.directory), model.model_id)
+    if manifest is None:
+        return
+    complete = [
+        layer
+        for layer in range(manifest.total_layers)
+        if all(each.present for each in manifest.layer_tensors(LayerRange(layer, layer + 1)))
+    ]
+    for _, run in groupby(enumerate(complete), key=lambda pair: pair[1] - pair[0]):
+        layers = [layer for _, layer in run]
+        yield LayerRange(layers[0], layers[-1] + 1)
+
+
+def _tensors(held: Held) -> tuple[TensorDescriptor, ...]:
+    manifest = _manifest(held.directory, held.model.name)
+    if manifest is None:
+        return ()
+    entries = manifest.layer_tensors(held.place.layers)
+    if held.shard is None and len(held.place.layers) == manifest.total_layers:
+        entries = (*manifest.ends_tensors(), *entries)
+    return tuple(
+        TensorDescriptor(each.name, each.nbytes, _TORCH_NAMES.get(each.dtype, each.dtype))
+        for each in entries
+        if each.present
+    )

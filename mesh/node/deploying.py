@@ -1,0 +1,361 @@
+"""A node's part in deployments: the log, the peers and the processes, as `mesh.deployments` asks
+for them.
+
+Part of the composition root, like `mesh.node.node`, which starts and stops it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+from mesh.config import Config
+from mesh.deployments.actor import Hooks, Reconciler
+from mesh.deployments.control import Deploying
+from mesh.deployments.placement import Machine
+from mesh.deployments.reconcile import Held, Holding, Served
+from mesh.deployments.replan import Replanner
+from mesh.deployments.waking import Sleeper, Use, Waker
+from mesh.deployments.weights import LocalWeights
+from mesh.deployments.wishes import Deployment, Plan, Span, Wish, read
+from mesh.discovery.advertisement import Advertisement
+from mesh.discovery.directory import ShardStore
+from mesh.discovery.sightings import PeerState
+from mesh.errors import Forbidden, InternalError, MeshError, UntrustedPeer
+from mesh.events.types import PLACEMENT_PLANNED, PLACEMENT_WISHED
+from mesh.health.eventstream import EventFeed
+from mesh.hearth.hearth import Hearth
+from mesh.hearth.network import Network
+from mesh.identity.roster import TrustLevel
+from mesh.models.local import LocalModel, require_within
+from mesh.node.fetched_weights import FetchedWeights
+from mesh.node.holdings import Holdings
+from mesh.node.weights import Weights
+from mesh.paths import StatePaths, cache_dir
+from mesh.processes.headroom import ram
+from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
+
+PADDING = 1.15
+"""The seed's padding: what a model takes beyond its weights."""
+SPARE_MB = 64
+LAYOUT_S = 20.0
+"""A checkpoint that is looked at for the first time is read whole; that is not waited for."""
+
+logger = logging.getLogger(__name__)
+
+Layout = Callable[[Wish, Plan | None, Collection[NodeId]], Awaitable[Sequence[tuple[Span, ...]]]]
+
+
+class House:
+    """What `mesh.deployments` sees of this node."""
+
+    def __init__(
+        self, config: Config, node: NodeId, held: Holdings, network: Network, store: ShardStore
+    ) -> None:
+        self.node = node
+        self._config = config
+        self._held = held
+        self._network = network
+        self._store = store
+        self._by_hand = {
+            shard_id(model.model_id, model.layers)
+            for model in held.models.values()
+            if model.layers is not None
+        }
+        self._read: tuple[object, dict[str, Deployment]] | None = None
+        self.layout: Layout | None = None
+        """Asks the planner; None where that is not wanted."""
+
+    async def laid_out(self, wish: Wish, before: Plan | None) -> Sequence[tuple[Span, ...]]:
+        """See `control.House`."""
+        if self.layout is None or self._config.deployments.placement == "even":
+            return ()
+        try:
+            async with asyncio.timeout(LAYOUT_S):
+                return await self.layout(wish, before, self.alive())
+        except (MeshError, TimeoutError) as error:
+            logger.info("deployment=%s is split evenly: %s", wish.deployment, error)
+            return ()
+
+    # What the log says
+
+    def deployments(self) -> dict[str, Deployment]:
+        """See `World`."""
+        hearth = self._network.hearth
+        if hearth is None:
+            return {}
+        state = hearth.log.state
+        if self._read is None or self._read[0] is not state:
+            self._read = state, read(hearth.wishes(), hearth.plans())
+        return self._read[1]
+
+    async def publish_wish(self, wish: Wish) -> Deployment:
+        """See `control.House`."""
+        await self._hearth().publish(PLACEMENT_WISHED, wish.payload())
+        signed = self.deployments().get(wish.deployment)
+        if signed is None:
+            raise InternalError("the wish is not in the log.", fix="Report this as a bug.")
+        return signed
+
+    async def publish_plan(self, plan: Plan) -> None:
+        """See `Members`."""
+        await self._hearth().publish(PLACEMENT_PLANNED, plan.payload())
+
+    def alive(self) -> set[NodeId]:
+        """See `control.House` and `Resting`."""
+        return {machine.node for machine in self.machines()}
+
+    def _free_mb(self, node: NodeId) -> int | None:
+        """What is free on the first device of a node; None where it has not said."""
+        if node == self.node:
+            return self.free_mb()
+        said = [view.capacity for view in self._store.nodes() if view.info.node_id == node]
+        devices = said[0].devices if said and said[0] is not None else ()
+        return devices[0].free_bytes >> 20 if devices else None
+
+    def on_disk(self, node: NodeId, weights_sha256: str) -> Collection[LayerRange] | None:
+        """See `control.House`."""
+        said = [
+            held.layers
+            for view in self._store.nodes()
+            if view.info.node_id == node
+            for held in view.weights
+            if held.weights_sha256 == weights_sha256
+        ]
+        return [layers for each in said for layers in each] if said else None
+
+    def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
+        """See `control.House`."""
+        return any(
+            each.health.memory is None or each.health.memory.weights_mb > 0
+            for each in self._shards(model_id, weights_sha256)
+        )
+
+    def use(self, deployment: Deployment) -> Use:
+        """See `Resting`."""
+        wish, asker = deployment.wish, self._held.askers.get(deployment.wish.model_id)
+        healths = [each.health for each in self._shards(wish.model_id, wish.weights_sha256)]
+        is_busy = any(each.active_streams or each.queue_depth for each in healths)
+        signs = tuple((each.p50_latency_ms, each.p95_latency_ms) for each in healths)
+        return Use(is_busy or (asker is not None and asker.is_busy), signs)
+
+    def is_askable(self, model_id: ModelId) -> bool:
+        """Whether this node can ask a model now: its asker is ready, and all layers are served."""
+        model, asker = self._held.models.get(model_id), self._held.askers.get(model_id)
+        if model is None or asker is None or not asker.is_ready:
+            return False
+        layers = {
+            layer
+            for each in self._shards(model_id, model.weights_sha256)
+            for layer in range(each.descriptor.layer_range.start, each.descriptor.layer_range.stop)
+        }
+        return len(layers) == model.total_layers
+
+    def _shards(self, model_id: ModelId, weights_sha256: str) -> list[Advertisement]:
+        """Those that are offered now, here and elsewhere, in one order."""
+        own = [Advertisement(shard.descriptor, shard.health) for shard in self._held.host.serving]
+        return [
+            each
+            for each in own
+            if (each.descriptor.model_id, each.descriptor.weights_sha256)
+            == (model_id, weights_sha256)
+        ] + [
+            each
+            for each in self._store.shards(model_id, weights_sha256)
+            if each.descriptor.host != self.node and self._network.may_serve(each.descriptor.host)
+        ]
+
+    def require_operator(self) -> None:
+        """See `control.House`."""
+        if not self._network.may_serve(self.node) or not self._hearth().may_serve(self.node):
+            raise UntrustedPeer(
+                "This node is not trusted to say what others hold.",
+                fix="Ask an anchor: `hearthnet members promote`.",
+            )
+
+    # Who is there
+
+    def machines(self) -> Sequence[Machine]:
+        """See `Members`."""
+        hearth = self._network.hearth
+        if hearth is None:
+            return ()
+        up = {p.node_id for p in self._network.peers() if p.state is PeerState.UP and p.node_id}
+        names = self.names()
+        return [
+            Machine(node, names.get(node, node), self._free_mb(node))
+            for node in sorted({self.node, *up})
+            if hearth.may_serve(node)
+        ]
+
+    def trusted(self) -> Collection[NodeId]:
+        """See `Members`."""
+        hearth = self._network.hearth
+        if hearth is None:
+            return ()
+        members = hearth.roster.members.values()
+        return {member.node_id for member in members if member.level >= TrustLevel.TRUSTED}
+
+    def names(self) -> Mapping[NodeId, str]:
+        """See `control.House`."""
+        hearth = self._network.hearth
+        members = hearth.roster.members.values() if hearth is not None else ()
+        return {self.node: self._config.name} | {each.node_id: each.name for each in members}
+
+    def served(self) -> list[Served]:
+        """See `World`."""
+        return [
+            Served(d.host, d.model_id, d.weights_sha256, d.layer_range)
+            for view in self._store.nodes()
+            if view.online and view.info.node_id != self.node
+            for shard in view.shards
+            if shard.health.online and self._network.may_serve(view.info.node_id)
+            for d in (shard.descriptor,)
+        ]
+
+    def serves(self) -> Collection[Served]:
+        """See `control.House`."""
+        return [
+            Served(self.node, d.model_id, d.weights_sha256, d.layer_range)
+            for shard in self._held.host.serving
+            for d in (shard.descriptor,)
+        ]
+
+    # What this node holds
+
+    def held(self) -> list[Held]:
+        """See `World`."""
+        host, found = self._held.host, []
+        for request in host.requests:
+            name, model = request.shard_id, self._held.models.get(request.model_id)
+            shard = host.shards.get(name) if host.is_up else None
+            memory = shard.health.memory if shard is not None else None
+            found.append(
+                Held(
+                    name,
+                    request.model_id,
+                    model.weights_sha256 if model is not None else "",
+                    request.layers,
+                    memory.total_mb if memory is not None else 0,
+                    Holding.LOADING if shard is None else Holding.READY,
+                    by_hand=name in self._by_hand,
+                )
+            )
+        return found
+
+    def failed(self) -> Mapping[ShardId, MeshError]:
+        """See `World`."""
+        host = self._held.host
+        return {name: why for name, why in host.failed.items() if name not in self._by_hand}
+
+    def free_mb(self) -> int | None:
+        """See `World`."""
+        memory = self._held.host.memory
+        return ram().free_mb if memory is None else memory.device.free_mb
+
+    def need_mb(self, deployment: Deployment, layers: LayerRange) -> int:
+        """See `World`."""
+        return self.need_of(deployment.wish, layers)
+
+    def need_of(self, wish: Wish, layers: LayerRange) -> int:
+        """See `control.House`."""
+        part = wish.layers_mb * len(layers) / wish.total_layers
+        return math.ceil(part * PADDING) + SPARE_MB
+
+    def refusal(self, deployment: Deployment, layers: LayerRange) -> MeshError | None:
+        """See `World`."""
+        host, wish = self._config.distributed.host, deployment.wish
+        if host.serve_shards is False or not self._config.is_distributed:
+            return Forbidden(
+                "The settings of this machine let it serve no layers.",
+                fix="Set research.distributed_inference.host.serve_shards.",
+            )
+        try:
+            require_within(_sized(wish), host.shard_max_vram_mb, layers)
+        except MeshError as error:
+            return error
+        return None
+
+    # What it does
+
+    def asked(self) -> list[ModelId]:
+        """See `World`."""
+        return [name for name in self._held.askers if name not in self._held.models.by_hand]
+
+    def known(self) -> list[ModelId]:
+        """See `World`."""
+        return [name for name in self._held.models if name not in self._held.models.by_hand]
+
+    async def ask(self, model: LocalModel) -> None:
+        """See `World`."""
+        await self._held.ask(model)
+
+    async def ask_no_more(self, model_id: ModelId, *, forget: bool) -> None:
+        """See `World`."""
+        await self._held.ask_no_more(model_id, forget=forget)
+
+    async def serve(self, deployment: Deployment, layers: LayerRange) -> None:
+        """See `World`."""
+        wish = deployment.wish
+        await self._held.serve(wish.model_id, layers, quant=wish.quant, context=wish.context)
+
+    async def unserve(self, shard: ShardId) -> int:
+        """See `World`."""
+        return await self._held.unserve(shard)
+
+    def _hearth(self) -> Hearth:
+        return self._network.require_hearth()
+
+
+class DeploymentsHere:
+    """The parts that follow and change deployments on this node. `start`, then `stop`."""
+
+    def __init__(
+        self,
+        config: Config,
+        house: House,
+        held: Holdings,
+        events: EventFeed,
+        fetching: Weights,
+    ) -> None:
+        folders = [each for each in (config.models_dir, *_folders(config)) if each is not None]
+        self.house = house
+        weights = self.weights = FetchedWeights(
+            LocalWeights(held.models, folders, cache_dir()), fetching, cache_dir()
+        )
+        self.reconciler = Reconciler(house, weights, Hooks(events.emit, events.stir), cache_dir())
+        reconciler = self.reconciler
+        sleeper = self._sleeper = Sleeper(house, events.emit)
+        self.control = Deploying(
+            house, weights, reconciler.phases, reconciler.call_for, sleeper.up_s
+        )
+        self._replanner = Replanner(house, config.deployments.replan_seconds, events.emit)
+        patience_s = config.deployments.patience_seconds
+        self.waker = Waker(self.control, house.is_askable, reconciler.call_for, patience_s)
+
+    def start(self) -> None:
+        """Follow the log."""
+        self.reconciler.start()
+        self._replanner.start()
+        self._sleeper.start()
+
+    async def stop(self) -> None:
+        """Follow it no more."""
+        await self._replanner.stop()
+        await self._sleeper.stop()
+        await self.reconciler.stop()
+
+
+def _folders(config: Config) -> list[Path]:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return [StatePaths(config.state_dir).models_dir, cache_dir() / "models", Path(HF_HUB_CACHE)]
+
+
+def _sized(wish: Wish) -> LocalModel:
+    return LocalModel(
+        wish.model_id, "", wish.weights_sha256, wish.total_layers, None, None, wish.layers_mb
+    )

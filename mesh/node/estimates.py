@@ -1,0 +1,242 @@
+"""What deploying a model would need and give: the planner, asked about the house as it is now.
+
+Gathers what nodes have said of themselves and what links measure; decides nothing
+(`mesh.routing.placement` does). Part of the composition root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from mesh.capacity import Capacity, Device
+from mesh.config import Config
+from mesh.deployments.shape import shape_of
+from mesh.deployments.wishes import Plan as Planned
+from mesh.deployments.wishes import Span
+from mesh.deployments.wishes import Wish as Wished
+from mesh.discovery.directory import NodeView, ShardStore
+from mesh.discovery.weights import HeldWeights
+from mesh.errors import BadRequest
+from mesh.health.detector import Verdict
+from mesh.node.fetched_weights import FetchedWeights
+from mesh.routing.forecast import Forecast
+from mesh.routing.machines import DEFAULT_CONTEXT, Held, Machine, ModelShape, Timed, Wish
+from mesh.routing.placement import Plan, plan
+from mesh.types import LayerRange, ModelId, NodeId
+
+_UNMEASURED_MS = 1.0
+"""A way whose round trip nobody knows yet counts as a common one of a house."""
+
+_IMAGINED = re.compile(r"([^=:]{1,64})=(\d{1,5}(?:\.\d+)?)(?::(\d{1,5}(?:\.\d+)?))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What is asked of the other parts of the node; `held` is what lies on its own disk."""
+
+    node: NodeId
+    config: Config
+    store: ShardStore
+    rtt_ms: Callable[[NodeId], float | None]
+    may_serve: Callable[[NodeId], bool]
+    verdict: Callable[[NodeId], Verdict]
+    asks: Callable[[ModelId], bool]
+    held: Callable[[], Sequence[HeldWeights]]
+
+
+class Estimates:
+    """Implements `mesh.api.services.PlanControl`."""
+
+    def __init__(self, house: Surroundings, weights: FetchedWeights) -> None:
+        self._house = house
+        self._weights = weights
+
+    async def plan(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """See `PlanControl`. Raises ModelNotFound, BadCheckpoint, and BadRequest for nodes that
+        nobody knows."""
+        model = await self._shape(order["model"], order["context"])
+        machines, wish = self._asked(model, order)
+        return as_json(await asyncio.to_thread(plan, model, machines, wish))
+
+    async def layout(
+        self, wish: Wished, before: Planned | None, alive: Collection[NodeId]
+    ) -> list[tuple[Span, ...]]:
+        """The spans of each replica that `before` lacks of a wish, on machines that are `alive`;
+        none where it does not fit, or not all machines were measured.
+
+        Raises ModelNotFound, BadCheckpoint, and what fetching raises.
+        """
+        kept = [] if before is None else before.replicas[: wish.replicas]
+        lacking = wish.replicas - len(kept)
+        if lacking < 1:
+            return []
+        # It is known by its id where it is deployed, whatever it was called when that was asked.
+        model = await self._shape(wish.model_id, wish.context or DEFAULT_CONTEXT)
+        if model.weights_sha256 != wish.weights_sha256:
+            return []
+        machines = [each for each in self.machines(model) if each.node_id in alive]
+        if not all(each.refusal or any(d.speeds for d in each.devices) for each in machines):
+            return []
+        asked = Wish(
+            asker=self._house.node,
+            replicas=lacking,
+            only=frozenset(wish.nodes),
+            without=frozenset(span.node for replica in kept for span in replica.spans),
+            pins=() if kept else tuple((pin.node, pin.layers) for pin in wish.pins),
+            quant=wish.quant or self._house.config.quant,
+            context=wish.context or DEFAULT_CONTEXT,
+            max_shards=self._house.config.distributed.max_shards_per_request,
+        )
+        found = await asyncio.to_thread(plan, model, machines, asked)
+        if found.refusal is not None:  # on machines that hold none; then on any
+            asked = replace(asked, without=frozenset())
+            found = await asyncio.to_thread(plan, model, machines, asked)
+        return [
+            tuple(Span(shard.node_id, shard.layers) for shard in replica.shards)
+            for replica in found.replicas
+        ]
+
+    def machines(self, model: ModelShape) -> list[Machine]:
+        """Every node that is known, with what it has of the model."""
+        return [self._machine(view, model) for view in self._house.store.nodes()]
+
+    async def _shape(self, name: str, context: int) -> ModelShape:
+        manifest = await self._weights.manifest(name)
+        return await asyncio.to_thread(shape_of, manifest, context)
+
+    def _asked(self, model: ModelShape, order: Mapping[str, Any]) -> tuple[list[Machine], Wish]:
+        machines = {each.node_id: each for each in self.machines(model)}
+        for text in order["with"]:
+            one = self._imagined(text, machines) or machines[_node(text, machines.values())]
+            machines[one.node_id] = replace(one, refusal="")
+        known = list(machines.values())
+        wish = Wish(
+            asker=self._house.node,
+            replicas=order["replicas"],
+            dedicated=order["dedicated"],
+            only=frozenset(_node(text, known) for text in order["nodes"]),
+            without=frozenset(_node(text, known) for text in order["without"]),
+            pins=tuple(_pin(text, known) for text in order["layers"]),
+            quant=order["quant"],
+            context=order["context"],
+            streams=order["streams"],
+            max_shards=self._house.config.distributed.max_shards_per_request,
+        )
+        return known, wish
+
+    def _machine(self, view: NodeView, model: ModelShape) -> Machine:
+        node, devices = view.info.node_id, (view.capacity or Capacity()).devices
+        here = node == self._house.node
+        held = [
+            Held(layers)
+            for each in (self._house.held() if here else view.weights)
+            if (each.model_id, each.weights_sha256) == (model.model_id, model.weights_sha256)
+            for layers in each.layers
+        ]
+        rtt_ms, timed = self._house.rtt_ms(node), []
+        for shard in view.shards:
+            said, health = shard.descriptor, shard.health
+            if (said.model_id, said.weights_sha256) != (model.model_id, model.weights_sha256):
+                continue
+            device = devices[0].name if devices else ""
+            size = health.memory.total_mb << 20 if health.memory is not None else 0
+            held.append(Held(said.layer_range, device, size))
+            if health.p50_latency_ms > 0:
+                ms = health.p50_latency_ms / len(said.layer_range)
+                timed.append(Timed(device, said.dtype, ms))
+        return Machine(
+            node,
+            view.info.name,
+            devices,
+            rtt_ms=0.0 if here else rtt_ms if rtt_ms is not None else _UNMEASURED_MS,
+            refusal=self._refusal(view),
+            timed=tuple(timed),
+            held=tuple(held),
+            has_ends=here and self._house.asks(model.model_id),
+        )
+
+    def _refusal(self, view: NodeView) -> str:
+        node, config = view.info.node_id, self._house.config
+        if node == self._house.node:
+            off = config.distributed.host.serve_shards is False
+            return "its settings let it serve no layers (host.serve_shards)" if off else ""
+        if not view.online or self._house.verdict(node) is Verdict.LOST:
+            return "it does not answer"
+        if not self._house.may_serve(node):
+            return "it is not trusted to serve: `hearthnet members promote`"
+        return ""
+
+    def _imagined(self, text: str, machines: Mapping[NodeId, Machine]) -> Machine | None:
+        """A machine that there is not, as fast as this one unless said; None for a name alone."""
+        said = _IMAGINED.fullmatch(text)
+        if said is None:
+            return None
+        name, memory, gb_s = said[1], int(float(said[2]) * 2**30), said[3]
+        own = machines.get(self._house.node)
+        if own is None or not own.devices:
+            raise BadRequest(
+                "This machine has not measured itself yet, so nothing is known of one like it.",
+                fix="Wait half a minute, and try again.",
+                param="with",
+            )
+        speeds = own.devices[0].speeds
+        if gb_s is not None:
+            speeds = tuple(replace(each, decode_gb_s=float(gb_s)) for each in speeds)
+        device = Device(own.devices[0].name, memory, memory, speeds)
+        return Machine(NodeId(f"imagined {name}"), name, (device,), rtt_ms=_UNMEASURED_MS)
+
+
+def as_json(found: Plan) -> dict[str, Any]:
+    """A plan in the form that `PlanControl.plan` has."""
+    fields = asdict(found)
+    fields["replicas"] = [_replica(each) for each in found.replicas]
+    fields["machines"] = [_named(asdict(each)) for each in found.machines]
+    fields["refusal"] = None if found.refusal is None else _named(asdict(found.refusal))
+    return fields
+
+
+def _replica(one: Forecast) -> dict[str, Any]:
+    fields = asdict(one)
+    fields["bottleneck"] = _named(fields["bottleneck"])
+    fields["shards"] = [
+        {
+            **_named(asdict(shard)),
+            "layers": str(shard.layers),
+            "need": {**asdict(shard.need), "total": shard.need.total},
+        }
+        for shard in one.shards
+    ]
+    return fields
+
+
+def _named(fields: dict[str, Any]) -> dict[str, Any]:
+    """With the name of a node where the HTTP API has it."""
+    return {("node" if key == "name" else key): value for key, value in fields.items()}
+
+
+def _pin(text: str, known: Iterable[Machine]) -> tuple[NodeId, LayerRange]:
+    who, _, layers = text.rpartition("=")
+    try:
+        return _node(who, known), LayerRange.parse(layers)
+    except ValueError as error:
+        raise BadRequest(f"layers: {error}.", fix="Give NODE=LO-HI.", param="layers") from None
+
+
+def _node(who: str, known: Iterable[Machine]) -> NodeId:
+    """A node by its name, its id or the beginning of that."""
+    machines = list(known)
+    found = {each.node_id for each in machines if who in (each.node_id, each.name)}
+    if not found and len(who) >= 6:
+        found = {each.node_id for each in machines if each.node_id.startswith(who)}
+    if len(found) != 1:
+        names = ", ".join(sorted(each.name for each in machines))
+        raise BadRequest(
+            f"{'no' if not found else 'more than one'} node is called {who!r}.",
+            fix=f"Name one of: {names}.",
+            param="nodes",
+        )
+    return found.pop()

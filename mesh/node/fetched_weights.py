@@ -1,0 +1,86 @@
+"""Weights for deployments: from this disk, or fetched from neighbours or the hub.
+
+Part of the composition root: `mesh.deployments` asks for weights, `mesh.transfers` moves them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from mesh.deployments.weights import Checkpoint, LocalWeights, OnProgress, checkpoint
+from mesh.errors import ModelNotFound
+from mesh.models.manifest import Manifest, read_manifest
+from mesh.node.weights import Weights
+from mesh.processes.tasks import end, spawn
+from mesh.transfers.commands import Model
+from mesh.transfers.documents import wanted_tensors
+from mesh.transfers.hub import REPOSITORY
+from mesh.types import LayerRange, ModelId
+
+_LOOK_S = 0.5
+
+
+class FetchedWeights:
+    """A `WeightsSource`: what is on this disk, else what can be fetched."""
+
+    def __init__(self, local: LocalWeights, weights: Weights, cache_dir: Path | None) -> None:
+        self._local = local
+        self._weights = weights
+        self._cache_dir = cache_dir
+
+    async def find(self, model: str) -> Checkpoint:
+        """See `WeightsSource`."""
+        return checkpoint(await self.manifest(model))
+
+    async def manifest(self, model: str) -> Manifest:
+        """Of what somebody means by a name or a directory.
+
+        A repository of the hub whose hashes nobody knows is fetched. Raises as `find`.
+        """
+        try:
+            return await self._local.manifest(model)
+        except ModelNotFound:
+            known = self._weights.known(model)
+            fetcher = self._weights.fetcher
+            if known is not None:
+                directory = await fetcher.ensure(*known, (), ends=False)
+            elif "/" in model and REPOSITORY.fullmatch(model) is not None:
+                directory = await fetcher.pull(model, (), ends=False)
+            else:
+                raise
+        return await asyncio.to_thread(read_manifest, directory, cache_dir=self._cache_dir)
+
+    async def ensure(
+        self,
+        model_id: ModelId,
+        weights_sha256: str,
+        layers: Sequence[LayerRange],
+        on_progress: OnProgress,
+    ) -> Path:
+        """See `WeightsSource`."""
+        try:
+            directory = await self._local.ensure(model_id, weights_sha256, layers, on_progress)
+            if await asyncio.to_thread(self._has, directory, model_id, tuple(layers)):
+                self._weights.fetcher.offer(Model(model_id, directory))
+                return directory
+        except ModelNotFound:
+            pass
+        telling = spawn(self._tell(weights_sha256, on_progress), f"progress of {model_id}")
+        try:
+            return await self._weights.fetcher.ensure(model_id, weights_sha256, layers)
+        finally:
+            await end([telling])
+
+    def _has(self, directory: Path, model_id: ModelId, layers: tuple[LayerRange, ...]) -> bool:
+        manifest = read_manifest(directory, model_id=model_id, cache_dir=self._cache_dir)
+        names = wanted_tensors(manifest, layers, ends=True)
+        return all(manifest.tensors[name].present for name in names)
+
+    async def _tell(self, weights_sha256: str, on_progress: OnProgress) -> None:
+        while True:
+            for transfer in self._weights.fetcher.transfers:
+                if transfer.weights_sha256 == weights_sha256 and transfer.total_bytes:
+                    on_progress(transfer.done_bytes, transfer.total_bytes)
+            await asyncio.sleep(_LOOK_S)

@@ -1,0 +1,173 @@
+"""What this node holds, as processes: the shards it serves, and an asker for each model.
+
+Models and layers come and go while it runs. Who decides that is another's business: the
+configuration at the start, then `mesh.deployments`. Part of the composition root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from mesh.config import Config
+from mesh.errors import BadRequest, WeightsMismatch
+from mesh.identity.keys import NodeKey
+from mesh.identity.tls import TlsMaterial
+from mesh.models.local import LocalModel
+from mesh.node import wiring
+from mesh.node.held_models import HeldModels
+from mesh.node.home_layers import HomeLayers, load_at_home
+from mesh.pipeline.supervisor import AskerOwner, AskerSupervisor
+from mesh.shard.supervisor import LocalShard, ShardSupervisor
+from mesh.types import LayerRange, ModelId, RouteHop, ShardId
+
+_LOOK_EVERY_S = 0.2
+
+
+class Holdings:
+    """`start`, then `stop`; in between models and layers are added and dropped."""
+
+    def __init__(
+        self, config: Config, key: NodeKey, models: Iterable[LocalModel], owner: AskerOwner
+    ) -> None:
+        self.models = HeldModels(models)
+        self.askers: dict[ModelId, AskerSupervisor] = {}
+        self.host = ShardSupervisor(None, (), owner.asker_changed)
+        self.home = HomeLayers(config, (), self.host, self.push_shards)
+        self._config = config
+        self._key = key
+        self._owner = owner
+        self._tls: Callable[[], Awaitable[TlsMaterial]] | None = None
+
+    async def start(self, address: str, tls: Callable[[], Awaitable[TlsMaterial]]) -> None:
+        """Start what the configuration names; shards listen at `address`, `tls` is what processes
+        that start now prove themselves with."""
+        self._tls = tls
+        config, models = self._config, list(self.models.values())
+        start = wiring.start_shards(config, self._key, address, material := await tls())
+        served = [wiring.shard(config, m, m.layers) for m in models if m.layers]
+        self.host = ShardSupervisor(start, served, self._owner.asker_changed)
+        self.home = HomeLayers(config, models, self.host, self.push_shards)
+        if served:
+            self.host.start()
+        self.home.start()
+        for model in models:
+            self._start_asker(model, material)
+
+    async def stop_asking(self) -> None:
+        """End all askers."""
+        await asyncio.gather(*(asker.stop() for asker in self.askers.values()))
+
+    # What comes and goes
+
+    async def serve(
+        self, model_id: ModelId, layers: LayerRange, *, quant: str = "", context: int = 0
+    ) -> LocalShard:
+        """Serve these layers of a model whose files are here. Raises what loading raises.
+
+        `quant` is the number format and `context` the positions of its cache, '' and 0 for what
+        the configuration says.
+        """
+        request = wiring.shard(self._config, self._model(model_id), layers)
+        if quant:
+            request = replace(request, quant=quant)
+        if context:
+            tokens = max(context, request.settings.kv_tokens)
+            request = replace(request, settings=replace(request.settings, kv_tokens=tokens))
+        return await self.host.serve(request)
+
+    async def unserve(self, shard: ShardId) -> int:
+        """Serve a shard no longer: sessions get `drain_seconds` to move, then its memory is given
+        back. Returns how many sessions were ended. Raises InternalError."""
+        return await self.host.drop(shard, self._config.distributed.host.drain_seconds)
+
+    async def ask(self, model: LocalModel) -> None:
+        """Ask this model from now on, whose ends are on this disk. Raises WeightsMismatch when
+        another checkpoint is held by its name."""
+        known = self.models.get(model.model_id)
+        if known is not None and known.weights_sha256 != model.weights_sha256:
+            raise WeightsMismatch(
+                f"{known.directory} is held here as {model.model_id}, with other weights.",
+                fix="Hold it by another name (--model PATH=ID), or deploy those weights.",
+            )
+        if known is None:
+            self.models.put(model)
+        if model.model_id not in self.askers:
+            assert self._tls is not None  # noqa: S101 - set by `start`
+            self._start_asker(model, await self._tls())
+            self.home.add(model)
+
+    async def ask_no_more(self, model_id: ModelId, *, forget: bool = True) -> None:
+        """Ask this model no longer; running answers get `drain_seconds` to end. Unless it is to be
+        forgotten, it still is a model of this node. Nothing happens to what the configuration
+        names."""
+        if model_id in self.models.by_hand:
+            return
+        asker = self.askers.pop(model_id, None)
+        if forget:
+            self.models.drop(model_id)
+        self.home.remove(model_id)
+        if asker is None:
+            return
+        try:
+            async with asyncio.timeout(self._config.distributed.host.drain_seconds):
+                while asker.is_busy:  # noqa: ASYNC110 - it says so every now and then
+                    await asyncio.sleep(_LOOK_EVERY_S)
+        except TimeoutError:
+            pass
+        await asker.stop()
+
+    async def load_locally(self, model_id: ModelId) -> list[RouteHop]:
+        """Load the whole model here: hops over all its layers. Raises MeshError."""
+        model = self._model(model_id)
+        whole = LayerRange(0, model.total_layers)
+        hosted = await load_at_home(self._config, model, whole, self.host)
+        return [RouteHop(hosted.descriptor, whole)]
+
+    async def load_judge(self, model_id: ModelId, layers: LayerRange) -> RouteHop:
+        """Load these layers here, to check others by: a hop over them. Raises MeshError."""
+        hosted = await self.home.judge(self._model(model_id), layers)
+        return RouteHop(hosted.descriptor, layers)
+
+    # What all processes are told
+
+    def trust(self, users: tuple[bytes, ...], revoked: list[str]) -> None:
+        """These members may use what is here, and these tokens hold no longer."""
+        self.host.trust(users)
+        self.host.revoke_tokens(revoked)
+        for asker in self.askers.values():
+            asker.trust(users)
+            asker.push_shards()
+
+    def push_shards(self) -> None:
+        """Tell the askers who serves what now."""
+        for asker in self.askers.values():
+            asker.push_shards()
+
+    def try_again(self) -> None:
+        """Load what did not load, whatever happened when that was tried."""
+        self.host.try_again()
+        for asker in self.askers.values():
+            asker.try_again()
+
+    def accounts(self) -> list[dict[str, Any]]:
+        """Who holds what in each process."""
+        askers = [{**asker.accounts, "where": name} for name, asker in self.askers.items()]
+        return [*self.host.accounts, *askers]
+
+    # Private
+
+    def _model(self, model_id: ModelId) -> LocalModel:
+        model = self.models.get(model_id)
+        if model is None:
+            raise BadRequest(f"{model_id} is not held here.", fix="See `hearthnet models`.")
+        return model
+
+    def _start_asker(self, model: LocalModel, tls: TlsMaterial) -> None:
+        asker = AskerSupervisor(
+            wiring.start_asker(self._config, self._key, model, tls), self._owner
+        )
+        self.askers[model.model_id] = asker
+        asker.start()

@@ -1,0 +1,117 @@
+"""A node's weights: its fetcher, what others are told of it, and what others tell.
+
+Part of the composition root, like `mesh.node.node`, which owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mesh.config import Config
+from mesh.discovery.directory import ShardStore
+from mesh.discovery.weights import HeldWeights
+from mesh.health.eventstream import EventFeed
+from mesh.identity.keys import NodeKey
+from mesh.identity.tls import TlsMaterial
+from mesh.models.local import LocalModel
+from mesh.node import wiring
+from mesh.paths import cache_dir
+from mesh.transfers.commands import PeerHolding
+from mesh.transfers.pulls import Pulls, Surroundings, meant
+from mesh.transfers.shelf import Holding
+from mesh.transfers.supervisor import FetcherSupervisor, spans_of
+from mesh.types import Endpoint, ModelId, NodeId
+
+
+class Weights:
+    """`start`, then `look` whenever others may have said something else; `fetcher` does the rest.
+
+    `on_change` says that what others are told has changed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        key: NodeKey,
+        store: ShardStore,
+        events: EventFeed,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._key = key
+        self._store = store
+        self._address = ""
+        self._told: Sequence[HeldWeights] = ()
+        self._peers: Sequence[PeerHolding] = ()
+        self._on_change = on_change
+        self._events = events
+        self.fetcher = FetcherSupervisor(None, self._changed, self._notify)
+
+    def start(self, models: Sequence[LocalModel], address: str, tls: TlsMaterial) -> None:
+        """Begin to serve, where this node belongs to a hearth; fetching begins when asked for."""
+        self._address = address
+        start = wiring.start_fetcher(self._config, self._key, models, address, tls)
+        self.fetcher.first_command = start
+        if self._config.is_distributed:
+            self.fetcher.start()
+
+    def held(self) -> Sequence[HeldWeights]:
+        """What others are told: nothing while the fetcher does not answer."""
+        port = self.fetcher.port
+        if port is None or not self.fetcher.is_up:
+            return ()
+        host = f"[{self._address}]" if ":" in self._address else self._address
+        endpoint = Endpoint(f"wss://{host}:{port}")
+        return [_said(each, endpoint) for each in self.fetcher.holdings]
+
+    def look(self) -> None:
+        """Tell the fetcher what other nodes have."""
+        others = [
+            view
+            for view in self._store.nodes()
+            if view.online and view.info.node_id != self._key.node_id
+        ]
+        heard = self._peers = [
+            _heard(view.info.node_id, view.info.name, held)
+            for view in others
+            for held in view.weights
+        ]
+        self.fetcher.hear(heard, len(others))
+
+    def known(self, model: str) -> tuple[ModelId, str] | None:
+        """The checkpoint that is meant by a name, of those of which this node or another has
+        something. Raises BadRequest when there are several."""
+        return meant(model, self._peers, self.fetcher.holdings)
+
+    def pulls(self, held: Mapping[ModelId, LocalModel]) -> Pulls:
+        """The verbs, for a node that serves or asks these models."""
+
+        def in_use() -> set[Path]:
+            return {Path(model.directory) for model in held.values()}
+
+        around = Surroundings(lambda: self._peers, in_use, self._notify, cache_dir())
+        return Pulls(self.fetcher, around)
+
+    def _notify(self, kind: str, fields: dict[str, Any]) -> None:
+        self._events.emit(kind, **fields)
+
+    def _changed(self) -> None:
+        if (now := self.held()) != self._told:
+            self._told = now
+            self._on_change()
+
+
+def _said(holding: Holding, endpoint: Endpoint) -> HeldWeights:
+    return HeldWeights(
+        ModelId(holding.model_id), holding.weights_sha256, holding.total_layers,
+        tuple(spans_of(holding.layers)), holding.ends, endpoint, holding.origin,
+    )  # fmt: skip
+
+
+def _heard(node: NodeId, name: str, held: HeldWeights) -> PeerHolding:
+    return PeerHolding(
+        node, name, held.endpoint, held.model_id, held.weights_sha256, held.total_layers,
+        held.layers, held.ends, held.origin,
+    )  # fmt: skip

@@ -1,0 +1,215 @@
+"""A smaller model of the same vocabulary that guesses how an answer goes on.
+
+It is whole on the asker's machine and computes on a thread of its own, so that other answers go on
+meanwhile. What it guesses is never taken unseen (see `mesh.pipeline.drafting`): how exact its
+layers are, or whether it runs at all, changes no answer. Knows no hops and no sampler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mesh.errors import BadValue, MeshError, NotEnoughMemory
+from mesh.models.progress import Progress
+from mesh.pipeline.checkpoint import load_asker
+from mesh.pipeline.commands import AskerOptions
+from mesh.pipeline.model import AskerModel
+from mesh.processes.headroom import ram
+from mesh.processes.lifecycle import Loading
+from mesh.shard.commands import ShardRequest
+from mesh.shard.device import choose_device, headroom
+from mesh.shard.loading import HostedOn, load_shard, plan_shard
+from mesh.shard.runtime import StepInput
+from mesh.shard.settings import ShardSettings
+from mesh.types import Endpoint, LayerRange, ModelId, NodeId
+
+if TYPE_CHECKING:
+    from mesh.shard.runtime import KeyValueCache, Runtime
+
+logger = logging.getLogger(__name__)
+
+DRAFT_MODEL_ID = ModelId("draft")
+MAX_TEXTS = 4
+"""Answers that it reads along with at the same time; others get no guesses."""
+
+READ_ROWS = 256
+"""Positions of a text that it computes at once."""
+
+PATIENCE_S = 5.0
+"""A guess that takes longer is of no use, and there are no more for that answer."""
+
+
+class DraftModel:
+    """The model, for the answers of one asker. `vocab_size` is that of the model it guesses for."""
+
+    def __init__(self, model: AskerModel, runtime: Runtime, vocab_size: int) -> None:
+        self.texts = 0
+        self._model = model
+        self._runtime = runtime
+        self._vocab_size = min(vocab_size, model.vocab_size)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="draft-model")
+
+    def read_along(self) -> DraftReader | None:
+        """A reader for one more answer, or None; it is to be closed."""
+        if self.texts >= MAX_TEXTS:
+            return None
+        self.texts += 1
+        return DraftReader(self, self._thread)
+
+    def close(self) -> None:
+        """Guess no more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # What follows blocks, and runs on the thread.
+
+    def new_cache(self) -> KeyValueCache:
+        """For one text of any length that it can hold."""
+        return self._runtime.new_cache(self._model.max_positions)
+
+    def read(self, cache: KeyValueCache, ids: Sequence[int]) -> torch.Tensor:
+        """The logits (vocab,) of what follows `ids`, entered behind what `cache` holds."""
+        for start in range(0, len(ids), READ_ROWS):
+            part = torch.tensor([ids[start : start + READ_ROWS]])
+            hidden = self._model.ends.embed(part, cache.length).to(self._runtime.dtype)
+            (hidden,) = self._runtime.forward([StepInput(cache, cache.length, hidden)])
+        return self._model.ends.logits(hidden[:, -1:])[0, 0]
+
+    def likeliest(self, logits: torch.Tensor) -> int:
+        """The token that it would say."""
+        return int(logits[: self._vocab_size].argmax())
+
+    def can_hold(self, positions: int) -> bool:
+        """Whether a text may have so many."""
+        return positions <= self._model.max_positions
+
+
+class DraftReader:
+    """One answer, as the draft model reads it: a cache, and the tokens that it holds."""
+
+    def __init__(self, model: DraftModel, thread: ThreadPoolExecutor) -> None:
+        self._model: DraftModel | None = model
+        self._thread = thread
+        self._cache: KeyValueCache | None = None
+        self._held: list[int] = []
+        self._reading: Future[list[int]] | None = None
+
+    def prepare(self, text: Sequence[int]) -> None:
+        """Read `text` while something else is waited for; until that is done there is no guess."""
+        if self._model is not None and self._model.can_hold(len(text)):
+            self._reading = self._thread.submit(self._guess, self._model, list(text), 0)
+
+    async def guess(self, text: Sequence[int], count: int) -> list[int]:
+        """The `count` tokens that it would go on with; none where it cannot, or is too slow."""
+        model, reading = self._model, self._reading
+        is_ready = reading is not None and reading.done()
+        if model is None or not is_ready or not model.can_hold(len(text) + count):
+            return []
+        working = asyncio.wrap_future(self._thread.submit(self._guess, model, list(text), count))
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await working
+        except TimeoutError:
+            logger.info("no more drafts for this answer: guessing took over %g s", PATIENCE_S)
+        except (MeshError, RuntimeError) as error:  # of its device; no answer depends on it
+            logger.warning("no more drafts for this answer: %s", error)
+        self.close()
+        return []
+
+    def close(self) -> None:
+        """Guess no more, and let others have the place."""
+        if self._model is not None:
+            self._model.texts -= 1
+            self._model = self._cache = None
+
+    def _guess(self, model: DraftModel, text: list[int], count: int) -> list[int]:
+        if self._cache is None:
+            self._cache = model.new_cache()
+        cache, held = self._cache, self._held
+        # The last token is entered anew where it is there already: the next one comes from it.
+        known = min(_common(held, text), len(text) - 1)
+        cache.cut(known)
+        del held[known:]
+        logits = model.read(cache, text[known:])
+        held += text[known:]
+        guessed: list[int] = []
+        while len(guessed) < count:
+            guessed.append(model.likeliest(logits))
+            if len(guessed) < count:
+                logits = model.read(cache, guessed[-1:])
+                held += guessed[-1:]
+        return guessed
+
+
+def load_asker_and_draft(
+    directory: Path,
+    model_id: ModelId,
+    options: AskerOptions,
+    begins: Callable[[Loading, Progress], object] = lambda loading, progress: None,
+) -> tuple[AskerModel, list[str]]:
+    """`load_asker`, with the draft model of the options; or why there is none among the reasons.
+
+    Blocks. Raises as `load_asker`.
+    """
+    model, reasons = load_asker(directory, model_id, options, begins)
+    if options.draft_model is None or options.draft_model == directory:
+        return model, reasons
+    try:
+        draft, reason = _load_draft(options.draft_model, options, model)
+    except MeshError as error:
+        logger.warning("no draft model for %s: %s", model_id, error)
+        return model, [*reasons, f"no draft model: {error.message}"]
+    return replace(model, draft=draft), [*reasons, reason]
+
+
+def _load_draft(
+    directory: Path, options: AskerOptions, model: AskerModel
+) -> tuple[DraftModel, str]:
+    ends, _ = load_asker(directory, DRAFT_MODEL_ID, replace(options, quant="auto"))
+    if not _same_tokens(ends.text.vocabulary(), model.text.vocabulary()):
+        raise BadValue(
+            f"the tokens of {directory} are not those of {model.model_id}.",
+            fix="Draft with a smaller model of the same family.",
+            param="draft_model",
+        )
+    device = choose_device(options.device).value
+    request = ShardRequest(
+        directory,
+        DRAFT_MODEL_ID,
+        LayerRange(0, ends.total_layers),
+        options.dtype,
+        quant="auto",
+        settings=ShardSettings(kv_tokens=ends.max_positions),
+        cache_dir=options.cache_dir,
+    )
+    host = HostedOn(NodeId(""), "", Endpoint(""), device, torch.get_num_threads())
+    plan = plan_shard(request, host)
+    have = headroom(device, ram())
+    if plan.need.total_mb > have.free_mb:
+        raise NotEnoughMemory(
+            f"the draft model needs {plan.need.total_mb} MB; {have.free_mb} MB are free.",
+            fix="Take a smaller one, or none (research.distributed_inference.draft_model).",
+        )
+    shard = load_shard(plan)
+    reason = f"draft model {directory.name}: {ends.total_layers} layers in {shard.descriptor.dtype}"
+    return DraftModel(ends, shard.load(), model.vocab_size), reason
+
+
+def _same_tokens(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
+    """Whether all that both know is the same: models of a family differ in a few added ones."""
+    small, large = sorted((one, other), key=len)
+    return small.items() <= large.items()
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return min(len(left), len(right))

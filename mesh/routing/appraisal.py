@@ -1,0 +1,181 @@
+"""Why machines are used or not, and what is missing where a plan fails: the words of a plan.
+
+Decides nothing; looks at what was decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mesh.routing.fitting import Bench, benches, ends_bytes, ends_device
+from mesh.routing.forecast import with_one_more
+from mesh.routing.machines import Machine, ModelShape, Quant, Wish
+from mesh.routing.seating import layers_within
+from mesh.types import LayerRange, NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Appraisal:
+    """A machine in a plan: how many layers fit there, and, where it takes none, why."""
+
+    node_id: NodeId
+    name: str
+    free_bytes: int
+    total_bytes: int
+    layers_that_fit: int
+    used: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a plan is not what was wished. `code` as of errors: ``not_enough_memory``,
+    ``bad_request``. `missing_bytes` lack on machine `name`, or, if that is empty, in all."""
+
+    code: str
+    message: str
+    fix: str
+    missing_bytes: int = 0
+    name: str = ""
+
+
+def appraise(
+    model: ModelShape,
+    machines: Sequence[Machine],
+    wish: Wish,
+    quant: Quant,
+    laid: Sequence[Sequence[tuple[Bench, LayerRange]]],
+) -> tuple[Appraisal, ...]:
+    """A line for each machine, with what the replicas in `laid` leave to it."""
+    used = {bench.machine.node_id for parts in laid for bench, _ in parts}
+    rows = []
+    for machine in machines:
+        found = benches(model, machine, wish, quant)
+        fit = sum(layers_within(bench.seat(None)) for bench in found)
+        is_used = machine.node_id in used
+        why = "" if is_used else _why(model, machine, wish, quant, laid)
+        rows.append(
+            Appraisal(
+                machine.node_id,
+                machine.name,
+                sum(device.free_bytes for device in machine.devices),
+                sum(device.total_bytes for device in machine.devices),
+                min(fit, model.total_layers),
+                is_used,
+                why,
+            )
+        )
+    return tuple(rows)
+
+
+def too_little(
+    model: ModelShape,
+    usable: Sequence[Machine],
+    wish: Wish,
+    quant: Quant,
+    remedies: Iterable[tuple[str, Wish]],
+) -> Refusal:
+    """What is missing, where, and what could be asked for instead."""
+    instead = ", ".join(name for name, _ in remedies)
+    more = "Free memory, or let another machine join."
+    fix = f"It fits with: {instead}. {more}" if instead else more
+    asker = next((each for each in usable if each.node_id == wish.asker), None)
+    memory = ends_device(asker) if asker is not None else None
+    if asker is not None and memory is not None and not asker.has_ends:
+        lacking = ends_bytes(model, memory) - memory.free_bytes
+        if lacking > 0:
+            return Refusal(
+                "not_enough_memory",
+                f"{asker.name} asks, so it holds embedding and head: it lacks {shown(lacking)}.",
+                fix,
+                lacking,
+                asker.name,
+            )
+    found = [bench for machine in usable for bench in benches(model, machine, wish, quant)]
+    for node, layers in wish.pins:
+        own = [bench for bench in found if bench.machine.node_id == node]
+        lacks = [bench.need(layers).total - bench.have_bytes for bench in own]
+        if own and min(lacks) > 0:
+            name = own[0].machine.name
+            return Refusal(
+                "not_enough_memory",
+                f"{name} lacks {shown(min(lacks))} for layers {layers}.",
+                fix,
+                min(lacks),
+                name,
+            )
+    return _in_all(model, found, wish, quant, fix)
+
+
+def shown(size: float) -> str:
+    """Bytes for people: ``3.2 GB`` of 2**30, ``120 MB`` of 2**20."""
+    if size >= 2**30:
+        return f"{size / 2**30:.1f} GB"
+    return f"{max(1, round(size / 2**20))} MB"
+
+
+def _in_all(
+    model: ModelShape, found: Sequence[Bench], wish: Wish, quant: Quant, fix: str
+) -> Refusal:
+    wanted = model.total_layers * wish.replicas
+    if not found:
+        return Refusal(
+            "not_enough_memory",
+            f"no machine that may be used can compute {model.model_id} in {quant}.",
+            f"See why below. {fix}",
+        )
+    held = sum(layers_within(bench.seat(None)) for bench in found)
+    a_layer = max(sum(b.weight_bytes) / len(b.weight_bytes) + b.cache_bytes for b in found)
+    lacking = max(1, wanted - held)
+    copies = "" if wish.replicas == 1 else f" of {wish.replicas} copies"
+    if held >= wanted:
+        message = (
+            f"the machines hold {held} layers, but not the {wanted}{copies} in a row, as asked."
+        )
+    else:
+        message = (
+            f"the machines that may be used have room for {held} of {wanted} layers{copies};"
+            f" {shown(lacking * a_layer)} are missing."
+        )
+    return Refusal("not_enough_memory", message, fix, round(lacking * a_layer))
+
+
+def _why(
+    model: ModelShape,
+    machine: Machine,
+    wish: Wish,
+    quant: Quant,
+    laid: Sequence[Sequence[tuple[Bench, LayerRange]]],
+) -> str:
+    """Why a machine takes no layers."""
+    if barred := _barred(machine, wish):
+        return barred
+    found = benches(model, machine, wish, quant)
+    if not found:
+        kinds = ", ".join(device.name for device in machine.devices)
+        return f"its speed in {quant} on {kinds} is not known"
+    fitting = [(bench, most) for bench in found if (most := layers_within(bench.seat(None)))]
+    if not fitting:
+        least = min(bench.need(LayerRange(0, 1)).total for bench in found)
+        have = max(0, *(bench.have_bytes for bench in found))
+        return f"no memory: one layer needs {shown(least)}, {shown(have)} are free"
+    if not laid:
+        return ""
+    before = sum(bench.cost(layers) for bench, layers in laid[0])
+    more = min(with_one_more(laid[0], bench, most) for bench, most in fitting)
+    if more <= 1e-9:
+        return "as fast without it"
+    return f"faster without it: {before:.1f} ms a token, at best {before + more:.1f} with it"
+
+
+def _barred(machine: Machine, wish: Wish) -> str:
+    if machine.refusal:
+        return machine.refusal
+    if machine.node_id in wish.without:
+        return "left out, as wished"
+    if wish.only and machine.node_id not in wish.only:
+        return "not among the nodes that were named"
+    if not machine.devices:
+        return "it does not say what it has: update hearthnet there, or wait until it has measured"
+    return ""

@@ -1,0 +1,210 @@
+"""How layers of a model fit a machine: in which format, at which cost, in how much of its memory.
+
+What is needed is counted as a shard counts it before it loads (`mesh.shard.footprint`), and padded
+as NDIF pads what it deploys. Knows no plan.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from mesh.capacity import Device
+from mesh.routing.machines import ITEMSIZE, Machine, ModelShape, Quant, Timed, Wish
+from mesh.routing.seating import Seat
+from mesh.types import LayerRange
+
+PADDING = (3, 20)
+"""Share of weights and caches that is asked for on top, 0.15, as a fraction: it is exact."""
+
+SPARE_BYTES = 64 << 20
+"""What allocators and a runtime's tables take beside all that is counted."""
+
+HOP_MS = 0.6
+"""What a hop costs besides computing and the way: packing, system calls, waking up (measured on
+loopback)."""
+
+STAY_SHARE = 0.03
+"""A route may be so much slower for leaving layers where they are."""
+
+PREFILL_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that layers take of a device: weights, full caches, and what is kept free beside."""
+
+    weights: int
+    caches: int
+    head_room: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.caches + self.head_room
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The model on one device of a machine, in the format in which it would be computed there.
+
+    `have_bytes` is what layers may take with all that goes with them: what is free, what is loaded
+    of this very model, less the ends. `layer_bytes` is the largest layer in the numbers that are
+    computed in, as which it is held for a while beside the others. `prefill_ms` are those of 512
+    rows of each layer.
+    """
+
+    machine: Machine
+    device: Device
+    format: str
+    weight_bytes: tuple[int, ...]
+    layer_bytes: int
+    cache_bytes: int
+    scratch_bytes: int
+    decode_ms: tuple[float, ...]
+    prefill_ms: tuple[float, ...]
+    have_bytes: int
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Tells it from other benches."""
+        return (self.machine.node_id, self.device.name)
+
+    def cost(self, layers: LayerRange) -> float:
+        """Milliseconds of a decode step through these layers here, the way included."""
+        return self.hop_ms + sum(self.decode_ms[layers.start : layers.stop])
+
+    @property
+    def hop_ms(self) -> float:
+        """What a decode step pays for going there at all."""
+        return self.machine.rtt_ms + HOP_MS
+
+    def need(self, layers: LayerRange) -> Need:
+        """What these layers take."""
+        weights = sum(self.weight_bytes[layers.start : layers.stop])
+        caches = self.cache_bytes * len(layers)
+        part, whole = PADDING
+        padding = -(-(weights + caches) * part // whole)
+        beside = max(padding, self.layer_bytes)
+        return Need(weights, caches, beside + self.scratch_bytes + SPARE_BYTES)
+
+    def seat(self, pin: LayerRange | None, used_bytes: int = 0) -> Seat:
+        """The bench as a place for layers beside `used_bytes` of others of the same plan."""
+        room = self.have_bytes - used_bytes - self.scratch_bytes - SPARE_BYTES
+        part, whole = PADDING
+        within = min(room * whole // (whole + part), room - self.layer_bytes)
+        sizes = tuple(size + self.cache_bytes for size in self.weight_bytes)
+        return Seat(self.key, self.hop_ms, self.decode_ms, sizes, max(0, within), pin)
+
+    def fetched(self, layers: LayerRange, model: ModelShape) -> int:
+        """Bytes, as stored, that have to be brought here first."""
+        here = [held.layers for held in self.machine.held]
+        return sum(
+            model.layer_bytes[layer]
+            for layer in range(layers.start, layers.stop)
+            if not any(layer in held for held in here)
+        )
+
+    def replaces(self, layers: LayerRange) -> int:
+        """Bytes of this model loaded on the device that make room for these layers."""
+        return sum(
+            held.loaded_bytes
+            for held in self.machine.held
+            if held.device == self.device.name and held.layers != layers
+        )
+
+
+def staying(seat: Seat, machine: Machine, budget_ms: float) -> Seat:
+    """The seat with a charge on what the machine does not have: `budget_ms` for all layers."""
+    here = [held.layers for held in machine.held]
+    total = len(seat.layer_ms)
+    charged = tuple(
+        ms if any(layer in held for held in here) else ms + budget_ms / total
+        for layer, ms in enumerate(seat.layer_ms)
+    )
+    return replace(seat, layer_ms=charged)
+
+
+def benches(model: ModelShape, machine: Machine, wish: Wish, quant: Quant) -> list[Bench]:
+    """The devices of the machine that can compute the model in this format."""
+    found = [_bench(model, machine, device, wish, quant) for device in machine.devices]
+    return [each for each in found if each is not None]
+
+
+def ends_bytes(model: ModelShape, device: Device) -> int:
+    """What the ends take of the asker's device; the head may be held twice for a while."""
+    size = ITEMSIZE[_float_format(model, device)] / model.stored_itemsize
+    return math.ceil((model.ends_bytes + model.head_bytes) * size) + SPARE_BYTES
+
+
+def head_ms(model: ModelShape, machine: Machine, quant: Quant) -> float:
+    """Milliseconds of the head for one token; 0 where the asker's speed is not known."""
+    device = ends_device(machine)
+    if device is None:
+        return 0.0
+    name = "int8" if quant != "none" and device.kind == "cpu" else _float_format(model, device)
+    speed = device.speed(name)
+    if speed is None:
+        return 0.0
+    return model.head_bytes / model.stored_itemsize * ITEMSIZE[name] / speed.decode_gb_s / 1e6
+
+
+def ends_device(machine: Machine) -> Device | None:
+    """The device that the ends lie on."""
+    return machine.devices[0] if machine.devices else None
+
+
+def _float_format(model: ModelShape, device: Device) -> str:
+    return model.dtype if device.speed(model.dtype) is not None else "fp32"
+
+
+def _bench(
+    model: ModelShape, machine: Machine, device: Device, wish: Wish, quant: Quant
+) -> Bench | None:
+    if quant != "none" and device.kind != "cpu":
+        return None
+    name = _float_format(model, device) if quant == "none" else quant
+    timed = next((t for t in machine.timed if (t.device, t.format) == (device.name, name)), None)
+    speed = device.speed(name)
+    if timed is None and speed is None:
+        return None
+    weights = [size / model.stored_itemsize for size in model.layer_bytes]
+    mean = sum(weights) / len(weights)
+    taken = [math.ceil(each * ITEMSIZE[name]) for each in weights]
+    decode, prefill = [], []
+    for number, size in zip(weights, taken, strict=True):
+        step_ms = speed.layer_ms + size / speed.decode_gb_s / 1e6 if speed is not None else 0.0
+        rows_ms = 2 * PREFILL_ROWS * number / speed.prefill_gflops / 1e6 if speed else 0.0
+        if timed is not None:
+            step_ms = timed.decode_ms * number / mean
+            known = timed.prefill_ms
+            rows_ms = known * number / mean if known is not None else rows_ms or _long(timed)
+        decode.append(step_ms)
+        prefill.append(rows_ms)
+    cached = 4.0 if quant != "none" else ITEMSIZE[name]
+    positions = wish.context * max(1, wish.streams)
+    return Bench(
+        machine,
+        device,
+        name,
+        tuple(taken),
+        math.ceil(max(weights) * cached),
+        math.ceil(model.kv_numbers * cached * positions),
+        model.scratch_bytes,
+        tuple(decode),
+        tuple(prefill),
+        _have(model, machine, device, wish),
+    )
+
+
+def _long(timed: Timed) -> float:
+    """Prefill where only decode is known: no faster than a quarter of row after row."""
+    return timed.decode_ms * PREFILL_ROWS / 4
+
+
+def _have(model: ModelShape, machine: Machine, device: Device, wish: Wish) -> int:
+    loaded = sum(held.loaded_bytes for held in machine.held if held.device == device.name)
+    have = device.free_bytes + loaded
+    if machine.node_id == wish.asker and not machine.has_ends and device is ends_device(machine):
+        have -= ends_bytes(model, device)
+    return have

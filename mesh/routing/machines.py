@@ -1,0 +1,124 @@
+"""What a plan is made from: a model's sizes, what machines have and reach, and what is wished.
+
+Plain data. Knows no checkpoint on disk, no shard that runs and no clock: whoever asks for a plan
+puts down what was measured. Sizes are bytes, times milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mesh.capacity import Device
+from mesh.types import LayerRange, ModelId, NodeId
+
+Quant = Literal["none", "int8", "int4"]
+QUANTS: tuple[Quant, ...] = ("none", "int8", "int4")
+
+ITEMSIZE = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.125, "int4": 0.640625}
+"""Bytes that a weight takes in each format, scales and zero points counted in: those of
+`mesh.shard.compiled.formats.bytes_per_weight`, and a test holds the two together."""
+
+MAX_SHARDS = 16
+DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of one checkpoint, from its manifest.
+
+    `layer_bytes` are those of each layer as stored, in weights of `dtype` (fp32, fp16 or bf16);
+    `ends_bytes` those of embedding, norm and head, of which `head_bytes` are read for each token.
+    `kv_numbers` are what one position adds to the caches of one layer. `scratch_bytes` is what
+    computing takes beside weights and caches, however many layers there are. `quants` are the
+    formats that its family can be served in.
+    """
+
+    model_id: ModelId
+    weights_sha256: str
+    layer_bytes: tuple[int, ...]
+    dtype: str
+    ends_bytes: int
+    head_bytes: int
+    hidden_size: int
+    kv_numbers: int
+    scratch_bytes: int = 0
+    quants: tuple[Quant, ...] = QUANTS
+
+    @property
+    def total_layers(self) -> int:
+        """How many decoder layers it has."""
+        return len(self.layer_bytes)
+
+    @property
+    def stored_itemsize(self) -> float:
+        """Bytes of a weight as stored."""
+        return ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What layers of the model itself took on a device: counts before what its `Speed` says.
+
+    Milliseconds for each layer: of a decode step, and of 512 rows of a prefill where known.
+    """
+
+    device: str
+    format: str
+    decode_ms: float
+    prefill_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Layers of the model that a machine has already.
+
+    On its disk; or, with a `device`, loaded there, where they take `loaded_bytes` that become free
+    when others come in their place.
+    """
+
+    layers: LayerRange
+    device: str = ""
+    loaded_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A node that may take layers. `rtt_ms` and `mb_s` are those of the way from the asker to it.
+
+    `refusal` is why it may not take any, for people; empty where it may. `has_ends` where the
+    model's ends are loaded already.
+    """
+
+    node_id: NodeId
+    name: str
+    devices: tuple[Device, ...]
+    rtt_ms: float = 0.0
+    mb_s: float = 100.0
+    refusal: str = ""
+    timed: tuple[Timed, ...] = ()
+    held: tuple[Held, ...] = ()
+    has_ends: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked for.
+
+    `asker` holds the ends and drives; None for nobody in particular. `only` are the nodes that may
+    be used, all of them when it is empty; those in `without` may not. A node in `pins` serves
+    exactly these layers. `quant` ``auto`` is the fastest of 16 or 32 bit and int8 that fits, and
+    int4 where neither does. Caches are for `streams` sessions of `context` positions each.
+    `dedicated` copies are never evicted; where they lie does not depend on it.
+    """
+
+    asker: NodeId | None = None
+    replicas: int = 1
+    dedicated: bool = False
+    only: frozenset[NodeId] = frozenset()
+    without: frozenset[NodeId] = frozenset()
+    pins: tuple[tuple[NodeId, LayerRange], ...] = ()
+    quant: str = "auto"
+    context: int = DEFAULT_CONTEXT
+    streams: int = 1
+    max_shards: int = MAX_SHARDS

@@ -1,0 +1,308 @@
+"""Plans: which machines of a house hold which layers of a model, or what is missing for that.
+
+A token passes its hops one after the other, so its time is the sum of what its layers take where
+they lie and of the ways between; `plan` finds the layers' places for which that is least and that
+fit the memory there. A slow machine gets no layers when all is faster without it, and a model lies
+on one machine when that is fastest. Says nothing about how it comes to be so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mesh.routing.appraisal import Appraisal, Refusal, appraise, too_little
+from mesh.routing.fitting import STAY_SHARE, Bench, benches, ends_bytes, ends_device, staying
+from mesh.routing.forecast import Forecast, forecast
+from mesh.routing.machines import QUANTS, Machine, ModelShape, Quant, Wish
+from mesh.routing.seating import Seat, Seating, seat
+from mesh.types import LayerRange, ModelId, NodeId
+
+_LEAST_CONTEXT = 512
+_MAX_REPLICAS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where a model is to lie: its replicas, or why there are not as many as wished.
+
+    `refusal` is None exactly when all are there. `machines` has a line for each machine, used or
+    not, by id.
+    """
+
+    model_id: ModelId
+    weights_sha256: str
+    total_layers: int
+    quant: Quant
+    context: int
+    streams: int
+    dedicated: bool
+    replicas: tuple[Forecast, ...]
+    machines: tuple[Appraisal, ...]
+    refusal: Refusal | None = None
+
+
+Laid = tuple[tuple[tuple[Bench, LayerRange], ...], ...]
+"""The shards of each replica."""
+
+Pins = Mapping[NodeId, LayerRange]
+
+
+def plan(model: ModelShape, machines: Sequence[Machine], wish: Wish) -> Plan:
+    """The fastest plan that fits. Depends on what the machines are, not on their order.
+
+    A route is within 3 % of the fastest one where that spares fetching layers. More replicas lie on
+    machines of their own; where there are none left, they share. Wishes that contradict themselves,
+    and what does not fit, become the plan's refusal.
+    """
+    machines = sorted(machines, key=lambda each: each.node_id)
+    refusal = _contradiction(model, machines, wish)
+    if refusal is not None:
+        return _refused(model, machines, wish, _quants(model, wish)[0], refusal)
+    best: tuple[float, Quant, Laid] | None = None
+    for quant in _quants(model, wish):
+        if quant == "int4" and best is not None and wish.quant == "auto":
+            break  # what loses most is for where nothing else fits
+        laid = _lay_out(model, machines, wish, quant)
+        if laid is None:
+            continue
+        cost = sum(_cost(replica) for replica in laid)
+        if best is None or cost < best[0]:
+            best = (cost, quant, laid)
+    if best is None:
+        quant = _quants(model, wish)[-1]
+        usable = _usable(machines, wish)
+        lacking = too_little(model, usable, wish, quant, _remedies(model, machines, wish))
+        return _refused(model, machines, wish, quant, lacking)
+    _, quant, laid = best
+    asker = _asker(machines, wish)
+    replicas = tuple(forecast(model, parts, asker, quant, wish.streams) for parts in laid)
+    rows = appraise(model, machines, wish, quant, laid)
+    return _plan(model, wish, quant, replicas, rows, None)
+
+
+def _plan(
+    model: ModelShape,
+    wish: Wish,
+    quant: Quant,
+    replicas: tuple[Forecast, ...],
+    rows: tuple[Appraisal, ...],
+    refusal: Refusal | None,
+) -> Plan:
+    return Plan(
+        model.model_id, model.weights_sha256, model.total_layers, quant, wish.context, wish.streams,
+        wish.dedicated, replicas, rows, refusal,
+    )  # fmt: skip
+
+
+def _refused(
+    model: ModelShape, machines: Sequence[Machine], wish: Wish, quant: Quant, refusal: Refusal
+) -> Plan:
+    rows = appraise(model, machines, wish, quant, ())
+    return _plan(model, wish, quant, (), rows, refusal)
+
+
+def _quants(model: ModelShape, wish: Wish) -> list[Quant]:
+    """The formats to try, in their order."""
+    if wish.quant == "auto":
+        return [quant for quant in QUANTS if quant in model.quants]
+    return [quant for quant in QUANTS if quant == wish.quant] or ["none"]
+
+
+def _usable(machines: Sequence[Machine], wish: Wish) -> list[Machine]:
+    return [
+        machine
+        for machine in machines
+        if not machine.refusal
+        and machine.node_id not in wish.without
+        and (not wish.only or machine.node_id in wish.only)
+    ]
+
+
+def _asker(machines: Sequence[Machine], wish: Wish) -> Machine | None:
+    return next((each for each in machines if each.node_id == wish.asker), None)
+
+
+def _cost(parts: Sequence[tuple[Bench, LayerRange]]) -> float:
+    return sum(bench.cost(layers) for bench, layers in parts)
+
+
+# Replicas
+
+
+def _lay_out(
+    model: ModelShape, machines: Sequence[Machine], wish: Wish, quant: Quant
+) -> Laid | None:
+    """All replicas in this format; None when they do not fit."""
+    usable = _usable(machines, wish)
+    asker = _asker(machines, wish)
+    if asker is not None and _ends_lack(model, asker) > 0:
+        return None
+    found = [bench for machine in usable for bench in benches(model, machine, wish, quant)]
+    pins = _dealt(wish)
+    if pins is None:
+        return None
+    if wish.replicas == 1:
+        first = _replica(model, found, pins[0], wish, frugal=False, used={})
+        return None if first is None else (first,)
+    ways = ((False, False), (True, False), (False, True), (True, True))
+    for frugal, sharing in ways:
+        laid = _replicas(model, found, pins, wish, frugal=frugal, sharing=sharing)
+        if laid is not None:
+            return laid
+    return None
+
+
+def _replicas(
+    model: ModelShape,
+    found: Sequence[Bench],
+    pins: Sequence[Pins],
+    wish: Wish,
+    *,
+    frugal: bool,
+    sharing: bool,
+) -> Laid | None:
+    """One replica after the other on what those before have left."""
+    used: dict[tuple[str, str], int] = {}
+    laid: list[tuple[tuple[Bench, LayerRange], ...]] = []
+    for number in range(wish.replicas):
+        nodes = {key[0] for key in used} - pins[number].keys()
+        awaited = {node for later in pins[number + 1 :] for node in later} - pins[number].keys()
+        free = [b for b in found if sharing or b.key[0] not in nodes | awaited]
+        parts = _replica(model, free, pins[number], wish, frugal=frugal, used=used)
+        if parts is None:
+            return None
+        for bench, layers in parts:
+            used[bench.key] = used.get(bench.key, 0) + bench.need(layers).total
+        laid.append(parts)
+    return tuple(laid)
+
+
+def _dealt(wish: Wish) -> Sequence[Pins] | None:
+    """The pins of each replica: each goes to the first one in which it overlaps no other."""
+    dealt: list[dict[NodeId, LayerRange]] = [{} for _ in range(wish.replicas)]
+    for node, layers in sorted(wish.pins):
+        for pins in dealt:
+            apart = all(layers.stop <= p.start or p.stop <= layers.start for p in pins.values())
+            if apart and node not in pins:
+                pins[node] = layers
+                break
+        else:
+            return None
+    return dealt
+
+
+def _replica(
+    model: ModelShape,
+    found: Sequence[Bench],
+    pins: Pins,
+    wish: Wish,
+    *,
+    frugal: bool,
+    used: Mapping[tuple[str, str], int],
+) -> tuple[tuple[Bench, LayerRange], ...] | None:
+    """The shards of one replica. A `frugal` one takes as few machines and as little room as it can,
+    so that more is left to the next."""
+    by_key = {bench.key: bench for bench in found}
+    seats = list(_seats(found, pins, used))
+    if {each.key[0] for each in seats if each.pin is not None} != pins.keys():
+        return None
+    if frugal:
+        seats = [replace(each, hop_ms=1e6 + each.hop_ms + each.room_bytes / 1e6) for each in seats]
+    seated = seat(seats, model.total_layers, wish.max_shards)
+    if seated is None:
+        return None
+    if not frugal and any(bench.machine.held for bench in found):
+        seated = _stay(seats, by_key, seated, model.total_layers, wish.max_shards)
+    return tuple((by_key[each.key], layers) for each, layers in seated.parts)
+
+
+def _stay(
+    seats: Sequence[Seat],
+    by_key: Mapping[tuple[str, str], Bench],
+    fastest: Seating,
+    total_layers: int,
+    most: int,
+) -> Seating:
+    """Nearly as fast, with less to fetch."""
+    budget_ms = STAY_SHARE * fastest.cost_ms
+    charged = [staying(each, by_key[each.key].machine, budget_ms) for each in seats]
+    return seat(charged, total_layers, most) or fastest
+
+
+def _seats(
+    found: Sequence[Bench], pins: Pins, used: Mapping[tuple[str, str], int]
+) -> Iterator[Seat]:
+    """A seat for each device; of a pinned node the one device that takes its layers quickest."""
+    for bench in found:
+        if bench.machine.node_id not in pins:
+            yield bench.seat(None, used.get(bench.key, 0))
+    for node, layers in sorted(pins.items()):
+        own = [b.seat(layers, used.get(b.key, 0)) for b in found if b.machine.node_id == node]
+        fitting = [each for each in own if each.takes(layers) <= each.room_bytes]
+        if fitting:
+            yield min(fitting, key=lambda each: (each.cost(layers), each.key))
+
+
+# Refusals
+
+
+def _ends_lack(model: ModelShape, asker: Machine) -> int:
+    """Bytes that the asker lacks for the ends."""
+    memory = ends_device(asker)
+    if memory is None or asker.has_ends:
+        return 0
+    return ends_bytes(model, memory) - memory.free_bytes
+
+
+def _contradiction(model: ModelShape, machines: Sequence[Machine], wish: Wish) -> Refusal | None:
+    """Why this cannot be wished, whatever there is."""
+    known = {machine.node_id for machine in machines}
+    named = {*wish.only, *wish.without, *(node for node, _ in wish.pins)}
+    numbers = ((wish.replicas, _MAX_REPLICAS), (wish.context, 1 << 24), (wish.streams, 1 << 16))
+    whole = LayerRange(0, model.total_layers)
+    out = [f"{layers}" for _, layers in wish.pins if not whole.covers(layers)]
+    if any(not 1 <= value <= most for value, most in numbers):
+        why = f"replicas (at most {_MAX_REPLICAS}), context and streams are numbers from 1."
+    elif wish.quant not in ("auto", *QUANTS):
+        why = f"quant {wish.quant!r} is not auto, none, int8 or int4."
+    elif wish.quant not in ("auto", *model.quants):
+        why = f"{model.model_id} cannot be served in {wish.quant}."
+    elif named - known:
+        why = f"nobody knows {', '.join(sorted(named - known))}."
+    elif out:
+        why = f"{model.model_id} has layers {whole}, not {', '.join(out)}."
+    elif _dealt(wish) is None:
+        why = "layers that are given to several nodes are more copies than replicas."
+    else:
+        return None
+    return Refusal("bad_request", why, "Change the wish.")
+
+
+def _remedies(
+    model: ModelShape, machines: Sequence[Machine], wish: Wish
+) -> Iterator[tuple[str, Wish]]:
+    """Wishes for less that can be met, each with how it is called; the first ones suffice."""
+    asked = _quants(model, wish)[-1]
+    fewer = [quant for quant in model.quants if QUANTS.index(quant) > QUANTS.index(asked)]
+    tries = [(f"--quant {quant}", replace(wish, quant=quant)) for quant in fewer]
+    context = wish.context // 2
+    while context >= _LEAST_CONTEXT:
+        tries.append((f"--context {context}", replace(wish, context=context)))
+        context //= 2
+    tries += [
+        (f"--replicas {number}", replace(wish, replicas=number))
+        for number in range(wish.replicas - 1, 0, -1)
+    ]
+    freed = (*wish.only, *wish.without, *wish.pins)
+    if freed:
+        anywhere = replace(wish, only=frozenset(), without=frozenset(), pins=())
+        tries.append(("letting it use any machine", anywhere))
+    seen: set[str] = set()
+    for name, less in tries:
+        kind = name.split()[0]
+        if kind not in seen and any(
+            _lay_out(model, machines, less, quant) is not None for quant in _quants(model, less)
+        ):
+            seen.add(kind)
+            yield name, less

@@ -1,0 +1,223 @@
+"""Which device takes which layers: the cheapest contiguous cover, by dynamic programming.
+
+For a given order of the devices the cover is exact: of the first k layers over the first i devices
+it keeps the cheapest, as Parallax and prima.cpp do, and a window of the starts that still fit makes
+each step constant. Where nothing depends on which layers a device gets, the order does not matter
+either; else all orders of a few devices are tried, and of many the likely ones, then their
+neighbours within a fixed number of steps. Knows no machine and no model.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, permutations
+
+from mesh.types import LayerRange
+
+_ALL_ORDERS = 5
+"""Devices of which all orders are tried: 120."""
+
+_MAX_CELLS = 60_000
+"""Steps of the search for a better order; each takes about a microsecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A device as a place for layers.
+
+    `hop_ms` is what it costs to use it at all, `layer_ms` and `layer_bytes` what each layer of the
+    model would cost and take there, `room_bytes` what there is. With a `pin` it takes exactly those
+    layers. `key` tells it from others and decides between equals.
+    """
+
+    key: tuple[str, str]
+    hop_ms: float
+    layer_ms: tuple[float, ...]
+    layer_bytes: tuple[int, ...]
+    room_bytes: int
+    pin: LayerRange | None = None
+    _ms: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ms", tuple(accumulate(self.layer_ms, initial=0.0)))
+        object.__setattr__(self, "_bytes", tuple(accumulate(self.layer_bytes, initial=0)))
+
+    def cost(self, layers: LayerRange) -> float:
+        """Milliseconds of a decode step through these layers, the way there included."""
+        return self.hop_ms + self._ms[layers.stop] - self._ms[layers.start]
+
+    def takes(self, layers: LayerRange) -> int:
+        """Bytes of these layers."""
+        return self._bytes[layers.stop] - self._bytes[layers.start]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all layers are alike to it."""
+        return self.pin is None and len({*self.layer_ms}) == len({*self.layer_bytes}) == 1
+
+    def extend(self, best: Sequence[float], extra_ms: float) -> tuple[list[float], list[int]]:
+        """The costs of covering the first k layers with this seat behind the others, which need
+        `best`, and where its own layers then begin; -1 where it is better left out."""
+        total, charge = len(best) - 1, self.hop_ms + extra_ms
+        if self.pin is not None:
+            costs, starts = [float("inf")] * (total + 1), [-1] * (total + 1)
+            start, stop = self.pin.start, self.pin.stop
+            if stop <= total and self.takes(self.pin) <= self.room_bytes:
+                costs[stop], starts[stop] = best[start] + self.cost(self.pin) + extra_ms, start
+            return costs, starts
+        costs, starts = list(best), [-1] * (total + 1)
+        ms, taken, room = self._ms, self._bytes, self.room_bytes
+        window: deque[int] = deque()  # starts that may still be the best, the best one first
+        for stop in range(1, total + 1):
+            start = stop - 1
+            here = best[start] - ms[start]
+            while window and best[window[-1]] - ms[window[-1]] > here:
+                window.pop()
+            window.append(start)
+            while window and taken[stop] - taken[window[0]] > room:
+                window.popleft()
+            if window:
+                cost = best[window[0]] - ms[window[0]] + ms[stop] + charge
+                if cost < costs[stop] - 1e-9:
+                    costs[stop], starts[stop] = cost, window[0]
+        return costs, starts
+
+
+@dataclass(frozen=True, slots=True)
+class Seating:
+    """Which layers each seat takes, in their order; the seats beside them take none."""
+
+    parts: tuple[tuple[Seat, LayerRange], ...]
+    cost_ms: float
+
+
+def seat(seats: Iterable[Seat], total_layers: int, most: int) -> Seating | None:
+    """The cheapest seating of all layers on `most` seats or fewer; None where there is none.
+
+    Depends on the seats and their keys alone, not on their order. Every pinned seat is used.
+    """
+    ordered = sorted(seats, key=lambda each: (_begins(each), each.key))
+    found = _search(ordered, total_layers, 0.0)
+    if found is None or len(found.parts) <= most:
+        return found
+    # Fewer seats come with a charge for each; the least charge that is enough wastes least.
+    low, high = 0.0, max(found.cost_ms, 1.0)
+    fewest = _search(ordered, total_layers, high)
+    if fewest is None or len(fewest.parts) > most:
+        return None
+    for _ in range(12):
+        middle = (low + high) / 2
+        tried = _search(ordered, total_layers, middle)
+        if tried is not None and len(tried.parts) <= most:
+            fewest, high = tried, middle
+        else:
+            low = middle
+    return fewest
+
+
+def layers_within(each: Seat) -> int:
+    """How many layers in a row fit a seat, at its best place."""
+    best, start, taken = 0, 0, 0
+    for stop, size in enumerate(each.layer_bytes, 1):
+        taken += size
+        while taken > each.room_bytes:
+            taken -= each.layer_bytes[start]
+            start += 1
+        best = max(best, stop - start)
+    return best
+
+
+def _search(ordered: Sequence[Seat], total: int, extra_ms: float) -> Seating | None:
+    """The best seating over the orders that are tried."""
+    if all(each.is_even for each in ordered):
+        return _along(ordered, total, extra_ms)
+    if len(ordered) <= _ALL_ORDERS:
+        return _best(_along(order, total, extra_ms) for order in permutations(ordered))
+    cells, best_order, best = _MAX_CELLS, list(ordered), None
+    for order in _likely(ordered, total):
+        found = _along(order, total, extra_ms)
+        cells -= len(order) * total
+        if found is not None and (best is None or found.cost_ms < best.cost_ms - 1e-9):
+            best_order, best = list(order), found
+    for order in _neighbours(best_order, best):
+        if (cells := cells - len(order) * total) < 0:
+            break
+        found = _along(order, total, extra_ms)
+        best = _best(each for each in (best, found))
+    return best
+
+
+def _best(found: Iterable[Seating | None]) -> Seating | None:
+    """The cheapest; of equals the first."""
+    best: Seating | None = None
+    for each in found:
+        if each is not None and (best is None or each.cost_ms < best.cost_ms - 1e-9):
+            best = each
+    return best
+
+
+def _along(order: Sequence[Seat], total: int, extra_ms: float) -> Seating | None:
+    """The cheapest seating in this order."""
+    costs = [0.0] + [float("inf")] * total
+    starts: list[list[int]] = []
+    for each in order:
+        costs, begun = each.extend(costs, extra_ms)
+        starts.append(begun)
+    if costs[total] == float("inf"):
+        return None
+    parts: list[tuple[Seat, LayerRange]] = []
+    stop = total
+    for each, begun in zip(reversed(order), reversed(starts), strict=True):
+        if begun[stop] >= 0:
+            parts.append((each, LayerRange(begun[stop], stop)))
+            stop = begun[stop]
+    return Seating(tuple(reversed(parts)), costs[total])
+
+
+def _begins(each: Seat) -> float:
+    """Where the layers are that a seat has to take, or takes at the least cost; free ones last."""
+    if each.pin is not None:
+        return each.pin.start
+    least = min(each.layer_ms)
+    return float("inf") if least == max(each.layer_ms) else each.layer_ms.index(least)
+
+
+def _likely(ordered: Sequence[Seat], total: int) -> Iterator[Sequence[Seat]]:
+    """Orders worth trying: pinned seats and those with a preference where they want to be, the
+    others dealt into the gaps between pins, quick ones first, roomy ones first, or as they are."""
+    yield ordered
+    pinned = [each for each in ordered if each.pin is not None]
+    rest = [each for each in ordered if each.pin is None]
+    keen = [each for each in rest if _begins(each) < total]
+    free = [each for each in rest if _begins(each) >= total]
+    yield [*free, *sorted([*pinned, *keen], key=_begins)]
+    by_speed = sorted(rest, key=lambda each: (sum(each.layer_ms), each.key))
+    by_room = sorted(rest, key=lambda each: (-each.room_bytes, each.key))
+    for line in (by_speed, by_room, by_speed[::-1]):
+        yield _dealt(pinned, line, total)
+
+
+def _dealt(pinned: Sequence[Seat], free: Sequence[Seat], total: int) -> list[Seat]:
+    order: list[Seat] = []
+    waiting, covered = deque(free), 0
+    for each in pinned:
+        assert each.pin is not None  # noqa: S101 - those are the pinned ones
+        while waiting and covered < each.pin.start:
+            covered += layers_within(waiting[0])
+            order.append(waiting.popleft())
+        order.append(each)
+        covered = each.pin.stop
+    return [*order, *waiting]
+
+
+def _neighbours(order: list[Seat], best: Seating | None) -> Iterator[list[Seat]]:
+    """The orders in which one seat stands elsewhere, those of used seats first."""
+    used = {each.key for each, _ in best.parts} if best is not None else set()
+    for moved in sorted(range(len(order)), key=lambda i: (order[i].key not in used, i)):
+        for place in range(len(order)):
+            if place != moved:
+                others = order[:moved] + order[moved + 1 :]
+                yield [*others[:place], order[moved], *others[place:]]

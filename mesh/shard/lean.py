@@ -1,0 +1,265 @@
+"""Decoder layers as a few torch operators over fused products, with no module in between.
+
+Of a standard decoder layer (`compiled.parts` says what that is), transformers makes some sixty
+operators and calls as many Python functions; here it is some twenty. Reads the same packed weights
+and writes the same caches as the modules do, which stay the reference: whether a family's layers
+are understood is shown by `lean_proof`, whether this CPU computes them right by `selfcheck`. Knows
+no hooks and no sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mesh.shard.attention import CausalRule, attention_of, rule_mask
+from mesh.shard.compiled.parts import (
+    Attention,
+    FeedForward,
+    LayerParts,
+    Norm,
+    NotCompilable,
+    layer_parts,
+)
+from mesh.shard.kv import SessionCache
+from mesh.shard.linear import Place, Rows
+from mesh.shard.selfcheck import rope_types
+from mesh.shard.views import layer_list_name
+from mesh.types import LayerRange
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+Turn = tuple[torch.Tensor, torch.Tensor]
+"""Cosines, and sines with those of the first half negated, (rows, 1, turned width) each."""
+
+_ACTIVATIONS: dict[str, Product] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}  # fmt: skip
+
+
+def fused_places(module: Any) -> list[list[Place]]:
+    """The linear layers of a span that read the same rows and lie beside each other.
+
+    Raises NotCompilable for layers that are not standard.
+    """
+    groups: list[list[Place]] = []
+    for parts, layer in _all_parts(module):
+        places = {
+            id(child): (parent, name)
+            for parent in layer.modules()
+            for name, child in parent.named_children()
+        }
+        groups += [
+            [places[id(linear)] for linear in linears]
+            for linears in (parts.attention.projections, parts.feed_forward.up)
+            if len(linears) > 1
+        ]
+    return groups
+
+
+class LeanLayers(nn.Module):
+    """The layers of a span, over the products that its modules were packed into.
+
+    A module for the sake of the tensors that it owns, which are checked and protected as others.
+    """
+
+    def __init__(self, module: Any) -> None:
+        """Raises NotCompilable for layers that are not standard, or whose products are apart."""
+        super().__init__()
+        if rope_types(module.config) & {"dynamic", "longrope"}:
+            raise NotCompilable("its rotary embedding depends on how long a session is")
+        self._rotary: Any = getattr(module, "rotary_emb", None)
+        self._of_span = nn.ModuleList(
+            _LeanLayer(parts, index) for index, (parts, _) in enumerate(_all_parts(module))
+        )
+        # A dict lookup for each layer and forward costs more than some of the operators.
+        self._layers: list[_LeanLayer] = list(self._of_span)  # type: ignore[arg-type]
+
+    def forward(
+        self,
+        hidden: torch.Tensor,  # (sessions, rows, hidden)
+        positions: torch.Tensor,  # (sessions, rows)
+        caches: Sequence[SessionCache],
+        layers: LayerRange,  # counted within the span
+    ) -> torch.Tensor:
+        """As `hidden`. One session of any number of rows, or several of one row each."""
+        sessions, rows, width = hidden.shape
+        running = self._layers[layers.start : layers.stop]
+        turns = {
+            kind: self._turn(hidden, positions, kind)
+            for kind in {layer.attention.table for layer in running}
+            if kind is not None
+        }
+        rules = {
+            window: rule_mask(q_length=rows, local_size=window)
+            for window in {layer.attention.window for layer in running}
+        }
+        x = hidden.reshape(sessions * rows, width)
+        for layer in running:
+            attention = layer.attention
+            turn = None if attention.table is None else turns[attention.table]
+            x = layer.run(x, turn, rules[attention.window], caches)
+        return x.view(sessions, rows, width)
+
+    def _turn(self, hidden: torch.Tensor, positions: torch.Tensor, kind: str) -> Turn:
+        cos, sin = self._rotary(hidden, positions, *((kind,) if kind else ()))
+        half = cos.shape[-1] // 2
+        signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        rows = cos.shape[0] * cos.shape[1]
+        return cos.reshape(rows, 1, -1), signed.reshape(rows, 1, -1)
+
+
+class _LeanNorm(nn.Module):
+    """`Norm` over the last axis, in fp32 inside."""
+
+    def __init__(self, norm: Norm) -> None:
+        super().__init__()
+        size = len(norm.gamma)
+        # x / sqrt(mean(x²) + ε) is x·√n / hypot(|x|, √(nε)): half the operators.
+        self.gamma = norm.gamma * size**0.5 if norm.beta is None else norm.gamma.clone()
+        self.beta = None if norm.beta is None else norm.beta.clone()
+        self.floor = torch.tensor((size * norm.epsilon) ** 0.5)
+        self._epsilon = norm.epsilon
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """As `x`."""
+        wide = x.float()
+        if self.beta is not None:
+            return F.layer_norm(wide, self.gamma.shape, self.gamma, self.beta, self._epsilon).to(
+                x.dtype
+            )
+        size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        return (wide * self.gamma).div_(torch.hypot(size, self.floor)).to(x.dtype)
+
+
+class _LeanLayer(nn.Module):
+    """See `LayerParts`."""
+
+    def __init__(self, parts: LayerParts, index: int) -> None:
+        super().__init__()
+        self.attention = parts.attention
+        self._attend = _Attention(parts.attention, index)
+        self._feed = _feed_forward(parts.feed_forward)
+        self._multiplier = parts.multiplier
+        self._norms = [
+            None if norm is None else _LeanNorm(norm)
+            for norm in (
+                parts.before_attention,
+                parts.after_attention,
+                parts.before_feed_forward,
+                parts.after_feed_forward,
+            )
+        ]
+        self.norms = nn.ModuleList(norm for norm in self._norms if norm is not None)
+
+    def run(
+        self, x: torch.Tensor, turn: Turn | None, rule: CausalRule, caches: Sequence[SessionCache]
+    ) -> torch.Tensor:
+        """(rows, hidden) -> (rows, hidden)."""
+        before, after, before_feed, after_feed = self._norms
+        y = self._attend.run(x if before is None else before.run(x), turn, rule, caches)
+        y = y if after is None else after.run(y)
+        x = torch.add(x, y, alpha=self._multiplier)
+        y = self._feed(x if before_feed is None else before_feed.run(x))
+        y = y if after_feed is None else after_feed.run(y)
+        return torch.add(x, y, alpha=self._multiplier)
+
+
+class _Attention(nn.Module):
+    """See `Attention`."""
+
+    def __init__(self, attention: Attention, index: int) -> None:
+        super().__init__()
+        self._of = attention
+        self._index = index
+        self._qkv = _product(attention.projections)
+        self._output = _product((attention.output,))
+        self._heads = attention.heads
+        self._both = attention.heads + attention.kv_heads
+        self._attend = attention_of(attention.softcap or None)
+        if (attention.query_norm is None) != (attention.key_norm is None):
+            raise NotCompilable("it normalises either queries or keys")
+        self.query_norm = None if attention.query_norm is None else _LeanNorm(attention.query_norm)
+        self.key_norm = None if attention.key_norm is None else _LeanNorm(attention.key_norm)
+
+    def run(
+        self, x: torch.Tensor, turn: Turn | None, rule: CausalRule, caches: Sequence[SessionCache]
+    ) -> torch.Tensor:
+        """(rows, hidden) normalised -> (rows, hidden)."""
+        rows, width = len(x), self._of.width
+        projected = self._qkv(x).view(rows, -1, width)
+        both, values = projected[:, : self._both], projected[:, self._both :]
+        if self.query_norm is not None:
+            both = self._normed(both)
+        if turn is not None:
+            both = _turned(both, turn)
+        queries, keys = both[:, : self._heads], both[:, self._heads :]
+        # (sessions, rows, heads, width) -> (sessions, heads, rows, width)
+        shape = (len(caches), rows // len(caches), -1, width)
+        q, k, v = (each.reshape(shape).transpose(1, 2) for each in (queries, keys, values))
+        found = []
+        for i, cache in enumerate(caches):
+            own = slice(i, i + 1)
+            past = cache.update(k[own], v[own], self._index)
+            found.append(self._attend(q[own], *past, rule, self._of.scale))
+        y = found[0] if len(found) == 1 else torch.cat(found)
+        return self._output(y.transpose(1, 2).reshape(rows, -1))
+
+    def _normed(self, both: torch.Tensor) -> torch.Tensor:
+        assert self.query_norm is not None and self.key_norm is not None  # noqa: S101, PT018
+        parts = []
+        for each, norm in (
+            (both[:, : self._heads], self.query_norm),
+            (both[:, self._heads :], self.key_norm),
+        ):
+            flat = each.reshape(len(each), -1) if self._of.norm_whole else each
+            parts.append(norm.run(flat).view(each.shape))
+        return torch.cat(parts, 1)
+
+
+def _turned(x: torch.Tensor, turn: Turn) -> torch.Tensor:
+    """(rows, heads, width) turned by its position, as far as the tables are wide."""
+    cos, sin = turn
+    wide = cos.shape[-1]
+    if wide == x.shape[-1]:
+        return torch.addcmul(x * cos, x.roll(wide // 2, -1), sin)
+    part = x[..., :wide]
+    turned = torch.addcmul(part * cos, part.roll(wide // 2, -1), sin)
+    return torch.cat((turned, x[..., wide:]), -1)
+
+
+def _feed_forward(part: FeedForward) -> Product:
+    up, down = _product(part.up), _product((part.down,))
+    activated, width = _ACTIVATIONS[part.activation], part.width
+    if not part.is_gated:
+        return lambda x: down(activated(up(x)))
+
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        both = up(x)
+        return down(activated(both[:, :width]).mul_(both[:, width:]))
+
+    return gated
+
+
+def _product(linears: Sequence[Any]) -> Product:
+    """Their product: one for all of them. Raises NotCompilable when there is none."""
+    first = linears[0]
+    if not isinstance(first, Rows):
+        if len(linears) > 1:
+            raise NotCompilable("its products are not packed together")
+        forward: Product = first.forward
+        return forward
+    whole = first.whole
+    if any(not isinstance(each, Rows) or each.whole is not whole for each in linears):
+        raise NotCompilable("its products are packed otherwise")
+    return whole.forward
+
+
+def _all_parts(module: Any) -> list[tuple[LayerParts, nn.Module]]:
+    layers = module.get_submodule(layer_list_name(module))
+    return [(layer_parts(layer, module.config, i), layer) for i, layer in enumerate(layers)]

@@ -1,0 +1,170 @@
+"""How fast a device reads weights and multiplies by them, in each format that it can compute in.
+
+Matrices as large as a real layer's, more of them than caches hold; what a layer costs besides is
+timed on the built-in model, whose own matrices cost nearly nothing. The best of a few rounds
+counts: all others waited for somebody. Takes half a second of one core, and blocks meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import torch
+from torch import nn
+
+from mesh.capacity import Device, Speed
+from mesh.errors import MeshError
+from mesh.models.builtin import checkpoint_dir
+from mesh.processes.headroom import ram
+from mesh.shard.commands import ShardRequest
+from mesh.shard.compiled.formats import BITS, BLOCK, BlockMatrix, Quant
+from mesh.shard.device import cpu_fast_dtypes, dtype_name, headroom
+from mesh.shard.linear import choose_kernels
+from mesh.shard.loading import HostedOn, load_shard, plan_shard
+from mesh.shard.runtime import StepInput
+from mesh.types import Endpoint, LayerRange, ModelId, NodeId
+
+logger = logging.getLogger(__name__)
+
+_SIDE = 4096
+_ROWS = 128
+_ROUNDS = 4
+_BYTES = 192 << 20
+"""Of weights that are read in a round: more than caches hold."""
+_LAYERS = LayerRange(0, 4)
+_STEPS = 16
+
+
+def measure(device: torch.device, threads: int) -> Device:
+    """The device with its memory as it is now and a speed for each format that works there."""
+    torch.set_num_threads(threads)
+    memory = headroom(device, ram())
+    speeds = []
+    with torch.inference_mode():
+        for one in _speeds(device, threads):
+            try:
+                speeds.append(one())
+            except (MeshError, RuntimeError) as error:  # a kernel that this machine has not
+                logger.warning("a format is not measured: %s", error)
+    return Device(str(device), memory.free_mb << 20, memory.total_mb << 20, tuple(speeds))
+
+
+def _speeds(device: torch.device, threads: int) -> Iterator[Callable[[], Speed]]:
+    dtypes = [torch.float32]
+    if device.type != "cpu":
+        dtypes += [torch.float16, torch.bfloat16]
+    else:
+        found = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        dtypes += [found[name] for name in sorted(cpu_fast_dtypes()) if name in found]
+    for dtype in dtypes:
+        yield lambda dtype=dtype: _plain(device, dtype)  # type: ignore[misc]
+    if device.type == "cpu":
+        for quant in BITS:
+            yield lambda quant=quant: _quantised(quant, threads)  # type: ignore[misc]
+
+
+def _plain(device: torch.device, dtype: torch.dtype) -> Speed:
+    # Not zeros: memory that nobody has written to is one page, again and again.
+    wide = _SIDE // 2
+    weights, name = _SIDE * wide, dtype_name(dtype)
+    count = math.ceil(_BYTES / (weights * dtype.itemsize))
+    layers = nn.ModuleList(_linear(wide, device, dtype) for _ in range(count))
+    choose_kernels(layers, dtype, device)  # as a shard would
+    row, rows = (torch.ones(n, wide, dtype=dtype, device=device) for n in (1, _ROWS))
+
+    def decode() -> None:
+        for layer in layers:
+            layer(row)
+        _wait(device)
+
+    def prefill() -> None:
+        layers[0](rows)
+        _wait(device)
+
+    read, operations = count * weights * dtype.itemsize, 2 * _ROWS * weights
+    return _speed(name, (read, decode), (operations, prefill), _layer_ms(device, name, "none"))
+
+
+def _linear(columns: int, device: torch.device, dtype: torch.dtype) -> nn.Linear:
+    layer = nn.Linear(columns, _SIDE, bias=False, device="meta", dtype=dtype)
+    layer.to_empty(device=device)
+    nn.init.constant_(layer.weight, 0.01)
+    return layer
+
+
+def _quantised(quant: Quant, threads: int) -> Speed:
+    # Not before it is needed: onnxruntime takes its time to import, and memory.
+    from mesh.shard.compiled.engine import Binding, compiled
+    from mesh.shard.compiled.graph import Product, product_model
+
+    matrix = _matrix(BITS[quant])
+    model = product_model(Product(matrix, None), _SIDE, _SIDE)
+    # Each session has a copy of its own, so that no cache holds them all.
+    count = math.ceil(_BYTES / matrix.nbytes)
+    sessions = [compiled(model, threads) for _ in range(count)]
+
+    def bound(session: object, rows: int) -> Binding:
+        return Binding.of(session, {"x": torch.ones(rows, _SIDE)}, {"y": torch.empty(rows, _SIDE)})
+
+    steps, prefill = [bound(each, 1) for each in sessions], bound(sessions[0], _ROWS)
+
+    def decode() -> None:
+        for step in steps:
+            step.run()
+
+    work = (count * matrix.nbytes, decode), (2 * _ROWS * _SIDE**2, prefill.run)
+    return _speed(quant, *work, _layer_ms(torch.device("cpu"), "fp32", quant))
+
+
+def _matrix(bits: int) -> BlockMatrix:
+    blocks = _SIDE // BLOCK
+    codes = torch.full((_SIDE, blocks, BLOCK * bits // 8), 0x87, dtype=torch.uint8)
+    scales = torch.full((_SIDE, blocks), 0.01)
+    zeros = torch.full((_SIDE, (blocks + 1) // 2), 0x88, dtype=torch.uint8) if bits == 4 else None
+    return BlockMatrix(bits, (_SIDE, _SIDE), codes, scales, zeros)
+
+
+Work = tuple[int, Callable[[], None]]
+"""How much something does, in bytes or operations, and how to do it once."""
+
+
+def _speed(name: str, decode: Work, prefill: Work, layer_ms: float) -> Speed:
+    read, computed = (amount / _best_s(work) / 1e9 for amount, work in (decode, prefill))
+    return Speed(name, read, computed, layer_ms)
+
+
+def _best_s(work: Callable[[], None]) -> float:
+    work()  # kernels are chosen, and memory is taken, the first time
+    best = float("inf")
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _layer_ms(device: torch.device, dtype: str, quant: str) -> float:
+    """What a layer takes beside its matrices."""
+    host = HostedOn(NodeId("here"), "here", Endpoint("wss://127.0.0.1:1"), device, 1)
+    request = ShardRequest(checkpoint_dir(), ModelId("builtin"), _LAYERS, dtype, quant)
+    runtime = load_shard(plan_shard(request, host)).load()
+    cache = runtime.new_cache(_STEPS)
+    hidden = torch.zeros(1, 1, runtime.hidden_size, dtype=runtime.dtype, device=device)
+    took = []
+    for position in range(_STEPS):
+        started = time.perf_counter()
+        runtime.forward([StepInput(cache, position, hidden)])
+        _wait(device)
+        took.append(time.perf_counter() - started)
+    return median(took) * 1000 / len(_LAYERS)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

@@ -1,0 +1,151 @@
+"""Whether another way to compute a family's layers is right: shown on a small random twin.
+
+The twin has the config's layers and small widths, and is computed in fp32 with its weights as they
+are: what differs then is not rounding but a misunderstanding. Chunks, single rows, a window that is
+crossed, a rollback and sessions of different length are compared with transformers over all rows at
+once. A verdict holds for one structure, one version of what was named and one state of the code,
+and is kept on disk when there is a cache directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import transformers
+from torch import nn
+
+from mesh.models.families import Family, family_of_config
+from mesh.models.hashing import read_cached, write_json_atomically
+from mesh.models.load import twin_config
+from mesh.models.span import Anatomy, LoadedSpan
+from mesh.shard.compiled.parts import NotCompilable
+from mesh.shard.runtime import Runtime, StepInput
+from mesh.types import LayerRange
+
+logger = logging.getLogger(__name__)
+
+POSITIONS = 64
+"""Of a twin's sessions."""
+
+_TOLERANCE = 1e-4
+_SCHEDULE = ((0, 13), (13, 20), (20, 26), (22, 23), (23, 24), (24, 25))
+"""Stretches of rows, some of them again after a rollback."""
+_settled: dict[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """What is kept of a comparison; an empty `reason` means that the other way is right."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to compute layers: its name, what versions and code it depends on, and how it is had.
+
+    `subject` is what differs when it is wrong. `runtime_of` may raise NotCompilable.
+    """
+
+    name: str
+    subject: str
+    versions: str
+    code: Sequence[ModuleType]
+    runtime_of: Callable[[LoadedSpan], Runtime]
+
+
+def require_right(way: Way, family: Family, cache_dir: Path | None) -> None:
+    """Return if `way` is right for the family's models. Raises NotCompilable with the reason.
+
+    Blocks for up to a few seconds the first time a structure is seen.
+    """
+    twin = twin_config(family.config)
+    structure = json.dumps(twin.to_dict(), sort_keys=True, default=str)
+    digest = hashlib.sha256(structure.encode()).hexdigest()[:16]
+    versions = f"{transformers.__version__}-{way.versions}"
+    key = f"{family.model_type}-{versions}-{_hash_of(way.code)}-{digest}"
+    file = cache_dir / f"{way.name}-{key}.json" if cache_dir else None
+    known = f"{way.name}-{key}"
+    if known not in _settled:
+        kept = read_cached(file, _Proof) if file else None
+        _settled[known] = kept.reason if kept else _verdict(way, twin)
+        if file and not kept:
+            write_json_atomically(file, {"key": key, "reason": _settled[known]})
+    if _settled[known]:
+        raise NotCompilable(_settled[known])
+
+
+def _hash_of(code: Sequence[ModuleType]) -> str:
+    """What changes with the code, so that no verdict outlives that which it was given for."""
+    digest = hashlib.sha256()
+    for module in code:
+        digest.update(Path(str(module.__file__)).read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _verdict(way: Way, twin: Any) -> str:
+    """Why it is not right, or an empty string. Raises NotCompilable without either."""
+    try:
+        difference = _difference(way, twin)
+    except NotCompilable as error:
+        return str(error)
+    # Whatever foreign code raises here means the same, this time: it is not shown to be right.
+    except Exception as error:
+        text = f"its twin failed with {type(error).__name__}: {str(error)[:200].rstrip('.')}"
+        raise NotCompilable(text) from error
+    reason = "" if difference <= _TOLERANCE else f"its {way.subject} differ by {difference:.2g}"
+    logger.info(
+        "proof of %s layers model_type=%s verdict=%s", way.name, twin.model_type, reason or "right"
+    )
+    return reason
+
+
+@torch.inference_mode()
+def _difference(way: Way, twin: Any) -> float:
+    """The largest difference, relative to the largest value."""
+    loaded = _random_span(twin)
+    hidden = torch.randn(1, _SCHEDULE[-1][1], loaded.config.hidden_size)
+    expected = loaded.module(inputs_embeds=hidden, use_cache=False).last_hidden_state
+    runtime = way.runtime_of(loaded)
+    found = torch.empty_like(expected)
+    cache, behind = runtime.new_cache(POSITIONS), runtime.new_cache(POSITIONS)
+    runtime.forward([StepInput(behind, 0, hidden[:, :9])])
+    for start, stop in _SCHEDULE:
+        steps = [StepInput(cache, start, hidden[:, start:stop])]
+        if stop - start == 1:
+            steps.append(StepInput(behind, 9, hidden[:, 9:10]))
+        found[:, start:stop], *other = runtime.forward(steps)
+        for row in other:
+            found[:, 9:10] = row
+    largest = float((found - expected).abs().max() / expected.abs().max())
+    return largest if largest == largest else float("inf")  # noqa: PLR0124 - NaN
+
+
+def _random_span(twin: Any) -> LoadedSpan:
+    family = family_of_config(twin)
+    layers = LayerRange(0, twin.num_hidden_layers)
+    config = family.slice_config(layers)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = family.base_class._from_config(config, dtype=torch.float32)  # noqa: SLF001
+        for parameter in module.parameters():
+            if parameter.dim() >= 2:
+                nn.init.normal_(parameter, std=0.1)
+            else:
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    anatomy = Anatomy.of(module, family)
+    setattr(module, anatomy.norm, nn.Identity())
+    if anatomy.positions:  # the ends have added them
+        module.get_submodule(anatomy.positions).weight.data.zero_()
+    module.eval().requires_grad_(requires_grad=False)
+    return LoadedSpan(module, config, layers, 0, 0, WeakSet(), {})

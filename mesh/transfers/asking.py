@@ -1,0 +1,167 @@
+"""The asking end of a link over which weights are fetched.
+
+Any number of questions may be under way; they are answered in their order, part by part. Believes
+nothing: whoever asks checks what it got. Knows nothing of plans or of disks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mesh.errors import LinkLost, MeshError, PipelineStalled, TransferFailed, from_dict
+from mesh.transfers.documents import MAX_DOCUMENT_BYTES
+from mesh.types import NodeId
+from mesh.wire.link import Link
+from mesh.wire.messages import Blob, BlobKind, Failure, Message, Part, WeightsAsk
+
+SILENCE_S = 15.0
+"""A source that owes bytes and sends none for so long is given up."""
+
+
+class Source(Protocol):
+    """Somebody who has tensors of one checkpoint."""
+
+    name: str
+    """What people call it."""
+
+    async def read(self, tensor: str, start: int, stop: int) -> bytes | bytearray:
+        """These bytes of a tensor. Raises MeshError."""
+
+    def close(self) -> None:
+        """Ask it no more."""
+
+
+@dataclass(slots=True)
+class _Question:
+    limit: int
+    done: asyncio.Future[bytearray]
+    data: bytearray = field(default_factory=bytearray)
+    length: int | None = None
+
+
+class WeightsLink:
+    """A `LinkHandler` and what is asked over it. `attach` before the first question."""
+
+    def __init__(self, host: NodeId) -> None:
+        self.host = host
+        self.bytes_received = 0
+        self._link: Link | None = None
+        self._numbers = itertools.count(1)
+        self._questions: dict[int, _Question] = {}
+        self._heard_at = 0.0
+        self._error: MeshError | None = None
+
+    def attach(self, link: Link) -> None:
+        """Use this link, whose handler this is."""
+        self._link = link
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be asked any more."""
+        return self._error is not None or self._link is None or self._link.is_closed
+
+    async def ask(
+        self, sha256: str, part: Part, name: str = "", start: int = 0, stop: int = 0
+    ) -> bytearray:
+        """The bytes of a part that there are of [start, stop).
+
+        Raises LinkLost, PipelineStalled when nothing comes for `SILENCE_S`, TransferFailed for an
+        answer of another form, and what the other side refuses with.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._link is None:
+            raise LinkLost("The link is not open.", fix="Connect again.")
+        number = next(self._numbers) & 0xFFFFFFFF
+        loop = asyncio.get_running_loop()
+        question = self._questions[number] = _Question(stop - start, loop.create_future())
+        self._heard_at = loop.time()
+        try:
+            self._link.send(WeightsAsk(number, sha256, part, name, start, stop))
+            while not question.done.done():
+                await asyncio.wait([question.done], timeout=SILENCE_S)
+                if not question.done.done() and loop.time() - self._heard_at >= SILENCE_S:
+                    raise PipelineStalled(
+                        f"Nothing came for {SILENCE_S:g} s.", fix="It is asked of another node."
+                    )
+            return question.done.result()
+        finally:
+            question.done.cancel()
+            self._questions.pop(number, None)
+
+    async def document(self, sha256: str) -> bytes:
+        """What it says of this checkpoint, as `documents.decode` reads it. Raises as `ask`."""
+        return bytes(await self.ask(sha256, Part.DOCUMENT, stop=MAX_DOCUMENT_BYTES))
+
+    def close(self, reason: str = "") -> None:
+        """Close the link."""
+        if self._link is not None:
+            self._link.close(reason)
+
+    # LinkHandler
+
+    def message(self, message: Message) -> None:
+        """A part of an answer, or why there is none."""
+        self._heard_at = asyncio.get_running_loop().time()
+        if isinstance(message, Failure):
+            error = from_dict(message.error)
+            if message.session is None:
+                self._fail_all(error)
+            elif (question := self._questions.get(message.session)) is not None:
+                _fail(question, error)
+        elif isinstance(message, Blob) and message.kind is BlobKind.ANSWER:
+            self.bytes_received += len(message.data)
+            question = self._questions.get(message.session)
+            if question is not None and not question.done.done():
+                self._take(question, message)
+
+    def closed(self, error: MeshError | None) -> None:
+        """Nothing will come any more."""
+        self._fail_all(error or LinkLost("The other node closed the link.", fix="Ask another."))
+
+    def _take(self, question: _Question, blob: Blob) -> None:
+        fits = question.length in (None, blob.length) and blob.offset == len(question.data)
+        if not fits or blob.length > question.limit or (not blob.data and blob.length > 0):
+            _fail(question, TransferFailed("It answered what was not asked.", fix="Ask another."))
+            return
+        question.length = blob.length
+        question.data += blob.data
+        if len(question.data) == blob.length:
+            question.done.set_result(question.data)
+
+    def _fail_all(self, error: MeshError) -> None:
+        self._error = error
+        for question in self._questions.values():
+            _fail(question, error)
+
+
+class Peer:
+    """Another node as a `Source` of one checkpoint."""
+
+    def __init__(self, name: str, link: WeightsLink, sha256: str) -> None:
+        self.name = name
+        self.link = link
+        self._sha256 = sha256
+
+    async def read(self, tensor: str, start: int, stop: int) -> bytes | bytearray:
+        """See `Source`; fewer bytes than were asked for are an error."""
+        data = await self.link.ask(self._sha256, Part.TENSOR, tensor, start, stop)
+        if len(data) != stop - start:
+            raise TransferFailed(
+                f"{self.name} gave {len(data)} bytes where {stop - start} were asked for.",
+                fix="It is asked of another node.",
+            )
+        return data
+
+    def close(self) -> None:
+        """See `Source`."""
+        self.link.close("the fetch has ended")
+
+
+def _fail(question: _Question, error: MeshError) -> None:
+    if not question.done.done():
+        question.done.set_exception(error)
+        question.done.exception()  # who asked may be gone

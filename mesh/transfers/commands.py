@@ -1,0 +1,168 @@
+"""What the fetcher is told and what it answers (see `mesh.processes.messages`). Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mesh.errors import MeshError
+from mesh.processes.messages import Message, Start
+from mesh.transfers.hub import HubSettings
+from mesh.transfers.meter import SourceBytes
+from mesh.transfers.shelf import Holding
+from mesh.types import Endpoint, LayerRange, ModelId, NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A checkpoint in a directory that is not the fetcher's own."""
+
+    model_id: ModelId
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class PeerHolding:
+    """What another node advertises of one checkpoint, and where it is asked.
+
+    `weights_sha256` is '' while it fetches it from the hub (`origin`), as the hash is not known
+    before the end of that.
+    """
+
+    node: NodeId
+    node_name: str
+    endpoint: Endpoint
+    model_id: ModelId
+    weights_sha256: str
+    total_layers: int
+    layers: tuple[LayerRange, ...]
+    ends: bool
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A fetch under way, as people are told. `state` is ``waiting``, ``looking``, ``fetching`` or
+    ``hub``; `eta_s` None while nothing comes."""
+
+    id: str
+    model_id: str
+    weights_sha256: str
+    state: str
+    done_bytes: int
+    total_bytes: int
+    bytes_per_s: float
+    eta_s: float | None
+    sources: tuple[SourceBytes, ...]
+    note: str = ""
+
+
+# Commands
+
+NICE = 15
+
+
+class StartFetcher(Start, frozen=True):
+    """Listen, at `listen_port` or, if it is 0, at a free one; see what is there.
+
+    `models` are served from where they are, what is fetched lies below `models_dir`. Weights flow
+    at `bytes_per_s` at most in each direction; 0: as fast as they can. `nice` is the process's
+    niceness, and `patience_s` how long somebody who has what is missing is waited for.
+    """
+
+    listen_host: str
+    models: tuple[Model, ...]
+    models_dir: Path
+    cache_dir: Path
+    listen_port: int = 0
+    interfaces: tuple[str, ...] | None = None
+    bytes_per_s: float = 0.0
+    patience_s: float = 60.0
+    nice: int = NICE
+
+
+class Ensure(Message, frozen=True):
+    """Have these layers (None: everything) and perhaps the ends of a checkpoint on this disk.
+
+    What nobody in the hearth has comes from the `hub`, if it is known from where.
+    """
+
+    id: str
+    model_id: ModelId
+    weights_sha256: str
+    layers: tuple[LayerRange, ...] | None
+    ends: bool
+    hub: HubSettings | None = None
+
+
+class Pull(Message, frozen=True):
+    """The same for a repository of the hub, whose hashes need not be known: if they are not, all of
+    it is read once. What is not wanted of that is kept for others unless it is to `drop`."""
+
+    id: str
+    repository: str
+    revision: str
+    layers: tuple[LayerRange, ...] | None
+    ends: bool
+    hub: HubSettings
+    drop: bool = False
+
+
+class Peers(Message, frozen=True):
+    """All that other nodes advertise now; replaces what was said before. `neighbours` counts the
+    nodes that are up, whether they have anything or not."""
+
+    peers: tuple[PeerHolding, ...]
+    neighbours: int = 0
+
+
+class Offer(Message, frozen=True):
+    """Serve this as well."""
+
+    model: Model
+
+
+class Remove(Message, frozen=True):
+    """Delete a checkpoint that was fetched. Answered with `Done`."""
+
+    id: str
+    directory: Path
+
+
+# Answers
+
+
+class FetcherListening(Message, frozen=True):
+    """The process is ready."""
+
+    port: int
+
+
+class Holds(Message, frozen=True):
+    """What is here now; said again whenever it changes."""
+
+    holdings: tuple[Holding, ...]
+
+
+class Moves(Message, frozen=True):
+    """The fetches under way, and the bytes sent to others since the start."""
+
+    transfers: tuple[Transfer, ...]
+    sent_bytes: int
+
+
+class Done(Message, frozen=True):
+    """What was asked for under this id is done, or `error` says why not."""
+
+    id: str
+    directory: Path | None = None
+    error: MeshError | None = None
+
+
+class Lied(Message, frozen=True):
+    """A node gave bytes that are not those of the tensor; it is not asked again."""
+
+    node: NodeId
+    node_name: str
+    weights_sha256: str
+    tensor: str

@@ -1,0 +1,236 @@
+"""The fetches of this node: for each checkpoint one at a time, others of it wait for their turn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mesh.errors import Busy, MeshError
+from mesh.models.manifest import read_manifest
+from mesh.models.partial import RECORD, partial_directory, read_record
+from mesh.processes.tasks import end, spawn
+from mesh.transfers.commands import Ensure, Lied, PeerHolding, Transfer
+from mesh.transfers.fetching import Fetch, Wanted
+from mesh.transfers.meter import Meter
+from mesh.transfers.pacing import Pace
+from mesh.transfers.peers import Dial, PeerSources, nobody, prepare
+from mesh.transfers.shelf import Kept, Shelf
+from mesh.types import NodeId
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_S = 1.0
+
+FromOutside = Callable[[Ensure, Fetch], Coroutine[Any, Any, None]]
+
+
+@dataclass(slots=True)
+class _Running:
+    order: Ensure
+    state: str = "waiting"
+    note: str = ""
+    fetch: Fetch | None = None
+    sources: PeerSources | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FetchSettings:
+    """`patience_s` is how long somebody who has what is missing is waited for."""
+
+    models_dir: Path
+    patience_s: float = 60.0
+
+
+class Fetches:
+    """`ensure` what is wanted; `update` says who has what. Use on one event loop."""
+
+    def __init__(
+        self,
+        settings: FetchSettings,
+        shelf: Shelf,
+        dial: Dial,
+        pace: Pace,
+        on_lie: Callable[[Lied], None] = lambda lie: None,
+    ) -> None:
+        self._settings = settings
+        self._shelf = shelf
+        self._dial = dial
+        self._pace = pace
+        self._on_lie = on_lie
+        self._peers: tuple[PeerHolding, ...] = ()
+        self.neighbours = 0
+        """How many other nodes are up."""
+        self.outside: FromOutside | None = None
+        """What gives a fetch that runs whatever no peer has, from where the origin says."""
+        self._changed = asyncio.Event()
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._running: dict[str, _Running] = {}
+        self._liars: set[tuple[NodeId, str]] = set()
+
+    def update(self, peers: Sequence[PeerHolding], neighbours: int = 0) -> None:
+        """All that other nodes advertise now, and how many are up."""
+        self._peers, self.neighbours = tuple(peers), neighbours
+        self._changed.set()
+        self._changed = asyncio.Event()
+        for running in self._running.values():
+            if running.sources is not None:
+                running.sources.update(self._having(running.order.weights_sha256))
+
+    @property
+    def peers(self) -> tuple[PeerHolding, ...]:
+        """All that other nodes advertise now."""
+        return self._peers
+
+    async def news(self, timeout_s: float) -> None:
+        """Until others advertise something else, or so long."""
+        changed = self._changed
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await changed.wait()
+
+    def keep_only(self, members: frozenset[NodeId]) -> None:
+        """Ask nobody else."""
+        self.update([peer for peer in self._peers if peer.node in members], self.neighbours)
+
+    def is_fetching(self, directory: Path) -> bool:
+        """Whether something is being written there."""
+        return any(
+            running.fetch is not None and running.fetch.directory == directory
+            for running in self._running.values()
+        )
+
+    async def ensure(self, order: Ensure) -> Path:
+        """The directory in which what is wanted is, once it is.
+
+        Raises TransferFailed when nobody has it, DiskFull, BadCheckpoint.
+        """
+        running = self._running[order.id] = _Running(order)
+        turn = self._turns.setdefault(order.weights_sha256, asyncio.Lock())
+        try:
+            async with turn:
+                return await self._fetch(running)
+        finally:
+            del self._running[order.id]
+
+    def rows(self) -> list[Transfer]:
+        """What is under way."""
+        now = asyncio.get_running_loop().time()
+        return [_row(running, now) for running in self._running.values()]
+
+    # Private
+
+    async def _fetch(self, running: _Running) -> Path:
+        order, wanted = running.order, Wanted(running.order.layers, running.order.ends)
+        here = await asyncio.to_thread(self._here, order.weights_sha256, wanted)
+        if here is not None:
+            return here
+        own = self._shelf.own(order.weights_sha256)
+        models_dir = self._settings.models_dir
+        directory = own or partial_directory(models_dir, order.model_id, order.weights_sha256)
+        running.state = "looking"
+        if not (directory / RECORD).exists():
+            await self._prepare(running, directory)
+        while True:
+            fetch = running.fetch = Fetch(
+                directory, wanted, self._shelf, self._pace,
+                patience_s=self._settings.patience_s,
+                on_lie=lambda node, tensor: self._lied(order, NodeId(node), tensor),
+            )  # fmt: skip
+            try:
+                async with self._asking(running, fetch):
+                    await fetch.run()
+            except Busy as error:
+                # Another node of this user: what it fetches is there for this one as well.
+                running.state, running.note = "waiting", error.message
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                return directory
+
+    @asynccontextmanager
+    async def _asking(self, running: _Running, fetch: Fetch) -> AsyncIterator[None]:
+        sha256 = running.order.weights_sha256
+        sources = running.sources = PeerSources(sha256, fetch, self._dial)
+        sources.update(self._having(sha256))
+        running.state, running.note = "fetching", ""
+        tasks = []
+        if self.outside is not None and running.order.hub is not None:
+            tasks.append(spawn(self.outside(running.order, fetch), "ask the hub"))
+        try:
+            yield
+        finally:
+            running.fetch = running.sources = None
+            await end(tasks)
+            await sources.close()
+
+    async def _prepare(self, running: _Running, directory: Path) -> None:
+        """Have one of the peers say what the checkpoint is."""
+        sha256, errors = running.order.weights_sha256, dict[str, str]()
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self._settings.patience_s
+        while True:
+            for peer in self._having(sha256):
+                try:
+                    await prepare(directory, sha256, peer, self._dial)
+                except MeshError as error:
+                    errors[peer.node_name] = error.message
+                    logger.info("peer=%s does not say: %s", peer.node_name, error)
+                else:
+                    return
+            if loop.time() > give_up_at:
+                raise nobody(running.order.model_id, errors)
+            running.note = "no node that is up has it" if not errors else ""
+            await self.news(_AGAIN_S)
+
+    def _here(self, sha256: str, wanted: Wanted) -> Path | None:
+        """Where all of it lies already."""
+        for kept in self._shelf.of(sha256):
+            if kept.names.issuperset(wanted.names(kept.manifest)):
+                return kept.manifest.directory
+        return None
+
+    def _having(self, sha256: str) -> list[PeerHolding]:
+        return [
+            peer
+            for peer in self._peers
+            if peer.weights_sha256 == sha256 and (peer.node, sha256) not in self._liars
+        ]
+
+    def _lied(self, order: Ensure, node: NodeId, tensor: str) -> None:
+        self._liars.add((node, order.weights_sha256))
+        name = next((peer.node_name for peer in self._peers if peer.node == node), node)
+        self._on_lie(Lied(node, name, order.weights_sha256, tensor))
+
+
+def scan(models_dir: Path) -> list[Kept]:
+    """The partial checkpoints below a directory; those that cannot be used are said. Blocks."""
+    found = []
+    for file in sorted(models_dir.glob(f"*/{RECORD}")):
+        try:
+            found.append(kept_in(file.parent))
+        except MeshError as error:
+            logger.warning("%s is not served: %s", file.parent, error)
+    return found
+
+
+def kept_in(directory: Path) -> Kept:
+    """A partial checkpoint as it is on the disk. Raises BadCheckpoint. Blocks."""
+    manifest = read_manifest(directory)
+    complete = frozenset(name for name, entry in manifest.tensors.items() if entry.present)
+    return Kept(manifest, read_record(directory).origin, complete)
+
+
+def _row(running: _Running, now: float) -> Transfer:
+    order, meter = running.order, Meter()
+    if running.fetch is not None:
+        running.fetch.count()
+        meter = running.fetch.meter
+    eta_s = meter.eta_s(now)
+    return Transfer(
+        order.id, order.model_id, order.weights_sha256, running.state, meter.done, meter.total,
+        meter.rate(now), eta_s, tuple(meter.sources(now)), running.note,
+    )  # fmt: skip

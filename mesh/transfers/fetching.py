@@ -1,0 +1,296 @@
+"""Fetch some tensors of one checkpoint from whoever has them, into a partial checkpoint here.
+
+Sources come and go while it runs. One that fails is left alone for a while and tried again; one
+whose bytes were wrong is named and never asked again. What arrives is on the shelf, for others to
+take, as soon as it is verified and on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mesh.errors import InternalError, MeshError, TransferFailed, as_mesh_error
+from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.partial import PIECE_BYTES
+from mesh.models.partial_writer import Outcome, PartialWriter, pieces_of
+from mesh.processes.tasks import end, spawn
+from mesh.transfers.asking import Source
+from mesh.transfers.documents import wanted_tensors
+from mesh.transfers.meter import Meter
+from mesh.transfers.pacing import Pace
+from mesh.transfers.planner import Piece, Plan
+from mesh.transfers.shelf import Kept, Shelf
+from mesh.types import LayerRange
+
+logger = logging.getLogger(__name__)
+
+_TELL_EVERY_S = 1.0
+"""What is verified is flushed, and told to others, so often."""
+_MAX_PIECES = 8
+"""Pieces in memory, on their way in or to the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What of a checkpoint: these layers and perhaps the ends; None stands for all there is."""
+
+    layers: tuple[LayerRange, ...] | None
+    ends: bool = True
+
+    def names(self, manifest: Manifest) -> list[str]:
+        """The tensors. Raises BadCheckpoint for layers that the model does not have."""
+        return wanted_tensors(manifest, self.layers, ends=self.ends)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A source, and the questions to it that are under way."""
+
+    source: Source
+    on_error: Callable[[MeshError], None]
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class Fetch:
+    """One run; `join` and `leave` say who can be asked. Use on one event loop.
+
+    `on_lie` hears the source whose bytes were wrong and the tensor. Raises TransferFailed when
+    nobody has what is missing for `patience_s`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        wanted: Wanted,
+        shelf: Shelf,
+        pace: Pace,
+        *,
+        patience_s: float = 60.0,
+        on_lie: Callable[[str, str], None] = lambda source, tensor: None,
+    ) -> None:
+        self.directory = directory
+        self.meter = Meter()
+        self._wanted = wanted
+        self._shelf = shelf
+        self._pace = pace
+        self._patience_s = patience_s
+        self._on_lie = on_lie
+        self._asked: dict[str, _Asked] = {}
+        self._early: dict[str, tuple[_Asked, frozenset[str], bool]] = {}
+        self._plan: Plan | None = None
+        self._writer: PartialWriter | None = None
+        self._manifest: Manifest | None = None
+        self._error: MeshError | None = None
+        self._changed = asyncio.Event()
+        self._room = asyncio.Semaphore(_MAX_PIECES)
+        self._keeping: set[asyncio.Task[None]] = set()
+
+    @property
+    def liars(self) -> frozenset[str]:
+        """The sources that are not asked again."""
+        return frozenset() if self._plan is None else frozenset(self._plan.liars)
+
+    @property
+    def lacking(self) -> list[str]:
+        """The tensors that are missing and that no peer has."""
+        return [] if self._plan is None else self._plan.lacking()
+
+    def join(
+        self,
+        name: str,
+        source: Source,
+        holds: frozenset[str],
+        on_error: Callable[[MeshError], None],
+        *,
+        is_spared: bool = False,
+    ) -> None:
+        """A source that has these tensors; `on_error` hears once why it is not used any more."""
+        asked = _Asked(source, on_error)
+        if self._plan is None:
+            self._early[name] = (asked, holds, is_spared)
+            return
+        self._asked[name] = asked
+        self._plan.join(name, holds, is_spared=is_spared)
+        self._dispatch()
+
+    def learn(self, name: str, holds: frozenset[str]) -> None:
+        """A source has other tensors now."""
+        if self._plan is not None and name in self._asked:
+            self._plan.join(name, holds)
+            self._dispatch()
+
+    def leave(self, name: str) -> None:
+        """A source is gone."""
+        self._early.pop(name, None)
+        asked = self._asked.pop(name, None)
+        if asked is not None:
+            for task in asked.tasks:
+                task.cancel()
+            asked.source.close()
+        if self._plan is not None:
+            self._plan.leave(name)
+            self._dispatch()
+
+    async def run(self) -> None:
+        """Until all that is wanted is here, verified and on the disk.
+
+        Raises TransferFailed, DiskFull, BadCheckpoint, Busy while another process writes there.
+        """
+        writer = self._writer = await asyncio.to_thread(PartialWriter, self.directory)
+        try:
+            manifest = self._manifest = await asyncio.to_thread(read_manifest, self.directory)
+            plan = self._plan = await asyncio.to_thread(_plan_for, writer, manifest, self._wanted)
+            self.meter.total = self._total(manifest)
+            early, self._early = self._early, {}
+            for name, (asked, holds, is_spared) in early.items():
+                self.join(name, asked.source, holds, asked.on_error, is_spared=is_spared)
+            await self._until_done(plan, writer)
+        finally:
+            for name in list(self._asked):
+                self.leave(name)
+            await end(self._keeping)
+            await asyncio.to_thread(writer.close)
+            self._put_on_shelf()
+
+    def count(self) -> None:
+        """Bring `meter` up to date."""
+        if self._plan is not None:
+            self.meter.done = max(0, self.meter.total - self._plan.left_bytes)
+
+    # Private
+
+    def _total(self, manifest: Manifest) -> int:
+        return sum(manifest.tensors[name].nbytes for name in self._wanted.names(manifest))
+
+    async def _until_done(self, plan: Plan, writer: PartialWriter) -> None:
+        loop = asyncio.get_running_loop()
+        helped_at = told_at = loop.time()
+        while not plan.is_done:
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TELL_EVERY_S):
+                    await self._changed.wait()
+            if self._error is not None:
+                raise self._error
+            if loop.time() - told_at >= _TELL_EVERY_S or plan.is_done:
+                await asyncio.to_thread(writer.commit)
+                self._put_on_shelf()
+                told_at = loop.time()
+            unheld = plan.unheld()
+            if len(unheld) == 0 or any(asked.tasks for asked in self._asked.values()):
+                helped_at = loop.time()
+            elif loop.time() - helped_at > self._patience_s:
+                raise TransferFailed(
+                    f"No node that is up has {len(unheld)} of the tensors that are missing,"
+                    f" {unheld[0]} among them.",
+                    fix="Start the node that has them, or pull the model from the hub. What was"
+                    " fetched is kept.",
+                )
+
+    def _put_on_shelf(self) -> None:
+        if self._writer is not None and self._manifest is not None:
+            kept = Kept(
+                self._manifest, self._writer.record.origin, frozenset(self._writer.complete)
+            )
+            before = self._shelf.at(self.directory)
+            if before is None or before.complete != kept.complete:
+                self._shelf.put(kept)
+
+    def _dispatch(self) -> None:
+        """Ask everybody who has time."""
+        self._changed.set()
+        if self._plan is None:
+            return
+        for name, asked in list(self._asked.items()):
+            while (piece := self._plan.next(name)) is not None:
+                task = spawn(self._ask(name, asked, piece), f"fetch {piece.tensor}")
+                asked.tasks.add(task)
+                task.add_done_callback(asked.tasks.discard)
+
+    async def _ask(self, name: str, asked: _Asked, piece: Piece) -> None:
+        async with self._room:
+            data = await self._read(name, asked, piece)
+            if data is None:
+                return
+            # Whoever gave it may be sent away meanwhile: what came is dealt with all the same.
+            keeping = spawn(self._keep(piece, data), f"keep {piece.tensor}")
+            self._keeping.add(keeping)
+            keeping.add_done_callback(self._keeping.discard)
+            self._dispatch()
+            await asyncio.shield(keeping)
+
+    async def _read(self, name: str, asked: _Asked, piece: Piece) -> bytes | bytearray | None:
+        """The bytes, when they are news."""
+        loop = asyncio.get_running_loop()
+        try:
+            await self._pace.take(piece.size)
+            began = loop.time()
+            data = await as_mesh_error(
+                asked.source.read(piece.tensor, piece.start, piece.stop), "fetching", _unforeseen
+            )
+        except MeshError as error:
+            if self._asked.get(name) is asked:
+                self._asked.pop(name)
+                self._leave_plan(name)
+                asked.source.close()
+                asked.on_error(error)
+            return None
+        assert self._plan is not None  # noqa: S101 - whoever asks has one
+        is_news = self._plan.arrived(name, piece, loop.time() - began)
+        self.meter.arrived(name, asked.source.name, len(data), loop.time())
+        if not is_news:
+            self._dispatch()
+        return data if is_news else None
+
+    def _leave_plan(self, name: str) -> None:
+        """What it had in hand goes to the others."""
+        if self._plan is not None:
+            self._plan.leave(name)
+        self._dispatch()
+
+    async def _keep(self, piece: Piece, data: bytes | bytearray) -> None:
+        try:
+            await as_mesh_error(self._put(piece, data), "keeping weights", _unforeseen)
+        except MeshError as error:
+            self._error = self._error or error
+        self._dispatch()
+
+    async def _put(self, piece: Piece, data: bytes | bytearray) -> None:
+        assert self._plan is not None  # noqa: S101 - as above
+        assert self._writer is not None  # noqa: S101 - as above
+        outcome = await asyncio.to_thread(self._writer.put, piece.tensor, piece.start, data)
+        if outcome is Outcome.WRONG:
+            self._expel(self._plan.wrong(piece.tensor), piece.tensor)
+        elif outcome is Outcome.COMPLETE:
+            differing = await asyncio.to_thread(self._writer.differing, piece.tensor)
+            starts = [index * PIECE_BYTES for index in differing]
+            self._expel(self._plan.right(piece.tensor, starts), piece.tensor)
+
+    def _expel(self, liars: set[str], tensor: str) -> None:
+        for name in liars:
+            logger.error("source=%s gave wrong bytes of %s; it is not asked again", name, tensor)
+            self._on_lie(name, tensor)
+            self.leave(name)
+
+
+def _plan_for(writer: PartialWriter, manifest: Manifest, wanted: Wanted) -> Plan:
+    """What is missing; tensors whose pieces are all here from before are verified first. Blocks."""
+    names = wanted.names(manifest)
+    writer.require_room(names)
+    missing: dict[str, tuple[list[Piece], list[Piece]]] = {}
+    for name in names:
+        left = writer.missing(name)
+        if not left and writer.settle(name) is Outcome.COMPLETE:
+            continue
+        pieces = [Piece(name, *place) for place in pieces_of(manifest.tensors[name].nbytes)]
+        missing[name] = (pieces, [Piece(name, *place) for place in left] or pieces)
+    return Plan(missing)
+
+
+def _unforeseen(error: Exception) -> MeshError:
+    return InternalError(f"The fetch failed: {error}.", fix="See the log.")

@@ -1,0 +1,165 @@
+"""The peers that a fetch asks: links to those that advertise the checkpoint, kept and renewed.
+
+What a peer says of a checkpoint is believed as far as its hashes prove it, see `documents`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mesh.errors import BadCheckpoint, MeshError, TransferFailed
+from mesh.models.manifest import read_manifest
+from mesh.models.partial import PartialRecord
+from mesh.models.partial_draft import SparseFile, create_partial
+from mesh.processes.tasks import end, spawn
+from mesh.transfers import documents
+from mesh.transfers.asking import Peer, WeightsLink
+from mesh.transfers.commands import PeerHolding
+from mesh.transfers.documents import Document
+from mesh.transfers.fetching import Fetch
+from mesh.types import NodeId
+from mesh.wire.messages import Part
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+Dial = Callable[[PeerHolding], Awaitable[WeightsLink]]
+"""A link to the node; raises ConnectFailed and its kin, UntrustedPeer when another one answers."""
+
+
+async def prepare(directory: Path, sha256: str, peer: PeerHolding, dial: Dial) -> None:
+    """Make the partial checkpoint, without a tensor, from what this peer says of it.
+
+    Raises BadCheckpoint for what is not the checkpoint, and what the link raises.
+    """
+    link = await dial(peer)
+    try:
+        document = await _document(link, sha256)
+        small = {file.name: await _small(link, sha256, file) for file in document.small}
+        sparse = {
+            file.name: SparseFile(
+                bytes(await link.ask(sha256, Part.HEADER, file.name, 0, file.header)), file.size
+            )
+            for file in document.weights
+        }
+    finally:
+        link.close("it is known now what there is")
+    await asyncio.to_thread(_create, directory, document, sparse, small)
+
+
+def _create(
+    directory: Path, document: Document, sparse: dict[str, SparseFile], small: dict[str, bytes]
+) -> None:
+    tensors = {each.name: each.sha256 for each in document.tensors}
+    record = PartialRecord(1, document.model_id, document.weights_sha256, document.origin, tensors)
+    create_partial(directory, record, sparse, small)
+    try:
+        read_manifest(directory)
+    except BadCheckpoint:
+        shutil.rmtree(directory, ignore_errors=True)  # else it would be taken for what it is not
+        raise
+
+
+async def _document(link: WeightsLink, sha256: str) -> Document:
+    text = await link.document(sha256)
+    return await asyncio.to_thread(documents.decode, text, sha256)
+
+
+async def _small(link: WeightsLink, sha256: str, file: documents.SmallFile) -> bytes:
+    data = bytes(await link.ask(sha256, Part.FILE, file.name, 0, file.size))
+    if hashlib.sha256(data).hexdigest() != file.sha256:
+        raise BadCheckpoint(f"{file.name} is not what was said of it.", fix="Ask another node.")
+    return data
+
+
+class PeerSources:
+    """Feeds a fetch with those who have what it wants; `update`, then `close`."""
+
+    def __init__(self, sha256: str, fetch: Fetch, dial: Dial) -> None:
+        self._sha256 = sha256
+        self._fetch = fetch
+        self._dial = dial
+        self._peers: dict[NodeId, PeerHolding] = {}
+        self._news: dict[NodeId, asyncio.Event] = {}
+        self._tasks: dict[NodeId, asyncio.Task[None]] = {}
+        self.errors: dict[str, str] = {}
+        """Why peers are not asked now, by their names."""
+
+    def update(self, peers: Sequence[PeerHolding]) -> None:
+        """These advertise something of the checkpoint now, and nobody else does."""
+        now = {peer.node: peer for peer in peers if peer.weights_sha256 == self._sha256}
+        for node in self._peers.keys() - now.keys():
+            self._tasks.pop(node).cancel()
+            self._fetch.leave(node)
+        for node, peer in now.items():
+            if node not in self._tasks:
+                self._peers[node], self._news[node] = peer, asyncio.Event()
+                self._tasks[node] = spawn(self._use(node), f"fetch from {peer.node_name}")
+            elif peer != self._peers[node]:
+                self._peers[node] = peer
+                self._news[node].set()
+        self._peers = now
+
+    async def close(self) -> None:
+        """Ask nobody any more."""
+        await end(self._tasks.values())
+        for node in self._tasks:
+            self._fetch.leave(node)
+        self._tasks.clear()
+
+    async def _use(self, node: NodeId) -> None:
+        failures = 0
+        while node not in self._fetch.liars:
+            name = self._peers[node].node_name
+            try:
+                await self._stay(node)
+                failures = 0
+            except MeshError as error:
+                self._fetch.leave(node)
+                self.errors[name] = error.message
+                logger.info("peer=%s gives no weights now: %s", name, error)
+            await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
+            failures += 1
+
+    async def _stay(self, node: NodeId) -> None:
+        """Be linked to it until it fails, which is raised."""
+        peer, news = self._peers[node], self._news[node]
+        link = await self._dial(peer)
+        try:
+            document = await _document(link, self._sha256)
+            failed: asyncio.Future[MeshError] = asyncio.get_running_loop().create_future()
+
+            def on_error(error: MeshError) -> None:
+                if not failed.done():
+                    failed.set_result(error)
+
+            source = Peer(peer.node_name, link, self._sha256)
+            self._fetch.join(node, source, document.here, on_error)
+            self.errors.pop(peer.node_name, None)
+            while True:
+                told: asyncio.Future[Any] = asyncio.ensure_future(news.wait())
+                either: list[asyncio.Future[Any]] = [told, failed]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                told.cancel()
+                if failed.done():
+                    raise failed.result()
+                news.clear()
+                self._fetch.learn(node, (await _document(link, self._sha256)).here)
+        finally:
+            link.close("the fetch has ended")
+
+
+def nobody(model: str, errors: dict[str, str]) -> TransferFailed:
+    """The error of a fetch that found no peer to ask."""
+    tried = "".join(f" {name}: {why}" for name, why in errors.items())
+    return TransferFailed(
+        f"No node that is up can give {model}.{tried}",
+        fix="Start a node that has it, or pull it from the hub.",
+    )

@@ -1,0 +1,326 @@
+"""The fetcher: ``python -m mesh.transfers.process``, one per node, started by the daemon.
+
+Serves weights to trusted members and fetches those that this node needs, so that the daemon's loop
+sees no byte of them. It runs at the lowest priority: whoever computes goes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import shutil
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from mesh.accounts import allowances
+from mesh.accounts.ledger import ResourceLedger
+from mesh.clock import SystemClock, next_tick
+from mesh.discovery.interfaces import Reach
+from mesh.errors import (
+    BadCheckpoint,
+    BadRequest,
+    ConnectFailed,
+    InternalError,
+    MeshError,
+    ModelInUse,
+    ModelNotFound,
+    UntrustedPeer,
+    as_mesh_error,
+)
+from mesh.identity.tls import require_node
+from mesh.models.hub_cache import hub_snapshot
+from mesh.models.manifest import read_manifest
+from mesh.models.partial import RECORD, read_partial
+from mesh.processes.messages import Cancel, Failed, Handlers
+from mesh.processes.worker import Daemon, Worker
+from mesh.transfers.asking import WeightsLink
+from mesh.transfers.commands import (
+    Done,
+    Ensure,
+    FetcherListening,
+    Holds,
+    Model,
+    Moves,
+    Offer,
+    PeerHolding,
+    Peers,
+    Pull,
+    Remove,
+    StartFetcher,
+    Transfer,
+)
+from mesh.transfers.fetches import Fetches, FetchSettings, scan
+from mesh.transfers.outside import Claims, Outside
+from mesh.transfers.pacing import Pace, yield_to_others
+from mesh.transfers.serving import WeightsServer
+from mesh.transfers.shelf import Kept, Shelf
+from mesh.types import NodeId
+from mesh.wire.connection import WebSocketLink
+from mesh.wire.limits import WEIGHTS_LIMITS
+from mesh.wire.link import LinkHandler
+from mesh.wire.websocket import LinkServer, connect, serve
+
+logger = logging.getLogger(__name__)
+
+_TELL_S = 0.5
+_CONNECT_S = 5.0
+MAX_ORDERS = 64
+"""Fetches that run or wait at the same time; more are refused."""
+
+
+class FetcherProcess(Worker):
+    """What this node has of weights, for others and from others."""
+
+    def __init__(self, *, daemon: Daemon | None = None) -> None:
+        super().__init__(daemon)
+        self._shelf = Shelf()
+        self._start_command: StartFetcher | None = None
+        self._listener: LinkServer | None = None
+        self._accounts = ResourceLedger(SystemClock(), allowances.LINKS)
+        self._serving_pace, self._fetching_pace = Pace(), Pace()
+        self._fetches: Fetches | None = None
+        self._outside: Outside | None = None
+        self._peers = Peers(())
+        self._orders: dict[str, asyncio.Task[None]] = {}
+        self._moves: Moves | None = None
+        self._holds: Holds | None = None
+        self._holds_of = -1
+        self._sent_bytes = 0
+
+    def commands(self) -> Handlers:
+        """See `Worker`."""
+        return {
+            StartFetcher: self._begin,
+            Ensure: self._ensure,
+            Pull: self._pull,
+            Peers: self._hear,
+            Offer: self._offer,
+            Remove: self._remove,
+            Cancel: self._cancel,
+        }
+
+    async def close(self) -> None:
+        """See `Worker`."""
+        if self._listener is not None:
+            await self._listener.close()
+
+    # Commands
+
+    def _begin(self, command: StartFetcher) -> None:
+        self.spawn(self._start(command), "start the fetcher")
+
+    async def _start(self, command: StartFetcher) -> None:
+        self._start_command = command
+        yield_to_others(command.nice)
+        rate = command.bytes_per_s or math.inf
+        self._serving_pace.bytes_per_s = self._fetching_pace.bytes_per_s = rate
+        try:
+            await as_mesh_error(self._listen(command), "starting the fetcher", _unforeseen)
+        except MeshError as error:
+            self.say(Failed(error))
+            self.end_failed(error)
+            return
+        settings = FetchSettings(command.models_dir, command.patience_s)
+        self._fetches = Fetches(settings, self._shelf, self._dial, self._fetching_pace, self.say)
+        self._fetches.update(self._peers.peers, self._peers.neighbours)
+        claims = Claims(NodeId(command.hello.node_id), self._shelf, self._fetches)
+        self._outside = Outside(
+            command.models_dir, self._shelf, self._fetches, claims, self._fetching_pace
+        )
+        self._fetches.outside = self._outside.feed
+        for model in command.models:
+            await self._add(model)
+        for kept in await asyncio.to_thread(scan, command.models_dir):
+            self._shelf.put(kept)
+        assert self._listener is not None  # noqa: S101 - it listens
+        await self._tell_holdings()
+        self.say(FetcherListening(self._listener.port))
+        self.keep(self._report(), "tell what is here")
+
+    async def _listen(self, command: StartFetcher) -> None:
+        tls = await self.members.open(command.tls)
+        host = command.listen_host
+        interfaces = [host] if command.interfaces is None else command.interfaces
+        self._listener = await serve(
+            Reach.of(interfaces, host) or host,
+            command.listen_port,
+            accept=self._accept,
+            hello=command.hello,
+            limits=replace(WEIGHTS_LIMITS, accounts=self._accounts),
+            ssl=tls.server,
+        )
+        await self.follow_members(self._keep_only)
+
+    def _ensure(self, order: Ensure) -> None:
+        if self._fetches is None:
+            self._refuse(order.id, BadRequest("The fetcher has not started.", fix="Wait."))
+        else:
+            self._obey(order.id, self._fetches.ensure(order))
+
+    def _pull(self, order: Pull) -> None:
+        if self._outside is None:
+            self._refuse(order.id, BadRequest("The fetcher has not started.", fix="Wait."))
+        else:
+            self._obey(order.id, self._outside.pull(order))
+
+    def _hear(self, command: Peers) -> None:
+        self._peers = command
+        if self._fetches is not None:
+            self._fetches.update(command.peers, command.neighbours)
+
+    def _offer(self, command: Offer) -> None:
+        self.spawn(self._add(command.model), f"offer {command.model.model_id}")
+
+    def _remove(self, command: Remove) -> None:
+        self._obey(command.id, self._delete(command.directory))
+
+    def _cancel(self, command: Cancel) -> None:
+        if (task := self._orders.get(command.id)) is not None:
+            task.cancel()
+
+    def _obey(self, name: str, work: Coroutine[Any, Any, Path]) -> None:
+        if len(self._orders) >= MAX_ORDERS:
+            work.close()
+            self._refuse(name, BadRequest("Too many fetches at once.", fix="Wait for some."))
+            return
+        task = self._orders[name] = self.spawn(self._answer(name, work), f"order {name}")
+        task.add_done_callback(lambda _: self._orders.pop(name, None))
+
+    async def _answer(self, name: str, work: Coroutine[Any, Any, Path]) -> None:
+        try:
+            directory = await as_mesh_error(work, "a fetch", _unforeseen)
+        except MeshError as error:
+            self._refuse(name, error)
+        else:
+            await self._tell_holdings()
+            self.say(Done(name, directory))
+
+    def _refuse(self, name: str, error: MeshError) -> None:
+        self.say(Done(name, None, error))
+
+    async def _delete(self, directory: Path) -> Path:
+        start, fetches = self._start_command, self._fetches
+        if start is None or fetches is None or directory.parent != start.models_dir:
+            raise ModelInUse(
+                f"{directory} was not put there by hearthnet.",
+                fix="Delete it yourself, once no node serves it.",
+            )
+        if not (directory / RECORD).exists():
+            raise ModelNotFound(f"{directory} holds no model.", fix="See `hearthnet list`.")
+        if fetches.is_fetching(directory):
+            raise ModelInUse(f"{directory} is being fetched.", fix="Wait until that has ended.")
+        self._shelf.remove(directory)
+        # The record goes first: what is left when this is cut short is not taken for a model.
+        await asyncio.to_thread((directory / RECORD).unlink)
+        await asyncio.to_thread(shutil.rmtree, directory)
+        return directory
+
+    # What is here
+
+    async def _add(self, model: Model) -> None:
+        assert self._start_command is not None  # noqa: S101 - models are named after the start
+        cache_dir = self._start_command.cache_dir
+        try:
+            self._shelf.put(await asyncio.to_thread(_kept, model, cache_dir))
+        except MeshError as error:
+            logger.warning("model=%s is not served to others: %s", model.model_id, error)
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(next_tick(_TELL_S) - asyncio.get_running_loop().time())
+            await self._tell_holdings()
+            rows = self._rows()
+            moves = Moves(rows, self._sent_bytes)
+            if rows or moves != self._moves:
+                self.say(moves)
+                self._moves = moves
+
+    async def _tell_holdings(self) -> None:
+        if self._holds_of == self._shelf.version:
+            return
+        self._holds_of = self._shelf.version
+        holds = Holds(tuple(await asyncio.to_thread(self._shelf.holdings)))
+        if holds != self._holds:
+            self.say(holds)
+            self._holds = holds
+
+    def _rows(self) -> tuple[Transfer, ...]:
+        """A pull that is a fetch by now is told as that."""
+        fetching = self._fetches.rows() if self._fetches is not None else []
+        pulling = self._outside.rows() if self._outside is not None else []
+        rows = {row.id: row for row in [*pulling, *fetching]}
+        return tuple(rows.values())
+
+    def _count(self, sent: int) -> None:
+        self._sent_bytes += sent
+
+    # Links
+
+    async def _dial(self, peer: PeerHolding) -> WeightsLink:
+        start, address = self._start_command, urlsplit(peer.endpoint)
+        if start is None or address.hostname is None or address.port is None:
+            raise ConnectFailed(f"{peer.endpoint!r} is no endpoint.", fix="Update that node.")
+        handler = WeightsLink(peer.node)
+        link = await connect(
+            address.hostname, address.port, hello=start.hello, handler=handler,
+            ssl=self.members.tls.client(peer.node), timeout_s=_CONNECT_S, limits=WEIGHTS_LIMITS,
+        )  # fmt: skip
+        try:
+            require_node(link.peer_certificate, peer.node)
+        except MeshError:
+            link.close("not the node that was dialled")
+            raise
+        handler.attach(link)
+        return handler
+
+    def _accept(self, link: WebSocketLink) -> LinkHandler:
+        require_node(link.peer_certificate, link.peer.node_id)
+        if not self.members.tls.trusts(link.peer.node_id):
+            raise UntrustedPeer(  # put out between its handshake and its hello
+                "This node does not trust you with its weights.", fix="See `hearthnet members`."
+            )
+        if link.peer.purpose != "weights":
+            raise BadRequest(
+                f"The fetcher takes links for weights, not {link.peer.purpose!r}.",
+                fix="Connect to the daemon's control port.",
+            )
+        return WeightsServer(link, self._shelf, self._serving_pace, self._count)
+
+    def _keep_only(self, members: frozenset[NodeId]) -> None:
+        for link in self._listener.links if self._listener is not None else ():
+            if link.peer.node_id not in members:
+                link.close("you are no longer trusted here")
+        if self._fetches is not None:
+            self._fetches.keep_only(members)
+
+
+def _kept(model: Model, cache_dir: Path) -> Kept:
+    manifest = read_manifest(model.directory, model_id=model.model_id, cache_dir=cache_dir)
+    if any(entry.file.suffix != ".safetensors" for entry in manifest.tensors.values()):
+        raise BadCheckpoint(
+            f"{model.directory} is not safetensors.", fix="Only such are given to others."
+        )
+    partial, snapshot = read_partial(model.directory), hub_snapshot(model.directory)
+    if partial is not None:
+        return Kept(manifest, partial.record.origin, partial.complete)
+    origin = "" if snapshot is None else f"{snapshot.repo_id}@{snapshot.commit}"
+    return Kept(manifest, origin, None)
+
+
+def _unforeseen(error: Exception) -> MeshError:
+    return InternalError(f"The fetcher failed: {error}.", fix="See the log.")
+
+
+def main() -> None:
+    """Be the process, until told to stop or until the daemon is gone."""
+    # It tells every address that is asked for; those of the hub's files are as good as a key.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    asyncio.run(FetcherProcess().run())
+
+
+if __name__ == "__main__":
+    main()

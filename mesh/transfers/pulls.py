@@ -1,0 +1,291 @@
+"""The verbs about models on disk: pull, list, show, remove. Plain values in, JSON-able out.
+
+Finds out what a name means: a model of a neighbour or of this node, a directory, or a repository of
+the hub. Imports no torch; what is slow happens in the fetcher or a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from msgspec import to_builtins
+
+from mesh.errors import (
+    BadRequest,
+    Busy,
+    InternalError,
+    MeshError,
+    ModelInUse,
+    ModelNotFound,
+    as_mesh_error,
+)
+from mesh.models.manifest import read_manifest
+from mesh.processes.tasks import end, spawn
+from mesh.transfers.commands import Model, PeerHolding, Transfer
+from mesh.transfers.hub import REPOSITORY
+from mesh.transfers.shelf import Holding
+from mesh.transfers.supervisor import FetcherSupervisor
+from mesh.types import LayerRange, ModelId
+
+logger = logging.getLogger(__name__)
+
+MAX_PULLS = 64
+"""Pulls that are remembered, most of them ended."""
+_LONGEST_WAIT_S = 30.0
+
+Notify = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is to be pulled: `layers` None for all; `source` is '' for wherever it is, ``hub``, or
+    the name of a node."""
+
+    model: str
+    layers: tuple[LayerRange, ...] | None = None
+    ends: bool = True
+    source: str = ""
+    revision: str = "main"
+    drop: bool = False
+
+
+@dataclass(slots=True)
+class _Pull:
+    id: str
+    model: str
+    task: asyncio.Task[None]
+    state: str = "running"
+    directory: Path | None = None
+    error: MeshError | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the rest of the node knows: who holds what, and which directories are in use."""
+
+    peers: Callable[[], Sequence[PeerHolding]]
+    in_use: Callable[[], Collection[Path]]
+    notify: Notify
+    cache_dir: Path
+
+
+class Pulls:
+    """Starts pulls and remembers how they ended."""
+
+    def __init__(self, fetcher: FetcherSupervisor, around: Surroundings) -> None:
+        self._fetcher = fetcher
+        self._around = around
+        self._pulls: dict[str, _Pull] = {}
+        self._numbers = itertools.count(1)
+
+    def view(self) -> dict[str, Any]:
+        """What is here, what is under way, and what others have."""
+        facts = self._fetcher.facts()
+        in_use = {str(path) for path in self._around.in_use()}
+        for model in facts["models"]:
+            model["in_use"] = model["directory"] in in_use
+        neighbours: dict[tuple[str, str], dict[str, Any]] = {}
+        for peer in self._around.peers():
+            key = (peer.model_id, peer.weights_sha256)
+            row = neighbours.setdefault(
+                key,
+                {
+                    "id": peer.model_id,
+                    "weights_sha256": peer.weights_sha256,
+                    "origin": peer.origin or None,
+                    "total_layers": peer.total_layers,
+                    "nodes": [],
+                },
+            )
+            row["nodes"].append(
+                {
+                    "node_id": peer.node,
+                    "name": peer.node_name,
+                    "layers": [str(span) for span in peer.layers],
+                    "ends": peer.ends,
+                    "fetching": not peer.weights_sha256,
+                }
+            )
+        return {**facts, "neighbours": list(neighbours.values())}
+
+    def start(self, wish: Wish) -> dict[str, Any]:
+        """Begin to fetch; the answer names the pull, to be asked for. Raises what is wrong at once.
+
+        Raises ModelNotFound for a name that means nothing, BadRequest for one that means several
+        things, Busy when too many run.
+        """
+        work = self._find(wish)
+        name = str(next(self._numbers))
+        self._forget_old()
+        task = spawn(self._run(name, work), f"pull {wish.model}")
+        self._pulls[name] = _Pull(name, wish.model, task)
+        self._around.notify("pull_started", {"pull": name, "model": wish.model})
+        return {"pull": name}
+
+    async def outcome(self, name: str, wait_s: float) -> dict[str, Any]:
+        """How a pull is, after it ended or `wait_s`. Raises ModelNotFound for one nobody knows."""
+        pull = self._require(name)
+        try:
+            async with asyncio.timeout(min(wait_s, _LONGEST_WAIT_S)):
+                await pull.ended.wait()
+        except TimeoutError:
+            pass
+        return {
+            "pull": name,
+            "model": pull.model,
+            "state": pull.state,
+            "directory": None if pull.directory is None else str(pull.directory),
+            "error": None if pull.error is None else pull.error.to_dict(),
+            "transfer": self._transfer(pull),
+        }
+
+    async def cancel(self, name: str) -> dict[str, Any]:
+        """End a pull; what came is kept."""
+        pull = self._require(name)
+        await end([pull.task])
+        return await self.outcome(name, 0.0)
+
+    async def remove(self, model: str) -> dict[str, Any]:
+        """Delete a model that was fetched. Raises ModelInUse, ModelNotFound."""
+        held = self._held(model)
+        if not held:
+            raise ModelNotFound(f"{model!r} is not here.", fix="See `hearthnet list`.")
+        holding = _only(model, held)
+        if holding.directory in self._around.in_use():
+            raise ModelInUse(
+                f"{model} is what this node serves.", fix="Stop serving it, then remove it."
+            )
+        await self._fetcher.remove(holding.directory)
+        self._around.notify("model_removed", {"model": model})
+        return {"removed": holding.model_id, "bytes": holding.here_bytes}
+
+    async def close(self) -> None:
+        """End what runs."""
+        await end([pull.task for pull in self._pulls.values()])
+
+    # Private
+
+    def _find(self, wish: Wish) -> Awaitable[Path]:
+        path = Path(wish.model).expanduser()
+        if wish.model.startswith((".", "/", "~")):
+            return self._offer(path)
+        fetcher = self._fetcher
+        peers = [
+            peer for peer in self._around.peers() if wish.source in ("", peer.node_name, peer.node)
+        ]
+        known = meant(wish.model, peers, () if wish.source else fetcher.holdings)
+        if known is not None and wish.source != "hub":
+            return fetcher.ensure(*known, wish.layers, ends=wish.ends)
+        if wish.source not in ("", "hub") or REPOSITORY.fullmatch(wish.model) is None:
+            raise ModelNotFound(
+                f"No node that is up has {wish.model!r}.",
+                fix="See `hearthnet list` for what there is; the hub's models are ORG/NAME.",
+                param="model",
+            )
+        return fetcher.pull(
+            wish.model, wish.layers, revision=wish.revision, ends=wish.ends, drop=wish.drop
+        )
+
+    async def _offer(self, directory: Path) -> Path:
+        """A directory is here already: only its hashes are needed, and others may have it."""
+        manifest = await asyncio.to_thread(
+            read_manifest, directory, cache_dir=self._around.cache_dir
+        )
+        self._fetcher.offer(Model(manifest.model_id, directory))
+        return directory
+
+    async def _run(self, name: str, work: Awaitable[Path]) -> None:
+        pull: _Pull | None = None
+        try:
+            directory = await as_mesh_error(work, "a pull", _unforeseen)
+            pull = self._pulls[name]
+            pull.state, pull.directory = "done", directory
+            self._around.notify("pull_done", {"pull": name, "model": pull.model})
+        except MeshError as error:
+            pull = self._pulls[name]
+            pull.state, pull.error = "failed", error
+            fields = {"pull": name, "model": pull.model, "error": error.to_dict()}
+            self._around.notify("pull_failed", fields)
+        finally:
+            if pull is None:
+                pull = self._pulls[name]
+                pull.state, pull.error = "failed", Busy("It was cancelled.", fix="Pull it again.")
+            pull.ended.set()
+
+    def _transfer(self, pull: _Pull) -> dict[str, Any] | None:
+        names = {pull.model, pull.model.partition("@")[0]}
+        for transfer in self._fetcher.transfers:
+            if transfer.model_id in names:
+                return _row(transfer)
+        return None
+
+    def _held(self, model: str) -> list[Holding]:
+        return [
+            holding
+            for holding in self._fetcher.holdings
+            if holding.weights_sha256 and _means(model, holding.model_id, holding.weights_sha256)
+        ]
+
+    def _require(self, name: str) -> _Pull:
+        pull = self._pulls.get(name)
+        if pull is None:
+            raise ModelNotFound(f"There is no pull {name!r}.", fix="See `hearthnet list`.")
+        return pull
+
+    def _forget_old(self) -> None:
+        ended = [name for name, pull in self._pulls.items() if pull.ended.is_set()]
+        while len(self._pulls) >= MAX_PULLS:
+            if not ended:
+                raise Busy(f"{MAX_PULLS} pulls run already.", fix="Wait for some to end.")
+            del self._pulls[ended.pop(0)]
+
+
+def meant(
+    model: str, peers: Sequence[PeerHolding], holdings: Sequence[Holding]
+) -> tuple[ModelId, str] | None:
+    """The name and hash of the checkpoint of which these have something, if any does.
+
+    Raises BadRequest when it could be several.
+    """
+    said = [*((p.model_id, p.weights_sha256) for p in peers)]
+    said += [(ModelId(held.model_id), held.weights_sha256) for held in holdings]
+    known = {sha256: name for name, sha256 in said if _means(model, name, sha256)}
+    if len(known) > 1:
+        names = " or ".join(f"{name}@{sha256[:12]}" for sha256, name in known.items())
+        raise BadRequest(
+            f"{model!r} is {len(known)} different checkpoints here.",
+            fix=f"Say which: {names}.",
+            param="model",
+        )
+    return next(((name, sha256) for sha256, name in known.items()), None)
+
+
+def _means(text: str, model_id: str, sha256: str) -> bool:
+    """Whether a name, perhaps with the beginning of the hash behind ``@``, is this checkpoint's."""
+    name, _, digits = text.partition("@")
+    return bool(sha256) and name == model_id and sha256.startswith(digits)
+
+
+def _only(model: str, held: list[Holding]) -> Holding:
+    if len(held) > 1:
+        names = " or ".join(f"{each.model_id}@{each.weights_sha256[:12]}" for each in held)
+        raise BadRequest(
+            f"{model!r} is {len(held)} different checkpoints here.", fix=f"Say which: {names}."
+        )
+    return held[0]
+
+
+def _row(transfer: Transfer) -> dict[str, Any]:
+    row: dict[str, Any] = to_builtins(transfer)
+    return row
+
+
+def _unforeseen(error: Exception) -> MeshError:
+    return InternalError(f"The pull failed: {error}.", fix="See the log.")

@@ -1,0 +1,198 @@
+"""What this node has of checkpoints, on disk: whole ones and partial ones, by their hash.
+
+Reads bytes for whoever may have them, and says what is there. Any thread may ask; everything that
+reads files blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from mesh.errors import BadRequest, ModelNotFound, WeightsMissing
+from mesh.models.manifest import Manifest
+from mesh.transfers import documents
+from mesh.transfers.documents import SMALL_FILES
+from mesh.types import ModelId
+from mesh.wire.messages import Part
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A checkpoint in one directory; `complete` names the tensors of a partial one, None: all."""
+
+    manifest: Manifest
+    origin: str
+    complete: frozenset[str] | None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The tensors that are here."""
+        return frozenset(self.manifest.tensors) if self.complete is None else self.complete
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A checkpoint of which something is here: which layers are complete, and whether the ends are.
+
+    `directory` is that of its fullest copy, `is_partial` whether that may be added to; `here_bytes`
+    of its `total_bytes` of tensors are here. Of what is being fetched from the hub (`origin`) the
+    `weights_sha256` is ''.
+    """
+
+    model_id: str
+    weights_sha256: str
+    total_layers: int
+    layers: tuple[int, ...]
+    ends: bool
+    origin: str
+    directory: Path
+    is_partial: bool
+    here_bytes: int
+    total_bytes: int
+
+
+class Shelf:
+    """The checkpoints of this node by their directories."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._kept: dict[Path, Kept] = {}
+        self._documents: dict[str, bytes] = {}
+        self._claims: dict[str, Holding] = {}
+        self.version = 0
+        """Grows with every change."""
+
+    def put(self, kept: Kept) -> None:
+        """Have it found from now on, instead of what was in its directory before."""
+        with self._guard:
+            self.version += 1
+            self._kept[kept.manifest.directory] = kept
+            self._documents.pop(kept.manifest.weights_sha256, None)
+
+    def remove(self, directory: Path) -> None:
+        """It is here no longer."""
+        with self._guard:
+            self.version += 1
+            gone = self._kept.pop(directory, None)
+            if gone is not None:
+                self._documents.pop(gone.manifest.weights_sha256, None)
+
+    def claim(self, origin: str, model_id: ModelId, directory: Path) -> None:
+        """Have others know that this node fetches a repository from the hub, so that they wait."""
+        with self._guard:
+            self.version += 1
+            self._claims[origin] = Holding(
+                model_id, "", 0, (), False, origin, directory, True, 0, 0
+            )  # fmt: skip
+
+    def unclaim(self, origin: str) -> None:
+        """It does so no longer."""
+        with self._guard:
+            self.version += 1
+            self._claims.pop(origin, None)
+
+    def of(self, sha256: str) -> list[Kept]:
+        """The copies of this checkpoint, the one with most tensors first."""
+        with self._guard:
+            found = [k for k in self._kept.values() if k.manifest.weights_sha256 == sha256]
+        return sorted(found, key=lambda kept: -len(kept.names))
+
+    def own(self, sha256: str) -> Path | None:
+        """The directory of a partial copy, to which tensors may be added."""
+        found = [kept for kept in self.of(sha256) if kept.complete is not None]
+        return found[0].manifest.directory if found else None
+
+    def at(self, directory: Path) -> Kept | None:
+        """What is in this directory."""
+        with self._guard:
+            return self._kept.get(directory)
+
+    def all(self) -> list[Kept]:
+        """Everything that is here."""
+        with self._guard:
+            return list(self._kept.values())
+
+    def holdings(self) -> list[Holding]:
+        """One entry for each checkpoint, of its fullest copy, and one for each claim."""
+        fullest: dict[str, Kept] = {}
+        for kept in sorted(self.all(), key=lambda kept: len(kept.names)):
+            fullest[kept.manifest.weights_sha256] = kept
+        return [*map(_holding, fullest.values()), *self._claims.values()]
+
+    # For others
+
+    def size(self, sha256: str, part: Part, name: str) -> int:
+        """How many bytes a part has. Raises ModelNotFound, WeightsMissing, BadRequest."""
+        if part is Part.DOCUMENT:
+            return len(self._document(sha256))
+        if part is Part.TENSOR:
+            return self._with_tensor(sha256, name).manifest.tensors[name].nbytes
+        file = self._file(sha256, part, name)
+        if part is Part.FILE:
+            return file.stat().st_size
+        with file.open("rb") as stream:
+            return 8 + int.from_bytes(stream.read(8), "little")
+
+    def read(self, sha256: str, part: Part, name: str, start: int, stop: int) -> bytes:
+        """Bytes of a part, within its `size`. Raises as `size`."""
+        if part is Part.DOCUMENT:
+            return self._document(sha256)[start:stop]
+        if part is Part.TENSOR:
+            entry = self._with_tensor(sha256, name).manifest.tensors[name]
+            return _read(entry.file, entry.offset + start, stop - start)
+        return _read(self._file(sha256, part, name), start, stop - start)
+
+    def _document(self, sha256: str) -> bytes:
+        text = self._documents.get(sha256)
+        if text is None:
+            kept = self._require(sha256)
+            document = documents.document_of(kept.manifest, kept.origin, kept.complete)
+            text = self._documents[sha256] = documents.encode(document)
+        return text
+
+    def _file(self, sha256: str, part: Part, name: str) -> Path:
+        directory = self._require(sha256).manifest.directory
+        files = {entry.file.name for entry in self._require(sha256).manifest.tensors.values()}
+        if name not in (SMALL_FILES if part is Part.FILE else files):
+            raise BadRequest(f"{name[:64]!r} is no file of this checkpoint.", fix="Ask for others.")
+        return directory / name
+
+    def _require(self, sha256: str) -> Kept:
+        found = self.of(sha256)
+        if not found:
+            raise ModelNotFound(
+                f"This node has nothing of checkpoint {sha256[:12]}.", fix="Ask another node."
+            )
+        return found[0]
+
+    def _with_tensor(self, sha256: str, name: str) -> Kept:
+        self._require(sha256)
+        for kept in self.of(sha256):
+            if name in kept.names:
+                return kept
+        raise WeightsMissing(
+            f"This node does not have tensor {name[:128]} of checkpoint {sha256[:12]}.",
+            fix="Ask another node.",
+        )
+
+
+def _holding(kept: Kept) -> Holding:
+    manifest = kept.manifest
+    layers, ends = documents.complete_layers(manifest, kept.names)
+    tensors, names = manifest.tensors, kept.names
+    return Holding(
+        manifest.model_id, manifest.weights_sha256, manifest.total_layers, layers, ends,
+        kept.origin, manifest.directory, kept.complete is not None,
+        sum(tensors[name].nbytes for name in names), sum(e.nbytes for e in tensors.values()),
+    )  # fmt: skip
+
+
+def _read(file: Path, start: int, count: int) -> bytes:
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.pread(fd, count, start)
+    finally:
+        os.close(fd)

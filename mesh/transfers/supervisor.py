@@ -1,0 +1,263 @@
+"""The daemon's side of the fetcher: what it has and fetches, and the way to have it fetch.
+
+A crash of it costs a piece: what was asked for is asked again of the next one. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs, to_builtins
+
+from mesh.errors import Busy, InternalError, MeshError
+from mesh.processes.lifecycle import Ending
+from mesh.processes.messages import Cancel, Failed, Handlers, Message
+from mesh.processes.supervisor import Supervisor
+from mesh.transfers.commands import (
+    Done,
+    Ensure,
+    FetcherListening,
+    Holds,
+    Lied,
+    Model,
+    Moves,
+    Offer,
+    PeerHolding,
+    Peers,
+    Pull,
+    Remove,
+    StartFetcher,
+    Transfer,
+)
+from mesh.transfers.hub import HubSettings, hub_settings
+from mesh.transfers.shelf import Holding
+from mesh.types import LayerRange, ModelId
+
+logger = logging.getLogger(__name__)
+
+Notify = Callable[[str, dict[str, Any]], None]
+
+
+class FetcherSupervisor(Supervisor):
+    """Runs the fetcher. `on_change` says that what is here, or where it listens, has changed;
+    `notify` gets the type and fields of events for people."""
+
+    def __init__(
+        self,
+        start: StartFetcher | None,
+        on_change: Callable[[], None] = lambda: None,
+        notify: Notify = lambda kind, fields: None,
+        module: str = "mesh.transfers.process",
+        hub: Callable[[], HubSettings] = hub_settings,
+    ) -> None:
+        """`module` is what the process runs; `hub` is asked in a thread, whenever it is needed."""
+        super().__init__("the fetcher", module, start)
+        self.holdings: tuple[Holding, ...] = ()
+        """What is here, by checkpoint."""
+        self.transfers: tuple[Transfer, ...] = ()
+        """What is under way, as it was said last."""
+        self.sent_bytes = 0
+        self.port: int | None = None
+        self._on_change = on_change
+        self._hub = hub
+        self._notify = notify
+        self._peers = Peers(())
+        self._numbers = itertools.count(1)
+        self._orders: dict[str, tuple[Message, asyncio.Future[Path]]] = {}
+
+    async def ensure(
+        self,
+        model_id: ModelId,
+        weights_sha256: str,
+        layers: Sequence[LayerRange] | None = None,
+        *,
+        ends: bool = True,
+    ) -> Path:
+        """The directory of a checkpoint of which these layers (None: all there is) and perhaps the
+        ends are here, once they are; how far that is, is in `transfers`.
+
+        Raises TransferFailed when nobody has them, DiskFull, BadCheckpoint, and Busy when this node
+        is stopping. Cancelling ends the fetch; what came is kept.
+        """
+        spans = None if layers is None else tuple(layers)
+        hub = await asyncio.to_thread(self._hub)
+        return await self._order(
+            lambda name: Ensure(name, model_id, weights_sha256, spans, ends, hub)
+        )
+
+    async def pull(
+        self,
+        repository: str,
+        layers: Sequence[LayerRange] | None = None,
+        *,
+        revision: str = "main",
+        ends: bool = True,
+        drop: bool = False,
+    ) -> Path:
+        """The same for a repository of the hub, from neighbours as far as they have it.
+
+        Where nobody knows the hashes of its tensors, all of it is read once, by one node of the
+        hearth, and kept for the others unless what is not wanted is to `drop`. Raises HubRefused
+        and ModelNotFound beside what `ensure` raises.
+        """
+        spans = None if layers is None else tuple(layers)
+        hub = await asyncio.to_thread(self._hub)
+        return await self._order(
+            lambda name: Pull(name, repository, revision, spans, ends, hub, drop)
+        )
+
+    async def remove(self, directory: Path) -> None:
+        """Delete a checkpoint that was fetched. Raises ModelInUse, ModelNotFound."""
+        await self._order(lambda name: Remove(name, directory))
+
+    @property
+    def peers(self) -> tuple[PeerHolding, ...]:
+        """What other nodes advertise now."""
+        return self._peers.peers
+
+    def offer(self, model: Model) -> None:
+        """Give this to others as well."""
+        start = self.first_command
+        if isinstance(start, StartFetcher) and model not in start.models:
+            self.first_command = structs.replace(start, models=(*start.models, model))
+            self.tell(Offer(model))
+
+    def hear(self, peers: Sequence[PeerHolding], neighbours: int = 0) -> None:
+        """What other nodes advertise now, and how many of those are up."""
+        if self._peers != (now := Peers(tuple(peers), neighbours)):
+            self._peers = now
+            self.tell(now)
+
+    def facts(self) -> dict[str, Any]:
+        """For `status`, JSON-able."""
+        return {
+            "models": [model_facts(held) for held in self.holdings if held.weights_sha256],
+            "transfers": to_builtins(self.transfers),
+            "sent_bytes": self.sent_bytes,
+        }
+
+    # What a kind of process decides
+
+    def answers(self) -> Handlers:
+        """What the fetcher says; it is ready once it listens."""
+        return {
+            FetcherListening: self._listens,
+            Failed: self._failed,
+            Holds: self._holds,
+            Moves: self._moves,
+            Done: self._done,
+            Lied: self._lied,
+        }
+
+    def on_started(self) -> None:
+        """Tell a new one who has what, and what was asked of the last."""
+        super().on_started()
+        self.tell(self._peers)
+
+    def on_ended(self, ending: Ending) -> None:
+        """Nothing moves any more."""
+        self.transfers = ()
+        if self.is_stopping:
+            for name in list(self._orders):
+                self._settle(name, Busy("this node is stopping.", fix="Start it again."))
+        self._on_change()
+
+    def on_changed(self) -> None:
+        """It fell silent, was heard again or is gone."""
+        self._on_change()
+
+    # Private
+
+    async def _order(self, make: Callable[[str], Message]) -> Path:
+        if self.is_stopping:
+            raise Busy("this node is stopping.", fix="Start it again.")
+        name = str(next(self._numbers))
+        future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
+        order = make(name)
+        self._orders[name] = (order, future)
+        self.start()
+        if self.is_up:
+            self.tell(order)
+        try:
+            return await future
+        finally:
+            if self._orders.pop(name, None) is not None:
+                self.tell(Cancel(name))
+
+    def _listens(self, answer: FetcherListening) -> None:
+        self.port = answer.port
+        if isinstance(self.first_command, StartFetcher):
+            self.first_command = structs.replace(self.first_command, listen_port=answer.port)
+        self.ready()
+        for order, _ in list(self._orders.values()):
+            self.tell(order)
+        self._on_change()
+
+    def _failed(self, answer: Failed) -> None:
+        logger.error("the fetcher did not start: %s", answer.error)
+        if isinstance(self.first_command, StartFetcher):  # another port may be free
+            self.first_command = structs.replace(self.first_command, listen_port=0)
+
+    def _holds(self, answer: Holds) -> None:
+        self.holdings = answer.holdings
+        self._on_change()
+
+    def _moves(self, answer: Moves) -> None:
+        self.transfers, self.sent_bytes = answer.transfers, answer.sent_bytes
+
+    def _done(self, answer: Done) -> None:
+        self._settle(answer.id, answer.error, answer.directory)
+
+    def _lied(self, answer: Lied) -> None:
+        logger.error("%s gave wrong bytes of %s", answer.node_name, answer.tensor)
+        self._notify(
+            "weights_lied",
+            {
+                "node_id": answer.node,
+                "name": answer.node_name,
+                "weights_sha256": answer.weights_sha256,
+                "tensor": answer.tensor,
+            },
+        )
+
+    def _settle(self, name: str, error: MeshError | None, directory: Path | None = None) -> None:
+        _, future = self._orders.pop(name, (None, None))
+        if future is None or future.done():
+            return
+        if directory is not None:
+            future.set_result(directory)
+        else:
+            future.set_exception(error or InternalError("the fetcher said nothing.", fix=""))
+            future.exception()  # who asked may be gone
+
+
+def model_facts(holding: Holding) -> dict[str, Any]:
+    """A checkpoint that is here, JSON-able; layers as ranges, inclusive."""
+    return {
+        "id": holding.model_id,
+        "weights_sha256": holding.weights_sha256,
+        "origin": holding.origin or None,
+        "directory": str(holding.directory),
+        "partial": holding.is_partial,
+        "total_layers": holding.total_layers,
+        "layers": [str(span) for span in spans_of(holding.layers)],
+        "ends": holding.ends,
+        "here_bytes": holding.here_bytes,
+        "total_bytes": holding.total_bytes,
+    }
+
+
+def spans_of(layers: Sequence[int]) -> list[LayerRange]:
+    """Ascending layers as the fewest ranges."""
+    spans: list[LayerRange] = []
+    for layer in layers:
+        if spans and spans[-1].stop == layer:
+            spans[-1] = LayerRange(spans[-1].start, layer + 1)
+        else:
+            spans.append(LayerRange(layer, layer + 1))
+    return spans

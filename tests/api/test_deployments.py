@@ -1,0 +1,102 @@
+"""`/mesh/v1/deployments` over a real socket: who may, and bodies that are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from mesh.api.app import create_app
+from mesh.api.server import serve_api
+from mesh.api.services import ApiSettings, Services
+from tests.fakes import ScriptedGenerations, ScriptedView
+
+KEY = "owner-key-of-this-test"
+
+
+class Deployments:
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def view(self) -> list[dict[str, Any]]:
+        return [{"deployment": "d", "model_id": "m"}]
+
+    async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(order)
+        return {"deployment": "d"}
+
+    async def wake(self, model: str, *, may_wake: bool) -> bool:
+        return False
+
+    async def scale(self, model: str, replicas: int) -> dict[str, Any]:
+        self.asked.append((model, replicas))
+        return {"deployment": "d"}
+
+    async def evict(self, model: str) -> list[dict[str, Any]]:
+        self.asked.append(model)
+        return [{"deployment": "d"}]
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[tuple[Deployments, httpx.AsyncClient]]:
+    deployments = Deployments()
+    nobody = cast("Any", None)
+    services = Services(nobody, nobody, deployments, nobody, nobody, nobody)
+    settings = ApiSettings(api_key=KEY)
+    app = create_app(ScriptedGenerations(), ScriptedView(), settings, services=services)
+    server = await serve_api(app, "127.0.0.1", 0, None)
+    async with httpx.AsyncClient(base_url=server.url(), trust_env=False, timeout=10) as client:
+        yield deployments, client
+    await server.close()
+
+
+OWNER = {"Authorization": f"Bearer {KEY}"}
+PATH = "/mesh/v1/deployments"
+
+
+async def test_everybody_reads_and_the_owner_changes(
+    served: tuple[Deployments, httpx.AsyncClient],
+) -> None:
+    deployments, client = served
+    assert (await client.get(PATH)).json()["deployments"][0]["model_id"] == "m"
+    for method, path, body in (
+        ("POST", PATH, {"model": "m"}),
+        ("PATCH", f"{PATH}/m", {"replicas": 2}),
+        ("DELETE", f"{PATH}/m", None),
+    ):
+        refused = await client.request(method, path, json=body)
+        assert refused.status_code == 401
+        assert deployments.asked == []
+    await asyncio.sleep(0)
+    for method, path, body in (
+        ("POST", PATH, {"model": "org/m", "replicas": 2, "layers": ["a=0-3"]}),
+        ("PATCH", f"{PATH}/org%2Fm", {"replicas": 0}),
+        ("DELETE", f"{PATH}/org%2Fm", None),
+    ):
+        done = await client.request(method, path, json=body, headers=OWNER)
+        assert done.status_code in {200, 202}
+    order = {"model": "org/m", "replicas": 2, "layers": ["a=0-3"]}
+    assert deployments.asked == [order, ("org/m", 0), "org/m"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "model"), ({"model": "m", "replicas": 17}, "replicas"),
+        ({"model": "m", "quant": "int3"}, "quant"), ({"model": "m", "wat": 1}, "wat"),
+        ({"model": "m", "nodes": "attic"}, "nodes"), ({"model": "m", "context": -1}, "context"),
+    ],
+)  # fmt: skip
+async def test_a_body_that_is_wrong_is_refused_by_field(
+    served: tuple[Deployments, httpx.AsyncClient], body: dict[str, Any], field: str
+) -> None:
+    deployments, client = served
+    refused = await client.post(PATH, json=body, headers=OWNER)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == field
+    assert deployments.asked == []

@@ -1,0 +1,75 @@
+"""`hearthnet status --watch`: what changes is drawn anew, and never what is past."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from tests.api.conftest import Served
+from tests.cli.conftest import COMMAND
+from tests.cli.terminal import Terminal
+from tests.fakes import ScriptedView
+
+CLEARED = "\x1b[2J"
+
+
+class Fetching(ScriptedView):
+    """A machine to which so many MB more have come with every look; `has_come` after 400."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here, self.steps = 0, 0
+        self.has_come = asyncio.Event()
+
+    def status(self) -> dict[str, Any]:
+        self.here += self.steps
+        if self.here >= 400:
+            self.steps = 0
+            self.has_come.set()
+        transfer = {
+            "id": "1", "model_id": "llama", "weights_sha256": "0" * 64, "state": "fetching",
+            "done_bytes": self.here * 10**6, "total_bytes": 10**9, "bytes_per_s": 52.1e6,
+            "eta_s": 19.0, "sources": [{"name": "attic", "bytes_per_s": 52.1e6}], "note": "",
+        }  # fmt: skip
+        weights = {"models": [], "transfers": [transfer], "sent_bytes": 0}
+        return {**super().status(), "accounts": [], "weights": weights}
+
+
+def watch(daemon: Served) -> Fetching:
+    view = Fetching()
+    daemon.view.status = view.status  # type: ignore[method-assign]
+    return view
+
+
+async def test_it_is_drawn_anew_and_leaves_out_what_nobody_can_read(
+    daemon: Served, environment: dict[str, str]
+) -> None:
+    view = watch(daemon)
+    async with Terminal(environment | {"TERM": "xterm"}, "status", "--watch") as terminal:
+        await terminal.until("fetching: llama, 0 % of 1.0 GB, 52.1 MB/s, 19 s left")
+        begun, view.steps = terminal.everything.count(CLEARED), 10
+        await asyncio.wait_for(view.has_come.wait(), 20)
+        await terminal.until("fetching: llama, 40 %")
+        drawn = terminal.everything.count(CLEARED) - begun
+        assert 1 <= drawn < 40 // 2  # of forty that were told
+
+
+async def test_json_is_a_line_for_each_and_the_end_of_the_daemon_its_end(
+    daemon: Served, environment: dict[str, str]
+) -> None:
+    view = watch(daemon)
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, "status", "--watch", "--json", stdout=asyncio.subprocess.PIPE,
+        env=environment, limit=1 << 20,
+    )  # fmt: skip
+    assert process.stdout is not None
+    async with asyncio.timeout(30):
+        first = json.loads(await process.stdout.readline())
+        view.steps = 1
+        second = json.loads(await process.stdout.readline())
+        await daemon.server.close()
+        await process.communicate()
+    assert first["node"] == second["node"]
+    assert first["weights"] != second["weights"]
+    assert process.returncode == 0

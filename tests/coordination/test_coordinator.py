@@ -1,0 +1,140 @@
+"""Publish, look up, wait for ready."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mesh.config import Config
+from mesh.coordination.coordinator import Coordinator
+from mesh.coordination.layered import LayeredRecords
+from mesh.coordination.opening import open_coordinator
+from mesh.coordination.ready import READY_LIMIT_S, ReadyFlags, ReadySignal
+from mesh.coordination.records import Kind
+from mesh.errors import NotReady
+from mesh.types import LayerRange
+from tests.coordination.holders import MODEL, OTHER, Told, until, worker
+from tests.health.clock import ManualClock
+
+READY = ReadySignal("run 1", ready=True, stability_verified=True)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def coordinator(clock: ManualClock) -> Coordinator:
+    flags = ReadyFlags(clock)
+    return Coordinator(LayeredRecords(None, flags.stir, Told()), flags)
+
+
+async def test_who_waits_goes_on_when_the_last_worker_is_ready(coordinator: Coordinator) -> None:
+    await coordinator.publish(MODEL, [worker(1, "0-3"), worker(2, "4-7")])
+    await coordinator.publish(OTHER, [worker(3)])
+    await coordinator.mark_ready(MODEL, 1, READY)
+    waiting = asyncio.create_task(coordinator.wait_ready(MODEL, timeout_s=30))
+    some = await coordinator.wait_ready(MODEL, timeout_s=30, ranks=[1])
+    assert [each.worker_rank for each in some.workers] == [1]
+    some = await coordinator.wait_ready(MODEL, timeout_s=30, layers=LayerRange(1, 3))
+    assert [each.worker_rank for each in some.workers] == [1]
+    half = replace(READY, stability_verified=False)
+    await coordinator.mark_ready(MODEL, 2, half)
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await coordinator.mark_ready(MODEL, 2, READY)
+    assert [each.worker_rank for each in (await waiting).workers] == [1, 2]
+
+
+async def test_who_waits_in_vain_is_told_for_what(coordinator: Coordinator) -> None:
+    with pytest.raises(NotReady, match="every worker of deepseek"):
+        await coordinator.wait_ready(MODEL, timeout_s=0.01)
+    await coordinator.publish(MODEL, [worker(1, "0-3"), worker(2, "4-7")])
+    await coordinator.mark_ready(MODEL, 1, READY)
+    with pytest.raises(NotReady, match=r"worker 2 of deepseek.* is not ready"):
+        await coordinator.wait_ready(MODEL, timeout_s=0.01)
+    with pytest.raises(NotReady, match="workers 2, 3 of"):
+        await coordinator.wait_ready(MODEL, timeout_s=0.01, ranks=[1, 2, 3])
+    with pytest.raises(NotReady, match="layers 4, 5, 6, 7, 8, 9, 10, 11 and 4 more"):
+        await coordinator.wait_ready(MODEL, timeout_s=0.01, layers=LayerRange(0, 16))
+
+
+async def test_readiness_ends_after_four_hours_with_the_run_and_with_the_worker(
+    coordinator: Coordinator, clock: ManualClock
+) -> None:
+    async def is_ready() -> bool:
+        record = await coordinator.lookup(MODEL)
+        return record is not None and bool(coordinator.ready(record).workers)
+
+    await coordinator.publish(MODEL, [worker(1)])
+    await coordinator.mark_ready(MODEL, 1, READY)
+    assert READY_LIMIT_S == 4 * 3600
+    clock.time += READY_LIMIT_S - 1
+    assert await is_ready()
+    clock.time += 1
+    assert not await is_ready()
+    await coordinator.mark_ready(MODEL, 1, READY)
+    assert await is_ready()
+    await coordinator.publish(MODEL, [worker(1)])  # another run of it
+    assert not await is_ready()
+    await coordinator.mark_ready(MODEL, 1, READY)
+    record = await coordinator.lookup(MODEL)
+    assert record is not None
+    await coordinator.withdraw(MODEL, [1])
+    assert coordinator.ready(record).workers == ()
+
+
+async def test_files_on_a_disk_are_not_waited_for(coordinator: Coordinator) -> None:
+    place = replace(worker(5).place, kind=Kind.CHECKPOINT)
+    files = replace(worker(5), place=place)
+    await coordinator.publish(MODEL, [worker(1), files])
+    await coordinator.mark_ready(MODEL, 1, READY)
+    ready = await coordinator.wait_ready(MODEL, timeout_s=1)
+    assert ready.workers == (worker(1),)
+    record = await coordinator.lookup(MODEL)
+    assert record is not None
+    assert record.workers == (worker(1), files)
+
+
+async def test_what_neighbours_offer_is_ready_as_long_as_they_do(coordinator: Coordinator) -> None:
+    await coordinator.publish(MODEL, [worker(1)])
+    coordinator.hear({MODEL: [worker(2, holder="study")], OTHER: [worker(9)]}, "s")
+    assert await coordinator.models() == sorted([MODEL, OTHER], key=lambda model: model.key)
+    ready = await coordinator.wait_ready(MODEL, timeout_s=1, ranks=[2])
+    assert ready.workers == (worker(2, holder="study"),)
+    view = await coordinator.view()
+    rows = {row["weights_sha256"]: row["workers"] for row in view["models"]}
+    assert [(each["worker_rank"], each["ready"]) for each in rows[MODEL.weights_sha256]] == [
+        (1, False),
+        (2, True),
+    ]
+    coordinator.hear({}, "s")
+    assert await coordinator.models() == [MODEL]
+    with pytest.raises(NotReady):
+        await coordinator.wait_ready(MODEL, timeout_s=0.01, ranks=[2])
+
+
+async def _is_written(coordinator: Coordinator) -> bool:
+    return bool(coordinator.state()["reachable"]) and not coordinator.state()["unwritten"]
+
+
+async def test_readiness_is_not_there_after_a_restart(tmp_path: Path, clock: ManualClock) -> None:
+    config = await asyncio.to_thread(Config, state_dir=tmp_path)
+    file = tmp_path / "records.db"
+    one = open_coordinator(config.coordination, file, clock, Told())
+    one.start()
+    await one.publish(MODEL, [worker(1)])
+    await one.mark_ready(MODEL, 1, READY)
+    await one.wait_ready(MODEL, timeout_s=1)
+    await until(lambda: _is_written(one))
+    await one.stop()
+    two = open_coordinator(config.coordination, file, clock, Told())
+    two.start()
+    with pytest.raises(NotReady, match="worker 1 of"):
+        await two.wait_ready(MODEL, timeout_s=1)
+    assert (await two.view())["store"] == "sqlite"
+    await two.stop()

@@ -1,0 +1,198 @@
+"""What every store of records does alike: SQLite, a real Redis, a stand-in API server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from mesh.clock import SystemClock
+from mesh.coordination.kubernetes import KubernetesStore
+from mesh.coordination.records import ModelRef
+from mesh.coordination.redis import INDEX, RedisStore, record_key
+from mesh.coordination.sqlite import SqliteStore
+from mesh.coordination.store import RecordStore
+from mesh.errors import BadRecord, RankTaken, StoreRefused, StoreUnavailable
+from tests.coordination.api_server import ApiServer, api_server
+from tests.coordination.holders import MODEL, OTHER, RedisServer, redis_server, worker
+
+Open = Callable[[], Awaitable[RecordStore]]
+
+
+@pytest.fixture
+async def redis_here(tmp_path: Path) -> AsyncIterator[RedisServer]:
+    async with redis_server(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "redis", "kubernetes"])
+async def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Open]:
+    """Opens the same store as often as it is called, each time anew."""
+    async with AsyncExitStack() as stack:
+        make: Callable[[], RecordStore]
+        if request.param == "sqlite":
+            make = lambda: SqliteStore(tmp_path / "records.db")  # noqa: E731
+        elif request.param == "kubernetes":
+            stand_in = ApiServer()
+            kubeconfig = await stack.enter_async_context(api_server(tmp_path, stand_in))
+            make = lambda: KubernetesStore("kavin", kubeconfig, SystemClock())  # noqa: E731
+        else:
+            server = await stack.enter_async_context(redis_server(tmp_path))
+            make = lambda: RedisStore(server.url)  # noqa: E731
+
+        async def opened() -> RecordStore:
+            store = make()
+            stack.push_async_callback(store.close)
+            await store.connect()
+            return store
+
+        yield opened
+
+
+async def test_records_are_published_merged_and_withdrawn(open_store: Open) -> None:
+    store = await open_store()
+    assert await store.models() == []
+    assert await store.get(MODEL) is None
+    await store.publish(MODEL, [worker(9, "8-11"), worker(1), replace(worker(4), tensors=())])
+    await store.publish(MODEL, [worker(1, at=1_900_000_000), worker(5)])
+    await store.publish(OTHER, [worker(4_294_967_295)])
+    record = await store.get(MODEL)
+    assert record is not None
+    assert record.model == MODEL
+    assert record.workers == (
+        worker(1, at=1_900_000_000),
+        replace(worker(4), tensors=()),
+        worker(5),
+        worker(9, "8-11"),
+    )
+    assert set(await store.models()) == {MODEL, OTHER}
+    await store.withdraw(MODEL, [1, 4, 77])
+    record = await (await open_store()).get(MODEL)
+    assert record is not None
+    assert [each.worker_rank for each in record.workers] == [5, 9]
+    await store.withdraw(MODEL, [5, 9])
+    await store.withdraw(MODEL, [5])
+    assert await store.get(MODEL) is None
+    assert await store.models() == [OTHER]
+
+
+async def test_two_that_publish_at_once_lose_nothing(open_store: Open) -> None:
+    stores = [await open_store() for _ in range(2)]
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        for index in range(20):
+            group.create_task(stores[index % 2].publish(MODEL, [worker(index, count=index)]))
+    record = await stores[0].get(MODEL)
+    assert record is not None
+    assert record.workers == tuple(worker(index, count=index) for index in range(20))
+
+
+async def test_a_rank_of_another_node_is_refused_and_nothing_written(open_store: Open) -> None:
+    store = await open_store()
+    await store.publish(MODEL, [worker(1)])
+    with pytest.raises(RankTaken, match="Worker 1 of deepseek"):
+        await store.publish(MODEL, [worker(0, holder="study"), worker(1, holder="study")])
+    record = await store.get(MODEL)
+    assert record is not None
+    assert record.workers == (worker(1),)
+
+
+class TestSqlite:
+    async def test_another_file_than_ours_is_unavailable(self, tmp_path: Path) -> None:
+        file = tmp_path / "records.db"
+        await asyncio.to_thread(file.write_bytes, b"something else" * 100)
+        with pytest.raises(StoreUnavailable, match="not a database"):
+            await SqliteStore(file).connect()
+
+    async def test_a_newer_file_is_left_alone(self, tmp_path: Path) -> None:
+        file = tmp_path / "records.db"
+
+        def newer() -> None:
+            with sqlite3.connect(file) as connection:
+                connection.execute("PRAGMA user_version = 2")
+            connection.close()
+
+        await asyncio.to_thread(newer)
+        store = SqliteStore(file)
+        with pytest.raises(StoreUnavailable, match="newer hearthnet"):
+            await store.connect()
+        await store.close()
+
+    async def test_a_row_that_is_no_worker_is_named(self, tmp_path: Path) -> None:
+        store = SqliteStore(tmp_path / "records.db")
+        await store.connect()
+        await store.publish(MODEL, [worker(1)])
+
+        def damage() -> None:
+            with sqlite3.connect(tmp_path / "records.db") as connection:
+                connection.execute("UPDATE workers SET body = '{}'")
+            connection.close()
+
+        await asyncio.to_thread(damage)
+        with pytest.raises(BadRecord, match="Delete the file"):
+            await store.get(MODEL)
+        await store.close()
+
+
+class TestRedis:
+    async def test_keys_and_values_are_modelexpress_s(self, redis_here: RedisServer) -> None:
+        store = RedisStore(redis_here.url)
+        await store.connect()
+        await store.publish(MODEL, [worker(3), worker(1, count=1)])
+        await store.publish(MODEL, [worker(2, at=1_900_000_000)])
+        client = redis.asyncio.Redis.from_url(redis_here.url)
+        try:
+            assert await client.smembers("mx:models") == {MODEL.key.encode()}
+            kept = await client.keys("*")
+            assert set(kept) == {b"mx:models", f"mx:model:{MODEL.key}".encode()}
+            assert await client.ttl(record_key(MODEL)) == -1
+            record = json.loads(await client.get(record_key(MODEL)))
+            assert (record["model_name"], record["published_at"]) == (MODEL.name, 1_900_000_000)
+            assert [each["worker_rank"] for each in record["workers"]] == [1, 2, 3]
+            assert record["workers"][0]["tensors"][0]["size"] == str(2**63)
+        finally:
+            await client.aclose()
+            await store.close()
+
+    async def test_what_is_no_record_is_named_and_others_names_left_out(
+        self, redis_here: RedisServer
+    ) -> None:
+        store = RedisStore(redis_here.url)
+        await store.connect()
+        client: Any = redis.asyncio.Redis.from_url(redis_here.url)
+        try:
+            await client.set(record_key(MODEL), '{"model_name": 3}')
+            with pytest.raises(BadRecord, match="Delete the key"):
+                await store.get(MODEL)
+            await client.set(record_key(OTHER), "no JSON at all")
+            with pytest.raises(StoreRefused, match="Redis refuses"):
+                await store.publish(OTHER, [worker(1)])
+            await client.sadd(INDEX, "somebody/else-s", MODEL.key)
+            assert await store.models() == [MODEL]
+        finally:
+            await client.aclose()
+            await store.close()
+
+    async def test_a_password_is_used_and_never_shown(self, tmp_path: Path) -> None:
+        async with redis_server(tmp_path, "s3cret") as server:
+            store = RedisStore(server.url)
+            await store.connect()
+            await store.close()
+            server.password = "wrong"  # noqa: S105
+            with pytest.raises(StoreRefused) as refused:
+                await RedisStore(server.url).connect()
+        assert "s3cret" not in str(refused.value)
+        with pytest.raises(StoreUnavailable) as gone:
+            await RedisStore(server.url).connect()
+        assert "wrong" not in str(gone.value)
+
+    async def test_it_is_not_asked_before_it_is_connected(self) -> None:
+        with pytest.raises(StoreUnavailable, match="not connected"):
+            await RedisStore("redis://127.0.0.1:1/0").get(ModelRef.parse(MODEL.key))

@@ -1,0 +1,204 @@
+"""A household in memory: nodes with bounded memory that follow one log, step by step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from mesh.deployments.placement import Machine, make_plan, planner, stale
+from mesh.deployments.reconcile import (
+    Decision,
+    Drop,
+    Held,
+    Holding,
+    Load,
+    Served,
+    View,
+    reconcile,
+)
+from mesh.deployments.wishes import Deployment, Plan, Wish, live
+from mesh.errors import MeshError
+from mesh.types import LayerRange, ModelId, NodeId, ShardId
+
+LAYER_MB = 10
+WEIGHTS = "ab" * 32
+
+
+@dataclass
+class SimulatedNode:
+    """One machine: what it holds, by shard."""
+
+    node: NodeId
+    total_mb: int
+    is_up: bool = True
+    gone_s: float = 0.0
+    held: dict[ShardId, Held] = field(default_factory=dict)
+
+    @property
+    def free_mb(self) -> int:
+        return self.total_mb - sum(held.mb for held in self.held.values())
+
+    @property
+    def ready(self) -> list[Held]:
+        return [held for held in self.held.values() if held.state is Holding.READY]
+
+
+class SimulatedHouse:
+    """The nodes and the log that they all see. Checks with every action that it was allowed."""
+
+    def __init__(self, memories_mb: Iterable[int]) -> None:
+        self.nodes = [
+            SimulatedNode(NodeId(f"n{number}"), total) for number, total in enumerate(memories_mb)
+        ]
+        self.deployments: dict[str, Deployment] = {}
+        self.gaps: list[Drop] = []
+        self._events = 0
+
+    @property
+    def up(self) -> list[SimulatedNode]:
+        return [node for node in self.nodes if node.is_up]
+
+    def machines(self) -> list[Machine]:
+        return [Machine(node.node, node.node, node.free_mb) for node in self.up]
+
+    # Operators
+
+    def deploy(self, model: str, layers: int, replicas: int = 1) -> bool:
+        name = hashlib.sha256(f"{model}{self._events}".encode()).hexdigest()[:16]
+        mb = layers * LAYER_MB
+        return self.wish(Wish(name, ModelId(model), WEIGHTS, layers, mb, replicas), None)
+
+    def scale(self, deployment: Deployment, replicas: int) -> bool:
+        return self.wish(replace(deployment.wish, replicas=replicas), deployment.plan)
+
+    def evict(self, deployment: Deployment) -> bool:
+        wish = replace(deployment.wish, evicted=True)
+        self.deployments[deployment.id] = replace(deployment, wish=wish, event=self._event())
+        return True
+
+    def wish(self, wish: Wish, before: Plan | None) -> bool:
+        event = self._event()
+        try:
+            plan = make_plan(wish, event, self.machines(), before, asked=True)
+        except MeshError:
+            return False  # as the verb, which signs nothing then
+        self.deployments[wish.deployment] = Deployment(wish, plan, event, NodeId("op"), 0)
+        return True
+
+    def replan(self, limit_s: float) -> None:
+        """What the one node does that plans anew."""
+        alive = {node.node for node in self.up}
+        gone = {node.node: node.gone_s for node in self.nodes if not node.is_up}
+        everybody = {node.node for node in self.nodes}
+        for deployment in live(self.deployments):
+            why = stale(deployment, gone, everybody, limit_s)
+            if why is None or planner(deployment, alive) is None:
+                continue
+            try:
+                plan = make_plan(
+                    deployment.wish, deployment.event, self.machines(), deployment.plan,
+                    asked=False, why=why,
+                )  # fmt: skip
+            except MeshError:
+                continue
+            self.deployments[deployment.id] = replace(deployment, plan=plan)
+
+    # Machines
+
+    def kill(self, node: SimulatedNode) -> None:
+        node.is_up, node.held = False, {}
+
+    def bring_back(self, node: SimulatedNode) -> None:
+        node.is_up, node.gone_s = True, 0.0
+
+    # Steps
+
+    def served(self, model_id: ModelId) -> set[int]:
+        return {
+            layer
+            for node in self.up
+            for held in node.ready
+            if held.model_id == model_id
+            for layer in range(held.layers.start, held.layers.stop)
+        }
+
+    def decide(self, node: SimulatedNode) -> Decision:
+        served = [
+            Served(other.node, held.model_id, held.weights_sha256, held.layers)
+            for other in self.up
+            if other is not node
+            for held in other.ready
+        ]
+        return reconcile(
+            View(
+                node.node, self.deployments, list(node.held.values()), served, node.free_mb, need_mb
+            )
+        )
+
+    def step(self, node: SimulatedNode) -> bool:
+        """One turn of a node: what was loading is ready, then one decision; whether it did
+        anything."""
+        moved = self._mature(node)
+        decision = self.decide(node)
+        self._obey(node, decision)
+        return moved or not decision.is_idle
+
+    def settle(self, rounds: int = 200) -> bool:
+        """Whether nobody has anything left to do after so many turns of everybody."""
+        return any(not self.together() for _ in range(rounds))
+
+    def together(self) -> bool:
+        """One turn of everybody at the same moment, none knowing what the others do."""
+        moved = [self._mature(node) for node in self.up]
+        decided = [(node, self.decide(node)) for node in self.up]
+        for node, decision in decided:
+            self._obey(node, decision)
+        return any(moved) or not all(decision.is_idle for _, decision in decided)
+
+    # Private
+
+    def _mature(self, node: SimulatedNode) -> bool:
+        """What was loading is ready; whether anything was."""
+        loading = [each for each in node.held.values() if each.state is Holding.LOADING]
+        node.held |= {each.shard: replace(each, state=Holding.READY) for each in loading}
+        return bool(loading)
+
+    def _obey(self, node: SimulatedNode, decision: Decision) -> None:
+        for drop in decision.drops:
+            self._drop(node, drop)
+        if decision.load is not None:
+            self._load(node, decision.load)
+
+    def _load(self, node: SimulatedNode, load: Load) -> None:
+        deployment = self.deployments[load.deployment]
+        assert load.shard not in node.held
+        node.held[load.shard] = Held(
+            load.shard, deployment.wish.model_id, WEIGHTS, load.layers, load.mb, Holding.LOADING
+        )
+        assert node.free_mb >= 0, "never over memory"
+
+    def _drop(self, node: SimulatedNode, drop: Drop) -> None:
+        held = node.held[drop.shard]
+        wishing = [
+            each
+            for each in live(self.deployments)
+            if each.wish.model_id == held.model_id and each.wish.replicas
+        ]
+        before = self.served(held.model_id)
+        del node.held[drop.shard]
+        if not wishing:
+            return
+        if drop.gap:
+            assert all(each.plan is not None and each.plan.asked for each in wishing)
+            self.gaps.append(drop)
+        else:
+            assert self.served(held.model_id) == before, "never a gap by its own move"
+
+    def _event(self) -> str:
+        self._events += 1
+        return hashlib.sha256(str(self._events).encode()).hexdigest()
+
+
+def need_mb(deployment: Deployment, layers: LayerRange) -> int:
+    return deployment.wish.layers_mb * len(layers) // deployment.wish.total_layers

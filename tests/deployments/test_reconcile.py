@@ -1,0 +1,161 @@
+"""What a node does about wishes: whatever happens, it ends as wished, within memory, without a gap
+that nobody asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mesh.deployments.reconcile import Held, Holding, Load, Served, View, reconcile, wishes_of
+from mesh.deployments.wishes import Deployment, Plan, Replica, Span, Wish, live
+from mesh.types import LayerRange, ModelId, NodeId, shard_id
+from tests.deployments.house import LAYER_MB, WEIGHTS, SimulatedHouse, need_mb
+
+AMPLE_MB = 100 * LAYER_MB
+LIMIT_S = 10.0
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["deploy", "scale", "evict", "kill", "back", "wait", "step", "step"]),
+        st.integers(0, 7),
+        st.integers(0, 3),
+    ),
+    max_size=40,
+)
+
+
+def run(  # noqa: C901 - a table of what may happen
+    house: SimulatedHouse, operations: list[tuple[str, int, int]]
+) -> None:
+    """Do these things to a house, with turns of single nodes in between."""
+    for what, which, count in operations:
+        node = house.nodes[which % len(house.nodes)]
+        deployed = live(house.deployments)
+        chosen = deployed[which % len(deployed)] if deployed else None
+        match what:
+            case "deploy" if len(deployed) < 3:
+                house.deploy(f"m{which % 3}", 4 + which % 3, max(1, count))
+            case "scale" if chosen is not None:
+                house.scale(chosen, count)
+            case "evict" if chosen is not None:
+                house.evict(chosen)
+            case "kill" if node.is_up and len(house.up) > 1:
+                house.kill(node)
+            case "back" if not node.is_up:
+                house.bring_back(node)
+            case "wait":
+                for away in house.nodes:
+                    away.gone_s += 0.0 if away.is_up else LIMIT_S
+            case "step" if not count:
+                house.together()
+            case "step" if node.is_up:
+                house.step(node)
+        house.replan(LIMIT_S)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 4), OPERATIONS)
+def test_with_room_everybody_ends_with_exactly_what_is_wished(
+    nodes: int, operations: list[tuple[str, int, int]]
+) -> None:
+    house = SimulatedHouse([AMPLE_MB] * nodes)
+    run(house, operations)
+    for node in house.nodes:
+        node.gone_s += 0.0 if node.is_up else 2 * LIMIT_S
+    house.replan(LIMIT_S)
+    assert house.settle()
+    assert not house.gaps
+    for node in house.up:
+        wanted = {s for d in live(house.deployments) for s in d.shards_of(node.node)}
+        assert set(node.held) == wanted
+    for deployment in live(house.deployments):
+        if deployment.wish.replicas:
+            assert house.served(deployment.wish.model_id) >= set(
+                range(deployment.wish.total_layers)
+            )
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(1, 12).map(lambda layers: layers * LAYER_MB), min_size=1, max_size=4),
+    OPERATIONS,
+)
+def test_without_room_it_comes_to_rest_and_says_what_waits(
+    memories: list[int], operations: list[tuple[str, int, int]]
+) -> None:
+    house = SimulatedHouse(memories)
+    run(house, operations)
+    assert house.settle()  # `SimulatedHouse` has checked memory and gaps at every step
+    for node in house.up:
+        decision = house.decide(node)
+        wanted = {s for d in live(house.deployments) for s in d.shards_of(node.node)}
+        assert set(decision.waiting or {}) == wanted - set(node.held)
+
+
+def deployment(*spans: tuple[str, str], asked: bool = True, layers: int = 4) -> Deployment:
+    """One replica over these spans, for a model of 10 MB a layer."""
+    wish = Wish("ab" * 8, ModelId("m"), WEIGHTS, layers, layers * LAYER_MB)
+    placed = tuple(Span(NodeId(node), LayerRange.parse(text)) for node, text in spans)
+    plan = Plan(wish.deployment, "cd" * 32, 1, (Replica(0, placed),), 1, asked)
+    return Deployment(wish, plan, "cd" * 32, NodeId("op"), 0)
+
+
+def holding(layers: str, state: Holding = Holding.READY, *, by_hand: bool = False) -> Held:
+    span = LayerRange.parse(layers)
+    shard = shard_id(ModelId("m"), span)
+    mb = len(span) * LAYER_MB
+    return Held(shard, ModelId("m"), WEIGHTS, span, mb, state, by_hand=by_hand)
+
+
+def view(deployed: Deployment, *held: Held, free_mb: int) -> View:
+    return View(NodeId("me"), {deployed.id: deployed}, held, (), free_mb, need_mb)
+
+
+def test_the_new_is_loaded_before_the_old_is_dropped_where_memory_allows() -> None:
+    moved = deployment(("me", "0-3"))
+    first = reconcile(view(moved, holding("0-1"), free_mb=40))
+    assert first.load == Load(
+        moved.id, shard_id(ModelId("m"), LayerRange(0, 4)), LayerRange(0, 4), 40
+    )
+    assert not first.drops
+    still = reconcile(view(moved, holding("0-1"), holding("0-3", Holding.LOADING), free_mb=0))
+    assert still.is_idle
+    then = reconcile(view(moved, holding("0-1"), holding("0-3"), free_mb=0))
+    assert [(drop.shard, drop.gap) for drop in then.drops] == [("m:0-1", False)]
+
+
+def test_without_room_the_old_goes_first_and_the_gap_is_told_if_an_operator_asked() -> None:
+    asked = reconcile(view(deployment(("me", "0-3")), holding("0-1"), free_mb=25))
+    assert [(drop.shard, drop.gap) for drop in asked.drops] == [("m:0-1", True)]
+    assert asked.load is None
+    by_itself = deployment(("me", "0-3"), asked=False)
+    waits = reconcile(view(by_itself, holding("0-1"), free_mb=25))
+    assert waits.is_idle
+    assert waits.waiting == {"m:0-3": "needs 40 MB, 25 MB are free"}
+
+
+def test_two_that_hold_the_same_do_not_both_go_for_each_other_s_sake() -> None:
+    moved = deployment(("third", "0-3"))
+    mine = holding("0-3")
+    other = Served(NodeId("you"), mine.model_id, WEIGHTS, mine.layers)
+    third = replace(other, node=NodeId("third"))
+    before = View(NodeId("me"), {moved.id: moved}, [mine], [other], 0, need_mb)
+    assert reconcile(before).is_idle
+    after = replace(before, served=[other, third])
+    assert [(drop.shard, drop.gap) for drop in reconcile(after).drops] == [("m:0-3", False)]
+
+
+def test_nothing_goes_for_room_that_would_not_be_enough() -> None:
+    asked = reconcile(view(deployment(("me", "0-3")), holding("0-1"), free_mb=15))
+    assert asked.is_idle
+    assert asked.waiting == {"m:0-3": "needs 40 MB, 15 MB are free"}
+
+
+def test_what_is_held_by_hand_is_never_dropped() -> None:
+    house = view(deployment(("you", "0-3")), holding("0-3", by_hand=True), free_mb=0)
+    assert reconcile(house).is_idle
+    wanted = view(deployment(("me", "0-3")), holding("0-3", by_hand=True), free_mb=0)
+    assert reconcile(wanted).is_idle
+    assert set(wishes_of(wanted)) == {"m:0-3"}

@@ -1,0 +1,146 @@
+"""Deployments that rest: after how long, by whose hand, and who may wake them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mesh.deployments import waking
+from mesh.deployments.placement import Machine, make_plan
+from mesh.deployments.waking import Sleeper, Use, Waker
+from mesh.deployments.wishes import Deployment, Wish
+from mesh.errors import NoRoute, PipelineStalled
+from mesh.types import BringingUp, GenerationRequest, ModelId, NodeId
+
+A, B = NodeId("a"), NodeId("b")
+MODEL = ModelId("m")
+WISH = Wish("0" * 16, MODEL, "ab" * 32, 4, 40, minimum_s=0.0, keep_alive_s=0.3)
+
+
+class House:
+    """A node whose log is one wish."""
+
+    def __init__(self, wish: Wish, node: NodeId = A) -> None:
+        self.node = node
+        self.wished: list[Wish] = []
+        self.now = Use(is_busy=False, signs=0)
+        plan = make_plan(wish, "cd" * 32, [Machine(A, "a"), Machine(B, "b")], None, asked=True)
+        self._deployment = Deployment(wish, plan, "cd" * 32, A, 0)
+
+    def deployments(self) -> dict[str, Deployment]:
+        return {self._deployment.id: self._deployment}
+
+    def alive(self) -> set[NodeId]:
+        return {A, B}
+
+    def use(self, deployment: Deployment) -> Use:
+        return self.now
+
+    async def publish_wish(self, wish: Wish) -> Deployment:
+        self.wished.append(wish)
+        self._deployment = replace(self._deployment, wish=wish)
+        return self._deployment
+
+
+async def slept(
+    house: House, monkeypatch: pytest.MonkeyPatch, seconds: float, *signs: Hashable
+) -> list[Wish]:
+    """What it wishes for in so many seconds, while the signs of use change one after the other."""
+    monkeypatch.setattr(waking, "TICK_S", 0.02)
+    told: list[str] = []
+    sleeper = Sleeper(house, lambda kind, **fields: told.append(kind))
+    sleeper.start()
+    for sign in signs or (0,):
+        house.now = replace(house.now, signs=sign)
+        await asyncio.sleep(seconds / max(1, len(signs)))
+    await sleeper.stop()
+    assert len(told) == len(house.wished)
+    return house.wished
+
+
+async def test_it_rests_when_nobody_used_it_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House(WISH)
+    assert await slept(house, monkeypatch, 0.8) == [replace(WISH, resting=True)]
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        replace(WISH, dedicated=True),
+        replace(WISH, keep_alive_s=0.0),
+        replace(WISH, minimum_s=3600.0),
+        replace(WISH, resting=True),
+    ],
+    ids=["dedicated", "no keep-alive", "below its minimum time", "it rests"],
+)
+async def test_it_does_not(wish: Wish, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert await slept(House(wish), monkeypatch, 0.8) == []
+
+
+async def test_use_keeps_it_up_and_one_node_alone_has_it_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert await slept(House(WISH), monkeypatch, 0.8, *range(8)) == []
+    busy = House(WISH)
+    busy.now = Use(is_busy=True, signs=0)
+    assert await slept(busy, monkeypatch, 0.8) == []
+    assert await slept(House(WISH, node=B), monkeypatch, 0.8) == []
+
+
+class Verbs:
+    """A deployment whose spans are as a test says."""
+
+    def __init__(self, *phases: str, missing: bool = True) -> None:
+        self.woken: list[bool] = []
+        self.called: list[str] = []
+        self.rows = [
+            {
+                "deployment": "d", "model_id": "m", "missing": ["0-3"] if missing else [],
+                "spans": [
+                    {"phase": phase, "done_bytes": 30, "total_bytes": 40, "node": "attic",
+                     "layers": "0-3", "reason": "needs 900 MB"}
+                    for phase in phases
+                ],
+            }
+        ]  # fmt: skip
+
+    def view(self) -> list[dict[str, Any]]:
+        return self.rows
+
+    async def wake(self, model: str, *, may_wake: bool) -> bool:
+        self.woken.append(may_wake)
+        return True
+
+
+async def brought_up(verbs: Verbs, turns: int = 2, patience_s: float = 5.0) -> list[BringingUp]:
+    """What a request is told until the model can be asked, which is after so many looks."""
+    looks = iter(range(turns))
+    waker = Waker(verbs, lambda model: next(looks, None) is None, verbs.called.append, patience_s)
+    return [each async for each in waker.bring_up(GenerationRequest("r", MODEL, may_wake=True))]
+
+
+async def test_who_waits_is_told_how_far_it_is() -> None:
+    verbs = Verbs("PROVISIONING", "QUEUED")
+    assert await brought_up(verbs, 3) == [BringingUp(MODEL, "PROVISIONING", 75)]
+    assert verbs.woken == [True]
+    assert verbs.called == ["d"]
+
+
+async def test_what_can_be_asked_or_is_not_deployed_is_not_waited_for() -> None:
+    verbs = Verbs("READY")
+    assert await brought_up(verbs, 0) == []
+    verbs.rows = []
+    assert await brought_up(verbs, 9) == []
+    assert verbs.woken == []
+
+
+async def test_what_is_not_on_its_way_is_not_waited_for() -> None:
+    assert await brought_up(Verbs("AWAY", "READY"), 999) == []
+    with pytest.raises(NoRoute, match="needs 900 MB"):
+        await brought_up(Verbs("FAILED"), 999)
+    with pytest.raises(PipelineStalled):
+        await brought_up(Verbs("DEPLOYING"), 999, patience_s=0.3)

@@ -1,0 +1,41 @@
+"""Where a deployment finds GGUF files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mesh.deployments.weights import LocalWeights
+from mesh.errors import ModelNotFound
+from mesh.models.builtin import checkpoint_dir
+from mesh.types import LayerRange, ModelId
+from tests.gguf_files import write_gguf
+
+_ALL = (LayerRange(0, 8),)
+
+
+async def test_a_file_is_found_by_its_path_and_where_models_are(tmp_path: Path) -> None:
+    file = write_gguf(checkpoint_dir(), tmp_path / "house--small.gguf", "Q8_0")
+    weights = LocalWeights({}, [tmp_path], None)
+    by_path = await weights.find(str(file))
+    assert (by_path.model_id, by_path.total_layers) == ("house--small", 8)
+    named = await weights.find(f"{file}=mine")
+    assert (named.model_id, named.weights_sha256) == ("mine", by_path.weights_sha256)
+    by_name = await weights.find("house/small")
+    assert by_name.weights_sha256 == by_path.weights_sha256
+    sha256 = by_path.weights_sha256
+    path = await weights.ensure(ModelId("house/small"), sha256, _ALL, lambda done, size: None)
+    assert path == file
+    with pytest.raises(ModelNotFound, match="has other weights"):
+        await weights.ensure(ModelId("house/small"), "0" * 64, _ALL, lambda done, size: None)
+    with pytest.raises(ModelNotFound):
+        await weights.find(str(tmp_path / "none.gguf"))
+
+
+async def test_a_snapshot_that_has_only_a_file_is_found(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--house--small" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    write_gguf(checkpoint_dir(), snapshot / "small-f16.gguf", "F16")
+    weights = LocalWeights({}, [tmp_path], None)
+    assert (await weights.find("house/small")).model_id == "house/small"

@@ -1,0 +1,169 @@
+"""Wishes and plans as the log has them: two operators at once, strict forms, who plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mesh.deployments.placement import Machine, make_plan, planner, stale
+from mesh.deployments.wishes import (
+    Deployment,
+    Plan,
+    Replica,
+    Span,
+    Wish,
+    live,
+    read,
+    read_plan,
+    read_wish,
+)
+from mesh.errors import BadRequest, NoRoute
+from mesh.events.state import Fact
+from mesh.events.types import EventId, Order
+from mesh.types import LayerRange, ModelId, NodeId
+
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
+MACHINES = [Machine(A, "attic"), Machine(B, "kitchen"), Machine(C, "study")]
+WISH = Wish("0" * 16, ModelId("m"), "ab" * 32, 6, 60)
+
+
+def fact(number: int, payload: dict[str, Any], author: NodeId = A) -> Fact:
+    order: Order = (number, author, number)
+    return Fact(order, EventId(number.to_bytes(32)), 0, payload)
+
+
+def named(number: int) -> str:
+    return number.to_bytes(32).hex()
+
+
+def planned(wish: Wish, number: int, before: Plan | None = None) -> Plan:
+    return make_plan(wish, named(number), MACHINES, before, asked=True)
+
+
+def test_what_is_written_is_what_is_read() -> None:
+    wish = replace(
+        WISH, replicas=3, dedicated=True, quant="int8", context=4096, nodes=(A, B),
+        pins=(Span(A, LayerRange(0, 2)),),
+    )  # fmt: skip
+    assert read_wish(wish.payload()) == wish
+    plan = planned(wish, 1)
+    assert read_plan(plan.payload(), wish) == plan
+    assert read_wish({**wish.payload(), "of a newer version": 1}) == wish
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"deployment": "d1"}, {"replicas": -1}, {"replicas": 17}, {"replicas": "1"},
+        {"total_layers": 0}, {"quant": "int2"}, {"pins": [["a", "0-6"]]}, {"pins": [["a", "2-1"]]},
+        {"nodes": ["A node"]}, {"minimum_s": float("nan")}, {"evicted": 0},
+    ],
+)  # fmt: skip
+def test_a_wish_of_another_form_is_left_out(change: dict[str, Any]) -> None:
+    assert read_wish({**WISH.payload(), **change}) is None
+    assert read({WISH.deployment: fact(1, {**WISH.payload(), **change})}, {}) == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"deployment": "1" * 16}, {"wish": "w"}, {"epoch": -1}, {"replicas": [[0, [["a", "0-6"]]]]},
+        {"replicas": [[0, [["a", "4-3"]]]]}, {"replicas": [[0, [["a"]]]]}, {"asked": "yes"},
+    ],
+)  # fmt: skip
+def test_a_plan_of_another_form_is_left_out(change: dict[str, Any]) -> None:
+    assert read_plan({**planned(WISH, 1).payload(), **change}, WISH) is None
+
+
+def test_the_plan_of_the_newest_wish_counts_whenever_another_was_made() -> None:
+    first, second = planned(WISH, 1), replace(planned(WISH, 2), epoch=1)
+    late = replace(planned(WISH, 1), epoch=9)
+    wishes = {WISH.deployment: fact(2, WISH.payload())}
+    plans = [fact(9, late.payload()), fact(3, second.payload(), B), fact(1, first.payload(), C)]
+    (found,) = live(read(wishes, {WISH.deployment: plans}))
+    assert found.plan == second
+    assert found.is_planned
+    # Until there is one for the wish, the newest for the one before is followed.
+    (found,) = live(read(wishes, {WISH.deployment: [plans[0], plans[2]]}))
+    assert found.plan == late
+    assert not found.is_planned
+
+
+def test_of_two_plans_for_one_wish_the_same_one_counts_everywhere() -> None:
+    one, two = planned(WISH, 1), make_plan(WISH, named(1), MACHINES[:2], None, asked=False)
+    rows = [fact(5, one.payload(), A), fact(5, two.payload(), B)]
+    for order in (rows, rows[::-1]):
+        (found,) = live(read({WISH.deployment: fact(1, WISH.payload())}, {WISH.deployment: order}))
+        assert found.plan == two  # the same moment: the higher author
+
+
+def test_an_evicted_deployment_wants_nothing() -> None:
+    gone = replace(WISH, evicted=True)
+    plans = {WISH.deployment: [fact(1, planned(WISH, 1).payload())]}
+    found = read({WISH.deployment: fact(2, gone.payload())}, plans)[WISH.deployment]
+    assert found.shards_of(A) == {}
+    assert live({WISH.deployment: found}) == []
+
+
+def covers(replica: Replica, layers: int) -> bool:
+    spans = sorted(span.layers for span in replica.spans)
+    return [x for span in spans for x in range(span.start, span.stop)] == list(range(layers))
+
+
+def test_replicas_go_up_and_down_and_their_numbers_are_not_used_again() -> None:
+    one = planned(WISH, 1)
+    three = planned(replace(WISH, replicas=3), 2, one)
+    assert [r.number for r in three.replicas] == [0, 1, 2]
+    assert three.replicas[0] == one.replicas[0], "what runs stays"
+    assert all(covers(replica, 6) for replica in three.replicas)
+    for node in (A, B, C):
+        assert len(three.spans_of(node)) == 3, "no two replicas on one machine are one"
+    back = planned(WISH, 3, three)
+    assert back.replicas == one.replicas
+    again = planned(replace(WISH, replicas=2), 4, back)
+    assert [r.number for r in again.replicas] == [0, 3]
+    assert again.epoch == 3
+
+
+def test_a_second_replica_lies_elsewhere_whatever_memory_says_by_then() -> None:
+    one = planned(WISH, 1)
+    now = [Machine(A, "attic", 9), Machine(B, "kitchen", 7), Machine(C, "study", 8)]
+    two = make_plan(replace(WISH, replicas=2), named(2), now, one, asked=True)
+    assert all(len(two.spans_of(node)) == 2 for node in (A, B, C))
+
+
+def test_a_machine_that_is_gone_is_replaced_and_nothing_else_moves() -> None:
+    before = planned(WISH, 1)
+    after = make_plan(WISH, named(1), MACHINES[:2], before, asked=False, why="c is away")
+    assert covers(after.replicas[0], 6)
+    kept = [span for span in before.replicas[0].spans if span.node != C]
+    assert set(kept) < set(after.replicas[0].spans)
+
+
+def test_pins_and_nodes_are_kept() -> None:
+    pinned = replace(WISH, pins=(Span(C, LayerRange(0, 2)),), nodes=(A, C))
+    plan = planned(pinned, 1)
+    assert plan.replicas[0].spans == (Span(C, LayerRange(0, 2)), Span(A, LayerRange(2, 6)))
+    moved = planned(replace(WISH, pins=(Span(B, LayerRange(1, 3)),)), 2, plan)
+    assert Span(B, LayerRange(1, 3)) in moved.replicas[0].spans
+    assert covers(moved.replicas[0], 6)
+    with pytest.raises(BadRequest, match="pinned to c"):
+        make_plan(pinned, named(1), MACHINES[:2], None, asked=True)
+    with pytest.raises(NoRoute):
+        make_plan(WISH, named(1), [], None, asked=True)
+
+
+def test_who_plans_anew_and_when() -> None:
+    plan = planned(WISH, 1)
+    deployment = Deployment(WISH, plan, named(1), A, 0)
+    everybody = {A, B, C}
+    assert planner(deployment, {B, C}) == B
+    assert stale(deployment, {}, everybody, 60.0) is None
+    assert stale(deployment, {C: 59.0}, everybody, 60.0) is None
+    assert "away for 61 s" in str(stale(deployment, {C: 61.0}, everybody, 60.0))
+    assert "may hold no layers" in str(stale(deployment, {}, {A, B}, 60.0))
+    assert stale(replace(deployment, event=named(2)), {}, everybody, 60.0) == "the wish has changed"
+    evicted = replace(deployment, wish=replace(WISH, evicted=True))
+    assert stale(evicted, {C: 61.0}, set(), 60.0) is None

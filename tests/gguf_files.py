@@ -1,0 +1,275 @@
+"""GGUF files of small checkpoints, written as llama.cpp's converter writes them.
+
+Names come from the `gguf` package's own table, and nothing from what reads the files: a mistake
+there is not repeated here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from safetensors.torch import load_file
+
+_ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA, "mistral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE, "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3, "phi3": gguf.MODEL_ARCH.PHI3,
+    "gpt2": gguf.MODEL_ARCH.GPT2, "olmo2": gguf.MODEL_ARCH.OLMO2,
+}  # fmt: skip
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
+_K_BLOCK = 256
+
+Edit = Callable[[GGUFWriter], object]
+
+
+def write_gguf(
+    directory: Path,
+    file: Path,
+    kind: str = "F32",
+    *,
+    parts: int = 1,
+    edit: Edit = lambda writer: None,
+    ends: str | None = None,
+    tokenizer: bool = True,
+) -> Path:
+    """Write the checkpoint in `directory` to `file`, matrices as `kind`, and return the first file.
+
+    `ends` is the type of embedding and head, that of the others unless given. `edit` may say more.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    arch = _ARCHITECTURES[config["model_type"]]
+    tensors = _stacked(load_file(directory / "model.safetensors"))
+    side = _side_tensors(config)
+    per_file = -(-(len(tensors) + len(side)) // parts) if parts > 1 else 0
+    writer = GGUFWriter(file, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=per_file)
+    writer.add_type(gguf.GGUFType.MODEL)
+    _describe(writer, config)
+    if tokenizer:
+        _describe_tokenizer(writer, directory)
+    names = gguf.get_tensor_name_map(arch, _number(config, "num_hidden_layers", "n_layer"))
+    for name, tensor in tensors.items():
+        stem, _, suffix = name.rpartition(".")
+        stored = f"{names.get_name(stem)}.{suffix}"
+        is_end = not stored.startswith("blk.")
+        _add(writer, stored, _as_stored(name, tensor, config), ends if ends and is_end else kind)
+    for name, numbers in side.items():
+        _add(writer, name, torch.tensor(numbers), "F32")
+    edit(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file if parts == 1 else file.with_name(f"{file.stem}-00001-of-{parts:05}.gguf")
+
+
+def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of all experts in one."""
+    found: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault(f"{match[1]}.{match[3]}.weight", {})[int(match[2])] = tensor
+        else:
+            found[name] = tensor
+    return found | {
+        name: torch.stack([each[number] for number in sorted(each)])
+        for name, each in experts.items()
+    }
+
+
+def _as_stored(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
+    kind = config["model_type"]
+    tensor = tensor.float()
+    if kind in ("llama", "mistral"):
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        part = name.split(".")[-2]
+        if part in heads:
+            count = config[heads[part]]
+            apart = tensor.reshape(count, 2, tensor.shape[0] // count // 2, *tensor.shape[1:])
+            return apart.swapaxes(1, 2).reshape(tensor.shape)
+    if kind.startswith("gemma") and name.endswith("norm.weight"):
+        return tensor + 1
+    if kind == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+        return tensor.t()
+    return tensor
+
+
+def _add(writer: GGUFWriter, name: str, tensor: torch.Tensor, kind: str) -> None:
+    numbers = tensor.float().contiguous().numpy()
+    if numbers.ndim < 2:
+        kind = "F32"
+    stored = GGMLQuantizationType[kind]
+    if kind.endswith("_K"):
+        writer.add_tensor(name, k_blocks(numbers, stored), raw_dtype=stored)
+    else:
+        writer.add_tensor(name, gguf.quantize(numbers, stored), raw_dtype=stored)
+
+
+def k_blocks(numbers: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.ndarray[Any, Any]:
+    """Blocks of one of the types that the package decodes and cannot encode: made-up codes with
+    scales that fit the numbers."""
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    count = numbers.size // _K_BLOCK
+    generator = np.random.default_rng(numbers.size)
+    blocks = generator.integers(0, 256, (count, size), dtype=np.uint8)
+    spread = np.abs(numbers.reshape(count, _K_BLOCK)).max(axis=1)
+    if kind == GGMLQuantizationType.Q6_K:  # 128 low, 64 high, 16 scales, one for all
+        blocks[:, 192:208] = generator.integers(1, 64, (count, 16), dtype=np.uint8)
+        blocks[:, 208:] = _halves(spread / (32 * 64))
+    elif kind == GGMLQuantizationType.Q4_K:  # scale and minimum of all, 12 for their parts
+        blocks[:, 0:2] = _halves(spread / (8 * 63))
+        blocks[:, 2:4] = _halves(spread / 63)
+    else:
+        raise ValueError(kind)
+    return blocks.reshape(*numbers.shape[:-1], -1)
+
+
+def _halves(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return numbers.astype(np.float16).view(np.uint8).reshape(-1, 2)
+
+
+def _describe(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    heads = _number(config, "num_attention_heads", "n_head")
+    width = _number(config, "hidden_size", "n_embd")
+    writer.add_block_count(_number(config, "num_hidden_layers", "n_layer"))
+    writer.add_context_length(_number(config, "max_position_embeddings", "n_positions"))
+    writer.add_embedding_length(width)
+    writer.add_head_count(heads)
+    if config["model_type"] == "gpt2":
+        writer.add_feed_forward_length(config.get("n_inner") or 4 * width)
+        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+        return
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    _describe_rotary(writer, config)
+    if config["model_type"] in ("llama", "mistral", "phi3"):
+        writer.add_rope_dimension_count(config.get("head_dim") or width // heads)
+        writer.add_vocab_size(config["vocab_size"])
+    if config["model_type"].startswith(("gemma", "phi3")):
+        writer.add_sliding_window(config.get("sliding_window") or 0)
+    if config["model_type"] == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if config["model_type"] == "qwen3_moe":
+        writer.add_expert_count(_number(config, "num_experts", "num_local_experts"))
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    said: dict[str, Any] = config.get("rope_parameters") or {}
+    return dict(said.get("full_attention", said))
+
+
+def _describe_rotary(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    said = _rotary(config)
+    writer.add_rope_freq_base(said["rope_theta"])
+    local = config["rope_parameters"].get("sliding_attention", {}).get("rope_theta")
+    if local is not None:
+        writer.add_rope_freq_base_swa(local)
+    match said["rope_type"]:
+        case "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(said["factor"])
+        case "yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(said["factor"])
+            writer.add_rope_scaling_orig_ctx_len(said["original_max_position_embeddings"])
+        case "longrope":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+    if config["model_type"] == "phi3":
+        original = config["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        scale = config["max_position_embeddings"] / original
+        if "long_factor" in said:
+            factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+            writer.add_rope_scaling_attn_factors(factor)
+
+
+def _side_tensors(config: dict[str, Any]) -> dict[str, list[float]]:
+    said = _rotary(config)
+    if said.get("rope_type") == "longrope":
+        return {
+            "rope_factors_long.weight": said["long_factor"],
+            "rope_factors_short.weight": said["short_factor"],
+        }
+    if said.get("rope_type") != "llama3":
+        return {}
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    freqs = 1.0 / said["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    original, factor = said["original_max_position_embeddings"], said["factor"]
+    low, high = said["low_freq_factor"], said["high_freq_factor"]
+    factors = []
+    for length in (2 * math.pi / freqs).tolist():
+        if length < original / high:
+            factors.append(1.0)
+        elif length > original / low:
+            factors.append(factor)
+        else:
+            smooth = (original / length - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return {"rope_freqs.weight": factors}
+
+
+def _describe_tokenizer(writer: GGUFWriter, directory: Path) -> None:
+    said = json.loads((directory / "tokenizer.json").read_text())
+    model, added = said["model"], {each["content"]: each for each in said["added_tokens"]}
+    words = dict(model["vocab"]) | {each: added[each]["id"] for each in added}
+    tokens = sorted(words, key=words.__getitem__)
+    merges = [each if isinstance(each, str) else " ".join(each) for each in model["merges"]]
+    rank = {merge.replace(" ", ""): -number for number, merge in reversed(list(enumerate(merges)))}
+    kinds = []
+    for token in tokens:
+        if token in added:
+            special = added[token]["special"]
+            kinds.append(gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED)
+        elif re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+            kinds.append(gguf.TokenType.BYTE)
+        else:
+            kinds.append(gguf.TokenType.NORMAL)
+    pieces = bool(model.get("byte_fallback"))
+    writer.add_tokenizer_model("llama" if pieces else "gpt2")
+    splits = "smollm" if '"Digits"' in json.dumps(said["pre_tokenizer"]) else "gpt-2"
+    writer.add_tokenizer_pre("default" if pieces else splits)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    if pieces:
+        writer.add_token_scores([float(rank.get(token, -1e9)) for token in tokens])
+    else:
+        writer.add_token_merges(merges)
+    ends = json.loads((directory / "config.json").read_text())["eos_token_id"]
+    if isinstance(ends, list):
+        writer.add_eot_token_id(ends[-1])
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    for name, add in (
+        ("bos_token", writer.add_bos_token_id),
+        ("eos_token", writer.add_eos_token_id),
+        ("pad_token", writer.add_pad_token_id),
+    ):
+        if settings.get(name) in words:
+            add(words[settings[name]])
+    writer.add_add_bos_token("<s>" in json.dumps(said["post_processor"]))
+    template = directory / "chat_template.jinja"
+    if template.is_file():
+        writer.add_chat_template(template.read_text())
+    elif settings.get("chat_template"):
+        writer.add_chat_template(settings["chat_template"])
+
+
+def _number(config: dict[str, Any], *names: str) -> int:
+    return int(next(config[name] for name in names if config.get(name) is not None))

@@ -1,0 +1,242 @@
+"""Models that come and go by signed wishes: three real nodes that were told to hold nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mesh.cli.local_node import LocalNode
+from tests.checkpoints import make_checkpoint
+from tests.mesh_e2e.conftest import StartNode
+from tests.mesh_e2e.spread import hugging_face
+from tests.mesh_e2e.test_daemons import hearthnet, refused
+
+pytestmark = pytest.mark.slow
+MODEL = "toy"
+LAYERS = 6
+PROMPT = list(range(5, 35))
+PATIENCE_S = 60.0
+EVEN = {"HEARTHNET_DEPLOYMENTS__PLACEMENT": "even"}
+"""So that each machine gets a part, however quick one of them is."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which all nodes find checkpoints."""
+    folder = tmp_path_factory.mktemp("models")
+    make_checkpoint(folder / MODEL, "llama", layers=LAYERS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def house(start_node: StartNode, models: Path) -> dict[str, LocalNode]:
+    settings = {
+        "HEARTHNET_MODELS_DIR": str(models),
+        "HEARTHNET_DEPLOYMENTS__REPLAN_SECONDS": "3",
+        **EVEN,
+    }
+    nodes = {
+        name: start_node(name, "--layers", "none", environment=settings)
+        for name in ("attic", "kitchen", "study")
+    }
+    for node in nodes.values():
+        node.wait_up()
+    for node in nodes.values():
+        until(lambda node=node: len(peers(node)) == len(nodes) - 1, "they see each other")
+    return nodes
+
+
+def peers(node: LocalNode) -> list[str]:
+    return [p["name"] for p in node.get("/mesh/v1/peers")["peers"] if p["state"] == "up"]
+
+
+def until(holds: Callable[[], object], what: str, *nodes: LocalNode) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := holds()):
+        if time.monotonic() > deadline:
+            seen = json.dumps([rows(node) for node in nodes], indent=1)
+            pytest.fail(f"not in time: {what}\n{seen}")
+        time.sleep(0.1)
+    return found
+
+
+def rows(node: LocalNode) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = node.get("/mesh/v1/deployments")["deployments"]
+    return found
+
+
+def row(node: LocalNode) -> dict[str, Any]:
+    (found,) = rows(node)
+    return found
+
+
+def ready(*nodes: LocalNode, replicas: int = 1) -> None:
+    """Until all of these see what is wished: so many replicas, all of them up."""
+
+    def holds() -> bool:
+        return all(
+            [each["state"] for each in rows(node)] == ["READY"]
+            and row(node)["replicas_ready"] == replicas
+            for node in nodes
+        )
+
+    until(holds, f"{replicas} replicas are up", *nodes)
+
+
+def placed(node: LocalNode) -> list[tuple[int, str, str]]:
+    return [(span["replica"], span["node"], span["layers"]) for span in row(node)["spans"]]
+
+
+def answer(node: LocalNode, count: int = 16) -> list[int]:
+    response = node.post(
+        "/v1/completions",
+        {"model": MODEL, "prompt": PROMPT, "max_tokens": count, "temperature": 0,
+         "ignore_eos": True, "wire_dtype": "fp32", "fallback_to_local": False},
+    )  # fmt: skip
+    assert response.status_code == 200, response.text
+    ids: list[int] = response.json()["hearthnet"]["token_ids"]
+    return ids
+
+
+def held(node: LocalNode) -> set[str]:
+    return {shard["shard_id"] for shard in node.get("/mesh/v1/status")["shards"]}
+
+
+def test_a_deployment_from_nothing_to_its_end(house: dict[str, LocalNode], models: Path) -> None:
+    attic, kitchen, study = house.values()
+    expected, _ = hugging_face(models / MODEL, PROMPT, 16)
+
+    deployed = hearthnet("deploy", MODEL, "--wait", node=attic)
+    assert deployed.returncode == 0, deployed.stderr
+    ready(attic, kitchen, study)
+    assert {node for _, node, _ in placed(attic)} == set(house)
+    for node in house.values():
+        assert answer(node) == expected
+
+    # Replicas up and down; numbers are not used again.
+    assert hearthnet("scale", MODEL, "2", "--wait", node=kitchen).returncode == 0
+    ready(*house.values(), replicas=2)
+    assert {replica for replica, _, _ in placed(study)} == {0, 1}
+    assert all(len(held(node)) == 2 for node in house.values())
+    assert hearthnet("scale", MODEL, "1", node=study).returncode == 0
+    ready(*house.values())
+    until(lambda: all(len(held(n)) == 1 for n in house.values()), "one span each", attic)
+    assert answer(kitchen) == expected
+
+    # A machine that comes back takes up its part again.
+    before = placed(attic)
+    study.kill()
+    until(lambda: row(attic)["missing"], "the gap is seen", attic)
+    study.start()
+    study.wait_up()
+    ready(attic, kitchen, study)
+    assert placed(attic) == before
+    assert answer(study) == expected
+
+    # One that stays away is planned around; back again, it has nothing to hold.
+    study.kill()
+    until(lambda: len(peers(attic)) == 1, "it is gone", attic)
+    until(lambda: placed(attic) != before, "it is planned around", attic)
+    ready(attic, kitchen)
+    assert {node for _, node, _ in placed(kitchen)} == {"attic", "kitchen"}
+    assert answer(kitchen) == expected
+    study.start()
+    study.wait_up()
+    ready(attic, kitchen, study)
+    assert held(study) == set()
+
+    # Everything at once.
+    for node in house.values():
+        node.kill()
+    for node in house.values():
+        node.start()
+    for node in house.values():
+        node.wait_up()
+    ready(*house.values())
+    assert answer(attic) == expected
+
+    assert hearthnet("evict", MODEL, node=attic).returncode == 0
+    for node in house.values():
+        until(lambda node=node: not held(node) and not rows(node), "it is gone", node)
+    until(
+        lambda: MODEL not in [m["id"] for m in kitchen.get("/mesh/v1/models")["models"]],
+        "nobody asks it",
+        kitchen,
+    )
+    error = refused(kitchen, "/v1/completions", {"model": MODEL, "prompt": PROMPT})
+    assert error["code"] == "model_not_found"
+
+
+def test_run_brings_a_model_up_on_machines_that_hold_nothing(house: dict[str, LocalNode]) -> None:
+    attic, kitchen, study = house.values()
+    arguments = ("--raw", "--max-tokens", "4", "--ignore-eos", "--json")
+    ran = hearthnet("run", MODEL, "The kettle", *arguments, node=kitchen)
+    assert ran.returncode == 0, ran.stderr
+    answer = json.loads(ran.stdout)
+    assert answer["usage"]["completion_tokens"] == 4
+    assert {hop["node"] for hop in answer["hearthnet"]["route"]} == set(house)
+    assert "attic: layers" in ran.stderr
+    assert "is ready" in ran.stderr
+    ready(attic, kitchen, study)
+    again = hearthnet("run", MODEL, "The kettle", *arguments, node=study)
+    assert json.loads(again.stdout)["hearthnet"]["token_ids"] == answer["hearthnet"]["token_ids"]
+    assert "deploying" not in again.stderr
+    unknown = hearthnet("run", "nobody-has-this", "x", node=attic)
+    assert unknown.returncode == 4
+    assert "not on this machine" in unknown.stderr
+    assert hearthnet("evict", MODEL, node=study).returncode == 0
+    for node in house.values():
+        until(lambda node=node: not held(node) and not rows(node), "it is gone", node)
+
+
+def test_a_deployment_rests_without_use_and_who_may_wakes_it(house: dict[str, LocalNode]) -> None:
+    attic, kitchen, study = house.values()
+    order = {"model": MODEL, "keep_alive_s": 2.0, "minimum_s": 0.0, "nodes": ["attic", "kitchen"]}
+    assert kitchen.post("/mesh/v1/deployments", order).status_code == 202
+    ready(attic, kitchen)
+    until(lambda: row(kitchen)["level"] == "HOT", "it is loaded", kitchen)
+    expected = answer(kitchen, 4)
+
+    def rests() -> bool:
+        return all(row(node)["level"] == "COLD" and not held(node) for node in house.values())
+
+    until(rests, "it rests", attic)
+    status = kitchen.get("/status")["deployments"][MODEL]
+    assert (status["deployment_level"], status["application_state"]) == ("COLD", "NOT_STARTED")
+
+    # Who has no key, or one that is not trusted, does not wake it.
+    question = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0,
+                "ignore_eos": True, "wire_dtype": "fp32"}  # fmt: skip
+    keyless = httpx.post(
+        f"{kitchen.url}/v1/completions", json=question, trust_env=False, timeout=60
+    )
+    assert keyless.status_code == 403, keyless.text
+    assert "COLD" in keyless.json()["error"]["message"]
+
+    made = kitchen.post(
+        "/mesh/v1/keys", {"name": "lab", "scopes": ["chat", "interventions"], "trusted": True}
+    ).json()
+    events = []
+    with httpx.stream(
+        "POST", f"{kitchen.url}/v1/completions", json={**question, "stream": True},
+        headers={"Authorization": f"Bearer {made['key']}"}, trust_env=False, timeout=60,
+    ) as response:  # fmt: skip
+        chunks = [
+            json.loads(line.removeprefix("data: "))
+            for line in response.iter_lines()
+            if line.startswith("data: {")
+        ]
+    events = [c["hearthnet"]["event"] for c in chunks if "event" in c.get("hearthnet", {})]
+    assert {event["type"] for event in events} == {"bringing_up"}
+    assert events[0]["phase"] in {"QUEUED", "PROVISIONING", "DEPLOYING"}
+    assert chunks[-1]["hearthnet"]["token_ids"] == expected
+    assert row(study)["level"] == "HOT"
+    assert hearthnet("evict", MODEL, node=attic).returncode == 0
+    for node in house.values():
+        until(lambda node=node: not held(node) and not rows(node), "it is gone", node)

@@ -1,0 +1,128 @@
+"""Weights come from a neighbour by the verbs, and answer as the whole checkpoint does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mesh.cli.local_node import LocalNode
+from tests.checkpoints import make_checkpoint
+from tests.mesh_e2e.conftest import StartNode
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+LAYERS = 8
+
+
+def wait_for(condition: Callable[[], object], patience_s: float = 90.0) -> None:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() < begin + patience_s
+        time.sleep(0.2)
+
+
+def verb(node: LocalNode, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "mesh.cli.main",
+        *arguments,
+        "--state-dir",
+        str(node.state_dir),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def answer(node: LocalNode) -> dict[str, Any]:
+    body = {
+        "model": "toy",
+        "messages": [{"role": "user", "content": "The kettle sings"}],
+        "max_tokens": 24,
+        "temperature": 0,
+    }
+    response = node.post("/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def served_by(node: LocalNode) -> set[str]:
+    models = node.get("/mesh/v1/models")["models"]
+    return {name for model in models if model["id"] == "toy" for name in model["nodes"]}
+
+
+def test_fetched_layers_answer_as_the_whole_does(own_node: StartNode, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "llama", layers=LAYERS)
+    own = ("--dtype", "fp32", "--device", "cpu")
+    attic = own_node("attic", "--model", f"{checkpoint}=toy", *own)
+    sofa = own_node("sofa", "--layers", "none", *own)
+    attic.wait_ready()
+    alone = answer(attic)
+    sofa.wait_up()
+    wait_for(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
+    pulled = verb(sofa, "pull", "toy", "--layers", "4-7", "--json")
+    assert pulled.returncode == 0, pulled.stderr
+    directory = json.loads(pulled.stdout)["directory"]
+    (row,) = [
+        r for r in json.loads(verb(sofa, "list", "--json").stdout)["models"] if r["id"] == "toy"
+    ]
+    assert (row["layers"], row["ends"], row["directory"]) == (["4-7"], True, directory)
+    assert row["here_bytes"] < row["total_bytes"]
+    assert "4-7 of 0-7, ends" in verb(sofa, "list").stdout
+    assert "attic has 0-7 and ends" in verb(sofa, "show", "toy").stdout
+
+    assert "toy is gone" in verb(sofa, "rm", "toy", "--yes").stdout
+    assert not Path(directory).exists()
+    assert verb(sofa, "pull", "toy", "--layers", "4-7", "--from", "attic").returncode == 0
+    for node, path, layers in ((sofa, directory, "4-7"), (attic, str(checkpoint), "0-3")):
+        node.stop()
+        node.flags = ("--threads", "1", "--model", f"{path}=toy", "--layers", layers, *own)
+        node.start()
+    for node in (attic, sofa):
+        node.wait_ready()
+        wait_for(lambda node=node: served_by(node) == {"attic", "sofa"})
+    for node in (attic, sofa):
+        together = answer(node)
+        hops = {hop["node"]: hop["layers"] for hop in together["hearthnet"]["route"]}
+        assert hops == {"attic": "0-3", "sofa": "4-7"}
+        assert together["choices"] == alone["choices"]
+    refused = verb(sofa, "rm", "toy", "--yes")
+    assert "model_in_use" in refused.stderr
+    assert Path(directory).is_dir()
+
+
+def test_what_is_not_served_can_be_removed(own_node: StartNode, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "llama", layers=2)
+    node = own_node("attic", "--layers", "none")
+    node.wait_up()
+    assert "model_not_found" in verb(node, "pull", "no/such/toy").stderr
+    offered = verb(node, "pull", str(checkpoint), "--json")
+    assert json.loads(offered.stdout)["directory"] == str(checkpoint)
+    wait_for(lambda: len(node.get("/mesh/v1/weights")["models"]) == 2)
+    name = checkpoint.name
+    assert "was not put there by hearthnet" in verb(node, "rm", name, "--yes").stderr
+    assert checkpoint.is_dir()
+
+
+def test_a_deployment_fetches_what_it_needs(own_node: StartNode, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "llama", layers=LAYERS)
+    attic = own_node("attic", "--model", f"{checkpoint}=toy", "--layers", "none")
+    sofa = own_node("sofa", "--layers", "none")
+    sofa.wait_up()
+    wait_for(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
+    spans = ("--layers", "attic=0-3", "--layers", "sofa=4-7")
+    deployed = verb(sofa, "deploy", "toy", *spans, "--wait")
+    assert deployed.returncode == 0, deployed.stderr
+    for node in (attic, sofa):
+        wait_for(lambda node=node: served_by(node) == {"attic", "sofa"})
+        wait_for(lambda node=node: "toy" not in str(httpx.get(f"{node.url}/readyz").json()))
+    assert answer(sofa)["choices"] == answer(attic)["choices"]
+    held = {row["id"]: row for row in sofa.get("/mesh/v1/weights")["models"]}
+    assert (held["toy"]["layers"], held["toy"]["in_use"]) == (["4-7"], True)

@@ -1,0 +1,196 @@
+"""Partial checkpoints: what is there is right, what is not there is said, a crash costs little."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mesh.errors import BadCheckpoint, Busy, WeightsMissing
+from mesh.models.load import load_ends, load_span
+from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.partial import JOURNAL, PIECE_BYTES, PartialRecord, partial_directory
+from mesh.models.partial_draft import SparseFile, create_partial
+from mesh.models.partial_writer import Outcome, PartialWriter, pieces_of
+from mesh.types import LayerRange
+from tests.models.conftest import Checkpoint
+
+CPU = torch.device("cpu")
+
+
+def empty_copy(whole: Manifest, root: Path) -> Path:
+    """A partial checkpoint without tensors."""
+    record = PartialRecord(
+        1,
+        whole.model_id,
+        whole.weights_sha256,
+        "",
+        {name: entry.sha256 for name, entry in whole.tensors.items()},
+    )
+    sparse, small = {}, {}
+    for file in whole.directory.iterdir():
+        data = file.read_bytes()
+        if file.suffix == ".safetensors":
+            header = data[: 8 + int.from_bytes(data[:8], "little")]
+            sparse[file.name] = SparseFile(header, len(data))
+        else:
+            small[file.name] = data
+    directory = partial_directory(root, whole.model_id, whole.weights_sha256)
+    create_partial(directory, record, sparse, small)
+    return directory
+
+
+def stored(whole: Manifest, name: str) -> bytes:
+    entry = whole.tensors[name]
+    with entry.file.open("rb") as stream:
+        stream.seek(entry.offset)
+        return stream.read(entry.nbytes)
+
+
+def put_all(writer: PartialWriter, whole: Manifest, names: list[str]) -> None:
+    for name in names:
+        data = stored(whole, name)
+        for start, stop in pieces_of(len(data)):
+            outcome = writer.put(name, start, data[start:stop])
+        assert outcome is Outcome.COMPLETE
+
+
+def test_some_layers_are_loaded_as_from_the_whole(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    whole = read_manifest(checkpoint("llama"))
+    directory = empty_copy(whole, tmp_path)
+    layers = LayerRange(2, 4)
+    with PartialWriter(directory) as writer:
+        put_all(writer, whole, [entry.name for entry in whole.layer_tensors(layers)])
+    partial = read_manifest(directory)
+    assert partial.weights_sha256 == whole.weights_sha256
+    assert partial.layer_bytes == whole.layer_bytes
+    ours = load_span(partial, layers, dtype=torch.float32, device=CPU)
+    theirs = load_span(whole, layers, dtype=torch.float32, device=CPU)
+    for (_, one), (_, other) in zip(
+        ours.module.named_parameters(), theirs.module.named_parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
+    with pytest.raises(WeightsMissing, match="partial checkpoint"):
+        load_span(partial, LayerRange(3, 5), dtype=torch.float32, device=CPU)
+    with pytest.raises(WeightsMissing):
+        load_ends(partial, dtype=torch.float32, device=CPU)
+
+
+def test_wrong_bytes_are_refused_and_leave_no_trace(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    whole = read_manifest(checkpoint("llama"))
+    directory = empty_copy(whole, tmp_path)
+    name = whole.layer_tensors(LayerRange(0, 1))[0].name
+    wrong = bytearray(stored(whole, name))
+    wrong[3] ^= 1
+    with PartialWriter(directory) as writer:
+        assert writer.put(name, 0, wrong) is Outcome.WRONG
+        assert not writer.has(name)
+    assert not read_manifest(directory).tensors[name].present
+
+
+def test_pieces_of_a_large_tensor_survive_and_the_wrong_one_is_named(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    whole = read_manifest(checkpoint("llama", hidden=512, vocab=5000, layers=1))
+    name = max(whole.tensors.values(), key=lambda entry: entry.nbytes).name
+    data = stored(whole, name)
+    pieces = pieces_of(len(data))
+    assert len(pieces) == 3
+    directory = empty_copy(whole, tmp_path)
+    with PartialWriter(directory) as writer:
+        assert writer.put(name, 0, data[:PIECE_BYTES]) is Outcome.WRITTEN
+    with PartialWriter(directory) as writer:
+        assert writer.missing(name) == list(pieces[1:])
+        (_, (start, stop), (start2, stop2)) = pieces
+        lie = bytes(stop - start)
+        assert writer.put(name, start2, data[start2:stop2]) is Outcome.WRITTEN
+        assert writer.put(name, start, lie) is Outcome.WRONG
+        assert writer.missing(name) == list(pieces)
+        for start, stop in pieces:
+            outcome = writer.put(name, start, data[start:stop])
+        assert outcome is Outcome.COMPLETE
+        assert writer.differing(name) == [1]
+        assert writer.drop([name]) == len(data)
+        assert not writer.has(name)
+    assert not read_manifest(directory).tensors[name].present
+
+
+def test_a_torn_line_is_forgotten_and_a_damaged_one_said(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    whole = read_manifest(checkpoint("llama"))
+    directory = empty_copy(whole, tmp_path)
+    names = sorted(whole.tensors)[:2]
+    with PartialWriter(directory) as writer:
+        put_all(writer, whole, names)
+        with pytest.raises(Busy):
+            PartialWriter(directory)
+    journal = directory / JOURNAL
+    journal.write_bytes(journal.read_bytes() + b"c 1")
+    with PartialWriter(directory) as writer:
+        assert writer.complete == set(names)
+        put_all(writer, whole, sorted(whole.tensors)[2:3])
+    assert sum(entry.present for entry in read_manifest(directory).tensors.values()) == 3
+    journal.write_bytes(b"c 0\nhello\nc 1\n")
+    with pytest.raises(BadCheckpoint, match="damaged"):
+        read_manifest(directory)
+
+
+def test_headers_that_are_not_the_records_are_refused(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    whole = read_manifest(checkpoint("llama"))
+    directory = empty_copy(whole, tmp_path)
+    other = checkpoint("llama", hidden=128) / "model.safetensors"
+    (directory / "model.safetensors").write_bytes(other.read_bytes())
+    with pytest.raises(BadCheckpoint, match="not of the checkpoint"):
+        read_manifest(directory)
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from mesh.models.manifest import read_manifest
+from mesh.models.partial_writer import PartialWriter, pieces_of
+whole, writer = read_manifest(Path(sys.argv[1])), PartialWriter(Path(sys.argv[2]))
+for name, entry in whole.tensors.items():
+    with entry.file.open("rb") as stream:
+        stream.seek(entry.offset)
+        data = stream.read(entry.nbytes)
+    for start, stop in pieces_of(len(data)):
+        writer.put(name, start, data[start:stop])
+    writer.commit()
+    print(name, flush=True)
+print("idle", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_was_said_to_be_complete_is_so_after_a_kill(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    source = checkpoint("llama")
+    whole = read_manifest(source)
+    directory = empty_copy(whole, tmp_path)
+    child = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(source), str(directory)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdin is not None
+    said = [child.stdout.readline().strip() for _ in range(5)]
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait(10)
+    child.stdout.close()
+    child.stdin.close()
+    present = {e.name for e in read_manifest(directory).tensors.values() if e.present}
+    assert present >= set(said)
+    for name in present:
+        assert stored(read_manifest(directory), name) == stored(whole, name)

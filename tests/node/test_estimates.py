@@ -1,0 +1,173 @@
+"""What a node gathers for a plan, and what it answers: with its real directory and a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mesh.capacity import Capacity, Device, Speed
+from mesh.cli.estimate import print_plan
+from mesh.clock import SystemClock
+from mesh.config import Config
+from mesh.deployments.shape import shape_of
+from mesh.deployments.weights import LocalWeights
+from mesh.discovery.directory import NodeInfo, ShardStore
+from mesh.discovery.weights import HeldWeights
+from mesh.errors import BadRequest, MeshError, ModelNotFound
+from mesh.health.detector import Verdict
+from mesh.models.builtin import checkpoint_dir
+from mesh.models.manifest import read_manifest
+from mesh.node.estimates import Estimates, Surroundings
+from mesh.routing.fitting import benches
+from mesh.routing.machines import Machine, Wish
+from mesh.shard.compiled.formats import bytes_per_weight
+from mesh.shard.footprint import estimate
+from mesh.types import Endpoint, LayerRange, ModelId, NodeId
+from tests.discovery.network import advertised
+
+OWN, NEAR, FAR, DOUBTED = map(NodeId, ("own", "near", "far", "doubted"))
+ASK: dict[str, Any] = {
+    "model": "builtin", "replicas": 1, "dedicated": False, "quant": "none", "context": 256,
+    "streams": 1, "nodes": [], "with": [], "without": [], "layers": [],
+}  # fmt: skip
+MB = 1 << 20
+
+
+def cpu(free_mb: int, gb_s: float = 10.0) -> Capacity:
+    speeds = tuple(Speed(name, gb_s, 50.0, 0.1) for name in ("fp32", "int8", "int4"))
+    return Capacity((Device("cpu", free_mb * MB, 8192 * MB, speeds),))
+
+
+@pytest.fixture
+def store() -> ShardStore:
+    return ShardStore(SystemClock(), expiry_s=60.0)
+
+
+@pytest.fixture
+def estimates(store: ShardStore) -> Estimates:
+    return made(store)
+
+
+def made(store: ShardStore, verdict: Callable[[NodeId], Verdict] | None = None) -> Estimates:
+    for node, free_mb in ((OWN, 1000), (NEAR, 1000), (FAR, 2000), (DOUBTED, 3000)):
+        store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(free_mb))
+    rtts = {NEAR: 0.4, FAR: 25.0, DOUBTED: 0.4}
+    around = Surroundings(
+        OWN, Config(), store, rtts.get, lambda node: node != DOUBTED,
+        verdict or (lambda node: Verdict.HEALTHY), lambda model: True, tuple,
+    )  # fmt: skip
+    return Estimates(around, LocalWeights({}, (), None))
+
+
+def used(answer: dict[str, Any]) -> set[str]:
+    assert answer["refusal"] is None, answer["refusal"]
+    return {shard["node"] for replica in answer["replicas"] for shard in replica["shards"]}
+
+
+async def test_a_plan_over_the_house(
+    estimates: Estimates, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = await estimates.plan(ASK)
+    assert used(answer) == {"Own"}
+    why = {row["node"]: row["why"] for row in answer["machines"]}
+    assert "not trusted" in why["Doubted"]
+    assert "faster without it" in why["Far"]
+    (shard,) = answer["replicas"][0]["shards"]
+    assert shard["layers"] == f"0-{answer['total_layers'] - 1}"
+    assert shard["need"]["total"] <= shard["have"]
+    print_plan(answer)
+    shown = capsys.readouterr().out
+    assert "tokens/s" in shown
+    assert "not trusted" in shown
+
+
+async def test_nodes_come_and_go_in_thought(estimates: Estimates) -> None:
+    without = {**ASK, "without": ["Own"]}
+    assert used(await estimates.plan(without)) == {"Near"}
+    assert used(await estimates.plan({**ASK, "nodes": ["Far"]})) == {"Far"}
+    with_doubted = {**without, "with": ["Doubted"], "nodes": ["Doubted"]}
+    assert used(await estimates.plan(with_doubted)) == {"Doubted"}
+    assert used(await estimates.plan({**ASK, "with": ["tower=64:900"]})) == {"tower"}
+
+
+async def test_pins_are_read_as_everywhere(estimates: Estimates) -> None:
+    answer = await estimates.plan({**ASK, "layers": ["Far=0-1"]})
+    first = answer["replicas"][0]["shards"][0]
+    assert (first["node"], first["layers"]) == ("Far", "0-1")
+
+
+async def test_what_does_not_fit_is_an_answer(
+    store: ShardStore, estimates: Estimates, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for node in (OWN, NEAR, FAR):
+        store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(200))
+    answer = await estimates.plan({**ASK, "context": 1 << 20})
+    assert answer["refusal"]["code"] == "not_enough_memory"
+    assert "--context" in answer["refusal"]["fix"]
+    print_plan(answer)
+    assert "It does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ({"nodes": ["nobody"]}, BadRequest),
+        ({"layers": ["Own=9"]}, BadRequest),
+        ({"layers": ["nobody=0-1"]}, BadRequest),
+        ({"model": "none/such"}, ModelNotFound),
+    ],
+)
+async def test_what_nobody_knows_is_refused(
+    estimates: Estimates, more: dict[str, Any], error: type[MeshError]
+) -> None:
+    with pytest.raises(error):
+        await estimates.plan({**ASK, **more})
+
+
+async def test_what_lies_on_disks_need_not_be_fetched(
+    store: ShardStore, estimates: Estimates
+) -> None:
+    shape = shape_of(await LocalWeights({}, (), None).manifest("builtin"), 256)
+    said = HeldWeights(
+        shape.model_id, shape.weights_sha256, shape.total_layers, (LayerRange(0, 3),), True,
+        Endpoint("wss://127.0.0.1:1"),
+    )  # fmt: skip
+    store.update(NodeInfo(NEAR, "Near", "", "test"), (), weights=(said,), capacity=cpu(1000))
+    near = await estimates.plan({**ASK, "nodes": ["Near"]})
+    far = await estimates.plan({**ASK, "nodes": ["Far"]})
+    layer = shape.layer_bytes[0]
+    fetched = [each["replicas"][0]["shards"][0]["fetch_bytes"] for each in (near, far)]
+    assert fetched == [layer * (shape.total_layers - 3), layer * shape.total_layers]
+
+
+async def test_what_a_shard_took_is_what_it_will_take(
+    store: ShardStore, estimates: Estimates
+) -> None:
+    manifest = await LocalWeights({}, (), None).manifest("builtin")
+    shape = shape_of(manifest, 256)
+    shard = advertised(NEAR, "0-1")
+    said = replace(
+        shard.descriptor, model_id=shape.model_id, weights_sha256=shape.weights_sha256, dtype="fp32"
+    )
+    slow = replace(shard, descriptor=said, health=replace(shard.health, p50_latency_ms=90.0))
+    store.update(NodeInfo(NEAR, "Near", "", "test"), (slow,), capacity=cpu(1000))
+    (near,) = (each for each in estimates.machines(shape) if each.node_id == NEAR)
+    assert [(t.format, t.decode_ms) for t in near.timed] == [("fp32", 45.0)]
+    assert [held.layers for held in near.held] == [LayerRange(0, 2)]
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_a_plan_never_asks_for_less_than_a_shard_does_when_it_loads(quant: Any) -> None:
+    manifest = read_manifest(checkpoint_dir(), model_id=ModelId("builtin"))
+    machine = Machine(OWN, "own", cpu(1000).devices)
+    (bench,) = benches(shape_of(manifest, 512), machine, Wish(context=512), quant)
+    for stop in range(1, manifest.total_layers + 1):
+        layers = LayerRange(0, stop)
+        said = estimate(
+            manifest, layers, 4, kv_tokens=512, rows=256,
+            weight_size=None if quant == "none" else bytes_per_weight(quant),
+        )  # fmt: skip
+        assert bench.need(layers).total >> 20 >= said.total_mb - 3  # it rounds each part up

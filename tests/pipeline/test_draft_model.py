@@ -1,0 +1,168 @@
+"""A smaller model that guesses along: what it guesses, and that no answer depends on it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mesh.models.builtin import checkpoint_dir
+from mesh.pipeline.commands import AskerOptions
+from mesh.pipeline.draft_model import MAX_TEXTS, DraftModel, load_asker_and_draft
+from mesh.pipeline.model import AskerModel, TextReader
+from mesh.types import Done, Edit, GenerationRequest, ModelId, Site
+from tests.checkpoints import make_checkpoint
+from tests.health.watched import tokens_of
+from tests.pipeline.toy_mesh import (
+    ToyNetwork,
+    expected_tokens,
+    toy_orchestrator,
+    toy_request,
+)
+
+PROMPT = [5, 11, 23, 42, 8, 61]
+COUNT = 60
+EXPECTED = [*PROMPT, *expected_tokens(PROMPT, COUNT)]
+
+
+class Oracle:
+    """Knows the answer, and is right but for every so-manieth token."""
+
+    def __init__(self, wrong_every: int = 0) -> None:
+        self.open = self.asked = 0
+        self._wrong_every = wrong_every
+
+    def read_along(self) -> TextReader:
+        self.open += 1
+        return self
+
+    def prepare(self, text: Sequence[int]) -> None:
+        assert list(text) == PROMPT
+
+    async def guess(self, text: Sequence[int], count: int) -> list[int]:
+        self.asked += 1
+        assert list(text) == EXPECTED[: len(text)]
+        guess = EXPECTED[len(text) : len(text) + count]
+        return [
+            (token + 1) % 97 if self._wrong_every and (len(text) + i) % self._wrong_every == 0
+            else token
+            for i, token in enumerate(guess)
+        ]  # fmt: skip
+
+    def close(self) -> None:
+        self.open -= 1
+
+
+async def answered(oracle: Oracle, request: GenerationRequest) -> tuple[list[int], Done]:
+    network = ToyNetwork()
+    for span in ("0-3", "4-7"):
+        network.add(span).delay_s = 0.002  # for a step of any length
+    orchestrator, sessions = toy_orchestrator(network, draft=oracle)
+    frames = [frame async for frame in orchestrator.chat(request)]
+    await sessions.close()
+    assert isinstance(frames[-1], Done)
+    assert oracle.open == 0
+    return tokens_of(frames), frames[-1]
+
+
+@pytest.mark.parametrize("wrong_every", [0, 2, 5])
+async def test_guesses_right_and_wrong_leave_the_answer_as_it_is(wrong_every: int) -> None:
+    tokens, done = await answered(Oracle(wrong_every), toy_request(PROMPT, COUNT))
+    assert tokens == EXPECTED[len(PROMPT) :]
+    if wrong_every == 0:
+        assert done.accepted_tokens == done.drafted_tokens > COUNT // 2
+    else:
+        assert done.accepted_tokens < done.drafted_tokens
+
+
+async def test_what_is_never_right_is_soon_not_asked() -> None:
+    oracle = Oracle(wrong_every=1)
+    tokens, done = await answered(oracle, toy_request(PROMPT, COUNT))
+    assert tokens == EXPECTED[len(PROMPT) :]
+    assert done.accepted_tokens == 0
+    assert 0 < oracle.asked < 20
+
+
+async def test_it_is_not_asked_where_nothing_may_be_drafted() -> None:
+    oracle = Oracle()
+    await answered(oracle, replace(toy_request(PROMPT, COUNT), draft=False))
+    edit = Edit(Site(3), 1.0, b"")
+    await answered(oracle, replace(toy_request(PROMPT, COUNT), edits=(edit,)))
+    assert oracle.asked == 0
+
+
+# The real one
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AskerModel]:
+    """The built-in model, with a copy of itself that drafts."""
+    directory = tmp_path_factory.mktemp("draft")
+    other = directory / "other"
+    shutil.copytree(checkpoint_dir(), other)
+    options = AskerOptions("fp32", "cpu", 1, directory / "cache", draft_model=other)
+    found, reasons = load_asker_and_draft(checkpoint_dir(), ModelId("builtin"), options)
+    assert any(reason.startswith("draft model other: 8 layers in ") for reason in reasons), reasons
+    assert found.draft is not None
+    yield found
+    found.draft.close()
+
+
+async def guessed(reader: TextReader, text: Sequence[int], count: int) -> list[int]:
+    """Once the text was read before."""
+    async with asyncio.timeout(60):
+        while True:
+            if guess := await reader.guess(text, count):
+                return guess
+            await asyncio.sleep(0.01)
+
+
+async def test_it_goes_on_as_the_model_would(model: AskerModel) -> None:
+    assert isinstance(model.draft, DraftModel)
+    request = GenerationRequest(
+        "", ModelId("builtin"), messages=({"role": "user", "content": "Hi"},)
+    )
+    prompt = model.text.prompt_ids(request, None)
+    reader, other = model.draft.read_along(), model.draft.read_along()
+    assert reader is not None
+    assert other is not None
+    reader.prepare(prompt)
+    other.prepare(prompt)
+    whole = await guessed(reader, prompt, 12)
+    assert len(whole) == 12
+    # However its text came about: at once, in parts, or after it had gone wrong.
+    for known in (1, 4, 5, 11):
+        assert await guessed(other, [*prompt, *whole[:known]], 12 - known) == whole[known:]
+    wrong = [*prompt, *whole[:3], *prompt[:4]]
+    assert await guessed(other, wrong, 5) != whole[7:]
+    assert await guessed(other, [*prompt, *whole[:3]], 9) == whole[3:]
+    reader.close()
+    other.close()
+    assert model.draft.texts == 0
+
+
+async def test_only_so_many_answers_are_read_along(model: AskerModel) -> None:
+    assert isinstance(model.draft, DraftModel)
+    readers = [model.draft.read_along() for _ in range(MAX_TEXTS)]
+    assert model.draft.read_along() is None
+    for reader in readers:
+        assert reader is not None
+        reader.close()
+        reader.close()
+    reader = model.draft.read_along()
+    assert reader is not None
+    assert await reader.guess([1] * (model.max_positions + 1), 1) == []
+    reader.close()
+    assert await reader.guess([1], 1) == []
+
+
+def test_one_with_other_tokens_is_refused_and_the_model_answers_without(tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "llama", "llama")
+    options = AskerOptions("fp32", "cpu", 1, tmp_path / "cache", draft_model=other)
+    found, reasons = load_asker_and_draft(checkpoint_dir(), ModelId("builtin"), options)
+    assert found.draft is None
+    assert "are not those of builtin" in reasons[-1]

@@ -1,0 +1,349 @@
+"""Plans: never over memory, all layers in a row, as fast as the best of all ways, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, permutations
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mesh.capacity import Device, Speed
+from mesh.routing.fitting import Bench, benches
+from mesh.routing.forecast import Forecast
+from mesh.routing.machines import Held, Machine, ModelShape, Timed, Wish
+from mesh.routing.placement import Plan, plan
+from mesh.types import LayerRange, ModelId, NodeId
+
+GB = 2**30
+ASKER = NodeId("a")
+
+
+def model(layers: int = 16, mb: int = 200, *, ends_mb: int = 100) -> ModelShape:
+    return ModelShape(
+        ModelId("m"), "a" * 64, (mb << 20,) * layers, "bf16", ends_mb << 20, ends_mb << 20,
+        hidden_size=2048, kv_numbers=512,
+    )  # fmt: skip
+
+
+def cpu(gb: float, gb_s: float = 20.0) -> Device:
+    speeds = [Speed(name, gb_s, 100.0, 0.05) for name in ("fp32", "bf16", "int8", "int4")]
+    return Device("cpu", int(gb * GB), int(gb * GB) + GB, tuple(speeds))
+
+
+def machine(name: str, gb: float, gb_s: float = 20.0, rtt_ms: float = 0.3) -> Machine:
+    return Machine(NodeId(name), name, (cpu(gb, gb_s),), 0.0 if name == ASKER else rtt_ms)
+
+
+def places(found: Plan, replica: int = 0) -> list[tuple[str, str]]:
+    assert found.refusal is None, found.refusal
+    return [(shard.name, str(shard.layers)) for shard in found.replicas[replica].shards]
+
+
+def reason(found: Plan, name: str) -> str:
+    return next(row.why for row in found.machines if row.name == name)
+
+
+def test_one_machine_that_holds_all_is_preferred_to_a_split() -> None:
+    found = plan(model(), [machine("a", 9), machine("b", 9)], Wish(asker=ASKER, quant="none"))
+    assert places(found) == [("a", "0-15")]
+    assert "faster without it" in reason(found, "b")
+
+
+def test_what_one_cannot_hold_is_split_and_the_quick_one_gets_what_fits() -> None:
+    machines = [machine("a", 2.5, 10), machine("b", 2.5, 40)]
+    found = plan(model(), machines, Wish(asker=ASKER, quant="none"))
+    most = {row.name: row.layers_that_fit for row in found.machines}
+    shares = {shard.name: len(shard.layers) for shard in found.replicas[0].shards}
+    assert shares == {"b": most["b"], "a": 16 - most["b"]}
+
+
+def test_a_slow_machine_gets_no_layers() -> None:
+    machines = [machine("a", 3), machine("b", 3), machine("slow", 8, gb_s=0.5)]
+    found = plan(model(), machines, Wish(asker=ASKER, quant="none"))
+    assert {name for name, _ in places(found)} == {"a", "b"}
+    assert "faster without it" in reason(found, "slow")
+
+
+def test_a_slow_machine_is_used_where_there_is_no_other() -> None:
+    machines = [machine("a", 2.5), machine("slow", 8, gb_s=0.5)]
+    assert "slow" in {name for name, _ in places(plan(model(), machines, Wish(quant="none")))}
+
+
+def test_a_far_machine_loses_to_a_nearer_one() -> None:
+    machines = [machine("a", 0.5), machine("wifi", 9, rtt_ms=30.0), machine("wire", 9)]
+    assert places(plan(model(), machines, Wish(asker=ASKER, quant="none"))) == [("wire", "0-15")]
+
+
+def test_several_devices_of_a_node_are_several_places() -> None:
+    gpus = tuple(
+        Device(f"cuda:{i}", 2 * GB, 2 * GB, (Speed("bf16", 300.0, 9000.0),)) for i in range(2)
+    )
+    found = plan(model(), [Machine(NodeId("g"), "g", gpus)], Wish(quant="none"))
+    assert {shard.device for shard in found.replicas[0].shards} == {"cuda:0", "cuda:1"}
+
+
+def test_auto_takes_int8_where_it_is_faster_and_int4_where_nothing_else_fits() -> None:
+    assert plan(model(), [machine("a", 9)], Wish()).quant == "int8"
+    gpu = Machine(NodeId("g"), "g", (Device("cuda:0", 8 * GB, 8 * GB, (Speed("bf16", 900, 9e4),)),))
+    assert plan(model(), [machine("a", 9), gpu], Wish()).quant == "none"
+    assert plan(model(), [machine("a", 1.8)], Wish()).quant == "int4"
+
+
+def test_bf16_counts_as_fp32_where_it_is_not_computed() -> None:
+    old = Device("cpu", 9 * GB, 9 * GB, (Speed("fp32", 20.0, 100.0),))
+    found = plan(model(), [Machine(ASKER, "a", (old,))], Wish(quant="none"))
+    assert found.replicas[0].shards[0].format == "fp32"
+    assert found.replicas[0].shards[0].need.weights == 2 * 16 * (200 << 20)
+
+
+def test_what_layers_took_counts_before_what_they_should_take() -> None:
+    lame = replace(machine("a", 9), timed=(Timed("cpu", "bf16", decode_ms=500.0),))
+    assert places(plan(model(), [lame, machine("b", 9)], Wish(quant="none"))) == [("b", "0-15")]
+
+
+def test_longer_contexts_need_more() -> None:
+    short, long = (
+        plan(model(), [machine("a", 30)], Wish(context=context, streams=4)).replicas[0].shards[0]
+        for context in (1024, 8192)
+    )
+    assert long.need.caches == 8 * short.need.caches
+    assert long.need.total > short.need.total
+    assert short.need.head_room >= 0.15 * (short.need.weights + short.need.caches)
+
+
+def test_pins_hold_and_the_rest_is_found_around_them() -> None:
+    machines = [machine("a", 9), machine("b", 9), machine("c", 9, 5)]
+    wish = Wish(pins=((NodeId("c"), LayerRange(4, 8)),), quant="none")
+    found = places(plan(model(), machines, wish))
+    assert ("c", "4-7") in found
+    assert [layers for _, layers in found] == ["0-3", "4-7", "8-15"]
+
+
+def test_pins_of_one_layer_range_are_replicas() -> None:
+    machines = [machine("a", 9), machine("b", 9)]
+    pins = tuple((NodeId(name), LayerRange(0, 16)) for name in "ab")
+    assert plan(model(), machines, Wish(pins=pins)).refusal is not None
+    found = plan(model(), machines, Wish(pins=pins, replicas=2))
+    assert [places(found, 0), places(found, 1)] == [[("a", "0-15")], [("b", "0-15")]]
+
+
+def test_replicas_lie_on_different_machines_while_there_are_any() -> None:
+    machines = [machine("a", 3), machine("b", 3, 40), machine("c", 3, 40), machine("d", 3)]
+    found = plan(model(), machines, Wish(replicas=2, quant="none"))
+    first, second = ({name for name, _ in places(found, i)} for i in range(2))
+    assert not first & second
+    shared = plan(model(), [machine("a", 20)], Wish(replicas=2, quant="none"))
+    assert [places(shared, 0), places(shared, 1)] == [[("a", "0-15")], [("a", "0-15")]]
+
+
+def test_layers_stay_where_they_are_when_that_costs_little() -> None:
+    held = replace(machine("b", 9), held=(Held(LayerRange(0, 16)),))
+    wish = Wish(quant="none")
+    assert places(plan(model(), [machine("a", 9, 20.2), held], wish)) == [("b", "0-15")]
+    assert places(plan(model(), [machine("a", 9, 30.0), held], wish)) == [("a", "0-15")]
+    assert plan(model(), [held], wish).replicas[0].shards[0].fetch_bytes == 0
+
+
+def test_what_is_loaded_makes_room_for_what_replaces_it() -> None:
+    loaded = Held(LayerRange(0, 8), "cpu", 8 * (200 << 20))
+    full = replace(machine("a", 2.5), held=(loaded,))
+    shard = plan(model(), [full], Wish(quant="none")).replicas[0].shards[0]
+    assert str(shard.layers) == "0-15"
+    assert shard.gap
+
+
+def test_who_asks_keeps_room_for_the_ends() -> None:
+    big_ends = model(ends_mb=3000)
+    found = plan(big_ends, [machine("a", 7), machine("b", 9)], Wish(asker=ASKER, quant="none"))
+    assert places(found) == [("b", "0-15")]
+    refused = plan(big_ends, [machine("a", 3), machine("b", 9)], Wish(asker=ASKER, quant="none"))
+    assert refused.refusal is not None
+    assert refused.refusal.name == "a"
+
+
+def test_a_refusal_says_how_much_is_missing_and_what_would_fit() -> None:
+    found = plan(model(mb=400), [machine("a", 3), machine("b", 1)], Wish(quant="none"))
+    assert not found.replicas
+    assert found.refusal is not None
+    assert found.refusal.code == "not_enough_memory"
+    assert found.refusal.missing_bytes > 2 * GB
+    assert "--quant int4" in found.refusal.fix
+    assert all(row.layers_that_fit < 16 for row in found.machines)
+
+
+def test_a_pin_that_does_not_fit_names_its_machine() -> None:
+    pins = ((NodeId("b"), LayerRange(0, 16)),)
+    found = plan(model(), [machine("a", 9), machine("b", 1)], Wish(pins=pins, quant="none"))
+    assert found.refusal is not None
+    assert (found.refusal.name, found.refusal.missing_bytes > GB) == ("b", True)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        Wish(quant="int3"),
+        Wish(replicas=0),
+        Wish(context=0),
+        Wish(only=frozenset({NodeId("nobody")})),
+        Wish(pins=((ASKER, LayerRange(10, 20)),)),
+        Wish(pins=((ASKER, LayerRange(0, 9)), (NodeId("b"), LayerRange(8, 16)))),
+    ],
+)
+def test_wishes_that_make_no_sense_are_refused(wish: Wish) -> None:
+    found = plan(model(), [machine("a", 9), machine("b", 9)], wish)
+    assert found.refusal is not None
+    assert found.refusal.code == "bad_request"
+    assert len(found.machines) == 2
+
+
+def test_who_may_not_take_layers_takes_none_and_says_why() -> None:
+    machines = [
+        machine("a", 9), replace(machine("b", 90, 90), refusal="it is paused"),
+        machine("c", 90, 90), machine("d", 90, 90), Machine(NodeId("e"), "e", ()),
+        machine("f", 0.1),
+    ]  # fmt: skip
+    only = frozenset(map(NodeId, "abcef"))
+    found = plan(model(), machines, Wish(only=only, without=frozenset({NodeId("c")})))
+    assert places(found) == [("a", "0-15")]
+    assert reason(found, "b") == "it is paused"
+    assert reason(found, "c") == "left out, as wished"
+    assert reason(found, "d") == "not among the nodes that were named"
+    assert "does not say" in reason(found, "e")
+    assert "no memory" in reason(found, "f")
+
+
+def test_the_bottleneck_is_named_with_what_helps() -> None:
+    slow = plan(model(), [machine("a", 9, 5)], Wish(asker=ASKER, quant="none")).replicas[0]
+    assert (slow.bottleneck.what, slow.bottleneck.name) == ("computing", "a")
+    assert "--quant int8" in slow.bottleneck.help
+    far = plan(model(), [machine("b", 9, 900, 40.0)], Wish(quant="none")).replicas[0]
+    assert far.bottleneck.what == "way"
+    assert "cable" in far.bottleneck.help
+
+
+def test_streams_together_are_faster_than_one_and_never_faster_than_the_slowest_hop() -> None:
+    machines = [machine("a", 2.5), machine("b", 2.5)]
+    one, many = (
+        plan(model(), machines, Wish(streams=streams, context=512, quant="none")).replicas[0]
+        for streams in (1, 8)
+    )
+    assert one.all_tokens_per_second == pytest.approx(one.tokens_per_second)
+    assert many.all_tokens_per_second > 1.5 * many.tokens_per_second
+
+
+# Against all ways there are.
+
+HOUSES = st.lists(
+    st.tuples(
+        st.sampled_from((0.0, 1.0, 1.5, 2.2, 4.0)),
+        st.sampled_from((1.0, 9.0, 10.0, 40.0)),
+        st.sampled_from((0.0, 0.3, 5.0)),
+        st.integers(0, 3),
+    ),
+    min_size=1,
+    max_size=4,
+)
+LAYERS = st.lists(st.sampled_from((100, 100, 100, 250)), min_size=1, max_size=7)
+
+
+def house(drawn: Sequence[tuple[float, float, float, int]], layers: int) -> list[Machine]:
+    machines = []
+    for index, (gb, gb_s, rtt_ms, has) in enumerate(drawn):
+        held = (Held(LayerRange(0, min(has, layers))),) if has else ()
+        one = Machine(NodeId(f"n{index}"), f"n{index}", (cpu(gb, gb_s),), rtt_ms, held=held)
+        machines.append(one)
+    return machines
+
+
+def all_ways(
+    found: Sequence[Bench], total: int, pins: dict[str, LayerRange]
+) -> Iterator[list[tuple[Bench, LayerRange]]]:
+    """Every contiguous cover that fits and has what is pinned."""
+    for count in range(1, min(total, len(found)) + 1):
+        for cuts in combinations(range(1, total), count - 1):
+            spans = [LayerRange(a, b) for a, b in zip((0, *cuts), (*cuts, total), strict=True)]
+            for chosen in permutations(found, count):
+                parts = list(zip(chosen, spans, strict=True))
+                fits = all(b.need(span).total <= b.have_bytes for b, span in parts)
+                there = {b.machine.node_id: span for b, span in parts}
+                if fits and all(there.get(NodeId(n)) == span for n, span in pins.items()):
+                    yield parts
+
+
+def layers_ms(replica: Forecast) -> float:
+    return replica.token_ms - replica.head_ms
+
+
+@settings(max_examples=150, deadline=None)
+@given(HOUSES, LAYERS, st.integers(0, 3), st.integers(0, 2**32))
+def test_a_plan_is_as_good_as_any(
+    drawn: list[tuple[float, float, float, int]], sizes: list[int], pinned: int, seed: int
+) -> None:
+    shape = replace(model(), layer_bytes=tuple(mb << 20 for mb in sizes))
+    machines = house(drawn, len(sizes))
+    pins: dict[str, LayerRange] = {}
+    if pinned == 1:
+        start = seed % len(sizes)
+        pins[machines[seed % len(machines)].node_id] = LayerRange(start, len(sizes))
+    wish = Wish(
+        asker=machines[0].node_id,
+        quant="none",
+        pins=tuple((NodeId(node), span) for node, span in pins.items()),
+    )
+    found = plan(shape, machines, wish)
+    shuffled = list(machines)
+    Random(seed).shuffle(shuffled)
+    assert plan(shape, shuffled, wish) == found
+
+    possible = [bench for each in machines for bench in benches(shape, each, wish, "none")]
+    ways = [
+        sum(bench.cost(span) for bench, span in way) for way in all_ways(possible, len(sizes), pins)
+    ]
+    ends_fit = benches(shape, machines[0], wish, "none")[0].have_bytes >= 0
+    if found.refusal is not None:
+        assert not ways or not ends_fit
+        return
+    (replica,) = found.replicas
+    assert [s.layers.start for s in replica.shards] == [
+        0,
+        *(s.layers.stop for s in replica.shards[:-1]),
+    ]
+    assert replica.shards[-1].layers.stop == len(sizes)
+    assert all(shard.need.total <= shard.have for shard in replica.shards)
+    assert all((s.layers == pins[s.node_id]) for s in replica.shards if s.node_id in pins)
+    assert pins.keys() <= {shard.node_id for shard in replica.shards}
+    assert layers_ms(replica) <= 1.05 * min(ways)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from((0.5, 1.0, 2.0, 4.0)),
+            st.sampled_from((1.0, 9.0, 10.0, 40.0)),
+            st.sampled_from((0.3, 5.0)),
+            st.integers(0, 3),
+        ),
+        min_size=6,
+        max_size=12,
+    ),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
+def test_many_machines_are_never_filled_beyond_their_memory(
+    drawn: list[tuple[float, float, float, int]], replicas: int, most: int
+) -> None:
+    machines = house(drawn, 20)
+    found = plan(model(20, 150), machines, Wish(replicas=replicas, quant="none", max_shards=most))
+    taken: dict[str, int] = {}
+    for replica in found.replicas:
+        assert len(replica.shards) <= most
+        assert sum(len(shard.layers) for shard in replica.shards) == 20
+        for shard in replica.shards:
+            taken[shard.node_id] = taken.get(shard.node_id, 0) + shard.need.total
+    assert all(taken.get(m.node_id, 0) <= m.devices[0].free_bytes for m in machines)
+    assert bool(found.replicas) == (found.refusal is None)

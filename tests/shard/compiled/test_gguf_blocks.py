@@ -1,0 +1,100 @@
+"""Weights that a GGUF file has in blocks reach the graphs as they are, where the format allows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from mesh.models.gguf.decoding import decode
+from mesh.models.header import Difference, TensorEntry
+from mesh.models.load import load_span
+from mesh.models.manifest import read_manifest
+from mesh.models.pages import Pages
+from mesh.shard.compiled.formats import Quant, quantise
+from mesh.shard.compiled.gguf_blocks import is_exact, matrix_of_blocks
+from mesh.shard.compiled.runtime import CompiledRuntime
+from mesh.shard.compiled.store import quantised_span
+from mesh.shard.runtime import StepInput
+from mesh.types import LayerRange
+from tests.checkpoints import make_checkpoint
+from tests.gguf_files import write_gguf
+
+CPU = torch.device("cpu")
+_ROWS, _COLUMNS = 12, 96
+_EXACT: list[tuple[str, Quant]] = [
+    ("Q8_0", "int8"), ("Q4_0", "int8"), ("Q5_0", "int8"), ("IQ4_NL", "int8"), ("Q4_0", "int4"),
+]  # fmt: skip
+
+
+def _entry(file: Path, kind: str, unlike: Difference | None = None) -> TensorEntry:
+    """Any bytes are blocks; of their scales the sign and the exponent are made harmless."""
+    size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
+    blocks = np.random.default_rng(1).integers(0, 256, (_ROWS * _COLUMNS // 32, size), np.uint8)
+    for half in range(2 if kind == "Q4_1" else 1):
+        blocks[:, 2 * half + 1] = blocks[:, 2 * half + 1] & 0x87 | 0x28
+    file.write_bytes(bytes(64) + blocks.tobytes())
+    shape = (_ROWS, _COLUMNS)
+    if unlike is not None and unlike.kind == "transposed":
+        shape = (_COLUMNS, _ROWS)
+    return TensorEntry("w", file, kind, shape, 64, blocks.nbytes, unlike=unlike)
+
+
+@pytest.mark.parametrize(("kind", "quant"), _EXACT)
+@pytest.mark.parametrize(
+    "unlike", [None, Difference("rotary_rows", 3), Difference("transposed")], ids=str
+)
+def test_blocks_that_fit_stand_for_exactly_what_is_stored(
+    kind: str, quant: Quant, unlike: Difference | None, tmp_path: Path
+) -> None:
+    entry = _entry(tmp_path / "blocks", kind, unlike)
+    assert is_exact(kind, quant)
+    dense = decode(Pages.of_file(entry.file), entry, torch.float32)
+    if unlike is not None and unlike.kind == "transposed":
+        dense = dense.t()
+    matrix = matrix_of_blocks(entry, quant)
+    assert torch.equal(matrix.dense(), dense)
+    # To round what they stand for would not do: that is another matrix.
+    if kind != "Q8_0":
+        assert not torch.equal(quantise(dense, quant).dense(), dense)
+
+
+def test_other_blocks_are_decoded_and_rounded(tmp_path: Path) -> None:
+    entry = _entry(tmp_path / "blocks", "Q4_1")
+    dense = decode(Pages.of_file(entry.file), entry, torch.float32)
+    for quant in ("int8", "int4"):
+        assert not is_exact("Q4_1", quant)
+        found = matrix_of_blocks(entry, quant)
+        assert torch.equal(found.dense(), quantise(dense, quant).dense())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
+@pytest.mark.parametrize(("kind", "quant"), [("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4")])
+def test_a_span_of_a_file_is_compiled(family: str, kind: str, quant: Quant, tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path / family, family, layers=3)
+    manifest = read_manifest(write_gguf(directory, tmp_path / "model.gguf", kind))
+    layers, cache = LayerRange(1, 3), tmp_path / "cache"
+    plain = load_span(manifest, layers, dtype=torch.float32, device=CPU)
+    for _ in range(2):  # made, and kept
+        loaded = load_span(manifest, layers, dtype=torch.float32, device=CPU, defer=True)
+        assert loaded.deferred
+        assert {p.is_meta for n, p in loaded.module.named_parameters() if n in loaded.deferred} == {
+            True
+        }
+        span = quantised_span(loaded, quant, manifest.weights_sha256, cache)
+        assert not span.loaded.deferred
+        hidden = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(3))
+        runtime = CompiledRuntime(span, threads=1, positions=64)
+        (found,) = runtime.forward([StepInput(runtime.new_cache(64), 0, hidden)])
+        with torch.no_grad():
+            expected = plain.module(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        error = float((found - expected).norm() / (expected - hidden).norm())
+        assert error < (0.04 if kind != "Q4_1" else 0.3)
+    for name, entry in loaded.deferred.items():
+        module = span.loaded.module.get_submodule(name.removesuffix(".weight"))
+        same = torch.equal(module.weight, plain.module.get_parameter(name))
+        assert same == is_exact(entry.dtype, quant)

@@ -1,0 +1,74 @@
+"""In which form a shard holds unquantised weights, from the request to what it says of itself."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from mesh.shard.commands import ShardRequest
+from mesh.shard.device import cpu_fast_dtypes
+from mesh.shard.linear import HALVED, halving_fails
+from mesh.shard.loading import HostedOn, LoadPlan, load_shard, plan_shard
+from mesh.shard.torch_runtime import TorchRuntime
+from mesh.types import Endpoint, ModelId, NodeId
+from tests.checkpoints import make_checkpoint
+from tests.shard.spans import CPU, WHOLE
+
+HERE = HostedOn(NodeId("n"), "here", Endpoint("wss://127.0.0.1:1"), CPU, 1)
+
+needs_halving = pytest.mark.skipif(
+    "fp16" in cpu_fast_dtypes() or halving_fails() is not None,
+    reason="this CPU computes in fp16, or torch has no kernel that keeps it",
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("stored")
+    return make_checkpoint(root / "fp16", "llama", layers=4, hidden=256, dtype="float16")
+
+
+def plan(directory: Path, dtype: str) -> LoadPlan:
+    return plan_shard(ShardRequest(directory, ModelId("m"), WHOLE, dtype=dtype), HERE)
+
+
+@needs_halving
+def test_weights_that_the_cpu_has_no_arithmetic_for_stay_in_16_bit(directory: Path) -> None:
+    planned, wide = plan(directory, "auto"), plan(directory, "fp32")
+    assert planned.is_halved
+    assert planned.need.weights_mb < 0.7 * wide.need.weights_mb
+    assert planned.plain_need.weights_mb >= wide.need.weights_mb
+    loaded = load_shard(planned)
+    runtime = loaded.load()
+    assert isinstance(runtime, TorchRuntime)
+    assert runtime.is_lean
+    assert runtime.dtype == torch.float32
+    assert math.ceil(runtime.weight_bytes / 2**20) <= planned.need.weights_mb
+    assert loaded.descriptor.dtype == "fp32"
+    assert f"/{HALVED}+lean+" in loaded.descriptor.determinism_class
+    assert "layers lean: checked" in loaded.reasons
+    kinds = {parameter.dtype for parameter in loaded.load_plain().module.parameters()}
+    assert kinds == {torch.float32}
+
+
+def test_what_is_asked_for_in_fp32_is_computed_by_the_modules(directory: Path) -> None:
+    loaded = load_shard(plan(directory, "fp32"))
+    runtime = loaded.load()
+    assert isinstance(runtime, TorchRuntime)
+    assert not runtime.is_lean
+    assert "lean" not in loaded.descriptor.determinism_class
+    assert not any("lean" in reason for reason in loaded.reasons)
+
+
+@needs_halving
+def test_layers_that_are_not_standard_are_widened_and_it_is_said_why(tmp_path: Path) -> None:
+    mixture = make_checkpoint(tmp_path / "moe", "qwen3_moe", layers=4, dtype="float16")
+    planned = plan(mixture, "auto")
+    assert not planned.is_halved
+    loaded = load_shard(planned)
+    assert loaded.load().dtype == torch.float32
+    assert HALVED not in loaded.descriptor.determinism_class
+    assert any("qwen3_moe has no lean ones" in reason for reason in loaded.reasons)

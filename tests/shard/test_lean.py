@@ -1,0 +1,196 @@
+"""Lean layers give what the modules give, or are not taken."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mesh.models.families import family_of
+from mesh.models.load import load_span
+from mesh.models.manifest import read_manifest
+from mesh.shard import linear, twins
+from mesh.shard.compiled import parts
+from mesh.shard.compiled.parts import NotCompilable
+from mesh.shard.lean_proof import require_lean
+from mesh.shard.linear import HALVED, HalvedLinear, choose_kernels
+from mesh.shard.runtime import StepInput
+from mesh.shard.torch_runtime import TorchRuntime
+from mesh.types import LayerRange, Site
+from tests.checkpoints import FAMILIES, WINDOW, make_checkpoint
+from tests.shard.spans import CPU, WHOLE, checkpoint, of_module, relative_error, rows, step
+from tests.shard.spans import runtime as by_modules
+
+_DIRECTORY = tempfile.TemporaryDirectory(prefix="hearthnet-lean-")
+SINGULAR = {"qwen3_moe": "no mlp", "minicpm3": "no self_attn.q_proj"}
+"""Families whose layers are not standard, and what is said of them."""
+STANDARD = [family for family in FAMILIES if family not in SINGULAR]
+
+needs_packing = pytest.mark.skipif(
+    choose_kernels(nn.Sequential(nn.Linear(32, 32)), torch.float32, CPU).name == linear.PLAIN,
+    reason="this CPU or torch has no packed linear",
+)
+pytestmark = needs_packing
+
+
+def runtime(
+    family: str = "llama", layers: LayerRange = WHOLE, dtype: torch.dtype = torch.float32
+) -> TorchRuntime:
+    loaded = load_span(checkpoint(family), layers, dtype=dtype, device=CPU)
+    return TorchRuntime(loaded, device=CPU, dtype=dtype, lean=True)
+
+
+def halved(family: str = "llama", stored: str = "bfloat16") -> tuple[TorchRuntime, TorchRuntime]:
+    """The same weights in 16 bit and widened, both computed in fp32."""
+    directory = Path(_DIRECTORY.name) / f"{family}-{stored}"
+    manifest = read_manifest(make_checkpoint(directory, family, layers=4, dtype=stored))
+    dtypes = (getattr(torch, stored), torch.float32)
+    both = [
+        TorchRuntime(
+            load_span(manifest, WHOLE, dtype=dtype, device=CPU),
+            device=CPU,
+            dtype=torch.float32,
+            lean=dtype is not torch.float32,
+        )
+        for dtype in dtypes
+    ]
+    return both[0], both[1]
+
+
+def outputs(span: TorchRuntime) -> torch.Tensor:
+    """Chunks that cross the window, a rollback, and a batch of sessions of different length."""
+    hidden = rows(WINDOW + 40)
+    cache, other = span.new_cache(256), span.new_cache(256)
+    step(span, other, 0, hidden[:, :9])
+    found = [
+        step(span, cache, start, hidden[:, start:stop])
+        for start, stop in ((0, 50), (50, 90), (90, 98), (91, 92))
+    ]
+    pair = [StepInput(cache, 92, hidden[:, 92:93]), StepInput(other, 9, hidden[:, 9:10])]
+    return torch.cat([*found, *span.forward(pair)], 1)
+
+
+@pytest.mark.parametrize("family", STANDARD)
+def test_lean_layers_give_what_modules_give(family: str) -> None:
+    require_lean(family_of(checkpoint(family)), None)
+    span = runtime(family)
+    assert span.is_lean
+    assert "+lean+" in span.kernels
+    assert relative_error(outputs(span), outputs(by_modules(family))) < 1e-5
+
+
+@pytest.mark.parametrize("family", sorted(SINGULAR))
+def test_layers_that_are_not_standard_run_by_their_modules(family: str) -> None:
+    with pytest.raises(NotCompilable, match=SINGULAR[family]):
+        require_lean(family_of(checkpoint(family)), None)
+    span = runtime(family)
+    assert not span.is_lean
+    assert span.kernels == by_modules(family).kernels
+
+
+def test_some_layers_of_a_span_are_those_layers() -> None:
+    part = LayerRange(1, 3)
+    hidden = rows(7)
+    whole, own = runtime("gemma3"), runtime("gemma3", part)
+    found = whole.forward([StepInput(whole.new_cache(64), 0, hidden)], part)[0]
+    assert torch.equal(found, step(own, own.new_cache(64), 0, hidden))
+
+
+def test_bf16_stays_as_close_as_its_modules_do() -> None:
+    expected = outputs(by_modules())
+    found = relative_error(outputs(runtime(dtype=torch.bfloat16)).float(), expected)
+    theirs = relative_error(outputs(by_modules(dtype=torch.bfloat16)).float(), expected)
+    assert found < max(1.5 * theirs, 0.02)
+
+
+class _Seen:
+    """A hook that keeps what passes."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.rows: list[torch.Tensor] = []
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.rows.append(hidden)
+        return hidden
+
+
+def test_a_step_with_hooks_goes_through_the_modules_and_changes_nobody_s_bits() -> None:
+    span, hook = runtime(), _Seen(Site(1, "self_attn.q_proj"))
+    inputs = [rows(1, seed=i) for i in range(3)]
+
+    def steps(hooks: tuple[_Seen, ...]) -> list[StepInput]:
+        caches = [span.new_cache(64) for _ in inputs]
+        return [
+            StepInput(caches[0], 0, inputs[0]),
+            StepInput(caches[1], 0, inputs[1], hooks),
+            StepInput(caches[2], 0, inputs[2]),
+        ]
+
+    without = span.forward([each for i, each in enumerate(steps(())) if i != 1])
+    watched = span.forward(steps((hook,)))
+    assert len(hook.rows) == 1
+    assert torch.equal(watched[0], without[0])
+    assert torch.equal(watched[2], without[1])
+    assert relative_error(watched[1], span.forward(steps(()))[1]) < 1e-5
+
+
+def test_what_is_misread_is_refused_on_the_twin_and_at_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = outputs(by_modules("gemma2"))
+    monkeypatch.setattr(twins, "_settled", {})
+    monkeypatch.setitem(parts._ACTIVATION_NAMES, "gelu_pytorch_tanh", "silu")
+    with pytest.raises(NotCompilable, match="were not taken"):
+        require_lean(family_of(checkpoint("gemma2")), None)
+    span = runtime("gemma2")
+    assert not span.is_lean
+    assert "layers lean: no, by their modules" in span.reasons
+    assert relative_error(outputs(span), expected) < 1e-5
+
+
+@pytest.mark.parametrize(("family", "stored"), [("llama", "bfloat16"), ("gpt2", "float16")])
+def test_weights_in_16_bit_give_what_they_give_widened(family: str, stored: str) -> None:
+    narrow, wide = halved(family, stored)
+    assert narrow.kernels.startswith(f"{HALVED}+lean+")
+    assert narrow.weight_bytes < 0.6 * wide.weight_bytes
+    assert relative_error(outputs(narrow), outputs(wide)) < 1e-5
+
+
+@torch.inference_mode()
+def test_a_weight_that_fp16_does_not_hold_is_not_halved() -> None:
+    module = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).bfloat16()
+    module.requires_grad_(requires_grad=False)
+    module[1].weight[3, 4] = 1e6
+    expected = module.float()(torch.ones(1, 32))
+    kernels = choose_kernels(module.bfloat16(), torch.float32, CPU, halved=True)
+    assert kernels.name == HALVED
+    assert [type(part) for part in module] == [HalvedLinear, nn.Linear]
+    assert relative_error(module(torch.ones(1, 32)), expected) < 1e-2
+
+
+def test_a_halved_weight_that_changes_is_noticed() -> None:
+    narrow, _ = halved()
+    checking = narrow.weight_check()
+
+    def a_round() -> set[str]:
+        done, found = checking.rounds, set()
+        while checking.rounds == done:
+            found.add(checking.step(1 << 20))
+        return {name for name in found if name}
+
+    assert a_round() == set()
+    product = narrow.layer(2).mlp.down_proj
+    other = torch.zeros(product.out_features, product.in_features)
+    before, product._packed = product._packed, HalvedLinear(other, None)._packed
+    assert a_round() == {"layers.2.mlp.down_proj"}
+    product._packed = before
+    assert a_round() == set()
+
+
+def test_modules_made_by_hand_are_no_reason_to_fail() -> None:
+    module = load_span(checkpoint(), WHOLE, dtype=torch.float32, device=CPU).module
+    assert not of_module(module).is_lean

@@ -1,0 +1,201 @@
+"""Fetchers as they run: what is fetched is what it should be, from one or several, whole or in
+part, and whoever lies is caught."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from mesh.errors import TransferFailed
+from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.partial import PIECE_BYTES
+from mesh.transfers.planner import MAX_IN_HAND
+from mesh.types import LayerRange
+from tests.checkpoints import make_checkpoint
+from tests.gguf_files import write_gguf
+from tests.transfers.house import MODEL, Fetcher, house, up
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    directory = make_checkpoint(
+        tmp_path_factory.mktemp("whole"), "llama", layers=8, hidden=256, vocab=9000
+    )
+    return read_manifest(directory, model_id=MODEL)
+
+
+async def test_layers_then_the_rest_come_from_a_neighbour(tmp_path: Path, whole: Manifest) -> None:
+    async with house(tmp_path, "full", "empty") as made:
+        full, empty = made.start("full", whole.directory), made.start("empty")
+        await up(full, empty)
+        made.introduce()
+        sha = whole.weights_sha256
+        directory = await empty.supervisor.ensure(MODEL, sha, [LayerRange(4, 8)], ends=False)
+        names = {entry.name for entry in whole.layer_tensors(LayerRange(4, 8))}
+        assert await asyncio.to_thread(right, directory, whole) == names
+        (held,) = empty.supervisor.holdings
+        assert (held.layers, held.ends) == ((4, 5, 6, 7), False)
+        assert await empty.supervisor.ensure(MODEL, sha) == directory
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+        assert await sent(full) == weights_bytes(whole)
+
+
+async def test_a_gguf_file_is_not_offered_in_parts(tmp_path: Path, whole: Manifest) -> None:
+    (tmp_path / "only").mkdir()
+    file = write_gguf(whole.directory, tmp_path / "only" / "model.gguf")
+    async with house(tmp_path, "full") as made:
+        full = made.start("full", file, file.parent, whole.directory)
+        await up(full)
+        assert [held.weights_sha256 for held in full.supervisor.holdings] == [whole.weights_sha256]
+
+
+async def test_nobody_has_it(tmp_path: Path, whole: Manifest) -> None:
+    async with house(tmp_path, "empty") as made:
+        empty = made.start("empty", patience_s=0.5)
+        await up(empty)
+        with pytest.raises(TransferFailed, match="No node that is up can give"):
+            await empty.supervisor.ensure(MODEL, whole.weights_sha256)
+
+
+async def test_two_give_each_a_part_and_a_third_from_who_is_at_it(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    async with house(tmp_path, "one", "two", "empty", "late") as made:
+        one = made.start("one", whole.directory, bytes_per_s=20e6)
+        two = made.start("two", whole.directory, bytes_per_s=20e6)
+        empty, late = made.start("empty"), made.start("late")
+        await up(one, two, empty, late)
+        made.introduce()
+        directory = await empty.supervisor.ensure(MODEL, whole.weights_sha256)
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+        shares = [await sent(one), await sent(two)]
+        # At the end pieces of a slow one may be asked of the other as well.
+        assert 0 <= sum(shares) - weights_bytes(whole) <= 2 * PIECE_BYTES
+        assert min(shares) > 0.2 * sum(shares)
+        # Who has fetched gives as well: the others may go.
+        late.supervisor.hear(empty.holding())
+        directory = await late.supervisor.ensure(MODEL, whole.weights_sha256)
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+
+
+async def test_a_liar_is_named_and_asked_no_more(tmp_path: Path, whole: Manifest) -> None:
+    copy = await asyncio.to_thread(shutil.copytree, whole.directory, tmp_path / "copy")
+    async with house(tmp_path, "honest", "liar", "empty") as made:
+        liar = made.start("liar", copy)
+        honest, empty = made.start("honest", whole.directory), made.start("empty")
+        await up(honest, liar, empty)
+        await asyncio.to_thread(spoil, copy)
+        empty.supervisor.hear(liar.holding())
+        fetch = asyncio.create_task(empty.supervisor.ensure(MODEL, whole.weights_sha256))
+        async with asyncio.timeout(20):
+            while not empty.events:  # noqa: ASYNC110 - a process has no event for it
+                await asyncio.sleep(0.02)
+        given = await sent(liar)
+        empty.supervisor.hear([*liar.holding(), *honest.holding()])
+        directory = await fetch
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+        ((kind, fields),) = empty.events
+        assert (kind, fields["name"]) == ("weights_lied", "liar")
+        assert await sent(liar) == given
+
+
+async def test_a_giver_that_dies_is_replaced(tmp_path: Path, whole: Manifest) -> None:
+    async with house(tmp_path, "dies", "lives", "empty") as made:
+        dies = made.start("dies", whole.directory, bytes_per_s=10e6)
+        lives, empty = made.start("lives", whole.directory, bytes_per_s=10e6), made.start("empty")
+        await up(dies, lives, empty)
+        made.introduce()
+        fetch = asyncio.create_task(empty.supervisor.ensure(MODEL, whole.weights_sha256))
+        await progress(empty, 0.2)
+        assert dies.supervisor.pid is not None
+        os.kill(dies.supervisor.pid, signal.SIGKILL)
+        directory = await fetch
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+
+
+@pytest.mark.slow
+async def test_kills_cost_no_complete_tensor(tmp_path: Path, whole: Manifest) -> None:
+    """The fetching process is killed 20 times: bytes are equal, and no complete tensor came twice.
+
+    A piece that was under way comes again: at most four per kill are.
+    """
+    rng, kills = random.Random(7), 20
+    async with house(tmp_path, "full", "empty") as made:
+        full = made.start("full", whole.directory, bytes_per_s=12e6)
+        empty = made.start("empty")
+        empty.supervisor.restart_delays_s = (0.0,)
+        await up(full, empty)
+        made.introduce()
+        fetch = asyncio.create_task(empty.supervisor.ensure(MODEL, whole.weights_sha256))
+        complete: set[str] = set()
+        while empty.supervisor.starts <= kills and not fetch.done():
+            await up(empty)
+            await asyncio.sleep(rng.uniform(0.0, 0.4))
+            starts = empty.supervisor.starts
+            assert empty.supervisor.pid is not None
+            os.kill(empty.supervisor.pid, signal.SIGKILL)
+            for record in await asyncio.to_thread(list, (made.root / "empty/models").glob("toy@*")):
+                now = await asyncio.to_thread(right, record, whole)
+                assert now >= complete  # what was complete is so for ever
+                complete = now
+            async with asyncio.timeout(20):
+                while empty.supervisor.starts == starts:  # noqa: ASYNC110 - as above
+                    await asyncio.sleep(0.02)
+        directory = await fetch
+        assert empty.supervisor.starts > 10
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+        again = await sent(full) - weights_bytes(whole)
+        assert again <= kills * MAX_IN_HAND * PIECE_BYTES
+
+
+def weights_bytes(manifest: Manifest) -> int:
+    return sum(entry.nbytes for entry in manifest.tensors.values())
+
+
+def stored(manifest: Manifest, name: str) -> bytes:
+    entry = manifest.tensors[name]
+    with entry.file.open("rb") as stream:
+        stream.seek(entry.offset)
+        return stream.read(entry.nbytes)
+
+
+def right(directory: Path, whole: Manifest) -> set[str]:
+    """The tensors that are said to be there, all of which are what they should be."""
+    ours = read_manifest(directory)
+    present = {name for name, entry in ours.tensors.items() if entry.present}
+    for name in present:
+        assert stored(ours, name) == stored(whole, name), name
+    for name in ("config.json", "tokenizer.json"):
+        assert (directory / name).read_bytes() == (whole.directory / name).read_bytes()
+    return present
+
+
+def spoil(directory: Path) -> None:
+    """Change a bit of every tensor."""
+    for entry in read_manifest(directory).tensors.values():
+        with entry.file.open("r+b") as stream:
+            stream.seek(entry.offset)
+            first = stream.read(1)[0]
+            stream.seek(entry.offset)
+            stream.write(bytes([first ^ 1]))
+
+
+async def sent(fetcher: Fetcher) -> int:
+    """How many bytes of weights it has sent, by its own count, small files and headers left out."""
+    await asyncio.sleep(1.1)  # it tells twice a second
+    return fetcher.supervisor.sent_bytes
+
+
+async def progress(fetcher: Fetcher, part: float) -> None:
+    """Until so much of what it fetches is here."""
+    async with asyncio.timeout(20):
+        while not any(  # noqa: ASYNC110 - as above
+            t.done_bytes > part * t.total_bytes > 0 for t in fetcher.supervisor.transfers
+        ):
+            await asyncio.sleep(0.02)

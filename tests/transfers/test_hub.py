@@ -1,0 +1,176 @@
+"""The hub, as a stand-in speaks for it: whatever it does, what is pulled is right or it is said."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mesh.errors import HubRefused, MeshError, ModelNotFound, TransferFailed
+from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.partial import read_record
+from mesh.transfers.hub import HubSettings
+from mesh.types import LayerRange
+from tests.checkpoints import make_checkpoint
+from tests.transfers.house import MODEL, Fetcher, House, house, up
+from tests.transfers.hub_standin import COMMIT, HubStandin
+from tests.transfers.test_fetcher import progress, right, weights_bytes
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    directory = make_checkpoint(
+        tmp_path_factory.mktemp("whole"), "llama", layers=8, hidden=256, vocab=9000
+    )
+    return read_manifest(directory, model_id=MODEL)
+
+
+@pytest.fixture
+def hub(whole: Manifest) -> Iterator[HubStandin]:
+    with HubStandin(whole.directory) as standin:
+        yield standin
+
+
+def weights_sent(hub: HubStandin) -> int:
+    return sum(count for name, count in hub.sent.items() if name.endswith(".safetensors"))
+
+
+async def keep_introducing(made: House) -> None:
+    """Advertise as daemons do, until cancelled."""
+    while True:
+        made.introduce()
+        await asyncio.sleep(0.1)
+
+
+async def test_it_is_read_once_for_the_whole_house(
+    tmp_path: Path, whole: Manifest, hub: HubStandin
+) -> None:
+    async with house(tmp_path, "one", "two", "three") as made:
+        made.hub = HubSettings(hub.url)
+        one, two, three = (made.start(name) for name in ("one", "two", "three"))
+        await up(one, two, three)
+        gossip = asyncio.create_task(keep_introducing(made))
+        pulls = [fetcher.supervisor.pull("org/toy") for fetcher in (one, two)]
+        for directory in await asyncio.gather(*pulls):
+            assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+            record = await asyncio.to_thread(read_record, directory)
+            assert record.weights_sha256 == whole.weights_sha256
+            assert record.origin == f"org/toy@{COMMIT}"
+        part = await three.supervisor.pull("org/toy", [LayerRange(2, 4)], ends=False)
+        names = {entry.name for entry in whole.layer_tensors(LayerRange(2, 4))}
+        assert await asyncio.to_thread(right, part, whole) == names
+        file_size = (
+            await asyncio.to_thread(os.stat, whole.directory / "model.safetensors")
+        ).st_size
+        assert weights_sent(hub) == file_size
+        gossip.cancel()
+
+
+async def test_what_no_neighbour_kept_comes_by_ranges(
+    tmp_path: Path, whole: Manifest, hub: HubStandin
+) -> None:
+    async with house(tmp_path, "one", "two") as made:
+        made.hub = HubSettings(hub.url)
+        one, two = made.start("one"), made.start("two")
+        await up(one, two)
+        gossip = asyncio.create_task(keep_introducing(made))
+        directory = await one.supervisor.pull("org/toy", [LayerRange(0, 4)], drop=True)
+        kept = {entry.name for entry in whole.layer_tensors(LayerRange(0, 4))}
+        kept |= {entry.name for entry in whole.ends_tensors()}
+        assert await asyncio.to_thread(right, directory, whole) == kept
+        before = weights_sent(hub)
+        directory = await two.supervisor.pull("org/toy", [LayerRange(2, 6)], ends=False)
+        wanted = whole.layer_tensors(LayerRange(2, 6))
+        assert await asyncio.to_thread(right, directory, whole) == {e.name for e in wanted}
+        assert weights_sent(hub) - before == sum(
+            entry.nbytes for entry in whole.layer_tensors(LayerRange(4, 6))
+        )
+        gossip.cancel()
+
+
+async def pulled(
+    tmp_path: Path, whole: Manifest, hub: HubStandin, token: str | None = None
+) -> Fetcher:
+    async with house(tmp_path, "one") as made:
+        made.hub = HubSettings(hub.url, token)
+        one = made.start("one")
+        await up(one)
+        directory = await one.supervisor.pull("org/toy")
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+        return one
+
+
+async def test_it_is_patient(tmp_path: Path, whole: Manifest, hub: HubStandin) -> None:
+    hub.mischief.throttled = 2
+    hub.mischief.cut = 3
+    await pulled(tmp_path, whole, hub)
+
+
+async def test_without_ranges_it_goes_on_all_the_same(
+    tmp_path: Path, whole: Manifest, hub: HubStandin
+) -> None:
+    hub.mischief.knows_ranges = False
+    hub.mischief.cut = 3
+    await pulled(tmp_path, whole, hub)
+
+
+async def test_wrong_bytes_are_fetched_once_more_and_then_said(
+    tmp_path: Path, whole: Manifest, hub: HubStandin
+) -> None:
+    hub.mischief.wrong = 1
+    await pulled(tmp_path / "a", whole, hub)
+    hub.mischief.wrong = 99
+    with pytest.raises(TransferFailed, match="other bytes than the hub says, 2 times"):
+        await pulled(tmp_path / "b", whole, hub)
+
+
+@pytest.mark.parametrize(
+    ("name", "gated", "kind", "words"),
+    [
+        ("org/toy", False, HubRefused, "does not give org/toy to you"),
+        ("org/toy", True, HubRefused, "accepted its terms"),
+        ("org/other", False, ModelNotFound, "The hub has no org/other"),
+        ("../etc", False, ModelNotFound, "no repository's name"),
+    ],
+)
+async def test_a_refusal_says_what_to_do(
+    name: str, gated: bool, kind: type[MeshError], words: str, tmp_path: Path, hub: HubStandin
+) -> None:
+    hub.mischief.token, hub.mischief.gated = "secret" if kind is HubRefused else "", gated
+    async with house(tmp_path, "one") as made:
+        made.hub = HubSettings(hub.url)
+        one = made.start("one")
+        await up(one)
+        with pytest.raises(kind, match=words):
+            await one.supervisor.pull(name)
+
+
+async def test_a_token_is_shown_and_offline_is_kept(
+    tmp_path: Path, whole: Manifest, hub: HubStandin
+) -> None:
+    hub.mischief.token = "secret"  # noqa: S105 - a test's
+    await pulled(tmp_path / "a", whole, hub, "secret")
+    async with house(tmp_path / "b", "one") as made:
+        made.hub = HubSettings(hub.url, "secret", offline=True)
+        one = made.start("one")
+        with pytest.raises(HubRefused, match="HF_HUB_OFFLINE is set"):
+            await one.supervisor.pull("org/toy")
+
+
+async def test_a_kill_costs_little(tmp_path: Path, whole: Manifest, hub: HubStandin) -> None:
+    async with house(tmp_path, "one") as made:
+        made.hub = HubSettings(hub.url)
+        one = made.start("one", bytes_per_s=20e6)
+        one.supervisor.restart_delays_s = (0.0,)
+        await up(one)
+        pull = asyncio.create_task(one.supervisor.pull("org/toy"))
+        await progress(one, 0.4)
+        assert one.supervisor.pid is not None
+        os.kill(one.supervisor.pid, signal.SIGKILL)
+        directory = await pull
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+        assert weights_sent(hub) < 1.5 * weights_bytes(whole)
