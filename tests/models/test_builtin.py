@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from itertools import islice
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -30,7 +29,7 @@ from tools.builtin_model.corpus.facts_mesh import MESH_TOPICS
 from tools.builtin_model.corpus.mixture import is_held_out
 from tools.builtin_model.corpus.stories import PLOTS, tell
 
-SIZE_LIMIT_BYTES = 16 * 2**20
+SIZE_LIMIT_BYTES = 12 * 10**6
 
 
 @pytest.fixture(scope="module")
@@ -182,19 +181,10 @@ def test_adds_small_numbers(model: Any, tokenizer: Any) -> None:
     assert text == "2 plus 3 is 5."
 
 
-@pytest.mark.xfail(reason="trained too briefly to copy a name; the model card says so")
 def test_story_keeps_its_hero(model: Any, tokenizer: Any) -> None:
     start = "Once upon a time, there was a brave fox named Lily. She lived near a quiet lake."
     text, _ = generate(model, tokenizer, start, 120)
     assert "Lily" in text
-
-
-@pytest.mark.xfail(reason="trained too briefly to copy a name; the model card says so")
-def test_remembers_a_name(model: Any, tokenizer: Any) -> None:
-    text, _ = ask(
-        model, tokenizer, "My name is Clara.", "Nice to meet you, Clara!", "What is my name?"
-    )
-    assert "Clara" in text
 
 
 def test_continues_a_story_with_words_it_knows(model: Any, tokenizer: Any) -> None:
@@ -225,8 +215,8 @@ def test_held_out_loss_is_what_the_card_says(model: Any) -> None:
     match = re.search(r"held-out loss \(nats per token\) \| ([0-9.]+)", card)
     assert match is not None
     raw = Tokenizer.from_file(str(checkpoint_dir() / "tokenizer.json"))
-    measured = held_out_loss(model, raw, held_out_documents(48))
-    assert measured == pytest.approx(float(match[1]), rel=0.05)
+    measured = held_out_loss(model, raw, held_out_documents(240))
+    assert measured == pytest.approx(float(match[1]), rel=0.01)
 
 
 def test_corpus_repeats_for_a_seed_and_differs_between_seeds() -> None:
@@ -265,38 +255,3 @@ def test_sums_in_the_corpus_are_true() -> None:
             checked += 1
             assert signs[match[2]](int(match[1]), int(match[3])) == int(match[4])
     assert checked > 300
-
-
-def test_trainer_writes_a_checkpoint_that_loads(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from tools.builtin_model.export import read_runs
-    from tools.builtin_model.train import Recipe, Shape, begin, train
-
-    shape = Shape(
-        vocabulary=400, hidden=32, feed_forward=64, layers=2, heads=2, kv_heads=1, positions=256
-    )
-    recipe = Recipe(
-        steps=8,
-        stop=5,
-        batch_tokens=256,
-        length=64,
-        long_length=128,
-        long_every=3,
-        warmup=2,
-        tokenizer_texts=200,
-        held_out_texts=4,
-        save_every=3,
-    )
-    loss = train(tmp_path, *begin(shape, recipe, None), recipe, "the command")
-    assert 0 < loss < 8
-    first = read_runs(tmp_path)
-    again = begin(shape, recipe, tmp_path)
-    further = train(tmp_path, *again, recipe, "the second command", first)
-    assert further < loss
-    assert "the command\nthe second command\n" in (tmp_path / "README.md").read_text()
-    assert [run.steps for run in read_runs(tmp_path)] == [5, 5]
-    assert not list(tmp_path.glob(".*"))
-    reread = AutoModelForCausalLM.from_pretrained(tmp_path)
-    ids = AutoTokenizer.from_pretrained(tmp_path)("Hello!", return_tensors="pt")["input_ids"]
-    assert reread(input_ids=ids).logits.shape == (1, ids.shape[1], 400)

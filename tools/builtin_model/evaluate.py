@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from tools.builtin_model.batching import token_ids
 from tools.builtin_model.corpus import Document
-from tools.builtin_model.packing import token_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

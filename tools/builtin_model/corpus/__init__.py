@@ -6,11 +6,14 @@ Pure Python: the same seed gives the same text everywhere. Knows nothing of toke
 from __future__ import annotations
 
 from tools.builtin_model.corpus.document import (
+    ASSISTANT,
     CHAT_TEMPLATE,
     END,
     END_OF_TEXT,
     PAD,
     SPECIAL_TOKENS,
+    SYSTEM,
+    USER,
     Document,
     Message,
     render,
@@ -18,11 +21,14 @@ from tools.builtin_model.corpus.document import (
 from tools.builtin_model.corpus.mixture import held_out_documents, training_documents
 
 __all__ = [
+    "ASSISTANT",
     "CHAT_TEMPLATE",
     "END",
     "END_OF_TEXT",
     "PAD",
     "SPECIAL_TOKENS",
+    "SYSTEM",
+    "USER",
     "Document",
     "Message",
     "held_out_documents",

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from tools.builtin_model.corpus.people import MEN, WOMEN
+
 GIRLS = (
     "Lily", "Anna", "Mia", "Clara", "Nora", "Ella", "Ruby", "Ivy", "Rosa", "Daisy", "Hazel",
     "Luna", "Tilda", "Greta", "Wilma", "Olive", "Poppy", "Sophie", "Emma", "June", "Maya", "Zoe",
@@ -80,7 +82,9 @@ class Cast:
 
 def draw_character(rng: Random, gender: str, *, animal: bool, not_kind: str = "") -> Character:
     """A character of that gender; `not_kind` keeps two animals of a story apart."""
-    name = rng.choice(GIRLS if gender == "f" else BOYS)
+    few, many = (GIRLS, WOMEN) if gender == "f" else (BOYS, MEN)
+    # Half of the names come from a long list: each is met too seldom to be guessed.
+    name = rng.choice(few if rng.random() < 0.5 else many)
     if animal:
         kind = rng.choice([a for a in ANIMALS if a != not_kind])
     else:

@@ -1,4 +1,4 @@
-"""Conversations: single questions, follow-ups, memory of a name, stories told and asked about.
+"""Conversations: single questions, follow-ups, what was told and is remembered, stories.
 
 Composes what the other generators draw. Knows the order of turns and nothing of special tokens.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from random import Random
 
-from tools.builtin_model.corpus import arithmetic, smalltalk
-from tools.builtin_model.corpus.cast import ANIMALS, BOYS, GIRLS, with_article
+from tools.builtin_model.corpus import arithmetic, memory, smalltalk
+from tools.builtin_model.corpus.cast import ANIMALS, with_article
+from tools.builtin_model.corpus.commands import COMMAND_TOPICS
 from tools.builtin_model.corpus.document import Message, exchange
 from tools.builtin_model.corpus.facts_mesh import MESH_TOPICS
 from tools.builtin_model.corpus.facts_use import USE_TOPICS
@@ -56,12 +57,26 @@ def converse(rng: Random, target_turns: int) -> list[Message]:
         messages.append(Message("system", rng.choice(_SYSTEM)))
     if target_turns > 1 and rng.random() < 0.25:
         messages += _say(rng, smalltalk.TALK_TOPICS[0])
-    makers = (_mesh, _mesh, _mesh, _use, _use, _talk, _sums, _sums, _facts, _story, _name)
     while _exchanges(messages) < target_turns:
-        messages += rng.choice(makers)(rng)
+        messages += rng.choices(*_MAKERS)[0](rng)
     if target_turns > 1 and rng.random() < 0.3:
         messages += _say(rng, rng.choice(smalltalk.TALK_TOPICS[9:11]))
     return messages
+
+
+def drill_sums(rng: Random) -> list[Message]:
+    """A few sums in a row."""
+    messages: list[Message] = []
+    for _ in range(rng.randint(1, 4)):
+        messages += _sums(rng)
+    return messages
+
+
+def drill_memory(rng: Random) -> list[Message]:
+    """Things told and asked for, or words to be said again."""
+    if rng.random() < 0.33:
+        return [message for _ in range(rng.randint(1, 5)) for message in _echo(rng)]
+    return _told(rng)
 
 
 def continue_story(rng: Random) -> list[Message]:
@@ -99,6 +114,10 @@ def _use(rng: Random) -> list[Message]:
     return _topic_exchange(rng, rng.choice(USE_TOPICS))
 
 
+def _command(rng: Random) -> list[Message]:
+    return _topic_exchange(rng, rng.choice(COMMAND_TOPICS))
+
+
 def _talk(rng: Random) -> list[Message]:
     if rng.random() < 0.15:
         return [*exchange(*smalltalk.beyond(rng))]
@@ -125,14 +144,27 @@ def _facts(rng: Random) -> list[Message]:
     return [*exchange(vary(rng, asked), result)]
 
 
-def _name(rng: Random) -> list[Message]:
-    name = rng.choice(GIRLS + BOYS)
-    said = rng.choice(("My name is {n}.", "I am {n}.", "Hi, I'm {n}.", "You can call me {n}."))
-    messages = [*exchange(said.format(n=name), f"Nice to meet you, {name}!")]
-    for _ in range(rng.choice((0, 0, 1, 2))):
-        messages += _talk(rng) if rng.random() < 0.5 else _sums(rng)
-    asked = rng.choice(("What is my name?", "Do you remember my name?", "Who am I?"))
-    return [*messages, *exchange(asked, f"Your name is {name}.")]
+def _echo(rng: Random) -> list[Message]:
+    return [*exchange(*memory.echo(rng))]
+
+
+def _told(rng: Random) -> list[Message]:
+    """Something told, something else in between, and then asked for."""
+    told = [memory.name(rng)] if rng.random() < 0.75 else []
+    told += memory.details(rng, rng.choice((0, 0, 0, 1, 2)) if told else rng.choice((1, 2)))
+    rng.shuffle(told)
+    messages: list[Message] = []
+    # Now and then one thing is asked for that was not told.
+    unknown = told.pop() if rng.random() < 0.2 else None
+    for one in told:
+        messages += exchange(*one.telling)
+    for _ in range(rng.choice((0, 0, 1, 1, 2, 3, 4))):
+        messages += rng.choice((_talk, _sums, _mesh, _command, _facts, _echo))(rng)
+    asked = [one.asking for one in told] + ([unknown.unknown] if unknown else [])
+    rng.shuffle(asked)
+    for pair in asked:
+        messages += exchange(*pair)
+    return messages
 
 
 def _story(rng: Random) -> list[Message]:
@@ -165,3 +197,10 @@ def _about(rng: Random, story: Story) -> list[Message]:
     if rng.random() < 0.2:
         messages += exchange(rng.choice(_LIKED), rng.choice(_GLAD))
     return messages
+
+
+# What chats are made of, and how often each.
+_MAKERS = (
+    (_mesh, _command, _use, _talk, _sums, _facts, _story, _told, _echo),
+    (5, 7, 3, 3, 5, 1, 1, 4, 1),
+)
