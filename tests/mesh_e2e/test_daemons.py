@@ -345,10 +345,11 @@ class TestLives:
         assert node.process is not None
         deadline = time.monotonic() + 30
         children: list[psutil.Process] = []
-        while len(children) < 3 and time.monotonic() < deadline:
+        while len(children) < 4 and time.monotonic() < deadline:
             children = psutil.Process(node.process.pid).children(recursive=True)
             time.sleep(0.05)
-        assert len(children) == 3  # the warm parent, and what it has forked
+        # The warm parent, what it has forked (asker, shard, fetcher), and perhaps what measures.
+        assert len(children) >= 4
         node.kill()
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive
