@@ -74,7 +74,7 @@ class Deployments:
         why = self._runner.why_not(row["id"])
         if why is not None:
             return {"application_state": "UNHEALTHY", "reason": why}
-        if row["reason"] == RESTING:
+        if row.get("reason") == RESTING:
             return {"application_state": "NOT_STARTED", "reason": "The model is at rest."}
         if row["missing"]:
             missing = f"No node serves layers {', '.join(row['missing'])}."
