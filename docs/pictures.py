@@ -38,7 +38,7 @@ async def until(app: TopApp, wanted: Callable[[Picture], object]) -> None:
 
 async def ask(client: Client) -> None:
     """An answer that runs for a while, read slowly."""
-    options = {"max_tokens": 1500, "temperature": 0.0}
+    options = {"max_tokens": 3500, "temperature": 0.9, "seed": 1}
     chunks = client.complete("builtin", PROMPT, **options, ignore_eos=True)
     async with aclosing(chunks):
         async for _ in chunks:
