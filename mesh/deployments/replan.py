@@ -78,11 +78,6 @@ class Replanner:
         if self._task is not None:
             await end([self._task])
 
-    def away_s(self, node: NodeId) -> float:
-        """For how long a node has not been seen."""
-        now = _now()
-        return now - self._seen.get(node, now)
-
     async def _run(self) -> None:
         while True:
             await self._look()

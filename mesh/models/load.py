@@ -37,7 +37,6 @@ import hashlib
 import json
 import logging
 import tempfile
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,8 +47,8 @@ from transformers import DynamicCache
 
 from mesh.errors import MeshError, UnsupportedFamily
 from mesh.models.families import Family
-from mesh.models.hashing import read_cached, write_json_atomically
 from mesh.models.manifest import read_manifest
+from mesh.models.verdicts import settled_once
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +65,6 @@ _HEADS = 4
 _settled: dict[str, str] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class _Proof:
-    """Why a family cannot be cut; '' where it can."""
-
-    key: str
-    reason: str
-
-
 def require_proof(family: Family, cache_dir: Path | None) -> None:
     """Return if the family's models may be cut; otherwise raise UnsupportedFamily with the reason.
 
@@ -86,13 +77,8 @@ def require_proof(family: Family, cache_dir: Path | None) -> None:
     digest = hashlib.sha256(structure.encode()).hexdigest()[:16]
     key = f"{family.model_type}-{transformers.__version__}-{digest}"
     file = cache_dir / f"proof-{key}.json" if cache_dir else None
-    if key not in _settled:
-        known = read_cached(file, _Proof) if file else None
-        _settled[key] = known.reason if known else _verdict(family, twin)
-        if file and not known:
-            write_json_atomically(file, {"key": key, "reason": _settled[key]})
-    if _settled[key]:
-        raise _refused(family, _settled[key])
+    if reason := settled_once(_settled, key, file, lambda: _verdict(family, twin)):
+        raise _refused(family, reason)
 
 
 def twin_config(config: Any) -> Any:

@@ -219,7 +219,7 @@ class Node:
             config.api_host, self._owner_key, keyless=config.is_keyless, accounts=self._accounts
         )
         keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
-        harvests, plans = Harvests(held.models, held.askers), self._estimates(network, deployments)
+        harvests, plans = Harvests(held.models, held.askers), self._planner(network, deployments)
         services = Services(
             steering, harvests, deployments.control, plans, coordination.coordinator,
             self.weights.pulls(held.models),
@@ -241,7 +241,8 @@ class Node:
             bring_up=deployments.waker.bring_up,
         )
 
-    def _estimates(self, network: Network, deployments: DeploymentsHere) -> Estimates:
+    def _planner(self, network: Network, deployments: DeploymentsHere) -> Estimates:
+        """What plans are asked of; from now on deployments are laid out by it, too."""
         around = Surroundings(
             self._key.node_id, self._config, self._store, self._rtt_ms, network.may_serve,
             self._watch.verdict, self._held.askers.__contains__, self.weights.held,

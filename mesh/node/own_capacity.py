@@ -11,19 +11,17 @@ import asyncio
 import contextlib
 import hashlib
 import importlib.metadata
-import json
 import logging
 import os
 import platform
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mesh import codec
 from mesh.capacity import Capacity, Device
-from mesh.codec import Fault
 from mesh.errors import DeviceFailed, LinkLost, MeshError
+from mesh.models.hashing import read_cached, write_json_atomically
 from mesh.processes.child import Child
 from mesh.processes.headroom import Headroom, ram
 from mesh.processes.messages import Alive, Handlers, Inbox, LastWords
@@ -124,7 +122,8 @@ class OwnCapacity:
             try:
                 if self._device is None:
                     device = await measured(self._order)
-                    await asyncio.to_thread(_write, path, Kept(machine, device))
+                    kept = codec.plain(Kept(machine, device))
+                    await asyncio.to_thread(write_json_atomically, path, kept)
                     self._device = device
             except (MeshError, TimeoutError, OSError) as error:
                 logger.warning("how fast this machine is was not measured: %s", error)
@@ -197,22 +196,5 @@ def _processor() -> str:
 
 
 def _read(path: Path, machine: str) -> Device | None:
-    try:
-        kept = codec.read_file(path, Kept)
-    except FileNotFoundError:
-        return None
-    except (OSError, Fault) as error:
-        logger.warning("%s cannot be read and is written again: %r", path, error)
-        return None
-    return kept.device if kept.machine == machine else None
-
-
-def _write(path: Path, kept: Kept) -> None:
-    """Whole, or not at all. Raises OSError."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        draft.write_text(json.dumps(codec.plain(kept)) + "\n", "utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    kept = read_cached(path, Kept)
+    return kept.device if kept is not None and kept.machine == machine else None

@@ -22,6 +22,7 @@ from mesh.models.progress import Progress
 from mesh.pipeline.checkpoint import load_asker
 from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel
+from mesh.pipeline.sessions import common_prefix
 from mesh.processes.headroom import ram
 from mesh.processes.lifecycle import Loading
 from mesh.shard.commands import ShardRequest
@@ -134,7 +135,7 @@ class DraftReader:
             self._cache = model.new_cache()
         cache, held = self._cache, self._held
         # The last token is entered anew where it is there already: the next one comes from it.
-        known = min(_common(held, text), len(text) - 1)
+        known = min(common_prefix(held, text), len(text) - 1)
         cache.cut(known)
         del held[known:]
         logits = model.read(cache, text[known:])
@@ -206,10 +207,3 @@ def _same_tokens(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
     """Whether all that both know is the same: models of a family differ in a few added ones."""
     small, large = sorted((one, other), key=len)
     return small.items() <= large.items()
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return min(len(left), len(right))

@@ -229,7 +229,7 @@ class Sessions:
     def _in_common(self, session: GenerationSession, prompt: Sequence[int]) -> int:
         """With how many of its tokens `prompt` begins, of those that it does not take back. One of
         the prompt at least must be fed: its row is what the next token comes from."""
-        common = min(_common_prefix(session.token_ids, prompt), len(prompt) - 1)
+        common = min(common_prefix(session.token_ids, prompt), len(prompt) - 1)
         return min(common, session.steady) if id(session) in self.live else common
 
     def _most_alike(
@@ -271,7 +271,7 @@ class Sessions:
             if session.fallback and not at_home:
                 continue
             # One token at least must be fed again: its row is what the next token comes from.
-            common = min(_common_prefix(session.token_ids, prompt), len(prompt) - 1)
+            common = min(common_prefix(session.token_ids, prompt), len(prompt) - 1)
             # A cache that shares only its beginning (a system prompt, say) belongs to another
             # conversation, which would lose it.
             if 2 * common >= len(session.token_ids) and (best is None or common > best[0]):
@@ -314,7 +314,8 @@ def _new_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """With how many of the same tokens both begin."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index

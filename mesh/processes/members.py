@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from mesh.errors import InternalError
+from mesh.errors import InternalError, UntrustedPeer
 from mesh.identity.certificates import certificate_node_id
-from mesh.identity.tls import TlsContexts, TlsMaterial
+from mesh.identity.tls import TlsContexts, TlsMaterial, require_node
 from mesh.types import NodeId
+
+if TYPE_CHECKING:
+    from mesh.wire.connection import WebSocketLink
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,15 @@ class MemberFeed:
         if self._tls is None:
             raise InternalError("the process is not started.", fix="Report this as a bug.")
         return self._tls
+
+    def require_trusted(self, link: WebSocketLink, goods: str) -> None:
+        """Raise UntrustedPeer unless a link that came in is of whom it says, who is still trusted
+        with `goods`: one may have been put out between its handshake and its hello."""
+        require_node(link.peer_certificate, link.peer.node_id)
+        if not self.tls.trusts(link.peer.node_id):
+            raise UntrustedPeer(
+                f"This node does not trust you with its {goods}.", fix="See `hearthnet members`."
+            )
 
     async def open(self, material: TlsMaterial) -> TlsContexts:
         """Make the contexts, with the members that are part of the material."""

@@ -25,11 +25,9 @@ from mesh.errors import (
     DeviceLost,
     LinkLost,
     MeshError,
-    UntrustedPeer,
     WeightsCorrupted,
     as_mesh_error,
 )
-from mesh.identity.tls import require_node
 from mesh.processes.messages import Handlers
 from mesh.processes.worker import Daemon, Worker
 from mesh.shard.commands import (
@@ -341,11 +339,7 @@ class ShardProcess(Worker):
             )
 
     def _accept(self, link: WebSocketLink) -> LinkHandler:
-        require_node(link.peer_certificate, link.peer.node_id)
-        if not self.members.tls.trusts(link.peer.node_id):
-            raise UntrustedPeer(  # put out between its handshake and its hello
-                "This node does not trust you with its shards.", fix="See `hearthnet members`."
-            )
+        self.members.require_trusted(link, "shards")
         if link.peer.purpose != "tensors":
             raise BadRequest(
                 f"A shard takes tensor links, not {link.peer.purpose!r}.",

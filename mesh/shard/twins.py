@@ -24,9 +24,9 @@ import transformers
 from torch import nn
 
 from mesh.models.families import Family, family_of_config
-from mesh.models.hashing import read_cached, write_json_atomically
 from mesh.models.load import twin_config
 from mesh.models.span import Anatomy, LoadedSpan
+from mesh.models.verdicts import settled_once
 from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.runtime import Runtime, StepInput
 from mesh.types import LayerRange
@@ -40,14 +40,6 @@ _TOLERANCE = 1e-4
 _SCHEDULE = ((0, 13), (13, 20), (20, 26), (22, 23), (23, 24), (24, 25))
 """Stretches of rows, some of them again after a rollback."""
 _settled: dict[str, str] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class _Proof:
-    """What is kept of a comparison; an empty `reason` means that the other way is right."""
-
-    key: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +65,10 @@ def require_right(way: Way, family: Family, cache_dir: Path | None) -> None:
     structure = json.dumps(twin.to_dict(), sort_keys=True, default=str)
     digest = hashlib.sha256(structure.encode()).hexdigest()[:16]
     versions = f"{transformers.__version__}-{way.versions}"
-    key = f"{family.model_type}-{versions}-{_hash_of(way.code)}-{digest}"
-    file = cache_dir / f"{way.name}-{key}.json" if cache_dir else None
-    known = f"{way.name}-{key}"
-    if known not in _settled:
-        kept = read_cached(file, _Proof) if file else None
-        _settled[known] = kept.reason if kept else _verdict(way, twin)
-        if file and not kept:
-            write_json_atomically(file, {"key": key, "reason": _settled[known]})
-    if _settled[known]:
-        raise NotCompilable(_settled[known])
+    key = f"{way.name}-{family.model_type}-{versions}-{_hash_of(way.code)}-{digest}"
+    file = cache_dir / f"{key}.json" if cache_dir else None
+    if reason := settled_once(_settled, key, file, lambda: _verdict(way, twin)):
+        raise NotCompilable(reason)
 
 
 def _hash_of(code: Sequence[ModuleType]) -> str:

@@ -28,7 +28,6 @@ from mesh.errors import (
     MeshError,
     ModelInUse,
     ModelNotFound,
-    UntrustedPeer,
     as_mesh_error,
 )
 from mesh.identity.tls import require_node
@@ -278,11 +277,7 @@ class FetcherProcess(Worker):
         return handler
 
     def _accept(self, link: WebSocketLink) -> LinkHandler:
-        require_node(link.peer_certificate, link.peer.node_id)
-        if not self.members.tls.trusts(link.peer.node_id):
-            raise UntrustedPeer(  # put out between its handshake and its hello
-                "This node does not trust you with its weights.", fix="See `hearthnet members`."
-            )
+        self.members.require_trusted(link, "weights")
         if link.peer.purpose != "weights":
             raise BadRequest(
                 f"The fetcher takes links for weights, not {link.peer.purpose!r}.",

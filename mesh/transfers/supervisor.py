@@ -115,11 +115,6 @@ class FetcherSupervisor(Supervisor):
         """Delete a checkpoint that was fetched. Raises ModelInUse, ModelNotFound."""
         await self._order(lambda name: Remove(name, directory))
 
-    @property
-    def peers(self) -> tuple[PeerHolding, ...]:
-        """What other nodes advertise now."""
-        return self._peers.peers
-
     def offer(self, model: Model) -> None:
         """Give this to others as well."""
         start = self.first_command
