@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from mesh.deployments.listing import Rows, Seen
 from mesh.deployments.phases import Phases
-from mesh.deployments.placement import Machine, make_plan
+from mesh.deployments.placement import AvailableNode, make_plan
 from mesh.deployments.room import Standing, to_rest
 from mesh.deployments.weights import WeightsSource
 from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live
@@ -42,7 +42,7 @@ class Order:
 class House(Seen, Protocol):
     """What the verbs need of the node."""
 
-    def machines(self) -> Sequence[Machine]:
+    def machines(self) -> Sequence[AvailableNode]:
         """The trusted nodes that are up now."""
 
     def need_of(self, wish: Wish, layers: LayerRange) -> int:

@@ -18,7 +18,7 @@ from mesh.types import LayerRange, NodeId
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class AvailableNode:
     """A node that may be used; `free_mb` is None where nobody knows."""
 
     node: NodeId
@@ -29,7 +29,7 @@ class Machine:
 def make_plan(
     wish: Wish,
     event: str,
-    machines: Sequence[Machine],
+    machines: Sequence[AvailableNode],
     before: Plan | None,
     *,
     asked: bool,
@@ -79,7 +79,7 @@ def make_plan(
 
 
 def choose_placement(
-    wish: Wish, machines: Sequence[Machine], others: Sequence[Replica]
+    wish: Wish, machines: Sequence[AvailableNode], others: Sequence[Replica]
 ) -> tuple[Span, ...]:
     """The spans of one new replica beside these `others`.
 
@@ -97,13 +97,13 @@ def choose_placement(
     return min(ways, key=lambda spans: sum(_common(one, two) for one in spans for two in there))
 
 
-def _as_in(replica: Replica, machines: Sequence[Machine]) -> list[Machine]:
+def _as_in(replica: Replica, machines: Sequence[AvailableNode]) -> list[AvailableNode]:
     """The machines in the order in which a replica goes over them, others behind."""
     order = [span.node for span in replica.spans]
     return sorted(machines, key=lambda m: order.index(m.node) if m.node in order else len(order))
 
 
-def _around(wish: Wish, pins: Sequence[Span], order: Sequence[Machine]) -> tuple[Span, ...]:
+def _around(wish: Wish, pins: Sequence[Span], order: Sequence[AvailableNode]) -> tuple[Span, ...]:
     """What is not pinned, in even parts over the machines in their order."""
     spans = list(pins)
     for gap in _gaps(wish.whole, [pin.layers for pin in pins]):
@@ -161,7 +161,7 @@ def _kept(replica: Replica, wish: Wish, here: Collection[NodeId]) -> Replica:
 
 
 def _filled(
-    replica: Replica, wish: Wish, machines: Sequence[Machine], load: Counter[NodeId]
+    replica: Replica, wish: Wish, machines: Sequence[AvailableNode], load: Counter[NodeId]
 ) -> Replica:
     """The replica with what it lacks given to the machines that hold least."""
     spans = list(replica.spans)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from mesh.deployments.placement import Machine, make_plan, planner, stale
+from mesh.deployments.placement import AvailableNode, make_plan, planner, stale
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
 from mesh.errors import MeshError
 from mesh.processes.tasks import end, spawn
@@ -36,7 +36,7 @@ class Members(Protocol):
     def deployments(self) -> dict[str, Deployment]:
         """What the log says."""
 
-    def machines(self) -> Sequence[Machine]:
+    def machines(self) -> Sequence[AvailableNode]:
         """The trusted nodes that are up now, this one among them if it is trusted."""
 
     async def laid_out(self, wish: Wish, before: Plan | None) -> Sequence[tuple[Span, ...]]:
@@ -104,7 +104,9 @@ class Replanner:
                 self._not_before[deployment.id] = now + RETRY_S
                 await self._plan(deployment, machines, why)
 
-    async def _plan(self, deployment: Deployment, machines: Sequence[Machine], why: str) -> None:
+    async def _plan(
+        self, deployment: Deployment, machines: Sequence[AvailableNode], why: str
+    ) -> None:
         # A wish whose author could not plan it any more was still an operator's.
         asked = not deployment.is_planned
         wish, before = deployment.wish, deployment.plan

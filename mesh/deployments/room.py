@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mesh.deployments.levels import Resident, evictions
-from mesh.deployments.placement import Machine
+from mesh.deployments.placement import AvailableNode
 from mesh.deployments.wishes import Deployment, Plan, Wish
 from mesh.errors import NotEnoughMemory
 from mesh.types import LayerRange, NodeId
@@ -28,7 +28,7 @@ def to_rest(
     plan: Plan,
     before: Plan | None,
     others: Iterable[Standing],
-    machines: Sequence[Machine],
+    machines: Sequence[AvailableNode],
     need_mb: NeedMb,
 ) -> tuple[str, ...]:
     """The deployments that rest before `plan` is followed, the smallest on each machine first.

@@ -15,7 +15,7 @@ from pathlib import Path
 from mesh.config import Config
 from mesh.deployments.actor import Hooks, Reconciler
 from mesh.deployments.control import Deploying
-from mesh.deployments.placement import Machine
+from mesh.deployments.placement import AvailableNode
 from mesh.deployments.reconcile import Held, Holding, Served
 from mesh.deployments.replan import Replanner
 from mesh.deployments.waking import Sleeper, Use, Waker
@@ -178,7 +178,7 @@ class House:
 
     # Who is there
 
-    def machines(self) -> Sequence[Machine]:
+    def machines(self) -> Sequence[AvailableNode]:
         """See `Members`."""
         hearth = self._network.hearth
         if hearth is None:
@@ -186,7 +186,7 @@ class House:
         up = {p.node_id for p in self._network.peers() if p.state is PeerState.UP and p.node_id}
         names = self.names()
         return [
-            Machine(node, names.get(node, node), self._free_mb(node))
+            AvailableNode(node, names.get(node, node), self._free_mb(node))
             for node in sorted({self.node, *up})
             if hearth.may_serve(node)
         ]

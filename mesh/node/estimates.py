@@ -15,17 +15,15 @@ from typing import Any
 from mesh.capacity import Capacity, Device
 from mesh.config import Config
 from mesh.deployments.shape import shape_of
-from mesh.deployments.wishes import Plan as Planned
-from mesh.deployments.wishes import Span
-from mesh.deployments.wishes import Wish as Wished
+from mesh.deployments.wishes import Plan, Span, Wish
 from mesh.discovery.directory import NodeView, ShardStore
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest
 from mesh.health.detector import Verdict
 from mesh.node.fetched_weights import FetchedWeights
 from mesh.routing.forecast import Forecast
-from mesh.routing.machines import DEFAULT_CONTEXT, Held, Machine, ModelShape, Timed, Wish
-from mesh.routing.placement import Plan, plan
+from mesh.routing.machines import DEFAULT_CONTEXT, Demand, Held, Machine, ModelShape, Timed
+from mesh.routing.placement import Layout, lay_out
 from mesh.types import LayerRange, ModelId, NodeId
 
 _UNMEASURED_MS = 1.0
@@ -59,11 +57,11 @@ class Estimates:
         """See `PlanControl`. Raises ModelNotFound, BadCheckpoint, and BadRequest for nodes that
         nobody knows."""
         model = await self._shape(order["model"], order["context"])
-        machines, wish = self._asked(model, order)
-        return as_json(await asyncio.to_thread(plan, model, machines, wish))
+        machines, demand = self._asked(model, order)
+        return as_json(await asyncio.to_thread(lay_out, model, machines, demand))
 
     async def layout(
-        self, wish: Wished, before: Planned | None, alive: Collection[NodeId]
+        self, wish: Wish, before: Plan | None, alive: Collection[NodeId]
     ) -> list[tuple[Span, ...]]:
         """The spans of each replica that `before` lacks of a wish, on machines that are `alive`;
         none where it does not fit, or not all machines were measured.
@@ -81,7 +79,7 @@ class Estimates:
         machines = [each for each in self.machines(model) if each.node_id in alive]
         if not all(each.refusal or any(d.speeds for d in each.devices) for each in machines):
             return []
-        asked = Wish(
+        asked = Demand(
             asker=self._house.node,
             replicas=lacking,
             only=frozenset(wish.nodes),
@@ -91,10 +89,10 @@ class Estimates:
             context=wish.context or DEFAULT_CONTEXT,
             max_shards=self._house.config.distributed.max_shards_per_request,
         )
-        found = await asyncio.to_thread(plan, model, machines, asked)
+        found = await asyncio.to_thread(lay_out, model, machines, asked)
         if found.refusal is not None:  # on machines that hold none; then on any
             asked = replace(asked, without=frozenset())
-            found = await asyncio.to_thread(plan, model, machines, asked)
+            found = await asyncio.to_thread(lay_out, model, machines, asked)
         return [
             tuple(Span(shard.node_id, shard.layers) for shard in replica.shards)
             for replica in found.replicas
@@ -108,13 +106,13 @@ class Estimates:
         manifest = await self._weights.manifest(name)
         return await asyncio.to_thread(shape_of, manifest, context)
 
-    def _asked(self, model: ModelShape, order: Mapping[str, Any]) -> tuple[list[Machine], Wish]:
+    def _asked(self, model: ModelShape, order: Mapping[str, Any]) -> tuple[list[Machine], Demand]:
         machines = {each.node_id: each for each in self.machines(model)}
         for text in order["with"]:
             one = self._imagined(text, machines) or machines[_node(text, machines.values())]
             machines[one.node_id] = replace(one, refusal="")
         known = list(machines.values())
-        wish = Wish(
+        demand = Demand(
             asker=self._house.node,
             replicas=order["replicas"],
             dedicated=order["dedicated"],
@@ -126,7 +124,7 @@ class Estimates:
             streams=order["streams"],
             max_shards=self._house.config.distributed.max_shards_per_request,
         )
-        return known, wish
+        return known, demand
 
     def _machine(self, view: NodeView, model: ModelShape) -> Machine:
         node, devices = view.info.node_id, (view.capacity or Capacity()).devices
@@ -190,7 +188,7 @@ class Estimates:
         return Machine(NodeId(f"imagined {name}"), name, (device,), rtt_ms=_UNMEASURED_MS)
 
 
-def as_json(found: Plan) -> dict[str, Any]:
+def as_json(found: Layout) -> dict[str, Any]:
     """A plan in the form that `PlanControl.plan` has."""
     fields = asdict(found)
     fields["replicas"] = [_replica(each) for each in found.replicas]

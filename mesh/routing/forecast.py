@@ -24,7 +24,7 @@ _CABLE_MS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One shard of a plan: layers on a device, what they need, what there is, what they cost.
+    """One shard of a layout: layers on a device, what they need, what there is, what they cost.
 
     `have` is what they may take there. `decode_ms` is computing a token, `hop_ms` the way there and
     back; `fetch_bytes` have to be brought there first. With `gap`, what the node serves of the

@@ -1,6 +1,6 @@
-"""What a plan is made from: a model's sizes, what machines have and reach, and what is wished.
+"""What a layout is made from: a model's sizes, what machines have and reach, and what is wished.
 
-Plain data. Knows no checkpoint on disk, no shard that runs and no clock: whoever asks for a plan
+Plain data. Knows no checkpoint on disk, no shard that runs and no clock: whoever asks for a layout
 puts down what was measured. Sizes are bytes, times milliseconds.
 """
 
@@ -102,7 +102,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Demand:
     """What is asked for.
 
     `asker` holds the ends and drives; None for nobody in particular. `only` are the nodes that may

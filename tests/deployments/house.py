@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from mesh.deployments.placement import Machine, make_plan, planner, stale
+from mesh.deployments.placement import AvailableNode, make_plan, planner, stale
 from mesh.deployments.reconcile import (
     Decision,
     Drop,
@@ -59,8 +59,8 @@ class SimulatedHouse:
     def up(self) -> list[SimulatedNode]:
         return [node for node in self.nodes if node.is_up]
 
-    def machines(self) -> list[Machine]:
-        return [Machine(node.node, node.node, node.free_mb) for node in self.up]
+    def machines(self) -> list[AvailableNode]:
+        return [AvailableNode(node.node, node.node, node.free_mb) for node in self.up]
 
     # Operators
 

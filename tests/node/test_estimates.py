@@ -22,7 +22,7 @@ from mesh.models.builtin import checkpoint_dir
 from mesh.models.manifest import read_manifest
 from mesh.node.estimates import Estimates, Surroundings
 from mesh.routing.fitting import benches
-from mesh.routing.machines import Machine, Wish
+from mesh.routing.machines import Demand, Machine
 from mesh.shard.compiled.formats import bytes_per_weight
 from mesh.shard.footprint import estimate
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId
@@ -163,7 +163,7 @@ async def test_what_a_shard_took_is_what_it_will_take(
 def test_a_plan_never_asks_for_less_than_a_shard_does_when_it_loads(quant: Any) -> None:
     manifest = read_manifest(checkpoint_dir(), model_id=ModelId("builtin"))
     machine = Machine(OWN, "own", cpu(1000).devices)
-    (bench,) = benches(shape_of(manifest, 512), machine, Wish(context=512), quant)
+    (bench,) = benches(shape_of(manifest, 512), machine, Demand(context=512), quant)
     for stop in range(1, manifest.total_layers + 1):
         layers = LayerRange(0, stop)
         said = estimate(
