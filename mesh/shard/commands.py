@@ -198,3 +198,8 @@ class Health(Message, frozen=True):
 def traces_of(name: ShardId) -> ShardId:
     """What the weights are called that a shard loads once more, for interventions."""
     return ShardId(f"{name} for traces")
+
+
+def ends_of(name: ShardId) -> ShardId:
+    """What the ends are called that a shard loads for askers without any."""
+    return ShardId(f"the ends of {name}")

@@ -45,6 +45,7 @@ from mesh.shard.commands import (
     Unload,
     Unloaded,
     Withdrawn,
+    ends_of,
     traces_of,
 )
 from mesh.shard.device import choose_device, headroom
@@ -63,10 +64,11 @@ from mesh.shard.threads import kept_threads
 from mesh.shard.unloading import Leaving, withdraw
 from mesh.shard.weight_watch import WeightWatch
 from mesh.types import Endpoint, NodeId, ShardId
+from mesh.wire.abilities import says_copies
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.link import LinkHandler
-from mesh.wire.messages import Drain, says_copies
+from mesh.wire.messages import Drain
 from mesh.wire.websocket import LinkServer, serve
 
 logger = logging.getLogger(__name__)
@@ -237,6 +239,9 @@ class ShardProcess(Worker):
             scheduler=queue,
             make_room=lambda: nullcontext() if loaded.is_spare() else room_for(),
         )
+        if loaded.descriptor.embeds or loaded.descriptor.head:
+            room_for_ends = partial(room.loading, ends_of(plan.shard_id), plan.ends_need)
+            server.lend_ends(loaded.load_ends, room_for_ends)
         server.on_change(self._changed.set)
         await server.start()
         settings = TapSettings(
