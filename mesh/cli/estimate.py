@@ -50,7 +50,7 @@ def _print_replica(replica: dict[str, Any], streams: int) -> None:
         say(f"{', '.join(gaps)} cannot hold old and new at once: there will be a gap.")
 
 
-_WHAT = {"computing": "computing", "way": "the way", "head": "the output head"}
+_WHAT = {"computing": "computing", "way": "the way", "head": "the output head", "asker": "asking"}
 
 
 def _row(shard: dict[str, Any]) -> list[str]:

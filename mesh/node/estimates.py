@@ -34,7 +34,8 @@ _IMAGINED = re.compile(r"([^=:]{1,64})=(\d{1,5}(?:\.\d+)?)(?::(\d{1,5}(?:\.\d+)?
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What is asked of the other parts of the node; `held` is what lies on its own disk."""
+    """What is asked of the other parts of the node; `held` is what lies on its own disk. `asker_ms`
+    and `asked_ms` are what a token costs as it is asked for here: `Machine` says how."""
 
     node: NodeId
     config: Config
@@ -44,6 +45,8 @@ class Surroundings:
     verdict: Callable[[NodeId], Verdict]
     asks: Callable[[ModelId], bool]
     held: Callable[[], Sequence[HeldWeights]]
+    asker_ms: Callable[[], float]
+    asked_ms: Callable[[ModelId], float | None]
 
 
 class Estimates:
@@ -144,8 +147,9 @@ class Estimates:
             size = health.memory.total_mb << 20 if health.memory is not None else 0
             held.append(Held(said.layer_range, device, size))
             if health.p50_latency_ms > 0:
-                ms = health.p50_latency_ms / len(said.layer_range)
-                timed.append(Timed(device, said.dtype, ms))
+                visit_ms = devices[0].visit_ms if devices else 0.0
+                ms = max(health.p50_latency_ms / 2, health.p50_latency_ms - visit_ms)
+                timed.append(Timed(device, said.dtype, ms / len(said.layer_range)))
         return Machine(
             node,
             view.info.name,
@@ -155,6 +159,8 @@ class Estimates:
             timed=tuple(timed),
             held=tuple(held),
             has_ends=here and self._house.asks(model.model_id),
+            asker_ms=self._house.asker_ms() if here else 0.0,
+            asked_ms=self._house.asked_ms(model.model_id) if here else None,
         )
 
     def _refusal(self, view: NodeView) -> str:

@@ -20,6 +20,7 @@ from mesh.node import wiring
 from mesh.node.held_models import HeldModels
 from mesh.node.home_layers import HomeLayers, load_at_home
 from mesh.pipeline.supervisor import AskerOwner, AskerSupervisor
+from mesh.routing.cover import Candidate, missing_layers
 from mesh.shard.supervisor import LocalShard, ShardSupervisor
 from mesh.types import LayerRange, ModelId, RouteHop, ShardId
 
@@ -156,6 +157,23 @@ class Holdings:
         """Who holds what in each process."""
         askers = [{**asker.accounts, "where": name} for name, asker in self.askers.items()]
         return [*self.host.accounts, *askers]
+
+    @property
+    def is_used(self) -> bool:
+        """Whether somebody asks here or is served."""
+        if any(asker.is_busy for asker in self.askers.values()):
+            return True
+        return any(shard.health.active_streams for shard in self.host.serving)
+
+    def why_disabled(self, model_id: ModelId) -> str | None:
+        """Why this model cannot be run, when that is because the mesh is switched off."""
+        if self._config.is_distributed:
+            return None
+        local = self.models.get(model_id)
+        served = [Candidate(shard.descriptor, 0, 1) for shard in self.host.serving]
+        if local is None or not missing_layers(served, LayerRange(0, local.total_layers)):
+            return None
+        return f"distributed inference is switched off and {model_id} is not held here as a whole."
 
     # Private
 

@@ -21,8 +21,7 @@ SPARE_BYTES = 64 << 20
 """What allocators and a runtime's tables take beside all that is counted."""
 
 HOP_MS = 0.6
-"""What a hop costs besides computing and the way: packing, system calls, waking up (measured on
-loopback)."""
+"""What a hop costs besides computing and the way: packing, system calls (measured on loopback)."""
 
 STAY_SHARE = 0.03
 """A route may be so much slower for leaving layers where they are."""
@@ -77,7 +76,7 @@ class Bench:
     @property
     def hop_ms(self) -> float:
         """What a decode step pays for going there at all."""
-        return self.machine.rtt_ms + HOP_MS
+        return self.machine.rtt_ms + HOP_MS + self.device.visit_ms
 
     def need(self, layers: LayerRange) -> Need:
         """What these layers take."""

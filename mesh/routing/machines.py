@@ -87,7 +87,8 @@ class Machine:
     """A node that may take layers. `rtt_ms` and `mb_s` are those of the way from the asker to it.
 
     `refusal` is why it may not take any, for people; empty where it may. `has_ends` where the
-    model's ends are loaded already.
+    model's ends are loaded already. As the asker it takes `asker_ms` for a token besides head and
+    hops; `asked_ms`, head included, is what tokens of this very model took there, and counts first.
     """
 
     node_id: NodeId
@@ -99,6 +100,8 @@ class Machine:
     timed: tuple[Timed, ...] = ()
     held: tuple[Held, ...] = ()
     has_ends: bool = False
+    asker_ms: float = 0.0
+    asked_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mesh.capacity import Device
+from mesh.capacity import Measurement
 from mesh.errors import MeshError
 from mesh.processes.messages import Message, Start
 from mesh.shard.room import Memory
@@ -125,9 +125,9 @@ class Measure(Message, frozen=True):
 
 
 class Measured(Message, frozen=True):
-    """How fast the device is, and its memory as it is now."""
+    """How fast device and asker are; memory is as it is now."""
 
-    device: Device
+    found: Measurement
 
 
 class NotMeasured(Message, frozen=True):

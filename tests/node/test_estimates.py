@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -51,13 +52,18 @@ def estimates(store: ShardStore) -> Estimates:
     return made(store)
 
 
-def made(store: ShardStore, verdict: Callable[[NodeId], Verdict] | None = None) -> Estimates:
+def made(
+    store: ShardStore,
+    verdict: Callable[[NodeId], Verdict] | None = None,
+    asked_ms: Callable[[ModelId], float | None] | None = None,
+) -> Estimates:
     for node, free_mb in ((OWN, 1000), (NEAR, 1000), (FAR, 2000), (DOUBTED, 3000)):
         store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(free_mb))
     rtts = {NEAR: 0.4, FAR: 25.0, DOUBTED: 0.4}
     around = Surroundings(
         OWN, Config(), store, rtts.get, lambda node: node != DOUBTED,
         verdict or (lambda node: Verdict.HEALTHY), lambda model: True, tuple,
+        lambda: 2.5, asked_ms or (lambda model: None),
     )  # fmt: skip
     return Estimates(around, LocalWeights({}, (), None))
 
@@ -157,6 +163,20 @@ async def test_what_a_shard_took_is_what_it_will_take(
     (near,) = (each for each in estimates.machines(shape) if each.node_id == NEAR)
     assert [(t.format, t.decode_ms) for t in near.timed] == [("fp32", 45.0)]
     assert [held.layers for held in near.held] == [LayerRange(0, 2)]
+
+
+async def test_what_asking_takes_is_part_of_a_token(
+    store: ShardStore, estimates: Estimates
+) -> None:
+    (calibrated,) = (await estimates.plan(ASK))["replicas"]
+    assert calibrated["asker_ms"] == 2.5
+    hops = sum(shard["decode_ms"] + shard["hop_ms"] for shard in calibrated["shards"])
+    assert calibrated["token_ms"] == pytest.approx(hops + calibrated["head_ms"] + 2.5)
+    # What tokens of this very model took counts first, and the head is within it.
+    known = await asyncio.to_thread(made, store, asked_ms=lambda model: 4.0)
+    (seen,) = (await known.plan(ASK))["replicas"]
+    assert seen["head_ms"] + seen["asker_ms"] == pytest.approx(4.0)
+    assert seen["token_ms"] == pytest.approx(hops + 4.0)
 
 
 @pytest.mark.parametrize("quant", ["none", "int8"])
