@@ -308,6 +308,10 @@ class House:
         """See `World`."""
         return await self._held.unserve(shard)
 
+    def dedicate(self, shards: Collection[ShardId]) -> None:
+        """See `World`."""
+        self._held.keep_resident(shards)
+
     def _hearth(self) -> Hearth:
         return self._network.require_hearth()
 

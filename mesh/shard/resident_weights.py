@@ -42,6 +42,8 @@ class ResidentWeights:
         self.runtime: Runtime | None = None
         """The loaded span, None while the weights are not here."""
         self.changed: Callable[[], None] = lambda: None
+        self.stays = False
+        """Whether nobody's disuse frees them."""
 
     async def acquire(self) -> Runtime:
         """The loaded span; loads it first when it is not here. Raises what loading raises."""
@@ -61,8 +63,11 @@ class ResidentWeights:
             self._timer = None
 
     def idle(self) -> None:
-        """The last session left: free the weights after `eviction_idle_s` unless one comes."""
+        """The last session left: free the weights after `eviction_idle_s` unless one comes, or they
+        stay."""
         self.keep()
+        if self.stays:
+            return
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._settings.eviction_idle_s, self._evict_idle)
 
