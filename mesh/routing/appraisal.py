@@ -13,6 +13,7 @@ from mesh.routing.forecast import with_one_more
 from mesh.routing.machines import Demand, Machine, ModelShape, Quant
 from mesh.routing.seating import layers_within
 from mesh.types import LayerRange, NodeId
+from mesh.units import memory_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ def too_little(
         if lacking > 0:
             return Refusal(
                 "not_enough_memory",
-                f"{asker.name} asks, so it holds embedding and head: it lacks {shown(lacking)}.",
+                f"{asker.name} asks, so it holds embedding and head:"
+                f" it lacks {memory_size(lacking)}.",
                 fix,
                 lacking,
                 asker.name,
@@ -100,19 +102,12 @@ def too_little(
             name = own[0].machine.name
             return Refusal(
                 "not_enough_memory",
-                f"{name} lacks {shown(min(lacks))} for layers {layers}.",
+                f"{name} lacks {memory_size(min(lacks))} for layers {layers}.",
                 fix,
                 min(lacks),
                 name,
             )
     return _in_all(model, found, demand, quant, fix)
-
-
-def shown(size: float) -> str:
-    """Bytes for people: ``3.2 GB`` of 2**30, ``120 MB`` of 2**20."""
-    if size >= 2**30:
-        return f"{size / 2**30:.1f} GB"
-    return f"{max(1, round(size / 2**20))} MB"
 
 
 def _in_all(
@@ -136,7 +131,7 @@ def _in_all(
     else:
         message = (
             f"the machines that may be used have room for {held} of {wanted} layers{copies};"
-            f" {shown(lacking * a_layer)} are missing."
+            f" {memory_size(lacking * a_layer)} are missing."
         )
     return Refusal("not_enough_memory", message, fix, round(lacking * a_layer))
 
@@ -159,7 +154,7 @@ def _why(
     if not fitting:
         least = min(bench.need(LayerRange(0, 1)).total for bench in found)
         have = max(0, *(bench.have_bytes for bench in found))
-        return f"no memory: one layer needs {shown(least)}, {shown(have)} are free"
+        return f"no memory: one layer needs {memory_size(least)}, {memory_size(have)} are free"
     if not laid:
         return ""
     before = sum(bench.cost(layers) for bench, layers in laid[0])

@@ -100,6 +100,13 @@ class Unload(Message, frozen=True):
     grace_s: float
 
 
+class KeepResident(Message, frozen=True):
+    """The weights of exactly these shards stay on the device, whether or not they are used; one
+    that is not here yet is loaded so."""
+
+    shard_ids: tuple[ShardId, ...]
+
+
 class RevokeTokens(Message, frozen=True):
     """Exactly these tokens are revoked: sessions that were opened with one of them end."""
 

@@ -32,6 +32,7 @@ from mesh.processes.messages import Handlers
 from mesh.processes.worker import Daemon, Worker
 from mesh.shard.commands import (
     Health,
+    KeepResident,
     Listening,
     Load,
     Loaded,
@@ -107,16 +108,18 @@ class ShardProcess(Worker):
         self._is_paused = False
         self._listener: LinkServer | None = None
         self._revoked: frozenset[str] = frozenset()
+        self._resident: frozenset[ShardId] = frozenset()
         self._obeying: asyncio.Task[None] | None = None
 
     def commands(self) -> Handlers:
-        """See `Worker`: who may come in, which tokens hold, and that sessions have to leave, is not
-        put behind a shard that takes its time to load."""
+        """See `Worker`: who may come in, which tokens hold, what stays, and that sessions have to
+        leave, is not put behind a shard that takes its time to load."""
         return {
             StartShards: self._enqueue,
             Load: self._enqueue,
             Unload: self._enqueue,
             RevokeTokens: self._revoke,
+            KeepResident: self._keep_resident,
             Pause: self._pause,
         }
 
@@ -159,6 +162,11 @@ class ShardProcess(Worker):
     def _revoke(self, command: RevokeTokens) -> None:
         self._revoked = frozenset(command.token_ids)
         self._service.revoke(self._revoked)
+
+    def _keep_resident(self, command: KeepResident) -> None:
+        self._resident = frozenset(command.shard_ids)
+        for name, held in self._held.items():
+            held.server.keep_resident(name in self._resident)
 
     def _pause(self, command: Pause) -> None:
         self._is_paused = command.paused
@@ -244,6 +252,7 @@ class ShardProcess(Worker):
             server.lend_ends(loaded.load_ends, room_for_ends)
         server.on_change(self._changed.set)
         await server.start()
+        server.keep_resident(plan.shard_id in self._resident)
         settings = TapSettings(
             request.max_tap_sessions,
             memory_bytes=request.tap_memory_mb << 20,

@@ -40,6 +40,8 @@ class ResidentWeights(Generic[T]):
         self.loaded: T | None = None
         """What computes with them, None while they are not here."""
         self.changed: Callable[[], None] = lambda: None
+        self.stays = False
+        """Whether nobody's disuse frees them."""
 
     async def acquire(self) -> T:
         """What computes with them, loaded first when it is not here. Raises what loading raises."""
@@ -59,8 +61,11 @@ class ResidentWeights(Generic[T]):
             self._timer = None
 
     def idle(self) -> None:
-        """The last session left: free the weights after `eviction_idle_s` unless one comes."""
+        """The last session left: free the weights after `eviction_idle_s` unless one comes, or they
+        stay."""
         self.keep()
+        if self.stays:
+            return
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._settings.eviction_idle_s, self._evict_idle)
 

@@ -105,11 +105,17 @@ class ShardServer:
         """The loaded span, if it is loaded now; whoever asks must not keep it."""
         return self.weights.loaded
 
+    def keep_resident(self, stays: bool) -> None:
+        """Whether the weights stay on the device though nobody uses them."""
+        if stays != self.weights.stays:
+            self.weights.stays = stays
+            self._note_idle()
+
     @property
     def idle_s(self) -> float | None:
         """For how long no stream has needed its weights, but for parked ones; None while one does,
-        or while they are not here."""
-        if self.sessions.active or self.weights.loaded is None:
+        or while they are not here, or where they stay."""
+        if self.sessions.active or self.weights.loaded is None or self.weights.stays:
             return None
         return _now() - self._used_at
 

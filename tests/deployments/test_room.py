@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mesh.deployments.placement import AvailableNode, make_plan
-from mesh.deployments.room import Standing, to_rest
+from mesh.deployments.room import Standing, room_of_others, to_rest
 from mesh.deployments.wishes import Deployment, Plan, Wish
 from mesh.errors import NotEnoughMemory
 from mesh.types import LayerRange, ModelId, NodeId
@@ -47,6 +47,12 @@ def test_the_smallest_that_have_been_up_for_long_rest() -> None:
     assert rest(wish("f", 40), 10, *others) == ("b" * 16, "a" * 16)
     # The minimum time is waived for a dedicated newcomer alone; a dedicated one never rests.
     assert rest(wish("f", 40, dedicated=True), 10, *others) == ("c" * 16, "b" * 16)
+
+
+def test_only_who_may_rest_counts_as_room() -> None:
+    others = [up("a", 100), up("b", 20), up("c", 10, HOUR - 1), up("d", 30, dedicated=True)]
+    assert room_of_others(wish("f", 40), others, need) == {ATTIC: 120}
+    assert room_of_others(wish("f", 40, dedicated=True), others, need) == {ATTIC: 130}
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers() -> None:

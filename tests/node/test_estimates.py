@@ -13,8 +13,10 @@ from mesh.capacity import Capacity, Device, Speed
 from mesh.cli.estimate import print_plan
 from mesh.clock import SystemClock
 from mesh.config import Config
+from mesh.deployments.placement import AvailableNode, Gap, Laid, gaps, make_plan
 from mesh.deployments.shape import shape_of
 from mesh.deployments.weights import LocalWeights
+from mesh.deployments.wishes import Plan, Replica, Span, Wish
 from mesh.discovery.directory import NodeInfo, ShardStore
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest, MeshError, ModelNotFound
@@ -177,6 +179,41 @@ async def test_what_asking_takes_is_part_of_a_token(
     (seen,) = (await known.plan(ASK))["replicas"]
     assert seen["head_ms"] + seen["asker_ms"] == pytest.approx(4.0)
     assert seen["token_ms"] == pytest.approx(hops + 4.0)
+
+
+async def test_what_a_lost_machine_held_goes_where_it_is_fastest_with_room(
+    store: ShardStore, estimates: Estimates
+) -> None:
+    shape = shape_of(await LocalWeights({}, (), None).manifest("builtin"), 256)
+    layers = shape.total_layers
+    wish = Wish("0" * 16, shape.model_id, shape.weights_sha256, layers, 8, quant="none")
+    kept, lost = Span(NEAR, LayerRange(0, 3)), Span(NodeId("lost"), LayerRange(3, layers))
+    before = Plan(wish.deployment, "ab" * 32, 0, (Replica(0, (kept, lost)),), 1, asked=True)
+    alive = [OWN, NEAR, FAR]
+    (gap,) = gaps(wish, before, alive)
+    assert gap == Gap(0, lost.layers, kept=1)
+
+    async def goes_to(freed_mb: dict[NodeId, int] | None = None) -> tuple[Laid, list[Span]]:
+        laid = await estimates.layout(wish, before, alive, freed_mb or {})
+        plan = make_plan(
+            wish, "cd" * 32, [AvailableNode(node, node) for node in alive], before,
+            asked=False, laid=laid,
+        )  # fmt: skip
+        (replica,) = plan.replicas
+        assert kept in replica.spans
+        return laid, [span for span in replica.spans if span != kept]
+
+    # This machine holds least, but so do others; it is the nearest to itself.
+    assert await goes_to() == (Laid((), {gap: (Span(OWN, lost.layers),)}), [Span(OWN, lost.layers)])
+    for node in (OWN, NEAR):
+        store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(1))
+    assert (await goes_to())[1] == [Span(FAR, lost.layers)]
+    store.update(NodeInfo(FAR, "Far", "", "test"), (), capacity=cpu(1))
+    laid, _ = await goes_to()
+    assert laid.is_full
+    # What would be free if others rested.
+    laid, spans = await goes_to({NEAR: 1000})
+    assert (laid.is_full, spans) == (False, [Span(NEAR, lost.layers)])
 
 
 @pytest.mark.parametrize("quant", ["none", "int8"])
