@@ -19,6 +19,7 @@ from websockets.protocol import State
 from websockets.server import ServerProtocol
 
 from mesh.errors import BadFrame, ConnectFailed, FrameTooLarge, LinkLost, MeshError, PipelineStalled
+from mesh.wire.encryption import PlainProtocol
 from mesh.wire.framing import FrameReader, frame_size, write
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Bye, Hello, Message, Ping, Pong
@@ -33,7 +34,7 @@ _RECONNECT = "Connect again, or use another hop."
 _SAME_VERSION = "Run the same hearthnet version on both machines."
 
 
-class WebSocketLink(asyncio.Protocol):
+class WebSocketLink(PlainProtocol):
     """A `Link` over one WebSocket. `greet` gets the peer's hello and returns the handler.
 
     It may raise MeshError to refuse the peer. `settled` is called when the link has opened and
@@ -161,10 +162,10 @@ class WebSocketLink(asyncio.Protocol):
             self._websocket.send_request(self._websocket.connect())
             self._write()
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data: bytes | memoryview) -> None:
         """Everything that arrives passes here, through to the handler."""
         self._heard_at = self._loop.time()
-        payloads, rest = self._reader.take(data) if not self._unparsed else ((), data)
+        payloads, rest = self._reader.take(data) if not self._unparsed else ((), bytes(data))
         for payload in payloads:
             self._receive(payload)
         if rest:

@@ -35,6 +35,13 @@ class _Buffers(threading.local):
 _buffers = _Buffers()
 
 
+class PlainProtocol(asyncio.Protocol):
+    """A protocol above TCP or `Encryption`."""
+
+    def data_received(self, data: bytes | memoryview) -> None:
+        """These came; a view holds them until this returns."""
+
+
 class Encryption(asyncio.Transport, asyncio.BufferedProtocol):
     """The protocol of a TCP connection, and the transport of `inner`.
 
@@ -44,7 +51,7 @@ class Encryption(asyncio.Transport, asyncio.BufferedProtocol):
 
     def __init__(
         self,
-        inner: asyncio.Protocol,
+        inner: PlainProtocol,
         context: tls.SSLContext,
         *,
         handshake_s: float,
@@ -211,26 +218,26 @@ class Encryption(asyncio.Transport, asyncio.BufferedProtocol):
             if self._to_send.pending >= _WRITE_BYTES:
                 self._tcp.write(self._to_send.read())
 
-    def _decrypt(self) -> tuple[bytes, bool]:
+    def _decrypt(self) -> tuple[memoryview, bool]:
         """What can be read now, up to a buffer full, and whether there is more."""
         # OpenSSL gives one record at a time, 16 KiB at most.
         room, count = _buffers.plain, 0
         try:
             while count < _READ_BYTES:
-                size = self._tls.read(_READ_BYTES - count, room[count:])
+                size = cast("int", self._tls.read(_READ_BYTES - count, room[count:]))
                 if size == 0:
                     self._is_over = True
-                    return bytes(room[:count]), False
+                    return room[:count], False
                 count += size
                 if not self._received.pending and not self._tls.pending():
                     # As a rule: it spares the exception that another `read` would raise.
-                    return bytes(room[:count]), False
+                    return room[:count], False
         except tls.SSLWantReadError:  # a part of a record, or none for us
-            return bytes(room[:count]), False
+            return room[:count], False
         except tls.SSLError as error:
             self._failure = error
-            return bytes(room[:count]), False
-        return bytes(room[:count]), True
+            return room[:count], False
+        return room, True
 
     def _fail(self, error: Exception) -> None:
         """Let TLS's alert out, if there is one, and close."""

@@ -22,8 +22,6 @@ _BINARY_FINAL = 0x82
 _MASKED = 0x80
 _LARGE_BYTES = 65536
 
-Buffer = bytes | bytearray | memoryview
-
 
 def write(transport: asyncio.WriteTransport, payload: bytes, *, masked: bool) -> None:
     """Send one binary message; a large one is not copied to have its head before it."""
@@ -42,7 +40,7 @@ def wrap(payload: bytes, *, masked: bool) -> bytes:
     return head + mask + apply_mask(payload, mask)
 
 
-def unwrap(data: bytes, *, masked: bool) -> bytes | memoryview | None:
+def unwrap(data: bytes | memoryview, *, masked: bool) -> bytes | None:
     """The payload when `data` is exactly one frame of 126 to 65535 bytes, else None."""
     start = 8 if masked else 4
     if (
@@ -52,8 +50,8 @@ def unwrap(data: bytes, *, masked: bool) -> bytes | memoryview | None:
         or len(data) - start != (data[2] << 8 | data[3])
     ):
         return None
-    payload = memoryview(data)[start:]
-    return apply_mask(payload, data[4:8]) if masked else payload
+    payload = bytes(data[start:])
+    return apply_mask(payload, bytes(data[4:8])) if masked else payload
 
 
 class FrameReader:
@@ -71,26 +69,26 @@ class FrameReader:
         self._payload: bytearray | None = None
         self._count = 0
 
-    def take(self, data: bytes) -> tuple[Sequence[Buffer], bytes]:
+    def take(self, data: bytes | memoryview) -> tuple[Sequence[bytes | bytearray], bytes]:
         """The payloads that `data` completes; and from where on it is for another parser."""
         if not self._is_amid and (whole := unwrap(data, masked=self._masked)) is not None:
             return (whole,), b""
-        payloads: list[Buffer] = []
+        payloads: list[bytes | bytearray] = []
         if self._head:
-            data, self._head = self._head + data, b""
+            data, self._head = self._head + bytes(data), b""
         view, at = memoryview(data), 0
         while at < len(data):
             if self._payload is None:
                 start, size = self._begin(view[at:])
                 if start == 0:
-                    return payloads, data[at:]
+                    return payloads, bytes(view[at:])
                 if len(data) - at < start:
-                    self._head = data[at:]
+                    self._head = bytes(view[at:])
                     break
                 at += start
-                self._mask = data[at - 4 : at] if self._masked else b""
+                self._mask = bytes(view[at - 4 : at]) if self._masked else b""
                 if len(data) - at >= size:
-                    payloads.append(self._unmasked(view[at : at + size]))
+                    payloads.append(self._unmasked(bytes(view[at : at + size])))
                     at += size
                     continue
                 self._payload, self._count = bytearray(size), 0
@@ -127,7 +125,7 @@ class FrameReader:
         self._count += size
         return size
 
-    def _unmasked(self, payload: Buffer) -> Buffer:
+    def _unmasked(self, payload: bytes | bytearray) -> bytes | bytearray:
         return apply_mask(payload, self._mask) if self._mask else payload
 
 
