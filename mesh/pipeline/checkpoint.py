@@ -143,7 +143,8 @@ def load_asker(
     begins(Loading(model_id, need_mb, ram().free_mb), progress)
     threads = kept_threads(options.threads, device.value, options.threads_dir)
     torch.set_num_threads(threads.value)
-    if choose_quant(options.quant, device.value).value is None:
+    quant = choose_quant(options.quant, device.value).value
+    if quant is None:
         loaded_as = kept_dtype(options.dtype, stored, dtype.value, device.value)
         ends = load_ends(manifest, dtype=loaded_as, device=device.value, progress=progress)
         halved = loaded_as != dtype.value
@@ -156,7 +157,9 @@ def load_asker(
         ends = load_ends(
             manifest, dtype=as_stored, device=device.value, progress=progress, defer=True
         )
-        kernels = compile_head(ends, manifest.weights_sha256, options.cache_dir, threads.value)
+        kernels = compile_head(
+            ends, manifest.weights_sha256, options.cache_dir, threads.value, quant
+        )
     computed = CheckpointEnds(ends, device.value, dtype.value)
     model = AskerModel(
         model_id=manifest.model_id,
