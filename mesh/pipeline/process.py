@@ -267,7 +267,8 @@ class AskerProcess(Worker):
                     self._report()
                     is_first = False
                 await reader.take()
-                self.say(GenerationFrame.of(key, frame))
+                # The next token's way to the first hop is begun before this one's to its reader.
+                self.say(GenerationFrame.of(key, frame), soon=True)
 
     async def _local_model(self) -> tuple[RouteHop, ...]:
         return await self.load_locally(None)

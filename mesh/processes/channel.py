@@ -36,6 +36,8 @@ class Channel(asyncio.Protocol):
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._beating: asyncio.TimerHandle | None = None
+        self._waiting: list[bytes] = []
+        self._flushing: asyncio.Handle | None = None
 
     @classmethod
     async def open(
@@ -50,8 +52,9 @@ class Channel(asyncio.Protocol):
         _, channel = await loop.create_connection(lambda: cls(on_message, on_closed), sock=end)
         return channel
 
-    def send(self, message: Message) -> None:
-        """Queue one message. Raises LinkLost when the other side is gone.
+    def send(self, message: Message, *, soon: bool = False) -> None:
+        """Queue one message, `soon`: in the next turn of the loop, in one write with those that
+        come until then. Order is kept. Raises LinkLost when the other side is gone.
 
         One that has `MAX_UNREAD_BYTES` before it and reads none of them is cut off, and counts as
         gone.
@@ -68,7 +71,11 @@ class Channel(asyncio.Protocol):
             raise LinkLost(
                 "the process on the other end reads nothing", fix="It is restarted; try again."
             )
-        self._transport.write(_LENGTH.pack(len(body)) + body)
+        self._waiting += (_LENGTH.pack(len(body)), body)
+        if not soon:
+            self._flush()
+        elif self._flushing is None:
+            self._flushing = asyncio.get_running_loop().call_soon(self._flush)
 
     def beat(self) -> None:
         """Say every `BEAT_S` from now on that this side's loop turns, until the channel's end."""
@@ -77,8 +84,9 @@ class Channel(asyncio.Protocol):
             self._beating = asyncio.get_running_loop().call_at(next_tick(BEAT_S), self.beat)
 
     def close(self) -> None:
-        """Close this end; the other side reads end-of-file."""
+        """Close this end, behind what was sent; the other side reads end-of-file."""
         if self._transport is not None:
+            self._flush()
             self._transport.close()
 
     # asyncio.Protocol
@@ -106,6 +114,15 @@ class Channel(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end once."""
         self._transport = None
-        if self._beating is not None:
-            self._beating.cancel()
+        for handle in (self._beating, self._flushing):
+            if handle is not None:
+                handle.cancel()
         self._on_closed()
+
+    def _flush(self) -> None:
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        if self._waiting and self._transport is not None:
+            self._transport.write(b"".join(self._waiting))
+        self._waiting.clear()

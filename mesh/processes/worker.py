@@ -35,7 +35,7 @@ PROGRESS_EVERY_S = 0.2
 class Daemon(Protocol):
     """The way to the daemon: a `mesh.processes.channel.Channel`."""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, *, soon: bool = False) -> None:
         """Raises LinkLost when nobody is there."""
 
 
@@ -88,11 +88,14 @@ class Worker(ABC):
         """Whether it was told to stop."""
         return self._stopped.is_set()
 
-    def say(self, answer: Message) -> None:
-        """Tell the daemon. Without it there is nobody left to tell: the process is about to end."""
+    def say(self, answer: Message, *, soon: bool = False) -> None:
+        """Tell the daemon, `soon`: with what else is said in this turn of the loop.
+
+        Without a daemon there is nobody left to tell: the process is about to end.
+        """
         if self._daemon is not None:
             with contextlib.suppress(LinkLost):
-                self._daemon.send(answer)
+                self._daemon.send(answer, soon=soon)
 
     def say_loading(self, loading: Loading | None, progress: Progress | None = None) -> None:
         """What begins to load and where that is counted, and None once that is done."""

@@ -88,7 +88,8 @@ def load_computed(plan: EndsPlan, progress: Progress | None = None) -> LoadedEnd
     """Load them. Blocks. Raises BadCheckpoint, UnsupportedFamily."""
     manifest, device, dtype = plan.manifest, plan.device, plan.computed
     stored = short_dtype_name(manifest.dtype)
-    if choose_quant(plan.quant, device).value is None:
+    quant = choose_quant(plan.quant, device).value
+    if quant is None:
         loaded_as = kept_dtype(plan.dtype, stored, dtype.value, device)
         ends = load_ends(manifest, dtype=loaded_as, device=device, progress=progress)
         halved = loaded_as != dtype.value
@@ -99,7 +100,7 @@ def load_computed(plan: EndsPlan, progress: Progress | None = None) -> LoadedEnd
         dtype = Choice(torch.float32, f"dtype fp32: embedding as stored, {stored}")
         as_stored = DTYPES.get(stored, torch.float32)
         ends = load_ends(manifest, dtype=as_stored, device=device, progress=progress, defer=True)
-        kernels = compile_head(ends, manifest.weights_sha256, plan.cache_dir, plan.threads)
+        kernels = compile_head(ends, manifest.weights_sha256, plan.cache_dir, plan.threads, quant)
     computed = ComputedEnds(ends, device, dtype.value)
     rows = rows_at_once(computed, manifest.hidden_size)
     return LoadedEnds(computed, rows, ends.bytes_read, (dtype.reason, kernels))

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import read_manifest
+from mesh.shard.compiled.formats import Quant
 from mesh.shard.compiled.head import compile_head
 from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.store import quantised_span
@@ -55,9 +56,10 @@ def _model(name: str) -> tuple[Any, Runtime]:
         loaded = load_span(manifest, layers, dtype=dtype, device=CPU)
         return ends, TorchRuntime(loaded, device=CPU, dtype=dtype)
     ends = load_ends(manifest, dtype=torch.float32, device=CPU)
-    compile_head(ends, manifest.weights_sha256, None, 1)
+    quant: Quant = "int8" if name == "int8" else "int4"
+    compile_head(ends, manifest.weights_sha256, None, 1, quant)
     loaded = load_span(manifest, layers, dtype=torch.float32, device=CPU)
-    span = quantised_span(loaded, "int8" if name == "int8" else "int4", "", None)
+    span = quantised_span(loaded, quant, "", None)
     return ends, CompiledRuntime(span, threads=1, positions=2048)
 
 

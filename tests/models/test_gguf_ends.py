@@ -29,7 +29,7 @@ def test_they_give_what_decoded_ones_give(
     assert torch.equal(stored.embed(ids, 3), hidden)
     assert (stored.deferred_head is not None) == (ends != "F16")
     assert stored.head.weight.is_meta == (ends != "F16")
-    assert "int8" in compile_head(stored, manifest.weights_sha256, tmp_path / "cache", 1)
+    assert "int8" in compile_head(stored, manifest.weights_sha256, tmp_path / "cache", 1, "int8")
     expected, found = plain.logits(hidden), stored.logits(hidden)
     assert float((found - expected).norm() / expected.norm()) < 0.03
     assert torch.equal(found.argmax(-1), expected.argmax(-1))

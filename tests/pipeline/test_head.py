@@ -13,6 +13,7 @@ from mesh.pipeline.checkpoint import load_asker
 from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.head import OutputHead
 from mesh.pipeline.model import AskerModel
+from mesh.shard.compiled.formats import Quant
 from mesh.shard.compiled.head import CompiledLinear
 from mesh.shard.compiled.store import stored_products
 from mesh.shard.ends import MOST_ROWS, rows_at_once
@@ -156,10 +157,11 @@ def test_the_bits_decide_how_many_rows_go_together(off: float, rows: int) -> Non
     assert rows_at_once(LinearEnds(nn.Identity(), off), 16) == rows
 
 
-def test_the_compiled_head_computes_rows_together() -> None:
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_the_compiled_head_computes_rows_together(quant: Quant) -> None:
     torch.manual_seed(0)
     head = nn.Linear(256, 1000, bias=False).requires_grad_(False)
-    products, _ = stored_products({"head": (head,)}, "int8", None)
+    products, _ = stored_products({"head": (head,)}, quant, None)
     ends = LinearEnds(CompiledLinear(products["head"], 1, None))
     assert rows_at_once(ends, 256) == MOST_ROWS
 

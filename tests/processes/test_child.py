@@ -11,7 +11,7 @@ import pytest
 from mesh.errors import LinkLost
 from mesh.processes.channel import MAX_UNREAD_BYTES, Channel
 from mesh.processes.child import Child
-from mesh.processes.messages import Trust
+from mesh.processes.messages import Trust, encode
 from mesh.processes.warm_parent import end_warm_parent
 
 
@@ -45,3 +45,35 @@ async def test_whoever_reads_nothing_is_cut_off() -> None:
             await closed.wait()
         with pytest.raises(LinkLost, match="gone"):
             channel.send(Trust(()))
+
+
+async def test_what_is_sent_soon_goes_with_what_comes_in_the_same_turn() -> None:
+    ours, theirs = socket.socketpair()
+    channel = await Channel.open(ours, print, lambda: None)
+    with theirs:
+        theirs.setblocking(False)
+        for mark in (b"1", b"2"):
+            channel.send(Trust((mark,)), soon=True)
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1000)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert [mark in theirs.recv(1000, socket.MSG_PEEK) for mark in (b"1", b"2")] == [True] * 2
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_what_is_sent_soon_stays_in_order(ends: bool) -> None:
+    ours, theirs = socket.socketpair()
+    said: asyncio.Queue[bytes] = asyncio.Queue()
+    channel = await Channel.open(ours, print, lambda: None)
+    reader = await Channel.open(theirs, said.put_nowait, lambda: None)
+    messages = [Trust((bytes([number]),)) for number in range(3)]
+    channel.send(messages[0], soon=True)
+    channel.send(messages[1])
+    channel.send(messages[2], soon=True)
+    if ends:
+        channel.close()
+    async with asyncio.timeout(10):
+        assert [await said.get() for _ in messages] == [encode(message) for message in messages]
+    channel.close()
+    reader.close()

@@ -22,7 +22,7 @@ class Daemon:
     def __init__(self) -> None:
         self.said: list[Message] = []
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, *, soon: bool = False) -> None:
         self.said.append(message)
 
 

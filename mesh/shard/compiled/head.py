@@ -1,4 +1,4 @@
-"""The output head in 8 bit: of a model's ends what is read for every token, and is largest."""
+"""The output head in 8 or 4 bit: of a model's ends what is read for every token, and is largest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from mesh.shard.compiled.graph import Product, product_model
 from mesh.shard.compiled.store import folder_of, stored_products
 
 _HEAD = "head"
-_QUANT: Quant = "int8"
 
 
 class CompiledLinear(nn.Module):
@@ -34,19 +33,22 @@ class CompiledLinear(nn.Module):
         return output.view(*x.shape[:-1], self.out_features)
 
 
-def compile_head(ends: Ends, weights_sha256: str, cache_dir: Path | None, threads: int) -> str:
-    """Replace the head of `ends`, and have its norm compute in fp32; why, for people.
+def compile_head(
+    ends: Ends, weights_sha256: str, cache_dir: Path | None, threads: int, quant: Quant
+) -> str:
+    """Replace the head of `ends` by one in this format, and have its norm compute in fp32; what it
+    is, for people.
 
     The embedding stays as it is stored: only the rows of a prompt are read of it.
     """
     head = ends.head
-    folder = folder_of(weights_sha256, _QUANT, cache_dir)
+    folder = folder_of(weights_sha256, quant, cache_dir)
     file = None if folder is None else folder / f"{_HEAD}.safetensors"
     stored = {} if ends.deferred_head is None else {id(head): ends.deferred_head}
-    products, pages = stored_products({_HEAD: (head,)}, _QUANT, file, stored)
+    products, pages = stored_products({_HEAD: (head,)}, quant, file, stored)
     ends.norm.float()
     ends.replace_head(CompiledLinear(products[_HEAD], threads, folder))
     del products
     for each in pages:
         each.forget()
-    return f"head compiled: {_QUANT}"
+    return f"head compiled: {quant}"
