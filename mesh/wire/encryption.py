@@ -13,11 +13,13 @@ import contextlib
 import ssl as tls
 from typing import Any, cast
 
-_READ_BYTES = 256 * 1024
+_BUFFER_BYTES = 64 * 1024
+"""For what TCP has. A read that brings its own memory takes it for the most that could be there,
+and for that the allocator asks the kernel, each time."""
 _ALERT_GRACE_S = 1.0
 
 
-class Encryption(asyncio.Transport, asyncio.Protocol):
+class Encryption(asyncio.Transport, asyncio.BufferedProtocol):
     """The protocol of a TCP connection, and the transport of `inner`.
 
     `inner` hears `connection_made` once the handshake is done, which has to be within
@@ -38,6 +40,7 @@ class Encryption(asyncio.Transport, asyncio.Protocol):
         # No name: a peer is known by its key, not by where it answers.
         self._tls = context.wrap_bio(self._received, self._to_send, server_side)
         self._handshake_s = handshake_s
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._tcp = cast("asyncio.Transport", None)  # from `connection_made` on
         self._timer: asyncio.TimerHandle | None = None
         self._is_made = False
@@ -53,11 +56,15 @@ class Encryption(asyncio.Transport, asyncio.Protocol):
         self._timer = loop.call_later(self._handshake_s, self._expire)
         self._shake_hands()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where what comes next is to be put."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Decrypt what came, and hand it on in one piece."""
         if self._is_closing:
             return
-        self._received.write(data)
+        self._received.write(self._buffer[:nbytes])
         if not self._is_made and not self._shake_hands():
             return
         if self.is_closing():  # `inner` wants nothing of it
@@ -168,7 +175,8 @@ class Encryption(asyncio.Transport, asyncio.Protocol):
         """What can be read now; whether the peer has said that it is done; what is wrong."""
         pieces: list[bytes] = []
         try:
-            while piece := self._tls.read(_READ_BYTES):
+            # What is decrypted is shorter than what came; if there is more, the next read gets it.
+            while piece := self._tls.read(self._received.pending or _BUFFER_BYTES):
                 pieces.append(piece)
                 if not self._received.pending and not self._tls.pending():
                     # As a rule: it spares the exception that another `read` would raise.
