@@ -26,7 +26,7 @@ import torch
 from mesh.errors import Busy, DeviceFailed, DeviceLost, MeshError
 from mesh.shard.device import is_lost
 from mesh.shard.failures import lost
-from mesh.shard.gathering import Gathering
+from mesh.shard.gathering import Gathering, enough_rows
 from mesh.shard.memory import trim_heap
 from mesh.shard.runtime import StepInput
 from mesh.shard.settings import ShardSettings
@@ -119,8 +119,8 @@ class Task:
             else:
                 hidden = to_torch(self.step.tensor)
             self.inputs = hidden.to(runtime.device, runtime.dtype)
-        first = self.rows_done
-        piece = self.inputs[:, first : first + self.piece_rows]
+        first, rows = self.rows_done, self.piece_rows
+        piece = self.inputs if rows == self.rows else self.inputs[:, first : first + rows]
         return StepInput(sequence.cache, self.step.position + first, piece, sequence.hooks)
 
     def advance(self, output: torch.Tensor) -> WireTensor | None:
@@ -324,9 +324,12 @@ class Scheduler:
         together = [task.rows == 1 and task.sequence.joins(first) for task in self._short]
         if not (first.runtime.batched and all(together)):
             return 0.0
-        ms = self._took_ms.get(first.runtime, {}).get((first.layers, 1))
+        known = self._took_ms.get(first.runtime, {})
+        ms = known.get((first.layers, 1))
         alone_s = None if ms is None else ms / 1000
-        return self._gathering.wait_s(len(together), self.streams, alone_s, self._loop.time())
+        enough = enough_rows(lambda rows: known.get((first.layers, rows.bit_length())))
+        rows, now = len(together), self._loop.time()
+        return self._gathering.wait_s(rows, self.streams, alone_s, now, enough)
 
     def _run_next(self) -> None:
         tasks: list[Task] = []

@@ -21,6 +21,10 @@ _TORCH = {
 }
 _NAMES = {dtype: name for name, dtype in _TORCH.items()}
 
+_ROUNDS_TO_INFINITY = 65520.0
+"""The smallest number that fp16 has no finite one for: half-way between its largest, 65504, and
+what would come next."""
+
 
 def to_wire(tensor: torch.Tensor, dtype: WireDtype) -> WireTensor:
     """A copy of `tensor`, detached and on the host, as `dtype`.
@@ -33,8 +37,9 @@ def to_wire(tensor: torch.Tensor, dtype: WireDtype) -> WireTensor:
         source = _to_half(source)
     else:
         source = source.to(_TORCH[dtype])
-    raw = source.to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return WireTensor(_NAMES[source.dtype], tuple(tensor.shape), raw.numpy().tobytes())
+    # numpy has no bf16.
+    raw = source.view(torch.int16) if source.dtype is torch.bfloat16 else source
+    return WireTensor(_NAMES[source.dtype], tuple(tensor.shape), raw.cpu().numpy().tobytes())
 
 
 def to_torch(tensor: WireTensor) -> torch.Tensor:
@@ -63,9 +68,7 @@ def _to_half(source: torch.Tensor) -> torch.Tensor:
     # torch's direct bf16 -> fp16 cast of a large tensor takes three times as long as both of these.
     wide = source.float()
     half = wide.half()
-    if half.numel() == 0:
-        return half
-    low, high = torch.aminmax(half)
-    if -math.inf < low.item() and high.item() < math.inf:  # false for NaN as well
-        return half
+    # Each operator more costs a decode step as much as all of its numbers: this is one.
+    if half.numel() == 0 or torch.linalg.vector_norm(wide, math.inf).item() < _ROUNDS_TO_INFINITY:
+        return half  # not so for NaN
     return wide if bool((half.isinf() & ~wide.isinf()).any()) else half

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from mesh.shard.gathering import ENOUGH_ROWS, LONGEST_WAIT_S, PATIENCE, Gathering
+from mesh.shard.gathering import (
+    ENOUGH_ROWS,
+    LONGEST_WAIT_S,
+    MOST_ROWS,
+    PATIENCE,
+    Gathering,
+    enough_rows,
+)
 
 ALONE_S = 0.005
 
@@ -19,6 +26,16 @@ def test_two_streams_go_round_by_turns_and_nobody_waits_for_more_than_pays() -> 
     assert Gathering().wait_s(1, 3, ALONE_S, 0) == 0
     assert Gathering().wait_s(ENOUGH_ROWS, 64, ALONE_S, 0) == 0
     assert Gathering().wait_s(1, 64, None, 0) == 0
+
+
+def test_more_are_waited_for_where_they_are_known_to_cost_little() -> None:
+    assert enough_rows(lambda rows: None) == ENOUGH_ROWS
+    assert enough_rows(lambda rows: 2.0 * rows) == ENOUGH_ROWS
+    assert enough_rows({4: 16.0, 8: 22.0, 16: 35.0}.get) == 8
+    assert enough_rows({4: 16.0, 8: 16.0, 16: 16.0}.get) == 16
+    assert enough_rows(lambda rows: 1.0) == MOST_ROWS
+    assert Gathering().wait_s(4, 16, ALONE_S, 0, enough=8) > 0
+    assert Gathering().wait_s(8, 16, ALONE_S, 0, enough=8) == 0
 
 
 def test_no_wait_is_longer_than_the_limit() -> None:

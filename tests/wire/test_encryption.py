@@ -77,8 +77,10 @@ class End:
         data, self.pipe.sent = bytes(self.pipe.sent), bytearray()
         rest = data
         while rest:
-            size = cut(len(rest))
-            other.secure.data_received(rest[:size])
+            room = other.secure.get_buffer(-1)
+            size = min(cut(len(rest)), len(rest), len(room))
+            room[:size] = rest[:size]
+            other.secure.buffer_updated(size)
             rest = rest[size:]
         return bool(data)
 
