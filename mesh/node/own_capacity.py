@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import structs
+
 import mesh
 from mesh import codec
 from mesh.capacity import Capacity, Device, Measurement
@@ -48,6 +50,7 @@ _MODULE = "mesh.pipeline.measuring"
 _LOOK_EVERY_S = 10.0
 _LIMIT_S = 120.0
 _STOP_S = 5.0
+_CARD_EVERY_S = 600.0
 _SECOND_LOOK_S = 1.0
 _QUIET_TRIES = 2
 """So often the first measurement waits for a quiet moment; something has to be known."""
@@ -144,6 +147,8 @@ class OwnCapacity:
         self.asked = AskedTimes()
         self._told: Device | None = None
         self._main: Headroom | None = None
+        self._card: Device | None = None
+        """An accelerator that nothing of this node has opened, when it was looked at last."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -165,8 +170,10 @@ class OwnCapacity:
             free_mb, total_mb = main.free_mb, main.total_mb
         elif memory is not None:
             free_mb, total_mb = memory.device.free_mb, memory.device.total_mb
-        else:  # nothing of this node is loaded there
-            return Capacity((device,))
+        elif self._card is not None:
+            free_mb, total_mb = self._card.free_bytes >> 20, self._card.total_bytes >> 20
+        else:
+            return None
         return Capacity((replace(device, free_bytes=free_mb << 20, total_bytes=total_mb << 20),))
 
     def asker_ms(self) -> float:
@@ -179,6 +186,7 @@ class OwnCapacity:
         path = self._directory / f"{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
         self._measured = await asyncio.to_thread(_read, path, machine)
         measuring = spawn(self._measure(path, machine), "measure capacity")
+        looking = spawn(self._watch_card(), "look at free device memory")
         try:
             while True:
                 with contextlib.suppress(OSError):  # what was known last has to do
@@ -186,7 +194,7 @@ class OwnCapacity:
                 self._look()
                 await asyncio.sleep(_LOOK_EVERY_S)
         finally:
-            await end([measuring], _STOP_S)
+            await end([measuring, looking], _STOP_S)
 
     def _look(self) -> None:
         """Learn from what is served, and tell what has moved."""
@@ -197,6 +205,28 @@ class OwnCapacity:
         if self._main is not None and (self._told is None or _differ(now, self._told)):
             self._told = now
             self._hooks.on_change()
+
+    async def _watch_card(self) -> None:
+        """Follow what is free on an accelerator while no process of this node says it: whoever
+        holds the card open takes some of it."""
+        looked_at = float("-inf")
+        while True:
+            if self._hooks.memory() is not None:
+                self._card = None
+            elif self._measured is not None and self._measured.device.kind != "cpu":
+                now = asyncio.get_running_loop().time()
+                if self._card is None or now - looked_at > _CARD_EVERY_S:
+                    looked_at = now
+                    await self._look_at_card()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def _look_at_card(self) -> None:
+        order = structs.replace(self._order, memory_only=True)
+        try:
+            self._card = (await self._measure_now(order)).device
+        except (MeshError, TimeoutError, OSError) as error:
+            logger.warning("what is free on %s is not known: %s", self._order.device, error)
+        self._look()
 
     # Measuring
 
