@@ -1,6 +1,6 @@
 """The process that measures how fast this machine is: ``python -m mesh.pipeline.measuring``.
 
-Started by the daemon once per machine, as its result is kept (`mesh.node.own_capacity`); ends when
+Started by the daemon when it has to be known (`mesh.node.own_capacity`), which keeps it; ends when
 it is told to, after one answer. At the lowest priority: nothing waits for it.
 """
 
