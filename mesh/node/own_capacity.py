@@ -60,8 +60,9 @@ _NEWS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds: the waits before a machine is measured at all, the last one again and again, and the
-    first and the longest wait before a measurement that is not to be believed is repeated."""
+    """Seconds: the waits before a machine is measured at all, the last one again and again; how
+    often a quiet moment is looked for to repeat what is not to be believed, and the longest pause
+    after that, each of which is twice as long as the one before."""
 
     first_s: Sequence[float] = (5.0, 5.0, 5.0, 10.0, 30.0, 60.0, 60.0, 600.0, 3600.0)
     again_s: float = 60.0
@@ -211,14 +212,17 @@ class OwnCapacity:
         holds the card open takes some of it."""
         looked_at = float("-inf")
         while True:
+            now = asyncio.get_running_loop().time()
             if self._hooks.memory() is not None:
-                self._card = None
-            elif self._measured is not None and self._measured.device.kind != "cpu":
-                now = asyncio.get_running_loop().time()
-                if self._card is None or now - looked_at > _CARD_EVERY_S:
-                    looked_at = now
-                    await self._look_at_card()
+                self._card, looked_at = None, float("-inf")
+            elif self._has_card and now - looked_at > _CARD_EVERY_S:  # also when that was in vain
+                looked_at = now
+                await self._look_at_card()
             await asyncio.sleep(_LOOK_EVERY_S)
+
+    @property
+    def _has_card(self) -> bool:
+        return self._measured is not None and self._measured.device.kind != "cpu"
 
     async def _look_at_card(self) -> None:
         order = structs.replace(self._order, memory_only=True)
@@ -232,8 +236,8 @@ class OwnCapacity:
 
     async def _measure(self, path: Path, machine: str) -> None:
         """Until there is a measurement, then whenever it is not to be believed."""
-        waits = iter(self._pace.first_s)
-        wait_s, tries = self._pace.again_s, 0
+        waits, tries = iter(self._pace.first_s), 0
+        loop, pause_s, not_before = asyncio.get_running_loop(), self._pace.again_s, 0.0
         while True:
             if self._measured is None:
                 await asyncio.sleep(next(waits, self._pace.first_s[-1]))
@@ -241,13 +245,13 @@ class OwnCapacity:
                 if tries > _QUIET_TRIES or await _is_quiet():
                     await self._try(path, machine)
                 continue
-            await asyncio.sleep(wait_s)
-            if not self._is_doubtful:
-                wait_s = self._pace.again_s
+            await asyncio.sleep(self._pace.again_s)
+            if not self._is_doubtful or loop.time() < not_before or not self._hooks.is_idle():
                 continue
-            wait_s = min(self._pace.longest_s, 2 * wait_s)
-            if self._hooks.is_idle() and await _is_quiet():
+            if await _is_quiet():
                 await self._try(path, machine)
+                pause_s = min(self._pace.longest_s, 2 * pause_s)
+                not_before = loop.time() + pause_s
 
     @property
     def _is_doubtful(self) -> bool:
