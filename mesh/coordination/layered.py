@@ -95,7 +95,7 @@ class LayeredRecords:
         self._unshown: dict[_Entry, tuple[ModelRef, ReadySignal]] = {}
         self._warned: set[str] = set()
         self._due = asyncio.Event()
-        self._hydrated = asyncio.Event()
+        self._is_read_back = False
         self._error: CoordinationError | None = None
         self._failures = 0
         self._task: asyncio.Task[None] | None = None
@@ -104,8 +104,6 @@ class LayeredRecords:
         """See `Records`."""
         if self._store is not None:
             self._task = spawn(self._keep(self._store), "write records through")
-        else:
-            self._hydrated.set()
 
     async def stop(self) -> None:
         """See `Records`."""
@@ -115,15 +113,11 @@ class LayeredRecords:
             await end([self._task])
         try:
             async with asyncio.timeout(self._pace.stop_s):
-                if self._hydrated.is_set() and self._error is None:
+                if self._is_read_back and self._error is None:
                     await self._write(self._store)
                 await self._store.close()
         except (CoordinationError, TimeoutError) as error:
             logger.warning("records=%s not all written at the end: %s", self._store.name, error)
-
-    async def wait_read_back(self) -> None:
-        """Until the store's records have been read once."""
-        await self._hydrated.wait()
 
     async def publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
         """See `Records`; memory only, the store follows."""
@@ -161,7 +155,7 @@ class LayeredRecords:
         """See `Records`."""
         return {
             "store": "memory" if self._store is None else self._store.name,
-            "reachable": self._store is None or (self._error is None and self._hydrated.is_set()),
+            "reachable": self._store is None or (self._error is None and self._is_read_back),
             "error": None if self._error is None else str(self._error),
             "unwritten": len(self._unwritten),
         }
@@ -196,7 +190,7 @@ class LayeredRecords:
         if self._error is not None:
             logger.info("records=%s answers again", store.name)
         self._error, self._failures = None, 0
-        self._hydrated.set()
+        self._is_read_back = True
         changed: asyncio.Task[None] | None = None
         try:
             while True:

@@ -37,7 +37,8 @@ _IMAGINED = re.compile(r"([^=:]{1,64})=(\d{1,5}(?:\.\d+)?)(?::(\d{1,5}(?:\.\d+)?
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What is asked of the other parts of the node; `held` is what lies on its own disk. `asker_ms`
-    and `asked_ms` are what a token costs as it is asked for here: `Machine` says how."""
+    and `asked_ms` are what a token costs as it is asked for here, `way_ms` what the way to a node
+    did: `Machine` says how."""
 
     node: NodeId
     config: Config
@@ -49,6 +50,7 @@ class Surroundings:
     held: Callable[[], Sequence[HeldWeights]]
     asker_ms: Callable[[], float]
     asked_ms: Callable[[ModelId], float | None]
+    way_ms: Callable[[NodeId], float | None]
 
 
 class Estimates:
@@ -161,6 +163,7 @@ class Estimates:
             has_ends=here and self._house.asks(model.model_id),
             asker_ms=self._house.asker_ms() if here else 0.0,
             asked_ms=self._house.asked_ms(model.model_id) if here else None,
+            way_ms=self._house.way_ms(node),
         )
 
     def _refusal(self, view: NodeView) -> str:

@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import structs
+
 import mesh
 from mesh import codec
 from mesh.capacity import Capacity, Device, Measurement
@@ -48,6 +50,7 @@ _MODULE = "mesh.pipeline.measuring"
 _LOOK_EVERY_S = 10.0
 _LIMIT_S = 120.0
 _STOP_S = 5.0
+_CARD_EVERY_S = 600.0
 _SECOND_LOOK_S = 1.0
 _QUIET_TRIES = 2
 """So often the first measurement waits for a quiet moment; something has to be known."""
@@ -57,8 +60,9 @@ _NEWS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds: the waits before a machine is measured at all, the last one again and again, and the
-    first and the longest wait before a measurement that is not to be believed is repeated."""
+    """Seconds: the waits before a machine is measured at all, the last one again and again; how
+    often a quiet moment is looked for to repeat what is not to be believed, and the longest pause
+    after that, each of which is twice as long as the one before."""
 
     first_s: Sequence[float] = (5.0, 5.0, 5.0, 10.0, 30.0, 60.0, 60.0, 600.0, 3600.0)
     again_s: float = 60.0
@@ -144,6 +148,8 @@ class OwnCapacity:
         self.asked = AskedTimes()
         self._told: Device | None = None
         self._main: Headroom | None = None
+        self._card: Device | None = None
+        """An accelerator that nothing of this node has opened, when it was looked at last."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -165,8 +171,10 @@ class OwnCapacity:
             free_mb, total_mb = main.free_mb, main.total_mb
         elif memory is not None:
             free_mb, total_mb = memory.device.free_mb, memory.device.total_mb
-        else:  # nothing of this node is loaded there
-            return Capacity((device,))
+        elif self._card is not None:
+            free_mb, total_mb = self._card.free_bytes >> 20, self._card.total_bytes >> 20
+        else:
+            return None
         return Capacity((replace(device, free_bytes=free_mb << 20, total_bytes=total_mb << 20),))
 
     def asker_ms(self) -> float:
@@ -179,6 +187,7 @@ class OwnCapacity:
         path = self._directory / f"{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
         self._measured = await asyncio.to_thread(_read, path, machine)
         measuring = spawn(self._measure(path, machine), "measure capacity")
+        looking = spawn(self._watch_card(), "look at free device memory")
         try:
             while True:
                 with contextlib.suppress(OSError):  # what was known last has to do
@@ -186,7 +195,7 @@ class OwnCapacity:
                 self._look()
                 await asyncio.sleep(_LOOK_EVERY_S)
         finally:
-            await end([measuring], _STOP_S)
+            await end([measuring, looking], _STOP_S)
 
     def _look(self) -> None:
         """Learn from what is served, and tell what has moved."""
@@ -198,12 +207,37 @@ class OwnCapacity:
             self._told = now
             self._hooks.on_change()
 
+    async def _watch_card(self) -> None:
+        """Follow what is free on an accelerator while no process of this node says it: whoever
+        holds the card open takes some of it."""
+        looked_at = float("-inf")
+        while True:
+            now = asyncio.get_running_loop().time()
+            if self._hooks.memory() is not None:
+                self._card, looked_at = None, float("-inf")
+            elif self._has_card and now - looked_at > _CARD_EVERY_S:  # also when that was in vain
+                looked_at = now
+                await self._look_at_card()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    @property
+    def _has_card(self) -> bool:
+        return self._measured is not None and self._measured.device.kind != "cpu"
+
+    async def _look_at_card(self) -> None:
+        order = structs.replace(self._order, memory_only=True)
+        try:
+            self._card = (await self._measure_now(order)).device
+        except (MeshError, TimeoutError, OSError) as error:
+            logger.warning("what is free on %s is not known: %s", self._order.device, error)
+        self._look()
+
     # Measuring
 
     async def _measure(self, path: Path, machine: str) -> None:
         """Until there is a measurement, then whenever it is not to be believed."""
-        waits = iter(self._pace.first_s)
-        wait_s, tries = self._pace.again_s, 0
+        waits, tries = iter(self._pace.first_s), 0
+        loop, pause_s, not_before = asyncio.get_running_loop(), self._pace.again_s, 0.0
         while True:
             if self._measured is None:
                 await asyncio.sleep(next(waits, self._pace.first_s[-1]))
@@ -211,13 +245,13 @@ class OwnCapacity:
                 if tries > _QUIET_TRIES or await _is_quiet():
                     await self._try(path, machine)
                 continue
-            await asyncio.sleep(wait_s)
-            if not self._is_doubtful:
-                wait_s = self._pace.again_s
+            await asyncio.sleep(self._pace.again_s)
+            if not self._is_doubtful or loop.time() < not_before or not self._hooks.is_idle():
                 continue
-            wait_s = min(self._pace.longest_s, 2 * wait_s)
-            if self._hooks.is_idle() and await _is_quiet():
+            if await _is_quiet():
                 await self._try(path, machine)
+                pause_s = min(self._pace.longest_s, 2 * pause_s)
+                not_before = loop.time() + pause_s
 
     @property
     def _is_doubtful(self) -> bool:

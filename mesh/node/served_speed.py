@@ -10,11 +10,14 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import exp, log
-from statistics import quantiles
+from statistics import median
+from typing import TypeVar
 
 from mesh.capacity import Device, Speed
 from mesh.discovery.advertisement import Advertisement
-from mesh.types import Done, ModelId, ShardId
+from mesh.types import Done, ModelId, NodeId, ShardId
+
+K = TypeVar("K")
 
 CONTRADICTION = 1.5
 """By such a factor serving may differ from what was measured, before that is measured again."""
@@ -28,7 +31,7 @@ _MOST = 4.0
 
 _ANSWERS = 8
 _LEAST_TOKENS = 8
-_MODELS = 64
+_KEYS = 64
 
 
 @dataclass(slots=True)
@@ -95,10 +98,12 @@ class ServedSpeed:
 
 
 class AskedTimes:
-    """What a token took at this node's askers besides hops, by model: head, sampling, sending."""
+    """What answers took at this node's askers besides computing: by model what a token cost here,
+    head, sampling and sending; by node what the way there and back cost a step."""
 
     def __init__(self) -> None:
         self._own: dict[ModelId, deque[float]] = {}
+        self._ways: dict[NodeId, deque[float]] = {}
 
     def take(self, done: Done) -> None:
         """Learn from an answer that came token by token over one route."""
@@ -108,13 +113,25 @@ class AskedTimes:
         if done.tokens_per_second <= 0:
             return
         own_ms = 1000 / done.tokens_per_second - sum(hop.p50_ms for hop in done.hops)
-        model = done.route[0].shard.model_id
-        if model not in self._own and len(self._own) >= _MODELS:
-            self._own.pop(next(iter(self._own)))
-        self._own.setdefault(model, deque(maxlen=_ANSWERS)).append(max(0.0, own_ms))
+        _keep(self._own, done.route[0].shard.model_id, own_ms)
+        for hop, took in zip(done.route, done.hops, strict=False):
+            _keep(self._ways, hop.shard.host, took.p50_ms - took.compute_p50_ms)
 
     def of(self, model: ModelId) -> float | None:
-        """Milliseconds of a token, the lower quartile of the latest answers: others were asked for
-        meanwhile in slower ones. None before the second."""
-        own = self._own.get(model, ())
-        return quantiles(own, n=4, method="inclusive")[0] if len(own) > 1 else None
+        """Milliseconds that a token of it costs at the asker, the median of the latest answers.
+        None before the second."""
+        return _usual(self._own.get(model))
+
+    def way_ms(self, node: NodeId) -> float | None:
+        """Milliseconds of a step's way to this node and back, likewise."""
+        return _usual(self._ways.get(node))
+
+
+def _keep(kept: dict[K, deque[float]], key: K, ms: float) -> None:
+    if key not in kept and len(kept) >= _KEYS:
+        kept.pop(next(iter(kept)))
+    kept.setdefault(key, deque(maxlen=_ANSWERS)).append(max(0.0, ms))
+
+
+def _usual(known: deque[float] | None) -> float | None:
+    return median(known) if known is not None and len(known) > 1 else None

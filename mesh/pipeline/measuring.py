@@ -1,6 +1,6 @@
 """The process that measures how fast this machine is: ``python -m mesh.pipeline.measuring``.
 
-Started by the daemon once per machine, as its result is kept (`mesh.node.own_capacity`); ends when
+Started by the daemon when it has to be known (`mesh.node.own_capacity`), which keeps it; ends when
 it is told to, after one answer. At the lowest priority: nothing waits for it.
 """
 
@@ -17,11 +17,12 @@ from mesh.pipeline.asker_speed import asker_ms
 from mesh.pipeline.checkpoint import load_asker
 from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel
+from mesh.processes.headroom import ram
 from mesh.processes.messages import Handlers
 from mesh.processes.processor import OthersLoad
 from mesh.processes.worker import Worker
 from mesh.shard.commands import Measure, Measured, NotMeasured
-from mesh.shard.device import choose_device
+from mesh.shard.device import choose_device, headroom
 from mesh.shard.failures import device_failed
 from mesh.shard.speed import measure
 from mesh.shard.threads import kept_threads
@@ -64,8 +65,17 @@ async def _measured(command: Measure) -> Measurement:
         model, _ = load_asker(checkpoint_dir(), ModelId("builtin"), options)
         return found, model, load.share()
 
+    if command.memory_only:
+        return Measurement(await asyncio.to_thread(_memory, command.device))
     device, model, share = await asyncio.to_thread(look)
     return Measurement(device, await asker_ms(model), share)
+
+
+def _memory(requested: str) -> Device:
+    """The device as it is now, without speeds."""
+    device = choose_device(requested).value
+    memory = headroom(device, ram())
+    return Device(str(device), memory.free_mb << 20, memory.total_mb << 20)
 
 
 def main() -> None:

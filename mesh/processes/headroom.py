@@ -8,7 +8,7 @@ kernel's, so it blocks for a moment. Knows nothing of devices with memory of the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -20,7 +20,8 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """`free_mb` of `total_mb` can still be taken; `bound` is what says so, in words."""
+    """`free_mb` can still be taken, `total_mb` could if nobody had anything; `bound` is what says
+    so of the first, in words."""
 
     free_mb: int
     total_mb: int
@@ -39,7 +40,9 @@ def ram(process: Path = _SELF) -> Headroom:
         group = _of_group(directory, version)
         if group is not None:
             found.append(group)
-    return min(found, key=lambda each: each.free_mb)
+    # The machine may be nearly full where a group has room, and still the group is smaller.
+    tightest = min(found, key=lambda each: each.free_mb)
+    return replace(tightest, total_mb=min(each.total_mb for each in found))
 
 
 def oom_kills(process: Path = _SELF) -> int | None:

@@ -76,7 +76,9 @@ class Bench:
     @property
     def hop_ms(self) -> float:
         """What a decode step pays for going there at all."""
-        return self.machine.rtt_ms + HOP_MS + self.device.visit_ms
+        way_ms = self.machine.way_ms
+        way_ms = self.machine.rtt_ms + HOP_MS if way_ms is None else way_ms
+        return way_ms + self.device.visit_ms
 
     def need(self, layers: LayerRange) -> Need:
         """What these layers take."""

@@ -88,7 +88,8 @@ class Machine:
 
     `refusal` is why it may not take any, for people; empty where it may. `has_ends` where the
     model's ends are loaded already. As the asker it takes `asker_ms` for a token besides head and
-    hops; `asked_ms`, head included, is what tokens of this very model took there, and counts first.
+    hops; `asked_ms`, head included, is what tokens of this very model took there, and counts first,
+    as `way_ms` does, which is what steps lately took besides computing.
     """
 
     node_id: NodeId
@@ -102,6 +103,7 @@ class Machine:
     has_ends: bool = False
     asker_ms: float = 0.0
     asked_ms: float | None = None
+    way_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

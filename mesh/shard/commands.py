@@ -121,11 +121,12 @@ class Pause(Message, frozen=True):
 
 class Measure(Message, frozen=True):
     """To the process that measures: how fast is this device, with so many threads (0: as kept in
-    `threads_dir`)."""
+    `threads_dir`); with `memory_only`, just what is free there."""
 
     device: str
     threads: int
     threads_dir: Path | None
+    memory_only: bool = False
 
 
 # Answers

@@ -77,13 +77,13 @@ async def test_memory_is_bounded() -> None:
 async def test_a_restart_reads_back_what_was_written(tmp_path: Path) -> None:
     file = tmp_path / "records.db"
     async with layered(SqliteStore(file)) as records:
-        await records.wait_read_back()
+        await read_back(records)
         await records.publish(MODEL, [worker(2), worker(1)])
         await records.publish(OTHER, [worker(1)])
         await records.withdraw(OTHER, [1])
         # What is not written when the node stops is, before it lets go.
     async with layered(SqliteStore(file)) as records:
-        await records.wait_read_back()
+        await read_back(records)
         assert await ranks(records) == [1, 2]
         assert await records.models() == [MODEL]
 
@@ -92,12 +92,12 @@ async def test_what_is_published_before_the_store_is_read_back_stays(tmp_path: P
     file = tmp_path / "records.db"
     async with layered(SqliteStore(file)) as records:
         await records.publish(MODEL, [worker(1), worker(2)])
-        await records.wait_read_back()
+        await read_back(records)
     async with layered(SqliteStore(file)) as records:
         newer = worker(1, at=1_900_000_000)
         await records.publish(MODEL, [newer, worker(3)])
         await records.withdraw(MODEL, [2])
-        await records.wait_read_back()
+        await read_back(records)
         record = await records.get(MODEL)
         assert record is not None
         assert record.workers == (newer, worker(3))
@@ -130,7 +130,7 @@ async def test_a_store_that_is_down_costs_a_warning_and_nothing_else(tmp_path: P
     told = Told()
     async with redis_server(tmp_path) as server:
         async with layered(RedisStore(server.url), told) as records:
-            await records.wait_read_back()
+            await read_back(records)
             await asyncio.to_thread(server.stop)
             async with asyncio.timeout(1):
                 await records.publish(MODEL, [worker(1)])
@@ -148,6 +148,11 @@ async def test_a_store_that_is_down_costs_a_warning_and_nothing_else(tmp_path: P
         await store.connect()
         assert await ranks(store) == [1, 2]
         await store.close()
+
+
+async def read_back(records: LayeredRecords) -> None:
+    """Until it has read what the store has."""
+    await until(lambda: _answers(records, reachable=True))
 
 
 async def _answers(records: LayeredRecords, *, reachable: bool) -> bool:
@@ -187,7 +192,7 @@ async def test_one_record_that_cannot_be_read_keeps_no_other_back(tmp_path: Path
         assert store._client is not None
         await store._client.set(record_key(MODEL), "{}")
         async with layered(RedisStore(server.url), told) as records:
-            await records.wait_read_back()
+            await read_back(records)
             assert await ranks(records, OTHER) == [2]
             await asyncio.sleep(0.3)
         assert len(told.warnings) == 1
@@ -204,7 +209,7 @@ async def test_kubernetes_tells_of_changes_and_shows_who_is_ready(tmp_path: Path
             return KubernetesStore("kavin", kubeconfig, SystemClock())
 
         async with layered(store(), pace=pace) as one, layered(store(), pace=pace) as two:
-            await asyncio.gather(one.wait_read_back(), two.wait_read_back())
+            await asyncio.gather(read_back(one), read_back(two))
             await one.publish(MODEL, [worker(1)])
             await one.show_ready(MODEL, {1: ready, 7: ready})
             await until(lambda: _is(ranks(two), [1]))
@@ -215,7 +220,7 @@ async def test_kubernetes_tells_of_changes_and_shows_who_is_ready(tmp_path: Path
             await until(lambda: _is(ranks(one, OTHER), [2]))
             assert await _phase(server, "Ready")
         async with layered(store(), pace=pace) as again:
-            await again.wait_read_back()
+            await read_back(again)
             assert await ranks(again) == [1]
 
 

@@ -65,7 +65,7 @@ def made(
     around = Surroundings(
         OWN, Config(), store, rtts.get, lambda node: node != DOUBTED,
         verdict or (lambda node: Verdict.HEALTHY), lambda model: True, tuple,
-        lambda: 2.5, asked_ms or (lambda model: None),
+        lambda: 2.5, asked_ms or (lambda model: None), lambda node: None,
     )  # fmt: skip
     return Estimates(around, LocalWeights({}, (), None))
 

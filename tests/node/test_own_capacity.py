@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import AsyncIterator, Callable
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from mesh.processes.headroom import Headroom
 from mesh.shard.commands import Measure
 from mesh.shard.room import Memory
 from mesh.types import NodeId, ShardMemory
+from tests.cgroups import limited_group
 from tests.discovery.network import advertised
 
 CPU = Measure("cpu", 1, None)
@@ -80,6 +83,7 @@ class Machine:
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, *shares: float) -> None:
         self.is_quiet = self.is_idle = True
+        self.device = "cpu"
         self.shards: list[Advertisement] = []
         self.made = 0
         self._shares = list(shares)
@@ -91,11 +95,13 @@ class Machine:
     async def _quiet(self) -> bool:
         return self.is_quiet
 
-    async def _measure(self, _: Measure) -> Measurement:
+    async def _measure(self, order: Measure) -> Measurement:
+        if order.memory_only:
+            return Measurement(Device(self.device, 70 << 20, 80 << 20))
         self.made += 1
         speed = Speed("int8", 10.0 * self.made, 50.0, 0.1)
         share = self._shares.pop(0) if self._shares else 0.0
-        return Measurement(Device("cpu", 1, 1, (speed,)), 1.0, share)
+        return Measurement(Device(self.device, 1, 1, (speed,)), 1.0, share)
 
     @property
     def gb_s(self) -> float:
@@ -175,6 +181,54 @@ async def test_two_nodes_of_a_machine_do_not_measure_at_the_same_time(
     finally:
         if other >= 0:
             os.close(other)
+
+
+async def test_what_is_free_on_a_card_is_looked_at_and_not_as_it_was_when_it_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, monkeypatch)
+    machine.device = "cuda:0"
+    async with looking(machine):
+        await machine.until(lambda: machine.gb_s == 10.0)
+        capacity = machine.own.now()
+        assert capacity is not None
+        (device,) = capacity.devices
+        assert (device.free_bytes, device.total_bytes) == (70 << 20, 80 << 20)
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    with limited_group(400) as directory:
+        yield directory
+
+
+async def test_a_node_in_a_control_group_tells_what_the_group_leaves(
+    group: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(tmp_path, monkeypatch)
+    async with looking(machine):
+        await machine.until(lambda: machine.gb_s == 10.0)
+    script = f"""
+import asyncio, os, pathlib
+from mesh.node.own_capacity import OwnCapacity, OwnHooks
+from mesh.shard.commands import Measure
+pathlib.Path({str(group)!r}, "cgroup.procs").write_text(str(os.getpid()))
+async def main():
+    told = asyncio.Event()
+    hooks = OwnHooks(lambda: None, lambda: False, list, told.set)
+    own = OwnCapacity(Measure("cpu", 1, None), pathlib.Path({str(tmp_path)!r}), hooks)
+    own.start()
+    await asyncio.wait_for(told.wait(), 30)
+    (device,) = own.now().devices
+    print(device.free_bytes >> 20, device.total_bytes >> 20)
+    await own.stop()
+asyncio.run(main())
+"""
+    run = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=PIPE)
+    output, _ = await run.communicate()
+    free_mb, total_mb = map(int, output.split())
+    assert total_mb == 400
+    assert 0 < free_mb < 400
 
 
 def shard_that_took(ms: float) -> Advertisement:

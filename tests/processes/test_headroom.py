@@ -59,6 +59,14 @@ def test_the_tightest_group_on_the_way_to_the_root_counts(machine: Machine) -> N
     ]  # fmt: skip
 
 
+def test_no_more_than_the_smallest_group_holds_is_there_in_all(machine: Machine) -> None:
+    machine.mounted("cgroup2", path="/app")
+    machine.group("", max=300 * MB, current=290 * MB, stat="")
+    machine.group("app", max=200 * MB, current=100 * MB, stat="")
+    found = ram(machine.process)
+    assert (found.free_mb, found.total_mb) == (10, 200)
+
+
 def test_version_one_is_read_as_well(machine: Machine) -> None:
     machine.mounted("cgroup", path="/box", options="rw,memory")
     unlimited = 9223372036854771712
