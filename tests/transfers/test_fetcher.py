@@ -15,10 +15,15 @@ import pytest
 from mesh.errors import TransferFailed
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import PIECE_BYTES
+from mesh.models.partial_writer import PartialWriter
+from mesh.transfers.fetching import Fetch, Wanted
+from mesh.transfers.pacing import Pace
 from mesh.transfers.planner import MAX_IN_HAND
+from mesh.transfers.shelf import Shelf
 from mesh.types import LayerRange
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import write_gguf
+from tests.models.test_partial import empty_copy
 from tests.transfers.house import MODEL, Fetcher, house, up
 
 
@@ -53,6 +58,18 @@ async def test_a_gguf_file_is_not_offered_in_parts(tmp_path: Path, whole: Manife
         full = made.start("full", file, file.parent, whole.directory)
         await up(full)
         assert [held.weights_sha256 for held in full.supervisor.holdings] == [whole.weights_sha256]
+
+
+async def test_a_fetch_cancelled_as_it_begins_keeps_nobody_out(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    copy = await asyncio.to_thread(empty_copy, whole, tmp_path)
+    run = asyncio.create_task(Fetch(copy, Wanted(None), Shelf(), Pace()).run())
+    await asyncio.sleep(0)
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    (await asyncio.to_thread(PartialWriter, copy)).close()
 
 
 async def test_nobody_has_it(tmp_path: Path, whole: Manifest) -> None:
