@@ -122,6 +122,28 @@ async def test_a_liar_is_named_and_asked_no_more(tmp_path: Path, whole: Manifest
         assert await sent(liar) == given
 
 
+async def test_who_alone_has_another_tokenizer_is_not_believed(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    """It is asked first; hashes of its own would prove its tokenizer."""
+    copy = await asyncio.to_thread(shutil.copytree, whole.directory, tmp_path / "copy")
+    tokenizer = await asyncio.to_thread((copy / "tokenizer.json").read_bytes)
+    other = tokenizer.replace(b"the", b"eht")
+    assert other != tokenizer
+    await asyncio.to_thread((copy / "tokenizer.json").write_bytes, other)
+    async with house(tmp_path, "liar", "one", "two", "empty") as made:
+        liar, empty = made.start("liar", copy), made.start("empty", patience_s=0.5)
+        one, two = made.start("one", whole.directory), made.start("two", whole.directory)
+        await up(liar, one, two, empty)
+        empty.supervisor.hear([*liar.holding(), *one.holding()])
+        with pytest.raises(TransferFailed, match="other configs or tokenizers"):
+            await empty.supervisor.ensure(MODEL, whole.weights_sha256)
+        empty.supervisor.hear([*liar.holding(), *one.holding(), *two.holding()])
+        directory = await empty.supervisor.ensure(MODEL, whole.weights_sha256)
+        # Its tensors are as good as those of the others; `right` looks at the tokenizer too.
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+
+
 async def test_a_giver_that_dies_is_replaced(tmp_path: Path, whole: Manifest) -> None:
     async with house(tmp_path, "dies", "lives", "empty") as made:
         dies = made.start("dies", whole.directory, bytes_per_s=10e6)
