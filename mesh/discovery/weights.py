@@ -30,6 +30,7 @@ class HeldWeights:
 
     `weights_sha256` is '' while the node fetches it from the hub, as the hash is known at the end
     of that only; `origin` is then what it fetches, ``org/name@commit``.
+    `files_sha256` is that of its config and tokenizer, '' where an older node does not say it.
     """
 
     model_id: ModelId
@@ -39,6 +40,7 @@ class HeldWeights:
     ends: bool
     endpoint: Endpoint
     origin: str = ""
+    files_sha256: str = ""
 
 
 def _span(text: str) -> None:
@@ -54,6 +56,7 @@ class _Entry:
     ends: bool
     endpoint: Annotated[Text, endpoint_text]
     origin: Annotated[str, Meta(max_length=256), codec.printable] = ""
+    files_sha256: _Hash = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ def encode_all(held: Sequence[HeldWeights]) -> list[dict[str, Any]]:
             _Entry(
                 each.model_id, each.weights_sha256, each.total_layers,
                 tuple(str(span) for span in each.layers[:MAX_SPANS]), each.ends, each.endpoint,
-                each.origin,
+                each.origin, each.files_sha256,
             )
         )
         for each in held[:MAX_WEIGHTS_PER_NODE]
@@ -90,7 +93,7 @@ def decode_all(entries: object) -> tuple[HeldWeights, ...]:
         HeldWeights(
             ModelId(entry.model_id), entry.weights_sha256, entry.total_layers,
             tuple(map(LayerRange.parse, entry.layers)), entry.ends, Endpoint(entry.endpoint),
-            entry.origin,
+            entry.origin, entry.files_sha256,
         )
         for entry in read
     )  # fmt: skip

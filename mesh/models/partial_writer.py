@@ -9,6 +9,7 @@ thread may call. Form of the directory: see `partial`.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import logging
@@ -57,10 +58,12 @@ class Outcome(Enum):
 
 @dataclass(slots=True)
 class _Unfinished:
-    """A tensor under way; `digest` covers its first `hashed` bytes."""
+    """A tensor under way: `pieces` are written, and those `begun` are or will be; `digest` covers
+    its first `hashed` bytes."""
 
     entry: TensorEntry
     pieces: set[int]
+    begun: set[int] = field(default_factory=set)
     hashed: int = 0
     digest: hashlib._Hash = field(default_factory=hashlib.sha256)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -74,10 +77,11 @@ class PartialWriter:
         self.directory = directory
         self._lock_fd = lock_directory(directory)
         self._guard = threading.Lock()
-        self._committing = threading.Lock()
+        self._committing, self._noting = threading.Lock(), threading.Lock()
         self._at_work, self._is_closed = 0, False
         self._idle = threading.Condition()
         self._files: dict[Path, int] = {}
+        opened = [self._lock_fd]
         try:
             self.record = read_record(directory)
             names = sorted(self.record.tensors)
@@ -85,10 +89,12 @@ class PartialWriter:
             self._index = {name: index for index, name in enumerate(names)}
             present = read_journal(directory, names)
             self._journal = _open_journal(directory / JOURNAL)
+            opened.append(self._journal)
             for file in {entry.file for entry in self.tensors.values()}:
                 self._files[file] = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-        except (OSError, MeshError):
-            for fd in (*self._files.values(), self._lock_fd):
+                opened.append(self._files[file])
+        except BaseException:
+            for fd in opened:
                 os.close(fd)
             raise
         self.complete = present.complete
@@ -141,33 +147,43 @@ class PartialWriter:
 
     def _put(self, entry: TensorEntry, start: int, parts: Sequence[Buffer]) -> Outcome:
         name, size = entry.name, sum(map(len, parts))
-        whole = start == 0 and size == entry.nbytes
-        if whole and _updated(hashlib.sha256(), parts).hexdigest() != self.record.tensors[name]:
-            return Outcome.WRONG
-        self._write_at(entry, start, parts)
-        if whole:
-            self._note(f"p {self._index[name]} 0")
-            return self._keep(entry)
+        if start == 0 and size == entry.nbytes:
+            return self._put_whole(entry, parts)
+        piece = start // PIECE_BYTES
         with self._guard:
             if self.has(name):
                 return Outcome.COMPLETE
             known = self._unfinished.setdefault(name, _Unfinished(entry, set()))
+            # What was hashed as it came is not looked at again: nothing may be put over it.
+            if piece in known.pieces or piece in known.begun:
+                return Outcome.WRITTEN
+            known.begun.add(piece)
+        self._write_at(entry, start, parts)
         with known.lock:
             if known.hashed == start:
                 _updated(known.digest, parts)
                 known.hashed += size
-            known.pieces.add(start // PIECE_BYTES)
-            self._note(f"p {self._index[name]} {start // PIECE_BYTES}")
+            known.pieces.add(piece)
+            self._note(f"p {self._index[name]} {piece}")
             if len(known.pieces) < len(pieces_of(entry.nbytes)):
                 return Outcome.WRITTEN
             return self._verify(known)
+
+    def _put_whole(self, entry: TensorEntry, parts: Sequence[Buffer]) -> Outcome:
+        if _updated(hashlib.sha256(), parts).hexdigest() != self.record.tensors[entry.name]:
+            return Outcome.WRONG
+        if self.has(entry.name):
+            return Outcome.COMPLETE
+        self._write_at(entry, 0, parts)
+        self._note(f"p {self._index[entry.name]} 0")
+        return self._keep(entry)
 
     def settle(self, name: str) -> Outcome:
         """Verify a tensor all of whose pieces were here when this was opened; as `put`."""
         known = self._unfinished.get(name)
         if known is None:
             return Outcome.COMPLETE if self.has(name) else Outcome.WRITTEN
-        with known.lock:
+        with self._working(), known.lock:
             return self._verify(known)
 
     def void(self, name: str) -> None:
@@ -191,6 +207,10 @@ class PartialWriter:
 
     def commit(self) -> None:
         """Flush what was verified, then note it as complete. Raises DiskFull."""
+        with self._working():
+            self._commit()
+
+    def _commit(self) -> None:
         with self._committing:
             with self._guard:
                 verified = dict(self._verified)
@@ -209,7 +229,11 @@ class PartialWriter:
 
     def drop(self, names: Collection[str]) -> int:
         """These are not needed here any more; how many bytes of the disk were given back."""
-        self.commit()
+        with self._working():
+            return self._drop(names)
+
+    def _drop(self, names: Collection[str]) -> int:
+        self._commit()
         freed = 0
         with self._guard:
             gone = [name for name in names if name in self.complete]
@@ -232,7 +256,7 @@ class PartialWriter:
             # Another file may get the number of one that is closed: nobody may be writing then.
             self._idle.wait_for(lambda: self._at_work == 0)
         try:
-            self.commit()
+            self._commit()
         except MeshError as error:
             logger.warning("what was fetched last is fetched again: %s", error)
         for fd in (*self._files.values(), self._journal, self._lock_fd):
@@ -260,7 +284,7 @@ class PartialWriter:
             self._verified[entry.name] = entry
             is_much = sum(each.nbytes for each in self._verified.values()) >= _COMMIT_BYTES
         if is_much:
-            self.commit()
+            self._commit()
         return Outcome.COMPLETE
 
     def _verify(self, known: _Unfinished) -> Outcome:
@@ -308,10 +332,18 @@ class PartialWriter:
     def _note(self, *facts: str) -> None:
         if not facts:
             return
-        try:
-            os.write(self._journal, "".join(f"{fact}\n" for fact in facts).encode())
-        except OSError as error:
-            raise refused_by_disk(self.directory, error) from error
+        text = "".join(f"{fact}\n" for fact in facts).encode()
+        with self._noting:
+            size = os.fstat(self._journal).st_size
+            try:
+                count = os.write(self._journal, text)
+                if count < len(text):
+                    os.ftruncate(self._journal, size)  # half a fact would spoil the next one
+            except OSError as error:
+                raise refused_by_disk(self.directory, error) from error
+            if count < len(text):
+                full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise refused_by_disk(self.directory, full)
 
 
 def _updated(digest: hashlib._Hash, parts: Sequence[Buffer]) -> hashlib._Hash:

@@ -107,11 +107,12 @@ def _said(holding: Holding, endpoint: Endpoint) -> HeldWeights:
     return HeldWeights(
         ModelId(holding.model_id), holding.weights_sha256, holding.total_layers,
         tuple(spans_of(holding.layers)), holding.ends, endpoint, holding.origin,
+        holding.files_sha256,
     )  # fmt: skip
 
 
 def _heard(node: NodeId, name: str, held: HeldWeights) -> PeerHolding:
     return PeerHolding(
         node, name, held.endpoint, held.model_id, held.weights_sha256, held.total_layers,
-        held.layers, held.ends, held.origin,
+        held.layers, held.ends, held.origin, held.files_sha256,
     )  # fmt: skip

@@ -26,7 +26,7 @@ class PeerHolding:
     """What another node advertises of one checkpoint, and where it is asked.
 
     `weights_sha256` is '' while it fetches it from the hub (`origin`), as the hash is not known
-    before the end of that.
+    before the end of that. `files_sha256` is that of config and tokenizer, '' where it says none.
     """
 
     node: NodeId
@@ -38,6 +38,7 @@ class PeerHolding:
     layers: tuple[LayerRange, ...]
     ends: bool
     origin: str
+    files_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,12 +26,13 @@ from mesh.models.header import MAX_HEADER_BYTES, TensorEntry
 from mesh.models.manifest import Manifest
 from mesh.types import LayerRange
 
+_INDEX = "model.safetensors.index.json"
 MAX_DOCUMENT_BYTES = 64 << 20
 MAX_SMALL_BYTES = 64 << 20
 """Of one small file; the largest tokenizers have 35 MB."""
 SMALL_FILES = frozenset(
     {
-        "config.json", "generation_config.json", "model.safetensors.index.json",
+        "config.json", "generation_config.json", _INDEX,
         "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
         "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
         "chat_template.json",
@@ -100,13 +102,6 @@ class Document:
 
 def document_of(manifest: Manifest, origin: str, complete: frozenset[str] | None) -> Document:
     """What is said of a checkpoint here; `complete` names the tensors of a partial one. Blocks."""
-    directory = manifest.directory
-    small = []
-    for name in sorted(SMALL_FILES):
-        file = directory / name
-        if file.is_file() and file.stat().st_size <= MAX_SMALL_BYTES:
-            data = file.read_bytes()
-            small.append(SmallFile(name, len(data), hashlib.sha256(data).hexdigest()))
     tensors = tuple(
         TensorSaid(
             entry.name, entry.dtype, entry.shape, entry.sha256,
@@ -117,8 +112,34 @@ def document_of(manifest: Manifest, origin: str, complete: frozenset[str] | None
     files = {entry.file for entry in manifest.tensors.values()}
     return Document(
         1, manifest.model_id, manifest.weights_sha256, origin, manifest.total_layers, tensors,
-        tuple(small), tuple(map(_weights_file, sorted(files))),
+        small_files(manifest.directory), tuple(map(_weights_file, sorted(files))),
     )  # fmt: skip
+
+
+def files_sha256(small: Iterable[SmallFile]) -> str:
+    """What tells config and tokenizer from others of the same weights, in hex.
+
+    The hash over ``["<name>","<hex sha256>"]\\n`` of each, in ascending order of names, as
+    `mesh.models.hashing` has it of tensors. The index is left out: it says how tensors are spread
+    over files, which their hashes prove.
+    """
+    total = hashlib.sha256()
+    for file in sorted(small, key=lambda file: file.name):
+        if file.name != _INDEX:
+            fields = json.dumps([file.name, file.sha256], separators=(",", ":"))
+            total.update(fields.encode("ascii") + b"\n")
+    return total.hexdigest()
+
+
+def small_files(directory: Path) -> tuple[SmallFile, ...]:
+    """Those that are there and may be fetched. Blocks."""
+    small = []
+    for name in sorted(SMALL_FILES):
+        file = directory / name
+        if file.is_file() and file.stat().st_size <= MAX_SMALL_BYTES:
+            data = file.read_bytes()
+            small.append(SmallFile(name, len(data), hashlib.sha256(data).hexdigest()))
+    return tuple(small)
 
 
 def encode(document: Document) -> bytes:

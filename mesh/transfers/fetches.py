@@ -18,7 +18,7 @@ from mesh.transfers.commands import Ensure, Lied, PeerHolding, Transfer
 from mesh.transfers.fetching import Fetch, Wanted
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
-from mesh.transfers.peers import Dial, PeerSources, nobody, prepare
+from mesh.transfers.peers import Dial, PeerSources, agreed_files, nobody, prepare
 from mesh.transfers.shelf import Kept, Shelf
 from mesh.types import NodeId
 
@@ -173,9 +173,11 @@ class Fetches:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._settings.patience_s
         while True:
-            for peer in self._having(sha256):
+            having = self._having(sha256)
+            for peer in having:
                 try:
-                    await prepare(directory, sha256, peer, self._dial)
+                    files = agreed_files(having)
+                    await prepare(directory, sha256, peer, self._dial, files)
                 except MeshError as error:
                     errors[peer.node_name] = error.message
                     logger.info("peer=%s does not say: %s", peer.node_name, error)

@@ -141,7 +141,7 @@ class Fetch:
 
         Raises TransferFailed, DiskFull, BadCheckpoint, Busy while another process writes there.
         """
-        writer = self._writer = await asyncio.to_thread(PartialWriter, self.directory)
+        writer = self._writer = await _opened(self.directory)
         try:
             manifest = self._manifest = await asyncio.to_thread(read_manifest, self.directory)
             plan = self._plan = await asyncio.to_thread(_plan_for, writer, manifest, self._wanted)
@@ -276,6 +276,17 @@ class Fetch:
             logger.error("source=%s gave wrong bytes of %s; it is not asked again", name, tensor)
             self._on_lie(name, tensor)
             self.leave(name)
+
+
+async def _opened(directory: Path) -> PartialWriter:
+    """Whoever is cancelled meanwhile leaves no writer behind, which would keep out all others."""
+    opening = asyncio.ensure_future(asyncio.to_thread(PartialWriter, directory))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        with suppress(MeshError, OSError):
+            (await opening).close()
+        raise
 
 
 def _plan_for(writer: PartialWriter, manifest: Manifest, wanted: Wanted) -> Plan:

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,43 @@ Dial = Callable[[PeerHolding], Awaitable[WeightsLink]]
 """A link to the node; raises ConnectFailed and its kin, UntrustedPeer when another one answers."""
 
 
-async def prepare(directory: Path, sha256: str, peer: PeerHolding, dial: Dial) -> None:
+def agreed_files(having: Sequence[PeerHolding]) -> str:
+    """The `files_sha256` that more than half of those say who say one; '' where nobody does.
+
+    The weights' hash does not prove config and tokenizer, and one node alone could give others.
+    Raises BadCheckpoint where no answer has so many.
+    """
+    said = Counter(peer.files_sha256 for peer in having if peer.files_sha256)
+    if not said:
+        return ""
+    files, count = said.most_common(1)[0]
+    if 2 * count <= said.total():
+        names = ", ".join(
+            f"{peer.node_name} ({peer.files_sha256[:12]})" for peer in having if peer.files_sha256
+        )
+        raise BadCheckpoint(
+            f"Nodes have other configs or tokenizers with the same weights: {names}.",
+            fix="Make the files beside the weights equal, or stop the node whose files are wrong.",
+        )
+    return files
+
+
+async def prepare(
+    directory: Path, sha256: str, peer: PeerHolding, dial: Dial, files_sha256: str
+) -> None:
     """Make the partial checkpoint, without a tensor, from what this peer says of it.
 
-    Raises BadCheckpoint for what is not the checkpoint, and what the link raises.
+    Raises BadCheckpoint for what is not the checkpoint, or has another `files_sha256` than this
+    (see `agreed_files`), and what the link raises.
     """
     link = await dial(peer)
     try:
         document = await _document(link, sha256)
+        if files_sha256 not in ("", documents.files_sha256(document.small)):
+            raise BadCheckpoint(
+                f"{peer.node_name} has another config or tokenizer than the other nodes.",
+                fix="Ask another node, or make the files beside the weights equal.",
+            )
         small = {file.name: await _small(link, sha256, file) for file in document.small}
         sparse = {
             file.name: SparseFile(

@@ -39,7 +39,7 @@ class Holding:
 
     `directory` is that of its fullest copy, `is_partial` whether that may be added to; `here_bytes`
     of its `total_bytes` of tensors are here. Of what is being fetched from the hub (`origin`) the
-    `weights_sha256` is ''.
+    `weights_sha256` is ''. `files_sha256` is that of its config and tokenizer, see `documents`.
     """
 
     model_id: str
@@ -52,6 +52,7 @@ class Holding:
     is_partial: bool
     here_bytes: int
     total_bytes: int
+    files_sha256: str = ""
 
 
 class Shelf:
@@ -62,6 +63,7 @@ class Shelf:
         self._kept: dict[Path, Kept] = {}
         self._documents: dict[str, bytes] = {}
         self._claims: dict[str, Holding] = {}
+        self._files: dict[Path, tuple[object, str]] = {}
         self.version = 0
         """Grows with every change."""
 
@@ -120,7 +122,8 @@ class Shelf:
         fullest: dict[str, Kept] = {}
         for kept in sorted(self.all(), key=lambda kept: len(kept.names)):
             fullest[kept.manifest.weights_sha256] = kept
-        return [*map(_holding, fullest.values()), *self._claims.values()]
+        held = [_holding(kept, self._files_sha256(kept)) for kept in fullest.values()]
+        return [*held, *self._claims.values()]
 
     # For others
 
@@ -144,6 +147,20 @@ class Shelf:
             entry = self._with_tensor(sha256, name).manifest.tensors[name]
             return _read(entry.file, entry.offset + start, stop - start)
         return _read(self._file(sha256, part, name), start, stop - start)
+
+    def _files_sha256(self, kept: Kept) -> str:
+        """Read again only when one of the files is another one."""
+        directory = kept.manifest.directory
+        now = [
+            (file.name, stat.st_mtime_ns, stat.st_size)
+            for file in sorted(directory.iterdir())
+            if file.name in SMALL_FILES and (stat := file.stat())
+        ]
+        known, found = self._files.get(directory, (None, ""))
+        if known != now:
+            found = documents.files_sha256(documents.small_files(directory))
+            self._files[directory] = (now, found)
+        return found
 
     def _document(self, sha256: str) -> bytes:
         text = self._documents.get(sha256)
@@ -179,7 +196,7 @@ class Shelf:
         )
 
 
-def _holding(kept: Kept) -> Holding:
+def _holding(kept: Kept, files_sha256: str) -> Holding:
     manifest = kept.manifest
     layers, ends = documents.complete_layers(manifest, kept.names)
     tensors, names = manifest.tensors, kept.names
@@ -187,6 +204,7 @@ def _holding(kept: Kept) -> Holding:
         manifest.model_id, manifest.weights_sha256, manifest.total_layers, layers, ends,
         kept.origin, manifest.directory, kept.complete is not None,
         sum(tensors[name].nbytes for name in names), sum(e.nbytes for e in tensors.values()),
+        files_sha256,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -150,6 +151,40 @@ def test_headers_that_are_not_the_records_are_refused(
     (directory / "model.safetensors").write_bytes(other.read_bytes())
     with pytest.raises(BadCheckpoint, match="not of the checkpoint"):
         read_manifest(directory)
+
+
+def test_a_piece_that_comes_twice_is_not_written_over_what_was_hashed(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    whole = read_manifest(checkpoint("llama", hidden=512, vocab=5000, layers=1))
+    name = max(whole.tensors.values(), key=lambda entry: entry.nbytes).name
+    data, directory = stored(whole, name), empty_copy(whole, tmp_path)
+    first, second, third = pieces_of(len(data))
+    with PartialWriter(directory) as writer:
+        for start, stop in (first, second, third):
+            writer.put(name, start, [data[start:stop]])
+            writer.put(name, first[0], [bytes(first[1])])
+        assert writer.has(name)
+    assert stored(read_manifest(directory), name) == data
+
+
+def test_nothing_is_done_with_files_that_are_closed(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Their numbers may be those of other files by then."""
+    whole = read_manifest(checkpoint("llama"))
+    directory, (name, *_) = empty_copy(whole, tmp_path), sorted(whole.tensors)
+    (directory / JOURNAL).write_bytes(b"p 0 0\n")
+    writer = PartialWriter(directory)
+    writer.close()
+    for late in (lambda: writer.settle(name), writer.commit, lambda: writer.drop([name])):
+        with pytest.raises(Busy):
+            late()
+
+
+def test_kills_at_random_leave_no_tensor_that_is_noted_and_not_there(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.models.partial_kills", "1", "40", str(tmp_path / "toy")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["killed"] > 10
 
 
 _WRITER = """

@@ -38,7 +38,7 @@ class Fetcher:
             PeerHolding(
                 NodeId(self.key.node_id), self.name, Endpoint(where), ModelId(held.model_id),
                 held.weights_sha256, held.total_layers, tuple(spans_of(held.layers)), held.ends,
-                held.origin,
+                held.origin, held.files_sha256,
             )
             for held in self.supervisor.holdings
         ]  # fmt: skip

@@ -15,10 +15,15 @@ import pytest
 from mesh.errors import TransferFailed
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import PIECE_BYTES
+from mesh.models.partial_writer import PartialWriter
+from mesh.transfers.fetching import Fetch, Wanted
+from mesh.transfers.pacing import Pace
 from mesh.transfers.planner import MAX_IN_HAND
+from mesh.transfers.shelf import Shelf
 from mesh.types import LayerRange
 from tests.checkpoints import make_checkpoint
 from tests.gguf_files import write_gguf
+from tests.models.test_partial import empty_copy
 from tests.transfers.house import MODEL, Fetcher, house, up
 
 
@@ -53,6 +58,18 @@ async def test_a_gguf_file_is_not_offered_in_parts(tmp_path: Path, whole: Manife
         full = made.start("full", file, file.parent, whole.directory)
         await up(full)
         assert [held.weights_sha256 for held in full.supervisor.holdings] == [whole.weights_sha256]
+
+
+async def test_a_fetch_cancelled_as_it_begins_keeps_nobody_out(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    copy = await asyncio.to_thread(empty_copy, whole, tmp_path)
+    run = asyncio.create_task(Fetch(copy, Wanted(None), Shelf(), Pace()).run())
+    await asyncio.sleep(0)
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    (await asyncio.to_thread(PartialWriter, copy)).close()
 
 
 async def test_nobody_has_it(tmp_path: Path, whole: Manifest) -> None:
@@ -103,6 +120,28 @@ async def test_a_liar_is_named_and_asked_no_more(tmp_path: Path, whole: Manifest
         ((kind, fields),) = empty.events
         assert (kind, fields["name"]) == ("weights_lied", "liar")
         assert await sent(liar) == given
+
+
+async def test_who_alone_has_another_tokenizer_is_not_believed(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    """It is asked first; hashes of its own would prove its tokenizer."""
+    copy = await asyncio.to_thread(shutil.copytree, whole.directory, tmp_path / "copy")
+    tokenizer = await asyncio.to_thread((copy / "tokenizer.json").read_bytes)
+    other = tokenizer.replace(b"the", b"eht")
+    assert other != tokenizer
+    await asyncio.to_thread((copy / "tokenizer.json").write_bytes, other)
+    async with house(tmp_path, "liar", "one", "two", "empty") as made:
+        liar, empty = made.start("liar", copy), made.start("empty", patience_s=0.5)
+        one, two = made.start("one", whole.directory), made.start("two", whole.directory)
+        await up(liar, one, two, empty)
+        empty.supervisor.hear([*liar.holding(), *one.holding()])
+        with pytest.raises(TransferFailed, match="other configs or tokenizers"):
+            await empty.supervisor.ensure(MODEL, whole.weights_sha256)
+        empty.supervisor.hear([*liar.holding(), *one.holding(), *two.holding()])
+        directory = await empty.supervisor.ensure(MODEL, whole.weights_sha256)
+        # Its tensors are as good as those of the others; `right` looks at the tokenizer too.
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
 
 
 async def test_a_giver_that_dies_is_replaced(tmp_path: Path, whole: Manifest) -> None:
