@@ -218,9 +218,11 @@ class LoadedLocally(Message, frozen=True):
 
 
 class AskerReady(Message, frozen=True):
-    """The ends are loaded; `reasons` say how their device and format were chosen."""
+    """The ends are loaded; `reasons` say how their device and format were chosen. `is_thin`: there
+    are none here, hops run them."""
 
     reasons: tuple[str, ...]
+    is_thin: bool = False
 
 
 class GenerationFrame(Message, frozen=True):
