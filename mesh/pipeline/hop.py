@@ -426,6 +426,8 @@ class HopSession:
         tensor, fault = self._read(sent, result.tensor, elapsed_s)
         if fault is not None:
             self.fail(fault)
+            if sent.waiter is not None and not sent.waiter.done():
+                sent.waiter.set_exception(fault)
             return
         self._answered_at = self._active_at = now
         self._claim.owes(len(self._sent) + len(self._backlog))

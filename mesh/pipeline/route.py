@@ -240,6 +240,8 @@ class Route:
             return await hop.row(position, vocab)
         except MeshError as error:
             hop.fail(error)
+            # Whoever replaces it can give the row once its own answer to it is here.
+            hop.delivered = min(hop.delivered, position)
             raise HopLost(len(self.hops) - 1, hop.hop, error) from error
 
     def cut(self, position: int) -> None:

@@ -39,6 +39,9 @@ _SAME = 0.02
 _TOTAL_OFF = 1e-3
 """What the logarithm of a sum in fp32 over a vocabulary may be off by."""
 
+_LOGIT_OFF = 1e-3
+"""What a row may be off by that is computed again, alone."""
+
 _FIX = "Another shard is tried; check the memory and the software of that node."
 
 Floats = NDArray[np.float32]
@@ -186,8 +189,9 @@ def contradiction(said: Rows, row: Floats) -> str:
     others = np.delete(row, ids)
     highest = float(row.max())
     found = highest + math.log(float(np.exp(row - highest).sum(dtype=np.float64)))
-    is_same = bool((row[ids] == logits).all())
-    if not is_same or others.max(initial=-math.inf) > logits[-1] or abs(found - total) > _TOTAL_OFF:
+    is_same = bool(np.allclose(row[ids], logits, rtol=_LOGIT_OFF, atol=_LOGIT_OFF))
+    above = float(others.max(initial=-math.inf) - logits[-1])
+    if not is_same or above > _LOGIT_OFF or abs(found - total) > _TOTAL_OFF:
         return "logits that contradict its own candidates"
     return ""
 
