@@ -21,7 +21,7 @@ from mesh.wire.frames import COUNT, HEADER, Frame, FrameFlags, FrameType, pack_f
 from mesh.wire.limits import Limits
 from mesh.wire.protocol import TensorSession
 from mesh.wire.tensors import CODES, NAMES
-from mesh.wire.token_rows import TopRows, ids_to_wire, top_to_wire
+from mesh.wire.token_rows import ids_to_wire, top_layout, top_to_wire
 
 LIMITS = Limits(chunk_bytes=16, window=4)
 """So that a tensor in chunks is short enough to print. Links have chunks of 1 MiB and 16 of them."""
@@ -226,9 +226,7 @@ def _frames(session: TensorSession) -> Iterator[Spoken]:
         yield Spoken(session.hello.node_name, frame)
 
 
-_TOP = TopRows(
-    np.array([[42]], np.int32), np.array([[9.5]], np.float32), np.array([9.75], np.float32)
-)
+_TOP = np.array([(9.75, [42], [9.5])], top_layout(1))
 _ROW = m.WireTensor("fp32", (1, 1, 2), struct.pack("<2f", 9.5, -1.0))
 
 

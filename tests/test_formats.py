@@ -98,7 +98,7 @@ WIRE: dict[str, Message] = {
     "open_part": OpenPart(1, b"xy"),
     "open_ends": OpenEnds(
         1, "m", WEIGHTS, 0, 4, 9, WireDtype.FP16, token="tok", ids=True, candidates=64,  # noqa: S106
-        rows=9,
+        rows=9, since=40,
     ),
     "row_ask": RowAsk(1, 7, 40),
     "open_taps": OpenTaps(1, "m", WEIGHTS, 0, 4, "tok"),

@@ -61,13 +61,17 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The hops of a running request, or of the next one; none and a reason when there is none."""
+    """The hops of a running request, or of the next one; none and a reason when there is none.
+
+    `is_thin`: the first and the last of them run embedding and head for this machine.
+    """
 
     model: ModelId
     total_layers: int
     request: str | None
     hops: tuple[Hop, ...]
     missing: str = ""
+    is_thin: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +128,13 @@ def _lines(
             yield f"  no route: {route.missing}"
         for exposure in exposures:
             yield f"  {exposure.words()}"
-    yield "No other machine is sent text: prompt, answer and chat stay here as text."
+        if route.is_thin and route.hops:
+            yield (
+                "  this machine has no embedding and no head of it: the first is sent the prompt's"
+                " tokens, the last says the answer's (research.distributed_inference.thin)."
+            )
+    if not any(route.is_thin for route, _ in seen):
+        yield "No other machine is sent text: prompt, answer and chat stay here as text."
     yield "Between machines all is encrypted; who listens sees who talks, when, and how much."
     yield "Members below trusted, and everybody outside the hearth, are sent nothing of it."
     if any(e.sight is not Sight.OWN for _, exposures in seen for e in exposures):

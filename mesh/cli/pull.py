@@ -27,9 +27,16 @@ def pull(  # noqa: PLR0913 - flags
     *,
     layers: Annotated[
         list[str] | None,
-        typer.Option(metavar="LO-HI", help="Only these layers; may be given several times."),
+        typer.Option(
+            metavar="LO-HI|none", help="Only these layers, or none; may be given several times."
+        ),
     ] = None,
-    ends: Annotated[bool, typer.Option(help="Embedding, final norm and head as well.")] = True,
+    ends: Annotated[
+        bool,
+        typer.Option(
+            help="Embedding, final norm and head as well; others can run them for a node."
+        ),
+    ] = True,
     source: Annotated[
         str, typer.Option("--from", metavar="NODE|hub", help="From there and nowhere else.")
     ] = "",
@@ -45,7 +52,7 @@ def pull(  # noqa: PLR0913 - flags
     whole hearth. Interrupted, it goes on where it stopped when it is pulled again.
     """
     wanted = {
-        "layers": layers or None,
+        "layers": [] if layers == ["none"] else layers or None,
         "ends": ends,
         "source": source,
         "revision": revision,

@@ -52,17 +52,23 @@ class PrivacyReport:
 
     def _routes(self, model: LocalModel) -> Iterator[Route]:
         asker = self._askers.get(model.model_id)
+        is_thin = asker is not None and asker.is_thin
         for running in asker.generations if asker is not None else ():
             if running.queued:
                 continue  # nothing of it has left this machine
             hops = tuple(Hop(hop.node, hop.layers, hop.host == self._own) for hop in running.route)
-            yield Route(model.model_id, model.total_layers, running.id, hops)
-        yield self._next(model)
+            yield Route(model.model_id, model.total_layers, running.id, hops, is_thin=is_thin)
+        yield self._next(model, is_thin=is_thin)
 
-    def _next(self, model: LocalModel) -> Route:
-        rules = route_limits(self._config).cover_rules(model.total_layers)
+    def _next(self, model: LocalModel, *, is_thin: bool) -> Route:
+        limits = route_limits(self._config)
+        rules = limits.cover_rules(model.total_layers, remote_ends=is_thin)
         candidates = [self._candidate(offer) for offer in self._routable(model.model_id)]
-        same = [c for c in candidates if c.descriptor.weights_sha256 == model.weights_sha256]
+        same = [
+            c
+            for c in candidates
+            if c.descriptor.weights_sha256 == model.weights_sha256 and rules.admits(c.descriptor)
+        ]
         whole = LayerRange(0, model.total_layers)
         try:
             cover = cheapest.cover(same, whole, rules)
@@ -71,7 +77,7 @@ class PrivacyReport:
         hops = tuple(
             Hop(hop.shard.node_name, hop.layers, hop.shard.host == self._own) for hop in cover
         )
-        return Route(model.model_id, model.total_layers, None, hops)
+        return Route(model.model_id, model.total_layers, None, hops, is_thin=is_thin)
 
     def _candidate(self, offer: Offer) -> Candidate:
         is_self = offer.shard.descriptor.host == self._own

@@ -97,6 +97,7 @@ def start_asker(config: Config, key: NodeKey, model: LocalModel, tls: TlsMateria
         StatePaths(config.state_dir).threads_dir,
         config.quant,
         local_directory(distributed.draft_model) if distributed.draft_model else None,
+        distributed.thin,
     )
     hello, directory = _hello(config, key), Path(model.directory)
     return StartAsker(hello, tls, directory, model.model_id, options, settings)

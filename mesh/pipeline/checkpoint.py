@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mesh.errors import BadRequest, ContextTooLong, NotEnoughMemory
-from mesh.models.manifest import read_manifest
+from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.progress import Progress
 from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.commands import AskerOptions
@@ -17,13 +17,15 @@ from mesh.pipeline.model import AskerModel, TextDecoder
 from mesh.processes.headroom import ram
 from mesh.processes.lifecycle import Loading
 from mesh.shard.device import choose_device, choose_dtype, headroom
-from mesh.shard.ends import EndsPlan, load_computed
+from mesh.shard.ends import EndsPlan, LoadedEnds, load_computed
 from mesh.shard.footprint import ends_mb
 from mesh.shard.threads import kept_threads
 from mesh.types import GenerationRequest, ModelId
 
 STORED = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """How checkpoints spell a dtype, and how everything else here does."""
+
+_THIN = "thin: embedding and head are run by the nodes with the first and the last layers"
 
 DEFAULT_MAX_POSITIONS = 4096
 """Where a checkpoint does not say how long its context is."""
@@ -108,6 +110,9 @@ def load_asker(
     it is counted. Raises BadCheckpoint, UnsupportedFamily, BadValue, NotEnoughMemory.
     """
     manifest = read_manifest(directory, model_id=model_id, cache_dir=options.cache_dir)
+    text = CheckpointText(Tokenizer.load(manifest), manifest.vocab_size)
+    if _is_thin(manifest, options):
+        return _model(manifest, text, None), [_THIN]
     device = choose_device(options.device)
     stored = STORED.get(manifest.dtype, manifest.dtype)
     dtype = choose_dtype(options.dtype, stored, device.value)
@@ -122,16 +127,27 @@ def load_asker(
         options.cache_dir,
     )  # fmt: skip
     loaded = load_computed(plan, progress)
-    model = AskerModel(
+    model = _model(manifest, text, loaded)
+    return model, [device.reason, threads.reason, *loaded.reasons, _said(model.head_rows)]
+
+
+def _is_thin(manifest: Manifest, options: AskerOptions) -> bool:
+    """Whether hops are to run the ends."""
+    if options.thin == "auto":
+        return not all(entry.present for entry in manifest.ends_tensors())
+    return options.thin == "always"
+
+
+def _model(manifest: Manifest, text: CheckpointText, loaded: LoadedEnds | None) -> AskerModel:
+    return AskerModel(
         model_id=manifest.model_id,
         weights_sha256=manifest.weights_sha256,
         total_layers=manifest.total_layers,
         hidden_size=manifest.hidden_size,
         vocab_size=manifest.vocab_size,
         max_positions=manifest.max_positions or DEFAULT_MAX_POSITIONS,
-        ends=loaded.ends,
-        text=CheckpointText(Tokenizer.load(manifest), manifest.vocab_size),
+        ends=loaded.ends if loaded is not None else None,
+        text=text,
         routed=_is_routed(manifest.config),
-        head_rows=loaded.rows,
+        head_rows=loaded.rows if loaded is not None else 1,
     )
-    return model, [device.reason, threads.reason, *loaded.reasons, _said(model.head_rows)]

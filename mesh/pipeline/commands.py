@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from mesh.discovery.advertisement import Advertisement
 from mesh.errors import MeshError
@@ -61,7 +61,7 @@ class RouteLimits:
     mix_formats: bool = False
     policy: Policy = "auto"
 
-    def cover_rules(self, total_layers: int) -> CoverRules:
+    def cover_rules(self, total_layers: int, *, remote_ends: bool = False) -> CoverRules:
         """The rules for a route through a model of so many layers."""
         home = home_layers(total_layers, self.keep_first, self.keep_last)
         return CoverRules(
@@ -70,6 +70,7 @@ class RouteLimits:
             home,
             mix_formats=self.mix_formats,
             policy=self.policy,
+            remote_ends=remote_ends,
         )
 
 
@@ -94,11 +95,15 @@ class EngineSettings:
     draft_tokens: int = MAX_DRAFT
 
 
+Thin = Literal["auto", "never", "always"]
+
+
 @dataclass(frozen=True, slots=True)
 class AskerOptions:
     """Where an asker computes: the configuration's values, ``auto`` included; 0 threads is auto.
 
-    `draft_model` is the directory of a smaller model that guesses for it, if there is one.
+    `draft_model` is the directory of a smaller model that guesses for it, if there is one. `thin`:
+    whether to leave embedding and head to hops; ``auto`` where they are not on this disk.
     """
 
     dtype: str
@@ -108,6 +113,7 @@ class AskerOptions:
     threads_dir: Path | None = None
     quant: str = "none"
     draft_model: Path | None = None
+    thin: Thin = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +218,11 @@ class LoadedLocally(Message, frozen=True):
 
 
 class AskerReady(Message, frozen=True):
-    """The ends are loaded; `reasons` say how their device and format were chosen."""
+    """The ends are loaded; `reasons` say how their device and format were chosen. `is_thin`: there
+    are none here, hops run them."""
 
     reasons: tuple[str, ...]
+    is_thin: bool = False
 
 
 class GenerationFrame(Message, frozen=True):

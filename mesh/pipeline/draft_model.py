@@ -79,9 +79,9 @@ class DraftModel:
         """The logits (vocab,) of what follows `ids`, entered behind what `cache` holds."""
         for start in range(0, len(ids), READ_ROWS):
             part = torch.tensor([ids[start : start + READ_ROWS]])
-            hidden = self._model.ends.embed(part, cache.length).to(self._runtime.dtype)
+            hidden = self._model.own_ends.embed(part, cache.length).to(self._runtime.dtype)
             (hidden,) = self._runtime.forward([StepInput(cache, cache.length, hidden)])
-        return self._model.ends.logits(hidden[:, -1:])[0, 0]
+        return self._model.own_ends.logits(hidden[:, -1:])[0, 0]
 
     def likeliest(self, logits: torch.Tensor) -> int:
         """The token that it would say."""
@@ -173,7 +173,7 @@ def load_asker_and_draft(
 def _load_draft(
     directory: Path, options: AskerOptions, model: AskerModel
 ) -> tuple[DraftModel, str]:
-    ends, _ = load_asker(directory, DRAFT_MODEL_ID, replace(options, quant="auto"))
+    ends, _ = load_asker(directory, DRAFT_MODEL_ID, replace(options, quant="auto", thin="never"))
     if not _same_tokens(ends.text.vocabulary(), model.text.vocabulary()):
         raise BadValue(
             f"the tokens of {directory} are not those of {model.model_id}.",

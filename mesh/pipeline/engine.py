@@ -29,8 +29,8 @@ from mesh.pipeline.lens import LensSettings, LogitLens
 from mesh.pipeline.links import Dial, HopLinks
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.prompts import Prompts
+from mesh.pipeline.refusal import RouteRefused
 from mesh.pipeline.room_line import RoomLine
-from mesh.pipeline.route import RouteRefused
 from mesh.pipeline.sessions import Sessions
 from mesh.pipeline.watch.oversight import Oversight
 from mesh.pipeline.watch.sanity import Envelope, corrupt
@@ -73,7 +73,8 @@ class Engine:
         self.model = model
         self._settings = settings
         self._local_model = local_model if settings.fallback_to_local else None
-        self._router = ShardRouter(self.shards, settings.routes.cover_rules(model.total_layers))
+        rules = settings.routes.cover_rules(model.total_layers, remote_ends=model.ends is None)
+        self._router = ShardRouter(self.shards, rules)
         links = self._links = HopLinks(dial)
         patience = Patience(load_s=settings.load_limit_s)
         self.sessions = Sessions(

@@ -23,10 +23,10 @@ from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
-from mesh.models.candidates import candidates_of
+from mesh.models.candidates import Candidates, candidates_of
 from mesh.pipeline.answer import Answer
 from mesh.pipeline.drafting import MAX_DRAFT, Drafter
 from mesh.pipeline.failover import Failover, FailoverSettings, LocalModel
@@ -48,6 +48,9 @@ from mesh.types import (
     TokenDelta,
     WireDtype,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -132,14 +135,18 @@ class PipelineOrchestrator:
                     except CacheFull as full:
                         yield answer.end_early(full)
                         break
-                    for delta in await turns.take(draft, begun):
-                        yield delta
+                    for frame in await turns.take(draft, begun):
+                        yield frame
                     ids = answer.token_ids[-1:]
                 finished = not answer.note
             finally:
                 self._release(session, reader, keep=finished)
             done = _done(session, opened, turns)
             yield replace(done, construct_ms=(opened.at_s - started) * 1e3)
+
+    @property
+    def _most_drafted(self) -> int:
+        return min(self._settings.draft_tokens, chunk_rows(self._model.hidden_size) - 1)
 
     def _turns(
         self,
@@ -151,8 +158,7 @@ class PipelineOrchestrator:
     ) -> _Turns:
         failover = Failover(session, self._router, self._model.hidden_size, self._failover, home)
         feed = TokenFeed(self._model, session, failover, noise=self._settings.noise)
-        most = min(self._settings.draft_tokens, chunk_rows(self._model.hidden_size) - 1)
-        drafter = Drafter(answer.prompt, most if _may_draft(request) else 0)
+        drafter = Drafter(answer.prompt, self._most_drafted if _may_draft(request) else 0)
         sampler = Sampler(request.sampling, answer.prompt)
         return _Turns(feed, self._head, drafter, reader, sampler, answer)
 
@@ -222,6 +228,7 @@ class PipelineOrchestrator:
             request.edits,
             limit=fed + limit,
             principal=request.principal,
+            remote_ends=self._model.remote_ends(rows=self._most_drafted + 1, since=fed - 1),
         )
 
     def _token_limit(self, prompt: Sequence[int], wanted: int | None) -> int:
@@ -277,23 +284,41 @@ class _Turns:
                 drafter.adopt(draft)
         return draft, begun
 
-    async def take(self, draft: Sequence[int], begun: float) -> list[TokenDelta]:
+    async def take(self, draft: Sequence[int], begun: float) -> list[StreamFrame]:
         """What the answer gains of a step that was begun then: a token, and one more after each of
         `draft` that the sampler chooses as well. The session forgets the others."""
-        feed, answer = self.feed, self.answer
-        # (rows, vocab): of the last token, and of drafts
-        rows = await self.head.logits(feed.rows_from(answer.end - 1))
+        feed, answer, first = self.feed, self.answer, self.answer.end - 1
+        # Of the last token, and of drafts.
+        rows: Sequence[torch.Tensor | Candidates]
+        if feed.has_candidates:
+            rows = feed.candidates_from(first)
+        else:
+            rows = list(await self.head.logits(feed.rows_from(first)))
         self.drafter.took(len(rows), time.monotonic() - begun)
         taken: list[TokenDelta] = []
-        for row, guess in zip_longest(rows, draft[: len(rows) - 1]):
-            candidates = candidates_of(row) if answer.tells_logprobs else None
-            token = self.sampler.choose(row, candidates)
-            taken.append(answer.take(token, candidates, row))
-            if token != guess or answer.finish_reason:
+        notices: list[StreamFrame] = []
+        for number, (row, guess) in enumerate(zip_longest(rows, draft[: len(rows) - 1])):
+            taken.append(await self._chosen(row, first + number, notices))
+            if answer.token_ids[-1] != guess or answer.finish_reason:
                 break
         feed.keep(answer.end - 1)  # the last token was not fed
         self.drafter.add(answer.token_ids[-len(taken) :])
-        return taken
+        return [*notices, *taken]
+
+    async def _chosen(
+        self, said: torch.Tensor | Candidates, position: int, notices: list[StreamFrame]
+    ) -> TokenDelta:
+        """The token behind `position`, of all logits or of the strongest; what happened while those
+        that are not here were asked for joins the `notices`."""
+        sampler, answer = self.sampler, self.answer
+        if not isinstance(said, Candidates):
+            candidates = candidates_of(said) if answer.tells_logprobs else None
+            return answer.take(sampler.choose(said, candidates), candidates, said)
+        token = sampler.choose_among(said)
+        if token is not None:
+            return answer.take(token, said)
+        row = await self.feed.row(position, notices)
+        return answer.take(sampler.choose_from(row), said, row)
 
 
 def _done(session: GenerationSession, opened: _Opened, turns: _Turns) -> Done:

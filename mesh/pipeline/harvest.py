@@ -54,6 +54,7 @@ async def harvest(
         max(map(len, prompts)),
         WireDtype.FP32,
         harvest=batch,
+        remote_ends=model.remote_ends(candidates=0),
     )
     delays = iter(RETRY_DELAYS_S)
     lost: HopLost | None = None

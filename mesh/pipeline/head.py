@@ -19,7 +19,7 @@ class OutputHead:
 
     def __init__(self, model: AskerModel) -> None:
         self.calls = 0
-        self._ends = model.ends
+        self._model = model
         self._most = model.head_rows
         self._waiting: list[tuple[torch.Tensor, asyncio.Future[torch.Tensor]]] = []
 
@@ -55,4 +55,4 @@ class OutputHead:
 
     def _call(self, rows: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return self._ends.logits(rows)[0]
+        return self._model.own_ends.logits(rows)[0]

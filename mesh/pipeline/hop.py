@@ -42,13 +42,12 @@ from mesh.wire.messages import (
     PrefixCopied,
     Result,
     Resume,
+    RowAsk,
     Seal,
     Sealed,
     Step,
     WireTensor,
 )
-
-_FLOATS = frozenset({"fp16", "bf16", "fp32"})
 
 STEPS_UNDER_WAY = 6
 """Steps of one session a hop is sent before it answers the first; a shard refuses more than 8."""
@@ -80,7 +79,8 @@ class Terms(Protocol):
 class _Sent:
     """A step that is unanswered; `waiter` gets the answer where somebody awaits it.
 
-    Of its rows the first `kept` count: those behind were cut while it was on its way.
+    Of its rows the first `kept` count: those behind were cut while it was on its way. `is_row` for
+    what asks for all logits of one row.
     """
 
     position: int
@@ -88,6 +88,7 @@ class _Sent:
     sent_at: float
     waiter: asyncio.Future[WireTensor] | None
     kept: int
+    is_row: bool = False
 
     @property
     def rows(self) -> int:
@@ -213,6 +214,21 @@ class HopSession:
         self._send(position, tensor, answer)
         return await answer
 
+    async def row(self, position: int, vocab: int) -> WireTensor:
+        """All logits, fp32 (1, 1, vocab), of a row that the last answer has candidates of.
+
+        Raises the hop's error, and LinkLost.
+        """
+        if self.error is not None:
+            raise self.error
+        self._steps += 1
+        now = self._active_at = asyncio.get_running_loop().time()
+        answer: asyncio.Future[WireTensor] = asyncio.get_running_loop().create_future()
+        sent = _Sent(position, (1, 1, vocab), now, answer, kept=1, is_row=True)
+        self._sent[self._steps] = sent
+        self._link.send(RowAsk(self._number, self._steps, position))
+        return await answer
+
     def cut(self, position: int) -> None:
         """Forget everything from `position` on; the next step makes the hop do the same."""
         self._fed = min(self._fed, position)
@@ -307,9 +323,11 @@ class HopSession:
 
     # What a kind of session adds
 
-    def _fault(self, sent: _Sent, tensor: WireTensor, elapsed_s: float) -> MeshError | None:
-        """What is wrong with an answer that took so long; None when it may be used."""
-        return None
+    def _read(
+        self, sent: _Sent, tensor: WireTensor, elapsed_s: float
+    ) -> tuple[WireTensor, MeshError | None]:
+        """An answer that took so long as it is to be used; what is wrong with it, if anything."""
+        return tensor, None
 
     def _take(self, sent: _Sent, tensor: WireTensor) -> None:
         """An answer that nobody awaits."""
@@ -404,9 +422,12 @@ class HopSession:
         if sent is None or self.error is not None:
             return  # the answer to a step of before a cut, or of a hop already given up
         now = asyncio.get_running_loop().time()
-        fault = self._fault(sent, result.tensor, now - max(sent.sent_at, self._answered_at))
+        elapsed_s = now - max(sent.sent_at, self._answered_at)
+        tensor, fault = self._read(sent, result.tensor, elapsed_s)
         if fault is not None:
             self.fail(fault)
+            if sent.waiter is not None and not sent.waiter.done():
+                sent.waiter.set_exception(fault)
             return
         self._answered_at = self._active_at = now
         self._claim.owes(len(self._sent) + len(self._backlog))
@@ -417,9 +438,9 @@ class HopSession:
         self._timed.append((total_ms, result.compute_us / 1e3))
         self._unreported.append(total_ms)
         if sent.waiter is None:
-            self._take(sent, result.tensor)
+            self._take(sent, tensor)
         elif not sent.waiter.done():
-            sent.waiter.set_result(result.tensor)
+            sent.waiter.set_result(tensor)
 
     def _owe_nothing(self) -> list[asyncio.Future[WireTensor]]:
         """Expect no answer any more; who awaits one."""
@@ -445,6 +466,10 @@ class HopObserver(Protocol):
         self, hop: GenerationHop, position: int, tensor: WireTensor, elapsed_s: float
     ) -> MeshError | None:
         """An answer of the right shape arrived, before anybody uses it; an error refuses it."""
+
+    def gave_row(self, hop: RouteHop, said: WireTensor, row: WireTensor) -> MeshError | None:
+        """All logits arrived of a row of which the hop `said` candidates, before anybody uses them;
+        an error refuses them."""
 
     def corrupted(self, hop: RouteHop, what: str) -> MeshError:
         """A hop answered something else than activations of the right shape: the error of that."""
@@ -490,6 +515,7 @@ class GenerationHop(HopSession):
         self.on_output: Callable[[GenerationHop, WireTensor], None] = lambda hop, tensor: None
         self.terms = terms
         self._observer = observer
+        self._latest: tuple[int, WireTensor] | None = None
 
     @property
     def length(self) -> int:
@@ -547,13 +573,29 @@ class GenerationHop(HopSession):
             self._claim.renew()
             return await super()._ask(question, limit_s)
 
-    def _fault(self, sent: _Sent, tensor: WireTensor, elapsed_s: float) -> MeshError | None:
-        if not is_activations(tensor, sent.shape):
-            return self._observer.corrupted(
-                self.hop,
-                f"{tensor.dtype} of shape {tensor.shape} where {sent.shape} was expected",
+    def _read(
+        self, sent: _Sent, tensor: WireTensor, elapsed_s: float
+    ) -> tuple[WireTensor, MeshError | None]:
+        layers = self.hop.layers
+        if sent.is_row:
+            fits = tensor.shape == sent.shape and tensor.dtype == "fp32"
+        else:
+            fits = self.terms.fits(layers, sent.position, sent.shape, tensor)
+        if not fits:
+            return tensor, self._observer.corrupted(
+                self.hop, f"{tensor.dtype} of shape {tensor.shape} to an input of {sent.shape}"
             )
-        return self._observer.answered(self, sent.position, tensor, elapsed_s)
+        if sent.is_row:
+            return tensor, self._observer.gave_row(self.hop, self._said(sent.position), tensor)
+        tensor = self.terms.aligned(layers, sent.rows, tensor)
+        self._latest = sent.position, tensor
+        return tensor, self._observer.answered(self, sent.position, tensor, elapsed_s)
+
+    def _said(self, position: int) -> WireTensor:
+        """What was last answered of one row."""
+        assert self._latest is not None  # noqa: S101 - a row is asked for behind an answer only
+        first, tensor = self._latest
+        return slice_rows(tensor, position - first, position - first + 1)
 
     def _take(self, sent: _Sent, tensor: WireTensor) -> None:
         end = sent.position + sent.kept
@@ -572,8 +614,3 @@ class GenerationHop(HopSession):
 
     def _released(self) -> None:
         self._observer.closed(self)
-
-
-def is_activations(tensor: WireTensor, shape: tuple[int, ...]) -> bool:
-    """Whether a hop's answer has the shape and one of the dtypes of hidden states."""
-    return tensor.shape == shape and tensor.dtype in _FLOATS

@@ -69,6 +69,7 @@ class LogitLens:
         one. Raises ContextTooLong, BadRequest without a token, and what `open_route` raises.
         """
         model = self._model
+        _ = model.own_ends  # a lens reads with the head
         self._require_fits(len(ids))
         terms = SessionTerms(
             model.model_id, model.weights_sha256, len(ids), WireDtype.FP32, request.edits
@@ -116,7 +117,7 @@ class LogitLens:
         chunks = [(first, ids[first : first + count]) for first in range(0, len(ids), count)]
         return [
             to_wire(
-                noise.add(self._model.ends.embed(torch.tensor([list(chunk)]), first)),
+                noise.add(self._model.own_ends.embed(torch.tensor([list(chunk)]), first)),
                 WireDtype.FP32,
             )
             for first, chunk in chunks
@@ -167,7 +168,7 @@ class LogitLens:
 
     def _top(self, rows: WireTensor, top: int) -> list[dict[str, Any]]:
         last = slice_rows(rows, rows.shape[1] - 1, rows.shape[1])
-        logits = self._model.ends.logits(to_torch(last))[0, -1].float()
+        logits = self._model.own_ends.logits(to_torch(last))[0, -1].float()
         values, tokens = logits.log_softmax(-1).topk(min(top, logits.shape[-1]))
         return [
             {"token": self._model.text.token_text(token), "logprob": value}

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from mesh.errors import WeightsMissing
+from mesh.models.candidates import CANDIDATES
 from mesh.models.reasoning import ReasoningMarks
+from mesh.pipeline.remote_ends import RemoteEnds
 from mesh.types import GenerationRequest, ModelId
 
 if TYPE_CHECKING:
@@ -83,7 +86,8 @@ class AskerModel:
     hidden_size: int
     vocab_size: int
     max_positions: int
-    ends: ModelEnds
+    ends: ModelEnds | None
+    """Embedding and head; None where hops run them."""
     text: Text
     routed: bool = False
     """Whether rows go to experts, so that honest machines may differ after a near tie."""
@@ -92,3 +96,20 @@ class AskerModel:
     that it has alone."""
     draft: Drafting | None = None
     """What guesses how answers go on, beside what they said before."""
+
+    @property
+    def own_ends(self) -> ModelEnds:
+        """The ends, for what needs them here. Raises WeightsMissing."""
+        if self.ends is None:
+            raise WeightsMissing(
+                f"this node holds no embedding and no head of {self.model_id}.",
+                fix=f"Fetch them: `hearthnet pull {self.model_id} --layers none`.",
+            )
+        return self.ends
+
+    def remote_ends(self, candidates: int = CANDIDATES, **rows: int) -> RemoteEnds | None:
+        """What hops are to run of them, as `RemoteEnds` has it; None where they are here."""
+        if self.ends is not None:
+            return None
+        sizes = self.total_layers, self.hidden_size, self.vocab_size
+        return RemoteEnds(*sizes, candidates, **rows)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 
+import numpy as np
 import torch
 
+from mesh.models.candidates import Candidates
 from mesh.pipeline.failover import NO_ROOM, Failover
 from mesh.pipeline.history import chunk_rows
 from mesh.pipeline.model import AskerModel
@@ -20,6 +22,8 @@ from mesh.pipeline.route import HopLost
 from mesh.pipeline.sessions import GenerationSession
 from mesh.types import StreamFrame
 from mesh.wire.activations import to_torch, to_wire
+from mesh.wire.messages import WireTensor
+from mesh.wire.token_rows import ids_to_wire, top_from_wire
 
 
 class RowNoise:
@@ -56,21 +60,53 @@ class TokenFeed:
         *,
         noise: float = 0.0,
     ) -> None:
-        self._ends = model.ends
+        self._model = model
         self._rows = chunk_rows(model.hidden_size)
         self._session = session
         self._failover = failover
         self._noise = RowNoise(noise)
 
-    @property
-    def logits(self) -> torch.Tensor:
-        """(vocab,) of the token behind the last one fed. Runs the head: read it once."""
-        return self._ends.logits(self.rows_from(len(self._session.token_ids) - 1))[0, -1]
+    async def logits(self) -> torch.Tensor:
+        """(vocab,) of the token behind the last one fed. Runs the head: read it once. Raises
+        as `advance` where a hop runs it."""
+        last = len(self._session.token_ids) - 1
+        if self._model.ends is None:
+            return await self.row(last, [])
+        return self._model.ends.logits(self.rows_from(last))[0, -1]
 
     def rows_from(self, position: int) -> torch.Tensor:
         """(1, rows, hidden): what the last hop made of each token fed from `position` on, all of
         which were fed together."""
         return to_torch(self._session.route.latest(len(self._session.token_ids) - position))
+
+    @property
+    def has_candidates(self) -> bool:
+        """Whether a hop runs the head."""
+        return self._model.ends is None
+
+    def candidates_from(self, position: int) -> list[Candidates]:
+        """The same rows where a hop runs the head: what may follow each of them."""
+        said = top_from_wire(self._session.route.latest(len(self._session.token_ids) - position))
+        vocab = self._model.vocab_size
+        return [
+            Candidates(row["ids"].astype(np.int64), row["logits"], float(row["total"]), vocab)
+            for row in said
+        ]
+
+    async def row(self, position: int, notices: list[StreamFrame]) -> torch.Tensor:
+        """(vocab,) all logits of one of those rows, fp32; `notices` get what happens meanwhile.
+
+        Raises as `advance`.
+        """
+        session, vocab = self._session, self._model.vocab_size
+        while True:
+            try:
+                return to_torch(await session.route.row(position, vocab))[0, 0]
+            except HopLost as lost:
+                if self._failover is None:
+                    raise
+                notices.extend([notice async for notice in self._failover.recover(lost)])
+                notices.extend([notice async for notice in self._reach(len(session.token_ids), 0)])
 
     def keep(self, position: int) -> None:
         """Forget what was fed from `position` on."""
@@ -93,14 +129,20 @@ class TokenFeed:
                 yield notice
         for start in range(0, len(ids), rows):
             chunk = list(ids[start : start + rows])
-            hidden = self._ends.embed(torch.tensor([chunk]), len(session.token_ids))
-            session.route.feed(to_wire(self._noise.add(hidden), session.route.terms.wire_dtype))
+            session.route.feed(self._input(chunk, len(session.token_ids)))
             session.token_ids += chunk
             behind = 0 if start + rows >= len(ids) else rows * (len(session.route.hops) + 1)
             if len(session.token_ids) <= behind:
                 continue
             async for notice in self._reach(len(session.token_ids) - behind, spare):
                 yield notice
+
+    def _input(self, ids: list[int], position: int) -> WireTensor:
+        """What the first hop is given for these tokens."""
+        if self._model.ends is None:
+            return ids_to_wire(ids)
+        hidden = self._model.ends.embed(torch.tensor([ids]), position)
+        return to_wire(self._noise.add(hidden), self._session.route.terms.wire_dtype)
 
     async def _reach(self, position: int, spare: int) -> AsyncGenerator[StreamFrame, None]:
         """Wait for a position to come out of the last hop, recovering as often as it takes."""

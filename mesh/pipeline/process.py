@@ -19,7 +19,7 @@ from msgspec import structs
 from mesh.accounts import allowances
 from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import LoopClock, tick
-from mesh.errors import InternalError, MeshError, PipelineStalled, as_mesh_error
+from mesh.errors import BadValue, InternalError, MeshError, PipelineStalled, as_mesh_error
 from mesh.models.progress import Progress
 from mesh.pipeline.commands import (
     AskerOptions,
@@ -153,7 +153,7 @@ class AskerProcess(Worker):
         except MeshError as error:
             self.say(Failed(error))
         else:
-            self.say(AskerReady(tuple(reasons)))
+            self.say(AskerReady(tuple(reasons), is_thin=self._started().model.ends is None))
 
     async def _load(self, command: StartAsker) -> list[str]:
         """Load the ends and begin to follow the mesh; the reasons of what was chosen."""
@@ -165,6 +165,8 @@ class AskerProcess(Worker):
             command.options,
             lambda loading, progress: tell_loop(self.say_loading, loading, progress),
         )
+        if model.ends is None and command.settings.activation_noise:
+            raise _no_noise(model.model_id)
         self.say_loading(None)
         tls = await self.members.open(command.tls)
         accounts = ResourceLedger(LoopClock(), allowances.ASKER)
@@ -306,6 +308,15 @@ class AskerProcess(Worker):
         if (gone := lost(error)) is not None:
             self.end_failed(gone)  # embedding and head are on that device, too
         return InternalError(f"{type(error).__name__}: {error}.", fix="See the log.")
+
+
+def _no_noise(model_id: ModelId) -> BadValue:
+    return BadValue(
+        f"routing.activation_noise goes on what is embedded here; {model_id} is elsewhere.",
+        fix=f"Fetch its ends (`hearthnet pull {model_id} --layers none`), with"
+        " research.distributed_inference.thin not `always`; or set no noise.",
+        param="routing.activation_noise",
+    )
 
 
 def main(load: LoadAsker = load_asker_and_draft) -> None:

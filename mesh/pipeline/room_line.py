@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from mesh.accounts.fair_line import FairLine
-from mesh.pipeline.route import RouteRefused
+from mesh.pipeline.refusal import RouteRefused
 from mesh.types import Principal, Queued
 
 WAIT_S = 20.0

@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 
 from mesh.errors import (
     BadSteering,
-    Busy,
-    CacheFull,
     ContextTooLong,
     MeshError,
     NoRoute,
@@ -28,6 +26,7 @@ from mesh.pipeline.claims import Claim
 from mesh.pipeline.history import slice_rows
 from mesh.pipeline.hop import GenerationHop, HopObserver, HopSession, Patience
 from mesh.pipeline.links import HopLink, HopLinks
+from mesh.pipeline.refusal import RouteRefused
 from mesh.pipeline.terms import SessionTerms
 from mesh.routing.cover import ShardKey, key_of
 from mesh.types import Pipeline, RouteHop
@@ -39,9 +38,6 @@ FULL_DELAYS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 """Waited one after the other, 1.55 s in all, by a harvest or a lens while every shard says that it
 is full: what was closed elsewhere may not have reached it yet. Generations wait in line, see
 `mesh.pipeline.room_line`."""
-
-_FULL = (Busy, CacheFull)
-"""What a shard refuses a session with that it may give the next moment."""
 
 T = TypeVar("T")
 Picked = TypeVar("Picked")
@@ -56,17 +52,6 @@ class HopLost(Exception):
         self.index = index
         self.hop = hop
         self.error = error
-
-
-class RouteRefused(NoRoute):
-    """No route, after some shards refused; `all_full`: each of them because it is full."""
-
-    def __init__(self, nobody: NoRoute, refused: Collection[HopLost]) -> None:
-        self.said = "".join(
-            f" {lost.hop.shard.node_name}: {lost.error.message}" for lost in refused
-        )
-        self.all_full = all(isinstance(lost.error, _FULL) for lost in refused)
-        super().__init__(nobody.message + self.said, fix=nobody.fix)
 
 
 async def open_route(
@@ -247,6 +232,18 @@ class Route:
         count = self._latest.shape[1]
         return slice_rows(self._latest, count - rows, count)
 
+    async def row(self, position: int, vocab: int) -> WireTensor:
+        """All logits, fp32 (1, 1, vocab), of one of the `latest` rows, where the last hop gives
+        candidates. Raises HopLost."""
+        hop = self.hops[-1]
+        try:
+            return await hop.row(position, vocab)
+        except MeshError as error:
+            hop.fail(error)
+            # Whoever replaces it can give the row once its own answer to it is here.
+            hop.delivered = min(hop.delivered, position)
+            raise HopLost(len(self.hops) - 1, hop.hop, error) from error
+
     def cut(self, position: int) -> None:
         """Forget everything from `position` on, in every hop."""
         for hop in self.hops:
@@ -366,7 +363,7 @@ class Route:
             self._wake()
 
     def _count_widened(self, tensor: WireTensor) -> None:
-        if tensor.dtype != self.terms.wire_dtype:
+        if tensor.dtype not in (self.terms.wire_dtype, "int8"):  # token rows are never too wide
             self.widened += 1
 
     def _wake(self) -> None:

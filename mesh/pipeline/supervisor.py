@@ -100,6 +100,7 @@ class AskerSupervisor(Supervisor):
         super().__init__(f"the asker of {start.model_id}", module, start, limits)
         self.model_id = start.model_id
         self.reasons: tuple[str, ...] = ()
+        self.is_thin = False
         self.generations: tuple[LiveGeneration, ...] = ()
         self.standings: list[dict[str, Any]] = []
         self.accounts: dict[str, Any] = {}
@@ -228,6 +229,7 @@ class AskerSupervisor(Supervisor):
 
     def _is_loaded(self, answer: AskerReady) -> None:
         self.reasons, self.error = answer.reasons, None
+        self.is_thin = answer.is_thin
         self._attempts.succeeded(self.model_id)
         self.ready()
         self._owner.asker_changed()

@@ -77,14 +77,20 @@ async def _logits(
     rows: list[torch.Tensor] = []
     widened = 0
     for ids in _prompts(model):
-        terms = SessionTerms(model.model_id, model.weights_sha256, len(ids), dtype)
+        terms = SessionTerms(
+            model.model_id,
+            model.weights_sha256,
+            len(ids),
+            dtype,
+            remote_ends=model.remote_ends(),
+        )
         session = await sessions.open_fresh(terms, model.total_layers)
         try:
             failover = Failover(session, router, model.hidden_size, FailoverSettings(), None)
             feed = TokenFeed(model, session, failover)
             async for _ in feed.advance(ids):
                 pass  # a hop that is lost here is replaced as in any generation
-            rows.append(feed.logits.float())
+            rows.append((await feed.logits()).float())
             widened += session.route.widened
         finally:
             sessions.release(session, keep=False)

@@ -55,7 +55,8 @@ class CoverRules:
     """The limits of one request's route. Layers in `home` run on the asker's own shards only.
 
     Layers in 16 or 32 bit, in 8 and in 4 are three different models, so one route has only one of
-    them, unless `mix_formats`. `policy` is for `mesh.routing.cheapest.cover`.
+    them, unless `mix_formats`. `policy` is for `mesh.routing.cheapest.cover`. With `remote_ends`
+    the asker holds no embedding and no head: the first and the last shard have to run them.
     """
 
     max_shards: int = 16
@@ -63,6 +64,13 @@ class CoverRules:
     home: tuple[LayerRange, ...] = ()
     mix_formats: bool = False
     policy: Policy = "auto"
+    remote_ends: bool = False
+
+    def admits(self, shard: ShardDescriptor) -> bool:
+        """Whether a shard may be part of a route."""
+        has_first, has_last = 0 in shard.layer_range, shard.total_layers - 1 in shard.layer_range
+        lacks = (has_first and not shard.embeds) or (has_last and not shard.head)
+        return not (self.remote_ends and lacks)
 
     def keeps(self, layer: int) -> bool:
         """Whether a layer has to run at home."""

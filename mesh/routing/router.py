@@ -90,13 +90,31 @@ class ShardRouter:
         """
         everyone = self._store.candidates(model_id)
         same = [c for c in everyone if c.descriptor.weights_sha256 == weights_sha256]
+        admitted = [c for c in same if self._rules.admits(c.descriptor)]
         try:
-            return cheapest.cover(same, span, self._rules, exclude, like)
+            return cheapest.cover(admitted, span, self._rules, exclude, like)
         except NoRoute:
+            if missing_layers(admitted, span) and not missing_layers(same, span):
+                raise _no_ends(model_id, span, same) from None
             other = [c for c in everyone if c.descriptor.weights_sha256 != weights_sha256]
             if other and missing_layers(same, span) and not missing_layers(everyone, span):
                 raise _mismatch(model_id, weights_sha256, other) from None
             raise
+
+
+def _no_ends(model_id: ModelId, span: LayerRange, held: Sequence[Candidate]) -> NoRoute:
+    shards = [c.descriptor for c in held]
+    first = any(shard.embeds for shard in shards) or span.start > 0
+    last = any(shard.head for shard in shards) or span.stop < shards[0].total_layers
+    lacking = " or the ".join(
+        name for name, there in (("embedding", first), ("head", last)) if not there
+    )
+    return NoRoute(
+        f"this node holds no embedding and no head of {model_id}, and none of the nodes that serve"
+        f" layers {span} runs {f'the {lacking}' if lacking else 'both'} for it.",
+        fix=f"Fetch them here (`hearthnet pull {model_id} --layers none`), or where the first and"
+        " the last layers are served.",
+    )
 
 
 def _mismatch(model_id: ModelId, wanted: str, other: Sequence[Candidate]) -> WeightsMismatch:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from mesh.errors import BadRequest
+from mesh.models.candidates import candidates_of
 from mesh.models.load import Ends, load_ends
 from mesh.models.manifest import Manifest
 from mesh.models.progress import Progress
@@ -25,7 +26,7 @@ from mesh.shard.linear import choose_kernels, kept_dtype
 from mesh.types import WireDtype
 from mesh.wire.activations import to_torch, to_wire
 from mesh.wire.messages import OpenEnds, Step, WireTensor
-from mesh.wire.token_rows import TopRows, ids_from_wire, top_to_wire
+from mesh.wire.token_rows import Rows, ids_from_wire, rows_due, top_layout, top_to_wire
 
 MOST_ROWS = 8
 """The head computes up to so many rows at once."""
@@ -146,6 +147,7 @@ class SessionEnds:
         self.takes_ids = request.ids
         self._count = min(request.candidates, loaded.ends.vocab_size)
         self._rows = request.rows
+        self._since = request.since
         self._end = 0
         self._last: torch.Tensor | None = None  # (1, rows, hidden), the rows before `_end`
 
@@ -163,8 +165,9 @@ class SessionEnds:
         if not self._count:
             return to_wire(hidden, self._wire_dtype)
         self._end = step.position + hidden.shape[1]
-        self._last = self._rounded(hidden[:, -self._rows :])
-        logits = in_checked_sizes(self._logits, self._last, self._at_once).float()
+        due = rows_due(step.position, hidden.shape[1], self._since, self._rows)
+        self._last = self._rounded(hidden[:, -due:])
+        logits = in_checked_sizes(self._logits, self._last, self._at_once)
         return top_to_wire(strongest(logits, self._count))
 
     def row(self, position: int) -> torch.Tensor:
@@ -188,13 +191,10 @@ class SessionEnds:
         return to_torch(to_wire(hidden, self._wire_dtype))
 
 
-def strongest(logits: torch.Tensor, count: int) -> TopRows:
-    """The `count` strongest of each row of (rows, vocab) fp32; of equals the lower id first."""
-    found = logits.topk(count, dim=-1)
-    ids, values = found.indices.cpu().numpy(), found.values.cpu().numpy()
-    order = np.lexsort((ids, -values), axis=-1)
-    return TopRows(
-        np.take_along_axis(ids, order, -1).astype(np.int32),
-        np.take_along_axis(values, order, -1),
-        logits.logsumexp(dim=-1).cpu().numpy(),
-    )
+def strongest(logits: torch.Tensor, count: int) -> Rows:
+    """The `count` strongest of each row of (rows, vocab), any float dtype."""
+    rows = np.empty(len(logits), top_layout(count))
+    for said, row in zip(rows, logits, strict=True):
+        found = candidates_of(row, count)
+        said["total"], said["ids"], said["logits"] = found.log_total, found.ids, found.logits
+    return rows

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from mesh.accounts.ledger import Hold
-from mesh.errors import BadFrame, FrameTooLarge
+from mesh.errors import BadFrame, Busy, FrameTooLarge
 from mesh.wire import steps
 from mesh.wire.compression import decompress
 from mesh.wire.credits import Credits
@@ -24,9 +24,11 @@ from mesh.wire.frames import (
     number,
 )
 from mesh.wire.limits import Limits
-from mesh.wire.messages import Bearer, Failure, Result, Step, WireTensor
+from mesh.wire.messages import Bearer, Failure, Result, RowAsk, Step, WireTensor
 from mesh.wire.outbox import Outbox
 from mesh.wire.tensors import Reassembly, TensorHeader
+
+MAX_ROWS_ASKED = 1024
 
 _FIX = "Run the same hearthnet version on both machines."
 
@@ -42,6 +44,7 @@ class TensorInbox:
         self._credits = credits
         self._outbox = outbox
         self._reassembly = Reassembly(limits)
+        self._rows_asked: set[tuple[int, int]] = set()
         self.account: Hold | None = None
 
     @property
@@ -74,23 +77,36 @@ class TensorInbox:
             self.account.require(len(frame.payload))
         return self._TAKE[frame.type](self, frame)
 
-    def awaits(self, result: Result) -> bool:
-        """Whether the step is here and waits for its answer."""
-        return self._credits.holds(result.session, result.step)
+    def ask_row(self, ask: RowAsk) -> None:
+        """A result is owed though no step came. Raises Busy for more of them than anybody needs."""
+        if len(self._rows_asked) >= MAX_ROWS_ASKED:
+            raise Busy("Too many rows are asked for at once.", fix="Wait for an answer.")
+        self._rows_asked.add((ask.session, ask.step))
+
+    def take_awaited(self, result: Result) -> bool:
+        """Whether somebody waits for this result: its step is here, or its row was asked for, which
+        this is the answer to."""
+        key = result.session, result.step
+        if key in self._rows_asked:
+            self._rows_asked.discard(key)
+            return True
+        return self._credits.holds(*key)
 
     def answered(self, failure: Failure) -> None:
         """A failure is on its way instead of one answer, or of all of a session."""
         if failure.session is None:
             return
         if failure.step is None:
-            self._credits.forget(failure.session)
-        else:
-            self._credits.answered(failure.session, failure.step)
+            self.forget(failure.session)
+            return
+        self._rows_asked.discard((failure.session, failure.step))
+        self._credits.answered(failure.session, failure.step)
         self._return_credits()
 
     def forget(self, session: int) -> None:
         """None of the session's steps will be answered any more."""
         self._credits.forget(session)
+        self._rows_asked = {key for key in self._rows_asked if key[0] != session}
         self._return_credits()
 
     def _return_credits(self) -> None:

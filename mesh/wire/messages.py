@@ -35,7 +35,6 @@ ModelName = Annotated[str, Meta(max_length=512)]
 Token = Annotated[str, Meta(max_length=2048)]
 Reason = Annotated[str, Meta(max_length=1024)]
 
-
 MAX_CANDIDATES, MAX_HEAD_ROWS = 1024, 256
 """What an `OpenEnds` may ask for."""
 
@@ -142,16 +141,17 @@ class Open(Message, frame=FrameType.OPEN):
 
 @dataclass(frozen=True, slots=True)
 class OpenEnds(Open, frame=FrameType.OPEN_ENDS):
-    """As `Open`, for an asker that holds no embedding or no head of the model: the host runs them.
+    """As `Open`, for an asker without the model's embedding and head: the host runs them.
 
-    With `ids` steps bear token ids instead of hidden states, with `candidates` results bear the so
-    many strongest next tokens of each step's last `rows` rows at most, both as in
-    `mesh.wire.token_rows`. Sent only to hosts whose shard says `embeds`, or `head`.
+    With `ids` steps bear token ids; with `candidates` results bear the so many strongest next
+    tokens of a step's last rows (`since`, `rows`), as `mesh.wire.token_rows` has both. Only for
+    hosts whose shard says `embeds`, or `head`.
     """
 
     ids: bool = False
     candidates: Annotated[int, Meta(ge=0, le=MAX_CANDIDATES)] = 0
     rows: Annotated[int, Meta(ge=0, le=MAX_HEAD_ROWS)] = 0
+    since: UInt32 = 0
 
 
 @dataclass(frozen=True, slots=True)

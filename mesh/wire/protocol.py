@@ -55,6 +55,7 @@ from mesh.wire.messages import (
     Ping,
     Pong,
     Result,
+    RowAsk,
     Step,
 )
 from mesh.wire.outbox import Outbox
@@ -158,7 +159,7 @@ class TensorSession:
             assert isinstance(message, Bearer)  # noqa: S101 - for the type checker
             if self._account is not None:
                 self._account.require(len(message.tensor.data))
-            if type(message) is not Result or self._inbox.awaits(message):
+            if type(message) is not Result or self._inbox.take_awaited(message):
                 self._outbox.tensor(kind, message)
         elif isinstance(message, Ping):
             self._send_ping(message)
@@ -303,6 +304,8 @@ class TensorSession:
         if isinstance(message, Close):
             self._inbox.forget(message.session)
             self._outbox.drop_results(message.session)
+        elif isinstance(message, RowAsk):
+            self._inbox.ask_row(message)
         elif isinstance(message, Bye):
             self._state = _State.CLOSED
         return message

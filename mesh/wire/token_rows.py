@@ -1,7 +1,7 @@
 """Token ids, and what a head says of rows, in the form in which steps and results bear them.
 
 One row for each position, as hidden states have it, so that what is kept, cut and replayed of a hop
-needs not know which of them it is. Rows are bytes: ``int8`` tensors (1, rows, bytes of a row). An
+need not know which of them it is. Rows are bytes: ``int8`` tensors (1, rows, bytes of a row). An
 id is an int32; candidates are the logarithm of the sum of the exponentials of all logits (fp32),
 then ids (int32), then logits (fp32), strongest first; all little-endian.
 """
@@ -9,16 +9,13 @@ then ids (int32), then logits (fp32), strongest first; all little-endian.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mesh.errors import BadRequest
 from mesh.wire.messages import WireTensor
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 ID_BYTES = 4
 
@@ -51,50 +48,48 @@ def ids_from_wire(tensor: WireTensor, vocab: int) -> NDArray[np.int64]:
     return ids
 
 
-@dataclass(frozen=True, slots=True)
-class TopRows:
-    """The strongest `k` next tokens of each row, strongest first: `ids` (rows, k) int32, `logits`
-    (rows, k) float32; `totals` (rows,) float32 is the logarithm of the sum of the exponentials of
-    all logits of the row, NaN for a row of which nothing is said."""
-
-    ids: NDArray[np.int32]
-    logits: NDArray[np.float32]
-    totals: NDArray[np.float32]
-
-    def __len__(self) -> int:
-        return len(self.totals)
+Rows = NDArray[np.void]
+"""What a head says of rows, (rows,) with the fields of `top_layout`."""
 
 
-def top_bytes(count: int) -> int:
-    """Bytes of a row with so many candidates."""
-    return _layout(count).itemsize
+def top_layout(count: int) -> np.dtype[Any]:
+    """A row with so many candidates: `total`, `ids` and `logits`, strongest first."""
+    return np.dtype([("total", "<f4"), ("ids", "<i4", (count,)), ("logits", "<f4", (count,))])
 
 
-def top_to_wire(top: TopRows) -> WireTensor:
-    """(1, rows, `top_bytes`)."""
-    rows, count = top.ids.shape
-    packed = np.empty(rows, _layout(count))
-    packed["total"], packed["ids"], packed["logits"] = top.totals, top.ids, top.logits
-    return WireTensor("int8", (1, rows, packed.itemsize), packed.tobytes())
+def top_to_wire(rows: Rows) -> WireTensor:
+    """(1, rows, bytes of a row)."""
+    return WireTensor("int8", (1, len(rows), rows.dtype.itemsize), rows.tobytes())
 
 
-def top_from_wire(tensor: WireTensor) -> TopRows:
+def top_from_wire(tensor: WireTensor) -> Rows:
     """What rows of candidates say, whatever that is; `tensor` has the shape of such."""
-    count = (tensor.shape[2] - 4) // 8
-    packed = np.frombuffer(tensor.data, _layout(count))
-    return TopRows(packed["ids"], packed["logits"], packed["total"])
+    return np.frombuffer(tensor.data, top_layout(candidates_in(tensor.shape[2])))
+
+
+def candidates_in(row_bytes: int) -> int:
+    """How many candidates a row of so many bytes has."""
+    return (row_bytes - 4) // 8
 
 
 def behind_blanks(tensor: WireTensor, rows: int) -> WireTensor:
-    """The same candidates as the last of `rows` rows, of which the first say nothing."""
+    """The same candidates as the last of `rows` rows; `is_blank` holds for those before."""
     lacking = rows - tensor.shape[1]
     if lacking <= 0:
         return tensor
-    blank = np.zeros(lacking, _layout((tensor.shape[2] - 4) // 8))
+    blank = np.zeros(lacking, top_layout(candidates_in(tensor.shape[2])))
     blank["total"] = np.nan
     data = b"".join((blank.tobytes(), tensor.data))
     return WireTensor("int8", (1, rows, tensor.shape[2]), data)
 
 
-def _layout(count: int) -> np.dtype[Any]:
-    return np.dtype([("total", "<f4"), ("ids", "<i4", (count,)), ("logits", "<f4", (count,))])
+def is_blank(rows: Rows) -> NDArray[np.bool_]:
+    """(rows,) of which nothing is said."""
+    blank: NDArray[np.bool_] = np.isnan(rows["total"])
+    return blank
+
+
+def rows_due(position: int, rows: int, since: int, most: int) -> int:
+    """Of how many of its last rows a step of `rows` from `position` on gets candidates: of those
+    from `since` on, at least one and at most `most`."""
+    return max(1, min(rows, most, position + rows - since))

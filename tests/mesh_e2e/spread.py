@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from mesh.clock import SystemClock
 from mesh.pipeline import wire_dtype
 from mesh.pipeline.checkpoint import load_asker
-from mesh.pipeline.commands import AskerOptions
+from mesh.pipeline.commands import AskerOptions, Thin
 from mesh.pipeline.generation import PipelineOrchestrator
 from mesh.pipeline.hop import Patience
 from mesh.pipeline.links import HopLinks
@@ -60,7 +60,7 @@ class Spread:
         self.model_id = model_id
         self.host = host
         self._allowed: list[ShardDescriptor] = []
-        self._router = ShardRouter(self, CoverRules())
+        self._router = ShardRouter(self, CoverRules(remote_ends=model.ends is None))
         self._sessions = Sessions(
             HopLinks(secure.dial),
             self._router,
@@ -113,7 +113,11 @@ class Spread:
     async def logits(self, prompt: list[int], forced: list[int]) -> torch.Tensor:
         """(len(forced), vocab) logits before each of `forced`, fed whatever the model would say."""
         terms = SessionTerms(
-            self.model_id, self.model.weights_sha256, len(prompt) + len(forced), WireDtype.FP32
+            self.model_id,
+            self.model.weights_sha256,
+            len(prompt) + len(forced),
+            WireDtype.FP32,
+            remote_ends=self.model.remote_ends(),
         )
         session = await self._sessions.open_fresh(terms, self.model.total_layers)
         feed = TokenFeed(self.model, session)
@@ -121,7 +125,7 @@ class Spread:
         for ids in [prompt, *([token] for token in forced[:-1])]:
             async for notice in feed.advance(ids):
                 raise AssertionError(f"a hop was lost: {notice}")
-            rows.append(feed.logits)
+            rows.append(await feed.logits())
         self._sessions.release(session, keep=False)
         return torch.stack(rows)
 
@@ -159,10 +163,15 @@ def loads_of(
 
 @asynccontextmanager
 async def asking(
-    host: ShardSupervisor, directory: Path, model_id: ModelId, cache_dir: Path
+    host: ShardSupervisor,
+    directory: Path,
+    model_id: ModelId,
+    cache_dir: Path,
+    *,
+    thin: Thin = "auto",
 ) -> AsyncIterator[Spread]:
     """Ask a model that a running shard process holds in parts."""
-    options = AskerOptions("fp32", "cpu", 1, cache_dir)
+    options = AskerOptions("fp32", "cpu", 1, cache_dir, thin=thin)
     model, _ = await asyncio.to_thread(load_asker, directory, model_id, options)
     mesh = Spread(model, host, model_id)
     yield mesh

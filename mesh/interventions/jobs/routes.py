@@ -16,7 +16,8 @@ from mesh.pipeline.claims import Claims
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.known_shards import KnownShards
 from mesh.pipeline.links import HopLinks
-from mesh.pipeline.route import RouteRefused, open_route
+from mesh.pipeline.refusal import RouteRefused
+from mesh.pipeline.route import open_route
 from mesh.pipeline.watch.reputation import Reputations
 from mesh.routing.cover import Candidate, CoverRules, ShardKey, key_of
 from mesh.routing.router import ShardRouter

@@ -13,10 +13,12 @@ run the same kernels; even those differ between one row at a time and a chunk of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mesh.pipeline.history import History, chunk_rows
 from mesh.pipeline.hop import HopSession
@@ -24,6 +26,7 @@ from mesh.pipeline.terms import SessionTerms
 from mesh.pipeline.watch.sanity import Floats, rows_as_floats
 from mesh.types import RouteHop, ShardDescriptor
 from mesh.wire.messages import WireTensor
+from mesh.wire.token_rows import top_from_wire
 
 _ROUNDING = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Largest relative error of rounding once for the wire."""
@@ -32,6 +35,9 @@ _COMPUTE = {"fp32": 5e-5, "fp16": 2.5e-2, "bf16": 0.25, "int8": 0.15, "int4": 0.
 """Largest honest difference of a value between two orders of summation, relative to its row: three
 times (fp32: ten times) what 4-layer spans of seven families with random weights (int8 and int4:
 eleven) show between single rows and chunks; those amplify differences more than trained ones."""
+
+Said = NDArray[Any]
+"""What a hop said of rows: (rows, hidden) floats, or (rows,) of candidates."""
 
 _OTHER_CLASS = 3.0
 _TINY = 1e-12
@@ -62,8 +68,43 @@ def tolerance(
     return Tolerance(value, min(value / 2, GARBAGE.row))
 
 
-def disagreement(one: Floats, other: Floats, allowed: Tolerance) -> float:
-    """How many times the worst of two (rows, hidden) answers exceeds the tolerance; <= 1 agrees."""
+def rows_said(tensor: WireTensor) -> Said:
+    """What an answer says of its rows."""
+    return top_from_wire(tensor) if tensor.dtype == "int8" else rows_as_floats(tensor)
+
+
+def disagreement(one: Said, other: Said, allowed: Tolerance) -> float:
+    """How many times the worst of two answers to the same rows exceeds the tolerance; <= 1 agrees.
+
+    Candidates are compared where both say some: as the logits of all tokens that either names. Of
+    one that the other does not name it is known that its logit is at most its weakest.
+    """
+    if one.dtype.names is not None and one.dtype == other.dtype:
+        rows = [_logits(*pair) for pair in zip(one, other, strict=True) if not _is_unsaid(*pair)]
+        return max((_apart(*pair, allowed) for pair in rows), default=0.0)
+    return _apart(one, other, allowed)
+
+
+def _is_unsaid(one: Said, other: Said) -> bool:
+    return bool(np.isnan(one["total"]) or np.isnan(other["total"]))
+
+
+def _logits(one: Said, other: Said) -> tuple[Floats, Floats]:
+    """Two rows of candidates as logits (1, tokens), the logarithm of the sums behind them."""
+    mine, theirs = (
+        dict(zip(each["ids"].tolist(), each["logits"].tolist(), strict=True))
+        for each in (one, other)
+    )
+    least, lowest = float(one["logits"][-1]), float(other["logits"][-1])
+    tokens = mine.keys() | theirs.keys()
+    ours = [mine[token] if token in mine else min(least, theirs[token]) for token in tokens]
+    others = [theirs[token] if token in theirs else min(lowest, mine[token]) for token in tokens]
+    ours.append(float(one["total"]))
+    others.append(float(other["total"]))
+    return np.array([ours], np.float32), np.array([others], np.float32)
+
+
+def _apart(one: Floats, other: Floats, allowed: Tolerance) -> float:
     if one.shape != other.shape:
         return float("inf")
     distance = np.abs(one - other)
@@ -74,8 +115,10 @@ def disagreement(one: Floats, other: Floats, allowed: Tolerance) -> float:
     return worst if worst == worst else float("inf")  # noqa: PLR0124 - NaN agrees with nothing
 
 
-def digest(rows: Floats) -> str:
-    """A fingerprint of (rows, hidden) that rounding seldom changes: evidence, not a proof."""
+def digest(rows: Said) -> str:
+    """A fingerprint of rows that rounding seldom changes: evidence, not a proof."""
+    if rows.dtype.names is not None:
+        return hashlib.sha256(rows["ids"].tobytes()).hexdigest()
     rms = np.sqrt(np.mean(np.square(rows), axis=1, keepdims=True)) + _TINY
     steps = np.clip(np.round(rows / rms * 4), -127, 127).astype(np.int8)
     return hashlib.sha256(steps.tobytes()).hexdigest()
@@ -120,9 +163,10 @@ class Record:
         else:
             self.close()
 
-    def rows(self, start: int, stop: int) -> Floats:
-        """(rows, hidden) answered at positions start..stop-1."""
-        return _floats(self.outputs.window(start - self.start, stop - self.start))
+    def rows(self, start: int, stop: int) -> Said:
+        """What was answered of positions start..stop-1."""
+        tensors = self.outputs.window(start - self.start, stop - self.start)
+        return np.concatenate([rows_said(tensor) for tensor in tensors])
 
     def close(self) -> None:
         """Give the other host's session back."""
@@ -141,15 +185,11 @@ class Mismatch:
     inputs: History
     start: int
     stop: int
-    said: Floats
-    other: Floats
+    said: Said
+    other: Said
     excess: float
 
 
 def pieces(inputs: History, start: int, stop: int) -> Iterator[tuple[int, WireTensor]]:
     """The inputs at positions start..stop-1, each with its position, in pieces to ask for."""
     return inputs.chunks(chunk_rows(inputs.width), start, stop)
-
-
-def _floats(tensors: Sequence[WireTensor]) -> Floats:
-    return np.concatenate([rows_as_floats(tensor) for tensor in tensors])

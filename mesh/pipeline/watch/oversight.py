@@ -27,11 +27,19 @@ from mesh.pipeline.claims import Claim, Claims
 from mesh.pipeline.hop import GenerationHop
 from mesh.pipeline.watch.latency import HopLatency, StepOverdue
 from mesh.pipeline.watch.reputation import Reputations
-from mesh.pipeline.watch.sanity import Envelope, corrupt, not_finite
+from mesh.pipeline.watch.sanity import (
+    Envelope,
+    contradiction,
+    corrupt,
+    impossible,
+    not_finite,
+    rows_as_floats,
+)
 from mesh.pipeline.watch.spot_checks import Finding, SpotChecks
 from mesh.routing.cover import ShardKey, key_of
 from mesh.types import RouteHop, ShardDescriptor
 from mesh.wire.messages import WireTensor
+from mesh.wire.token_rows import top_from_wire
 
 MAX_EVENTS = 256
 MAX_PACES = 1024
@@ -74,7 +82,12 @@ class Oversight:
         """Check an answer of the right shape before anybody uses it; an error refuses it."""
         shard = hop.hop.shard
         key = key_of(shard)
-        if hop.terms.edits:
+        ends = hop.terms.remote_ends
+        if ends is not None and ends.gives_candidates(hop.hop.layers):
+            fault = impossible(top_from_wire(tensor), ends.vocab_size)
+        elif not hop.terms.edits:
+            fault = self.envelope.check(hop.hop.layers.stop, tensor, shard.host)
+        else:
             # The bounds are those of the model as it is; steered, only nonsense is noticed.
             fault = not_finite(tensor)
             if fault and any(e.site.layer < hop.hop.layers.start for e in hop.terms.edits):
@@ -85,8 +98,6 @@ class Oversight:
                     fix="Lower the strength.",
                     param="strength",
                 )
-        else:
-            fault = self.envelope.check(hop.hop.layers.stop, tensor, shard.host)
         if fault:
             return self.corrupted(hop.hop, fault)
         self.reputations.served(key)
@@ -95,6 +106,12 @@ class Oversight:
         if self.spot_checks is not None:
             self.spot_checks.answered(hop, position, tensor)
         return None
+
+    def gave_row(self, hop: RouteHop, said: WireTensor, row: WireTensor) -> MeshError | None:
+        """Check all logits of a row against the candidates that the hop `said` it has; an error
+        refuses them."""
+        fault = contradiction(top_from_wire(said), rows_as_floats(row)[0])
+        return self.corrupted(hop, fault) if fault else None
 
     def corrupted(self, hop: RouteHop, what: str) -> MeshError:
         """Report a hop that answered `what` instead of activations; the error of that."""

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from mesh.errors import ShardCorrupt
 from mesh.models.hashing import read_cached, write_json_atomically
 from mesh.wire.messages import WireTensor
+from mesh.wire.token_rows import Rows, is_blank
 
 FACTOR = 8.0
 """Over the largest row norm seen. Attention sinks are a thousand times a usual row, and the prompts
@@ -34,6 +35,12 @@ CAP = 64.0
 
 _SAME = 0.02
 """Two hosts whose absurd norms differ by less than this have computed the same thing."""
+
+_TOTAL_OFF = 1e-3
+"""What the logarithm of a sum in fp32 over a vocabulary may be off by."""
+
+_LOGIT_OFF = 1e-3
+"""What a row may be off by that is computed again, alone."""
 
 _FIX = "Another shard is tried; check the memory and the software of that node."
 
@@ -149,6 +156,44 @@ def not_finite(tensor: WireTensor) -> str:
     """What is wrong with an answer that no bounds are known for; empty when nothing is."""
     values = rows_as_floats(tensor)
     return "" if bool(np.isfinite(values).all()) else _not_finite(values)
+
+
+def impossible(said: Rows, vocab: int) -> str:
+    """What is wrong with candidates, of rows over a vocabulary, whatever the model is; empty when
+    nothing is. Rows of which nothing is said are left out."""
+    rows = said[~is_blank(said)]
+    ids, logits, totals = rows["ids"], rows["logits"].astype(np.float64), rows["total"]
+    if not len(rows) or (len(rows) < len(said) and is_blank(said[-1:])[0]):
+        return "no candidates of its last row"
+    if not (np.isfinite(logits).all() and np.isfinite(totals).all()):
+        return "candidates that are not finite"
+    if ids.min() < 0 or ids.max() >= vocab or (np.diff(np.sort(ids, axis=1), axis=1) == 0).any():
+        return f"candidates that are not different tokens of {vocab}"
+    if (np.diff(logits, axis=1) > 0).any():
+        return "candidates that are not in their order"
+    first = logits[:, :1]
+    known = np.exp(logits - first).sum(axis=1)
+    most = known + (vocab - ids.shape[1]) * np.exp(logits[:, -1] - first[:, 0])
+    least, total = np.log(known), totals - first[:, 0]
+    if (total < least - _TOTAL_OFF).any() or (total > np.log(most) + _TOTAL_OFF).any():
+        return "candidates whose chances do not add up"
+    return ""
+
+
+def contradiction(said: Rows, row: Floats) -> str:
+    """What is wrong with all logits (vocab,) of a row whose candidates (1,) were said before; empty
+    when nothing is."""
+    ids, logits, total = said["ids"][0], said["logits"][0], float(said["total"][0])
+    if not np.isfinite(row).all():
+        return "logits that are not finite"
+    others = np.delete(row, ids)
+    highest = float(row.max())
+    found = highest + math.log(float(np.exp(row - highest).sum(dtype=np.float64)))
+    is_same = bool(np.allclose(row[ids], logits, rtol=_LOGIT_OFF, atol=_LOGIT_OFF))
+    above = float(others.max(initial=-math.inf) - logits[-1])
+    if not is_same or above > _LOGIT_OFF or abs(found - total) > _TOTAL_OFF:
+        return "logits that contradict its own candidates"
+    return ""
 
 
 def _not_finite(values: Floats) -> str:

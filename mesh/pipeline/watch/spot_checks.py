@@ -16,7 +16,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -24,8 +24,9 @@ import numpy as np
 from mesh.errors import BadFrame, MeshError, PipelineStalled
 from mesh.pipeline.claims import Claims
 from mesh.pipeline.history import rows_of
-from mesh.pipeline.hop import GenerationHop, HopSession, Patience, is_activations
+from mesh.pipeline.hop import GenerationHop, HopSession, Patience
 from mesh.pipeline.links import HopLinks
+from mesh.pipeline.terms import SessionTerms
 from mesh.pipeline.watch.evidence import (
     Mismatch,
     Record,
@@ -33,10 +34,10 @@ from mesh.pipeline.watch.evidence import (
     digest,
     disagreement,
     pieces,
+    rows_said,
     tolerance,
 )
 from mesh.pipeline.watch.reputation import Reputations
-from mesh.pipeline.watch.sanity import rows_as_floats
 from mesh.processes.tasks import spawn
 from mesh.routing.cover import Candidate, key_of
 from mesh.routing.router import ShardSource
@@ -247,7 +248,7 @@ class SpotChecks:
         start = max(shadow.length, record.start)
         said, inputs = record.rows(start, record.end), record.inputs.copy()
         for position, tensor in pieces(inputs, shadow.length, record.end):
-            answer = rows_as_floats(await self._asked(shadow, position, tensor))
+            answer = rows_said(await self._asked(record.terms, shadow, position, tensor))
             first, last = max(position, start), position + rows_of(tensor)
             if first >= last:
                 continue
@@ -288,7 +289,7 @@ class SpotChecks:
                 return None
             answers = []
             for position, tensor in pieces(found.inputs, 0, found.stop):
-                answers.append(rows_as_floats(await self._asked(third, position, tensor)))
+                answers.append(rows_said(await self._asked(record.terms, third, position, tensor)))
             rows = np.concatenate(answers)[found.start : found.stop]
         except MeshError as error:
             logger.info("no third opinion on shard=%s: %s", checked.shard_id, error)
@@ -309,7 +310,7 @@ class SpotChecks:
         usable = [
             candidate
             for candidate in self._replicas.candidates(terms.model_id)
-            if self._may_judge(candidate, hop, without)
+            if self._may_judge(candidate, hop, terms, without)
         ]
         if usable:
             best = min(usable, key=lambda c: self._rank(c, hop.shard))
@@ -323,8 +324,7 @@ class SpotChecks:
             key_of(chosen.shard)
         )  # it makes room for generations, not they for it
         patience = Patience(self._settings.timeout_s, self._settings.timeout_s)
-        terms = replace(terms, harvest=None)  # who checks writes nothing down
-        shadow = HopSession(chosen, link, claim, terms, patience)
+        shadow = HopSession(chosen, link, claim, terms.for_checking(), patience)
         try:
             await shadow.open()
         except BaseException:
@@ -332,16 +332,19 @@ class SpotChecks:
             raise
         return shadow
 
-    async def _asked(self, shadow: HopSession, position: int, tensor: WireTensor) -> WireTensor:
+    async def _asked(
+        self, terms: SessionTerms, shadow: HopSession, position: int, tensor: WireTensor
+    ) -> WireTensor:
         """What another host answers to the hop's input. Raises what it answers, BadFrame."""
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 answer = await shadow.exchange(position, tensor)
         except TimeoutError:
             raise PipelineStalled("a spot check stalled.", fix="It is not used again.") from None
-        if not is_activations(answer, tensor.shape):
-            raise BadFrame("a spot check got no activations.", fix="It is not used again.")
-        return answer
+        layers, asked = shadow.hop.layers, terms.for_checking()
+        if not asked.fits(layers, position, tensor.shape, answer):
+            raise BadFrame("a spot check got no answer of its kind.", fix="It is not used again.")
+        return asked.aligned(layers, tensor.shape[1], answer)
 
     async def _home(self, hop: RouteHop) -> RouteHop | None:
         """The same layers on this machine; None when they are not to be loaded here."""
@@ -359,7 +362,9 @@ class SpotChecks:
         same = (home.shard.weights_sha256, home.shard.dtype)
         return home if same == (hop.shard.weights_sha256, hop.shard.dtype) else None
 
-    def _may_judge(self, candidate: Candidate, hop: RouteHop, without: set[str]) -> bool:
+    def _may_judge(
+        self, candidate: Candidate, hop: RouteHop, terms: SessionTerms, without: set[str]
+    ) -> bool:
         shard = candidate.descriptor
         return (
             shard.host not in without
@@ -367,6 +372,7 @@ class SpotChecks:
             and shard.weights_sha256 == hop.shard.weights_sha256
             and shard.dtype == hop.shard.dtype  # another format honestly differs by percents
             and shard.layer_range.covers(hop.layers)
+            and terms.is_served_by(shard, hop.layers)
             and candidate.streams_left > 0
             and (candidate.penalty == 0 or candidate.is_self)
         )

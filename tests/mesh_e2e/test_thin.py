@@ -1,0 +1,98 @@
+"""An asker without embedding and head: the first and the last hop run them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from mesh.models.builtin import checkpoint_dir
+from mesh.pipeline import drafting
+from mesh.types import LayerRange, ModelId, SamplingParams, WireDtype
+from tests import secure
+from tests.checkpoints import make_checkpoint
+from tests.mesh_e2e.spread import Spread, asking, greedy, hugging_face, loads_of, split
+
+COUNT = 40
+FAMILIES = {"builtin": 8, "gpt2": 6}
+"""And one whose position embedding is with the ends, and whose head is tied to the embedding."""
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+Pair = tuple[Path, int, Spread, Spread]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def pairs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Pair]]:
+    """Of each model: where it is, how many layers it has, who holds its ends, and who does not."""
+    root = tmp_path_factory.mktemp("thin")
+    directories = {
+        name: checkpoint_dir()
+        if name == "builtin"
+        else make_checkpoint(root / name, name, layers=6)
+        for name in FAMILIES
+    }
+    loads = [
+        load
+        for name, layers in FAMILIES.items()
+        for load in loads_of(
+            directories[name], [*split(layers, 1), *split(layers, 3)], ModelId(name)
+        )
+    ]
+    async with AsyncExitStack() as stack:
+        host = await stack.enter_async_context(secure.hosting(root / "cache", *loads))
+        made = {}
+        for name, layers in FAMILIES.items():
+            thick, thin = [
+                await stack.enter_async_context(
+                    asking(host, directories[name], ModelId(name), root / "cache", thin=which)
+                )
+                for which in ("never", "always")
+            ]
+            made[name] = directories[name], layers, thick, thin
+        yield made
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("hops", [1, 3])
+async def test_a_thin_asker_says_what_hugging_face_says(
+    name: str, hops: int, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, also where drafts are verified; its whole rows are those of the head here, too."""
+    monkeypatch.setattr(drafting, "_WORTH", 0.0)
+    directory, layers, _, thin = pairs[name]
+    assert thin.model.ends is None
+    await thin.use(split(layers, hops))
+    prompt = [30 + i for i in range(12)] * 12  # more than a chunk
+    ids, logits = hugging_face(directory, prompt, COUNT)
+    done = await thin.generate(greedy(prompt, COUNT))
+    assert list(done.token_ids) == ids
+    assert done.drafted_tokens > 0
+    ours = await thin.logits(prompt, ids)
+    assert (ours - logits).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("wire", [WireDtype.FP32, WireDtype.FP16])
+async def test_a_seed_gives_the_same_tokens_whoever_holds_the_ends(
+    wire: WireDtype, pairs: dict[str, Pair]
+) -> None:
+    """The last of these draws from the whole vocabulary, again and again beyond the candidates."""
+    _, layers, thick, thin = pairs["builtin"]
+    spans: list[LayerRange] = split(layers, 3)
+    for sampling in (
+        SamplingParams(temperature=0.8, top_k=20, seed=1),
+        SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.3, seed=2, logprobs=3),
+        SamplingParams(temperature=2.5, seed=3),
+    ):
+        request = replace(
+            greedy([40 + i for i in range(24)], 1),
+            sampling=replace(sampling, max_tokens=COUNT, ignore_eos=True),
+        )
+        said = []
+        for mesh in (thick, thin):
+            await mesh.use(spans)
+            said.append((await mesh.generate(request, wire)).token_ids)
+        assert said[0] == said[1]
