@@ -47,6 +47,7 @@ class HubStandin:
     """Bytes given of each file."""
     asked: Counter[str] = field(default_factory=Counter)
     """Requests by kind: ``api``, ``resolve``, ``bytes``."""
+    host: str = "127.0.0.1"
 
     def __enter__(self) -> Self:
         standin = self
@@ -60,7 +61,7 @@ class HubStandin:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer((self.host, 0), Handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
@@ -79,7 +80,7 @@ class HubStandin:
     @property
     def url(self) -> str:
         """For HF_ENDPOINT."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return f"http://{self.host}:{self._server.server_address[1]}"
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
         path = unquote(urlsplit(request.path).path)
