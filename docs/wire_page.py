@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from inspect import getdoc
 
 import msgpack
+import numpy as np
 
 from mesh.errors import BadFrame
 from mesh.types import WireDtype
@@ -20,6 +21,7 @@ from mesh.wire.frames import COUNT, HEADER, Frame, FrameFlags, FrameType, pack_f
 from mesh.wire.limits import Limits
 from mesh.wire.protocol import TensorSession
 from mesh.wire.tensors import CODES, NAMES
+from mesh.wire.token_rows import TopRows, ids_to_wire, top_to_wire
 
 LIMITS = Limits(chunk_bytes=16, window=4)
 """So that a tensor in chunks is short enough to print. Links have chunks of 1 MiB and 16 of them."""
@@ -145,6 +147,15 @@ def _answer() -> Iterator[Spoken]:
     yield from _say(hop, asker, m.Sealed(7, [{"file": "layer0.bin", "rows": 6}]))
     yield from _say(hop, asker, m.Drain("it is stopping"))
     yield from _say(asker, hop, m.Close(7))
+    thin = m.OpenEnds(
+        9, "tiny", "5f" * 4, 0, 4, 64, WireDtype.FP16, token="sig", ids=True, candidates=1, rows=1
+    )
+    yield from _say(asker, hop, thin)
+    yield from _say(hop, asker, m.Opened(9, 64))
+    yield from _say(asker, hop, m.Step(9, 1, 0, ids_to_wire([17, 5])))
+    yield from _say(hop, asker, m.Result(9, 1, top_to_wire(_TOP), 850, 40))
+    yield from _say(asker, hop, m.RowAsk(9, 2, 1))
+    yield from _say(hop, asker, m.Result(9, 2, _ROW, 0, 0))
     yield from _say(asker, hop, m.OpenTaps(8, "tiny", "5f" * 4, 0, 4, token="sig"))
     yield from _say(asker, hop, m.Blob(8, m.BlobKind.QUESTION, 4, 0, b"run?"))
     yield from _say(
@@ -213,6 +224,12 @@ def _say(a: TensorSession, b: TensorSession, message: m.Message) -> Iterator[Spo
 def _frames(session: TensorSession) -> Iterator[Spoken]:
     while (frame := session.next_frame()) is not None:
         yield Spoken(session.hello.node_name, frame)
+
+
+_TOP = TopRows(
+    np.array([[42]], np.int32), np.array([[9.5]], np.float32), np.array([9.75], np.float32)
+)
+_ROW = m.WireTensor("fp32", (1, 1, 2), struct.pack("<2f", 9.5, -1.0))
 
 
 def _rows(count: int) -> m.WireTensor:

@@ -37,13 +37,15 @@ class Speed:
 class Device:
     """Memory that layers can lie in, and what computes there: ``cpu``, ``cuda:0``, ``mps``.
 
-    What lies in a format without a speed is not computed there.
+    What lies in a format without a speed is not computed there. A decode step costs `visit_ms` more
+    where the device waited before it, as it does for the other hops of a route.
     """
 
     name: Text
     free_bytes: Int63
     total_bytes: Int63
     speeds: Annotated[tuple[Speed, ...], Meta(max_length=MAX_SPEEDS)] = ()
+    visit_ms: Milliseconds = 0.0
 
     @property
     def kind(self) -> str:
@@ -53,6 +55,17 @@ class Device:
     def speed(self, name: str) -> Speed | None:
         """In this format; None where it was not measured."""
         return next((each for each in self.speeds if each.format == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What was measured of a machine. `asker_ms` is what a token costs where it is asked for,
+    besides the head and the hops; `others_share` is how much of all processors others took
+    meanwhile, 0 to 1."""
+
+    device: Device
+    asker_ms: Milliseconds = 0.0
+    others_share: Annotated[float, Meta(ge=0, le=1), finite] = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,9 @@ class ShardDescriptor:
     `weights_sha256` is the hash of the whole checkpoint (see `mesh.models.manifest`): shards of one
     route must agree on it. `determinism_class` names what the last bits of a result depend on
     (architecture, dtype, kernels, threads, library versions). `vram_required_mb` is what it takes
-    of its device when its caches are full (`ShardMemory.total_mb`).
+    of its device when its caches are full (`ShardMemory.total_mb`). `embeds`: its sessions from
+    layer 0 on may take token ids; `head`: those up to the last layer may answer with the strongest
+    next tokens. Both are for askers that hold no ends.
     """
 
     shard_id: ShardId
@@ -160,6 +162,8 @@ class ShardDescriptor:
     dtype: str
     determinism_class: str
     advertised_at: datetime
+    embeds: bool = False
+    head: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,11 +65,13 @@ from mesh.wire.messages import (
     Message,
     Open,
     Opened,
+    OpenEnds,
     OpenPart,
     OpenTaps,
     Park,
     PrefixCopied,
     Resume,
+    RowAsk,
     Seal,
     Sealed,
 )
@@ -94,6 +96,11 @@ WIRE: dict[str, Message] = {
         harvest={"run": "r"}, token="tok",  # noqa: S106
     ),
     "open_part": OpenPart(1, b"xy"),
+    "open_ends": OpenEnds(
+        1, "m", WEIGHTS, 0, 4, 9, WireDtype.FP16, token="tok", ids=True, candidates=64,  # noqa: S106
+        rows=9,
+    ),
+    "row_ask": RowAsk(1, 7, 40),
     "open_taps": OpenTaps(1, "m", WEIGHTS, 0, 4, "tok"),
     "loading": Loading(1),
     "opened": Opened(1, 70000),

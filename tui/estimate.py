@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tui.words import ms, rate, size
+from mesh.units import data_size, memory_size
+from tui.words import ms, rate
 
 
 def estimate(plan: Mapping[str, Any]) -> list[str]:
@@ -20,7 +21,7 @@ def estimate(plan: Mapping[str, Any]) -> list[str]:
         lines += [_shard(shard) for shard in replica["shards"]]
         lines.append(f"  would help: {replica['bottleneck']['help']}")
     lines += [
-        f"○ {row['node']}: {size(row['free_bytes'])} free, not used: {row['why']}"
+        f"○ {row['node']}: {memory_size(row['free_bytes'])} free, not used: {row['why']}"
         for row in plan["machines"]
         if not row["used"]
     ]
@@ -32,8 +33,8 @@ def _first(replica: Mapping[str, Any]) -> str:
 
 
 def _shard(shard: Mapping[str, Any]) -> str:
-    need, have = size(shard["need"]["total"]), size(shard["have"])
+    need, have = memory_size(shard["need"]["total"]), memory_size(shard["have"])
     line = f"  {shard['node']} {shard['layers']}: needs {need} of {have} free"
     if shard["fetch_bytes"]:
-        line += f", fetches {size(shard['fetch_bytes'])}"
+        line += f", fetches {data_size(shard['fetch_bytes'])}"
     return line + (", with a gap: old and new do not fit at once" if shard["gap"] else "")

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from mesh.units import data_share, data_size, lasting
+
 GLYPHS = {"ok": "●", "wait": "◌", "bad": "✖", "other": "○"}
 COLOURS = {"ok": "green", "wait": "yellow", "bad": "red", "other": "dim"}
 _HEAD = ("id", "type", "at")
@@ -67,22 +69,9 @@ def loading(load: Mapping[str, Any]) -> str:
 
 def share(done: int, total: int, what: str = "") -> str:
     """``31 % read (12.4 of 40.0 GB)`` of bytes; never 100 % before it is all."""
-    unit, name = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
     done = min(done, total)
     part = f"{100 * done // total} % {what}".rstrip()
-    return f"{part} ({done / unit:.1f} of {total / unit:.1f} {name})"
-
-
-def size(number: float) -> str:
-    """``40.0 GB``, ``12.4 MB``."""
-    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
-
-
-def lasting(seconds: float) -> str:
-    """``40 s``, ``12 min``, ``3 h``."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+    return f"{part} ({data_share(done, total)})"
 
 
 _UNDER_WAY = {"waiting": "waiting", "looking": "looking for who has it"}
@@ -102,7 +91,7 @@ def _pace(transfer: Mapping[str, Any]) -> list[str]:
     if word := _UNDER_WAY.get(transfer["state"]):
         parts.append(word)
     if transfer["bytes_per_s"]:
-        parts.append(f"{size(transfer['bytes_per_s'])}/s")
+        parts.append(f"{data_size(transfer['bytes_per_s'])}/s")
     if transfer["eta_s"] is not None:
         parts.append(f"{lasting(transfer['eta_s'])} left")
     names = [source["name"] for source in transfer["sources"]]

@@ -17,7 +17,7 @@ class Ask(Strict):
     """The body of `POST /mesh/v1/plan`.
 
     `nodes` are the only ones that may be used, `without` are not; those `with` are used as if they
-    were here and trusted: nodes by name or id, or ``NAME=GB`` and ``NAME=GB:GB_S`` for a machine
+    were here and trusted: nodes by name or id, or ``NAME=GIB`` and ``NAME=GIB:GB_S`` for a machine
     that there is not, with so much free memory, read at that speed or at this machine's. `layers`
     are pins, ``NODE=LO-HI``.
     """

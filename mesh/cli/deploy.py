@@ -31,7 +31,7 @@ With = Annotated[
     typer.Option(
         "--with",
         metavar="NODE",
-        help="Estimate with it, were it here; NAME=GB[:GB/S] for one to buy. Repeatable.",
+        help="Estimate with it, were it here; NAME=GIB[:GB/S] for one to buy. Repeatable.",
     ),
 ]
 Without = Annotated[

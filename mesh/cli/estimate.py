@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mesh.cli.output import print_table, say
+from mesh.units import data_size, memory_size
 
 _ENTRIES = ("node", "layers", "device", "needs", "has", "fetches", "ms a token", "way")
 
@@ -50,19 +51,19 @@ def _print_replica(replica: dict[str, Any], streams: int) -> None:
         say(f"{', '.join(gaps)} cannot hold old and new at once: there will be a gap.")
 
 
-_WHAT = {"computing": "computing", "way": "the way", "head": "the output head"}
+_WHAT = {"computing": "computing", "way": "the way", "head": "the output head", "asker": "asking"}
 
 
 def _row(shard: dict[str, Any]) -> list[str]:
     need = shard["need"]
-    parts = f"{size(need['weights'])} weights, {size(need['caches'])} caches"
+    parts = f"{memory_size(need['weights'])} weights, {memory_size(need['caches'])} caches"
     return [
         shard["node"],
         shard["layers"],
         f"{shard['device']} {shard['format']}",
-        f"{size(need['total'])} ({parts})",
-        size(shard["have"]),
-        size(shard["fetch_bytes"]) if shard["fetch_bytes"] else "nothing",
+        f"{memory_size(need['total'])} ({parts})",
+        memory_size(shard["have"]),
+        data_size(shard["fetch_bytes"]) if shard["fetch_bytes"] else "nothing",
         f"{shard['decode_ms']:.1f}",
         f"{shard['hop_ms']:.1f}",
     ]
@@ -74,7 +75,7 @@ def _print_machines(machines: list[dict[str, Any]], *, fits: bool) -> None:
         return
     say()
     rows = [
-        [row["node"], size(row["free_bytes"]), row["layers_that_fit"] or "none", row["why"]]
+        [row["node"], memory_size(row["free_bytes"]), row["layers_that_fit"] or "none", row["why"]]
         for row in left
     ]
     title = "not used" if fits else "machine"
@@ -83,10 +84,3 @@ def _print_machines(machines: list[dict[str, Any]], *, fits: bool) -> None:
 
 def _format(quant: str) -> str:
     return "16 or 32 bit" if quant == "none" else quant
-
-
-def size(count: float) -> str:
-    """Bytes as ``1.5 GB`` of 2**30 or ``320 MB`` of 2**20."""
-    if count >= 2**30:
-        return f"{count / 2**30:.1f} GB"
-    return f"{count / 2**20:.0f} MB"

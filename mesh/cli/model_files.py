@@ -8,8 +8,9 @@ import typer
 
 from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import note, print_table, say
-from mesh.cli.pull import size, transfer_line
+from mesh.cli.pull import transfer_line
 from mesh.errors import ModelNotFound
+from mesh.units import data_size
 
 Model = Annotated[str, typer.Argument(help="Its name, perhaps with @ and the hash's beginning.")]
 
@@ -37,10 +38,12 @@ def rm(
     """Delete a model that was fetched from this machine's disk. One in use is not deleted."""
     here = _of(daemon.ask(lambda client: client.weights()), model)["here"]
     if here and not yes:
-        held = ", ".join(f"{size(each['here_bytes'])} in {each['directory']}" for each in here)
+        held = ", ".join(f"{data_size(each['here_bytes'])} in {each['directory']}" for each in here)
         typer.confirm(f"Delete {model} ({held})?", abort=True, err=True)
     removed = daemon.ask(lambda client: client.remove_model(model))
-    daemon.show(removed, lambda gone: say(f"{gone['removed']} is gone: {size(gone['bytes'])}."))
+    daemon.show(
+        removed, lambda gone: say(f"{gone['removed']} is gone: {data_size(gone['bytes'])}.")
+    )
 
 
 def _of(picture: dict[str, Any], model: str) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def _listed(picture: dict[str, Any]) -> None:
             row["id"],
             row["weights_sha256"][:12],
             _layers(row),
-            size(row["here_bytes"]),
+            data_size(row["here_bytes"]),
             "in use" if row["in_use"] else "",
         ]
         for row in picture["models"]
@@ -81,7 +84,8 @@ def _shown(found: dict[str, Any]) -> None:
     for row in found["here"]:
         say(f"{row['id']}  {row['weights_sha256']}")
         whole = "partial" if row["here_bytes"] < row["total_bytes"] else "complete"
-        say(f"{whole}: {size(row['here_bytes'])} of {size(row['total_bytes'])}, {_layers(row)}")
+        here, total = data_size(row["here_bytes"]), data_size(row["total_bytes"])
+        say(f"{whole}: {here} of {total}, {_layers(row)}")
         say(f"in {row['directory']}{' (in use)' if row['in_use'] else ''}")
         if row["origin"]:
             say(f"from {row['origin']}")

@@ -9,6 +9,7 @@ import typer
 
 from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import note, say
+from mesh.units import data_size, lasting
 
 if TYPE_CHECKING:
     from mesh.client import Client
@@ -108,23 +109,9 @@ def transfer_line(transfer: dict[str, Any]) -> str:
     if not transfer["total_bytes"]:
         return f"{transfer['state']}"
     done, total = transfer["done_bytes"], transfer["total_bytes"]
-    parts = [f"{done * 100 // total} % of {size(total)}", f"{size(transfer['bytes_per_s'])}/s"]
+    rate = data_size(transfer["bytes_per_s"])
+    parts = [f"{done * 100 // total} % of {data_size(total)}", f"{rate}/s"]
     if transfer["eta_s"] is not None:
-        parts.append(f"{duration(transfer['eta_s'])} left")
-    rates = [f"{s['name']} {size(s['bytes_per_s'])}/s" for s in transfer["sources"]]
+        parts.append(f"{lasting(transfer['eta_s'])} left")
+    rates = [f"{s['name']} {data_size(s['bytes_per_s'])}/s" for s in transfer["sources"]]
     return ", ".join(parts) + (f" ({', '.join(rates)})" if len(rates) > 1 else "")
-
-
-def size(count: float) -> str:
-    """Bytes in words: ``4.1 GB``."""
-    for unit, power in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= power:
-            return f"{count / power:.1f} {unit}"
-    return f"{count:.0f} B"
-
-
-def duration(seconds: float) -> str:
-    """``40 s``, ``12 min``, ``3.5 h``."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

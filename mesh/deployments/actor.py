@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +74,9 @@ class World(Protocol):
 
     async def unserve(self, shard: ShardId) -> int:
         """Serve it no longer; how many sessions were ended."""
+
+    def dedicate(self, shards: Collection[ShardId]) -> None:
+        """Have the weights of exactly these stay on the device, used or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ class Reconciler:
         if decision.load is not None and decision.load.shard not in self._drops:
             load, deployment = decision.load, view.deployments[decision.load.deployment]
             self._begin(self._loads, load.shard, self._load(deployment, load))
+        self._world.dedicate([shard for shard, (each, _) in wanted.items() if each.wish.dedicated])
         self._note(view, wanted, decision.waiting or {})
         self._look_after_asking(view.deployments)
 

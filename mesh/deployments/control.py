@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from mesh.deployments.listing import Rows, Seen
 from mesh.deployments.phases import Phases
-from mesh.deployments.placement import Machine, make_plan
-from mesh.deployments.room import Standing, to_rest
+from mesh.deployments.placement import AvailableNode, Laid, make_plan
+from mesh.deployments.room import Standing, room_of_others, to_rest
 from mesh.deployments.weights import WeightsSource
 from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live
 from mesh.errors import BadRequest, Forbidden, NotFound
@@ -42,14 +42,16 @@ class Order:
 class House(Seen, Protocol):
     """What the verbs need of the node."""
 
-    def machines(self) -> Sequence[Machine]:
+    def machines(self) -> Sequence[AvailableNode]:
         """The trusted nodes that are up now."""
 
     def need_of(self, wish: Wish, layers: LayerRange) -> int:
         """What these layers would take, in MB."""
 
-    async def laid_out(self, wish: Wish, before: Plan | None) -> Sequence[tuple[Span, ...]]:
-        """Where the planner lays the replicas that `before` lacks; none where it cannot say."""
+    async def laid_out(
+        self, wish: Wish, before: Plan | None, freed_mb: Mapping[NodeId, int]
+    ) -> Laid:
+        """Where the planner lays what `before` lacks of a wish, were `freed_mb` more free."""
 
     def require_operator(self) -> None:
         """Raises UntrustedPeer and ExperimentalDisabled when this node may wish for nothing."""
@@ -170,16 +172,19 @@ class Deploying:
     async def _wish(self, wish: Wish, before: Deployment | None) -> dict[str, Any]:
         """Plan first: a wish that cannot be met is not signed. Who makes room rests before."""
         plan_before = None if before is None else before.plan
-        laid = await self._house.laid_out(wish, plan_before)
-        machines = self._house.machines()
-        plan = make_plan(wish, "0" * 64, machines, plan_before, asked=True, laid=laid)
-        was_up = None if before is None or not before.is_wanted else plan_before
         others = {
             each.id: Standing(each, self._up_s(each.id))
             for each in live(self._house.deployments())
             if each.is_wanted and each.id != wish.deployment
         }
-        going = to_rest(wish, plan, was_up, others.values(), machines, self._house.need_of)
+        need = self._house.need_of
+        laid = await self._house.laid_out(wish, plan_before, {})
+        if laid.is_full and (freed_mb := room_of_others(wish, others.values(), need)):
+            laid = await self._house.laid_out(wish, plan_before, freed_mb)
+        machines = self._house.machines()
+        plan = make_plan(wish, "0" * 64, machines, plan_before, asked=True, laid=laid)
+        was_up = None if before is None or not before.is_wanted else plan_before
+        going = to_rest(wish, plan, was_up, others.values(), machines, need)
         for name in going:
             await self._house.publish_wish(replace(others[name].deployment.wish, resting=True))
         if before is None or wish != before.wish:

@@ -1,16 +1,17 @@
 """Where the replicas of a deployment go: the plan for a wish, over the machines there are. Pure.
 
-New replicas go where the planner of `mesh.routing` lays them. Where it cannot say, as nobody has
-measured the machines yet, `choose_placement` splits them evenly, over those with more free memory
-first, with pins where they were put.
-What already runs stays where it is as long as the wish allows, so that a change moves little.
+New replicas, and what a lost machine took with it, go where the planner of `mesh.routing` lays
+them. Where it cannot say, as nobody has measured the machines yet or nobody has room,
+`choose_placement` splits replicas evenly, over machines with more free memory first, with pins
+where they were put, and a gap goes to the machine that holds least. What already runs stays where
+it is as long as the wish allows, so that a change moves little.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mesh.deployments.wishes import MAX_SPANS, Deployment, Plan, Replica, Span, Wish
 from mesh.errors import BadRequest, NoRoute
@@ -18,7 +19,7 @@ from mesh.types import LayerRange, NodeId
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class AvailableNode:
     """A node that may be used; `free_mb` is None where nobody knows."""
 
     node: NodeId
@@ -26,19 +27,53 @@ class Machine:
     free_mb: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Layers that a replica lacks; `kept` of its spans stay where they are."""
+
+    replica: int
+    layers: LayerRange
+    kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """Where the planner lays what is lacking: whole replicas, and the gaps of others. `is_full`:
+    something found no room."""
+
+    replicas: tuple[tuple[Span, ...], ...] = ()
+    gaps: Mapping[Gap, tuple[Span, ...]] = field(default_factory=dict)
+    is_full: bool = False
+
+
+UNKNOWN = Laid()
+"""Where the planner cannot say."""
+
+
+def gaps(wish: Wish, before: Plan | None, nodes: Collection[NodeId]) -> list[Gap]:
+    """What the replicas of `before` that the wish keeps lack, when only `nodes` may be used."""
+    usable = {node for node in nodes if not wish.nodes or node in wish.nodes}
+    found = []
+    for replica in () if before is None else before.replicas[: wish.replicas]:
+        spans = _standing(_kept(replica, wish, usable), wish)
+        lacking = _gaps(wish.whole, [span.layers for span in spans])
+        found += [Gap(replica.number, layers, len(spans)) for layers in lacking]
+    return found
+
+
 def make_plan(
     wish: Wish,
     event: str,
-    machines: Sequence[Machine],
+    machines: Sequence[AvailableNode],
     before: Plan | None,
     *,
     asked: bool,
     why: str = "",
-    laid: Sequence[tuple[Span, ...]] = (),
+    laid: Laid = UNKNOWN,
 ) -> Plan:
     """The plan for a wish whose event is `event`, after the plan `before`.
 
-    New replicas are put where `laid` says, in its order, as far as that goes.
+    What is lacking is put where `laid` says, replicas in its order, as far as that goes.
 
     Replicas that stand on `machines` and within the wish stay as they are; of others the spans that
     can stay do. The last replicas go first. Raises NoRoute when no machine may be used and
@@ -66,9 +101,9 @@ def make_plan(
         load.update({span.node: len(span.layers) for span in replica.spans})
     replicas = []
     for replica in kept:
-        filled = _filled(replica, wish, usable, load)
+        filled = _filled(replica, wish, usable, load, laid)
         replicas.append(filled)
-    new = iter(laid)
+    new = iter(laid.replicas)
     while len(replicas) < wish.replicas:
         spans = next(new, None) or choose_placement(wish, usable, replicas)
         replicas.append(Replica(next_replica, spans))
@@ -79,7 +114,7 @@ def make_plan(
 
 
 def choose_placement(
-    wish: Wish, machines: Sequence[Machine], others: Sequence[Replica]
+    wish: Wish, machines: Sequence[AvailableNode], others: Sequence[Replica]
 ) -> tuple[Span, ...]:
     """The spans of one new replica beside these `others`.
 
@@ -97,13 +132,13 @@ def choose_placement(
     return min(ways, key=lambda spans: sum(_common(one, two) for one in spans for two in there))
 
 
-def _as_in(replica: Replica, machines: Sequence[Machine]) -> list[Machine]:
+def _as_in(replica: Replica, machines: Sequence[AvailableNode]) -> list[AvailableNode]:
     """The machines in the order in which a replica goes over them, others behind."""
     order = [span.node for span in replica.spans]
     return sorted(machines, key=lambda m: order.index(m.node) if m.node in order else len(order))
 
 
-def _around(wish: Wish, pins: Sequence[Span], order: Sequence[Machine]) -> tuple[Span, ...]:
+def _around(wish: Wish, pins: Sequence[Span], order: Sequence[AvailableNode]) -> tuple[Span, ...]:
     """What is not pinned, in even parts over the machines in their order."""
     spans = list(pins)
     for gap in _gaps(wish.whole, [pin.layers for pin in pins]):
@@ -153,24 +188,36 @@ def _kept(replica: Replica, wish: Wish, here: Collection[NodeId]) -> Replica:
         for span in replica.spans
         if span.node in here
         and all(
-            (span.layers, span.node) == pin or not _overlap(span.layers, pin[0])
-            for pin in elsewhere
+            (span.layers, span.node) == pin or not overlap(span.layers, pin[0]) for pin in elsewhere
         )
     ]
     return Replica(replica.number, tuple(spans))
 
 
+def _standing(replica: Replica, wish: Wish) -> list[Span]:
+    """What a kept replica has without being planned: its spans, and those that are pinned."""
+    pins = wish.pins if replica.number == 0 else ()
+    return [*replica.spans, *(pin for pin in pins if pin not in replica.spans)]
+
+
 def _filled(
-    replica: Replica, wish: Wish, machines: Sequence[Machine], load: Counter[NodeId]
+    replica: Replica,
+    wish: Wish,
+    machines: Sequence[AvailableNode],
+    load: Counter[NodeId],
+    laid: Laid,
 ) -> Replica:
-    """The replica with what it lacks given to the machines that hold least."""
-    spans = list(replica.spans)
-    if replica.number == 0:
-        spans += [pin for pin in wish.pins if pin not in spans]
-    for gap in _gaps(wish.whole, [span.layers for span in spans]):
-        target = min(machines, key=lambda m: (load[m.node], -(m.free_mb or 0), m.node))
-        spans.append(Span(target.node, gap))
-        load[target.node] += len(gap)
+    """The replica with what it lacks where that was laid, or else at the machines that hold
+    least."""
+    spans = _standing(replica, wish)
+    kept = len(spans)
+    for layers in _gaps(wish.whole, [span.layers for span in spans]):
+        found = laid.gaps.get(Gap(replica.number, layers, kept))
+        if found is None:
+            target = min(machines, key=lambda m: (load[m.node], -(m.free_mb or 0), m.node))
+            found = (Span(target.node, layers),)
+        spans += found
+        load.update({span.node: len(span.layers) for span in found})
     return Replica(replica.number, tuple(sorted(spans, key=lambda span: span.layers)))
 
 
@@ -193,7 +240,8 @@ def _split(layers: LayerRange, nodes: Sequence[NodeId]) -> list[Span]:
     return [Span(nodes[i], LayerRange(cuts[i], cuts[i + 1])) for i in range(count)]
 
 
-def _overlap(one: LayerRange, other: LayerRange) -> bool:
+def overlap(one: LayerRange, other: LayerRange) -> bool:
+    """Whether they have a layer in common."""
     return one.start < other.stop and other.start < one.stop
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from mesh.deployments.placement import Machine, make_plan, planner, stale
-from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
+from mesh.deployments.placement import AvailableNode, Laid, make_plan, planner, stale
+from mesh.deployments.wishes import Deployment, Plan, Wish, live
 from mesh.errors import MeshError
 from mesh.processes.tasks import end, spawn
 from mesh.types import NodeId
@@ -36,11 +36,13 @@ class Members(Protocol):
     def deployments(self) -> dict[str, Deployment]:
         """What the log says."""
 
-    def machines(self) -> Sequence[Machine]:
+    def machines(self) -> Sequence[AvailableNode]:
         """The trusted nodes that are up now, this one among them if it is trusted."""
 
-    async def laid_out(self, wish: Wish, before: Plan | None) -> Sequence[tuple[Span, ...]]:
-        """Where the planner lays the replicas that `before` lacks; none where it cannot say."""
+    async def laid_out(
+        self, wish: Wish, before: Plan | None, freed_mb: Mapping[NodeId, int]
+    ) -> Laid:
+        """Where the planner lays what `before` lacks of a wish, were `freed_mb` more free."""
 
     def trusted(self) -> Collection[NodeId]:
         """The nodes that may hold layers, up or not."""
@@ -104,12 +106,14 @@ class Replanner:
                 self._not_before[deployment.id] = now + RETRY_S
                 await self._plan(deployment, machines, why)
 
-    async def _plan(self, deployment: Deployment, machines: Sequence[Machine], why: str) -> None:
+    async def _plan(
+        self, deployment: Deployment, machines: Sequence[AvailableNode], why: str
+    ) -> None:
         # A wish whose author could not plan it any more was still an operator's.
         asked = not deployment.is_planned
         wish, before = deployment.wish, deployment.plan
         try:
-            laid = await self._members.laid_out(wish, before)
+            laid = await self._members.laid_out(wish, before, {})
             plan = make_plan(
                 wish, deployment.event, machines, before, asked=asked, why=why, laid=laid
             )

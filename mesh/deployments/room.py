@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from mesh.deployments.levels import Resident, evictions
-from mesh.deployments.placement import Machine
+from mesh.deployments.levels import Resident, evictions, may_go
+from mesh.deployments.placement import AvailableNode
 from mesh.deployments.wishes import Deployment, Plan, Wish
 from mesh.errors import NotEnoughMemory
 from mesh.types import LayerRange, NodeId
@@ -28,7 +28,7 @@ def to_rest(
     plan: Plan,
     before: Plan | None,
     others: Iterable[Standing],
-    machines: Sequence[Machine],
+    machines: Sequence[AvailableNode],
     need_mb: NeedMb,
 ) -> tuple[str, ...]:
     """The deployments that rest before `plan` is followed, the smallest on each machine first.
@@ -67,6 +67,18 @@ def to_rest(
             " is dedicated or has not been up for its minimum time.",
         )
     return tuple(going)
+
+
+def room_of_others(wish: Wish, others: Iterable[Standing], need_mb: NeedMb) -> dict[NodeId, int]:
+    """What would get free on each machine if all went that may go for this wish, in MB."""
+    found: dict[NodeId, int] = {}
+    for standing in others:
+        plan = standing.deployment.plan
+        for node in plan.nodes if plan is not None else ():
+            resident = _resident(standing, node, need_mb)
+            if may_go(resident, dedicated=wish.dedicated):
+                found[node] = found.get(node, 0) + resident.mb
+    return found
 
 
 def _resident(standing: Standing, node: NodeId, need_mb: NeedMb) -> Resident:

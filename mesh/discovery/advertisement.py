@@ -98,7 +98,8 @@ class _Health:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An advertisement as it travels."""
+    """An advertisement as it travels. `embeds` and `head` are optional: earlier versions have
+    neither."""
 
     shard_id: Text
     model_id: Text
@@ -114,6 +115,8 @@ class _Entry:
     determinism_class: Text
     advertised_at: Moment
     health: _Health
+    embeds: bool | UnsetType = UNSET
+    head: bool | UnsetType = UNSET
 
 
 def encode(advertisement: Advertisement) -> dict[str, Any]:
@@ -129,7 +132,8 @@ def encode(advertisement: Advertisement) -> dict[str, Any]:
             shard.shard_id, shard.model_id, shard.weights_sha256, str(shard.layer_range),
             shard.total_layers, shard.vram_required_mb, shard.max_concurrent_streams, shard.host,
             shard.node_name, shard.endpoint, shard.dtype, shard.determinism_class,
-            shard.advertised_at.isoformat(), said,
+            shard.advertised_at.isoformat(), said, shard.embeds or UNSET,
+            shard.head or UNSET,
         )
     )  # fmt: skip
 
@@ -155,6 +159,7 @@ def decode(data: object, *, host: NodeId) -> Advertisement:
         identifier, ModelId(entry.model_id), entry.weights_sha256, layers, entry.total_layers,
         entry.vram_required_mb, entry.max_concurrent_streams, host, entry.node_name,
         Endpoint(entry.endpoint), entry.dtype, entry.determinism_class, _utc(entry.advertised_at),
+        entry.embeds is True, entry.head is True,
     )  # fmt: skip
     memory = None if said.memory is UNSET else ShardMemory(*astuple(said.memory))
     health = ShardHealth(
@@ -172,6 +177,10 @@ def _check_whole(entry: _Entry, layers: LayerRange, host: NodeId) -> None:
         raise Fault("names another node than the one that sent it", "host")
     if layers.stop > entry.total_layers:
         raise Fault(f"reach beyond the model's {entry.total_layers} layers", "layers")
+    if entry.embeds is True and layers.start > 0:
+        raise Fault("is of the shard with layer 0 only", "embeds")
+    if entry.head is True and layers.stop < entry.total_layers:
+        raise Fault("is of the shard with the last layer only", "head")
 
 
 def decode_all(entries: Sequence[object], *, host: NodeId) -> list[Advertisement]:

@@ -36,6 +36,8 @@ from mesh.models.partial_draft import refused_by_disk
 
 logger = logging.getLogger(__name__)
 
+Buffer = bytes | bytearray | memoryview
+
 _LOCK = "hearthnet-partial.lock"
 _COMMIT_BYTES = 64 << 20
 """So much is verified at most before it is flushed and noted."""
@@ -127,21 +129,22 @@ class PartialWriter:
                 fix="Free some room, remove models with `hearthnet rm`, or fetch fewer layers.",
             )
 
-    def put(self, name: str, start: int, data: bytes | bytearray | memoryview) -> Outcome:
-        """Write one piece of a tensor; verify the tensor when it was the last. Raises DiskFull.
+    def put(self, name: str, start: int, parts: Sequence[Buffer]) -> Outcome:
+        """Write one piece of a tensor, whose bytes are `parts` in a row; verify the tensor when it
+        was the last. Raises DiskFull.
 
         WRONG: its bytes were not those of its hash, and all of them are void again; a tensor of one
         piece is checked before it is written.
         """
         with self._working():
-            return self._put(self.tensors[name], start, data)
+            return self._put(self.tensors[name], start, parts)
 
-    def _put(self, entry: TensorEntry, start: int, data: bytes | bytearray | memoryview) -> Outcome:
-        name = entry.name
-        whole = start == 0 and len(data) == entry.nbytes
-        if whole and hashlib.sha256(data).hexdigest() != self.record.tensors[name]:
+    def _put(self, entry: TensorEntry, start: int, parts: Sequence[Buffer]) -> Outcome:
+        name, size = entry.name, sum(map(len, parts))
+        whole = start == 0 and size == entry.nbytes
+        if whole and _updated(hashlib.sha256(), parts).hexdigest() != self.record.tensors[name]:
             return Outcome.WRONG
-        self._write_at(entry, start, data)
+        self._write_at(entry, start, parts)
         if whole:
             self._note(f"p {self._index[name]} 0")
             return self._keep(entry)
@@ -151,8 +154,8 @@ class PartialWriter:
             known = self._unfinished.setdefault(name, _Unfinished(entry, set()))
         with known.lock:
             if known.hashed == start:
-                known.digest.update(data)
-                known.hashed += len(data)
+                _updated(known.digest, parts)
+                known.hashed += size
             known.pieces.add(start // PIECE_BYTES)
             self._note(f"p {self._index[name]} {start // PIECE_BYTES}")
             if len(known.pieces) < len(pieces_of(entry.nbytes)):
@@ -291,14 +294,14 @@ class PartialWriter:
             digest.update(data)
             start += len(data)
 
-    def _write_at(
-        self, entry: TensorEntry, start: int, data: bytes | bytearray | memoryview
-    ) -> None:
-        view, fd = memoryview(data), self._files[entry.file]
+    def _write_at(self, entry: TensorEntry, start: int, parts: Sequence[Buffer]) -> None:
+        fd, at = self._files[entry.file], entry.offset + start
         try:
-            while view:
-                count = os.pwrite(fd, view, entry.offset + start)
-                view, start = view[count:], start + count
+            for part in parts:
+                view = memoryview(part)
+                while view:
+                    count = os.pwrite(fd, view, at)
+                    view, at = view[count:], at + count
         except OSError as error:
             raise refused_by_disk(self.directory, error) from error
 
@@ -309,6 +312,12 @@ class PartialWriter:
             os.write(self._journal, "".join(f"{fact}\n" for fact in facts).encode())
         except OSError as error:
             raise refused_by_disk(self.directory, error) from error
+
+
+def _updated(digest: hashlib._Hash, parts: Sequence[Buffer]) -> hashlib._Hash:
+    for part in parts:
+        digest.update(part)
+    return digest
 
 
 def pieces_of(nbytes: int) -> Sequence[tuple[int, int]]:

@@ -15,12 +15,12 @@ from pathlib import Path
 from mesh.config import Config
 from mesh.deployments.actor import Hooks, Reconciler
 from mesh.deployments.control import Deploying
-from mesh.deployments.placement import Machine
+from mesh.deployments.placement import UNKNOWN, AvailableNode, Laid
 from mesh.deployments.reconcile import Held, Holding, Served
 from mesh.deployments.replan import Replanner
 from mesh.deployments.waking import Sleeper, Use, Waker
 from mesh.deployments.weights import LocalWeights
-from mesh.deployments.wishes import Deployment, Plan, Span, Wish, read
+from mesh.deployments.wishes import Deployment, Plan, Wish, read
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.sightings import PeerState
@@ -46,7 +46,7 @@ LAYOUT_S = 20.0
 
 logger = logging.getLogger(__name__)
 
-Layout = Callable[[Wish, Plan | None, Collection[NodeId]], Awaitable[Sequence[tuple[Span, ...]]]]
+Layout = Callable[[Wish, Plan | None, Collection[NodeId], Mapping[NodeId, int]], Awaitable[Laid]]
 
 
 class House:
@@ -69,16 +69,18 @@ class House:
         self.layout: Layout | None = None
         """Asks the planner; None where that is not wanted."""
 
-    async def laid_out(self, wish: Wish, before: Plan | None) -> Sequence[tuple[Span, ...]]:
+    async def laid_out(
+        self, wish: Wish, before: Plan | None, freed_mb: Mapping[NodeId, int]
+    ) -> Laid:
         """See `control.House`."""
         if self.layout is None or self._config.deployments.placement == "even":
-            return ()
+            return UNKNOWN
         try:
             async with asyncio.timeout(LAYOUT_S):
-                return await self.layout(wish, before, self.alive())
+                return await self.layout(wish, before, self.alive(), freed_mb)
         except (MeshError, TimeoutError) as error:
             logger.info("deployment=%s is split evenly: %s", wish.deployment, error)
-            return ()
+            return UNKNOWN
 
     # What the log says
 
@@ -178,7 +180,7 @@ class House:
 
     # Who is there
 
-    def machines(self) -> Sequence[Machine]:
+    def machines(self) -> Sequence[AvailableNode]:
         """See `Members`."""
         hearth = self._network.hearth
         if hearth is None:
@@ -186,7 +188,7 @@ class House:
         up = {p.node_id for p in self._network.peers() if p.state is PeerState.UP and p.node_id}
         names = self.names()
         return [
-            Machine(node, names.get(node, node), self._free_mb(node))
+            AvailableNode(node, names.get(node, node), self._free_mb(node))
             for node in sorted({self.node, *up})
             if hearth.may_serve(node)
         ]
@@ -305,6 +307,10 @@ class House:
     async def unserve(self, shard: ShardId) -> int:
         """See `World`."""
         return await self._held.unserve(shard)
+
+    def dedicate(self, shards: Collection[ShardId]) -> None:
+        """See `World`."""
+        self._held.keep_resident(shards)
 
     def _hearth(self) -> Hearth:
         return self._network.require_hearth()

@@ -14,18 +14,18 @@ from typing import Any
 
 from mesh.capacity import Capacity, Device
 from mesh.config import Config
+from mesh.deployments.placement import UNKNOWN, Gap, Laid, gaps, overlap
 from mesh.deployments.shape import shape_of
-from mesh.deployments.wishes import Plan as Planned
-from mesh.deployments.wishes import Span
-from mesh.deployments.wishes import Wish as Wished
+from mesh.deployments.wishes import Plan, Span, Wish
 from mesh.discovery.directory import NodeView, ShardStore
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest
 from mesh.health.detector import Verdict
 from mesh.node.fetched_weights import FetchedWeights
-from mesh.routing.forecast import Forecast
-from mesh.routing.machines import DEFAULT_CONTEXT, Held, Machine, ModelShape, Timed, Wish
-from mesh.routing.placement import Plan, plan
+from mesh.routing.forecast import Forecast, Placed
+from mesh.routing.gaps import beside, fill
+from mesh.routing.machines import DEFAULT_CONTEXT, Demand, Held, Machine, ModelShape, Timed
+from mesh.routing.placement import Layout, lay_out
 from mesh.types import LayerRange, ModelId, NodeId
 
 _UNMEASURED_MS = 1.0
@@ -36,7 +36,8 @@ _IMAGINED = re.compile(r"([^=:]{1,64})=(\d{1,5}(?:\.\d+)?)(?::(\d{1,5}(?:\.\d+)?
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What is asked of the other parts of the node; `held` is what lies on its own disk."""
+    """What is asked of the other parts of the node; `held` is what lies on its own disk. `asker_ms`
+    and `asked_ms` are what a token costs as it is asked for here: `Machine` says how."""
 
     node: NodeId
     config: Config
@@ -46,6 +47,8 @@ class Surroundings:
     verdict: Callable[[NodeId], Verdict]
     asks: Callable[[ModelId], bool]
     held: Callable[[], Sequence[HeldWeights]]
+    asker_ms: Callable[[], float]
+    asked_ms: Callable[[ModelId], float | None]
 
 
 class Estimates:
@@ -59,49 +62,47 @@ class Estimates:
         """See `PlanControl`. Raises ModelNotFound, BadCheckpoint, and BadRequest for nodes that
         nobody knows."""
         model = await self._shape(order["model"], order["context"])
-        machines, wish = self._asked(model, order)
-        return as_json(await asyncio.to_thread(plan, model, machines, wish))
+        machines, demand = self._asked(model, order)
+        return as_json(await asyncio.to_thread(lay_out, model, machines, demand))
 
     async def layout(
-        self, wish: Wished, before: Planned | None, alive: Collection[NodeId]
-    ) -> list[tuple[Span, ...]]:
-        """The spans of each replica that `before` lacks of a wish, on machines that are `alive`;
-        none where it does not fit, or not all machines were measured.
+        self,
+        wish: Wish,
+        before: Plan | None,
+        alive: Collection[NodeId],
+        freed_mb: Mapping[NodeId, int],
+    ) -> Laid:
+        """Where what `before` lacks of a wish goes, on machines that are `alive`, of which so much
+        more were free; `UNKNOWN` where not all of them were measured.
 
         Raises ModelNotFound, BadCheckpoint, and what fetching raises.
         """
-        kept = [] if before is None else before.replicas[: wish.replicas]
-        lacking = wish.replicas - len(kept)
-        if lacking < 1:
-            return []
+        lacking = wish.replicas - (0 if before is None else len(before.replicas))
+        open_gaps = gaps(wish, before, alive)
+        if lacking < 1 and not open_gaps:
+            return UNKNOWN
         # It is known by its id where it is deployed, whatever it was called when that was asked.
         # A shard that is loaded sets its whole cache aside, however short prompts are to be.
         kv_tokens = self._house.config.distributed.host.kv_tokens
         positions = max(wish.context or DEFAULT_CONTEXT, kv_tokens)
         model = await self._shape(wish.model_id, positions)
         if model.weights_sha256 != wish.weights_sha256:
-            return []
+            return UNKNOWN
         machines = [each for each in self.machines(model) if each.node_id in alive]
         if not all(each.refusal or any(d.speeds for d in each.devices) for each in machines):
-            return []
-        asked = Wish(
+            return UNKNOWN
+        machines = [
+            _with_more(each, freed_mb.get(each.node_id, 0))
+            for each in machines
+            if not wish.nodes or each.node_id in wish.nodes
+        ]
+        demand = Demand(
             asker=self._house.node,
-            replicas=lacking,
-            only=frozenset(wish.nodes),
-            without=frozenset(span.node for replica in kept for span in replica.spans),
-            pins=() if kept else tuple((pin.node, pin.layers) for pin in wish.pins),
             quant=wish.quant or self._house.config.quant,
             context=positions,
             max_shards=self._house.config.distributed.max_shards_per_request,
         )
-        found = await asyncio.to_thread(plan, model, machines, asked)
-        if found.refusal is not None:  # on machines that hold none; then on any
-            asked = replace(asked, without=frozenset())
-            found = await asyncio.to_thread(plan, model, machines, asked)
-        return [
-            tuple(Span(shard.node_id, shard.layers) for shard in replica.shards)
-            for replica in found.replicas
-        ]
+        return await asyncio.to_thread(_laid, model, machines, wish, before, open_gaps, demand)
 
     def machines(self, model: ModelShape) -> list[Machine]:
         """Every node that is known, with what it has of the model."""
@@ -111,13 +112,13 @@ class Estimates:
         manifest = await self._weights.manifest(name)
         return await asyncio.to_thread(shape_of, manifest, context)
 
-    def _asked(self, model: ModelShape, order: Mapping[str, Any]) -> tuple[list[Machine], Wish]:
+    def _asked(self, model: ModelShape, order: Mapping[str, Any]) -> tuple[list[Machine], Demand]:
         machines = {each.node_id: each for each in self.machines(model)}
         for text in order["with"]:
             one = self._imagined(text, machines) or machines[_node(text, machines.values())]
             machines[one.node_id] = replace(one, refusal="")
         known = list(machines.values())
-        wish = Wish(
+        demand = Demand(
             asker=self._house.node,
             replicas=order["replicas"],
             dedicated=order["dedicated"],
@@ -129,7 +130,7 @@ class Estimates:
             streams=order["streams"],
             max_shards=self._house.config.distributed.max_shards_per_request,
         )
-        return known, wish
+        return known, demand
 
     def _machine(self, view: NodeView, model: ModelShape) -> Machine:
         node, devices = view.info.node_id, (view.capacity or Capacity()).devices
@@ -149,8 +150,9 @@ class Estimates:
             size = health.memory.total_mb << 20 if health.memory is not None else 0
             held.append(Held(said.layer_range, device, size))
             if health.p50_latency_ms > 0:
-                ms = health.p50_latency_ms / len(said.layer_range)
-                timed.append(Timed(device, said.dtype, ms))
+                visit_ms = devices[0].visit_ms if devices else 0.0
+                ms = max(health.p50_latency_ms / 2, health.p50_latency_ms - visit_ms)
+                timed.append(Timed(device, said.dtype, ms / len(said.layer_range)))
         return Machine(
             node,
             view.info.name,
@@ -160,6 +162,8 @@ class Estimates:
             timed=tuple(timed),
             held=tuple(held),
             has_ends=here and self._house.asks(model.model_id),
+            asker_ms=self._house.asker_ms() if here else 0.0,
+            asked_ms=self._house.asked_ms(model.model_id) if here else None,
         )
 
     def _refusal(self, view: NodeView) -> str:
@@ -193,7 +197,66 @@ class Estimates:
         return Machine(NodeId(f"imagined {name}"), name, (device,), rtt_ms=_UNMEASURED_MS)
 
 
-def as_json(found: Plan) -> dict[str, Any]:
+def _with_more(machine: Machine, freed_mb: int) -> Machine:
+    """The machine if so much more were free on its first device."""
+    more = [
+        replace(device, free_bytes=device.free_bytes + (freed_mb << 20)) if not number else device
+        for number, device in enumerate(machine.devices)
+    ]
+    return replace(machine, devices=tuple(more))
+
+
+def _laid(
+    model: ModelShape,
+    machines: Sequence[Machine],
+    wish: Wish,
+    before: Plan | None,
+    open_gaps: Sequence[Gap],
+    demand: Demand,
+) -> Laid:
+    """The gaps first, then whole replicas on what they leave."""
+    kept = [] if before is None else before.replicas[: wish.replicas]
+    filled: dict[Gap, tuple[Span, ...]] = {}
+    is_full = False
+    for gap in open_gaps:
+        # Two shards of the same layers on one machine are lost together.
+        same = {
+            span.node
+            for replica in kept
+            for span in replica.spans
+            if replica.number != gap.replica and overlap(span.layers, gap.layers)
+        }
+        most = max(1, demand.max_shards - gap.kept)
+        asked = replace(demand, max_shards=most)
+        shards = fill(model, machines, gap.layers, replace(asked, without=_known(same, machines)))
+        shards = shards or fill(model, machines, gap.layers, asked)
+        if shards is None:
+            is_full = True
+            continue
+        machines = beside(machines, shards)
+        filled[gap] = _spans(shards)
+    if (lacking := wish.replicas - len(kept)) < 1:
+        return Laid((), filled, is_full)
+    holding = {span.node for replica in kept for span in replica.spans}
+    pins = () if kept else tuple((pin.node, pin.layers) for pin in wish.pins)
+    asked = replace(demand, replicas=lacking, pins=pins, without=_known(holding, machines))
+    found = lay_out(model, machines, asked)
+    if found.refusal is not None:  # on machines that hold none; then on any
+        found = lay_out(model, machines, replace(asked, without=frozenset()))
+    replicas = tuple(_spans(replica.shards) for replica in found.replicas)
+    refused = found.refusal is not None and found.refusal.code == "not_enough_memory"
+    return Laid(replicas, filled, is_full or refused)
+
+
+def _known(nodes: Iterable[NodeId], machines: Iterable[Machine]) -> frozenset[NodeId]:
+    return frozenset(nodes) & {each.node_id for each in machines}
+
+
+def _spans(shards: Iterable[Placed]) -> tuple[Span, ...]:
+    return tuple(Span(shard.node_id, shard.layers) for shard in shards)
+
+
+def as_json(found: Layout) -> dict[str, Any]:
     """A plan in the form that `PlanControl.plan` has."""
     fields = asdict(found)
     fields["replicas"] = [_replica(each) for each in found.replicas]

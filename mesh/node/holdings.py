@@ -7,7 +7,7 @@ configuration at the start, then `mesh.deployments`. Part of the composition roo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,8 @@ from mesh.node import wiring
 from mesh.node.held_models import HeldModels
 from mesh.node.home_layers import HomeLayers, load_at_home
 from mesh.pipeline.supervisor import AskerOwner, AskerSupervisor
+from mesh.routing.cover import Candidate, missing_layers
+from mesh.shard.commands import KeepResident
 from mesh.shard.supervisor import LocalShard, ShardSupervisor
 from mesh.types import LayerRange, ModelId, RouteHop, ShardId
 
@@ -40,6 +42,8 @@ class Holdings:
         self._key = key
         self._owner = owner
         self._tls: Callable[[], Awaitable[TlsMaterial]] | None = None
+        self._resident: tuple[int | None, tuple[ShardId, ...]] = (None, ())
+        """Which process was told last that the weights of which shards stay."""
 
     async def start(self, address: str, tls: Callable[[], Awaitable[TlsMaterial]]) -> None:
         """Start what the configuration names; shards listen at `address`, `tls` is what processes
@@ -82,6 +86,13 @@ class Holdings:
         """Serve a shard no longer: sessions get `drain_seconds` to move, then its memory is given
         back. Returns how many sessions were ended. Raises InternalError."""
         return await self.host.drop(shard, self._config.distributed.host.drain_seconds)
+
+    def keep_resident(self, shards: Collection[ShardId]) -> None:
+        """Have the weights of exactly these stay on the device, used or not. A process that was
+        started anew is told again."""
+        told = self.host.pid, tuple(sorted(shards))
+        if told != self._resident and self.host.is_up and self.host.tell(KeepResident(told[1])):
+            self._resident = told
 
     async def ask(self, model: LocalModel) -> None:
         """Ask this model from now on, whose ends are on this disk. Raises WeightsMismatch when
@@ -156,6 +167,23 @@ class Holdings:
         """Who holds what in each process."""
         askers = [{**asker.accounts, "where": name} for name, asker in self.askers.items()]
         return [*self.host.accounts, *askers]
+
+    @property
+    def is_used(self) -> bool:
+        """Whether somebody asks here or is served."""
+        if any(asker.is_busy for asker in self.askers.values()):
+            return True
+        return any(shard.health.active_streams for shard in self.host.serving)
+
+    def why_disabled(self, model_id: ModelId) -> str | None:
+        """Why this model cannot be run, when that is because the mesh is switched off."""
+        if self._config.is_distributed:
+            return None
+        local = self.models.get(model_id)
+        served = [Candidate(shard.descriptor, 0, 1) for shard in self.host.serving]
+        if local is None or not missing_layers(served, LayerRange(0, local.total_layers)):
+            return None
+        return f"distributed inference is switched off and {model_id} is not held here as a whole."
 
     # Private
 

@@ -55,9 +55,8 @@ from mesh.pipeline.live import LiveCounts
 from mesh.processes.supervisor import Supervisor
 from mesh.research.harvest.control import Harvests
 from mesh.research.steering.control import Steering
-from mesh.routing.cover import Candidate, missing_layers
 from mesh.runtime import DaemonRecord
-from mesh.types import LayerRange, ModelId, NodeId, RouteHop, ShardId
+from mesh.types import Done, LayerRange, ModelId, NodeId, RouteHop, ShardId, StreamFrame
 from mesh.wire.limits import DEFAULT_LIMITS
 
 logger = logging.getLogger(__name__)
@@ -84,7 +83,8 @@ class Node:
         detector = FailureDetector(self._clock, expected_s=expected_s, ceiling_s=timeout_s)
         self._watch = PeerWatch(detector, self._silences, self._on_verdict)
         self._held = Holdings(config, key, models, self)
-        hooks = OwnHooks(lambda: self._held.host.memory, self._is_idle, self.asker_changed)
+        looks = (self._is_idle, self._served, self.asker_changed)
+        hooks = OwnHooks(lambda: self._held.host.memory, *looks)
         self._capacity = OwnCapacity(wiring.measure(config), capacity_dir(), hooks)
         self.weights = Weights(config, key, self._store, self._events, self._advertise)
         self._jobs: JobsSupervisor | None = None
@@ -234,9 +234,9 @@ class Node:
         return Askers(
             self._held.askers,
             entrance=wiring.entrance(self._config),
-            why_disabled=self._why_disabled,
+            why_disabled=self._held.why_disabled,
             prepared=steering.prepared,
-            on_frame=self._metrics.frame,
+            on_frame=self._on_frame,
             counts=self._counts,
             bring_up=deployments.waker.bring_up,
         )
@@ -246,6 +246,7 @@ class Node:
         around = Surroundings(
             self._key.node_id, self._config, self._store, self._rtt_ms, network.may_serve,
             self._watch.verdict, self._held.askers.__contains__, self.weights.held,
+            self._capacity.asker_ms, self._capacity.asked.of,
         )  # fmt: skip
         estimates = Estimates(around, deployments.weights)
         deployments.house.layout = estimates.layout
@@ -338,18 +339,13 @@ class Node:
         return self._offers.rtt_ms(node) if self._offers is not None else None
 
     def _is_idle(self) -> bool:
-        """Whether nothing loads here."""
-        return all(process.load() is None for process in self._processes())
+        """Whether nothing loads here, and nobody is served."""
+        return not self._held.is_used and all(each.load() is None for each in self._processes())
 
-    def _why_disabled(self, model_id: ModelId) -> str | None:
-        """Why this model cannot be run, when that is because the mesh is switched off."""
-        if self._is_distributed:
-            return None
-        local = self._held.models.get(model_id)
-        held = [Candidate(s.descriptor, 0, 1) for s in self._served()]
-        if local is None or not missing_layers(held, LayerRange(0, local.total_layers)):
-            return None
-        return f"distributed inference is switched off and {model_id} is not held here as a whole."
+    def _on_frame(self, frame: StreamFrame) -> None:
+        self._metrics.frame(frame)
+        if isinstance(frame, Done):
+            self._capacity.asked.take(frame)
 
     def asker_changed(self) -> None:
         """An asker or shard came or went: neighbours and askers are told."""

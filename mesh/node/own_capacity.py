@@ -1,8 +1,10 @@
-"""What this node's own device holds and how fast it is: measured once per machine, then kept.
+"""What this node's own device holds and how fast it is: measured on this machine, kept, corrected.
 
 A process at the lowest priority measures, once nothing loads here; its result is kept for all nodes
-of this user on this machine, until processor, device or torch is another. What is free is looked at
-all the time. Part of the composition root.
+of this user on this machine, until processor, device or torch is another, or hearthnet. What was
+measured beside others who computed is measured again when nobody does, and so is what serving
+contradicts; each try that is in vain is followed by a longer wait. What is free is looked at all
+the time. Part of the composition root.
 """
 
 from __future__ import annotations
@@ -14,131 +16,82 @@ import importlib.metadata
 import logging
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import mesh
 from mesh import codec
-from mesh.capacity import Capacity, Device
-from mesh.errors import DeviceFailed, LinkLost, MeshError
+from mesh.capacity import Capacity, Device, Measurement
+from mesh.discovery.advertisement import Advertisement
+from mesh.errors import Busy, DeviceFailed, LinkLost, MeshError
 from mesh.models.hashing import read_cached, write_json_atomically
+from mesh.models.partial_writer import lock_directory
+from mesh.node.served_speed import AskedTimes, ServedSpeed
 from mesh.processes.child import Child
 from mesh.processes.headroom import Headroom, ram
 from mesh.processes.messages import Alive, Handlers, Inbox, LastWords
+from mesh.processes.processor import OthersLoad, cpu_flags, cpu_model
 from mesh.processes.tasks import end, spawn
 from mesh.shard.commands import Measure, Measured, NotMeasured
 from mesh.shard.room import Memory
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Counts up when something else is measured."""
 
-_MODULE = "mesh.shard.measuring"
+QUIET_SHARE = 0.15
+"""Of the processors' time others may take so much while a machine is measured."""
+
+_MODULE = "mesh.pipeline.measuring"
 _LOOK_EVERY_S = 10.0
 _LIMIT_S = 120.0
 _STOP_S = 5.0
-_TRIES_AFTER_S = (5.0, 10.0, 30.0, 60.0, 60.0, 600.0, 3600.0)
+_SECOND_LOOK_S = 1.0
+_QUIET_TRIES = 2
+"""So often the first measurement waits for a quiet moment; something has to be known."""
+_NEWS = 0.1
+"""A corrected speed is told when it has moved by so much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds: the waits before a machine is measured at all, the last one again and again, and the
+    first and the longest wait before a measurement that is not to be believed is repeated."""
+
+    first_s: Sequence[float] = (5.0, 5.0, 5.0, 10.0, 30.0, 60.0, 60.0, 600.0, 3600.0)
+    again_s: float = 60.0
+    longest_s: float = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A measured device as it is written down; `machine` is what it holds for."""
+    """A measured machine as it is written down; `machine` is what it holds for."""
 
     machine: str
-    device: Device
+    measured: Measurement
 
 
 @dataclass(frozen=True, slots=True)
 class OwnHooks:
     """`memory` is what the shard process last said is free, None without one; `is_idle` whether
-    nothing loads; `on_change` is told when speeds become known."""
+    nothing loads or computes; `shards` are those that are served; `on_change` is told when speeds
+    become known or move."""
 
     memory: Callable[[], Memory | None]
     is_idle: Callable[[], bool]
+    shards: Callable[[], Sequence[Advertisement]]
     on_change: Callable[[], None]
 
 
-class OwnCapacity:
-    """`start`, then `stop`; `now` is None until it is known."""
-
-    def __init__(self, order: Measure, directory: Path, hooks: OwnHooks) -> None:
-        self._order = order
-        self._directory = directory
-        self._hooks = hooks
-        self._device: Device | None = None
-        self._main: Headroom | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Begin to look."""
-        self._task = spawn(self._run(), "own capacity")
-
-    async def stop(self) -> None:
-        """Look no more."""
-        if self._task is not None:
-            await end([self._task], _STOP_S)
-
-    def now(self) -> Capacity | None:
-        """The device, with what is free there."""
-        device, main = self._device, self._main
-        if device is None or main is None:
-            return None
-        memory = self._hooks.memory()
-        if device.kind == "cpu":
-            free_mb, total_mb = main.free_mb, main.total_mb
-        elif memory is not None:
-            free_mb, total_mb = memory.device.free_mb, memory.device.total_mb
-        else:  # nothing of this node is loaded there
-            return Capacity((device,))
-        return Capacity((replace(device, free_bytes=free_mb << 20, total_bytes=total_mb << 20),))
-
-    async def _run(self) -> None:
-        machine = await asyncio.to_thread(_machine, self._order)
-        path = self._directory / f"{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
-        self._device = await asyncio.to_thread(_read, path, machine)
-        measuring = None
-        if self._device is None:
-            measuring = spawn(self._measure(path, machine), "measure capacity")
-        try:
-            while True:
-                known = self.now() is not None
-                with contextlib.suppress(OSError):  # what was known last has to do
-                    self._main = await asyncio.to_thread(ram)
-                if not known and self.now() is not None:
-                    self._hooks.on_change()
-                await asyncio.sleep(_LOOK_EVERY_S)
-        finally:
-            if measuring is not None:
-                await end([measuring], _STOP_S)
-
-    async def _measure(self, path: Path, machine: str) -> None:
-        for wait_s in _TRIES_AFTER_S:
-            await asyncio.sleep(wait_s)
-            if not self._hooks.is_idle():
-                continue
-            # Another node of this machine may have done it meanwhile.
-            self._device = await asyncio.to_thread(_read, path, machine)
-            try:
-                if self._device is None:
-                    device = await measured(self._order)
-                    kept = codec.plain(Kept(machine, device))
-                    await asyncio.to_thread(write_json_atomically, path, kept)
-                    self._device = device
-            except (MeshError, TimeoutError, OSError) as error:
-                logger.warning("how fast this machine is was not measured: %s", error)
-                continue
-            self._hooks.on_change()
-            return
-
-
-async def measured(order: Measure) -> Device:
+async def measured(order: Measure) -> Measurement:
     """What a process of its own finds. Raises MeshError, TimeoutError."""
-    found: asyncio.Future[Device] = asyncio.get_running_loop().create_future()
+    found: asyncio.Future[Measurement] = asyncio.get_running_loop().create_future()
 
     def settle(answer: Measured) -> None:
         if not found.done():
-            found.set_result(answer.device)
+            found.set_result(answer.found)
 
     def fail(error: MeshError) -> None:
         if not found.done():
@@ -169,32 +122,173 @@ def _answers(settle: Callable[[Measured], None], fail: Callable[[MeshError], Non
     }
 
 
+class OwnCapacity:
+    """`start`, then `stop`; `now` is None until it is known."""
+
+    def __init__(
+        self,
+        order: Measure,
+        directory: Path,
+        hooks: OwnHooks,
+        pace: Pace = Pace(),
+        measure: Callable[[Measure], Awaitable[Measurement]] = measured,
+    ) -> None:
+        """`measure` is what a measurement is made with."""
+        self._order = order
+        self._measure_now = measure
+        self._directory = directory
+        self._hooks = hooks
+        self._pace = pace
+        self._measured: Measurement | None = None
+        self._served = ServedSpeed()
+        self.asked = AskedTimes()
+        self._told: Device | None = None
+        self._main: Headroom | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._task = spawn(self._run(), "own capacity")
+
+    async def stop(self) -> None:
+        """Look no more."""
+        if self._task is not None:
+            await end([self._task], _STOP_S)
+
+    def now(self) -> Capacity | None:
+        """The device as it serves, with what is free there."""
+        if self._measured is None or self._main is None:
+            return None
+        device, main = self._served.corrected(self._measured.device), self._main
+        memory = self._hooks.memory()
+        if device.kind == "cpu":
+            free_mb, total_mb = main.free_mb, main.total_mb
+        elif memory is not None:
+            free_mb, total_mb = memory.device.free_mb, memory.device.total_mb
+        else:  # nothing of this node is loaded there
+            return Capacity((device,))
+        return Capacity((replace(device, free_bytes=free_mb << 20, total_bytes=total_mb << 20),))
+
+    def asker_ms(self) -> float:
+        """What a token costs here where it is asked for, besides head and hops; 0 while nobody
+        knows."""
+        return self._measured.asker_ms if self._measured is not None else 0.0
+
+    async def _run(self) -> None:
+        machine = await asyncio.to_thread(_machine, self._order)
+        path = self._directory / f"{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
+        self._measured = await asyncio.to_thread(_read, path, machine)
+        measuring = spawn(self._measure(path, machine), "measure capacity")
+        try:
+            while True:
+                with contextlib.suppress(OSError):  # what was known last has to do
+                    self._main = await asyncio.to_thread(ram)
+                self._look()
+                await asyncio.sleep(_LOOK_EVERY_S)
+        finally:
+            await end([measuring], _STOP_S)
+
+    def _look(self) -> None:
+        """Learn from what is served, and tell what has moved."""
+        if self._measured is None:
+            return
+        self._served.look(self._measured.device, self._hooks.shards())
+        now = self._served.corrected(self._measured.device)
+        if self._main is not None and (self._told is None or _differ(now, self._told)):
+            self._told = now
+            self._hooks.on_change()
+
+    # Measuring
+
+    async def _measure(self, path: Path, machine: str) -> None:
+        """Until there is a measurement, then whenever it is not to be believed."""
+        waits = iter(self._pace.first_s)
+        wait_s, tries = self._pace.again_s, 0
+        while True:
+            if self._measured is None:
+                await asyncio.sleep(next(waits, self._pace.first_s[-1]))
+                tries += 1
+                if tries > _QUIET_TRIES or await _is_quiet():
+                    await self._try(path, machine)
+                continue
+            await asyncio.sleep(wait_s)
+            if not self._is_doubtful:
+                wait_s = self._pace.again_s
+                continue
+            wait_s = min(self._pace.longest_s, 2 * wait_s)
+            if self._hooks.is_idle() and await _is_quiet():
+                await self._try(path, machine)
+
+    @property
+    def _is_doubtful(self) -> bool:
+        was = self._measured
+        return was is None or was.others_share > QUIET_SHARE or self._served.contradicts
+
+    async def _try(self, path: Path, machine: str) -> None:
+        """Measure, or take over what another node of this machine has measured meanwhile."""
+        if not self._hooks.is_idle():
+            return
+        try:
+            lock = await asyncio.to_thread(_lock, path.parent)
+            try:
+                found = await asyncio.to_thread(_read, path, machine)
+                if found is None or found == self._measured or not self._is_better(found):
+                    found = await self._measure_now(self._order)
+                    if not self._is_better(found):
+                        return
+                    plain = codec.plain(Kept(machine, found))
+                    await asyncio.to_thread(write_json_atomically, path, plain)
+            finally:
+                os.close(lock)
+        except Busy:  # another node measures right now
+            return
+        except (MeshError, TimeoutError, OSError) as error:
+            logger.warning("how fast this machine is was not measured: %s", error)
+            return
+        logger.info("measured; others took %.0f %% of the processors", 100 * found.others_share)
+        self._measured = found
+        self._served.forget()
+        self._look()
+
+    def _is_better(self, found: Measurement) -> bool:
+        """Whether it is to be believed rather than what is known."""
+        was = self._measured
+        return was is None or self._served.contradicts or found.others_share < was.others_share
+
+
+async def _is_quiet() -> bool:
+    """Whether others leave the processors alone now."""
+    load = await asyncio.to_thread(OthersLoad)
+    await asyncio.sleep(_SECOND_LOOK_S)
+    return await asyncio.to_thread(load.share) <= QUIET_SHARE
+
+
+def _differ(one: Device, other: Device) -> bool:
+    """Whether a format is clearly faster or slower, or there are others."""
+    pairs = list(zip(one.speeds, other.speeds, strict=False))
+    return len(one.speeds) != len(other.speeds) or any(
+        now.format != then.format or abs(now.decode_gb_s / then.decode_gb_s - 1) > _NEWS
+        for now, then in pairs
+    )
+
+
 def _machine(order: Measure) -> str:
     """What a measurement holds for, without importing what measures."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     accelerators = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    able = hashlib.sha256(" ".join(sorted(cpu_flags())).encode()).hexdigest()[:8]
     parts = (
-        VERSION, platform.machine(), _processor(), cores, order.device, order.threads,
-        accelerators, importlib.metadata.version("torch"),
+        VERSION, mesh.__version__, platform.machine(), cpu_model(), able, cores, order.device,
+        order.threads, accelerators, importlib.metadata.version("torch"),
     )  # fmt: skip
     return "/".join(map(str, parts))
 
 
-def _processor() -> str:
-    """Its name and a digest of what it can."""
-    name, able = platform.processor(), ""
-    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(errors="replace") as lines:
-        for line in lines:
-            key, _, text = line.partition(":")
-            if key.strip() in ("model name", "Hardware"):
-                name = text.strip()
-            elif key.strip() in ("flags", "Features"):
-                able = hashlib.sha256(" ".join(sorted(text.split())).encode()).hexdigest()[:8]
-            elif not key.strip() and able:
-                break  # the first processor's lines are through
-    return f"{name} {able}"
+def _lock(directory: Path) -> int:
+    directory.mkdir(parents=True, exist_ok=True)
+    return lock_directory(directory)
 
 
-def _read(path: Path, machine: str) -> Device | None:
+def _read(path: Path, machine: str) -> Measurement | None:
     kept = read_cached(path, Kept)
-    return kept.device if kept is not None and kept.machine == machine else None
+    return kept.measured if kept is not None and kept.machine == machine else None

@@ -15,6 +15,8 @@ from mesh.types import GenerationRequest, TokenDelta, TokenLogprob
 if TYPE_CHECKING:
     import torch
 
+    from mesh.models.candidates import Candidates
+
 _MARK_TOKENS = 16
 """No mark, with the line ends behind it, takes more."""
 
@@ -59,8 +61,19 @@ class Answer:
         """How many tokens it may still get."""
         return self._limit - len(self.token_ids)
 
-    def take(self, token: int, logits: torch.Tensor) -> TokenDelta:
-        """The next token with the text it completes; an end token has none."""
+    @property
+    def tells_logprobs(self) -> bool:
+        """Whether the request asks how likely its tokens were."""
+        return self._params.logprobs is not None
+
+    def take(
+        self, token: int, candidates: Candidates | None = None, row: torch.Tensor | None = None
+    ) -> TokenDelta:
+        """The next token with the text it completes; an end token has none.
+
+        `candidates`, and where the token is none of them the `row` (vocab,), are what it was chosen
+        from; they are read where it `tells_logprobs`.
+        """
         self._last_at = time.monotonic()
         if not self.token_ids:
             self._first_at = self._last_at
@@ -75,8 +88,9 @@ class Answer:
             last_thought, rest = self._flush()
             thought, shown = thought + last_thought, shown + rest
         logprobs: tuple[TokenLogprob, ...] = ()
-        if self._params.logprobs is not None:
-            logprobs = (logprob_of(logits, token, self._params.logprobs, self._text.token_text),)
+        if self._params.logprobs is not None and candidates is not None:
+            rivals, text_of = self._params.logprobs, self._text.token_text
+            logprobs = (logprob_of(candidates, token, rivals, text_of, row),)
         prompt_tokens, self._prompt_tokens = self._prompt_tokens, 0
         return TokenDelta(shown, (token,), logprobs, prompt_tokens, thought)
 

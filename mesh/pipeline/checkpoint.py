@@ -9,25 +9,16 @@ from typing import Any
 import torch
 
 from mesh.errors import BadRequest, ContextTooLong, NotEnoughMemory
-from mesh.models.load import Ends, load_ends
 from mesh.models.manifest import read_manifest
 from mesh.models.progress import Progress
 from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.commands import AskerOptions
-from mesh.pipeline.head import rows_at_once
 from mesh.pipeline.model import AskerModel, TextDecoder
 from mesh.processes.headroom import ram
 from mesh.processes.lifecycle import Loading
-from mesh.shard.device import (
-    DTYPES,
-    Choice,
-    choose_device,
-    choose_dtype,
-    choose_quant,
-    headroom,
-)
+from mesh.shard.device import choose_device, choose_dtype, headroom
+from mesh.shard.ends import EndsPlan, load_computed
 from mesh.shard.footprint import ends_mb
-from mesh.shard.linear import choose_kernels, kept_dtype
 from mesh.shard.threads import kept_threads
 from mesh.types import GenerationRequest, ModelId
 
@@ -36,23 +27,6 @@ STORED = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 DEFAULT_MAX_POSITIONS = 4096
 """Where a checkpoint does not say how long its context is."""
-
-
-class CheckpointEnds:
-    """`mesh.pipeline.model.ModelEnds` on one device in one dtype, whatever the wire's dtype is."""
-
-    def __init__(self, ends: Ends, device: torch.device, dtype: torch.dtype) -> None:
-        self._ends = ends
-        self._device = device
-        self._dtype = dtype
-
-    def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:
-        """(1, rows) token ids at positions from `position` to (1, rows, hidden)."""
-        return self._ends.embed(ids.to(self._device), position)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(1, rows, hidden) after the last layer to (1, rows, vocab)."""
-        return self._ends.logits(hidden.to(self._device, self._dtype))
 
 
 class CheckpointText:
@@ -143,21 +117,11 @@ def load_asker(
     begins(Loading(model_id, need_mb, ram().free_mb), progress)
     threads = kept_threads(options.threads, device.value, options.threads_dir)
     torch.set_num_threads(threads.value)
-    if choose_quant(options.quant, device.value).value is None:
-        loaded_as = kept_dtype(options.dtype, stored, dtype.value, device.value)
-        ends = load_ends(manifest, dtype=loaded_as, device=device.value, progress=progress)
-        halved = loaded_as != dtype.value
-        kernels = choose_kernels(ends, dtype.value, device.value, progress, halved=halved).reason
-    else:
-        from mesh.shard.compiled.head import compile_head
-
-        dtype = Choice(torch.float32, f"dtype fp32: embedding as stored, {stored}")
-        as_stored = DTYPES.get(stored, torch.float32)
-        ends = load_ends(
-            manifest, dtype=as_stored, device=device.value, progress=progress, defer=True
-        )
-        kernels = compile_head(ends, manifest.weights_sha256, options.cache_dir, threads.value)
-    computed = CheckpointEnds(ends, device.value, dtype.value)
+    plan = EndsPlan(
+        manifest, device.value, options.dtype, dtype, options.quant, threads.value,
+        options.cache_dir,
+    )  # fmt: skip
+    loaded = load_computed(plan, progress)
     model = AskerModel(
         model_id=manifest.model_id,
         weights_sha256=manifest.weights_sha256,
@@ -165,9 +129,9 @@ def load_asker(
         hidden_size=manifest.hidden_size,
         vocab_size=manifest.vocab_size,
         max_positions=manifest.max_positions or DEFAULT_MAX_POSITIONS,
-        ends=computed,
+        ends=loaded.ends,
         text=CheckpointText(Tokenizer.load(manifest), manifest.vocab_size),
         routed=_is_routed(manifest.config),
-        head_rows=rows_at_once(computed, manifest.hidden_size),
+        head_rows=loaded.rows,
     )
-    return model, [device.reason, dtype.reason, threads.reason, kernels, _said(model.head_rows)]
+    return model, [device.reason, threads.reason, *loaded.reasons, _said(model.head_rows)]

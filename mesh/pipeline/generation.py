@@ -26,6 +26,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
+from mesh.models.candidates import candidates_of
 from mesh.pipeline.answer import Answer
 from mesh.pipeline.drafting import MAX_DRAFT, Drafter
 from mesh.pipeline.failover import Failover, FailoverSettings, LocalModel
@@ -284,9 +285,10 @@ class _Turns:
         rows = await self.head.logits(feed.rows_from(answer.end - 1))
         self.drafter.took(len(rows), time.monotonic() - begun)
         taken: list[TokenDelta] = []
-        for logits, guess in zip_longest(rows, draft[: len(rows) - 1]):
-            token = self.sampler.choose(logits)
-            taken.append(answer.take(token, logits))
+        for row, guess in zip_longest(rows, draft[: len(rows) - 1]):
+            candidates = candidates_of(row) if answer.tells_logprobs else None
+            token = self.sampler.choose(row, candidates)
+            taken.append(answer.take(token, candidates, row))
             if token != guess or answer.finish_reason:
                 break
         feed.keep(answer.end - 1)  # the last token was not fed

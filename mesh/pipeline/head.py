@@ -10,9 +10,8 @@ import asyncio
 
 import torch
 
-from mesh.pipeline.model import AskerModel, ModelEnds
-
-MOST_ROWS = 8
+from mesh.pipeline.model import AskerModel
+from mesh.shard.ends import in_checked_sizes
 
 
 class OutputHead:
@@ -52,31 +51,8 @@ class OutputHead:
             done.set_result(logits)
 
     def _compute(self, rows: torch.Tensor) -> torch.Tensor:
-        """(rows, vocab) in calls of the sizes that `rows_at_once` has checked."""
-        found = []
-        for part in torch.split(rows, self._most, dim=1):
-            count = part.shape[1]
-            size = 1 << (count - 1).bit_length()
-            padded = torch.cat([part, part[:, :1].expand(1, size - count, -1)], dim=1)
-            found.append(self._call(padded)[:count])
-        return torch.cat(found) if len(found) > 1 else found[0]
+        return in_checked_sizes(self._call, rows, self._most)
 
     def _call(self, rows: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return self._ends.logits(rows)[0]
-
-
-def rows_at_once(ends: ModelEnds, hidden_size: int, most: int = MOST_ROWS) -> int:
-    """How many rows the head may compute together, a power of two: with 2, 4, ... `most` of them
-    each has the same bits as alone on this machine."""
-    seeded = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, most, hidden_size, generator=seeded)
-    alone: list[torch.Tensor] = []
-    equal = 1
-    while 2 * equal <= most:
-        size = 2 * equal
-        alone += [ends.logits(hidden[:, at : at + 1]) for at in range(len(alone), size)]
-        if not torch.equal(ends.logits(hidden[:, :size]), torch.cat(alone, dim=1)):
-            break
-        equal = size
-    return equal

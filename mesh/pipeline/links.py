@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 
 from mesh.errors import ConnectFailed, LinkLost, MeshError, TokenRejected, UntrustedPeer, from_dict
 from mesh.types import Endpoint, NodeId
+from mesh.wire.abilities import copies_prefixes, takes_blobs
 from mesh.wire.link import Link
-from mesh.wire.messages import Drain, Failure, Message, Open, OpenTaps, copies_prefixes, takes_blobs
+from mesh.wire.messages import Drain, Failure, Message, Open, OpenTaps
 
 logger = logging.getLogger(__name__)
 

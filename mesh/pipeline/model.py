@@ -10,17 +10,7 @@ from mesh.models.reasoning import ReasoningMarks
 from mesh.types import GenerationRequest, ModelId
 
 if TYPE_CHECKING:
-    import torch
-
-
-class ModelEnds(Protocol):
-    """Embedding, final norm and output head, on the asker's own device."""
-
-    def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:
-        """(1, rows) token ids at positions from `position` to (1, rows, hidden)."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(1, rows, hidden) after the last layer to (1, rows, vocab)."""
+    from mesh.shard.ends import ModelEnds
 
 
 class TextDecoder(Protocol):

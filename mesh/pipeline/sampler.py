@@ -1,13 +1,19 @@
-"""Chooses the next token from a row of logits.
+"""Chooses the next token from the strongest tokens of a row of logits, or from the whole row.
 
 The rules and their order are Hugging Face's own logits processors, so that a distribution equals
-that of `transformers.GenerationMixin.generate` with the same settings; only the draw is ours.
+that of `transformers.GenerationMixin.generate` with the same settings; only the draw is ours: one
+uniform number for each token, and the tokens on a line, the strongest `CANDIDATES` first and the
+others behind them by their ids. The whole row is read only where the strongest cannot tell; a
+token is the same whether it was or not.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from transformers import (
     LogitsProcessorList,
@@ -18,7 +24,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from mesh.models.candidates import Candidates, candidates_of, strongest_of
+from mesh.pipeline.shortlist import Shortlist, not_finite, shortlist_of
 from mesh.types import SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _MIN_TEMPERATURE = 1e-5
 """Below, decoding is greedy, as in vLLM: only the most likely token has a chance left, and logits
@@ -30,56 +41,116 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
         self._params = params
-        self._generator: torch.Generator | None = None
-        if not _is_greedy(params):
-            self._generator = torch.Generator(device="cpu")
-            if params.seed is None:
-                self._generator.seed()
-            else:
-                self._generator.manual_seed(params.seed)
-        self._rules = _rules(params)
+        self._is_greedy = params.temperature < _MIN_TEMPERATURE
+        # As text: numbers are taken without their sign.
+        seed = None if params.seed is None else str(params.seed)
+        self._random = random.Random(seed)  # noqa: S311 - chance, not secrecy
+        self._drawn: float | None = None
+        self._rules = _rules(params, is_greedy=self._is_greedy)
         # Only the repetition penalty looks at the tokens; without it nothing is kept.
-        self._history = list(prompt_ids) if params.repetition_penalty != 1.0 else None
+        self._seen = set(prompt_ids) if params.repetition_penalty != 1.0 else None
 
-    def choose(self, logits: torch.Tensor) -> int:
-        """The next token id for `logits` (vocab,), any float dtype."""
-        if not self._rules and self._generator is None:
-            return int(logits.argmax())
-        scores = logits.float().unsqueeze(0)  # (1, vocab), as the processors expect
-        ids = torch.tensor([self._history or []], dtype=torch.long)
+    @property
+    def is_plain(self) -> bool:
+        """Whether the strongest token is always the one."""
+        return self._is_greedy and self._seen is None
+
+    def choose(self, row: torch.Tensor, candidates: Candidates | None = None) -> int:
+        """The next token id for `row` (vocab,), any float dtype, whose `candidates` may be known.
+
+        Raises InternalError for a row to draw from that is not finite.
+        """
+        if self.is_plain:
+            return strongest_of(row)
+        token = self.choose_among(candidates_of(row) if candidates is None else candidates)
+        return self.choose_from(row) if token is None else token
+
+    def choose_among(self, candidates: Candidates) -> int | None:
+        """The next token id; None where only the whole row tells, which is for `choose_from`.
+
+        Raises InternalError for a row to draw from that was not finite.
+        """
+        if self.is_plain:
+            return int(candidates.ids[0])
+        shortlist = shortlist_of(
+            candidates, self._params, self._seen or (), is_greedy=self._is_greedy
+        )
+        if shortlist is None:
+            return None
+        token = shortlist.strongest if self._is_greedy else shortlist.at(self._uniform())
+        return None if token is None else self._chosen(token)
+
+    def choose_from(self, row: torch.Tensor) -> int:
+        """The next token id for the whole row (vocab,), where `choose_among` has not told it."""
+        scores = row.float().unsqueeze(0)  # (1, vocab), as the processors expect
+        ids = torch.tensor([sorted(self._seen or ())], dtype=torch.long, device=row.device)
         for rule in self._rules:
             scores = rule(ids, scores)
-        if self._generator is None:
-            token = int(scores.argmax())
-        else:
-            chances = torch.softmax(scores, dim=-1).cpu()
-            token = int(torch.multinomial(chances, 1, generator=self._generator))
-        if self._history is not None:
-            self._history.append(token)
+        if self._is_greedy:
+            return self._chosen(strongest_of(scores[0]))
+        return self._chosen(_token_at(self._uniform(), scores[0]))
+
+    def _uniform(self) -> float:
+        """The next token's number in [0, 1), the same until the token is chosen."""
+        if self._drawn is None:
+            self._drawn = self._random.random()
+        return self._drawn
+
+    def _chosen(self, token: int) -> int:
+        self._drawn = None
+        if self._seen is not None:
+            self._seen.add(token)
         return token
 
 
 def logprob_of(
-    logits: torch.Tensor, token: int, alternatives: int, text_of: Callable[[int], str]
+    candidates: Candidates,
+    token: int,
+    alternatives: int,
+    text_of: Callable[[int], str],
+    row: torch.Tensor | None = None,
 ) -> TokenLogprob:
-    """What the model itself gave `token`, before any sampling rule, and its strongest rivals."""
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    top: tuple[tuple[int, str, float], ...] = ()
-    if alternatives:
-        values, ids = logprobs.topk(min(alternatives, logprobs.shape[-1]))
-        top = tuple((int(i), text_of(int(i)), float(v)) for i, v in zip(ids, values, strict=True))
-    return TokenLogprob(token, text_of(token), float(logprobs[token]), top)
+    """What the model itself gave `token`, before any sampling rule, and its strongest rivals, at
+    most as many as there are candidates. `row` (vocab,) is read for a token that is none of them.
+    """
+    ids, logits = candidates.ids.tolist(), candidates.logits.tolist()
+    if token in ids:
+        own = logits[ids.index(token)]
+    else:
+        assert row is not None  # noqa: S101 - it was chosen from it
+        own = float(row[token])
+    top = tuple(
+        (rival, text_of(rival), logit - candidates.log_total)
+        for rival, logit in zip(ids[:alternatives], logits[:alternatives], strict=True)
+    )
+    return TokenLogprob(token, text_of(token), own - candidates.log_total, top)
 
 
-def _is_greedy(params: SamplingParams) -> bool:
-    return params.temperature < _MIN_TEMPERATURE
+def _token_at(uniform: float, scores: torch.Tensor) -> int:
+    """The token of `scores` (vocab,) at this share of the line that all of them make."""
+    first = candidates_of(scores)
+    if not np.isfinite(first.log_total):
+        raise not_finite()
+    weights: NDArray[np.float64] = np.exp(
+        scores.cpu().numpy().astype(np.float64) - float(first.logits[0])
+    )
+    others = weights.copy()
+    others[first.ids] = 0
+    rest = float(others.sum())
+    token = Shortlist(first.ids, weights[first.ids], rest, rest).at(uniform)
+    if token is not None:
+        return token
+    before = float(np.cumsum(weights[first.ids])[-1])
+    beyond = before + np.cumsum(others)
+    place = int(np.searchsorted(beyond, uniform * (before + rest), side="right"))
+    return min(place, int(np.flatnonzero(others)[-1]))  # the last bits of a sum may go past it
 
 
-def _rules(params: SamplingParams) -> LogitsProcessorList:
+def _rules(params: SamplingParams, *, is_greedy: bool) -> LogitsProcessorList:
     rules = LogitsProcessorList()
     if params.repetition_penalty != 1.0:
         rules.append(RepetitionPenaltyLogitsProcessor(penalty=params.repetition_penalty))
-    if _is_greedy(params):
+    if is_greedy:
         return rules  # what follows cannot change which token is the most likely
     if params.temperature != 1.0:
         rules.append(TemperatureLogitsWarper(params.temperature))

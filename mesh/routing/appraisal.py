@@ -1,4 +1,4 @@
-"""Why machines are used or not, and what is missing where a plan fails: the words of a plan.
+"""Why machines are used or not, and what is missing where a layout fails: the words of a layout.
 
 Decides nothing; looks at what was decided.
 """
@@ -10,14 +10,15 @@ from dataclasses import dataclass
 
 from mesh.routing.fitting import Bench, benches, ends_bytes, ends_device
 from mesh.routing.forecast import with_one_more
-from mesh.routing.machines import Machine, ModelShape, Quant, Wish
+from mesh.routing.machines import Demand, Machine, ModelShape, Quant
 from mesh.routing.seating import layers_within
 from mesh.types import LayerRange, NodeId
+from mesh.units import memory_size
 
 
 @dataclass(frozen=True, slots=True)
 class Appraisal:
-    """A machine in a plan: how many layers fit there, and, where it takes none, why."""
+    """A machine in a layout: how many layers fit there, and, where it takes none, why."""
 
     node_id: NodeId
     name: str
@@ -30,7 +31,7 @@ class Appraisal:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a plan is not what was wished. `code` as of errors: ``not_enough_memory``,
+    """Why a layout is not what was wished. `code` as of errors: ``not_enough_memory``,
     ``bad_request``. `missing_bytes` lack on machine `name`, or, if that is empty, in all."""
 
     code: str
@@ -43,7 +44,7 @@ class Refusal:
 def appraise(
     model: ModelShape,
     machines: Sequence[Machine],
-    wish: Wish,
+    demand: Demand,
     quant: Quant,
     laid: Sequence[Sequence[tuple[Bench, LayerRange]]],
 ) -> tuple[Appraisal, ...]:
@@ -51,10 +52,10 @@ def appraise(
     used = {bench.machine.node_id for parts in laid for bench, _ in parts}
     rows = []
     for machine in machines:
-        found = benches(model, machine, wish, quant)
+        found = benches(model, machine, demand, quant)
         fit = sum(layers_within(bench.seat(None)) for bench in found)
         is_used = machine.node_id in used
-        why = "" if is_used else _why(model, machine, wish, quant, laid)
+        why = "" if is_used else _why(model, machine, demand, quant, laid)
         rows.append(
             Appraisal(
                 machine.node_id,
@@ -72,53 +73,47 @@ def appraise(
 def too_little(
     model: ModelShape,
     usable: Sequence[Machine],
-    wish: Wish,
+    demand: Demand,
     quant: Quant,
-    remedies: Iterable[tuple[str, Wish]],
+    remedies: Iterable[tuple[str, Demand]],
 ) -> Refusal:
     """What is missing, where, and what could be asked for instead."""
     instead = ", ".join(name for name, _ in remedies)
     more = "Free memory, or let another machine join."
     fix = f"It fits with: {instead}. {more}" if instead else more
-    asker = next((each for each in usable if each.node_id == wish.asker), None)
+    asker = next((each for each in usable if each.node_id == demand.asker), None)
     memory = ends_device(asker) if asker is not None else None
     if asker is not None and memory is not None and not asker.has_ends:
         lacking = ends_bytes(model, memory) - memory.free_bytes
         if lacking > 0:
             return Refusal(
                 "not_enough_memory",
-                f"{asker.name} asks, so it holds embedding and head: it lacks {shown(lacking)}.",
+                f"{asker.name} asks, so it holds embedding and head:"
+                f" it lacks {memory_size(lacking)}.",
                 fix,
                 lacking,
                 asker.name,
             )
-    found = [bench for machine in usable for bench in benches(model, machine, wish, quant)]
-    for node, layers in wish.pins:
+    found = [bench for machine in usable for bench in benches(model, machine, demand, quant)]
+    for node, layers in demand.pins:
         own = [bench for bench in found if bench.machine.node_id == node]
         lacks = [bench.need(layers).total - bench.have_bytes for bench in own]
         if own and min(lacks) > 0:
             name = own[0].machine.name
             return Refusal(
                 "not_enough_memory",
-                f"{name} lacks {shown(min(lacks))} for layers {layers}.",
+                f"{name} lacks {memory_size(min(lacks))} for layers {layers}.",
                 fix,
                 min(lacks),
                 name,
             )
-    return _in_all(model, found, wish, quant, fix)
-
-
-def shown(size: float) -> str:
-    """Bytes for people: ``3.2 GB`` of 2**30, ``120 MB`` of 2**20."""
-    if size >= 2**30:
-        return f"{size / 2**30:.1f} GB"
-    return f"{max(1, round(size / 2**20))} MB"
+    return _in_all(model, found, demand, quant, fix)
 
 
 def _in_all(
-    model: ModelShape, found: Sequence[Bench], wish: Wish, quant: Quant, fix: str
+    model: ModelShape, found: Sequence[Bench], demand: Demand, quant: Quant, fix: str
 ) -> Refusal:
-    wanted = model.total_layers * wish.replicas
+    wanted = model.total_layers * demand.replicas
     if not found:
         return Refusal(
             "not_enough_memory",
@@ -128,7 +123,7 @@ def _in_all(
     held = sum(layers_within(bench.seat(None)) for bench in found)
     a_layer = max(sum(b.weight_bytes) / len(b.weight_bytes) + b.cache_bytes for b in found)
     lacking = max(1, wanted - held)
-    copies = "" if wish.replicas == 1 else f" of {wish.replicas} copies"
+    copies = "" if demand.replicas == 1 else f" of {demand.replicas} copies"
     if held >= wanted:
         message = (
             f"the machines hold {held} layers, but not the {wanted}{copies} in a row, as asked."
@@ -136,7 +131,7 @@ def _in_all(
     else:
         message = (
             f"the machines that may be used have room for {held} of {wanted} layers{copies};"
-            f" {shown(lacking * a_layer)} are missing."
+            f" {memory_size(lacking * a_layer)} are missing."
         )
     return Refusal("not_enough_memory", message, fix, round(lacking * a_layer))
 
@@ -144,14 +139,14 @@ def _in_all(
 def _why(
     model: ModelShape,
     machine: Machine,
-    wish: Wish,
+    demand: Demand,
     quant: Quant,
     laid: Sequence[Sequence[tuple[Bench, LayerRange]]],
 ) -> str:
     """Why a machine takes no layers."""
-    if barred := _barred(machine, wish):
+    if barred := _barred(machine, demand):
         return barred
-    found = benches(model, machine, wish, quant)
+    found = benches(model, machine, demand, quant)
     if not found:
         kinds = ", ".join(device.name for device in machine.devices)
         return f"its speed in {quant} on {kinds} is not known"
@@ -159,7 +154,7 @@ def _why(
     if not fitting:
         least = min(bench.need(LayerRange(0, 1)).total for bench in found)
         have = max(0, *(bench.have_bytes for bench in found))
-        return f"no memory: one layer needs {shown(least)}, {shown(have)} are free"
+        return f"no memory: one layer needs {memory_size(least)}, {memory_size(have)} are free"
     if not laid:
         return ""
     before = sum(bench.cost(layers) for bench, layers in laid[0])
@@ -169,12 +164,12 @@ def _why(
     return f"faster without it: {before:.1f} ms a token, at best {before + more:.1f} with it"
 
 
-def _barred(machine: Machine, wish: Wish) -> str:
+def _barred(machine: Machine, demand: Demand) -> str:
     if machine.refusal:
         return machine.refusal
-    if machine.node_id in wish.without:
+    if machine.node_id in demand.without:
         return "left out, as wished"
-    if wish.only and machine.node_id not in wish.only:
+    if demand.only and machine.node_id not in demand.only:
         return "not among the nodes that were named"
     if not machine.devices:
         return "it does not say what it has: update hearthnet there, or wait until it has measured"

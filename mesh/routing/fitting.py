@@ -1,7 +1,7 @@
 """How layers of a model fit a machine: in which format, at which cost, in how much of its memory.
 
 What is needed is counted as a shard counts it before it loads (`mesh.shard.footprint`), and padded
-as NDIF pads what it deploys. Knows no plan.
+as NDIF pads what it deploys. Knows no layout.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from mesh.capacity import Device
-from mesh.routing.machines import ITEMSIZE, Machine, ModelShape, Quant, Timed, Wish
+from mesh.routing.machines import ITEMSIZE, Demand, Machine, ModelShape, Quant, Timed
 from mesh.routing.seating import Seat
 from mesh.types import LayerRange
 
@@ -21,8 +21,7 @@ SPARE_BYTES = 64 << 20
 """What allocators and a runtime's tables take beside all that is counted."""
 
 HOP_MS = 0.6
-"""What a hop costs besides computing and the way: packing, system calls, waking up (measured on
-loopback)."""
+"""What a hop costs besides computing and the way: packing, system calls (measured on loopback)."""
 
 STAY_SHARE = 0.03
 """A route may be so much slower for leaving layers where they are."""
@@ -77,7 +76,7 @@ class Bench:
     @property
     def hop_ms(self) -> float:
         """What a decode step pays for going there at all."""
-        return self.machine.rtt_ms + HOP_MS
+        return self.machine.rtt_ms + HOP_MS + self.device.visit_ms
 
     def need(self, layers: LayerRange) -> Need:
         """What these layers take."""
@@ -89,7 +88,7 @@ class Bench:
         return Need(weights, caches, beside + self.scratch_bytes + SPARE_BYTES)
 
     def seat(self, pin: LayerRange | None, used_bytes: int = 0) -> Seat:
-        """The bench as a place for layers beside `used_bytes` of others of the same plan."""
+        """The bench as a place for layers beside `used_bytes` of others of the same layout."""
         room = self.have_bytes - used_bytes - self.scratch_bytes - SPARE_BYTES
         part, whole = PADDING
         within = min(room * whole // (whole + part), room - self.layer_bytes)
@@ -125,9 +124,9 @@ def staying(seat: Seat, machine: Machine, budget_ms: float) -> Seat:
     return replace(seat, layer_ms=charged)
 
 
-def benches(model: ModelShape, machine: Machine, wish: Wish, quant: Quant) -> list[Bench]:
+def benches(model: ModelShape, machine: Machine, demand: Demand, quant: Quant) -> list[Bench]:
     """The devices of the machine that can compute the model in this format."""
-    found = [_bench(model, machine, device, wish, quant) for device in machine.devices]
+    found = [_bench(model, machine, device, demand, quant) for device in machine.devices]
     return [each for each in found if each is not None]
 
 
@@ -159,7 +158,7 @@ def _float_format(model: ModelShape, device: Device) -> str:
 
 
 def _bench(
-    model: ModelShape, machine: Machine, device: Device, wish: Wish, quant: Quant
+    model: ModelShape, machine: Machine, device: Device, demand: Demand, quant: Quant
 ) -> Bench | None:
     if quant != "none" and device.kind != "cpu":
         return None
@@ -182,7 +181,7 @@ def _bench(
         decode.append(step_ms)
         prefill.append(rows_ms)
     cached = 4.0 if quant != "none" else ITEMSIZE[name]
-    positions = wish.context * max(1, wish.streams)
+    positions = demand.context * max(1, demand.streams)
     return Bench(
         machine,
         device,
@@ -193,7 +192,7 @@ def _bench(
         model.scratch_bytes,
         tuple(decode),
         tuple(prefill),
-        _have(model, machine, device, wish),
+        _have(model, machine, device, demand),
     )
 
 
@@ -202,9 +201,9 @@ def _long(timed: Timed) -> float:
     return timed.decode_ms * PREFILL_ROWS / 4
 
 
-def _have(model: ModelShape, machine: Machine, device: Device, wish: Wish) -> int:
+def _have(model: ModelShape, machine: Machine, device: Device, demand: Demand) -> int:
     loaded = sum(held.loaded_bytes for held in machine.held if held.device == device.name)
     have = device.free_bytes + loaded
-    if machine.node_id == wish.asker and not machine.has_ends and device is ends_device(machine):
+    if machine.node_id == demand.asker and not machine.has_ends and device is ends_device(machine):
         have -= ends_bytes(model, device)
     return have

@@ -24,7 +24,7 @@ _CABLE_MS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """One shard of a plan: layers on a device, what they need, what there is, what they cost.
+    """One shard of a layout: layers on a device, what they need, what there is, what they cost.
 
     `have` is what they may take there. `decode_ms` is computing a token, `hop_ms` the way there and
     back; `fetch_bytes` have to be brought there first. With `gap`, what the node serves of the
@@ -46,7 +46,8 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What takes most of a token's time, ``computing``, ``way`` or ``head``; what would help."""
+    """What takes most of a token's time, ``computing``, ``way``, ``head`` or ``asker``; what would
+    help."""
 
     what: str
     name: str
@@ -59,13 +60,15 @@ class Bottleneck:
 class Forecast:
     """One copy: its shards in layer order, and what an asker gets of it.
 
-    `token_ms` is one stream's, of which `head_ms` pass at the asker; `all_tokens_per_second` is
-    that of all wished streams together. `first_token_ms` is after a prompt of 512 tokens.
+    `token_ms` is one stream's, of which `head_ms` and, besides the head, `asker_ms` pass at the
+    asker; `all_tokens_per_second` is that of all wished streams together. `first_token_ms` is after
+    a prompt of 512 tokens.
     """
 
     shards: tuple[Placed, ...]
     token_ms: float
     head_ms: float
+    asker_ms: float
     tokens_per_second: float
     all_tokens_per_second: float
     first_token_ms: float
@@ -79,18 +82,30 @@ def forecast(
     model: ModelShape, parts: Parts, asker: Machine | None, quant: Quant, streams: int
 ) -> Forecast:
     """Of this copy; `asker` is where the ends are, if that is known."""
-    head = head_ms(model, asker, quant) if asker is not None else 0.0
+    head, beside = _at_asker(model, asker, quant)
+    own = head + beside
     shards = tuple(_placed(model, bench, layers) for bench, layers in parts)
-    token_ms = head + sum(each.decode_ms + each.hop_ms for each in shards)
+    token_ms = own + sum(each.decode_ms + each.hop_ms for each in shards)
     return Forecast(
         shards,
         token_ms,
         head,
+        beside,
         1000 / token_ms,
-        _together(parts, head, streams),
-        _first_token(model, parts, head),
-        _bottleneck(model, parts, shards, head, asker),
+        _together(parts, own, streams),
+        _first_token(model, parts, own),
+        _bottleneck(model, parts, shards, (head, beside), asker),
     )
+
+
+def _at_asker(model: ModelShape, asker: Machine | None, quant: Quant) -> tuple[float, float]:
+    """Milliseconds of a token at the asker: of the head, and besides."""
+    if asker is None:
+        return 0.0, 0.0
+    head = head_ms(model, asker, quant)
+    if asker.asked_ms is None:
+        return head, asker.asker_ms
+    return min(head, asker.asked_ms), max(0.0, asker.asked_ms - head)
 
 
 def with_one_more(parts: Parts, extra: Bench, most_layers: int) -> float:
@@ -170,16 +185,21 @@ def _bottleneck(
     model: ModelShape,
     parts: Parts,
     shards: Sequence[Placed],
-    head: float,
+    at_asker: tuple[float, float],
     asker: Machine | None,
 ) -> Bottleneck:
-    total = head + sum(each.decode_ms + each.hop_ms for each in shards)
+    head, beside = at_asker
+    total = head + beside + sum(each.decode_ms + each.hop_ms for each in shards)
     here = asker.name if asker is not None else ""
-    found = [("head", here, head, "A machine with faster memory as the asker.")]
+    found = [
+        ("head", here, head, "A machine with faster memory as the asker."),
+        ("asker", here, beside, "A machine with a faster processor as the asker."),
+    ]
     for (bench, _), shard in zip(parts, shards, strict=True):
         computing = " ".join(_quicker(model, parts, bench, shard))
         found.append(("computing", shard.name, shard.decode_ms, computing))
-        found.append(("way", shard.name, shard.hop_ms, _nearer(shard, shards)))
+        help_ = _nearer(bench.machine.rtt_ms, shard, shards)
+        found.append(("way", shard.name, shard.hop_ms, help_))
     what, name, ms, text = max(found, key=lambda each: each[2])
     return Bottleneck(what, name, ms, ms / total, text)
 
@@ -204,8 +224,8 @@ def _quicker(model: ModelShape, parts: Parts, bench: Bench, shard: Placed) -> It
         yield "A machine with faster memory."
 
 
-def _nearer(shard: Placed, shards: Sequence[Placed]) -> str:
-    if shard.hop_ms - HOP_MS > _CABLE_MS:
+def _nearer(rtt_ms: float, shard: Placed, shards: Sequence[Placed]) -> str:
+    if rtt_ms > _CABLE_MS:
         return f"A cable to {shard.name}: wired ways take 0.3 ms."
     if len(shards) > 1:
         return "Fewer machines, with more memory each."

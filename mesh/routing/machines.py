@@ -1,6 +1,6 @@
-"""What a plan is made from: a model's sizes, what machines have and reach, and what is wished.
+"""What a layout is made from: a model's sizes, what machines have and reach, and what is wished.
 
-Plain data. Knows no checkpoint on disk, no shard that runs and no clock: whoever asks for a plan
+Plain data. Knows no checkpoint on disk, no shard that runs and no clock: whoever asks for a layout
 puts down what was measured. Sizes are bytes, times milliseconds.
 """
 
@@ -87,7 +87,8 @@ class Machine:
     """A node that may take layers. `rtt_ms` and `mb_s` are those of the way from the asker to it.
 
     `refusal` is why it may not take any, for people; empty where it may. `has_ends` where the
-    model's ends are loaded already.
+    model's ends are loaded already. As the asker it takes `asker_ms` for a token besides head and
+    hops; `asked_ms`, head included, is what tokens of this very model took there, and counts first.
     """
 
     node_id: NodeId
@@ -99,10 +100,12 @@ class Machine:
     timed: tuple[Timed, ...] = ()
     held: tuple[Held, ...] = ()
     has_ends: bool = False
+    asker_ms: float = 0.0
+    asked_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Demand:
     """What is asked for.
 
     `asker` holds the ends and drives; None for nobody in particular. `only` are the nodes that may

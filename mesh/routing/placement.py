@@ -1,8 +1,8 @@
-"""Plans: which machines of a house hold which layers of a model, or what is missing for that.
+"""Layouts: which machines of a house hold which layers of a model, or what is missing for that.
 
 A token passes its hops one after the other, so its time is the sum of what its layers take where
-they lie and of the ways between; `plan` finds the layers' places for which that is least and that
-fit the memory there. A slow machine gets no layers when all is faster without it, and a model lies
+they lie and of the ways between; `lay_out` finds places for which that is least and that fit the
+memory there. A slow machine gets no layers when all is faster without it, and a model lies
 on one machine when that is fastest. Says nothing about how it comes to be so.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from mesh.routing.appraisal import Appraisal, Refusal, appraise, too_little
 from mesh.routing.fitting import STAY_SHARE, Bench, benches, ends_bytes, ends_device, staying
 from mesh.routing.forecast import Forecast, forecast
-from mesh.routing.machines import QUANTS, Machine, ModelShape, Quant, Wish
+from mesh.routing.machines import QUANTS, Demand, Machine, ModelShape, Quant
 from mesh.routing.seating import Seat, Seating, seat
 from mesh.types import LayerRange, ModelId, NodeId
 
@@ -23,7 +23,7 @@ _MAX_REPLICAS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Layout:
     """Where a model is to lie: its replicas, or why there are not as many as wished.
 
     `refusal` is None exactly when all are there. `machines` has a line for each machine, used or
@@ -48,79 +48,79 @@ Laid = tuple[tuple[tuple[Bench, LayerRange], ...], ...]
 Pins = Mapping[NodeId, LayerRange]
 
 
-def plan(model: ModelShape, machines: Sequence[Machine], wish: Wish) -> Plan:
-    """The fastest plan that fits. Depends on what the machines are, not on their order.
+def lay_out(model: ModelShape, machines: Sequence[Machine], demand: Demand) -> Layout:
+    """The fastest layout that fits. Depends on what the machines are, not on their order.
 
     A route is within 3 % of the fastest one where that spares fetching layers. More replicas lie on
     machines of their own; where there are none left, they share. Wishes that contradict themselves,
-    and what does not fit, become the plan's refusal.
+    and what does not fit, become the layout's refusal.
     """
     machines = sorted(machines, key=lambda each: each.node_id)
-    refusal = _contradiction(model, machines, wish)
+    refusal = _contradiction(model, machines, demand)
     if refusal is not None:
-        return _refused(model, machines, wish, _quants(model, wish)[0], refusal)
+        return _refused(model, machines, demand, _quants(model, demand)[0], refusal)
     best: tuple[float, Quant, Laid] | None = None
-    for quant in _quants(model, wish):
-        if quant == "int4" and best is not None and wish.quant == "auto":
+    for quant in _quants(model, demand):
+        if quant == "int4" and best is not None and demand.quant == "auto":
             break  # what loses most is for where nothing else fits
-        laid = _lay_out(model, machines, wish, quant)
+        laid = _replicas_in(model, machines, demand, quant)
         if laid is None:
             continue
         cost = sum(_cost(replica) for replica in laid)
         if best is None or cost < best[0]:
             best = (cost, quant, laid)
     if best is None:
-        quant = _quants(model, wish)[-1]
-        usable = _usable(machines, wish)
-        lacking = too_little(model, usable, wish, quant, _remedies(model, machines, wish))
-        return _refused(model, machines, wish, quant, lacking)
+        quant = _quants(model, demand)[-1]
+        usable = _usable(machines, demand)
+        lacking = too_little(model, usable, demand, quant, _remedies(model, machines, demand))
+        return _refused(model, machines, demand, quant, lacking)
     _, quant, laid = best
-    asker = _asker(machines, wish)
-    replicas = tuple(forecast(model, parts, asker, quant, wish.streams) for parts in laid)
-    rows = appraise(model, machines, wish, quant, laid)
-    return _plan(model, wish, quant, replicas, rows, None)
+    asker = _asker(machines, demand)
+    replicas = tuple(forecast(model, parts, asker, quant, demand.streams) for parts in laid)
+    rows = appraise(model, machines, demand, quant, laid)
+    return _layout(model, demand, quant, replicas, rows, None)
 
 
-def _plan(
+def _layout(
     model: ModelShape,
-    wish: Wish,
+    demand: Demand,
     quant: Quant,
     replicas: tuple[Forecast, ...],
     rows: tuple[Appraisal, ...],
     refusal: Refusal | None,
-) -> Plan:
-    return Plan(
-        model.model_id, model.weights_sha256, model.total_layers, quant, wish.context, wish.streams,
-        wish.dedicated, replicas, rows, refusal,
+) -> Layout:
+    return Layout(
+        model.model_id, model.weights_sha256, model.total_layers, quant, demand.context,
+        demand.streams, demand.dedicated, replicas, rows, refusal,
     )  # fmt: skip
 
 
 def _refused(
-    model: ModelShape, machines: Sequence[Machine], wish: Wish, quant: Quant, refusal: Refusal
-) -> Plan:
-    rows = appraise(model, machines, wish, quant, ())
-    return _plan(model, wish, quant, (), rows, refusal)
+    model: ModelShape, machines: Sequence[Machine], demand: Demand, quant: Quant, refusal: Refusal
+) -> Layout:
+    rows = appraise(model, machines, demand, quant, ())
+    return _layout(model, demand, quant, (), rows, refusal)
 
 
-def _quants(model: ModelShape, wish: Wish) -> list[Quant]:
+def _quants(model: ModelShape, demand: Demand) -> list[Quant]:
     """The formats to try, in their order."""
-    if wish.quant == "auto":
+    if demand.quant == "auto":
         return [quant for quant in QUANTS if quant in model.quants]
-    return [quant for quant in QUANTS if quant == wish.quant] or ["none"]
+    return [quant for quant in QUANTS if quant == demand.quant] or ["none"]
 
 
-def _usable(machines: Sequence[Machine], wish: Wish) -> list[Machine]:
+def _usable(machines: Sequence[Machine], demand: Demand) -> list[Machine]:
     return [
         machine
         for machine in machines
         if not machine.refusal
-        and machine.node_id not in wish.without
-        and (not wish.only or machine.node_id in wish.only)
+        and machine.node_id not in demand.without
+        and (not demand.only or machine.node_id in demand.only)
     ]
 
 
-def _asker(machines: Sequence[Machine], wish: Wish) -> Machine | None:
-    return next((each for each in machines if each.node_id == wish.asker), None)
+def _asker(machines: Sequence[Machine], demand: Demand) -> Machine | None:
+    return next((each for each in machines if each.node_id == demand.asker), None)
 
 
 def _cost(parts: Sequence[tuple[Bench, LayerRange]]) -> float:
@@ -130,24 +130,24 @@ def _cost(parts: Sequence[tuple[Bench, LayerRange]]) -> float:
 # Replicas
 
 
-def _lay_out(
-    model: ModelShape, machines: Sequence[Machine], wish: Wish, quant: Quant
+def _replicas_in(
+    model: ModelShape, machines: Sequence[Machine], demand: Demand, quant: Quant
 ) -> Laid | None:
     """All replicas in this format; None when they do not fit."""
-    usable = _usable(machines, wish)
-    asker = _asker(machines, wish)
+    usable = _usable(machines, demand)
+    asker = _asker(machines, demand)
     if asker is not None and _ends_lack(model, asker) > 0:
         return None
-    found = [bench for machine in usable for bench in benches(model, machine, wish, quant)]
-    pins = _dealt(wish)
+    found = [bench for machine in usable for bench in benches(model, machine, demand, quant)]
+    pins = _dealt(demand)
     if pins is None:
         return None
-    if wish.replicas == 1:
-        first = _replica(model, found, pins[0], wish, frugal=False, used={})
+    if demand.replicas == 1:
+        first = _replica(model, found, pins[0], demand, frugal=False, used={})
         return None if first is None else (first,)
     ways = ((False, False), (True, False), (False, True), (True, True))
     for frugal, sharing in ways:
-        laid = _replicas(model, found, pins, wish, frugal=frugal, sharing=sharing)
+        laid = _replicas(model, found, pins, demand, frugal=frugal, sharing=sharing)
         if laid is not None:
             return laid
     return None
@@ -157,7 +157,7 @@ def _replicas(
     model: ModelShape,
     found: Sequence[Bench],
     pins: Sequence[Pins],
-    wish: Wish,
+    demand: Demand,
     *,
     frugal: bool,
     sharing: bool,
@@ -165,11 +165,11 @@ def _replicas(
     """One replica after the other on what those before have left."""
     used: dict[tuple[str, str], int] = {}
     laid: list[tuple[tuple[Bench, LayerRange], ...]] = []
-    for number in range(wish.replicas):
+    for number in range(demand.replicas):
         nodes = {key[0] for key in used} - pins[number].keys()
         awaited = {node for later in pins[number + 1 :] for node in later} - pins[number].keys()
         free = [b for b in found if sharing or b.key[0] not in nodes | awaited]
-        parts = _replica(model, free, pins[number], wish, frugal=frugal, used=used)
+        parts = _replica(model, free, pins[number], demand, frugal=frugal, used=used)
         if parts is None:
             return None
         for bench, layers in parts:
@@ -178,10 +178,10 @@ def _replicas(
     return tuple(laid)
 
 
-def _dealt(wish: Wish) -> Sequence[Pins] | None:
+def _dealt(demand: Demand) -> Sequence[Pins] | None:
     """The pins of each replica: each goes to the first one in which it overlaps no other."""
-    dealt: list[dict[NodeId, LayerRange]] = [{} for _ in range(wish.replicas)]
-    for node, layers in sorted(wish.pins):
+    dealt: list[dict[NodeId, LayerRange]] = [{} for _ in range(demand.replicas)]
+    for node, layers in sorted(demand.pins):
         for pins in dealt:
             apart = all(layers.stop <= p.start or p.stop <= layers.start for p in pins.values())
             if apart and node not in pins:
@@ -196,7 +196,7 @@ def _replica(
     model: ModelShape,
     found: Sequence[Bench],
     pins: Pins,
-    wish: Wish,
+    demand: Demand,
     *,
     frugal: bool,
     used: Mapping[tuple[str, str], int],
@@ -209,11 +209,11 @@ def _replica(
         return None
     if frugal:
         seats = [replace(each, hop_ms=1e6 + each.hop_ms + each.room_bytes / 1e6) for each in seats]
-    seated = seat(seats, model.total_layers, wish.max_shards)
+    seated = seat(seats, model.total_layers, demand.max_shards)
     if seated is None:
         return None
     if not frugal and any(bench.machine.held for bench in found):
-        seated = _stay(seats, by_key, seated, model.total_layers, wish.max_shards)
+        seated = _stay(seats, by_key, seated, model.total_layers, demand.max_shards)
     return tuple((by_key[each.key], layers) for each, layers in seated.parts)
 
 
@@ -255,54 +255,60 @@ def _ends_lack(model: ModelShape, asker: Machine) -> int:
     return ends_bytes(model, memory) - memory.free_bytes
 
 
-def _contradiction(model: ModelShape, machines: Sequence[Machine], wish: Wish) -> Refusal | None:
+def _contradiction(
+    model: ModelShape, machines: Sequence[Machine], demand: Demand
+) -> Refusal | None:
     """Why this cannot be wished, whatever there is."""
     known = {machine.node_id for machine in machines}
-    named = {*wish.only, *wish.without, *(node for node, _ in wish.pins)}
-    numbers = ((wish.replicas, _MAX_REPLICAS), (wish.context, 1 << 24), (wish.streams, 1 << 16))
+    named = {*demand.only, *demand.without, *(node for node, _ in demand.pins)}
+    numbers = (
+        (demand.replicas, _MAX_REPLICAS),
+        (demand.context, 1 << 24),
+        (demand.streams, 1 << 16),
+    )
     whole = LayerRange(0, model.total_layers)
-    out = [f"{layers}" for _, layers in wish.pins if not whole.covers(layers)]
+    out = [f"{layers}" for _, layers in demand.pins if not whole.covers(layers)]
     if any(not 1 <= value <= most for value, most in numbers):
         why = f"replicas (at most {_MAX_REPLICAS}), context and streams are numbers from 1."
-    elif wish.quant not in ("auto", *QUANTS):
-        why = f"quant {wish.quant!r} is not auto, none, int8 or int4."
-    elif wish.quant not in ("auto", *model.quants):
-        why = f"{model.model_id} cannot be served in {wish.quant}."
+    elif demand.quant not in ("auto", *QUANTS):
+        why = f"quant {demand.quant!r} is not auto, none, int8 or int4."
+    elif demand.quant not in ("auto", *model.quants):
+        why = f"{model.model_id} cannot be served in {demand.quant}."
     elif named - known:
         why = f"nobody knows {', '.join(sorted(named - known))}."
     elif out:
         why = f"{model.model_id} has layers {whole}, not {', '.join(out)}."
-    elif _dealt(wish) is None:
+    elif _dealt(demand) is None:
         why = "layers that are given to several nodes are more copies than replicas."
     else:
         return None
-    return Refusal("bad_request", why, "Change the wish.")
+    return Refusal("bad_request", why, "Ask for something else.")
 
 
 def _remedies(
-    model: ModelShape, machines: Sequence[Machine], wish: Wish
-) -> Iterator[tuple[str, Wish]]:
+    model: ModelShape, machines: Sequence[Machine], demand: Demand
+) -> Iterator[tuple[str, Demand]]:
     """Wishes for less that can be met, each with how it is called; the first ones suffice."""
-    asked = _quants(model, wish)[-1]
+    asked = _quants(model, demand)[-1]
     fewer = [quant for quant in model.quants if QUANTS.index(quant) > QUANTS.index(asked)]
-    tries = [(f"--quant {quant}", replace(wish, quant=quant)) for quant in fewer]
-    context = wish.context // 2
+    tries = [(f"--quant {quant}", replace(demand, quant=quant)) for quant in fewer]
+    context = demand.context // 2
     while context >= _LEAST_CONTEXT:
-        tries.append((f"--context {context}", replace(wish, context=context)))
+        tries.append((f"--context {context}", replace(demand, context=context)))
         context //= 2
     tries += [
-        (f"--replicas {number}", replace(wish, replicas=number))
-        for number in range(wish.replicas - 1, 0, -1)
+        (f"--replicas {number}", replace(demand, replicas=number))
+        for number in range(demand.replicas - 1, 0, -1)
     ]
-    freed = (*wish.only, *wish.without, *wish.pins)
+    freed = (*demand.only, *demand.without, *demand.pins)
     if freed:
-        anywhere = replace(wish, only=frozenset(), without=frozenset(), pins=())
+        anywhere = replace(demand, only=frozenset(), without=frozenset(), pins=())
         tries.append(("letting it use any machine", anywhere))
     seen: set[str] = set()
     for name, less in tries:
         kind = name.split()[0]
         if kind not in seen and any(
-            _lay_out(model, machines, less, quant) is not None for quant in _quants(model, less)
+            _replicas_in(model, machines, less, quant) is not None for quant in _quants(model, less)
         ):
             seen.add(kind)
             yield name, less

@@ -27,7 +27,8 @@ from mesh.errors import (
     SessionGone,
     WeightsMismatch,
 )
-from mesh.shard.sessions import GROWTH, gone
+from mesh.shard.session import gone
+from mesh.shard.sessions import GROWTH
 from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange, Principal, ShardDescriptor
 from mesh.wire.messages import Open, OpenTaps

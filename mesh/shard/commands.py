@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mesh.capacity import Device
+from mesh.capacity import Measurement
 from mesh.errors import MeshError
 from mesh.processes.messages import Message, Start
 from mesh.shard.room import Memory
@@ -100,6 +100,13 @@ class Unload(Message, frozen=True):
     grace_s: float
 
 
+class KeepResident(Message, frozen=True):
+    """The weights of exactly these shards stay on the device, whether or not they are used; one
+    that is not here yet is loaded so."""
+
+    shard_ids: tuple[ShardId, ...]
+
+
 class RevokeTokens(Message, frozen=True):
     """Exactly these tokens are revoked: sessions that were opened with one of them end."""
 
@@ -125,9 +132,9 @@ class Measure(Message, frozen=True):
 
 
 class Measured(Message, frozen=True):
-    """How fast the device is, and its memory as it is now."""
+    """How fast device and asker are; memory is as it is now."""
 
-    device: Device
+    found: Measurement
 
 
 class NotMeasured(Message, frozen=True):
@@ -198,3 +205,8 @@ class Health(Message, frozen=True):
 def traces_of(name: ShardId) -> ShardId:
     """What the weights are called that a shard loads once more, for interventions."""
     return ShardId(f"{name} for traces")
+
+
+def ends_of(name: ShardId) -> ShardId:
+    """What the ends are called that a shard loads for askers without any."""
+    return ShardId(f"the ends of {name}")

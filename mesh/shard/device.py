@@ -10,7 +10,6 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 import psutil
@@ -21,6 +20,7 @@ import transformers
 from mesh.errors import BadValue
 from mesh.models.gguf.container import BLOCK_TYPES
 from mesh.processes.headroom import Headroom
+from mesh.processes.processor import cpu_flags
 from mesh.shard.compiled.formats import BITS, Quant
 
 T = TypeVar("T")
@@ -133,10 +133,10 @@ def cpu_fast_dtypes() -> frozenset[str]:
     fast = set()
     capabilities = torch.backends.cpu.get_cpu_capability()
     if platform.machine() in ("arm64", "aarch64"):
-        flags = _cpu_flags()
+        flags = cpu_flags()
         return frozenset({"bf16"} if "bf16" in flags else set())
     if capabilities.startswith(("AVX512", "AMX")):
-        flags = _cpu_flags()
+        flags = cpu_flags()
         if flags & {"avx512_bf16", "amx_bf16"}:
             fast.add("bf16")
         if flags & {"avx512_fp16", "amx_fp16"}:
@@ -146,7 +146,7 @@ def cpu_fast_dtypes() -> frozenset[str]:
 
 def cpu_has_amx() -> bool:
     """Whether the CPU has matrix tiles, which torch's 16-bit CPU kernels are then built on."""
-    return "amx_tile" in _cpu_flags()
+    return "amx_tile" in cpu_flags()
 
 
 def choose_threads(
@@ -239,27 +239,6 @@ def _has_bf16(device: torch.device) -> bool:
         return bool((probe @ probe)[0, 0].item() == 2)
     except (RuntimeError, TypeError):
         return False
-
-
-def _cpu_flags() -> frozenset[str]:
-    return frozenset(_cpu_info("flags", "features").split())
-
-
-def _cpu_info(*fields: str) -> str:
-    """The first such field of the first processor that has one; empty where nothing says it."""
-    try:
-        with Path("/proc/cpuinfo").open(encoding="ascii", errors="replace") as lines:
-            for line in lines:
-                if line.lower().startswith(fields):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return ""
-
-
-def cpu_model() -> str:
-    """What the processor calls itself; empty where the platform does not say."""
-    return _cpu_info("model name", "hardware") or platform.processor()
 
 
 def usable_cores() -> int:

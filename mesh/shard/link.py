@@ -17,9 +17,12 @@ from mesh.errors import BadRequest, MeshError, VersionMismatch, as_mesh_error
 from mesh.models.edits import assemble
 from mesh.shard.failures import device_failed
 from mesh.shard.permits import Permits
-from mesh.shard.sessions import ChatSession, Session, gone
+from mesh.shard.session import Session, gone
+from mesh.shard.sessions import ChatSession
 from mesh.shard.steering import EditParts
-from mesh.types import NodeId
+from mesh.types import NodeId, WireDtype
+from mesh.wire.abilities import takes_blobs
+from mesh.wire.activations import to_wire
 from mesh.wire.link import Link
 from mesh.wire.messages import (
     Blob,
@@ -37,10 +40,10 @@ from mesh.wire.messages import (
     PrefixCopied,
     Result,
     Resume,
+    RowAsk,
     Seal,
     Sealed,
     Step,
-    takes_blobs,
 )
 
 if TYPE_CHECKING:
@@ -138,10 +141,8 @@ class LinkSessions:
                 self._close(message.session)
             case Park():
                 self._find(message.session).park()
-            case CopyPrefix():
-                self._later(self._copy_prefix(self._find(message.session), message), "shard-copy")
-            case Seal():
-                self._later(self._seal(self._find(message.session)), "shard-seal")
+            case CopyPrefix() | RowAsk() | Seal():
+                self._answer_later(self._find(message.session), message)
             case Resume():
                 session = self._find(message.session)
                 session.resume(message.max_tokens)
@@ -153,6 +154,15 @@ class LinkSessions:
                     f"A {type(message).__name__} does not belong on a tensor link.",
                     fix="Send it on the control link.",
                 )
+
+    def _answer_later(self, session: Session, message: CopyPrefix | RowAsk | Seal) -> None:
+        match message:
+            case CopyPrefix():
+                self._later(self._copy_prefix(session, message), "shard-copy")
+            case RowAsk():
+                self._later(self._give_row(session, message), "shard-row")
+            case Seal():
+                self._later(self._seal(session), "shard-seal")
 
     def _open(self, request: Open | OpenTaps) -> None:
         """The token comes first: without it nothing of what was sent is looked at."""
@@ -204,6 +214,15 @@ class LinkSessions:
             self._send(Failure(error.to_dict(), session.number))
             return
         self._send(Sealed(session.number, files))
+
+    async def _give_row(self, session: Session, ask: RowAsk) -> None:
+        try:
+            computing = session.row(ask.position)
+            row = await as_mesh_error(computing, "computing a row", device_failed)
+        except MeshError as error:
+            self._send(Failure(error.to_dict(), session.number, ask.step))
+            return
+        self._send(Result(session.number, ask.step, to_wire(row[None, None], WireDtype.FP32), 0, 0))
 
     async def _copy_prefix(self, session: Session, request: CopyPrefix) -> None:
         source, held = self._sessions.get(request.source), 0

@@ -34,7 +34,8 @@ from mesh.shard.device import (
     dtype_name,
     short_dtype_name,
 )
-from mesh.shard.footprint import estimate
+from mesh.shard.ends import EndsPlan, LoadedEnds, load_computed
+from mesh.shard.footprint import ends_mb, estimate
 from mesh.shard.lean_proof import require_lean
 from mesh.shard.linear import kept_dtype
 from mesh.shard.selftest import self_test
@@ -129,6 +130,20 @@ class LoadPlan:
         return ShardMemory(weights_mb=2 * weights_mb if self.is_halved else weights_mb)
 
     @property
+    def ends(self) -> EndsPlan:
+        """How the model's ends are computed, by the same settings."""
+        request, host = self.request, self.host
+        return EndsPlan(
+            self.manifest, host.device, request.dtype, self.dtype, request.quant, host.threads,
+            request.cache_dir,
+        )  # fmt: skip
+
+    @property
+    def ends_need(self) -> ShardMemory:
+        """What they take."""
+        return ShardMemory(weights_mb=ends_mb(self.manifest, self.dtype.value.itemsize))
+
+    @property
     def is_halved(self) -> bool:
         """Whether linear layers stay in 16 bit though fp32 is computed."""
         return self.lean.value and self.dtype.value == torch.float32
@@ -139,13 +154,15 @@ class LoadedShard:
     """A shard ready to serve.
 
     `load` gives its runtime: the loaded one the first time, while `is_spare`, a freshly loaded one
-    afterwards. `load_plain` reads its layers once more, as they are stored.
+    afterwards. `load_plain` reads its layers once more, as they are stored; `load_ends` the model's
+    ends, where its descriptor says that it runs them.
     """
 
     descriptor: ShardDescriptor
     load: Callable[[], Runtime]
     is_spare: Callable[[], bool]
     load_plain: Callable[[], LoadedSpan]
+    load_ends: Callable[[], LoadedEnds]
     hidden_size: int
     bytes_read: int
     load_ms: float
@@ -237,6 +254,7 @@ def load_shard(plan: LoadPlan) -> LoadedShard:
         load,
         lambda: bool(spare),
         lambda: _load_span(plan, plan.dtype.value),
+        lambda: load_computed(plan.ends),
         plan.manifest.hidden_size,
         bytes_read,
         (time.perf_counter() - started) * 1000,
@@ -296,6 +314,7 @@ def _load_span(plan: LoadPlan, dtype: torch.dtype, *, defer: bool = False) -> Lo
 def _describe(plan: LoadPlan, runtime: Runtime) -> ShardDescriptor:
     manifest, host, settings = plan.manifest, plan.host, plan.request.settings
     kernels = f"{runtime.kernels}+{settings.prefill_rows}rows"
+    has_ends = all(entry.present for entry in manifest.ends_tensors())
     taken = replace(plan.need, weights_mb=math.ceil(runtime.weight_bytes / 2**20))
     return ShardDescriptor(
         shard_id=plan.shard_id,
@@ -311,4 +330,6 @@ def _describe(plan: LoadPlan, runtime: Runtime) -> ShardDescriptor:
         dtype=plan.quant.value or dtype_name(runtime.dtype),
         determinism_class=determinism_class(host.device, runtime.dtype, kernels, host.threads),
         advertised_at=datetime.now(UTC),
+        embeds=has_ends and plan.request.layers.start == 0,
+        head=has_ends and plan.request.layers.stop == manifest.total_layers,
     )

@@ -40,12 +40,13 @@ async def copy_prefix(
             ours.copy(theirs, stop)
         return ours.length < held
 
-    while await _visited(scheduler, copy_piece):
+    while await visited(scheduler, copy_piece):
         pass
     return ours.length
 
 
-async def _visited(scheduler: Scheduler, work: Callable[[], T]) -> T:
+async def visited(scheduler: Scheduler, work: Callable[[], T]) -> T:
+    """What `work` gives, run by the device's thread in turns with steps. Raises what it raises."""
     done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
     def settle(result: Future[T]) -> None:

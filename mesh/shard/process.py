@@ -32,6 +32,7 @@ from mesh.processes.messages import Handlers
 from mesh.processes.worker import Daemon, Worker
 from mesh.shard.commands import (
     Health,
+    KeepResident,
     Listening,
     Load,
     Loaded,
@@ -45,6 +46,7 @@ from mesh.shard.commands import (
     Unload,
     Unloaded,
     Withdrawn,
+    ends_of,
     traces_of,
 )
 from mesh.shard.device import choose_device, headroom
@@ -63,10 +65,11 @@ from mesh.shard.threads import kept_threads
 from mesh.shard.unloading import Leaving, withdraw
 from mesh.shard.weight_watch import WeightWatch
 from mesh.types import Endpoint, NodeId, ShardId
+from mesh.wire.abilities import says_copies
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.link import LinkHandler
-from mesh.wire.messages import Drain, says_copies
+from mesh.wire.messages import Drain
 from mesh.wire.websocket import LinkServer, serve
 
 logger = logging.getLogger(__name__)
@@ -105,16 +108,18 @@ class ShardProcess(Worker):
         self._is_paused = False
         self._listener: LinkServer | None = None
         self._revoked: frozenset[str] = frozenset()
+        self._resident: frozenset[ShardId] = frozenset()
         self._obeying: asyncio.Task[None] | None = None
 
     def commands(self) -> Handlers:
-        """See `Worker`: who may come in, which tokens hold, and that sessions have to leave, is not
-        put behind a shard that takes its time to load."""
+        """See `Worker`: who may come in, which tokens hold, what stays, and that sessions have to
+        leave, is not put behind a shard that takes its time to load."""
         return {
             StartShards: self._enqueue,
             Load: self._enqueue,
             Unload: self._enqueue,
             RevokeTokens: self._revoke,
+            KeepResident: self._keep_resident,
             Pause: self._pause,
         }
 
@@ -157,6 +162,11 @@ class ShardProcess(Worker):
     def _revoke(self, command: RevokeTokens) -> None:
         self._revoked = frozenset(command.token_ids)
         self._service.revoke(self._revoked)
+
+    def _keep_resident(self, command: KeepResident) -> None:
+        self._resident = frozenset(command.shard_ids)
+        for name, held in self._held.items():
+            held.server.keep_resident(name in self._resident)
 
     def _pause(self, command: Pause) -> None:
         self._is_paused = command.paused
@@ -237,8 +247,12 @@ class ShardProcess(Worker):
             scheduler=queue,
             make_room=lambda: nullcontext() if loaded.is_spare() else room_for(),
         )
+        if loaded.descriptor.embeds or loaded.descriptor.head:
+            room_for_ends = partial(room.loading, ends_of(plan.shard_id), plan.ends_need)
+            server.lend_ends(loaded.load_ends, room_for_ends)
         server.on_change(self._changed.set)
         await server.start()
+        server.keep_resident(plan.shard_id in self._resident)
         settings = TapSettings(
             request.max_tap_sessions,
             memory_bytes=request.tap_memory_mb << 20,

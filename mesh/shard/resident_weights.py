@@ -8,26 +8,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 from mesh.shard.memory import release_memory
 from mesh.shard.scheduler import Scheduler
 from mesh.shard.settings import ShardSettings
 
-if TYPE_CHECKING:
-    from mesh.shard.runtime import Runtime
-
+T = TypeVar("T")
 
 MakeRoom = Callable[[], AbstractAsyncContextManager[None]]
 """The block may load. Raises NotEnoughMemory."""
 
 
-class ResidentWeights:
-    """The weights of one shard and the timer that frees them."""
+class ResidentWeights(Generic[T]):
+    """The layers of one shard, or its ends, and the timer that frees them."""
 
     def __init__(
         self,
-        load: Callable[[], Runtime],
+        load: Callable[[], T],
         settings: ShardSettings,
         scheduler: Scheduler,
         make_room: MakeRoom,
@@ -36,18 +34,20 @@ class ResidentWeights:
         self._settings = settings
         self._scheduler = scheduler
         self._make_room = make_room
-        self._loading: asyncio.Task[Runtime] | None = None
+        self._loading: asyncio.Task[T] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._evicting: asyncio.Task[None] | None = None
-        self.runtime: Runtime | None = None
-        """The loaded span, None while the weights are not here."""
+        self.loaded: T | None = None
+        """What computes with them, None while they are not here."""
         self.changed: Callable[[], None] = lambda: None
+        self.stays = False
+        """Whether nobody's disuse frees them."""
 
-    async def acquire(self) -> Runtime:
-        """The loaded span; loads it first when it is not here. Raises what loading raises."""
+    async def acquire(self) -> T:
+        """What computes with them, loaded first when it is not here. Raises what loading raises."""
         self.keep()
-        if self.runtime is not None:
-            return self.runtime
+        if self.loaded is not None:
+            return self.loaded
         if self._loading is None:
             self._loading = asyncio.create_task(self._load_now(), name="shard-load")
             self._loading.add_done_callback(_retrieve)
@@ -61,8 +61,11 @@ class ResidentWeights:
             self._timer = None
 
     def idle(self) -> None:
-        """The last session left: free the weights after `eviction_idle_s` unless one comes."""
+        """The last session left: free the weights after `eviction_idle_s` unless one comes, or they
+        stay."""
         self.keep()
+        if self.stays:
+            return
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._settings.eviction_idle_s, self._evict_idle)
 
@@ -84,32 +87,32 @@ class ResidentWeights:
         # Taken at once: a session that opens right now must not get weights on their way out.
         self._evicting = asyncio.create_task(self._free(self._take()), name="shard-evict")
 
-    def _take(self) -> list[Runtime | None]:
-        holder = [self.runtime]
-        self.runtime = None
+    def _take(self) -> list[T | None]:
+        holder = [self.loaded]
+        self.loaded = None
         self.changed()
         return holder
 
-    async def _free(self, holder: list[Runtime | None]) -> None:
+    async def _free(self, holder: list[T | None]) -> None:
         # Giving back gigabytes takes a while, so the last reference goes on the loading thread.
         await self._scheduler.load(lambda: _drop(holder))
 
-    async def _load_now(self) -> Runtime:
+    async def _load_now(self) -> T:
         try:
             async with self._make_room():
-                self.runtime = await self._scheduler.load(self._load)
-            return self.runtime
+                self.loaded = await self._scheduler.load(self._load)
+            return self.loaded
         finally:
             self._loading = None
             self.changed()
 
 
-def _drop(holder: list[Runtime | None]) -> None:
+def _drop(holder: list[T | None]) -> None:
     holder.clear()
     release_memory()
 
 
-def _retrieve(loading: asyncio.Task[Runtime]) -> None:
+def _retrieve(loading: asyncio.Task[T]) -> None:
     # Every opener may have given up by now; the error was theirs.
     if not loading.cancelled():
         loading.exception()

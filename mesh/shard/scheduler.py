@@ -35,6 +35,7 @@ from mesh.wire.activations import to_torch, to_wire
 from mesh.wire.messages import Blob, Failure, Result, Step, WireTensor
 
 if TYPE_CHECKING:
+    from mesh.shard.ends import SessionEnds
     from mesh.shard.hooks import Hook
     from mesh.shard.runtime import KeyValueCache, Runtime
 
@@ -68,6 +69,7 @@ class Sequence:
     settings: ShardSettings
     finished: Callable[[Result | MeshError | None], None]
     hooks: tuple[Hook, ...] = ()
+    ends: SessionEnds | None = None
     waiting: deque[Task] = field(default_factory=deque)
 
     def joins(self, other: Sequence) -> bool:
@@ -111,7 +113,12 @@ class Task:
         sequence = self.sequence
         if self.inputs is None:
             runtime = sequence.runtime
-            self.inputs = to_torch(self.step.tensor).to(runtime.device, runtime.dtype)
+            ends = sequence.ends
+            if ends is not None and ends.takes_ids:
+                hidden = ends.taken(self.step)
+            else:
+                hidden = to_torch(self.step.tensor)
+            self.inputs = hidden.to(runtime.device, runtime.dtype)
         first = self.rows_done
         piece = self.inputs[:, first : first + self.piece_rows]
         return StepInput(sequence.cache, self.step.position + first, piece, sequence.hooks)
@@ -123,7 +130,11 @@ class Task:
             self.outputs.append(output)
             return None
         whole = torch.cat([*self.outputs, output], dim=1) if self.outputs else output
-        tensor = to_wire(whole, self.sequence.wire_dtype)
+        ends = self.sequence.ends
+        if ends is None:
+            tensor = to_wire(whole, self.sequence.wire_dtype)
+        else:
+            tensor = ends.given(self.step, whole)
         if not self.is_short:
             self.inputs, self.outputs = None, []
             trim_heap()  # the scratch memory of a chunk is many times that of a decode step

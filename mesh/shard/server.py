@@ -12,19 +12,21 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from mesh.clock import Clock, SystemClock
-from mesh.errors import MeshError, from_dict
+from mesh.errors import BadRequest, MeshError, NoRoute, from_dict
 from mesh.health.percentiles import percentile
 from mesh.shard.admission import Ended, SessionTable, layers_asked
 from mesh.shard.commands import ShardLoad
 from mesh.shard.resident_weights import MakeRoom, ResidentWeights
 from mesh.shard.scheduler import Scheduler
-from mesh.shard.sessions import ChatSession, gone
+from mesh.shard.session import gone
+from mesh.shard.sessions import ChatSession
 from mesh.shard.settings import ShardSettings
 from mesh.shard.steering import SessionEdits
 from mesh.types import THIS_NODE, Edit, Principal, ShardDescriptor, ShardHealth
-from mesh.wire.messages import Blob, Failure, Open, Result, Step
+from mesh.wire.messages import Blob, Failure, Open, OpenEnds, Result, Step
 
 if TYPE_CHECKING:
+    from mesh.shard.ends import LoadedEnds
     from mesh.shard.recording import Recording
     from mesh.shard.runtime import Runtime
 
@@ -55,6 +57,9 @@ class ShardServer:
         self.scheduler = scheduler
         self.weights = ResidentWeights(load, settings, scheduler, make_room)
         self.sessions = SessionTable(settings)
+        self.ends: ResidentWeights[LoadedEnds] | None = None
+        """Embedding and head, where the shard runs them for askers that have none; loaded when the
+        first comes."""
         self._clock = clock or SystemClock()
         self._recent_ms: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._used_at = 0.0
@@ -65,6 +70,12 @@ class ShardServer:
     def on_change(self, changed: Callable[[], None]) -> None:
         """Call `changed` when streams, caches or weights changed; replaces an earlier one."""
         self.weights.changed = changed
+        if self.ends is not None:
+            self.ends.changed = changed
+
+    def lend_ends(self, load: Callable[[], LoadedEnds], make_room: MakeRoom) -> None:
+        """Run the model's ends for askers that have none, loaded as the layers are."""
+        self.ends = ResidentWeights(load, self.settings, self.scheduler, make_room)
 
     async def start(self) -> None:
         """Load the weights now. Raises what loading raises."""
@@ -78,15 +89,33 @@ class ShardServer:
         finally:
             self._note_idle()
 
+    def is_loaded(self, *, ends: bool) -> bool:
+        """Whether a session can be opened now, one that needs the `ends` too."""
+        if self.weights.loaded is None:
+            return False
+        return not ends or (self.ends is not None and self.ends.loaded is not None)
+
+    async def acquire_ends(self) -> LoadedEnds:
+        """The ends, loaded first where they are not here. Raises NoRoute, what loading raises."""
+        if self.ends is None:
+            raise _no_ends(self.descriptor)
+        return await self.ends.acquire()
+
     def resident(self) -> Runtime | None:
         """The loaded span, if it is loaded now; whoever asks must not keep it."""
-        return self.weights.runtime
+        return self.weights.loaded
+
+    def keep_resident(self, stays: bool) -> None:
+        """Whether the weights stay on the device though nobody uses them."""
+        if stays != self.weights.stays:
+            self.weights.stays = stays
+            self._note_idle()
 
     @property
     def idle_s(self) -> float | None:
         """For how long no stream has needed its weights, but for parked ones; None while one does,
-        or while they are not here."""
-        if self.sessions.active or self.weights.runtime is None:
+        or while they are not here, or where they stay."""
+        if self.sessions.active or self.weights.loaded is None or self.weights.stays:
             return None
         return _now() - self._used_at
 
@@ -97,6 +126,8 @@ class ShardServer:
             if why is not None:
                 session.on_end(why)
         await self.weights.evict()
+        if self.ends is not None:
+            await self.ends.evict()
 
     @property
     def queue_depth(self) -> int:
@@ -118,14 +149,16 @@ class ShardServer:
 
     def load_now(self) -> ShardLoad:
         """Residence and cache budget at this moment."""
-        table, runtime = self.sessions, self.weights.runtime
+        table, runtime = self.sessions, self.weights.loaded
+        ends = None if self.ends is None else self.ends.loaded
+        sizes = [each.weight_bytes for each in (runtime, ends) if each is not None]
         return ShardLoad(
             runtime is not None,
             table.parked,
             table.kv_tokens_used,
             self.settings.kv_tokens,
             table.kv_bytes / 2**20,
-            0.0 if runtime is None else runtime.weight_bytes / 2**20,
+            sum(sizes) / 2**20,
         )
 
     def admit(
@@ -145,13 +178,17 @@ class ShardServer:
         steering = SessionEdits.check(
             edits, layers_asked(request, self.descriptor), self.hidden_size
         )
+        self._require_ends(request)
         session = ChatSession(self, request, owner, steering, recording)
-        if self.weights.runtime is not None and recording is None:
-            session.use(self.weights.runtime)
+        runtime = self.weights.loaded
+        if runtime is not None and recording is None and not session.is_loading:
+            session.use(runtime, ends=self.ends.loaded if self.ends is not None else None)
         self._end(self.sessions.admit(session, _now()))
         self._watch_leases()
         self.scheduler.streams += 1
         self.weights.keep()
+        if self.ends is not None and session.needs_ends:
+            self.ends.keep()
         self.weights.changed()
         return session
 
@@ -198,10 +235,28 @@ class ShardServer:
         if not session.parked:
             self.scheduler.streams -= 1
         self.sessions.remove(session)
+        if self.ends is not None and session.needs_ends and not self._needs_ends():
+            self.ends.idle()
         self._note_idle()
         self.weights.changed()
 
     # Private
+
+    def _needs_ends(self) -> bool:
+        return any(session.needs_ends for session in self.sessions)
+
+    def _require_ends(self, request: Open) -> None:
+        """Raise NoRoute where the session asks for ends that this shard does not run, BadRequest
+        where it asks for what is none."""
+        if not isinstance(request, OpenEnds):
+            return
+        here = self.descriptor
+        lacks_embedding = request.ids and not (here.embeds and request.start == 0)
+        at_the_end = here.head and request.stop == here.total_layers
+        if self.ends is None or lacks_embedding or (request.candidates and not at_the_end):
+            raise _no_ends(here)
+        if request.candidates and not request.rows:
+            raise BadRequest("Candidates of no rows.", fix="Ask for one row at least.")
 
     def _end(self, ended: Sequence[Ended]) -> None:
         """End sessions by the shard's own will; who has one in use is told at once."""
@@ -227,6 +282,13 @@ class ShardServer:
         self._used_at = _now()
         if not any(True for _ in self.sessions):
             self.weights.idle()
+
+
+def _no_ends(here: ShardDescriptor) -> NoRoute:
+    return NoRoute(
+        f"{here.node_name} runs no embedding or no head of {here.shard_id} for others.",
+        fix="Use a shard that says `embeds` or `head`, or fetch the ends: `hearthnet pull`.",
+    )
 
 
 def _now() -> float:

@@ -14,7 +14,7 @@ from mesh.shard.link import LinkSessions
 from mesh.shard.permits import Permits
 from mesh.shard.recording import HarvestShelf, Recording
 from mesh.shard.server import ShardServer
-from mesh.shard.sessions import Session
+from mesh.shard.session import Session
 from mesh.shard.taps.server import TapServer
 from mesh.types import Edit, NodeId, ShardId
 from mesh.wire.link import Link

@@ -1,23 +1,24 @@
-"""The sessions of a link, chat's and jobs', behind one interface; and those of chat.
-
-A session is admitted, opened, fed and closed alike, whoever it is for. Knows neither links nor
-what else is computed.
-"""
+"""The sessions of chat on one shard. Knows neither links nor what else is computed."""
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-from mesh.errors import BadRequest, MeshError, SessionGone
-from mesh.shard.prefixes import copy_prefix
+from mesh.errors import BadRequest, MeshError
+from mesh.shard.ends import SessionEnds
+from mesh.shard.hidden_rows import require_hidden
+from mesh.shard.prefixes import copy_prefix, visited
 from mesh.shard.scheduler import Reply, Sequence, Task
-from mesh.types import LayerRange, Principal
-from mesh.wire.messages import Blob, Failure, Open, Result, Step
+from mesh.shard.session import Session, gone
+from mesh.types import Principal
+from mesh.wire.messages import Blob, Failure, Open, OpenEnds, Result, Step
 
 if TYPE_CHECKING:
+    import torch
+
+    from mesh.shard.ends import LoadedEnds
     from mesh.shard.hooks import Hook
     from mesh.shard.recording import Recording
     from mesh.shard.runtime import Runtime
@@ -27,67 +28,6 @@ if TYPE_CHECKING:
 GROWTH = 256
 """Positions that a cache grows by at least, where there is room; a quarter of it if that is more,
 so that what is copied meanwhile stays a small part of what is computed."""
-
-_WIRE_DTYPES = frozenset({"fp16", "bf16", "fp32"})
-
-
-class Session(ABC):
-    """One session, from its admission until it is `closed`."""
-
-    purpose: ClassVar[str]
-    """As the link of an asker calls it in its tokens and in `status`."""
-
-    def __init__(self, number: int, owner: Principal, layers: LayerRange) -> None:
-        self.number = number
-        self.owner = owner
-        self.layers = layers
-        self.max_tokens = 0
-        """Positions it has room for now; 0 where that is not told."""
-        self.closed = False
-        self.on_end: Callable[[MeshError], None] = lambda error: None
-        """Called when the shard ends the session by itself, with the reason."""
-
-    @property
-    @abstractmethod
-    def is_open(self) -> bool:
-        """Whether it can compute; until then `opened` is to be awaited."""
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether its asker is to be told that the weights have to be read first."""
-        return False
-
-    @abstractmethod
-    async def opened(self) -> None:
-        """Wait until it can compute. Raises MeshError, and is closed then."""
-
-    @abstractmethod
-    def submit(self, message: Step | Blob, reply: Reply) -> None:
-        """Take the next message; `reply` gets what is answered, on the event loop, perhaps right
-        now. Raises MeshError for what is refused; the session is then as before."""
-
-    def park(self) -> None:
-        """Give its stream back. Raises BadRequest where there is none."""
-        raise _not_for_jobs("parked")
-
-    def resume(self, max_tokens: int) -> None:
-        """Take a stream again, with room for `max_tokens` positions in all. Raises MeshError."""
-        raise _not_for_jobs("resumed")
-
-    async def seal(self) -> list[dict[str, Any]]:
-        """End what it records: what is said of each file. Raises MeshError."""
-        raise _not_for_jobs("sealed")
-
-    async def copy_prefix(self, source: Session, positions: int) -> int:
-        """Begin as `source` does: how many of its first `positions` this holds then.
-
-        Raises MeshError; it is as before then, or closed.
-        """
-        raise _not_for_jobs("begun as another")
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free it, right after what is being computed for it if there is something."""
 
 
 class ChatSession(Session):
@@ -124,6 +64,9 @@ class ChatSession(Session):
         self._park_when_idle = False
         self._is_sealing = False
         self._is_copying = False
+        self._asks_ends = request if isinstance(request, OpenEnds) else None
+        self._ends: SessionEnds | None = None
+        self._is_asked_row = False
 
     @property
     def server(self) -> ShardServer:
@@ -138,7 +81,12 @@ class ChatSession(Session):
     @property
     def is_loading(self) -> bool:
         """Whether the weights have to be read first."""
-        return self._server.resident() is None
+        return not self._server.is_loaded(ends=self.needs_ends)
+
+    @property
+    def needs_ends(self) -> bool:
+        """Whether the shard runs the model's ends for it."""
+        return self._asks_ends is not None
 
     @property
     def waiting(self) -> int:
@@ -147,7 +95,7 @@ class ChatSession(Session):
 
     def silent_since(self) -> float | None:
         """Since when its asker has been free to send a step and has not; None while it is not."""
-        at_work = self.waiting or self._is_sealing or self._is_copying
+        at_work = self.waiting or self._is_sealing or self._is_copying or self._is_asked_row
         busy = self.sequence is None or self.closed or at_work
         return None if busy else self.active_at
 
@@ -158,8 +106,13 @@ class ChatSession(Session):
 
     # Opening
 
-    def use(self, runtime: Runtime, hooks: Iterable[Hook] = ()) -> None:
-        """Compute with this, and call these beside what steers it. Raises BadSteering."""
+    def use(
+        self, runtime: Runtime, hooks: Iterable[Hook] = (), ends: LoadedEnds | None = None
+    ) -> None:
+        """Compute with this, and with these `ends` where the session needs them; call these hooks
+        beside what steers it. Raises BadSteering."""
+        if self._asks_ends is not None and ends is not None:
+            self._ends = SessionEnds(ends, self._asks_ends)
         all_hooks = (*self._steering.hooks(runtime), *hooks)
         self.sequence = Sequence(
             runtime,
@@ -169,6 +122,7 @@ class ChatSession(Session):
             self._server.settings,
             self._finished,
             all_hooks,
+            self._ends,
         )
 
     async def opened(self) -> None:
@@ -178,6 +132,7 @@ class ChatSession(Session):
             return
         try:
             runtime = await self._server.weights.acquire()
+            ends = await self._server.acquire_ends() if self.needs_ends else None
             hooks = (
                 await self.recording.start(runtime, self.layers)
                 if self.recording is not None
@@ -185,7 +140,7 @@ class ChatSession(Session):
             )
             if self.closed:
                 raise gone()  # noqa: TRY301 - as what loading raises
-            self.use(runtime, hooks)
+            self.use(runtime, hooks, ends)
         except BaseException:
             self.close()
             raise
@@ -218,6 +173,22 @@ class ChatSession(Session):
         self._last_step, self.end = message.step, end
         self._server.scheduler.submit(self.sequence, message, reply)
 
+    async def row(self, position: int) -> torch.Tensor:
+        """See `Session`. Raises SessionGone, BadRequest, and what the device raises."""
+        if self.closed or self.sequence is None:
+            raise gone()
+        ends = self._ends
+        if ends is None or self.waiting or self.parked or self._is_asked_row:
+            raise BadRequest(
+                "The session has no row to give now.",
+                fix="Ask once, after a step was answered with candidates.",
+            )
+        self._is_asked_row = True
+        try:
+            return await visited(self._server.scheduler, lambda: ends.row(position))
+        finally:
+            self._is_asked_row, self.active_at = False, _now()
+
     def _is_repeated(self, step: Step, sequence: Sequence, reply: Reply) -> bool:
         last = self.last_result
         if last is not None and step.step == last.step:
@@ -237,7 +208,10 @@ class ChatSession(Session):
                 fix="Number the steps of a session upwards.",
                 param="step",
             )
-        _check_tensor(step, self._server.hidden_size)
+        if self._ends is not None and self._ends.takes_ids:
+            self._ends.check(step)
+        else:
+            require_hidden(step, self._server.hidden_size)
         if not 0 <= step.position <= self.end:
             raise BadRequest(
                 f"The step starts at position {step.position}; the session holds {self.end}.",
@@ -356,17 +330,6 @@ class ChatSession(Session):
         self._server.freed(self)
 
 
-def gone() -> SessionGone:
-    """The error for a session that is not here (any more)."""
-    return SessionGone(
-        "The shard does not hold this session.", fix="Open a new one and replay the inputs."
-    )
-
-
-def _not_for_jobs(verb: str) -> BadRequest:
-    return BadRequest(f"A job's session is not {verb}.", fix="Close it, or keep it open.")
-
-
 def _refuse(tasks: list[Task], error: MeshError) -> None:
     for task in tasks:
         task.reply(Failure(error.to_dict(), task.step.session, task.step.step))
@@ -374,23 +337,3 @@ def _refuse(tasks: list[Task], error: MeshError) -> None:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _check_tensor(step: Step, hidden_size: int) -> None:
-    """Raise BadRequest unless the tensor is (1, rows > 0, hidden_size) in a floating wire dtype."""
-    tensor = step.tensor
-    shape_fits = len(tensor.shape) == 3 and tensor.shape[0] == 1 and tensor.shape[1] > 0
-    if not shape_fits or tensor.shape[2] != hidden_size:
-        raise BadRequest(
-            f"The tensor has shape {tuple(tensor.shape)}; (1, rows, {hidden_size}) is expected.",
-            fix="Send hidden states of this model.",
-            param="tensor",
-        )
-    itemsize = 4 if tensor.dtype == "fp32" else 2
-    whole = tensor.shape[1] * hidden_size * itemsize
-    if tensor.dtype not in _WIRE_DTYPES or tensor.gradient or len(tensor.data) != whole:
-        raise BadRequest(
-            f"A {tensor.dtype} tensor of {len(tensor.data)} bytes is not a hidden state here.",
-            fix="Send fp16, bf16 or fp32 activations of full length.",
-            param="tensor",
-        )

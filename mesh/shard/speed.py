@@ -1,8 +1,9 @@
 """How fast a device reads weights and multiplies by them, in each format that it can compute in.
 
 Matrices as large as a real layer's, more of them than caches hold; what a layer costs besides is
-timed on the built-in model, whose own matrices cost nearly nothing. The best of a few rounds
-counts: all others waited for somebody. Takes half a second of one core, and blocks meanwhile.
+timed on the built-in model, whose own matrices cost nearly nothing. The median of the rounds
+counts, as in serving: the best one is what memory gives when nobody else wants any of it. Takes
+about a second of one core, and blocks meanwhile.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ logger = logging.getLogger(__name__)
 
 _SIDE = 4096
 _ROWS = 128
-_ROUNDS = 4
+_ROUNDS = 5
 _BYTES = 192 << 20
 """Of weights that are read in a round: more than caches hold."""
 _LAYERS = LayerRange(0, 4)
 _STEPS = 16
+_PAUSE_S = 0.008
+"""What a hop waits for the others of its route, about."""
 
 
 def measure(device: torch.device, threads: int) -> Device:
@@ -50,7 +53,9 @@ def measure(device: torch.device, threads: int) -> Device:
                 speeds.append(one())
             except (MeshError, RuntimeError) as error:  # a kernel that this machine has not
                 logger.warning("a format is not measured: %s", error)
-    return Device(str(device), memory.free_mb << 20, memory.total_mb << 20, tuple(speeds))
+        visit_ms = _visit_ms(device)
+    size = memory.free_mb << 20, memory.total_mb << 20
+    return Device(str(device), *size, tuple(speeds), visit_ms)
 
 
 def _speeds(device: torch.device, threads: int) -> Iterator[Callable[[], Speed]]:
@@ -133,22 +138,34 @@ Work = tuple[int, Callable[[], None]]
 
 
 def _speed(name: str, decode: Work, prefill: Work, layer_ms: float) -> Speed:
-    read, computed = (amount / _best_s(work) / 1e9 for amount, work in (decode, prefill))
+    read, computed = (amount / _usual_s(work) / 1e9 for amount, work in (decode, prefill))
     return Speed(name, read, computed, layer_ms)
 
 
-def _best_s(work: Callable[[], None]) -> float:
+def _usual_s(work: Callable[[], None]) -> float:
     work()  # kernels are chosen, and memory is taken, the first time
-    best = float("inf")
+    took = []
     for _ in range(_ROUNDS):
         started = time.perf_counter()
         work()
-        best = min(best, time.perf_counter() - started)
-    return best
+        took.append(time.perf_counter() - started)
+    return median(took)
 
 
 def _layer_ms(device: torch.device, dtype: str, quant: str) -> float:
     """What a layer takes beside its matrices."""
+    return _step_ms(device, dtype, quant, pause_s=0.0) / len(_LAYERS)
+
+
+def _visit_ms(device: torch.device) -> float:
+    """What a step takes longer when the device has waited: waking up, caches that went cold."""
+    quant = "int8" if device.type == "cpu" else "none"
+    waited, at_once = (_step_ms(device, "fp32", quant, pause_s=pause) for pause in (_PAUSE_S, 0.0))
+    return max(0.0, waited - at_once)
+
+
+def _step_ms(device: torch.device, dtype: str, quant: str, *, pause_s: float) -> float:
+    """A decode step through a few layers of the built-in model, each after a pause."""
     host = HostedOn(NodeId("here"), "here", Endpoint("wss://127.0.0.1:1"), device, 1)
     request = ShardRequest(checkpoint_dir(), ModelId("builtin"), _LAYERS, dtype, quant)
     runtime = load_shard(plan_shard(request, host)).load()
@@ -156,11 +173,12 @@ def _layer_ms(device: torch.device, dtype: str, quant: str) -> float:
     hidden = torch.zeros(1, 1, runtime.hidden_size, dtype=runtime.dtype, device=device)
     took = []
     for position in range(_STEPS):
+        time.sleep(pause_s)
         started = time.perf_counter()
         runtime.forward([StepInput(cache, position, hidden)])
         _wait(device)
         took.append(time.perf_counter() - started)
-    return median(took) * 1000 / len(_LAYERS)
+    return median(took) * 1000
 
 
 def _wait(device: torch.device) -> None:

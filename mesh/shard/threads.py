@@ -23,7 +23,8 @@ from msgspec import Meta
 
 from mesh import codec
 from mesh.codec import Fault
-from mesh.shard.device import Choice, choose_threads, cpu_model, usable_cores
+from mesh.processes.processor import cpu_model
+from mesh.shard.device import Choice, choose_threads, usable_cores
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +18,11 @@ from mesh.types import NodeId
 from mesh.wire.link import Link
 from mesh.wire.messages import Blob, BlobKind, Failure, Message, Part, WeightsAsk
 
+Parts = Sequence[bytes | bytearray | memoryview]
+"""Bytes, one part after the other: putting them together would copy them once more."""
+
+MAX_PARTS = 256
+"""Of one answer: a part of a few bytes takes much more memory than these."""
 SILENCE_S = 15.0
 """A source that owes bytes and sends none for so long is given up."""
 
@@ -27,8 +33,8 @@ class Source(Protocol):
     name: str
     """What people call it."""
 
-    async def read(self, tensor: str, start: int, stop: int) -> bytes | bytearray:
-        """These bytes of a tensor. Raises MeshError."""
+    async def read(self, tensor: str, start: int, stop: int) -> Parts:
+        """These bytes of a tensor, as they came. Raises MeshError."""
 
     def close(self) -> None:
         """Ask it no more."""
@@ -37,8 +43,9 @@ class Source(Protocol):
 @dataclass(slots=True)
 class _Question:
     limit: int
-    done: asyncio.Future[bytearray]
-    data: bytearray = field(default_factory=bytearray)
+    done: asyncio.Future[Parts]
+    parts: list[bytes | bytearray | memoryview] = field(default_factory=list)
+    size: int = 0
     length: int | None = None
 
 
@@ -65,7 +72,7 @@ class WeightsLink:
 
     async def ask(
         self, sha256: str, part: Part, name: str = "", start: int = 0, stop: int = 0
-    ) -> bytearray:
+    ) -> Parts:
         """The bytes of a part that there are of [start, stop).
 
         Raises LinkLost, PipelineStalled when nothing comes for `SILENCE_S`, TransferFailed for an
@@ -94,7 +101,7 @@ class WeightsLink:
 
     async def document(self, sha256: str) -> bytes:
         """What it says of this checkpoint, as `documents.decode` reads it. Raises as `ask`."""
-        return bytes(await self.ask(sha256, Part.DOCUMENT, stop=MAX_DOCUMENT_BYTES))
+        return b"".join(await self.ask(sha256, Part.DOCUMENT, stop=MAX_DOCUMENT_BYTES))
 
     def close(self, reason: str = "") -> None:
         """Close the link."""
@@ -123,14 +130,18 @@ class WeightsLink:
         self._fail_all(error or LinkLost("The other node closed the link.", fix="Ask another."))
 
     def _take(self, question: _Question, blob: Blob) -> None:
-        fits = question.length in (None, blob.length) and blob.offset == len(question.data)
+        fits = question.length in (None, blob.length) and blob.offset == question.size
+        if len(question.parts) == MAX_PARTS:
+            _fail(question, TransferFailed("It answered in crumbs.", fix="Ask another."))
+            return
         if not fits or blob.length > question.limit or (not blob.data and blob.length > 0):
             _fail(question, TransferFailed("It answered what was not asked.", fix="Ask another."))
             return
         question.length = blob.length
-        question.data += blob.data
-        if len(question.data) == blob.length:
-            question.done.set_result(question.data)
+        question.parts.append(blob.data)
+        question.size += len(blob.data)
+        if question.size == blob.length:
+            question.done.set_result(question.parts)
 
     def _fail_all(self, error: MeshError) -> None:
         self._error = error
@@ -146,15 +157,15 @@ class Peer:
         self.link = link
         self._sha256 = sha256
 
-    async def read(self, tensor: str, start: int, stop: int) -> bytes | bytearray:
+    async def read(self, tensor: str, start: int, stop: int) -> Parts:
         """See `Source`; fewer bytes than were asked for are an error."""
-        data = await self.link.ask(self._sha256, Part.TENSOR, tensor, start, stop)
-        if len(data) != stop - start:
+        parts = await self.link.ask(self._sha256, Part.TENSOR, tensor, start, stop)
+        if (size := sum(map(len, parts))) != stop - start:
             raise TransferFailed(
-                f"{self.name} gave {len(data)} bytes where {stop - start} were asked for.",
+                f"{self.name} gave {size} bytes where {stop - start} were asked for.",
                 fix="It is asked of another node.",
             )
-        return data
+        return parts
 
     def close(self) -> None:
         """See `Source`."""

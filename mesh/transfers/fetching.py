@@ -19,7 +19,7 @@ from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import PIECE_BYTES
 from mesh.models.partial_writer import Outcome, PartialWriter, pieces_of
 from mesh.processes.tasks import end, spawn
-from mesh.transfers.asking import Source
+from mesh.transfers.asking import Parts, Source
 from mesh.transfers.documents import wanted_tensors
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
@@ -224,7 +224,7 @@ class Fetch:
             self._dispatch()
             await asyncio.shield(keeping)
 
-    async def _read(self, name: str, asked: _Asked, piece: Piece) -> bytes | bytearray | None:
+    async def _read(self, name: str, asked: _Asked, piece: Piece) -> Parts | None:
         """The bytes, when they are news."""
         loop = asyncio.get_running_loop()
         try:
@@ -242,7 +242,7 @@ class Fetch:
             return None
         assert self._plan is not None  # noqa: S101 - whoever asks has one
         is_news = self._plan.arrived(name, piece, loop.time() - began)
-        self.meter.arrived(name, asked.source.name, len(data), loop.time())
+        self.meter.arrived(name, asked.source.name, piece.size, loop.time())
         if not is_news:
             self._dispatch()
         return data if is_news else None
@@ -253,14 +253,14 @@ class Fetch:
             self._plan.leave(name)
         self._dispatch()
 
-    async def _keep(self, piece: Piece, data: bytes | bytearray) -> None:
+    async def _keep(self, piece: Piece, data: Parts) -> None:
         try:
             await as_mesh_error(self._put(piece, data), "keeping weights", _unforeseen)
         except MeshError as error:
             self._error = self._error or error
         self._dispatch()
 
-    async def _put(self, piece: Piece, data: bytes | bytearray) -> None:
+    async def _put(self, piece: Piece, data: Parts) -> None:
         assert self._plan is not None  # noqa: S101 - as above
         assert self._writer is not None  # noqa: S101 - as above
         outcome = await asyncio.to_thread(self._writer.put, piece.tensor, piece.start, data)

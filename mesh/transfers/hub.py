@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -283,10 +283,10 @@ class HubSource:
         self._repository = repository
         self._places = places
 
-    async def read(self, tensor: str, start: int, stop: int) -> bytes | bytearray:
+    async def read(self, tensor: str, start: int, stop: int) -> Sequence[bytes]:
         """See `asking.Source`."""
         file, offset = self._places[tensor]
-        return await self._hub.read(self._repository, file, offset + start, offset + stop)
+        return [await self._hub.read(self._repository, file, offset + start, offset + stop)]
 
     def close(self) -> None:
         """See `asking.Source`; whoever made the hub closes it."""

@@ -45,7 +45,7 @@ async def prepare(directory: Path, sha256: str, peer: PeerHolding, dial: Dial) -
         small = {file.name: await _small(link, sha256, file) for file in document.small}
         sparse = {
             file.name: SparseFile(
-                bytes(await link.ask(sha256, Part.HEADER, file.name, 0, file.header)), file.size
+                b"".join(await link.ask(sha256, Part.HEADER, file.name, 0, file.header)), file.size
             )
             for file in document.weights
         }
@@ -73,7 +73,7 @@ async def _document(link: WeightsLink, sha256: str) -> Document:
 
 
 async def _small(link: WeightsLink, sha256: str, file: documents.SmallFile) -> bytes:
-    data = bytes(await link.ask(sha256, Part.FILE, file.name, 0, file.size))
+    data = b"".join(await link.ask(sha256, Part.FILE, file.name, 0, file.size))
     if hashlib.sha256(data).hexdigest() != file.sha256:
         raise BadCheckpoint(f"{file.name} is not what was said of it.", fix="Ask another node.")
     return data

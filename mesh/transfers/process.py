@@ -53,6 +53,7 @@ from mesh.transfers.commands import (
     Transfer,
 )
 from mesh.transfers.fetches import Fetches, FetchSettings, scan
+from mesh.transfers.heap import give_back, keep_buffers
 from mesh.transfers.outside import Claims, Outside
 from mesh.transfers.pacing import Pace, yield_to_others
 from mesh.transfers.serving import WeightsServer
@@ -115,6 +116,7 @@ class FetcherProcess(Worker):
     async def _start(self, command: StartFetcher) -> None:
         self._start_command = command
         yield_to_others(command.nice)
+        keep_buffers()
         rate = command.bytes_per_s or math.inf
         self._serving_pace.bytes_per_s = self._fetching_pace.bytes_per_s = rate
         try:
@@ -229,6 +231,7 @@ class FetcherProcess(Worker):
             logger.warning("model=%s is not served to others: %s", model.model_id, error)
 
     async def _report(self) -> None:
+        is_kept = False
         while True:
             await asyncio.sleep(next_tick(_TELL_S) - asyncio.get_running_loop().time())
             await self._tell_holdings()
@@ -236,7 +239,10 @@ class FetcherProcess(Worker):
             moves = Moves(rows, self._sent_bytes)
             if rows or moves != self._moves:
                 self.say(moves)
-                self._moves = moves
+                self._moves, is_kept = moves, True
+            elif is_kept:  # nothing moves any more
+                give_back()
+                is_kept = False
 
     async def _tell_holdings(self) -> None:
         if self._holds_of == self._shelf.version:

@@ -19,7 +19,8 @@ from websockets.protocol import State
 from websockets.server import ServerProtocol
 
 from mesh.errors import BadFrame, ConnectFailed, FrameTooLarge, LinkLost, MeshError, PipelineStalled
-from mesh.wire.framing import frame_size, unwrap, wrap
+from mesh.wire.encryption import PlainProtocol
+from mesh.wire.framing import FrameReader, frame_size, write
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Bye, Hello, Message, Ping, Pong
 from mesh.wire.protocol import TensorSession
@@ -33,7 +34,7 @@ _RECONNECT = "Connect again, or use another hop."
 _SAME_VERSION = "Run the same hearthnet version on both machines."
 
 
-class WebSocketLink(asyncio.Protocol):
+class WebSocketLink(PlainProtocol):
     """A `Link` over one WebSocket. `greet` gets the peer's hello and returns the handler.
 
     It may raise MeshError to refuse the peer. `settled` is called when the link has opened and
@@ -54,9 +55,9 @@ class WebSocketLink(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._handler: LinkHandler | None = None
-        self._error: MeshError | None = None
         self._is_server = isinstance(websocket, ServerProtocol)
         self._unparsed = 1  # bytes websockets has of an incomplete frame; not 0 until the upgrade
+        self._reader = FrameReader(session.limits.message_bytes, masked=self._is_server)
         self._fragments: bytearray | None = None
         self._corked = False
         self._write_paused = False
@@ -73,7 +74,8 @@ class WebSocketLink(asyncio.Protocol):
         """The peer's TLS certificate in DER, None without TLS or without a certificate."""
         self.opened: asyncio.Future[None] = self._loop.create_future()
         """Done once both hellos were exchanged; carries the reason when that failed."""
-        self.opened.add_done_callback(_mark_retrieved)
+        # A server's link that never opens is no news; without this asyncio would report it.
+        self.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
 
     # The Link interface.
 
@@ -117,10 +119,10 @@ class WebSocketLink(asyncio.Protocol):
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until less than the high-water mark is queued. Raises PipelineStalled, LinkLost."""
-        high_water = self._session.limits.high_water_bytes
+        limits = self._session.limits
         try:
             async with asyncio.timeout(timeout_s):
-                while not self._closed and self.queued_bytes > high_water:
+                while not self._closed and self.queued_bytes > limits.high_water_bytes:
                     if self._room is None:
                         self._room = self._loop.create_future()
                     await asyncio.shield(self._room)
@@ -147,26 +149,27 @@ class WebSocketLink(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client asks for the upgrade at once; a server waits."""
-        self._transport = cast("asyncio.Transport", transport)
+        self._transport = transport = cast("asyncio.Transport", transport)
         if peername := transport.get_extra_info("peername"):
             self.peer_host = str(peername[0])
         if tls := transport.get_extra_info("ssl_object"):
             self.peer_certificate = tls.getpeercert(binary_form=True)
-        # Room for a few chunks: what the transport buffers is counted, and blocks `drain`.
+        # A few chunks, and no more than `drain` waits for: nobody would say when less has left.
         limits = self._session.limits
-        self._transport.set_write_buffer_limits(high=4 * limits.chunk_bytes)
+        transport.set_write_buffer_limits(min(4 * limits.chunk_bytes, limits.high_water_bytes))
         self._timer = self._loop.call_later(limits.handshake_s, self._expire)
         if isinstance(self._websocket, ClientProtocol):
             self._websocket.send_request(self._websocket.connect())
             self._write()
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data: bytes | memoryview) -> None:
         """Everything that arrives passes here, through to the handler."""
         self._heard_at = self._loop.time()
-        if not self._unparsed and (payload := unwrap(data, masked=self._is_server)) is not None:
+        payloads, rest = self._reader.take(data) if not self._unparsed else ((), bytes(data))
+        for payload in payloads:
             self._receive(payload)
-        else:
-            self._parse(data)
+        if rest:
+            self._parse(rest)
         self._flush()
 
     def eof_received(self) -> None:
@@ -195,7 +198,7 @@ class WebSocketLink(asyncio.Protocol):
     # The way in.
 
     def _parse(self, data: bytes) -> None:
-        """Everything but the usual case: the upgrade, parts of frames, several, control frames."""
+        """The upgrade, and whatever is not a binary frame in one piece."""
         websocket = self._websocket
         websocket.receive_data(data)
         self._unparsed += len(data)
@@ -288,7 +291,7 @@ class WebSocketLink(asyncio.Protocol):
         if not self._corked and not self._closed and self._transport is not None:
             session, masked = self._session, not self._is_server
             while not self._write_paused and (frame := session.next_frame()) is not None:
-                self._transport.write(wrap(frame, masked=masked))
+                write(self._transport, frame, masked=masked)
         if self._websocket.writes:
             self._write()
         if self._room or self._write_paused or self._read_paused:
@@ -392,9 +395,3 @@ def _websocket_error(exc: Exception) -> MeshError:
     if isinstance(exc, PayloadTooBig):
         return FrameTooLarge(f"A websocket message is too large: {exc}.", fix=_SAME_VERSION)
     return BadFrame(f"The peer broke the websocket protocol: {exc}.", fix=_SAME_VERSION)
-
-
-def _mark_retrieved(opened: asyncio.Future[None]) -> None:
-    """A server's link that never opens is no news; without this asyncio would report it."""
-    if not opened.cancelled():
-        opened.exception()

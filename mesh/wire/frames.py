@@ -59,6 +59,8 @@ class FrameType(IntEnum):
     WEIGHTS_ASK = 0x23
     COPY_PREFIX = 0x30
     PREFIX_COPIED = 0x31
+    OPEN_ENDS = 0x32
+    ROW_ASK = 0x33
 
 
 class FrameFlags(IntFlag):

@@ -15,7 +15,7 @@ the cache's end is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Annotated, Any, ClassVar
 
@@ -34,6 +34,10 @@ Digest = Annotated[str, Meta(max_length=128)]
 ModelName = Annotated[str, Meta(max_length=512)]
 Token = Annotated[str, Meta(max_length=2048)]
 Reason = Annotated[str, Meta(max_length=1024)]
+
+
+MAX_CANDIDATES, MAX_HEAD_ROWS = 1024, 256
+"""What an `OpenEnds` may ask for."""
 
 
 class Message:
@@ -81,29 +85,6 @@ class Hello(Message, frame=FrameType.HELLO, link=EVERY):
     software: Annotated[str, Meta(max_length=64)]
     version: UInt32 = PROTOCOL_VERSION
     fields: dict[str, Any] = field(default_factory=dict)
-
-
-BLOBS = "blobs"
-"""The field of a hello whose sender takes `Blob`s; every `TensorSession` for tensors sets it."""
-
-
-def takes_blobs(peer: Hello) -> bool:
-    """Whether who said this understands `Blob`."""
-    return peer.fields.get(BLOBS) is True
-
-
-COPIES = "copies_prefixes"
-"""The field of a hello whose sender understands `CopyPrefix`."""
-
-
-def says_copies(host: Hello) -> Hello:
-    """The hello of a host that understands `CopyPrefix`."""
-    return replace(host, fields={**host.fields, COPIES: True})
-
-
-def copies_prefixes(host: Hello) -> bool:
-    """Whether who said this understands `CopyPrefix`."""
-    return host.fields.get(COPIES) is True
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +141,20 @@ class Open(Message, frame=FrameType.OPEN):
 
 
 @dataclass(frozen=True, slots=True)
+class OpenEnds(Open, frame=FrameType.OPEN_ENDS):
+    """As `Open`, for an asker that holds no embedding or no head of the model: the host runs them.
+
+    With `ids` steps bear token ids instead of hidden states, with `candidates` results bear the so
+    many strongest next tokens of each step's last `rows` rows at most, both as in
+    `mesh.wire.token_rows`. Sent only to hosts whose shard says `embeds`, or `head`.
+    """
+
+    ids: bool = False
+    candidates: Annotated[int, Meta(ge=0, le=MAX_CANDIDATES)] = 0
+    rows: Annotated[int, Meta(ge=0, le=MAX_HEAD_ROWS)] = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Loading(Message, frame=FrameType.LOADING):
     """The session was admitted, and the weights it needs are being read; `Opened` follows."""
 
@@ -209,6 +204,19 @@ class Result(Message):
     tensor: WireTensor
     compute_us: int
     queue_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowAsk(Message, frame=FrameType.ROW_ASK):
+    """Ask a session with `candidates` for all logits at `position`, one of those that its last
+    result has candidates of.
+
+    Answered as a step is: with the `Result` of number `step`, fp32 (1, 1, vocab), or a `Failure`.
+    """
+
+    session: UInt32
+    step: UInt32
+    position: UInt32
 
 
 class BlobKind(IntEnum):

@@ -29,6 +29,7 @@ from mesh.errors import (
     from_dict,
 )
 from mesh.wire import control
+from mesh.wire.abilities import BLOBS
 from mesh.wire.compression import compress_if_it_pays, decompress
 from mesh.wire.credits import Credits
 from mesh.wire.frames import (
@@ -43,7 +44,6 @@ from mesh.wire.frames import (
 from mesh.wire.inbox import TENSOR_FRAMES, TensorInbox
 from mesh.wire.limits import DEFAULT_LIMITS, Limits
 from mesh.wire.messages import (
-    BLOBS,
     PROTOCOL_VERSION,
     Bearer,
     Blob,

@@ -20,8 +20,8 @@ from typing import Any
 from mesh.capacity import Device, Speed
 from mesh.cli.local_node import LocalNode, start_hearth
 from mesh.routing.fitting import benches
-from mesh.routing.machines import Held, Machine, ModelShape, Wish
-from mesh.routing.placement import plan
+from mesh.routing.machines import Demand, Held, Machine, ModelShape
+from mesh.routing.placement import lay_out
 from mesh.types import LayerRange, ModelId, NodeId
 
 MB = 1 << 20
@@ -67,7 +67,7 @@ def _duration(*, held: bool) -> dict[str, Any]:
     ]
     for number in range(MODELS):
         started = time.process_time()
-        found = plan(_model(LAYERS, 200 + 20 * number), machines, Wish())
+        found = lay_out(_model(LAYERS, 200 + 20 * number), machines, Demand())
         took.append(time.process_time() - started)
         assert found.refusal is None, found.refusal
     return {"nodes": NODES, "layers": LAYERS, "models": MODELS, "cpu_s": round(sum(took), 3)}
@@ -82,9 +82,9 @@ def _against_all() -> dict[str, Any]:
             _machine(draw, n, held=LayerRange(0, draw.randrange(1, shape.total_layers + 1)))
             for n in range(draw.randrange(1, 5))
         ]
-        wish = Wish(quant="none")
+        wish = Demand(quant="none")
         best = min(_ways(shape, machines, wish), default=None)
-        found = plan(shape, machines, wish)
+        found = lay_out(shape, machines, wish)
         refused += best is None
         assert (best is None) == (found.refusal is not None)
         if best is not None:
@@ -95,8 +95,8 @@ def _against_all() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ways(shape: ModelShape, machines: list[Machine], wish: Wish) -> list[float]:
-    places = [bench for each in machines for bench in benches(shape, each, wish, "none")]
+def _ways(shape: ModelShape, machines: list[Machine], demand: Demand) -> list[float]:
+    places = [bench for each in machines for bench in benches(shape, each, demand, "none")]
     total, found = shape.total_layers, []
     for count in range(1, min(total, len(places)) + 1):
         for cuts in itertools.combinations(range(1, total), count - 1):

@@ -6,7 +6,16 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from mesh.deployments.placement import Machine, make_plan, planner, stale
+from mesh.capacity import Device, Speed
+from mesh.deployments.placement import (
+    UNKNOWN,
+    AvailableNode,
+    Laid,
+    gaps,
+    make_plan,
+    planner,
+    stale,
+)
 from mesh.deployments.reconcile import (
     Decision,
     Drop,
@@ -17,8 +26,10 @@ from mesh.deployments.reconcile import (
     View,
     reconcile,
 )
-from mesh.deployments.wishes import Deployment, Plan, Wish, live
+from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
 from mesh.errors import MeshError
+from mesh.routing.gaps import beside, fill
+from mesh.routing.machines import Demand, Machine, ModelShape
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
 
 LAYER_MB = 10
@@ -45,9 +56,15 @@ class SimulatedNode:
 
 
 class SimulatedHouse:
-    """The nodes and the log that they all see. Checks with every action that it was allowed."""
+    """The nodes and the log that they all see. Checks with every action that it was allowed.
 
-    def __init__(self, memories_mb: Iterable[int]) -> None:
+    Where it `is_measured`, later nodes are slower, and gaps go where the planner lays them:
+    `filled` of them so far.
+    """
+
+    def __init__(self, memories_mb: Iterable[int], *, is_measured: bool = False) -> None:
+        self.is_measured = is_measured
+        self.filled = 0
         self.nodes = [
             SimulatedNode(NodeId(f"n{number}"), total) for number, total in enumerate(memories_mb)
         ]
@@ -59,8 +76,8 @@ class SimulatedHouse:
     def up(self) -> list[SimulatedNode]:
         return [node for node in self.nodes if node.is_up]
 
-    def machines(self) -> list[Machine]:
-        return [Machine(node.node, node.node, node.free_mb) for node in self.up]
+    def machines(self) -> list[AvailableNode]:
+        return [AvailableNode(node.node, node.node, node.free_mb) for node in self.up]
 
     # Operators
 
@@ -98,11 +115,38 @@ class SimulatedHouse:
             try:
                 plan = make_plan(
                     deployment.wish, deployment.event, self.machines(), deployment.plan,
-                    asked=False, why=why,
+                    asked=False, why=why, laid=self.laid(deployment),
                 )  # fmt: skip
             except MeshError:
                 continue
             self.deployments[deployment.id] = replace(deployment, plan=plan)
+
+    def laid(self, deployment: Deployment) -> Laid:
+        """Where the planner puts what the plan lacks. A megabyte here is a gigabyte there, so that
+        what it keeps free beside everything is small."""
+        if not self.is_measured:
+            return UNKNOWN
+        wish = deployment.wish
+        shape = ModelShape(
+            wish.model_id, WEIGHTS, (LAYER_MB << 30,) * wish.total_layers, "fp32", 0, 0, 1, 0
+        )
+        machines = [
+            Machine(
+                node.node, node.node,
+                (Device("cpu", node.free_mb << 30, node.total_mb << 30, (
+                    Speed("fp32", 10.0 / (1 + number), 1.0),
+                )),),
+            )
+            for number, node in enumerate(self.nodes) if node.is_up
+        ]  # fmt: skip
+        filled = {}
+        for gap in gaps(wish, deployment.plan, {node.node for node in self.up}):
+            shards = fill(shape, machines, gap.layers, Demand(quant="none", context=1))
+            if shards is not None:
+                machines = beside(machines, shards)
+                filled[gap] = tuple(Span(shard.node_id, shard.layers) for shard in shards)
+                self.filled += 1
+        return Laid((), filled)
 
     # Machines
 

@@ -56,11 +56,11 @@ def run(  # noqa: C901 - a table of what may happen
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 4), OPERATIONS)
+@given(st.integers(1, 4), st.booleans(), OPERATIONS)
 def test_with_room_everybody_ends_with_exactly_what_is_wished(
-    nodes: int, operations: list[tuple[str, int, int]]
+    nodes: int, is_measured: bool, operations: list[tuple[str, int, int]]
 ) -> None:
-    house = SimulatedHouse([AMPLE_MB] * nodes)
+    house = SimulatedHouse([AMPLE_MB] * nodes, is_measured=is_measured)
     run(house, operations)
     for node in house.nodes:
         node.gone_s += 0.0 if node.is_up else 2 * LIMIT_S
@@ -80,18 +80,40 @@ def test_with_room_everybody_ends_with_exactly_what_is_wished(
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.integers(1, 12).map(lambda layers: layers * LAYER_MB), min_size=1, max_size=4),
+    st.booleans(),
     OPERATIONS,
 )
 def test_without_room_it_comes_to_rest_and_says_what_waits(
-    memories: list[int], operations: list[tuple[str, int, int]]
+    memories: list[int], is_measured: bool, operations: list[tuple[str, int, int]]
 ) -> None:
-    house = SimulatedHouse(memories)
+    house = SimulatedHouse(memories, is_measured=is_measured)
     run(house, operations)
     assert house.settle()  # `SimulatedHouse` has checked memory and gaps at every step
     for node in house.up:
         decision = house.decide(node)
         wanted = {s for d in live(house.deployments) for s in d.shards_of(node.node)}
         assert set(decision.waiting or {}) == wanted - set(node.held)
+
+
+def test_a_gap_goes_to_the_fastest_machines_with_room_and_not_to_who_holds_least() -> None:
+    house = SimulatedHouse([layers * LAYER_MB for layers in (8, 9, 3, 3)])
+    assert house.deploy("m", 6)
+    assert house.settle()
+    house.is_measured = True
+    fastest, least, *_, lost = house.nodes
+    held = [sum(len(each.layers) for each in node.held.values()) for node in (fastest, least)]
+    assert held == [2, 1]
+    gone = [each.layers for each in lost.held.values()]
+    house.kill(lost)
+    lost.gone_s = 2 * LIMIT_S
+    house.replan(LIMIT_S)
+    (planned,) = live(house.deployments)
+    assert planned.plan is not None
+    assert all(layers in planned.plan.spans_of(fastest.node) for layers in gone)
+    assert house.filled == 1
+    assert house.settle()
+    house.replan(LIMIT_S)
+    assert house.filled == 1, "it is planned once"
 
 
 def deployment(*spans: tuple[str, str], asked: bool = True, layers: int = 4) -> Deployment:

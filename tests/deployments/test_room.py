@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mesh.deployments.placement import Machine, make_plan
-from mesh.deployments.room import Standing, to_rest
+from mesh.deployments.placement import AvailableNode, make_plan
+from mesh.deployments.room import Standing, room_of_others, to_rest
 from mesh.deployments.wishes import Deployment, Plan, Wish
 from mesh.errors import NotEnoughMemory
 from mesh.types import LayerRange, ModelId, NodeId
@@ -24,7 +24,7 @@ def up(name: str, mb: int, up_s: float = HOUR, *, dedicated: bool = False) -> St
 
 
 def planned(asked: Wish, free_mb: int | None = None) -> Plan:
-    return make_plan(asked, "cd" * 32, [Machine(ATTIC, "attic", free_mb)], None, asked=True)
+    return make_plan(asked, "cd" * 32, [AvailableNode(ATTIC, "attic", free_mb)], None, asked=True)
 
 
 def need(asked: Wish, layers: LayerRange) -> int:
@@ -32,7 +32,7 @@ def need(asked: Wish, layers: LayerRange) -> int:
 
 
 def rest(new: Wish, free_mb: int | None, *others: Standing) -> tuple[str, ...]:
-    machines = [Machine(ATTIC, "attic", free_mb)]
+    machines = [AvailableNode(ATTIC, "attic", free_mb)]
     return to_rest(new, planned(new), None, others, machines, need)
 
 
@@ -49,6 +49,12 @@ def test_the_smallest_that_have_been_up_for_long_rest() -> None:
     assert rest(wish("f", 40, dedicated=True), 10, *others) == ("c" * 16, "b" * 16)
 
 
+def test_only_who_may_rest_counts_as_room() -> None:
+    others = [up("a", 100), up("b", 20), up("c", 10, HOUR - 1), up("d", 30, dedicated=True)]
+    assert room_of_others(wish("f", 40), others, need) == {ATTIC: 120}
+    assert room_of_others(wish("f", 40, dedicated=True), others, need) == {ATTIC: 130}
+
+
 def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(NotEnoughMemory, match="attic needs 40 MB, 10 MB are free, 20 MB are held"):
         rest(wish("f", 40), 10, up("a", 20))
@@ -56,10 +62,12 @@ def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
 
 def test_what_the_plan_before_held_makes_room() -> None:
     new = wish("f", 40)
-    machines = [Machine(ATTIC, "attic", 10)]
+    machines = [AvailableNode(ATTIC, "attic", 10)]
     other = NodeId("b")
-    before = make_plan(new, "cd" * 32, [*machines, Machine(other, "kitchen", 10)], None, asked=True)
+    before = make_plan(
+        new, "cd" * 32, [*machines, AvailableNode(other, "kitchen", 10)], None, asked=True
+    )
     assert to_rest(new, before, before, (), machines, need) == ()
-    assert to_rest(new, planned(new), before, (), [Machine(ATTIC, "attic", 20)], need) == ()
+    assert to_rest(new, planned(new), before, (), [AvailableNode(ATTIC, "attic", 20)], need) == ()
     with pytest.raises(NotEnoughMemory):
         to_rest(new, planned(new), before, (), machines, need)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mesh.deployments import waking
-from mesh.deployments.placement import Machine, make_plan
+from mesh.deployments.placement import AvailableNode, make_plan
 from mesh.deployments.waking import Sleeper, Use, Waker
 from mesh.deployments.wishes import Deployment, Wish
 from mesh.errors import NoRoute, PipelineStalled
@@ -28,7 +28,9 @@ class House:
         self.node = node
         self.wished: list[Wish] = []
         self.now = Use(is_busy=False, signs=0)
-        plan = make_plan(wish, "cd" * 32, [Machine(A, "a"), Machine(B, "b")], None, asked=True)
+        plan = make_plan(
+            wish, "cd" * 32, [AvailableNode(A, "a"), AvailableNode(B, "b")], None, asked=True
+        )
         self._deployment = Deployment(wish, plan, "cd" * 32, A, 0)
 
     def deployments(self) -> dict[str, Deployment]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mesh.deployments.placement import Machine, make_plan, planner, stale
+from mesh.deployments.placement import AvailableNode, make_plan, planner, stale
 from mesh.deployments.wishes import (
     Deployment,
     Plan,
@@ -25,7 +25,7 @@ from mesh.events.types import EventId, Order
 from mesh.types import LayerRange, ModelId, NodeId
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
-MACHINES = [Machine(A, "attic"), Machine(B, "kitchen"), Machine(C, "study")]
+MACHINES = [AvailableNode(A, "attic"), AvailableNode(B, "kitchen"), AvailableNode(C, "study")]
 WISH = Wish("0" * 16, ModelId("m"), "ab" * 32, 6, 60)
 
 
@@ -129,7 +129,11 @@ def test_replicas_go_up_and_down_and_their_numbers_are_not_used_again() -> None:
 
 def test_a_second_replica_lies_elsewhere_whatever_memory_says_by_then() -> None:
     one = planned(WISH, 1)
-    now = [Machine(A, "attic", 9), Machine(B, "kitchen", 7), Machine(C, "study", 8)]
+    now = [
+        AvailableNode(A, "attic", 9),
+        AvailableNode(B, "kitchen", 7),
+        AvailableNode(C, "study", 8),
+    ]
     two = make_plan(replace(WISH, replicas=2), named(2), now, one, asked=True)
     assert all(len(two.spans_of(node)) == 2 for node in (A, B, C))
 

@@ -56,7 +56,7 @@ def put_all(writer: PartialWriter, whole: Manifest, names: list[str]) -> None:
     for name in names:
         data = stored(whole, name)
         for start, stop in pieces_of(len(data)):
-            outcome = writer.put(name, start, data[start:stop])
+            outcome = writer.put(name, start, [data[start:stop]])
         assert outcome is Outcome.COMPLETE
 
 
@@ -88,7 +88,7 @@ def test_wrong_bytes_are_refused_and_leave_no_trace(checkpoint: Checkpoint, tmp_
     wrong = bytearray(stored(whole, name))
     wrong[3] ^= 1
     with PartialWriter(directory) as writer:
-        assert writer.put(name, 0, wrong) is Outcome.WRONG
+        assert writer.put(name, 0, [wrong]) is Outcome.WRONG
         assert not writer.has(name)
     assert not read_manifest(directory).tensors[name].present
 
@@ -103,16 +103,16 @@ def test_pieces_of_a_large_tensor_survive_and_the_wrong_one_is_named(
     assert len(pieces) == 3
     directory = empty_copy(whole, tmp_path)
     with PartialWriter(directory) as writer:
-        assert writer.put(name, 0, data[:PIECE_BYTES]) is Outcome.WRITTEN
+        assert writer.put(name, 0, [data[:PIECE_BYTES]]) is Outcome.WRITTEN
     with PartialWriter(directory) as writer:
         assert writer.missing(name) == list(pieces[1:])
         (_, (start, stop), (start2, stop2)) = pieces
         lie = bytes(stop - start)
-        assert writer.put(name, start2, data[start2:stop2]) is Outcome.WRITTEN
-        assert writer.put(name, start, lie) is Outcome.WRONG
+        assert writer.put(name, start2, [data[start2:stop2]]) is Outcome.WRITTEN
+        assert writer.put(name, start, [lie]) is Outcome.WRONG
         assert writer.missing(name) == list(pieces)
         for start, stop in pieces:
-            outcome = writer.put(name, start, data[start:stop])
+            outcome = writer.put(name, start, [data[start:stop]])
         assert outcome is Outcome.COMPLETE
         assert writer.differing(name) == [1]
         assert writer.drop([name]) == len(data)
@@ -163,7 +163,7 @@ for name, entry in whole.tensors.items():
         stream.seek(entry.offset)
         data = stream.read(entry.nbytes)
     for start, stop in pieces_of(len(data)):
-        writer.put(name, start, data[start:stop])
+        writer.put(name, start, [data[start:stop]])
     writer.commit()
     print(name, flush=True)
 print("idle", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,10 @@ from mesh.cli.estimate import print_plan
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.config.sections import HostSection
-from mesh.deployments import wishes as deployments
+from mesh.deployments.placement import AvailableNode, Gap, Laid, gaps, make_plan
 from mesh.deployments.shape import shape_of
 from mesh.deployments.weights import LocalWeights
+from mesh.deployments.wishes import Plan, Replica, Span, Wish
 from mesh.discovery.directory import NodeInfo, ShardStore
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest, MeshError, ModelNotFound
@@ -24,7 +26,7 @@ from mesh.models.builtin import checkpoint_dir
 from mesh.models.manifest import read_manifest
 from mesh.node.estimates import Estimates, Surroundings
 from mesh.routing.fitting import benches
-from mesh.routing.machines import Machine, Wish
+from mesh.routing.machines import Demand, Machine
 from mesh.shard.compiled.formats import bytes_per_weight
 from mesh.shard.footprint import estimate
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId
@@ -53,13 +55,18 @@ def estimates(store: ShardStore) -> Estimates:
     return made(store)
 
 
-def made(store: ShardStore, verdict: Callable[[NodeId], Verdict] | None = None) -> Estimates:
+def made(
+    store: ShardStore,
+    verdict: Callable[[NodeId], Verdict] | None = None,
+    asked_ms: Callable[[ModelId], float | None] | None = None,
+) -> Estimates:
     for node, free_mb in ((OWN, 1000), (NEAR, 1000), (FAR, 2000), (DOUBTED, 3000)):
         store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(free_mb))
     rtts = {NEAR: 0.4, FAR: 25.0, DOUBTED: 0.4}
     around = Surroundings(
         OWN, Config(), store, rtts.get, lambda node: node != DOUBTED,
         verdict or (lambda node: Verdict.HEALTHY), lambda model: True, tuple,
+        lambda: 2.5, asked_ms or (lambda model: None),
     )  # fmt: skip
     return Estimates(around, LocalWeights({}, (), None))
 
@@ -161,11 +168,60 @@ async def test_what_a_shard_took_is_what_it_will_take(
     assert [held.layers for held in near.held] == [LayerRange(0, 2)]
 
 
+async def test_what_asking_takes_is_part_of_a_token(
+    store: ShardStore, estimates: Estimates
+) -> None:
+    (calibrated,) = (await estimates.plan(ASK))["replicas"]
+    assert calibrated["asker_ms"] == 2.5
+    hops = sum(shard["decode_ms"] + shard["hop_ms"] for shard in calibrated["shards"])
+    assert calibrated["token_ms"] == pytest.approx(hops + calibrated["head_ms"] + 2.5)
+    # What tokens of this very model took counts first, and the head is within it.
+    known = await asyncio.to_thread(made, store, asked_ms=lambda model: 4.0)
+    (seen,) = (await known.plan(ASK))["replicas"]
+    assert seen["head_ms"] + seen["asker_ms"] == pytest.approx(4.0)
+    assert seen["token_ms"] == pytest.approx(hops + 4.0)
+
+
+async def test_what_a_lost_machine_held_goes_where_it_is_fastest_with_room(
+    store: ShardStore, estimates: Estimates
+) -> None:
+    shape = shape_of(await LocalWeights({}, (), None).manifest("builtin"), 256)
+    layers = shape.total_layers
+    wish = Wish("0" * 16, shape.model_id, shape.weights_sha256, layers, 8, quant="none")
+    kept, lost = Span(NEAR, LayerRange(0, 3)), Span(NodeId("lost"), LayerRange(3, layers))
+    before = Plan(wish.deployment, "ab" * 32, 0, (Replica(0, (kept, lost)),), 1, asked=True)
+    alive = [OWN, NEAR, FAR]
+    (gap,) = gaps(wish, before, alive)
+    assert gap == Gap(0, lost.layers, kept=1)
+
+    async def goes_to(freed_mb: dict[NodeId, int] | None = None) -> tuple[Laid, list[Span]]:
+        laid = await estimates.layout(wish, before, alive, freed_mb or {})
+        plan = make_plan(
+            wish, "cd" * 32, [AvailableNode(node, node) for node in alive], before,
+            asked=False, laid=laid,
+        )  # fmt: skip
+        (replica,) = plan.replicas
+        assert kept in replica.spans
+        return laid, [span for span in replica.spans if span != kept]
+
+    # This machine holds least, but so do others; it is the nearest to itself.
+    assert await goes_to() == (Laid((), {gap: (Span(OWN, lost.layers),)}), [Span(OWN, lost.layers)])
+    for node in (OWN, NEAR):
+        store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(1))
+    assert (await goes_to())[1] == [Span(FAR, lost.layers)]
+    store.update(NodeInfo(FAR, "Far", "", "test"), (), capacity=cpu(1))
+    laid, _ = await goes_to()
+    assert laid.is_full
+    # What would be free if others rested.
+    laid, spans = await goes_to({NEAR: 1000})
+    assert (laid.is_full, spans) == (False, [Span(NEAR, lost.layers)])
+
+
 @pytest.mark.parametrize("quant", ["none", "int8"])
 def test_a_plan_never_asks_for_less_than_a_shard_does_when_it_loads(quant: Any) -> None:
     manifest = read_manifest(checkpoint_dir(), model_id=ModelId("builtin"))
     machine = Machine(OWN, "own", cpu(1000).devices)
-    (bench,) = benches(shape_of(manifest, 512), machine, Wish(context=512), quant)
+    (bench,) = benches(shape_of(manifest, 512), machine, Demand(context=512), quant)
     for stop in range(1, manifest.total_layers + 1):
         layers = LayerRange(0, stop)
         said = estimate(
@@ -185,7 +241,7 @@ async def test_replicas_are_laid_out_with_the_whole_cache_that_a_shard_sets_asid
     for node in (OWN, NEAR, FAR, DOUBTED):  # enough for the weights, and for a shorter cache
         room = cpu(need.total_mb - need.caches_mb // 3)
         store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=room)
-    wish = deployments.Wish(
+    wish = Wish(
         "0" * 16,
         manifest.model_id,
         manifest.weights_sha256,

@@ -11,10 +11,11 @@ from torch import nn
 from mesh.models.manifest import read_manifest
 from mesh.pipeline.checkpoint import load_asker
 from mesh.pipeline.commands import AskerOptions
-from mesh.pipeline.head import MOST_ROWS, OutputHead, rows_at_once
+from mesh.pipeline.head import OutputHead
 from mesh.pipeline.model import AskerModel
 from mesh.shard.compiled.head import CompiledLinear
 from mesh.shard.compiled.store import stored_products
+from mesh.shard.ends import MOST_ROWS, rows_at_once
 from mesh.types import Done
 from mesh.wire.messages import Result
 from tests.checkpoints import make_checkpoint

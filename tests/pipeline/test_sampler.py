@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from mesh.errors import InternalError
+from mesh.models.candidates import candidates_of
 from mesh.pipeline.sampler import Sampler, logprob_of
 from mesh.types import SamplingParams
 
@@ -31,11 +47,7 @@ def ours(model: LlamaForCausalLM, params: SamplingParams, count: int) -> list[in
     return ids[len(PROMPT) :]
 
 
-def theirs(
-    model: LlamaForCausalLM, count: int, seed: int | None = None, **settings: object
-) -> list[int]:
-    if seed is not None:
-        torch.manual_seed(seed)
+def theirs(model: LlamaForCausalLM, count: int, **settings: object) -> list[int]:
     with torch.no_grad():
         out = model.generate(
             torch.tensor([PROMPT]), attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
@@ -68,22 +80,118 @@ def test_the_least_temperature_draws_with_every_allowed_penalty(penalty: float) 
     assert Sampler(params, list(range(128))).choose(logits) == 127
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"temperature": 0.7},
-        {"temperature": 1.0, "top_k": 5},
-        {"temperature": 1.3, "top_p": 0.6},
-        {"temperature": 1.0, "min_p": 0.2},
-        {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
-    ],
-)
-def test_the_same_seed_draws_the_same_tokens_as_generate(
-    model: LlamaForCausalLM, settings: dict[str, float]
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.7},
+    {"temperature": 1.6},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.6},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 1.0, "repetition_penalty": 1.4},
+    {"temperature": 0.8, "top_k": 20, "repetition_penalty": 0.6},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
+]
+GREEDY = [{"repetition_penalty": 1.3}, {"repetition_penalty": 0.7}]
+
+
+def rows(count: int, vocab: int = 500) -> Iterator[torch.Tensor]:
+    """From nearly even to nearly sure, some with many equal logits, some with impossible ones."""
+    generator = torch.Generator().manual_seed(0)
+    for number in range(count):
+        row = torch.randn(vocab, generator=generator) * 2.0 ** (number % 6 - 1)
+        if number % 3 == 1:
+            row = row.round()
+        if number % 5 == 2:
+            row[::7] = -math.inf
+        yield row
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_numbers_evenly_apart_draw_each_token_as_often_as_hugging_face_would(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = ours(model, SamplingParams(seed=7, **settings), 24)  # type: ignore[arg-type]
-    reference = {"top_k": 0, **settings}
-    assert mine == theirs(model, 24, seed=7, do_sample=True, **reference)
+    draws = 512
+    for row in rows(6):
+        sampler = Sampler(SamplingParams(**settings), PROMPT)
+        apart = iter((n + 0.5) / draws for n in range(draws))
+        monkeypatch.setattr(sampler, "_random", SimpleNamespace(random=partial(next, apart)))
+        counts = torch.zeros(len(row))
+        for _ in range(draws):
+            counts[sampler.choose(row)] += 1
+            if sampler._seen is not None:  # what was said counts, but here it is not
+                sampler._seen = set(PROMPT)
+        expected = distribution(row, settings)
+        assert (counts - draws * expected).abs().max() <= 1.001
+
+
+def distribution(row: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
+    """(vocab,): what `generate` draws from."""
+    kinds = {
+        "repetition_penalty": RepetitionPenaltyLogitsProcessor,
+        "temperature": TemperatureLogitsWarper,
+        "top_k": TopKLogitsWarper,
+        "top_p": TopPLogitsWarper,
+        "min_p": MinPLogitsWarper,
+    }
+    scores = row.unsqueeze(0)
+    for name, kind in kinds.items():
+        if name in settings:
+            scores = kind(settings[name])(torch.tensor([PROMPT]), scores)
+    return scores[0].softmax(-1)
+
+
+@pytest.mark.parametrize("settings", SETTINGS + GREEDY, ids=str)
+def test_the_strongest_tell_what_the_whole_row_does_or_that_they_cannot(
+    settings: dict[str, Any],
+) -> None:
+    for seed, row in enumerate(rows(240)):
+        params = SamplingParams(seed=seed, **settings)
+        told = Sampler(params, PROMPT).choose_among(candidates_of(row))
+        assert told in (None, Sampler(params, PROMPT).choose_from(row))
+
+
+USUAL = [
+    {"temperature": 0.7},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.95},
+    {"temperature": 1.0, "top_k": 40},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1},
+    {"repetition_penalty": 1.3},
+]
+
+
+@pytest.mark.parametrize("settings", USUAL, ids=str)
+def test_the_strongest_nearly_always_tell_where_few_tokens_are_likely(
+    settings: dict[str, Any],
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(32000, generator=generator) * 1.5 for _ in range(40)]
+    for row in logits:
+        row[torch.randint(32000, (30,), generator=generator)] += torch.linspace(3, 14, 30)
+    told = sum(
+        Sampler(SamplingParams(seed=seed, **settings), PROMPT).choose_among(candidates_of(row))
+        is not None
+        for seed, row in enumerate(logits)
+    )
+    assert told >= 34, told
+
+
+def test_a_row_that_is_not_finite_is_an_error() -> None:
+    for value in (math.inf, math.nan):
+        row = torch.zeros(1000)
+        row[3] = value
+        sampler = Sampler(SamplingParams(temperature=1.0), PROMPT)
+        with pytest.raises(InternalError, match="not finite"):
+            sampler.choose(row)
+
+
+def test_every_seed_draws_its_own_tokens_again(model: LlamaForCausalLM) -> None:
+    drawn = {
+        seed: ours(model, SamplingParams(temperature=1.5, seed=seed), 16) for seed in (-7, 0, 7)
+    }
+    assert len({tuple(ids) for ids in drawn.values()}) == 3
+    assert drawn[-7] == ours(model, SamplingParams(temperature=1.5, seed=-7), 16)
 
 
 def test_without_a_seed_two_runs_differ(model: LlamaForCausalLM) -> None:
@@ -92,8 +200,12 @@ def test_without_a_seed_two_runs_differ(model: LlamaForCausalLM) -> None:
 
 
 def test_logprobs_are_the_models_own() -> None:
-    logits = torch.tensor([0.0, 2.0, 1.0, -1.0])
-    entry = logprob_of(logits, 2, 2, lambda token: f"<{token}>")
-    expected = torch.log_softmax(logits, -1)
-    assert entry.logprob == pytest.approx(float(expected[2]))
-    assert [(i, text) for i, text, _ in entry.top] == [(1, "<1>"), (2, "<2>")]
+    row = torch.randn(200, generator=torch.Generator().manual_seed(0))
+    expected = torch.log_softmax(row, -1)
+    order = row.argsort(descending=True).tolist()
+    for token in (order[0], order[20], order[199]):
+        entry = logprob_of(candidates_of(row), token, 2, lambda token: f"<{token}>", row)
+        assert entry.logprob == pytest.approx(float(expected[token]), abs=1e-6)
+        assert [(i, text) for i, text, _ in entry.top] == [(i, f"<{i}>") for i in order[:2]]
+        values = [value for _, _, value in entry.top]
+        assert values == pytest.approx(expected[order[:2]].tolist(), abs=1e-6)

@@ -47,6 +47,7 @@ from mesh.types import (
     WireDtype,
     shard_id,
 )
+from mesh.wire.abilities import says_copies
 from mesh.wire.link import Link, LinkHandler
 from mesh.wire.messages import (
     Close,
@@ -66,7 +67,6 @@ from mesh.wire.messages import (
     Sealed,
     Step,
     WireTensor,
-    says_copies,
 )
 from tests.wire.memory import MemoryLink, link_pair
 

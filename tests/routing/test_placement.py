@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from mesh.capacity import Device, Speed
 from mesh.routing.fitting import Bench, benches
 from mesh.routing.forecast import Forecast
-from mesh.routing.machines import Held, Machine, ModelShape, Timed, Wish
-from mesh.routing.placement import Plan, plan
+from mesh.routing.machines import Demand, Held, Machine, ModelShape, Timed
+from mesh.routing.placement import Layout, lay_out
 from mesh.types import LayerRange, ModelId, NodeId
 
 GB = 2**30
@@ -38,24 +38,24 @@ def machine(name: str, gb: float, gb_s: float = 20.0, rtt_ms: float = 0.3) -> Ma
     return Machine(NodeId(name), name, (cpu(gb, gb_s),), 0.0 if name == ASKER else rtt_ms)
 
 
-def places(found: Plan, replica: int = 0) -> list[tuple[str, str]]:
+def places(found: Layout, replica: int = 0) -> list[tuple[str, str]]:
     assert found.refusal is None, found.refusal
     return [(shard.name, str(shard.layers)) for shard in found.replicas[replica].shards]
 
 
-def reason(found: Plan, name: str) -> str:
+def reason(found: Layout, name: str) -> str:
     return next(row.why for row in found.machines if row.name == name)
 
 
 def test_one_machine_that_holds_all_is_preferred_to_a_split() -> None:
-    found = plan(model(), [machine("a", 9), machine("b", 9)], Wish(asker=ASKER, quant="none"))
+    found = lay_out(model(), [machine("a", 9), machine("b", 9)], Demand(asker=ASKER, quant="none"))
     assert places(found) == [("a", "0-15")]
     assert "faster without it" in reason(found, "b")
 
 
 def test_what_one_cannot_hold_is_split_and_the_quick_one_gets_what_fits() -> None:
     machines = [machine("a", 2.5, 10), machine("b", 2.5, 40)]
-    found = plan(model(), machines, Wish(asker=ASKER, quant="none"))
+    found = lay_out(model(), machines, Demand(asker=ASKER, quant="none"))
     most = {row.name: row.layers_that_fit for row in found.machines}
     shares = {shard.name: len(shard.layers) for shard in found.replicas[0].shards}
     assert shares == {"b": most["b"], "a": 16 - most["b"]}
@@ -63,51 +63,57 @@ def test_what_one_cannot_hold_is_split_and_the_quick_one_gets_what_fits() -> Non
 
 def test_a_slow_machine_gets_no_layers() -> None:
     machines = [machine("a", 3), machine("b", 3), machine("slow", 8, gb_s=0.5)]
-    found = plan(model(), machines, Wish(asker=ASKER, quant="none"))
+    found = lay_out(model(), machines, Demand(asker=ASKER, quant="none"))
     assert {name for name, _ in places(found)} == {"a", "b"}
     assert "faster without it" in reason(found, "slow")
 
 
 def test_a_slow_machine_is_used_where_there_is_no_other() -> None:
     machines = [machine("a", 2.5), machine("slow", 8, gb_s=0.5)]
-    assert "slow" in {name for name, _ in places(plan(model(), machines, Wish(quant="none")))}
+    assert "slow" in {name for name, _ in places(lay_out(model(), machines, Demand(quant="none")))}
 
 
 def test_a_far_machine_loses_to_a_nearer_one() -> None:
     machines = [machine("a", 0.5), machine("wifi", 9, rtt_ms=30.0), machine("wire", 9)]
-    assert places(plan(model(), machines, Wish(asker=ASKER, quant="none"))) == [("wire", "0-15")]
+    assert places(lay_out(model(), machines, Demand(asker=ASKER, quant="none"))) == [
+        ("wire", "0-15")
+    ]
 
 
 def test_several_devices_of_a_node_are_several_places() -> None:
     gpus = tuple(
         Device(f"cuda:{i}", 2 * GB, 2 * GB, (Speed("bf16", 300.0, 9000.0),)) for i in range(2)
     )
-    found = plan(model(), [Machine(NodeId("g"), "g", gpus)], Wish(quant="none"))
+    found = lay_out(model(), [Machine(NodeId("g"), "g", gpus)], Demand(quant="none"))
     assert {shard.device for shard in found.replicas[0].shards} == {"cuda:0", "cuda:1"}
 
 
 def test_auto_takes_int8_where_it_is_faster_and_int4_where_nothing_else_fits() -> None:
-    assert plan(model(), [machine("a", 9)], Wish()).quant == "int8"
+    assert lay_out(model(), [machine("a", 9)], Demand()).quant == "int8"
     gpu = Machine(NodeId("g"), "g", (Device("cuda:0", 8 * GB, 8 * GB, (Speed("bf16", 900, 9e4),)),))
-    assert plan(model(), [machine("a", 9), gpu], Wish()).quant == "none"
-    assert plan(model(), [machine("a", 1.8)], Wish()).quant == "int4"
+    assert lay_out(model(), [machine("a", 9), gpu], Demand()).quant == "none"
+    assert lay_out(model(), [machine("a", 1.8)], Demand()).quant == "int4"
 
 
 def test_bf16_counts_as_fp32_where_it_is_not_computed() -> None:
     old = Device("cpu", 9 * GB, 9 * GB, (Speed("fp32", 20.0, 100.0),))
-    found = plan(model(), [Machine(ASKER, "a", (old,))], Wish(quant="none"))
+    found = lay_out(model(), [Machine(ASKER, "a", (old,))], Demand(quant="none"))
     assert found.replicas[0].shards[0].format == "fp32"
     assert found.replicas[0].shards[0].need.weights == 2 * 16 * (200 << 20)
 
 
 def test_what_layers_took_counts_before_what_they_should_take() -> None:
     lame = replace(machine("a", 9), timed=(Timed("cpu", "bf16", decode_ms=500.0),))
-    assert places(plan(model(), [lame, machine("b", 9)], Wish(quant="none"))) == [("b", "0-15")]
+    assert places(lay_out(model(), [lame, machine("b", 9)], Demand(quant="none"))) == [
+        ("b", "0-15")
+    ]
 
 
 def test_longer_contexts_need_more() -> None:
     short, long = (
-        plan(model(), [machine("a", 30)], Wish(context=context, streams=4)).replicas[0].shards[0]
+        lay_out(model(), [machine("a", 30)], Demand(context=context, streams=4))
+        .replicas[0]
+        .shards[0]
         for context in (1024, 8192)
     )
     assert long.need.caches == 8 * short.need.caches
@@ -117,8 +123,8 @@ def test_longer_contexts_need_more() -> None:
 
 def test_pins_hold_and_the_rest_is_found_around_them() -> None:
     machines = [machine("a", 9), machine("b", 9), machine("c", 9, 5)]
-    wish = Wish(pins=((NodeId("c"), LayerRange(4, 8)),), quant="none")
-    found = places(plan(model(), machines, wish))
+    wish = Demand(pins=((NodeId("c"), LayerRange(4, 8)),), quant="none")
+    found = places(lay_out(model(), machines, wish))
     assert ("c", "4-7") in found
     assert [layers for _, layers in found] == ["0-3", "4-7", "8-15"]
 
@@ -126,47 +132,49 @@ def test_pins_hold_and_the_rest_is_found_around_them() -> None:
 def test_pins_of_one_layer_range_are_replicas() -> None:
     machines = [machine("a", 9), machine("b", 9)]
     pins = tuple((NodeId(name), LayerRange(0, 16)) for name in "ab")
-    assert plan(model(), machines, Wish(pins=pins)).refusal is not None
-    found = plan(model(), machines, Wish(pins=pins, replicas=2))
+    assert lay_out(model(), machines, Demand(pins=pins)).refusal is not None
+    found = lay_out(model(), machines, Demand(pins=pins, replicas=2))
     assert [places(found, 0), places(found, 1)] == [[("a", "0-15")], [("b", "0-15")]]
 
 
 def test_replicas_lie_on_different_machines_while_there_are_any() -> None:
     machines = [machine("a", 3), machine("b", 3, 40), machine("c", 3, 40), machine("d", 3)]
-    found = plan(model(), machines, Wish(replicas=2, quant="none"))
+    found = lay_out(model(), machines, Demand(replicas=2, quant="none"))
     first, second = ({name for name, _ in places(found, i)} for i in range(2))
     assert not first & second
-    shared = plan(model(), [machine("a", 20)], Wish(replicas=2, quant="none"))
+    shared = lay_out(model(), [machine("a", 20)], Demand(replicas=2, quant="none"))
     assert [places(shared, 0), places(shared, 1)] == [[("a", "0-15")], [("a", "0-15")]]
 
 
 def test_layers_stay_where_they_are_when_that_costs_little() -> None:
     held = replace(machine("b", 9), held=(Held(LayerRange(0, 16)),))
-    wish = Wish(quant="none")
-    assert places(plan(model(), [machine("a", 9, 20.2), held], wish)) == [("b", "0-15")]
-    assert places(plan(model(), [machine("a", 9, 30.0), held], wish)) == [("a", "0-15")]
-    assert plan(model(), [held], wish).replicas[0].shards[0].fetch_bytes == 0
+    wish = Demand(quant="none")
+    assert places(lay_out(model(), [machine("a", 9, 20.2), held], wish)) == [("b", "0-15")]
+    assert places(lay_out(model(), [machine("a", 9, 30.0), held], wish)) == [("a", "0-15")]
+    assert lay_out(model(), [held], wish).replicas[0].shards[0].fetch_bytes == 0
 
 
 def test_what_is_loaded_makes_room_for_what_replaces_it() -> None:
     loaded = Held(LayerRange(0, 8), "cpu", 8 * (200 << 20))
     full = replace(machine("a", 2.5), held=(loaded,))
-    shard = plan(model(), [full], Wish(quant="none")).replicas[0].shards[0]
+    shard = lay_out(model(), [full], Demand(quant="none")).replicas[0].shards[0]
     assert str(shard.layers) == "0-15"
     assert shard.gap
 
 
 def test_who_asks_keeps_room_for_the_ends() -> None:
     big_ends = model(ends_mb=3000)
-    found = plan(big_ends, [machine("a", 7), machine("b", 9)], Wish(asker=ASKER, quant="none"))
+    found = lay_out(big_ends, [machine("a", 7), machine("b", 9)], Demand(asker=ASKER, quant="none"))
     assert places(found) == [("b", "0-15")]
-    refused = plan(big_ends, [machine("a", 3), machine("b", 9)], Wish(asker=ASKER, quant="none"))
+    refused = lay_out(
+        big_ends, [machine("a", 3), machine("b", 9)], Demand(asker=ASKER, quant="none")
+    )
     assert refused.refusal is not None
     assert refused.refusal.name == "a"
 
 
 def test_a_refusal_says_how_much_is_missing_and_what_would_fit() -> None:
-    found = plan(model(mb=400), [machine("a", 3), machine("b", 1)], Wish(quant="none"))
+    found = lay_out(model(mb=400), [machine("a", 3), machine("b", 1)], Demand(quant="none"))
     assert not found.replicas
     assert found.refusal is not None
     assert found.refusal.code == "not_enough_memory"
@@ -177,24 +185,24 @@ def test_a_refusal_says_how_much_is_missing_and_what_would_fit() -> None:
 
 def test_a_pin_that_does_not_fit_names_its_machine() -> None:
     pins = ((NodeId("b"), LayerRange(0, 16)),)
-    found = plan(model(), [machine("a", 9), machine("b", 1)], Wish(pins=pins, quant="none"))
+    found = lay_out(model(), [machine("a", 9), machine("b", 1)], Demand(pins=pins, quant="none"))
     assert found.refusal is not None
     assert (found.refusal.name, found.refusal.missing_bytes > GB) == ("b", True)
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "demand",
     [
-        Wish(quant="int3"),
-        Wish(replicas=0),
-        Wish(context=0),
-        Wish(only=frozenset({NodeId("nobody")})),
-        Wish(pins=((ASKER, LayerRange(10, 20)),)),
-        Wish(pins=((ASKER, LayerRange(0, 9)), (NodeId("b"), LayerRange(8, 16)))),
+        Demand(quant="int3"),
+        Demand(replicas=0),
+        Demand(context=0),
+        Demand(only=frozenset({NodeId("nobody")})),
+        Demand(pins=((ASKER, LayerRange(10, 20)),)),
+        Demand(pins=((ASKER, LayerRange(0, 9)), (NodeId("b"), LayerRange(8, 16)))),
     ],
 )
-def test_wishes_that_make_no_sense_are_refused(wish: Wish) -> None:
-    found = plan(model(), [machine("a", 9), machine("b", 9)], wish)
+def test_wishes_that_make_no_sense_are_refused(demand: Demand) -> None:
+    found = lay_out(model(), [machine("a", 9), machine("b", 9)], demand)
     assert found.refusal is not None
     assert found.refusal.code == "bad_request"
     assert len(found.machines) == 2
@@ -207,7 +215,7 @@ def test_who_may_not_take_layers_takes_none_and_says_why() -> None:
         machine("f", 0.1),
     ]  # fmt: skip
     only = frozenset(map(NodeId, "abcef"))
-    found = plan(model(), machines, Wish(only=only, without=frozenset({NodeId("c")})))
+    found = lay_out(model(), machines, Demand(only=only, without=frozenset({NodeId("c")})))
     assert places(found) == [("a", "0-15")]
     assert reason(found, "b") == "it is paused"
     assert reason(found, "c") == "left out, as wished"
@@ -217,10 +225,10 @@ def test_who_may_not_take_layers_takes_none_and_says_why() -> None:
 
 
 def test_the_bottleneck_is_named_with_what_helps() -> None:
-    slow = plan(model(), [machine("a", 9, 5)], Wish(asker=ASKER, quant="none")).replicas[0]
+    slow = lay_out(model(), [machine("a", 9, 5)], Demand(asker=ASKER, quant="none")).replicas[0]
     assert (slow.bottleneck.what, slow.bottleneck.name) == ("computing", "a")
     assert "--quant int8" in slow.bottleneck.help
-    far = plan(model(), [machine("b", 9, 900, 40.0)], Wish(quant="none")).replicas[0]
+    far = lay_out(model(), [machine("b", 9, 900, 40.0)], Demand(quant="none")).replicas[0]
     assert far.bottleneck.what == "way"
     assert "cable" in far.bottleneck.help
 
@@ -228,7 +236,7 @@ def test_the_bottleneck_is_named_with_what_helps() -> None:
 def test_streams_together_are_faster_than_one_and_never_faster_than_the_slowest_hop() -> None:
     machines = [machine("a", 2.5), machine("b", 2.5)]
     one, many = (
-        plan(model(), machines, Wish(streams=streams, context=512, quant="none")).replicas[0]
+        lay_out(model(), machines, Demand(streams=streams, context=512, quant="none")).replicas[0]
         for streams in (1, 8)
     )
     assert one.all_tokens_per_second == pytest.approx(one.tokens_per_second)
@@ -289,15 +297,15 @@ def test_a_plan_is_as_good_as_any(
     if pinned == 1:
         start = seed % len(sizes)
         pins[machines[seed % len(machines)].node_id] = LayerRange(start, len(sizes))
-    wish = Wish(
+    wish = Demand(
         asker=machines[0].node_id,
         quant="none",
         pins=tuple((NodeId(node), span) for node, span in pins.items()),
     )
-    found = plan(shape, machines, wish)
+    found = lay_out(shape, machines, wish)
     shuffled = list(machines)
     Random(seed).shuffle(shuffled)
-    assert plan(shape, shuffled, wish) == found
+    assert lay_out(shape, shuffled, wish) == found
 
     possible = [bench for each in machines for bench in benches(shape, each, wish, "none")]
     ways = [
@@ -338,7 +346,9 @@ def test_many_machines_are_never_filled_beyond_their_memory(
     drawn: list[tuple[float, float, float, int]], replicas: int, most: int
 ) -> None:
     machines = house(drawn, 20)
-    found = plan(model(20, 150), machines, Wish(replicas=replicas, quant="none", max_shards=most))
+    found = lay_out(
+        model(20, 150), machines, Demand(replicas=replicas, quant="none", max_shards=most)
+    )
     taken: dict[str, int] = {}
     for replica in found.replicas:
         assert len(replica.shards) <= most

@@ -205,6 +205,20 @@ async def test_idle_weights_are_freed_and_loaded_again_on_demand() -> None:
         assert attic.loader.loads == loads + 1
 
 
+async def test_weights_that_stay_are_freed_by_no_disuse_until_they_may_be() -> None:
+    async with Attic(eviction_idle_s=0.0) as attic:
+        attic.server.keep_resident(True)
+        asker = attic.asker()
+        await asker.open()
+        asker.close()
+        await settled(lambda: not list(attic.server.sessions))
+        await asyncio.sleep(0.05)
+        assert attic.server.load_now().loaded
+        assert attic.server.idle_s is None, "nor are they room for another shard"
+        attic.server.keep_resident(False)
+        await settled(lambda: not attic.server.load_now().loaded)
+
+
 async def test_weights_stay_while_a_session_is_parked() -> None:
     async with Attic(eviction_idle_s=0.0) as attic:
         asker = attic.asker()

@@ -298,7 +298,7 @@ class Plans:
             self.asked.set()
             await self.proceed.wait()
         is_huge = order["model"] == "huge"
-        refusal = {"code": "not_enough_memory", "message": "96.0 GB are missing.",
+        refusal = {"code": "not_enough_memory", "message": "96.0 GiB are missing.",
                    "fix": "Add a machine.", "missing_bytes": 96 * 10**9, "node": None}  # fmt: skip
         replicas = [] if is_huge else [planned()] * order["replicas"]
         machines = [{"node_id": STUDY, "node": "study", "free_bytes": 1_500_000_000,

@@ -143,6 +143,6 @@ def test_a_gap_is_told_beside_the_node_that_makes_it() -> None:
                "bottleneck": {"help": "a cable"}}  # fmt: skip
     assert estimate({"refusal": None, "replicas": [replica], "machines": []}) == [
         "● replica 1: about 2.0 tok/s, first token 1.2 s",
-        "  attic 0-7: needs 2.0 GB of 3.0 GB free, with a gap: old and new do not fit at once",
+        "  attic 0-7: needs 1.9 GiB of 2.8 GiB free, with a gap: old and new do not fit at once",
         "  would help: a cable",
     ]

@@ -136,7 +136,7 @@ async def test_a_model_is_deployed_after_its_estimate_was_seen(daemon: Daemon) -
         await top.pilot.click("#yes")  # nothing was estimated
         await top.press("enter")
         text = await top.until("about 18.5 tok/s")
-        assert "attic 8-15: needs 4.1 GB of 6.0 GB free, fetches 3.9 GB" in text
+        assert "attic 8-15: needs 3.8 GiB of 5.6 GiB free, fetches 3.9 GB" in text
         assert "would help: a cable to attic" in text
         await top.press(
             "shift+tab", "shift+tab", "shift+tab", "backspace", "3"
@@ -152,7 +152,7 @@ async def test_a_model_is_deployed_after_its_estimate_was_seen(daemon: Daemon) -
 
 @pytest.mark.parametrize(
     ("model", "said"),
-    [("huge", "it does not fit: 96.0 GB are missing."), ("secret", "no estimate: Nobody has")],
+    [("huge", "it does not fit: 96.0 GiB are missing."), ("secret", "no estimate: Nobody has")],
 )
 async def test_what_does_not_fit_is_not_deployed_by_a_second_enter(
     daemon: Daemon, model: str, said: str

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.identity.tls import TlsContexts
-from mesh.wire.encryption import Encryption
+from mesh.wire.encryption import Encryption, PlainProtocol
 from mesh.wire.websocket import connect, serve
 from tests.identity.support import Party, contexts
 from tests.wire.house import House, until
@@ -44,7 +44,7 @@ class Pipe(asyncio.Transport):
         return self._closing
 
 
-class Inner(asyncio.Protocol):
+class Inner(PlainProtocol):
     """What hears the plain bytes."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Inner(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data: bytes | memoryview) -> None:
         self.heard += data
 
     def connection_lost(self, exc: Exception | None) -> None:

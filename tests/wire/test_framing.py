@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from websockets.client import ClientProtocol
+from websockets.frames import Frame, Opcode
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 from websockets.uri import WebSocketURI
 
-from mesh.wire.framing import frame_size, unwrap, wrap
+from mesh.wire.framing import FrameReader, frame_size, unwrap, wrap
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -31,3 +34,42 @@ def test_the_shortcut_past_websockets_agrees_with_websockets(masked: bool, size:
     assert unwrap(data[:-1], masked=masked) is None
     assert unwrap(data + b"\0", masked=masked) is None
     assert unwrap(data, masked=not masked) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    masked=st.booleans(),
+    frames=st.lists(st.integers(0, 200_000), max_size=6),
+    cuts=st.lists(st.integers(1, 90_000), min_size=1, max_size=9),
+)
+def test_frames_are_read_however_they_are_cut(
+    masked: bool, frames: list[int], cuts: list[int]
+) -> None:
+    payloads = [bytes([number]) * size for number, size in enumerate(frames, 1)]
+    control = Frame(Opcode.PING, b"there?").serialize(mask=masked)
+    data = b"".join(wrap(payload, masked=masked) for payload in payloads) + control
+    reader, read, turn, rest = FrameReader(200_000, masked=masked), list[bytes](), 0, b""
+    while data and not rest:
+        size = cuts[turn % len(cuts)]
+        found, rest = reader.take(data[:size])
+        read += map(bytes, found)
+        data, turn = data[size:], turn + 1
+    assert read == payloads
+    assert rest + data == control
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        wrap(bytes(1001), masked=False),  # above the limit
+        b"\x82\x7e\x00\x05hello",  # a length that could be said in fewer bytes
+        b"\x82\x7f" + (200).to_bytes(8, "big") + bytes(200),
+        b"\x82\xff" + bytes(12),  # masked, where nobody masks
+        b"\xc2\x00",  # an extension's bit
+        b"\x02\x05hello",  # a fragment
+        b"\x81\x05hello",  # text
+    ],
+)
+def test_what_is_odd_is_left_to_websockets(data: bytes) -> None:
+    reader = FrameReader(1000, masked=False)
+    assert reader.take(wrap(b"plain", masked=False) + data) == ([b"plain"], data)

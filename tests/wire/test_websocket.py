@@ -21,9 +21,9 @@ from mesh.errors import (
     VersionMismatch,
 )
 from mesh.wire.connection import WebSocketLink
-from mesh.wire.limits import DEFAULT_LIMITS, Limits
+from mesh.wire.limits import DEFAULT_LIMITS, MIB, Limits
 from mesh.wire.link import LinkHandler
-from mesh.wire.messages import Drain, Message, Park, Result, Step
+from mesh.wire.messages import Blob, BlobKind, Drain, Message, Park, Result, Step
 from mesh.wire.websocket import connect, serve
 from tests.wire.house import QUICK, Echo, listening, until
 from tests.wire.support import Recorder, hello, same, tensor
@@ -65,6 +65,19 @@ async def test_64_mib_both_ways_at_once_with_decode_steps_between() -> None:
         assert same(results[-1].tensor, large)  # type: ignore[union-attr]
         await link.drain(1)
         assert link.queued_bytes == 0
+        link.close()
+
+
+async def test_what_has_left_is_drained_though_the_peer_says_nothing() -> None:
+    limits = replace(
+        DEFAULT_LIMITS, chunk_bytes=16 * MIB, high_water_bytes=MIB // 2, ping_interval_s=60.0
+    )
+    async with listening(limits) as house:
+        link = await house.dial(limits=limits)
+        # More than the kernel takes at once; and a receiver answers a blob with nothing.
+        link.send(Blob(1, BlobKind.ANSWER, limits.chunk_bytes, 0, bytes(limits.chunk_bytes)))
+        assert link.queued_bytes > limits.high_water_bytes
+        await link.drain(10.0)
         link.close()
 
 

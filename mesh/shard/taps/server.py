@@ -29,7 +29,7 @@ from mesh.shard.admission import layers_asked
 from mesh.shard.failures import device_failed
 from mesh.shard.resident_weights import MakeRoom
 from mesh.shard.scheduler import Reply, Scheduler
-from mesh.shard.sessions import Session
+from mesh.shard.session import Session
 from mesh.shard.taps.parts import MAX_MESSAGE_BYTES, PART_BYTES
 from mesh.types import LayerRange, Principal
 from mesh.wire.messages import Blob, BlobKind, Failure, OpenTaps, Step

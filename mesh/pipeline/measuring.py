@@ -1,0 +1,78 @@
+"""The process that measures how fast this machine is: ``python -m mesh.pipeline.measuring``.
+
+Started by the daemon once per machine, as its result is kept (`mesh.node.own_capacity`); ends when
+it is told to, after one answer. At the lowest priority: nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from mesh.capacity import Device, Measurement
+from mesh.errors import MeshError, as_mesh_error
+from mesh.models.builtin import checkpoint_dir
+from mesh.paths import cache_dir
+from mesh.pipeline.asker_speed import asker_ms
+from mesh.pipeline.checkpoint import load_asker
+from mesh.pipeline.commands import AskerOptions
+from mesh.pipeline.model import AskerModel
+from mesh.processes.messages import Handlers
+from mesh.processes.processor import OthersLoad
+from mesh.processes.worker import Worker
+from mesh.shard.commands import Measure, Measured, NotMeasured
+from mesh.shard.device import choose_device
+from mesh.shard.failures import device_failed
+from mesh.shard.speed import measure
+from mesh.shard.threads import kept_threads
+from mesh.types import ModelId
+
+_LOWEST = 19
+
+
+class MeasuringProcess(Worker):
+    """Measures when it is told to."""
+
+    def commands(self) -> Handlers:
+        """See `Worker`."""
+        return {Measure: self._start}
+
+    async def close(self) -> None:
+        """See `Worker`."""
+
+    def _start(self, command: Measure) -> None:
+        self.spawn(self._measure(command), "measure")
+
+    async def _measure(self, command: Measure) -> None:
+        try:
+            found = await as_mesh_error(_measured(command), "measuring", device_failed)
+        except MeshError as error:
+            self.say(NotMeasured(error))
+        else:
+            self.say(Measured(found))
+
+
+async def _measured(command: Measure) -> Measurement:
+    """The device, then the asker on it. Raises MeshError."""
+
+    def look() -> tuple[Device, AskerModel, float]:
+        device = choose_device(command.device)
+        threads = kept_threads(command.threads, device.value, command.threads_dir)
+        load = OthersLoad()
+        found = measure(device.value, threads.value)
+        options = AskerOptions("auto", command.device, threads.value, cache_dir(), quant="none")
+        model, _ = load_asker(checkpoint_dir(), ModelId("builtin"), options)
+        return found, model, load.share()
+
+    device, model, share = await asyncio.to_thread(look)
+    return Measurement(device, await asker_ms(model), share)
+
+
+def main() -> None:
+    """Be the process."""
+    os.nice(_LOWEST)
+    asyncio.run(MeasuringProcess().run())
+
+
+if __name__ == "__main__":
+    main()
