@@ -249,7 +249,8 @@ async def test_replicas_are_laid_out_with_the_whole_cache_that_a_shard_sets_asid
         13,
         quant="none",
     )
-    ((*spans,),) = await estimates.layout(wish, None, {OWN, NEAR, FAR})
+    laid = await estimates.layout(wish, None, {OWN, NEAR, FAR}, {})
+    (spans,) = laid.replicas
     assert len(spans) > 1
     for span in spans:
         took = estimate(manifest, span.layers, 4, kv_tokens=kv_tokens, rows=512)
