@@ -56,7 +56,7 @@ class HubStandin:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                standin._answer(self)
+                standin.answer(self)
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
@@ -82,7 +82,8 @@ class HubStandin:
         """For HF_ENDPOINT."""
         return f"http://{self.host}:{self._server.server_address[1]}"
 
-    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        """One request, as the hub would or as its mischief has it."""
         path = unquote(urlsplit(request.path).path)
         mischief = self.mischief
         if mischief.throttled > 0:
