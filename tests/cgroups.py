@@ -17,15 +17,16 @@ _SETTLE_S = 10.0
 
 
 @contextmanager
-def limited_group(limit_mb: int) -> Iterator[Path]:
+def limited_group(limit_mb: int, name: str = "test") -> Iterator[Path]:
     """A group below this process' own; skips the test where there can be none.
 
-    Whoever writes its process id to ``cgroup.procs`` is in it, with all it starts from then on.
+    Whoever writes its process id to ``cgroup.procs`` is in it, with all it starts from then on:
+    see `joining`.
     """
     made = None
     for parent, version in control_groups():
         limit = "memory.max" if version == 2 else "memory.limit_in_bytes"
-        directory = parent / f"hearthnet-test-{os.getpid()}"
+        directory = parent / f"hearthnet-{name}-{os.getpid()}"
         with contextlib.suppress(OSError):
             directory.mkdir()
             made = directory
@@ -47,3 +48,8 @@ def limited_group(limit_mb: int) -> Iterator[Path]:
             except OSError:
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
+
+
+def joining(group: Path, *command: str) -> list[str]:
+    """What joins `group` and then is `command`."""
+    return ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group), *command]

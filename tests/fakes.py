@@ -98,6 +98,8 @@ class ScriptedGenerations:
     """
 
     def __init__(self) -> None:
+        self.scripts: dict[str, str] = {}
+        """Models that for now answer as another does."""
         self.requests: list[GenerationRequest] = []
         self._streams: list[AsyncGenerator[StreamFrame, None]] = []
         self.pulled: Counter[str] = Counter()
@@ -135,7 +137,8 @@ class ScriptedGenerations:
             self.ended[request.model].set()
 
     def _script(self, request: GenerationRequest) -> AsyncIterator[StreamFrame]:
-        script = getattr(self, f"_{request.model}".replace("-", "_"), None)
+        name = self.scripts.get(request.model, request.model)
+        script = getattr(self, f"_{name}".replace("-", "_"), None)
         if script is None:
             return self._unknown(request)
         frames: AsyncIterator[StreamFrame] = script(request)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench import house
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("mesh", "tui")
 FILES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
@@ -24,6 +26,9 @@ ONE_IDEA: dict[str, str] = {
 }
 """Files that one idea fills beyond the limit of lines, each with that idea."""
 MAX_CONSTRUCTOR_PARAMETERS = 7
+MAX_PRIVATE_LOOKS = 150
+MAX_MONKEYPATCHES = 62
+"""In all tests together: what is there is there, and a new test does without."""
 BANNED_NAMES = {"utils", "util", "helpers", "common", "core", "manager", "base", "misc"}
 PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 HEAVY = ("torch", "transformers", "nnsight", "textual", "starlette", "mesh.node")
@@ -281,3 +286,9 @@ def reachable(edges: Mapping[str, Iterable[str]], start: Iterable[str]) -> set[s
             found.add(name)
             left += edges[name]
     return found
+
+
+def test_tests_come_through_the_door() -> None:
+    texts = [path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    assert sum(map(house.private_looks, texts)) <= MAX_PRIVATE_LOOKS
+    assert sum(map(house.monkeypatches, texts)) <= MAX_MONKEYPATCHES

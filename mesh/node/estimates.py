@@ -84,7 +84,10 @@ class Estimates:
         if lacking < 1 and not open_gaps:
             return UNKNOWN
         # It is known by its id where it is deployed, whatever it was called when that was asked.
-        model = await self._shape(wish.model_id, wish.context or DEFAULT_CONTEXT)
+        # A shard that is loaded sets its whole cache aside, however short prompts are to be.
+        kv_tokens = self._house.config.distributed.host.kv_tokens
+        positions = max(wish.context or DEFAULT_CONTEXT, kv_tokens)
+        model = await self._shape(wish.model_id, positions)
         if model.weights_sha256 != wish.weights_sha256:
             return UNKNOWN
         machines = [each for each in self.machines(model) if each.node_id in alive]
@@ -98,7 +101,7 @@ class Estimates:
         demand = Demand(
             asker=self._house.node,
             quant=wish.quant or self._house.config.quant,
-            context=wish.context or DEFAULT_CONTEXT,
+            context=positions,
             max_shards=self._house.config.distributed.max_shards_per_request,
         )
         return await asyncio.to_thread(_laid, model, machines, wish, before, open_gaps, demand)

@@ -77,8 +77,8 @@ def measured(sources: Sources) -> dict[str, int]:
         "docstrings that only point elsewhere": sum(
             bool(_SEE.fullmatch(text)) for text in chain.from_iterable(documented)
         ),
-        "looks of tests at private names": sum(_private_looks(text) for text in tests),
-        "monkeypatches in tests": sum(text.count("monkeypatch.setattr(") for text in tests),
+        "looks of tests at private names": sum(map(private_looks, tests)),
+        "monkeypatches in tests": sum(map(monkeypatches, tests)),
     }
 
 
@@ -96,6 +96,22 @@ def duplicates(texts: Iterable[str]) -> int:
             places[sha256(run.encode()).digest()].append((number, start))
     repeated = {place for found in places.values() if len(found) > 1 for place in found}
     return sum((number, start - 1) not in repeated for number, start in repeated)
+
+
+def private_looks(text: str) -> int:
+    """Names with an underscore that a file looks up in anything but ``self`` and ``cls``."""
+    return sum(
+        isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"})
+        for node in ast.walk(ast.parse(text))
+    )
+
+
+def monkeypatches(text: str) -> int:
+    """How often a file replaces an attribute for a test."""
+    return text.count("monkeypatch.setattr(")
 
 
 def _shapes(text: str) -> list[str]:
@@ -160,16 +176,6 @@ def _importers(trees: Mapping[str, ast.Module]) -> Counter[str]:
         }
         importers.update(imported & modules)
     return importers
-
-
-def _private_looks(text: str) -> int:
-    return sum(
-        isinstance(node, ast.Attribute)
-        and node.attr.startswith("_")
-        and not node.attr.startswith("__")
-        and not (isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"})
-        for node in ast.walk(ast.parse(text))
-    )
 
 
 def _package(path: str) -> str:

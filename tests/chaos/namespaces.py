@@ -10,9 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Self
 
 IP = shutil.which("ip") or "ip"
@@ -38,13 +35,12 @@ def why_not() -> str:
 class Namespace:
     """One namespace and its cable; processes started `inside` see nothing else."""
 
-    def __init__(self, number: int, directory: Path) -> None:
+    def __init__(self, number: int) -> None:
         self.name = f"{PREFIX}-{number}"
         self.here = f"192.0.2.{4 * number + 1}"
         self.there = f"192.0.2.{4 * number + 2}"
         self._cable = f"{PREFIX}{number}a"
         self._far = f"{PREFIX}{number}b"
-        self._python = directory / f"python-{number}"
 
     def __enter__(self) -> Self:
         self._remove()
@@ -61,20 +57,15 @@ class Namespace:
     def unplug(self) -> None:
         """The cable is out: nothing arrives, and nobody is told."""
         # Only the far end: this side would notice at once that it has no route any more.
-        self._inside("link", "set", self._far, "down")
+        self._ip("link", "set", self._far, "down")
 
     def plug(self) -> None:
         """The cable is in again."""
-        self._inside("link", "set", self._far, "up")
+        self._ip("link", "set", self._far, "up")
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Python processes that are started now run in here."""
-        outside, sys.executable = sys.executable, str(self._python)
-        try:
-            yield
-        finally:
-            sys.executable = outside
+    def inside(self, *command: str) -> tuple[str, ...]:
+        """What runs `command` in here."""
+        return (IP, "netns", "exec", self.name, *command)
 
     def _make(self) -> None:
         ip("netns", "add", self.name)
@@ -82,19 +73,15 @@ class Namespace:
         ip("link", "set", self._far, "netns", self.name)
         ip("addr", "add", f"{self.here}/30", "dev", self._cable)
         ip("link", "set", self._cable, "up")
-        self._inside("addr", "add", f"{self.there}/30", "dev", self._far)
-        self._inside("link", "set", self._far, "up")
-        self._inside("link", "set", "lo", "up")
-        self._python.write_text(
-            f'#!/bin/sh\nexec {IP} netns exec {self.name} {sys.executable} "$@"\n'
-        )
-        self._python.chmod(0o700)
+        self._ip("addr", "add", f"{self.there}/30", "dev", self._far)
+        self._ip("link", "set", self._far, "up")
+        self._ip("link", "set", "lo", "up")
 
     def _remove(self) -> None:
         ip("link", "del", self._cable, check=False)
         ip("netns", "del", self.name, check=False)
 
-    def _inside(self, *arguments: str) -> None:
+    def _ip(self, *arguments: str) -> None:
         ip("-n", self.name, *arguments)
 
 

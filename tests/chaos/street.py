@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,9 +17,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.namespaces import IP, PREFIX, ip
+from tests.cgroups import joining
+from tests.chaos.namespaces import PREFIX, ip
 
 SWITCH = f"{PREFIX}-switch"
+NSENTER = shutil.which("nsenter") or "nsenter"
+STREET = "192.0.2.129"
+"""The address of this machine on the switch."""
 _HEALTH = "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__SHARD_HEALTH_TIMEOUT_SECONDS"
 _STOP_S = 15.0
 
@@ -30,6 +35,10 @@ class House:
         self.name = name
         self.address = f"192.0.2.{129 + number}"
         self.state_dir = directory / name
+        self.group: Path | None = None
+        """The control group in which all that is run here lives; none unless one is set."""
+        self.environment: dict[str, str] = {}
+        """What is set where somebody types."""
         self._space = f"{PREFIX}-{name}"
         self._cable = f"{PREFIX}s{number}"
         self._daemon: subprocess.Popen[bytes] | None = None
@@ -73,10 +82,9 @@ class House:
         home = self.state_dir.parent / f"{self.name}-home"
         home.mkdir(exist_ok=True)
         kept = {n: v for n, v in os.environ.items() if not n.startswith(("HEARTHNET_", "XDG_"))}
-        python = [IP, "netns", "exec", self._space, sys.executable, "-m", "mesh.cli.main"]
         return subprocess.Popen(
-            [*python, *line.removeprefix("hearthnet").split()],
-            env=kept | {"HOME": str(home)}, text=True,
+            self._inside(*line.removeprefix("hearthnet").split()),
+            env=kept | {"HOME": str(home)} | self.environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
@@ -117,9 +125,13 @@ class House:
         return {p["name"] for p in self.hearthnet("peers")["peers"] if p["state"] == "up"}
 
     def _command(self, *arguments: str) -> list[str]:
-        python = [IP, "netns", "exec", self._space, sys.executable]
-        state = ["--state-dir", str(self.state_dir)]
-        return [*python, "-m", "mesh.cli.main", *arguments, *state]
+        return self._inside(*arguments, "--state-dir", str(self.state_dir))
+
+    def _inside(self, *arguments: str) -> list[str]:
+        # Not `ip netns exec`: that takes /sys away as well, where control groups are.
+        enter = [NSENTER, f"--net=/run/netns/{self._space}"]
+        command = [*enter, sys.executable, "-m", "mesh.cli.main", *arguments]
+        return command if self.group is None else joining(self.group, *command)
 
 
 @contextmanager
@@ -130,6 +142,7 @@ def street(directory: Path, names: Sequence[str]) -> Iterator[list[House]]:
         ip("link", "del", SWITCH, check=False)
         stack.callback(ip, "link", "del", SWITCH, check=False)
         ip("link", "add", SWITCH, "type", "bridge")
+        ip("addr", "add", f"{STREET}/28", "dev", SWITCH)
         ip("link", "set", SWITCH, "up")
         for house in houses:
             house.tear_down()

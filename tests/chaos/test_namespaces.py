@@ -12,14 +12,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from mesh.models.builtin import checkpoint_dir
 from mesh.pipeline.commands import Offer
 from mesh.types import Endpoint
-from mesh.wire.messages import Hello
-from tests import secure
 from tests.chaos import bad_cable
 from tests.chaos.conftest import Row
-from tests.chaos.lab import MODEL, Lab, ask
+from tests.chaos.home import home
+from tests.chaos.lab import Lab, ask
 from tests.chaos.namespaces import Namespace, why_not
 from tests.chaos.proxy import Proxy
 
@@ -56,20 +54,10 @@ async def homes(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[
     async with AsyncExitStack() as stack:
         homes = {}
         for number, layers in HOMES.items():
-            space = stack.enter_context(Namespace(number, directory))
-            there = space.there
-            hello = Hello(there, there, "tensors", "test")
-            loads = map(_load, layers)
-            hosting = secure.hosting(directory, *loads, listen_host=there, hello=hello)
-            with space.inside():
-                host = await stack.enter_async_context(hosting)
-            assert host.port is not None
-            homes[number] = Home(space, host.port)
+            space = stack.enter_context(Namespace(number))
+            port = await stack.enter_async_context(home(space, directory, *layers))
+            homes[number] = Home(space, port)
         yield homes
-
-
-def _load(span: str) -> dict[str, str]:
-    return {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": span, "dtype": "fp32"}
 
 
 def shards_of(lab: Lab, homes: dict[int, Home]) -> list[Offer]:

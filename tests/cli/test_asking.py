@@ -181,7 +181,7 @@ async def test_interrupt_stops_the_answer_and_not_the_chat(
         terminal.type("hi you\n")
         await terminal.until("hi you\r\nhi you")
         await terminal.until(">>> ")
-        daemon.generations._echo = daemon.generations._stuck  # type: ignore[method-assign]
+        daemon.generations.scripts["echo"] = "stuck"
         terminal.type("go on\n")
         await asyncio.wait_for(daemon.generations.started.wait(), 20)
         await terminal.until("one")

@@ -237,7 +237,7 @@ async def test_what_happens_to_the_route_stands_above_the_answer(screen: dict[st
 async def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
     screen: dict[str, str], served: Served
 ) -> None:
-    served.generations._echo, before = served.generations._stuck, served.generations._echo  # type: ignore[method-assign]
+    served.generations.scripts["echo"] = "stuck"
     try:
         async with Terminal(screen, "chat", "echo") as terminal:
             await terminal.prompt()
@@ -256,7 +256,7 @@ async def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
             await terminal.until("No answer yet.")
             await leave(terminal)
     finally:
-        served.generations._echo = before  # type: ignore[method-assign]
+        del served.generations.scripts["echo"]
 
 
 MARKDOWN = """# Title

@@ -120,10 +120,10 @@ def test_a_deployment_from_nothing_to_its_end(house: dict[str, LocalNode], model
         assert answer(node) == expected
 
     # Replicas up and down; numbers are not used again.
-    assert hearthnet("scale", MODEL, "2", "--wait", node=kitchen).returncode == 0
-    ready(*house.values(), replicas=2)
-    assert {replica for replica, _, _ in placed(study)} == {0, 1}
-    assert all(len(held(node)) == 2 for node in house.values())
+    assert hearthnet("scale", MODEL, "3", "--wait", node=kitchen).returncode == 0
+    ready(*house.values(), replicas=3)
+    assert {replica for replica, _, _ in placed(study)} == {0, 1, 2}
+    assert all(len(held(node)) == 3 for node in house.values())
     assert hearthnet("scale", MODEL, "1", node=study).returncode == 0
     ready(*house.values())
     until(lambda: all(len(held(n)) == 1 for n in house.values()), "one span each", attic)

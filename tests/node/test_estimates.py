@@ -13,6 +13,7 @@ from mesh.capacity import Capacity, Device, Speed
 from mesh.cli.estimate import print_plan
 from mesh.clock import SystemClock
 from mesh.config import Config
+from mesh.config.sections import HostSection
 from mesh.deployments.placement import AvailableNode, Gap, Laid, gaps, make_plan
 from mesh.deployments.shape import shape_of
 from mesh.deployments.weights import LocalWeights
@@ -228,3 +229,29 @@ def test_a_plan_never_asks_for_less_than_a_shard_does_when_it_loads(quant: Any) 
             weight_size=None if quant == "none" else bytes_per_weight(quant),
         )  # fmt: skip
         assert bench.need(layers).total >> 20 >= said.total_mb - 3  # it rounds each part up
+
+
+async def test_replicas_are_laid_out_with_the_whole_cache_that_a_shard_sets_aside(
+    store: ShardStore, estimates: Estimates
+) -> None:
+    manifest = await LocalWeights({}, (), None).manifest("builtin")
+    kv_tokens = HostSection().kv_tokens
+    whole = LayerRange(0, manifest.total_layers)
+    need = estimate(manifest, whole, 4, kv_tokens=kv_tokens, rows=512)
+    for node in (OWN, NEAR, FAR, DOUBTED):  # enough for the weights, and for a shorter cache
+        room = cpu(need.total_mb - need.caches_mb // 3)
+        store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=room)
+    wish = Wish(
+        "0" * 16,
+        manifest.model_id,
+        manifest.weights_sha256,
+        manifest.total_layers,
+        13,
+        quant="none",
+    )
+    laid = await estimates.layout(wish, None, {OWN, NEAR, FAR}, {})
+    (spans,) = laid.replicas
+    assert len(spans) > 1
+    for span in spans:
+        took = estimate(manifest, span.layers, 4, kv_tokens=kv_tokens, rows=512)
+        assert took.total_mb <= room.devices[0].free_bytes // MB

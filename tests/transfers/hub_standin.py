@@ -47,6 +47,7 @@ class HubStandin:
     """Bytes given of each file."""
     asked: Counter[str] = field(default_factory=Counter)
     """Requests by kind: ``api``, ``resolve``, ``bytes``."""
+    host: str = "127.0.0.1"
 
     def __enter__(self) -> Self:
         standin = self
@@ -55,12 +56,12 @@ class HubStandin:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                standin._answer(self)
+                standin.answer(self)
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer((self.host, 0), Handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
@@ -79,9 +80,10 @@ class HubStandin:
     @property
     def url(self) -> str:
         """For HF_ENDPOINT."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return f"http://{self.host}:{self._server.server_address[1]}"
 
-    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        """One request, as the hub would or as its mischief has it."""
         path = unquote(urlsplit(request.path).path)
         mischief = self.mischief
         if mischief.throttled > 0:
