@@ -153,13 +153,11 @@ def load_asker(
         from mesh.shard.compiled.head import compile_head
 
         dtype = Choice(torch.float32, f"dtype fp32: embedding as stored, {stored}")
-        as_stored = DTYPES.get(stored, torch.float32)
+        loaded_as, cache = DTYPES.get(stored, torch.float32), options.cache_dir
         ends = load_ends(
-            manifest, dtype=as_stored, device=device.value, progress=progress, defer=True
+            manifest, dtype=loaded_as, device=device.value, progress=progress, defer=True
         )
-        kernels = compile_head(
-            ends, manifest.weights_sha256, options.cache_dir, threads.value, quant
-        )
+        kernels = compile_head(ends, manifest.weights_sha256, cache, threads.value, quant)
     computed = CheckpointEnds(ends, device.value, dtype.value)
     model = AskerModel(
         model_id=manifest.model_id,
