@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,9 +26,6 @@ from transformers import (
 from mesh.models.candidates import Candidates, candidates_of, strongest_of
 from mesh.pipeline.shortlist import Shortlist, not_finite, shortlist_of
 from mesh.types import SamplingParams, TokenLogprob
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _MIN_TEMPERATURE = 1e-5
 """Below, decoding is greedy, as in vLLM: only the most likely token has a chance left, and logits
@@ -131,17 +127,17 @@ def _token_at(uniform: float, scores: torch.Tensor) -> int:
     first = candidates_of(scores)
     if not np.isfinite(first.log_total):
         raise not_finite()
-    weights: NDArray[np.float64] = np.exp(
-        scores.cpu().numpy().astype(np.float64) - float(first.logits[0])
-    )
-    others = weights.copy()
+    # Those outside are added up in fp64 but need not be that exact one by one.
+    others = np.exp(scores.cpu().numpy() - first.logits[0])
     others[first.ids] = 0
-    rest = float(others.sum())
-    token = Shortlist(first.ids, weights[first.ids], rest, rest).at(uniform)
+    strongest = first.logits.astype(np.float64)
+    weights = np.exp(strongest - strongest[0])
+    rest = float(others.sum(dtype=np.float64))
+    token = Shortlist(first.ids, weights, rest, rest).at(uniform)
     if token is not None:
         return token
-    before = float(np.cumsum(weights[first.ids])[-1])
-    beyond = before + np.cumsum(others)
+    before = float(np.cumsum(weights)[-1])
+    beyond = before + np.cumsum(others, dtype=np.float64)
     place = int(np.searchsorted(beyond, uniform * (before + rest), side="right"))
     return min(place, int(np.flatnonzero(others)[-1]))  # the last bits of a sum may go past it
 
