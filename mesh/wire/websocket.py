@@ -61,7 +61,7 @@ async def connect(
 
     greet = partial(counted.greet, session, handler)
     link = WebSocketLink(websocket, session, greet, counted.settled)
-    protocol: asyncio.Protocol = link
+    protocol: asyncio.BaseProtocol = link
     if ssl is not None:
         protocol = Encryption(link, ssl, handshake_s=timeout_s, server_side=False)
     transport: asyncio.Transport | None = None
@@ -224,7 +224,7 @@ class LinkServer:
         self._leave((crowd, oldest))
         oldest.abort()
 
-    def _new_link(self, place: _Place) -> asyncio.Protocol:
+    def _new_link(self, place: _Place) -> asyncio.BaseProtocol:
         websocket = ServerProtocol(max_size=self.limits.message_bytes)
         session = TensorSession(self._hello(), self.limits)
         counted = _Counted(self.limits.accounts)
@@ -234,7 +234,7 @@ class LinkServer:
             self._settled(link)
 
         link = WebSocketLink(websocket, session, partial(self._greet, session, counted), settled)
-        protocol: asyncio.Protocol = link
+        protocol: asyncio.BaseProtocol = link
         if self._ssl is not None:
             handshake_s = self.limits.handshake_s
             protocol = Encryption(link, self._ssl, handshake_s=handshake_s, server_side=True)
