@@ -224,7 +224,9 @@ def _heads_in_turn(
     once; with thousands of keys it takes half the time, as nothing wide goes through the memory."""
     found = [
         F.scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=scaling)
-        for q, k, v in zip(*(torch.split(each, size, 1) for each in (query, key, value)), strict=True)
+        for q, k, v in zip(
+            *(torch.split(each, size, 1) for each in (query, key, value)), strict=True
+        )
     ]
     return torch.cat(found, 1).to(query.dtype)
 

@@ -92,6 +92,12 @@ def test_a_strided_tensor_with_a_gradient_goes_out_dense() -> None:
     assert torch.equal(to_torch(to_wire(values, WireDtype.FP32)), values)
 
 
+def test_only_what_would_round_to_infinity_goes_as_fp32() -> None:
+    for value, dtype in ((65519.0, "fp16"), (-65519.0, "fp16"), (65520.0, "fp32")):
+        assert to_wire(torch.tensor([1.0, value]), WireDtype.FP16).dtype == dtype
+    assert to_wire(torch.empty(0), WireDtype.FP16).dtype == "fp16"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("odd", [[], [math.nan], [math.inf], [-math.inf, math.nan]])
 def test_what_overflows_fp16_goes_as_fp32(dtype: torch.dtype, odd: list[float]) -> None:
