@@ -89,8 +89,12 @@ class Machine:
         self._shares = list(shares)
         monkeypatch.setattr(own_capacity, "_is_quiet", self._quiet)
         monkeypatch.setattr(own_capacity, "_LOOK_EVERY_S", 0.01)
-        hooks = OwnHooks(lambda: None, lambda: self.is_idle, lambda: self.shards, lambda: None)
+        self.told: list[float] = []
+        hooks = OwnHooks(lambda: None, lambda: self.is_idle, lambda: self.shards, self._tell)
         self.own = OwnCapacity(CPU, directory, hooks, QUICK, self._measure)
+
+    def _tell(self) -> None:
+        self.told.append(self.gb_s)
 
     async def _quiet(self) -> bool:
         return self.is_quiet
@@ -140,6 +144,7 @@ async def test_what_was_measured_under_load_is_measured_again_in_a_quiet_moment(
         await machine.until(lambda: machine.gb_s == 30.0)
         await asyncio.sleep(0.3)
         assert machine.made == 3
+        assert machine.told == [10.0, 30.0]
     later = Machine(tmp_path, monkeypatch)
     async with looking(later):
         await later.until(lambda: later.gb_s > 0)

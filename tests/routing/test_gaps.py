@@ -1,0 +1,50 @@
+"""Gaps of a replica are filled beside what is loaded, by what lies on disks and what is free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mesh.capacity import Device, Speed
+from mesh.routing.gaps import beside, fill
+from mesh.routing.machines import Demand, Held, Machine, ModelShape
+from mesh.types import LayerRange, ModelId, NodeId
+
+GB = 1 << 30
+MODEL = ModelShape(ModelId("m"), "a" * 64, (200 << 20,) * 8, "bf16", 0, 0, 4096, 2048)
+GAP = LayerRange(4, 8)
+DEMAND = Demand(quant="none", context=16)
+
+
+def machine(name: str, gb: float, gb_s: float = 20.0, **more: object) -> Machine:
+    free = int(gb * GB)
+    device = Device("cpu", free, free, (Speed("bf16", gb_s, 50.0, 0.3),))
+    return replace(Machine(NodeId(name), name, (device,)), **more)
+
+
+def filled(*machines: Machine) -> list[tuple[str, str, int]]:
+    found = fill(MODEL, machines, GAP, DEMAND)
+    assert found is not None
+    return [(shard.name, str(shard.layers), shard.fetch_bytes) for shard in found]
+
+
+def test_layers_are_numbered_as_in_the_model_and_those_on_disk_are_not_fetched() -> None:
+    there = (Held(LayerRange(2, 5)),)
+    assert filled(machine("a", 9, held=there)) == [("a", "4-7", 3 * (200 << 20))]
+    split = fill(MODEL, [machine("a", 0.7), machine("b", 0.9)], GAP, DEMAND)
+    assert split is not None
+    assert split[0].layers.start == GAP.start
+    assert split[0].layers.stop == split[1].layers.start
+    assert split[1].layers.stop == GAP.stop
+
+
+def test_what_is_loaded_stays_and_makes_no_room() -> None:
+    loaded = (Held(LayerRange(2, 6), "cpu", 4 * GB),)
+    assert fill(MODEL, [machine("a", 0.1, held=loaded)], GAP, DEMAND) is None
+    assert filled(machine("a", 0.1, held=loaded), machine("b", 9, gb_s=1.0))[0][0] == "b"
+
+
+def test_the_next_gap_has_what_the_first_left() -> None:
+    machines = [machine("a", 1.5)]
+    first = fill(MODEL, machines, GAP, DEMAND)
+    assert first is not None
+    assert fill(MODEL, beside(machines, first), LayerRange(0, 4), DEMAND) is None
