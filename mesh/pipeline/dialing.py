@@ -9,16 +9,14 @@ from dataclasses import replace
 from functools import partial
 
 from mesh.accounts.ledger import ResourceLedger
-from mesh.identity.tls import TlsContexts, require_node
+from mesh.identity.tls import TlsContexts
 from mesh.pipeline.links import Dial, HopLink
+from mesh.processes.dialing import connect_to
 from mesh.shard.permits import clock_of, permit
 from mesh.shard.settings import lease_of
 from mesh.wire.limits import DEFAULT_LIMITS
 from mesh.wire.link import Link
 from mesh.wire.messages import Hello
-from mesh.wire.websocket import connect
-
-CONNECT_TIMEOUT_S = 5.0
 
 
 def secured(hello: Hello, tls: TlsContexts, accounts: ResourceLedger | None = None) -> Dial:
@@ -30,15 +28,9 @@ def secured(hello: Hello, tls: TlsContexts, accounts: ResourceLedger | None = No
     limits = replace(DEFAULT_LIMITS, accounts=accounts)
 
     async def dial(host: str, port: int, hop_link: HopLink) -> Link:
-        link = await connect(
-            host, port, hello=hello, handler=hop_link, ssl=tls.client(hop_link.host),
-            timeout_s=CONNECT_TIMEOUT_S, limits=limits,
-        )  # fmt: skip
-        try:
-            require_node(link.peer_certificate, hop_link.host)
-        except BaseException:
-            link.close("not the node that was dialled")
-            raise
+        link = await connect_to(
+            hop_link.host, host, port, hello=hello, handler=hop_link, tls=tls, limits=limits
+        )
         hop_link.permit = partial(permit, tls.key, clock_of(link.peer), hop_link.host)
         hop_link.lease_s = lease_of(link.peer)
         return link

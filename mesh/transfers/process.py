@@ -30,10 +30,10 @@ from mesh.errors import (
     ModelNotFound,
     as_mesh_error,
 )
-from mesh.identity.tls import require_node
 from mesh.models.hub_cache import hub_snapshot
 from mesh.models.manifest import read_manifest
 from mesh.models.partial import RECORD, read_partial
+from mesh.processes.dialing import connect_to
 from mesh.processes.messages import Cancel, Failed, Handlers
 from mesh.processes.worker import Daemon, Worker
 from mesh.transfers.asking import WeightsLink
@@ -62,12 +62,11 @@ from mesh.types import NodeId
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.limits import WEIGHTS_LIMITS
 from mesh.wire.link import LinkHandler
-from mesh.wire.websocket import LinkServer, connect, serve
+from mesh.wire.websocket import LinkServer, serve
 
 logger = logging.getLogger(__name__)
 
 _TELL_S = 0.5
-_CONNECT_S = 5.0
 MAX_ORDERS = 64
 """Fetches that run or wait at the same time; more are refused."""
 
@@ -270,15 +269,10 @@ class FetcherProcess(Worker):
         if start is None or address.hostname is None or address.port is None:
             raise ConnectFailed(f"{peer.endpoint!r} is no endpoint.", fix="Update that node.")
         handler = WeightsLink(peer.node)
-        link = await connect(
-            address.hostname, address.port, hello=start.hello, handler=handler,
-            ssl=self.members.tls.client(peer.node), timeout_s=_CONNECT_S, limits=WEIGHTS_LIMITS,
+        link = await connect_to(
+            peer.node, address.hostname, address.port, hello=start.hello, handler=handler,
+            tls=self.members.tls, limits=WEIGHTS_LIMITS,
         )  # fmt: skip
-        try:
-            require_node(link.peer_certificate, peer.node)
-        except MeshError:
-            link.close("not the node that was dialled")
-            raise
         handler.attach(link)
         return handler
 
