@@ -95,6 +95,10 @@ class WireDtype(StrEnum):
     FP32 = "fp32"
 
 
+HIDDEN_DTYPES: frozenset[str] = frozenset(WireDtype)
+"""What a tensor of hidden states between nodes says that it is made of."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class LayerRange:
     """A contiguous range of decoder layers, half-open: ``start <= layer < stop``.
@@ -398,6 +402,13 @@ class Done:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     type: str = "done"
+
+    @property
+    def asker_ms(self) -> float:
+        """Milliseconds of a token that were not waited for at hops; 0 where none was timed."""
+        if self.tokens_per_second <= 0:
+            return 0.0
+        return max(0.0, 1000 / self.tokens_per_second - sum(hop.p50_ms for hop in self.hops))
 
 
 @dataclass(frozen=True, slots=True)

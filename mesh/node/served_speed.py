@@ -112,8 +112,7 @@ class AskedTimes:
             return
         if done.tokens_per_second <= 0:
             return
-        own_ms = 1000 / done.tokens_per_second - sum(hop.p50_ms for hop in done.hops)
-        _keep(self._own, done.route[0].shard.model_id, own_ms)
+        _keep(self._own, done.route[0].shard.model_id, done.asker_ms)
         for hop, took in zip(done.route, done.hops, strict=False):
             _keep(self._ways, hop.shard.host, took.p50_ms - took.compute_p50_ms)
 

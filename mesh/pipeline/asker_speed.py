@@ -62,13 +62,7 @@ async def asker_ms(model: AskerModel) -> float:
             answers = [await _answer(engine, number) for number in range(1 + _ANSWERS)]
     finally:
         await engine.close()
-    return median(_own_ms(done) for done in answers[1:])
-
-
-def _own_ms(done: Done) -> float:
-    """What was not waited for at hops, of a token of an answer."""
-    hops_ms = sum(hop.p50_ms for hop in done.hops)
-    return max(0.0, 1000 / done.tokens_per_second - hops_ms) if done.tokens_per_second else 0.0
+    return median(done.asker_ms for done in answers[1:])
 
 
 async def _answer(engine: Engine, number: int) -> Done:

@@ -16,14 +16,11 @@ from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel, TextDecoder
 from mesh.processes.headroom import ram
 from mesh.processes.lifecycle import Loading
-from mesh.shard.device import choose_device, choose_dtype, headroom
+from mesh.shard.device import choose_device, choose_dtype, headroom, short_dtype_name
 from mesh.shard.ends import EndsPlan, LoadedEnds, load_computed
 from mesh.shard.footprint import ends_mb
 from mesh.shard.threads import kept_threads
 from mesh.types import GenerationRequest, ModelId
-
-STORED = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-"""How checkpoints spell a dtype, and how everything else here does."""
 
 _THIN = "thin: embedding and head are run by the nodes with the first and the last layers"
 
@@ -114,7 +111,7 @@ def load_asker(
     if _is_thin(manifest, options):
         return _model(manifest, text, None), [_THIN]
     device = choose_device(options.device)
-    stored = STORED.get(manifest.dtype, manifest.dtype)
+    stored = short_dtype_name(manifest.dtype)
     dtype = choose_dtype(options.dtype, stored, device.value)
     need_mb = ends_mb(manifest, dtype.value.itemsize)
     _require_room(model_id, need_mb, device.value)

@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from mesh.models.candidates import CANDIDATES
-from mesh.types import LayerRange, ShardDescriptor
+from mesh.types import HIDDEN_DTYPES, LayerRange, ShardDescriptor
 from mesh.wire.messages import MAX_HEAD_ROWS, Open, OpenEnds, WireTensor
 from mesh.wire.token_rows import behind_blanks, rows_due, top_layout
 
-FLOATS = frozenset({"fp16", "bf16", "fp32"})
-"""The dtypes of hidden states."""
 _BYTES = frozenset({"int8"})
 
 
@@ -54,7 +52,7 @@ class RemoteEnds:
         """Whether a hop's answer to a step of `rows` from `position` on has shape and dtype."""
         count = self._count(layers)
         if not count:
-            return tensor.shape == (1, rows, self.hidden_size) and tensor.dtype in FLOATS
+            return tensor.shape == (1, rows, self.hidden_size) and tensor.dtype in HIDDEN_DTYPES
         due = rows_due(position, rows, self.since, self.rows)
         return tensor.shape == (1, due, top_layout(count).itemsize) and tensor.dtype in _BYTES
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from mesh.models.edits import describe
 from mesh.models.harvest import HarvestBatch
-from mesh.pipeline.remote_ends import FLOATS, RemoteEnds
+from mesh.pipeline.remote_ends import RemoteEnds
 from mesh.types import (
+    HIDDEN_DTYPES,
     THIS_NODE,
     Edit,
     LayerRange,
@@ -99,7 +100,7 @@ class SessionTerms:
         """Whether an answer has the shape and one of the dtypes of what a hop on these layers gives
         for an input of `shape` from `position` on."""
         if self.remote_ends is None:
-            return tensor.shape == shape and tensor.dtype in FLOATS
+            return tensor.shape == shape and tensor.dtype in HIDDEN_DTYPES
         return self.remote_ends.fits(layers, position, shape[1], tensor)
 
     def aligned(self, layers: LayerRange, rows: int, tensor: WireTensor) -> WireTensor:

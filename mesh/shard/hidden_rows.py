@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from mesh.errors import BadRequest
+from mesh.types import HIDDEN_DTYPES
 from mesh.wire.messages import Step
-
-_WIRE_DTYPES = frozenset({"fp16", "bf16", "fp32"})
 
 
 def require_hidden(step: Step, hidden_size: int) -> None:
@@ -20,7 +19,7 @@ def require_hidden(step: Step, hidden_size: int) -> None:
         )
     itemsize = 4 if tensor.dtype == "fp32" else 2
     whole = tensor.shape[1] * hidden_size * itemsize
-    if tensor.dtype not in _WIRE_DTYPES or tensor.gradient or len(tensor.data) != whole:
+    if tensor.dtype not in HIDDEN_DTYPES or tensor.gradient or len(tensor.data) != whole:
         raise BadRequest(
             f"A {tensor.dtype} tensor of {len(tensor.data)} bytes is not a hidden state here.",
             fix="Send fp16, bf16 or fp32 activations of full length.",

@@ -29,6 +29,7 @@ from tests.mesh_e2e.test_deployments import (
     peers,
     placed,
     ready,
+    restart_at_once,
     row,
     rows,
     until,
@@ -117,14 +118,7 @@ def test_a_model_too_large_for_each_comes_up_over_all_and_stays_as_wished(
     assert placed(kitchen) == before
     assert answer(study) == expected
 
-    # All at once.
-    for node in house.values():
-        node.kill()
-    for node in house.values():
-        node.start()
-    for node in house.values():
-        node.wait_up()
-    ready(*house.values())
+    restart_at_once(*house.values())
     assert answer(study) == expected
 
     assert hearthnet("evict", MODEL, node=attic).returncode == 0

@@ -89,6 +89,17 @@ def ready(*nodes: LocalNode, replicas: int = 1) -> None:
     until(holds, f"{replicas} replicas are up", *nodes)
 
 
+def restart_at_once(*nodes: LocalNode) -> None:
+    """Kill them all, start them all, and wait until what is wished is there again."""
+    for node in nodes:
+        node.kill()
+    for node in nodes:
+        node.start()
+    for node in nodes:
+        node.wait_up()
+    ready(*nodes)
+
+
 def placed(node: LocalNode) -> list[tuple[int, str, str]]:
     return [(span["replica"], span["node"], span["layers"]) for span in row(node)["spans"]]
 
@@ -151,14 +162,7 @@ def test_a_deployment_from_nothing_to_its_end(house: dict[str, LocalNode], model
     ready(attic, kitchen, study)
     assert held(study) == set()
 
-    # Everything at once.
-    for node in house.values():
-        node.kill()
-    for node in house.values():
-        node.start()
-    for node in house.values():
-        node.wait_up()
-    ready(*house.values())
+    restart_at_once(*house.values())
     assert answer(attic) == expected
 
     assert hearthnet("evict", MODEL, node=attic).returncode == 0
