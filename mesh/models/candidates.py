@@ -27,8 +27,8 @@ class Candidates:
     """The strongest of one row of logits over a vocabulary of `vocab` tokens.
 
     `ids` (k,) int64 are strongest first, of equal ones the lowest first; `logits` (k,) float32 are
-    theirs. `log_total` is the log of the sum of exp over the whole row, not finite where a logit is
-    infinite or no number.
+    theirs. `log_total` is the log of the sum of exp over the whole row, to the nearest float32, not
+    finite where a logit is infinite or no number.
     """
 
     ids: NDArray[np.int64]
@@ -44,7 +44,9 @@ def candidates_of(row: torch.Tensor, k: int = CANDIDATES) -> Candidates:
     highest = float(scores[ids[0]])
     with np.errstate(invalid="ignore"):  # a row that is not finite has no total; that is said
         total = float(np.exp(scores - scores[ids[0]]).sum(dtype=np.float64))
-    return Candidates(ids, scores[ids], highest + math.log(total), len(scores))
+    # As a hop says it: what follows from it is then the same whoever has run the head.
+    log_total = float(np.float32(highest + math.log(total)))
+    return Candidates(ids, scores[ids], log_total, len(scores))
 
 
 def strongest_of(row: torch.Tensor) -> int:

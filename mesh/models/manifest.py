@@ -97,6 +97,11 @@ class Manifest:
         """Embedding, final norm and head; towers for other modalities are left out."""
         return tuple(e for e in self.tensors.values() if _is_end(e.name, self.layer_prefix))
 
+    @property
+    def has_ends(self) -> bool:
+        """Whether the bytes of all those are here."""
+        return all(entry.present for entry in self.ends_tensors())
+
 
 class _Contents(NamedTuple):
     """What one kind of checkpoint or the other holds."""

@@ -94,6 +94,11 @@ class Ends(nn.Module):
         self._causal = causal
 
     @property
+    def max_positions(self) -> int | None:
+        """How many positions have an embedding of their own; None where they need none."""
+        return None if self._positions is None else len(self._positions.weight)
+
+    @property
     def head(self) -> nn.Module:
         """The output head."""
         head: nn.Module = self._causal.get_submodule(self._head)

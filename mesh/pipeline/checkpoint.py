@@ -131,7 +131,7 @@ def load_asker(
 def _is_thin(manifest: Manifest, options: AskerOptions) -> bool:
     """Whether hops are to run the ends."""
     if options.thin == "auto":
-        return not all(entry.present for entry in manifest.ends_tensors())
+        return not manifest.has_ends
     return options.thin == "always"
 
 

@@ -102,8 +102,9 @@ class AskerModel:
         """The ends, for what needs them here. Raises WeightsMissing."""
         if self.ends is None:
             raise WeightsMissing(
-                f"this node holds no embedding and no head of {self.model_id}.",
-                fix=f"Fetch them: `hearthnet pull {self.model_id} --layers none`.",
+                f"this node computes no embedding and no head of {self.model_id}: others do.",
+                fix=f"Fetch them (`hearthnet pull {self.model_id} --layers none`), with"
+                " research.distributed_inference.thin not `always`; then start the node again.",
             )
         return self.ends
 

@@ -121,7 +121,8 @@ def _rest(candidates: Candidates, power: float) -> tuple[float, float]:
         return 0.0, 0.0
     logits = candidates.logits.astype(np.float64)
     total = math.exp(candidates.log_total - float(logits[0]))
-    rest, off = total - float(np.exp(logits - logits[0]).sum()), _ROUNDING * total
+    rest = total - float(np.exp(logits - logits[0]).sum())
+    off = (_ROUNDING + float(np.spacing(np.float32(abs(candidates.log_total))))) * total
     weakest = float(logits[-1] - logits[0])  # the log of the largest weight outside, at most
     most = min(rest + off, outside * math.exp(weakest))
     least = min(max(0.0, rest - off), most)

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from mesh.errors import BadRequest
+from mesh.errors import BadRequest, ContextTooLong
 from mesh.models.candidates import candidates_of
 from mesh.models.load import Ends, load_ends
 from mesh.models.manifest import Manifest
@@ -50,6 +50,7 @@ class ComputedEnds:
         self._device = device
         self._dtype = dtype
         self.vocab_size = ends.vocab_size
+        self.max_positions = ends.max_positions
 
     def embed(self, ids: torch.Tensor, position: int) -> torch.Tensor:
         """See `ModelEnds`."""
@@ -152,8 +153,16 @@ class SessionEnds:
         self._last: torch.Tensor | None = None  # (1, rows, hidden), the rows before `_end`
 
     def check(self, step: Step) -> None:
-        """Raise BadRequest unless the step bears token ids of this model."""
+        """Raise BadRequest unless the step bears token ids of this model, ContextTooLong where it
+        has no embedding of their positions: looked up all the same, some devices fail for good."""
         ids_from_wire(step.tensor, self._ends.vocab_size)
+        end, most = step.position + step.tensor.shape[1], self._ends.max_positions
+        if most is not None and end > most:
+            raise ContextTooLong(
+                f"The step ends at position {end}; the model has an embedding of {most}.",
+                fix="Shorten the text.",
+                param="position",
+            )
 
     def taken(self, step: Step) -> torch.Tensor:
         """(1, rows, hidden): what the step's ids are embedded as."""

@@ -314,7 +314,6 @@ def _load_span(plan: LoadPlan, dtype: torch.dtype, *, defer: bool = False) -> Lo
 def _describe(plan: LoadPlan, runtime: Runtime) -> ShardDescriptor:
     manifest, host, settings = plan.manifest, plan.host, plan.request.settings
     kernels = f"{runtime.kernels}+{settings.prefill_rows}rows"
-    has_ends = all(entry.present for entry in manifest.ends_tensors())
     taken = replace(plan.need, weights_mb=math.ceil(runtime.weight_bytes / 2**20))
     return ShardDescriptor(
         shard_id=plan.shard_id,
@@ -330,6 +329,6 @@ def _describe(plan: LoadPlan, runtime: Runtime) -> ShardDescriptor:
         dtype=plan.quant.value or dtype_name(runtime.dtype),
         determinism_class=determinism_class(host.device, runtime.dtype, kernels, host.threads),
         advertised_at=datetime.now(UTC),
-        embeds=has_ends and plan.request.layers.start == 0,
-        head=has_ends and plan.request.layers.stop == manifest.total_layers,
+        embeds=manifest.has_ends and plan.request.layers.start == 0,
+        head=manifest.has_ends and plan.request.layers.stop == manifest.total_layers,
     )

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mesh.errors import BadRequest, Busy, JobFailed, MeshError, RouteError
+from mesh.errors import BadRequest, Busy, JobFailed, MeshError, RouteError, WeightsMissing
 from mesh.interventions.jail.job import Jail, JailedJob
 from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
 from mesh.interventions.jobs.jails import WarmJails, WarmUp
@@ -135,17 +135,28 @@ class JailRunner:
             route.sessions.close()
 
     async def _manifest(self, place: JobPlace) -> Manifest:
-        """Read once: what a node serves is fixed while it runs."""
+        """Read once, and again while its ends are not here: they may be fetched any time. Raises
+        WeightsMissing without them."""
         known = self._manifests.get(place.directory)
-        if known is None or known.model_id != place.model_id:
+        if known is None or known.model_id != place.model_id or not known.has_ends:
             known = self._manifests[place.directory] = await asyncio.to_thread(
                 read_manifest,
                 place.directory, model_id=place.model_id, cache_dir=self.settings.cache_dir,
             )  # fmt: skip
+        if not known.has_ends:
+            raise _no_ends(place.model_id)
         return known
 
     def _warm_up(self, place: JobPlace, route: OpenRoute) -> WarmUp:
         return WarmUp(place.model_id, place.directory, self.settings.cache_dir, route.dtype)
+
+
+def _no_ends(model_id: ModelId) -> WeightsMissing:
+    return WeightsMissing(
+        f"A job's code runs beside embedding and head, and this node holds none of {model_id}.",
+        fix=f"Fetch them here (`hearthnet pull {model_id} --layers none`), or send the job to a"
+        " node that has them.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
