@@ -156,9 +156,9 @@ def test_nobody_who_runs_the_head_is_no_route(house: House) -> None:
 def test_a_job_runs_beside_a_head_which_may_be_fetched_meanwhile(house: House) -> None:
     job = {"api_key": house.sofa.record.api_key}
     with pytest.raises(RemoteError, match="hearthnet pull toy --layers none"):
-        client._trace(client.Recording(KEY, host=house.sofa.url, **job), "toy")
+        client.trace(client.Recording(KEY, host=house.sofa.url, **job), "toy")
     assert verb(house.sofa, "pull", "toy", "--layers", "none").returncode == 0
-    found = client._trace(client.Recording(KEY, host=house.sofa.url, **job), "toy")
+    found = client.trace(client.Recording(KEY, host=house.sofa.url, **job), "toy")
     assert found["value"].shape[-1] == 384
 
 

@@ -74,14 +74,14 @@ def backend(url: str, **more: Any) -> Recording:
 def ask(url: str, words: str, **more: Any) -> tuple[dict[str, Any], Recording]:
     """Trace with these words for the runner, wait, and return what came back."""
     via = backend(url, **more)
-    results = _trace(via, words)
+    results = trace(via, words)
     return results, via
 
 
 def submit(url: str, words: str, **more: Any) -> Recording:
     """Hand in a job and do not wait."""
     via = backend(url, blocking=False, **more)
-    _trace(via, words)
+    trace(via, words)
     assert via.job_id is not None
     return via
 
@@ -112,7 +112,7 @@ def ask_async(url: str, words: str) -> dict[str, Any]:
 
     async def ask() -> dict[str, Any]:
         via = AsyncRemoteBackend(KEY, host=url)
-        _trace(via, words)
+        trace(via, words)
         return dict(await via)
 
     return asyncio.run(ask())
@@ -130,7 +130,8 @@ class _Kept:
         return self.result
 
 
-def _trace(via: RemoteBackend, words: str) -> dict[str, Any]:
+def trace(via: RemoteBackend, words: str) -> dict[str, Any]:
+    """What a trace through `via` with these words for the runner gives."""
     kept = _Kept(via)
     source = _SOURCE.format(words=words)
     scope: dict[str, Any] = {"model": model(), "kept": kept}
