@@ -33,9 +33,9 @@ def settle() -> None:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         return
-    libc.malloc_trim(0)
-    _fill_holes(libc)
     _unmap_files(libc)
+    libc.malloc_trim(0)
+    _fill_holes(libc)  # last: what is freed behind it is a hole again
 
 
 def _fill_holes(libc: ctypes.CDLL) -> None:
