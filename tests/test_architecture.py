@@ -213,6 +213,15 @@ def test_what_asks_a_daemon_or_explains_imports_nothing_heavy(
     assert "HEAVY []" in run.stdout
 
 
+def test_a_daemon_imports_nothing_that_only_its_processes_compute_or_fetch_with() -> None:
+    heavy = ("torch", "transformers", "numpy", "httpx", "rich")
+    script = f"import sys, mesh.node.daemon\nprint([m for m in {heavy!r} if m in sys.modules])"
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert run.stdout.strip() == "[]"
+
+
 @pytest.mark.timeout(300)
 def test_every_module_can_be_imported_on_its_own_order() -> None:
     """A circular import shows when a module is the first one imported; what others made stays.

@@ -14,7 +14,7 @@ from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsMaterial
 from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.commands import StartJobs
-from mesh.interventions.jobs.runner import RunnerSettings
+from mesh.interventions.jobs.types import RunnerSettings
 from mesh.models.local import LocalModel, local_directory
 from mesh.paths import StatePaths, cache_dir, models_dir
 from mesh.pipeline.commands import AskerOptions, EngineSettings, RouteLimits, StartAsker

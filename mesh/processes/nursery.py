@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesh.processes.shared_pages import settle
+
 MAX_ORDER_BYTES = 128 << 10
 WARM_MODULES = (
     "mesh.shard.process",
@@ -41,7 +43,6 @@ WARM_MODULES = (
 CHANNEL_FD = "HEARTHNET_CHANNEL_FD"
 """The variable that names a child's end of its channel."""
 _PR_SET_PDEATHSIG = 1
-_M_TRIM = 0
 _STANDARD = {0, 1, 2}
 
 
@@ -69,8 +70,9 @@ def warm(modules: tuple[str, ...]) -> str | None:
     except Exception as error:  # noqa: BLE001 - told to the daemon, whose children say it as well
         return f"{type(error).__name__} while importing: {error}"
     gc.freeze()
-    ctypes.CDLL(None).malloc_trim(_M_TRIM)
-    return why_unfit()
+    if (why := why_unfit()) is None:
+        settle()
+    return why
 
 
 def why_unfit() -> str | None:

@@ -15,10 +15,9 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
-import httpx
 from msgspec import Meta
 
 from mesh import codec
@@ -26,10 +25,13 @@ from mesh.codec import Fault, Int63, Sha256
 from mesh.errors import HubRefused, MeshError, ModelNotFound, TransferFailed
 from mesh.types import ModelId
 
+if TYPE_CHECKING:
+    import httpx  # as late as possible: few nodes ever ask the hub, and all import this module
+
 logger = logging.getLogger(__name__)
 
 REPOSITORY = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?")
-_TIMEOUT = httpx.Timeout(30.0, connect=10.0)
+_TIMEOUT_S, _CONNECT_TIMEOUT_S = 30.0, 10.0
 _RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 _LONGEST_WAIT_S = 300.0
 _MAX_LISTING_BYTES = 32 << 20
@@ -115,19 +117,16 @@ class Repository:
 
 
 class Hub:
-    """A connection to the hub; `close` at the end."""
+    """A connection to the hub, from its first request on; `close` at the end."""
 
     def __init__(self, settings: HubSettings) -> None:
         self._settings = settings
-        headers = {"User-Agent": "hearthnet"}
-        if settings.token:
-            headers["Authorization"] = f"Bearer {settings.token}"
-        # Sent on to no other host: what stores the files is not told who asks.
-        self._http = httpx.AsyncClient(headers=headers, timeout=_TIMEOUT, follow_redirects=True)
+        self._http: httpx.AsyncClient | None = None
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.aclose()
 
     async def repository(self, name: str, revision: str = "main") -> Repository:
         """What is in it. Raises ModelNotFound, HubRefused."""
@@ -176,6 +175,8 @@ class Hub:
                 "The hub is not to be asked: HF_HUB_OFFLINE is set.",
                 fix="Unset it, or fetch the model from a neighbour.",
             )
+        import httpx
+
         failures = 0
         while stop is None or start < stop:
             try:
@@ -207,7 +208,7 @@ class Hub:
     ) -> AsyncGenerator[bytes, None]:
         headers = {} if stop is None else {"Range": f"bytes={start}-{stop - 1}"}
         headers["Accept-Encoding"] = "identity"
-        async with self._http.stream("GET", url, headers=headers) as response:
+        async with self._client().stream("GET", url, headers=headers) as response:
             _require_ok(response, name)
             skip, left = 0, None if stop is None else stop - start
             if stop is not None and response.status_code == 200:
@@ -222,6 +223,18 @@ class Hub:
                     yield data
                 if left == 0:
                     return
+
+    def _client(self) -> httpx.AsyncClient:
+        if self._http is None:
+            import httpx
+
+            headers = {"User-Agent": "hearthnet"}
+            if self._settings.token:
+                headers["Authorization"] = f"Bearer {self._settings.token}"
+            timeout = httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+            # Sent on to no other host: what stores the files is not told who asks.
+            self._http = httpx.AsyncClient(headers=headers, timeout=timeout, follow_redirects=True)
+        return self._http
 
 
 class _Wait(Exception):

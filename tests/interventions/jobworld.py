@@ -26,8 +26,8 @@ from nnsight.tracing.util import push
 from mesh.discovery.advertisement import Advertisement
 from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.routes import Routes
-from mesh.interventions.jobs.runner import JailRunner, JobPlace, RunnerSettings
-from mesh.interventions.jobs.types import JobReport, JobSpec
+from mesh.interventions.jobs.runner import JailRunner
+from mesh.interventions.jobs.types import JobPlace, JobReport, JobSpec, RunnerSettings
 from mesh.pipeline.commands import Offer
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.links import HopLinks

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mesh.errors import MeshError
-from mesh.interventions.jobs.runner import JobPlace, RunnerSettings
-from mesh.interventions.jobs.types import JobReport, JobSpec
+from mesh.interventions.jobs.types import JobPlace, JobReport, JobSpec, RunnerSettings
 from mesh.pipeline.commands import Offer, RouteLimits
 from mesh.processes.messages import Message, Start
 

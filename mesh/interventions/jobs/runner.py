@@ -22,12 +22,11 @@ from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
 from mesh.interventions.jobs.jails import WarmJails, WarmUp
 from mesh.interventions.jobs.order import JobOrder, pack_hops
 from mesh.interventions.jobs.routes import OpenRoute, Routes, Wanted
-from mesh.interventions.jobs.types import JobReport, JobSpec
+from mesh.interventions.jobs.types import JobPlace, JobReport, JobSpec, RunnerSettings
 from mesh.interventions.relay import relay
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.pipeline.commands import Offer
 from mesh.routing.cover import ShardKey, key_of
-from mesh.types import ModelId
 
 logger = logging.getLogger(__name__)
 
@@ -37,25 +36,6 @@ ATTENTION = ("eager", "sdpa")
 
 # Asks who serves a model now, as `JobPlace.shards` has it.
 Newest = Callable[[], Awaitable[Sequence[Offer]]]
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerSettings:
-    """How many jobs run at once, within what, and how long an unused jail is kept warm."""
-
-    max_running: int
-    idle_s: float
-    cache_dir: Path
-    limits: JobLimits
-
-
-@dataclass(frozen=True, slots=True)
-class JobPlace:
-    """Where a job's model is: its checkpoint here, and who serves its layers as it begins."""
-
-    model_id: ModelId
-    directory: Path
-    shards: tuple[Offer, ...]
 
 
 class JailRunner:

@@ -24,8 +24,7 @@ from mesh.interventions.jobs.commands import (
     RunJob,
     StartJobs,
 )
-from mesh.interventions.jobs.runner import JobPlace
-from mesh.interventions.jobs.types import JobReport, JobSpec
+from mesh.interventions.jobs.types import JobPlace, JobReport, JobSpec
 from mesh.pipeline.commands import Offer
 from mesh.processes.lifecycle import Ending, SilenceLimits
 from mesh.processes.messages import Cancel, Failed, Handlers

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from mesh.interventions.jail.limits import JobLimits
+from mesh.pipeline.commands import Offer
 from mesh.types import ModelId
 
 
@@ -26,6 +28,25 @@ class JobSpec:
     compress: bool
     env: Mapping[str, Any]
     trusted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSettings:
+    """How many jobs run at once, within what, and how long an unused jail is kept warm."""
+
+    max_running: int
+    idle_s: float
+    cache_dir: Path
+    limits: JobLimits
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlace:
+    """Where a job's model is: its checkpoint here, and who serves its layers as it begins."""
+
+    model_id: ModelId
+    directory: Path
+    shards: tuple[Offer, ...]
 
 
 @dataclass(frozen=True, slots=True)

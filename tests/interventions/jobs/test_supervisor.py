@@ -19,9 +19,8 @@ from mesh.errors import JobFailed, ModelNotFound, NoRoute
 from mesh.identity.tls import TlsMaterial
 from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.commands import StartJobs
-from mesh.interventions.jobs.runner import RunnerSettings
 from mesh.interventions.jobs.supervisor import JobsSupervisor
-from mesh.interventions.jobs.types import JobReport, JobSpec
+from mesh.interventions.jobs.types import JobReport, JobSpec, RunnerSettings
 from mesh.pipeline.commands import Offer, RouteLimits
 from mesh.processes.lifecycle import SilenceLimits
 from mesh.shard.supervisor import ShardSupervisor

@@ -1,0 +1,74 @@
+"""What the warm parent (`nursery`) does with its memory before it forks, so that its children share
+the most of it, and it keeps mapped what they need alone.
+
+Linux with glibc; elsewhere nothing is done. Only safe in a process with one thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+
+_MADV_DONTNEED = 4
+_HOLES = (*(1 << power for power in range(17, 9, -1)), 768, 528, 256, 128, 64, 24)
+"""Bytes of what holes are filled with, largest first: the last is what malloc gives least."""
+
+
+class _MallInfo(ctypes.Structure):
+    """See mallinfo2(3)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def settle() -> None:
+    """Give back what is free, so that what children allocate lies behind all that they share."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return
+    _unmap_files(libc)
+    libc.malloc_trim(0)
+    _fill_holes(libc)  # last: what is freed behind it is a hole again
+
+
+def _fill_holes(libc: ctypes.CDLL) -> None:
+    """A child that allocates into a hole between shared blocks copies the page around it: thousands
+    of small holes are several MB in each child. What they hold now is never freed."""
+    libc.mallinfo2.restype = _MallInfo
+    libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+    libc.malloc.argtypes, libc.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+    for size in _HOLES:
+        found = libc.mallinfo2()
+        end = int(libc.sbrk(0) or 0) - int(found.keepcost)  # behind it is nothing but room
+        for _ in range((found.fordblks - found.keepcost) // size + 1):
+            block = int(libc.malloc(size) or 0)
+            if not 0 < block < end:
+                libc.free(block)
+                break
+
+
+def _unmap_files(libc: ctypes.CDLL) -> None:
+    """Of libraries, the pages that only importing needed: whoever touches one finds it where it is
+    kept for all processes, the page cache. What was written to is no longer the file's, and stays.
+    """
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for start, end in _clean_files(Path("/proc/self/smaps").read_text("ascii").splitlines()):
+        libc.madvise(start, end - start, _MADV_DONTNEED)  # a hint: when refused, nothing is lost
+
+
+def _clean_files(lines: list[str]) -> Iterator[tuple[int, int]]:
+    """Addresses of the private mappings of files that cannot be, and have not been, written to."""
+    for number, line in enumerate(lines):
+        match line.split(None, 5):
+            case [addresses, ("r--p" | "r-xp"), _, _, _, path] if path.startswith("/"):
+                figures = takewhile(lambda row: not row.startswith("VmFlags"), lines[number + 1 :])
+                if "Anonymous:             0 kB" in figures:
+                    start, _, end = addresses.partition("-")
+                    yield int(start, 16), int(end, 16)
