@@ -27,6 +27,7 @@ from mesh.interventions.relay import relay
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.pipeline.commands import Offer
 from mesh.routing.cover import ShardKey, key_of
+from mesh.types import ModelId
 
 logger = logging.getLogger(__name__)
 
