@@ -86,7 +86,9 @@ class Node:
         looks = (self._is_idle, self._served, self.asker_changed)
         hooks = OwnHooks(lambda: self._held.host.memory, *looks)
         self._capacity = OwnCapacity(wiring.measure(config), capacity_dir(), hooks)
-        self.weights = Weights(config, key, self._store, self._events, self._advertise)
+        self.weights = Weights(
+            config, key, self._store, self._events, self._advertise, lambda: self._held.is_used
+        )
         self._jobs: JobsSupervisor | None = None
         self._queue: JobsApi | None = None
         self._network: Network | None = None

@@ -28,7 +28,8 @@ from mesh.types import Endpoint, ModelId, NodeId
 class Weights:
     """`start`, then `look` whenever others may have said something else; `fetcher` does the rest.
 
-    `on_change` says that what others are told has changed.
+    `on_change` says that what others are told has changed, `is_used` whether somebody is answered
+    on this machine.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Weights:
         store: ShardStore,
         events: EventFeed,
         on_change: Callable[[], None],
+        is_used: Callable[[], bool],
     ) -> None:
         self._config = config
         self._key = key
@@ -47,7 +49,7 @@ class Weights:
         self._peers: Sequence[PeerHolding] = ()
         self._on_change = on_change
         self._events = events
-        self.fetcher = FetcherSupervisor(None, self._changed, self._notify)
+        self.fetcher = FetcherSupervisor(None, self._changed, self._notify, is_used=is_used)
 
     def start(self, models: Sequence[LocalModel], address: str, tls: TlsMaterial) -> None:
         """Begin to serve, where this node belongs to a hearth; fetching begins when asked for."""

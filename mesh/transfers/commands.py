@@ -117,6 +117,13 @@ class Peers(Message, frozen=True):
     neighbours: int = 0
 
 
+class MakeWay(Message, frozen=True):
+    """Whether somebody is answered on this machine: then weights flow with a small part of its
+    cores (`mesh.transfers.pacing.SHARE`), else with all that is idle."""
+
+    is_on: bool
+
+
 class Offer(Message, frozen=True):
     """Serve this as well."""
 

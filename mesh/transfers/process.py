@@ -42,6 +42,7 @@ from mesh.transfers.commands import (
     Ensure,
     FetcherListening,
     Holds,
+    MakeWay,
     Model,
     Moves,
     Offer,
@@ -55,7 +56,7 @@ from mesh.transfers.commands import (
 from mesh.transfers.fetches import Fetches, FetchSettings, scan
 from mesh.transfers.heap import give_back, keep_buffers
 from mesh.transfers.outside import Claims, Outside
-from mesh.transfers.pacing import Pace, yield_to_others
+from mesh.transfers.pacing import CpuShare, Pace, yield_to_others
 from mesh.transfers.serving import WeightsServer
 from mesh.transfers.shelf import Kept, Shelf
 from mesh.types import NodeId
@@ -80,7 +81,8 @@ class FetcherProcess(Worker):
         self._start_command: StartFetcher | None = None
         self._listener: LinkServer | None = None
         self._accounts = ResourceLedger(SystemClock(), allowances.LINKS)
-        self._serving_pace, self._fetching_pace = Pace(), Pace()
+        self._share = CpuShare()
+        self._serving_pace, self._fetching_pace = Pace(self._share), Pace(self._share)
         self._fetches: Fetches | None = None
         self._outside: Outside | None = None
         self._peers = Peers(())
@@ -97,6 +99,7 @@ class FetcherProcess(Worker):
             Ensure: self._ensure,
             Pull: self._pull,
             Peers: self._hear,
+            MakeWay: lambda command: self._share.make_way(command.is_on),
             Offer: self._offer,
             Remove: self._remove,
             Cancel: self._cancel,
@@ -117,7 +120,8 @@ class FetcherProcess(Worker):
         yield_to_others(command.nice)
         keep_buffers()
         rate = command.bytes_per_s or math.inf
-        self._serving_pace.bytes_per_s = self._fetching_pace.bytes_per_s = rate
+        self._serving_pace.limit(rate)
+        self._fetching_pace.limit(rate)
         try:
             await as_mesh_error(self._listen(command), "starting the fetcher", _unforeseen)
         except MeshError as error:

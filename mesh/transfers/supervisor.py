@@ -24,6 +24,7 @@ from mesh.transfers.commands import (
     FetcherListening,
     Holds,
     Lied,
+    MakeWay,
     Model,
     Moves,
     Offer,
@@ -54,8 +55,10 @@ class FetcherSupervisor(Supervisor):
         notify: Notify = lambda kind, fields: None,
         module: str = "mesh.transfers.process",
         hub: Callable[[], HubSettings] = hub_settings,
+        is_used: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`module` is what the process runs; `hub` is asked in a thread, whenever it is needed."""
+        """`module` is what the process runs; `hub` is asked in a thread, whenever it is needed, and
+        `is_used`, while weights move, whether somebody is answered on this machine."""
         super().__init__("the fetcher", module, start)
         self.holdings: tuple[Holding, ...] = ()
         """What is here, by checkpoint."""
@@ -66,6 +69,8 @@ class FetcherSupervisor(Supervisor):
         self._on_change = on_change
         self._hub = hub
         self._notify = notify
+        self._is_used = is_used
+        self._makes_way = False
         self._peers = Peers(())
         self._numbers = itertools.count(1)
         self._orders: dict[str, tuple[Message, asyncio.Future[Path]]] = {}
@@ -152,6 +157,8 @@ class FetcherSupervisor(Supervisor):
     def on_started(self) -> None:
         """Tell a new one who has what, and what was asked of the last."""
         super().on_started()
+        self._makes_way = False
+        self._look()
         self.tell(self._peers)
 
     def on_ended(self, ending: Ending) -> None:
@@ -176,6 +183,7 @@ class FetcherSupervisor(Supervisor):
         order = make(name)
         self._orders[name] = (order, future)
         self.start()
+        self._look()
         if self.is_up:
             self.tell(order)
         try:
@@ -204,6 +212,12 @@ class FetcherSupervisor(Supervisor):
 
     def _moves(self, answer: Moves) -> None:
         self.transfers, self.sent_bytes = answer.transfers, answer.sent_bytes
+        self._look()
+
+    def _look(self) -> None:
+        """Have weights make way, or not; looked at whenever some have moved."""
+        if (now := self._is_used()) != self._makes_way and self.tell(MakeWay(now)):
+            self._makes_way = now
 
     def _done(self, answer: Done) -> None:
         self._settle(answer.id, answer.error, answer.directory)

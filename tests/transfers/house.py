@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,8 +54,14 @@ class House:
         self.keys = {name: NodeKey(Ed25519PrivateKey.generate()) for name in names}
         self.fetchers: dict[str, Fetcher] = {}
 
-    def start(self, name: str, *directories: Path, **changes: Any) -> Fetcher:
-        """Start one that has these checkpoints."""
+    def start(
+        self,
+        name: str,
+        *directories: Path,
+        is_used: Callable[[], bool] = lambda: False,
+        **changes: Any,
+    ) -> Fetcher:
+        """Start one that has these checkpoints; `is_used`: whether its machine answers somebody."""
         key = self.keys[name]
         members = [TlsMaterial.of(other, []).certificate for other in self.keys.values()]
         start = StartFetcher(
@@ -70,7 +76,10 @@ class House:
         )
         events: list[tuple[str, dict[str, Any]]] = []
         supervisor = FetcherSupervisor(
-            start, notify=lambda *event: events.append(event), hub=lambda: self.hub
+            start,
+            notify=lambda *event: events.append(event),
+            hub=lambda: self.hub,
+            is_used=is_used,
         )
         supervisor.start()
         fetcher = self.fetchers[name] = Fetcher(name, key, supervisor, events)
