@@ -103,6 +103,7 @@ class Estimates:
             quant=wish.quant or self._house.config.quant,
             context=positions,
             max_shards=self._house.config.distributed.max_shards_per_request,
+            thin=self._house.config.distributed.thin == "always",
         )
         return await asyncio.to_thread(_laid, model, machines, wish, before, open_gaps, demand)
 
@@ -131,6 +132,7 @@ class Estimates:
             context=order["context"],
             streams=order["streams"],
             max_shards=self._house.config.distributed.max_shards_per_request,
+            thin=self._house.config.distributed.thin == "always",
         )
         return known, demand
 
@@ -163,10 +165,19 @@ class Estimates:
             refusal=self._refusal(view),
             timed=tuple(timed),
             held=tuple(held),
-            has_ends=here and self._house.asks(model.model_id),
+            has_ends=self._asks(view, model),
             asker_ms=self._house.asker_ms() if here else 0.0,
             asked_ms=self._house.asked_ms(model.model_id) if here else None,
             way_ms=self._house.way_ms(node),
+        )
+
+    def _asks(self, view: NodeView, model: ModelShape) -> bool:
+        """Whether what asking takes there is taken already: who serves a part asks as well."""
+        if view.info.node_id == self._house.node:
+            return self._house.asks(model.model_id)
+        return any(
+            (said.model_id, said.weights_sha256) == (model.model_id, model.weights_sha256)
+            for said in (shard.descriptor for shard in view.shards)
         )
 
     def _refusal(self, view: NodeView) -> str:

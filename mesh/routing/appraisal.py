@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mesh.routing.fitting import Bench, benches, ends_bytes, ends_device
+from mesh.routing.fitting import Bench, benches, ends_lack
 from mesh.routing.forecast import with_one_more
 from mesh.routing.machines import Demand, Machine, ModelShape, Quant
 from mesh.routing.seating import layers_within
@@ -82,18 +82,15 @@ def too_little(
     more = "Free memory, or let another machine join."
     fix = f"It fits with: {instead}. {more}" if instead else more
     asker = next((each for each in usable if each.node_id == demand.asker), None)
-    memory = ends_device(asker) if asker is not None else None
-    if asker is not None and memory is not None and not asker.has_ends:
-        lacking = ends_bytes(model, memory) - memory.free_bytes
-        if lacking > 0:
-            return Refusal(
-                "not_enough_memory",
-                f"{asker.name} asks, so it holds embedding and head:"
-                f" it lacks {memory_size(lacking)}.",
-                fix,
-                lacking,
-                asker.name,
-            )
+    lacking = ends_lack(model, asker, demand) if asker is not None else 0
+    if asker is not None and lacking > 0:
+        return Refusal(
+            "not_enough_memory",
+            f"{asker.name} asks, so it holds embedding and head: it lacks {memory_size(lacking)}.",
+            fix,
+            lacking,
+            asker.name,
+        )
     found = [bench for machine in usable for bench in benches(model, machine, demand, quant)]
     for node, layers in demand.pins:
         own = [bench for bench in found if bench.machine.node_id == node]

@@ -48,9 +48,10 @@ class Bench:
     """The model on one device of a machine, in the format in which it would be computed there.
 
     `have_bytes` is what layers may take with all that goes with them: what is free, what is loaded
-    of this very model, less the ends. `layer_bytes` is the largest layer in the numbers that are
-    computed in, as which it is held for a while beside the others. `prefill_ms` are those of 512
-    rows of each layer.
+    of this very model, less what asking for it takes. `layer_bytes` is the largest layer in the
+    numbers that are computed in, as which it is held for a while beside the others. `edge_bytes`
+    come with the first and with the last layer, once for a shard with both. `prefill_ms` are those
+    of 512 rows of each layer.
     """
 
     machine: Machine
@@ -63,6 +64,7 @@ class Bench:
     decode_ms: tuple[float, ...]
     prefill_ms: tuple[float, ...]
     have_bytes: int
+    edge_bytes: int = 0
 
     @property
     def key(self) -> tuple[str, str]:
@@ -82,7 +84,9 @@ class Bench:
 
     def need(self, layers: LayerRange) -> Need:
         """What these layers take."""
+        is_edge = layers.start == 0 or layers.stop == len(self.weight_bytes)
         weights = sum(self.weight_bytes[layers.start : layers.stop])
+        weights += self.edge_bytes * is_edge
         caches = self.cache_bytes * len(layers)
         part, whole = PADDING
         padding = -(-(weights + caches) * part // whole)
@@ -94,8 +98,10 @@ class Bench:
         room = self.have_bytes - used_bytes - self.scratch_bytes - SPARE_BYTES
         part, whole = PADDING
         within = min(room * whole // (whole + part), room - self.layer_bytes)
-        sizes = tuple(size + self.cache_bytes for size in self.weight_bytes)
-        return Seat(self.key, self.hop_ms, self.decode_ms, sizes, max(0, within), pin)
+        sizes = [size + self.cache_bytes for size in self.weight_bytes]
+        sizes[0] += self.edge_bytes
+        sizes[-1] += self.edge_bytes
+        return Seat(self.key, self.hop_ms, self.decode_ms, tuple(sizes), max(0, within), pin)
 
     def fetched(self, layers: LayerRange, model: ModelShape) -> int:
         """Bytes, as stored, that have to be brought here first."""
@@ -136,6 +142,19 @@ def ends_bytes(model: ModelShape, device: Device) -> int:
     """What the ends take of the asker's device; the head may be held twice for a while."""
     size = ITEMSIZE[_float_format(model, device)] / model.stored_itemsize
     return math.ceil((model.ends_bytes + model.head_bytes) * size) + SPARE_BYTES
+
+
+def asking_bytes(model: ModelShape, device: Device, *, thin: bool) -> int:
+    """What a process that asks for the model takes of a machine."""
+    return SPARE_BYTES if thin else ends_bytes(model, device)
+
+
+def ends_lack(model: ModelShape, asker: Machine, demand: Demand) -> int:
+    """Bytes that the asker lacks to ask at all, whether it takes layers or not."""
+    memory = ends_device(asker)
+    if memory is None or asker.has_ends:
+        return 0
+    return asking_bytes(model, memory, thin=demand.thin) - memory.free_bytes
 
 
 def head_ms(model: ModelShape, machine: Machine, quant: Quant) -> float:
@@ -195,6 +214,7 @@ def _bench(
         tuple(decode),
         tuple(prefill),
         _have(model, machine, device, demand),
+        ends_bytes(model, device) - SPARE_BYTES if demand.thin else 0,
     )
 
 
@@ -206,6 +226,6 @@ def _long(timed: Timed) -> float:
 def _have(model: ModelShape, machine: Machine, device: Device, demand: Demand) -> int:
     loaded = sum(held.loaded_bytes for held in machine.held if held.device == device.name)
     have = device.free_bytes + loaded
-    if machine.node_id == demand.asker and not machine.has_ends and device is ends_device(machine):
-        have -= ends_bytes(model, device)
+    if not machine.has_ends and device is ends_device(machine):
+        have -= asking_bytes(model, device, thin=demand.thin)
     return have

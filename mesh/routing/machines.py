@@ -87,9 +87,9 @@ class Machine:
     """A node that may take layers. `rtt_ms` and `mb_s` are those of the way from the asker to it.
 
     `refusal` is why it may not take any, for people; empty where it may. `has_ends` where the
-    model's ends are loaded already. As the asker it takes `asker_ms` for a token besides head and
-    hops; `asked_ms`, head included, is what tokens of this very model took there, and counts first,
-    as `way_ms` does, which is what steps lately took besides computing.
+    model is asked for already, its ends loaded. As the asker it takes `asker_ms` for a token
+    besides head and hops; `asked_ms`, head included, is what tokens of this very model took there,
+    and counts first, as `way_ms` does, which is what steps lately took besides computing.
     """
 
     node_id: NodeId
@@ -110,11 +110,12 @@ class Machine:
 class Demand:
     """What is asked for.
 
-    `asker` holds the ends and drives; None for nobody in particular. `only` are the nodes that may
-    be used, all of them when it is empty; those in `without` may not. A node in `pins` serves
-    exactly these layers. `quant` ``auto`` is the fastest of 16 or 32 bit and int8 that fits, and
-    int4 where neither does. Caches are for `streams` sessions of `context` positions each.
-    `dedicated` copies are never evicted; where they lie does not depend on it.
+    `asker` drives; None for nobody in particular. Whoever takes layers asks as well, and who asks
+    holds the ends; `thin` where they are left to the shards with the first and the last layers.
+    `only` are the nodes that may be used, all of them when it is empty; those in `without` may not.
+    A node in `pins` serves exactly these layers. `quant` ``auto`` is the fastest of 16 or 32 bit
+    and int8 that fits, and int4 where neither does. Caches are for `streams` sessions of `context`
+    positions each. `dedicated` copies are never evicted; where they lie does not depend on it.
     """
 
     asker: NodeId | None = None
@@ -127,3 +128,4 @@ class Demand:
     context: int = DEFAULT_CONTEXT
     streams: int = 1
     max_shards: int = MAX_SHARDS
+    thin: bool = False

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mesh.routing.appraisal import Appraisal, Refusal, appraise, too_little
-from mesh.routing.fitting import STAY_SHARE, Bench, benches, ends_bytes, ends_device, staying
+from mesh.routing.fitting import STAY_SHARE, Bench, benches, ends_lack, staying
 from mesh.routing.forecast import Forecast, forecast
 from mesh.routing.machines import QUANTS, Demand, Machine, ModelShape, Quant
 from mesh.routing.seating import Seat, Seating, seat
@@ -136,7 +136,7 @@ def _replicas_in(
     """All replicas in this format; None when they do not fit."""
     usable = _usable(machines, demand)
     asker = _asker(machines, demand)
-    if asker is not None and _ends_lack(model, asker) > 0:
+    if asker is not None and ends_lack(model, asker, demand) > 0:
         return None
     found = [bench for machine in usable for bench in benches(model, machine, demand, quant)]
     pins = _dealt(demand)
@@ -245,14 +245,6 @@ def _seats(
 
 
 # Refusals
-
-
-def _ends_lack(model: ModelShape, asker: Machine) -> int:
-    """Bytes that the asker lacks for the ends."""
-    memory = ends_device(asker)
-    if memory is None or asker.has_ends:
-        return 0
-    return ends_bytes(model, memory) - memory.free_bytes
 
 
 def _contradiction(

@@ -28,7 +28,7 @@ from mesh.node.estimates import Estimates, Surroundings
 from mesh.routing.fitting import benches
 from mesh.routing.machines import Demand, Machine
 from mesh.shard.compiled.formats import bytes_per_weight
-from mesh.shard.footprint import estimate
+from mesh.shard.footprint import ends_mb, estimate
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId
 from tests.discovery.network import advertised
 
@@ -166,6 +166,9 @@ async def test_what_a_shard_took_is_what_it_will_take(
     (near,) = (each for each in estimates.machines(shape) if each.node_id == NEAR)
     assert [(t.format, t.decode_ms) for t in near.timed] == [("fp32", 45.0)]
     assert [held.layers for held in near.held] == [LayerRange(0, 2)]
+    # Whoever serves a part asks as well, and has loaded the ends for that.
+    asks = {each.node_id: each.has_ends for each in estimates.machines(shape)}
+    assert asks == {OWN: True, NEAR: True, FAR: False, DOUBTED: False}
 
 
 async def test_what_asking_takes_is_part_of_a_token(
@@ -239,7 +242,8 @@ async def test_replicas_are_laid_out_with_the_whole_cache_that_a_shard_sets_asid
     whole = LayerRange(0, manifest.total_layers)
     need = estimate(manifest, whole, 4, kv_tokens=kv_tokens, rows=512)
     for node in (OWN, NEAR, FAR, DOUBTED):  # enough for the weights, and for a shorter cache
-        room = cpu(need.total_mb - need.caches_mb // 3)
+        asking_mb = 0 if node == OWN else ends_mb(manifest, 4)  # this node asks already
+        room = cpu(need.total_mb - need.caches_mb // 3 + asking_mb)
         store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=room)
     wish = Wish(
         "0" * 16,

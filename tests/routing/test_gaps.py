@@ -30,7 +30,7 @@ def filled(*machines: Machine) -> list[tuple[str, str, int]]:
 def test_layers_are_numbered_as_in_the_model_and_those_on_disk_are_not_fetched() -> None:
     there = (Held(LayerRange(2, 5)),)
     assert filled(machine("a", 9, held=there)) == [("a", "4-7", 3 * (200 << 20))]
-    split = fill(MODEL, [machine("a", 0.7), machine("b", 0.9)], GAP, DEMAND)
+    split = fill(MODEL, [machine("a", 0.8), machine("b", 1.0)], GAP, DEMAND)
     assert split is not None
     assert split[0].layers.start == GAP.start
     assert split[0].layers.stop == split[1].layers.start

@@ -82,7 +82,8 @@ def test_a_far_machine_loses_to_a_nearer_one() -> None:
 
 def test_several_devices_of_a_node_are_several_places() -> None:
     gpus = tuple(
-        Device(f"cuda:{i}", 2 * GB, 2 * GB, (Speed("bf16", 300.0, 9000.0),)) for i in range(2)
+        Device(f"cuda:{i}", int(2.2 * GB), 3 * GB, (Speed("bf16", 300.0, 9000.0),))
+        for i in range(2)
     )
     found = lay_out(model(), [Machine(NodeId("g"), "g", gpus)], Demand(quant="none"))
     assert {shard.device for shard in found.replicas[0].shards} == {"cuda:0", "cuda:1"}
@@ -164,7 +165,9 @@ def test_what_is_loaded_makes_room_for_what_replaces_it() -> None:
 
 def test_who_asks_keeps_room_for_the_ends() -> None:
     big_ends = model(ends_mb=3000)
-    found = lay_out(big_ends, [machine("a", 7), machine("b", 9)], Demand(asker=ASKER, quant="none"))
+    found = lay_out(
+        big_ends, [machine("a", 7), machine("b", 12)], Demand(asker=ASKER, quant="none")
+    )
     assert places(found) == [("b", "0-15")]
     refused = lay_out(
         big_ends, [machine("a", 3), machine("b", 9)], Demand(asker=ASKER, quant="none")
@@ -173,8 +176,34 @@ def test_who_asks_keeps_room_for_the_ends() -> None:
     assert refused.refusal.name == "a"
 
 
+def test_whoever_takes_layers_keeps_room_to_ask_as_well() -> None:
+    wish = Demand(asker=NodeId("z"), quant="none")
+    idle = [machine("a", 4), machine("z", 1)]
+    assert places(lay_out(model(ends_mb=100), idle, wish)) == [("a", "0-15")]
+    full = lay_out(model(ends_mb=400), idle, wish)
+    assert full.refusal is not None
+    asks_already = [replace(idle[0], has_ends=True), idle[1]]
+    assert places(lay_out(model(ends_mb=400), asks_already, wish)) == [("a", "0-15")]
+
+
+def test_the_ends_are_counted_where_a_thin_asker_leaves_them() -> None:
+    thin = Demand(asker=NodeId("z"), quant="none", thin=True)
+    machines = [machine("a", 3), machine("b", 3), machine("z", 0.1)]
+    shards = lay_out(model(ends_mb=300), machines, thin).replicas[0].shards
+    for quick in ("a", "b"):  # which is filled as far as it goes, at either end
+        others = [machine(n, 3, 40 if n == quick else 20) for n in ("a", "b")]
+        shards = lay_out(model(ends_mb=300), [*others, machines[2]], thin).replicas[0].shards
+        assert all(shard.need.total <= shard.have for shard in shards)
+    ends = 2 * (300 << 20)  # the head is held twice for a while
+    assert [shard.need.weights - len(shard.layers) * (200 << 20) for shard in shards] == [ends] * 2
+    alone = lay_out(model(ends_mb=300), [machine("a", 9)], replace(thin, asker=None))
+    assert alone.replicas[0].shards[0].need.weights == 16 * (200 << 20) + ends
+    # Who holds no ends asks from a machine that has no room for them.
+    assert lay_out(model(ends_mb=300), machines, replace(thin, thin=False)).refusal is not None
+
+
 def test_a_refusal_says_how_much_is_missing_and_what_would_fit() -> None:
-    found = lay_out(model(mb=400), [machine("a", 3), machine("b", 1)], Demand(quant="none"))
+    found = lay_out(model(mb=400), [machine("a", 3.4), machine("b", 1)], Demand(quant="none"))
     assert not found.replicas
     assert found.refusal is not None
     assert found.refusal.code == "not_enough_memory"
