@@ -17,7 +17,9 @@ def tensor(name: str, size: int) -> list[Piece]:
 
 
 def plan_of(**sizes: int) -> PiecePicker:
-    return PiecePicker({name: (tensor(name, size), tensor(name, size)) for name, size in sizes.items()})
+    return PiecePicker(
+        {name: (tensor(name, size), tensor(name, size)) for name, size in sizes.items()}
+    )
 
 
 def drain(plan: PiecePicker, *sources: str) -> dict[str, list[Piece]]:
