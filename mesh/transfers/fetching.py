@@ -23,7 +23,7 @@ from mesh.transfers.asking import Parts, Source
 from mesh.transfers.documents import wanted_tensors
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
-from mesh.transfers.planner import Piece, Plan
+from mesh.transfers.piece_picker import Piece, PiecePicker
 from mesh.transfers.shelf import Kept, Shelf
 from mesh.types import LayerRange
 
@@ -82,7 +82,7 @@ class Fetch:
         self._on_lie = on_lie
         self._asked: dict[str, _Asked] = {}
         self._early: dict[str, tuple[_Asked, frozenset[str], bool]] = {}
-        self._plan: Plan | None = None
+        self._plan: PiecePicker | None = None
         self._writer: PartialWriter | None = None
         self._manifest: Manifest | None = None
         self._error: MeshError | None = None
@@ -167,7 +167,7 @@ class Fetch:
     def _total(self, manifest: Manifest) -> int:
         return sum(manifest.tensors[name].nbytes for name in self._wanted.names(manifest))
 
-    async def _until_done(self, plan: Plan, writer: PartialWriter) -> None:
+    async def _until_done(self, plan: PiecePicker, writer: PartialWriter) -> None:
         loop = asyncio.get_running_loop()
         helped_at = told_at = loop.time()
         while not plan.is_done:
@@ -289,7 +289,7 @@ async def _opened(directory: Path) -> PartialWriter:
         raise
 
 
-def _plan_for(writer: PartialWriter, manifest: Manifest, wanted: Wanted) -> Plan:
+def _plan_for(writer: PartialWriter, manifest: Manifest, wanted: Wanted) -> PiecePicker:
     """What is missing; tensors whose pieces are all here from before are verified first. Blocks."""
     names = wanted.names(manifest)
     writer.require_room(names)
@@ -300,7 +300,7 @@ def _plan_for(writer: PartialWriter, manifest: Manifest, wanted: Wanted) -> Plan
             continue
         pieces = [Piece(name, *place) for place in pieces_of(manifest.tensors[name].nbytes)]
         missing[name] = (pieces, [Piece(name, *place) for place in left] or pieces)
-    return Plan(missing)
+    return PiecePicker(missing)
 
 
 def _unforeseen(error: Exception) -> MeshError:

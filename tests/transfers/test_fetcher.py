@@ -18,7 +18,7 @@ from mesh.models.partial import PIECE_BYTES
 from mesh.models.partial_writer import PartialWriter
 from mesh.transfers.fetching import Fetch, Wanted
 from mesh.transfers.pacing import Pace
-from mesh.transfers.planner import MAX_IN_HAND
+from mesh.transfers.piece_picker import MAX_IN_HAND
 from mesh.transfers.shelf import Shelf
 from mesh.types import LayerRange
 from tests.checkpoints import make_checkpoint

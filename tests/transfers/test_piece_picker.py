@@ -1,4 +1,4 @@
-"""The planner of fetches: everything once, the dead one's share to others, the liar named."""
+"""The piece picker of fetches: everything once, the dead one's share to others, the liar named."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.transfers.planner import MAX_IN_HAND, SPLIT_BYTES, Piece, Plan
+from mesh.transfers.piece_picker import MAX_IN_HAND, SPLIT_BYTES, Piece, PiecePicker
 
 STEP = 4 << 20
 
@@ -16,11 +16,13 @@ def tensor(name: str, size: int) -> list[Piece]:
     return [Piece(name, start, min(start + STEP, size)) for start in range(0, size, STEP)]
 
 
-def plan_of(**sizes: int) -> Plan:
-    return Plan({name: (tensor(name, size), tensor(name, size)) for name, size in sizes.items()})
+def plan_of(**sizes: int) -> PiecePicker:
+    return PiecePicker(
+        {name: (tensor(name, size), tensor(name, size)) for name, size in sizes.items()}
+    )
 
 
-def drain(plan: Plan, *sources: str) -> dict[str, list[Piece]]:
+def drain(plan: PiecePicker, *sources: str) -> dict[str, list[Piece]]:
     """Let the sources take turns, each giving what it has at once."""
     given: dict[str, list[Piece]] = {source: [] for source in sources}
     while True:
@@ -119,7 +121,7 @@ def test_of_several_who_gave_a_wrong_tensor_the_liar_is_found() -> None:
 
 def test_pieces_of_an_earlier_run_blame_nobody() -> None:
     pieces = tensor("x", 2 * STEP)
-    plan = Plan({"x": (pieces, pieces[1:])})
+    plan = PiecePicker({"x": (pieces, pieces[1:])})
     plan.join("honest", {"x"})
     drain(plan, "honest")
     assert plan.wrong("x") == set()

@@ -75,7 +75,7 @@ class _Tensor:
         self.givers, self.owner, self.has_older = {}, None, False
 
 
-class Plan:
+class PiecePicker:
     """What is left to fetch, and who is at what."""
 
     def __init__(self, wanted: Mapping[str, tuple[list[Piece], list[Piece]]]) -> None:
