@@ -1,19 +1,25 @@
-"""A decoder layer as an ONNX graph over onnxruntime's fused operators.
+"""A decoder layer as three ONNX graphs over onnxruntime's fused operators.
 
-Inputs: ``x`` (sessions, rows, hidden) fp32, ``queries`` (sessions,) int32, how many rows attention
-takes of each session, the padding's included, or 0, ``last`` (sessions,) int32, where the last of
-them stands, ``total`` () int32, one more than the largest of those, ``keys`` and ``values``
-(sessions, kv heads, capacity, width) fp32, ``padding`` (6,) int64 and ``rows`` (1,) int64 (see
-`padding`), and, for layers that turn by position, ``cos`` and ``sin`` (positions, half the turned
-width) fp32. Outputs: ``y``, as ``x``, and ``new_keys`` and ``new_values``, which are to be bound to
-the memory of ``keys`` and ``values``: the rows are written into them in place.
+Before attention and behind it, rows of any sessions are computed together, as a matrix is read once
+for all of them; attention is computed for one session at a time, over its own keys and values.
 
+- `front_model`: ``x`` (1, rows, hidden) to ``projected`` (1, rows, (heads + 2 kv heads) * width).
+- `attention_model`: ``projected`` of one session to ``attended`` (1, rows, heads * width), with
+  ``last`` (1,) int32, where the last row stands, the padding's included, ``total`` () int32, one
+  more than that, ``queries`` (1,) int32, how many rows attention takes, ``keys`` and ``values``
+  (1, kv heads, capacity, width), ``padding`` (6,) int64 and ``rows`` (1,) int64 (see `padding`),
+  and, for layers that turn by position, ``cos`` and ``sin`` (positions, half the turned width). Its
+  outputs ``new_keys`` and ``new_values`` are to be bound to the memory of ``keys`` and ``values``:
+  the rows are written into them in place.
+- `back_model`: ``attended`` and ``x`` of the same rows to ``y``, as ``x``.
+
+Floats are fp32 throughout.
 Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,16 +83,73 @@ PRODUCTS = (QKV, OUTPUT, UP, DOWN)
 """The products of a layer."""
 
 
-def layer_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
-    """The serialised graph of a layer; what it refers to is looked for in its products' folder."""
-    graph = _Graph(products)
-    graph.input("x", _FLOAT, ["sessions", "rows", parts.hidden])
-    around = parts.before_attention, parts.after_attention
-    x = graph.residual("x", parts.multiplier, around, _attention(graph, parts.attention))
-    around = parts.before_feed_forward, parts.after_feed_forward
-    y = graph.residual(x, parts.multiplier, around, _feed_forward(graph, parts.feed_forward))
+def front_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
+    """The serialised graph of what stands before attention.
+
+    What it refers to is looked for in its products' folder.
+    """
+    graph, attention = _Graph(products), parts.attention
+    x = graph.norm(graph.input("x", _FLOAT, [1, "rows", parts.hidden]), parts.before_attention)
+    projected = graph.product(x, QKV)
+    keys = attention.kv_heads * attention.width
+    queries = attention.heads * attention.width
+    if attention.query_norm is not None or attention.key_norm is not None:
+        q, k, v = graph.split(projected, [queries, keys, keys])
+        projected = graph.op("Concat", [*_normed(graph, attention, q, k), v], axis=-1)
+    graph.op("Identity", [projected], outputs=["projected"])
+    graph.output("projected", [1, "rows", queries + 2 * keys])
+    return graph.serialised()
+
+
+def attention_model(attention: Attention) -> bytes:
+    """The serialised graph of attention; the same bytes for layers that differ in weights only."""
+    heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
+    graph = _Graph({})
+    packed = (heads + 2 * kv_heads) * width
+    projected = graph.input("projected", _FLOAT, [1, "rows", packed])
+    projected = graph.op("Pad", [projected, graph.input("padding", TensorProto.INT64, [6])])
+    shape: list[int | str] = [1, kv_heads, "capacity", width]
+    for name in ("keys", "values"):
+        graph.input(name, _FLOAT, shape)
+        graph.output(f"new_{name}", shape)
+    inputs = [projected, "", "", "keys", "values"]
+    inputs.append(graph.input("last", TensorProto.INT32, [1]))
+    inputs.append(graph.input("total", TensorProto.INT32, []))
+    turns = attention.table is not None
+    if turns:
+        inputs += [graph.input(n, _FLOAT, ["positions", "turned"]) for n in ("cos", "sin")]
+    inputs += [""] * (_QUERIES - len(inputs))
+    inputs.append(graph.input("queries", TensorProto.INT32, [1]))
+    y = graph.op(
+        "GroupQueryAttention",
+        inputs,
+        outputs=["with_padding", "new_keys", "new_values"],
+        contrib=True,
+        num_heads=heads,
+        kv_num_heads=kv_heads,
+        scale=attention.scale,
+        softcap=attention.softcap,
+        local_window_size=attention.window or -1,
+        do_rotary=int(turns),
+    )
+    start, axis = graph.constant(np.array([0])), graph.constant(np.array([1]))
+    stop = graph.input("rows", TensorProto.INT64, [1])
+    graph.op("Slice", [y, start, stop, axis], outputs=["attended"])
+    graph.output("attended", [1, "rows", heads * width])
+    return graph.serialised()
+
+
+def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
+    """The serialised graph of what stands behind attention; its products as in `front_model`."""
+    graph, attention = _Graph(products), parts.attention
+    x = graph.input("x", _FLOAT, [1, "rows", parts.hidden])
+    attended: list[int | str] = [1, "rows", attention.heads * attention.width]
+    y = graph.product(graph.input("attended", _FLOAT, attended), OUTPUT)
+    x = graph.add(x, parts.multiplier, graph.norm(y, parts.after_attention))
+    y = _feed_forward(graph, parts.feed_forward, graph.norm(x, parts.before_feed_forward))
+    y = graph.add(x, parts.multiplier, graph.norm(y, parts.after_feed_forward))
     graph.op("Identity", [y], outputs=["y"])
-    graph.output("y", ["sessions", "rows", parts.hidden])
+    graph.output("y", [1, "rows", parts.hidden])
     return graph.serialised()
 
 
@@ -179,16 +242,8 @@ class _Graph:
             accuracy_level=INT8_PRODUCTS,
         )
 
-    def residual(
-        self,
-        x: str,
-        multiplier: float,
-        around: tuple[Norm | None, Norm | None],
-        part: Callable[[str], str],
-    ) -> str:
-        """``x + multiplier * after(part(before(x)))``."""
-        before, after = around
-        y = self.norm(part(self.norm(x, before)), after)
+    def add(self, x: str, multiplier: float, y: str) -> str:
+        """``x + multiplier * y``."""
         if multiplier != 1.0:
             y = self.op("Mul", [y, self.constant(np.array(multiplier, np.float32))])
         return self.op("Add", [x, y])
@@ -235,48 +290,6 @@ class _Graph:
         return name
 
 
-def _attention(graph: _Graph, attention: Attention) -> Callable[[str], str]:
-    def part(x: str) -> str:
-        heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
-        queries, keys, values = heads * width, kv_heads * width, kv_heads * width
-        projected = graph.product(x, QKV)
-        graph.input("padding", TensorProto.INT64, [6])
-        projected = graph.op("Pad", [projected, "padding"])
-        inputs = [projected, "", ""]
-        if attention.query_norm is not None or attention.key_norm is not None:
-            q, k, v = graph.split(projected, [queries, keys, values])
-            inputs = [*_normed(graph, attention, q, k), v]
-        shape: list[int | str] = ["sessions", kv_heads, "capacity", width]
-        for name in ("keys", "values"):
-            graph.input(name, _FLOAT, shape)
-            graph.output(f"new_{name}", shape)
-        inputs += ["keys", "values"]
-        inputs.append(graph.input("last", TensorProto.INT32, ["sessions"]))
-        inputs.append(graph.input("total", TensorProto.INT32, []))
-        turns = attention.table is not None
-        if turns:
-            inputs += [graph.input(n, _FLOAT, ["positions", "turned"]) for n in ("cos", "sin")]
-        inputs += [""] * (_QUERIES - len(inputs))
-        inputs.append(graph.input("queries", TensorProto.INT32, ["sessions"]))
-        y = graph.op(
-            "GroupQueryAttention",
-            inputs,
-            outputs=["attended", "new_keys", "new_values"],
-            contrib=True,
-            num_heads=heads,
-            kv_num_heads=kv_heads,
-            scale=attention.scale,
-            softcap=attention.softcap,
-            local_window_size=attention.window or -1,
-            do_rotary=int(turns),
-        )
-        graph.input("rows", TensorProto.INT64, [1])
-        start, axis = graph.constant(np.array([0])), graph.constant(np.array([1]))
-        return graph.product(graph.op("Slice", [y, start, "rows", axis]), OUTPUT)
-
-    return part
-
-
 def _normed(graph: _Graph, attention: Attention, q: str, k: str) -> tuple[str, str]:
     if attention.norm_whole:
         return graph.norm(q, attention.query_norm), graph.norm(k, attention.key_norm)
@@ -287,16 +300,13 @@ def _normed(graph: _Graph, attention: Attention, q: str, k: str) -> tuple[str, s
     )
 
 
-def _feed_forward(graph: _Graph, part: FeedForward) -> Callable[[str], str]:
-    def run(x: str) -> str:
-        up = graph.product(x, UP)
-        if not part.is_gated:
-            return graph.product(_activated(graph, up, part.activation), DOWN)
-        gate, multiplied = graph.split(up, [part.width, part.width])
-        active = graph.op("Mul", [_activated(graph, gate, part.activation), multiplied])
-        return graph.product(active, DOWN)
-
-    return run
+def _feed_forward(graph: _Graph, part: FeedForward, x: str) -> str:
+    up = graph.product(x, UP)
+    if not part.is_gated:
+        return graph.product(_activated(graph, up, part.activation), DOWN)
+    gate, multiplied = graph.split(up, [part.width, part.width])
+    active = graph.op("Mul", [_activated(graph, gate, part.activation), multiplied])
+    return graph.product(active, DOWN)
 
 
 def _activated(graph: _Graph, x: str, activation: str) -> str:

@@ -1,28 +1,24 @@
-"""The compiled runtime: the layers of a span in 8 or 4 bit, each as one graph on the CPU.
+"""The compiled runtime: the layers of a span in 8 or 4 bit, as graphs on the CPU.
 
-A graph for each layer and not one for all: a route may use a part of a span, hooks stand between
-layers, and a row's way through the Python between two of them takes 40 us. Synchronous and not
-thread-safe, as the torch runtime.
+Each layer has its own and there is not one for all: a route may use a part of a span, hooks stand
+between layers, and sessions meet everywhere but in attention. Synchronous and not thread-safe, as
+the torch runtime.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import onnxruntime
 import torch
 from torch import nn
 
 from mesh.shard.compiled.canary import CanaryCheck
-from mesh.shard.compiled.engine import Binding, compiled
-from mesh.shard.compiled.graph import layer_model, padding
 from mesh.shard.compiled.parts import LayerParts, NotCompilable
-from mesh.shard.compiled.slots import SPARE, Bank, Banks, CacheShape, SlotCache, neighbours
+from mesh.shard.compiled.passes import KEPT_ROWS, Attending, Place, Workspace, layer_sessions
+from mesh.shard.compiled.slots import SPARE, Bank, Banks, CacheShape, SlotCache
 from mesh.shard.compiled.store import GraphSpan
 from mesh.shard.hooks import Hook
 from mesh.shard.kv import SessionCache
@@ -32,28 +28,6 @@ from mesh.shard.selfcheck import rope_types
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
-
-Int32 = npt.NDArray[np.int32]
-
-_KEPT_PASSES = 64
-"""Ways through the layers whose buffers are kept: the slots that are busy change now and then."""
-
-_KEPT_ROWS = 16
-"""Longer ones are not kept: their buffers are large, and what they compute takes long."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """Buffers and bindings for so many rows in slots that lie beside each other."""
-
-    bindings: tuple[Binding, ...]
-    """One for each layer."""
-    states: tuple[torch.Tensor, ...]
-    """(slots, rows, hidden) before the first layer and behind each."""
-    queries: Int32
-    last: Int32
-    total: Int32
-    """Memory of the tensors of those names: writing through numpy takes a tenth of the time."""
 
 
 class CompiledRuntime:
@@ -77,13 +51,10 @@ class CompiledRuntime:
         self._twin: TorchRuntime | None = None
         parts = [layer.parts for layer in span.layers]
         tables = _rotary_tables(self._module, parts, positions)
-        self._tables_of = [tables.get(each.attention.table, {}) for each in parts]
+        tables_of = [tables.get(each.attention.table, {}) for each in parts]
         self._banks = Banks(_cache_shape(parts, positions))
-        self._sessions = [
-            compiled(layer_model(layer.parts, layer.products), threads, layer.folder)
-            for layer in span.layers
-        ]
-        self._passes: OrderedDict[tuple[int, int, int, int, LayerRange], _Pass] = OrderedDict()
+        self._sessions = layer_sessions(span, threads, tables_of)
+        self._kept = self._workspace(KEPT_ROWS)
         self.batched = not batch_invariant
         alone = "" if self.batched else "+alone"
         self.kernels = f"onnxruntime-{onnxruntime.__version__}+{span.quant or 'fp32'}{alone}"
@@ -118,17 +89,14 @@ class CompiledRuntime:
         Touches no session; another thread may compute meanwhile.
         """
         index = layer - self.layers.start
-        shape = self._banks.shape
-        x = torch.linspace(-1, 1, self.hidden_size).view(1, 1, -1)
-        y = torch.empty_like(x)
-        keys, values = (torch.zeros(1, shape.kv_heads, 2, shape.width) for _ in range(2))
-        place = [torch.tensor(n, dtype=torch.int32) for n in ([2], [1], 2)]
-        own = {"x": x, "keys": keys, "values": values}
-        own |= dict(zip(("queries", "last", "total"), place, strict=True))
-        inputs = own | _row_shape(1) | self._tables_of[index]
-        outputs = {"y": y, "new_keys": keys, "new_values": values}
-        Binding.of(self._sessions[index], inputs, outputs).run()
-        return y
+        workspace = Workspace(self._sessions[index : index + 1], self.hidden_size, 1)
+        x = workspace.state(0, 1)
+        x[:] = torch.linspace(-1, 1, self.hidden_size)
+        place = Place(Bank(replace(self._banks.shape, layers=1, positions=SPARE)), 0, 0, 1)
+        attending = workspace.attending(place)
+        attending.stand(place.given)
+        self._run_layer(workspace, 0, 1, [attending])
+        return workspace.state(1, 1)
 
     def forward(
         self, steps: Sequence[StepInput], layers: LayerRange | None = None
@@ -143,72 +111,49 @@ class CompiledRuntime:
         rest = [i for i in range(len(steps)) if i not in outputs]
         for number in rest:
             prepare(steps[number])
-        caches = [_slot(steps[number]) for number in rest]
-        for group in neighbours(caches):
-            together = [(steps[rest[i]], caches[i]) for i in group]
-            found = self._run(together, layers or self.layers)
-            outputs.update(zip((rest[i] for i in group), found, strict=True))
-        for number, cache in zip(rest, caches, strict=True):
-            cache.commit(steps[number].hidden.shape[1])
+        # In the order of their slots, so that the same sessions meet at the same places again.
+        rest.sort(key=lambda number: _slot(steps[number]).slot)
+        if rest:
+            found = self._run([steps[number] for number in rest], layers or self.layers)
+            outputs.update(zip(rest, found, strict=True))
+        for number in rest:
+            steps[number].cache.commit(steps[number].hidden.shape[1])
         return [outputs[number] for number in range(len(steps))]
 
-    def _run(
-        self, steps: Sequence[tuple[StepInput, SlotCache]], layers: LayerRange
-    ) -> list[torch.Tensor]:
-        """Steps whose slots lie beside each other, in that order."""
-        bank, first, stop = steps[0][1].bank, steps[0][1].slot, steps[-1][1].slot + 1
-        rows = steps[0][0].hidden.shape[1]
-        at = self._pass(bank, slice(first, stop), rows, layers)
-        # An idle slot between them has no rows of its own, and one position at least.
-        queries, ends = [0] * (stop - first), [max(1, n) for n in bank.lengths[first:stop]]
-        given = rows + padding(rows)
-        for step, cache in steps:
-            slot = cache.slot - first
-            queries[slot], ends[slot] = given, cache.length + given
-            at.states[0][slot] = step.hidden[0]
-        at.queries[:], at.last[:], at.total[0] = queries, [end - 1 for end in ends], max(ends)
-        hooks = [(cache.slot - first, hook) for step, cache in steps for hook in step.hooks]
-        for number, binding in enumerate(at.bindings):
-            if hooks:
-                _call(hooks, layers.start + number, "input", at.states[number])
-            binding.run()
-            if hooks:
-                _call(hooks, layers.start + number, "output", at.states[number + 1])
-        return [at.states[-1][cache.slot - first][None].clone() for _, cache in steps]
-
-    def _pass(self, bank: Bank, slots: slice, rows: int, layers: LayerRange) -> _Pass:
-        key = (id(bank), slots.start, slots.stop, rows, layers)
-        known = self._passes.get(key)
-        if known is not None:
-            self._passes.move_to_end(key)
-            return known
-        made = self._new_pass(bank, slots, rows, layers)
-        if rows <= _KEPT_ROWS:
-            self._passes[key] = made
-            if len(self._passes) > _KEPT_PASSES:
-                self._passes.popitem(last=False)
-        return made
-
-    def _new_pass(self, bank: Bank, slots: slice, rows: int, layers: LayerRange) -> _Pass:
-        sessions = slots.stop - slots.start
-        # What a layer gives is what the next one takes; hooks find each in its place.
-        states = [
-            torch.zeros(sessions, rows, self.hidden_size) for _ in range(min(3, len(layers) + 1))
+    def _run(self, steps: Sequence[StepInput], layers: LayerRange) -> list[torch.Tensor]:
+        places, rows = _places(steps)
+        workspace = self._kept if rows <= KEPT_ROWS else self._workspace(rows)
+        begin, end = (each - self.layers.start for each in (layers.start, layers.stop))
+        for step, place in zip(steps, places, strict=True):
+            workspace.state(begin, rows)[:, place.slice] = step.hidden
+        attending = [workspace.attending(place) for place in places]
+        for each, step, place in zip(attending, steps, places, strict=True):
+            each.stand(step.cache.length + place.given)
+        hooks = [
+            (p.slice, hook) for step, p in zip(steps, places, strict=True) for hook in step.hooks
         ]
-        flow = [states[0], *(states[1 + i % (len(states) - 1)] for i in range(len(layers)))]
-        queries, last = (torch.zeros(sessions, dtype=torch.int32) for _ in range(2))
-        total = torch.zeros(1, dtype=torch.int32)
-        shape = _row_shape(rows)
-        bindings = []
-        for number, layer in enumerate(range(layers.start, layers.stop)):
-            index = layer - self.layers.start
-            keys, values = bank.keys[index][slots], bank.values[index][slots]
-            cache = {"keys": keys, "values": values}
-            inputs = {"x": flow[number], "queries": queries, "last": last, "total": total[0]}
-            inputs |= shape | self._tables_of[index]
-            outputs = {"y": flow[number + 1], "new_keys": keys, "new_values": values}
-            bindings.append(Binding.of(self._sessions[index], inputs | cache, outputs))
-        return _Pass(tuple(bindings), tuple(flow), queries.numpy(), last.numpy(), total.numpy())
+        for number in range(begin, end):
+            if hooks:
+                at = self.layers.start + number
+                _call(hooks, at, "input", workspace.state(number, rows))
+            self._run_layer(workspace, number, rows, attending)
+            if hooks:
+                _call(hooks, at, "output", workspace.state(number + 1, rows))
+        found = workspace.state(end, rows)
+        return [found[:, place.slice].clone() for place in places]
+
+    @staticmethod
+    def _run_layer(
+        workspace: Workspace, number: int, rows: int, attending: Sequence[Attending]
+    ) -> None:
+        front, back = workspace.products(rows)[number]
+        front.run()
+        for each in attending:
+            each.bindings[number].run()
+        back.run()
+
+    def _workspace(self, rows: int) -> Workspace:
+        return Workspace(self._sessions, self.hidden_size, rows)
 
     def _reference(self) -> TorchRuntime:
         if self._twin is None:
@@ -221,19 +166,21 @@ def _slot(step: StepInput) -> SlotCache:
     return step.cache
 
 
-def _call(hooks: Sequence[tuple[int, Hook]], layer: int, side: str, states: torch.Tensor) -> None:
-    """Let the hooks at this place see, and change, their rows of `states`."""
-    for row, hook in hooks:
+def _places(steps: Sequence[StepInput]) -> tuple[list[Place], int]:
+    """Where each stands among all rows, and how many those are."""
+    places, start = [], 0
+    for step in steps:
+        cache, rows = _slot(step), step.hidden.shape[1]
+        places.append(Place(cache.bank, cache.slot, start, rows))
+        start += rows
+    return places, start
+
+
+def _call(hooks: Sequence[tuple[slice, Hook]], layer: int, side: str, state: torch.Tensor) -> None:
+    """Let the hooks at this place see, and change, their rows of `state`."""
+    for rows, hook in hooks:
         if hook.site.layer == layer and hook.site.side == side:
-            states[row : row + 1] = hook(states[row : row + 1].clone())
-
-
-def _row_shape(rows: int) -> dict[str, torch.Tensor]:
-    """What tells a graph how many rows there are, and how many attention gets beyond them."""
-    return {
-        "padding": torch.tensor([0, 0, 0, 0, padding(rows), 0]),
-        "rows": torch.tensor([rows]),
-    }
+            state[:, rows] = hook(state[:, rows].clone())
 
 
 def _rotary_tables(

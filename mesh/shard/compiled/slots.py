@@ -1,9 +1,9 @@
-"""Keys and values of many sessions in one place, so that rows of several are one batch.
+"""Keys and values of sessions in places that stay, so that graphs are bound to them once.
 
 A bank has a few slots, each with room for the longest session. Its memory is reserved and not
-taken: pages become real as positions are written, and are given back when a session ends. Sessions
-whose slots lie beside each other are computed together without a copy. What lies beyond a
-session's `length` does not exist: cutting back is one assignment. Knows no layers but their number.
+taken: pages become real as positions are written, and are given back when a session ends. What lies
+beyond a session's `length` does not exist: cutting back is one assignment. Knows no layers but
+their number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import mmap
 import threading
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -169,23 +168,6 @@ class Banks:
             bank = Bank(self.shape)
             self._banks.append(bank)
         return SlotCache(bank, max_tokens)
-
-
-def neighbours(caches: Sequence[SlotCache]) -> list[list[int]]:
-    """The numbers of `caches`, grouped into those that are computed together, by slot.
-
-    At most one idle slot lies between two of a group: its row costs less than another pass.
-    """
-    order = sorted(range(len(caches)), key=lambda i: (id(caches[i].bank), caches[i].slot))
-    groups: list[list[int]] = []
-    for number in order:
-        last = caches[groups[-1][-1]] if groups else None
-        here = caches[number]
-        if last is not None and last.bank is here.bank and here.slot - last.slot <= 2:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
-    return groups
 
 
 def _reserved(size: int) -> mmap.mmap:

@@ -8,10 +8,19 @@ import weakref
 import torch
 
 from mesh.shard.compiled.canary import CanaryCheck
-from mesh.shard.compiled.engine import compiled as session_of
 from mesh.shard.compiled.formats import BlockMatrix
-from mesh.shard.compiled.graph import DOWN, layer_model
+from mesh.shard.compiled.graph import DOWN
+from mesh.shard.compiled.runtime import CompiledRuntime
 from tests.shard.compiled.spans import compiled, span
+
+
+class Tipping(CompiledRuntime):
+    """A span of which one code has changed, once `tipped` is set."""
+
+    tipped: CompiledRuntime | None = None
+
+    def probe(self, layer: int) -> torch.Tensor:
+        return super().probe(layer) if self.tipped is None else self.tipped.probe(layer)
 
 
 def a_round(check: CanaryCheck) -> set[str]:
@@ -22,15 +31,15 @@ def a_round(check: CanaryCheck) -> set[str]:
 
 
 def test_one_code_that_has_changed_is_noticed() -> None:
-    runtime = compiled("int8")
+    runtime = Tipping(span("int8"), threads=1, positions=64)
     check = runtime.weight_check()
     assert a_round(check) == set()
     assert a_round(check) == set()
-    layer = span("int8").layers[2]
-    matrix = layer.products[DOWN].matrix
+    changed = span("int8")
+    matrix = changed.layers[2].products[DOWN].matrix
     assert isinstance(matrix, BlockMatrix)
     matrix.codes[17, 1, 5] ^= 1  # what a bit that has tipped over in its memory would be
-    runtime._sessions[2] = session_of(layer_model(layer.parts, layer.products), 1)
+    runtime.tipped = CompiledRuntime(changed, threads=1, positions=64)
     assert a_round(check) == {"layer 2"}
 
 

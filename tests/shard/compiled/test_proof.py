@@ -11,11 +11,11 @@ from mesh.errors import DeviceFailed
 from mesh.models.families import family_of
 from mesh.shard import twins
 from mesh.shard.compiled import parts
-from mesh.shard.compiled.engine import compiled as session_of
 from mesh.shard.compiled.formats import BlockMatrix
-from mesh.shard.compiled.graph import DOWN, layer_model
+from mesh.shard.compiled.graph import DOWN
 from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.compiled.proof import check_kernels, require_compilable
+from mesh.shard.compiled.runtime import CompiledRuntime
 from tests.shard.compiled.spans import compiled, span
 from tests.shard.spans import checkpoint
 
@@ -26,13 +26,14 @@ def test_right_kernels_pass_and_say_that_rows_are_alike(quant: str) -> None:
 
 
 def test_a_layer_that_is_off_is_refused() -> None:
-    runtime = compiled("int8")
-    layer = span("int8").layers[0]
+    right = span("int8")
+    layer = right.layers[0]
     matrix = layer.products[DOWN].matrix
     assert isinstance(matrix, BlockMatrix)
     wrong = replace(matrix, scales=matrix.scales * 1.3)  # as kernels that saturate are
     products = {**layer.products, DOWN: replace(layer.products[DOWN], matrix=wrong)}
-    runtime._sessions[0] = session_of(layer_model(layer.parts, products), 1)
+    layers = (replace(layer, products=products), *right.layers[1:])
+    runtime = CompiledRuntime(replace(right, layers=layers), threads=1, positions=64)
     with pytest.raises(DeviceFailed, match="Layer 0 in few bits is off by"):
         check_kernels(runtime)
 
