@@ -94,8 +94,10 @@ class Runtime(Protocol):
         """Of a row."""
 
     @property
-    def batched(self) -> bool:
-        """Whether single rows of several sessions may run as one forward."""
+    def batch_rows(self) -> int:
+        """How long a step may be that runs as one forward with steps of other sessions.
+
+        0 where that would change the results of either."""
 
     @property
     def kernels(self) -> str:
@@ -123,7 +125,7 @@ class Runtime(Protocol):
     ) -> list[torch.Tensor]:
         """Run `layers` (all of the span's when None); returns (1, rows, hidden) per step, in order.
 
-        One step of any length, or steps of one row each of several sessions where `batched`. No
+        One step of any length, or steps of up to `batch_rows` rows each of several sessions. No
         cache has changed its length when this raises: ContextTooLong, BadRequest (position beyond a
         cache's end), or what the device raises.
         """
@@ -139,3 +141,16 @@ def prepare(step: StepInput) -> None:
         )
     step.cache.cut(step.position)
     step.cache.reserve(step.hidden.shape[1])
+
+
+def may_batch(runtime: Runtime, steps: Sequence[StepInput]) -> bool:
+    """Whether one forward of `runtime` may take all of them."""
+    most = runtime.batch_rows
+    return len(steps) <= 1 or all(step.hidden.shape[1] <= most for step in steps)
+
+
+def require_batch(runtime: Runtime, steps: Sequence[StepInput]) -> None:
+    """Raise ValueError unless `may_batch`."""
+    if not may_batch(runtime, steps):
+        most = runtime.batch_rows
+        raise ValueError(f"steps of up to {most} rows are computed together by this runtime")

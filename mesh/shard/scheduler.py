@@ -1,10 +1,10 @@
 """The one place that decides what a device computes next.
 
-A session's accepted steps are computed in order. Decode steps of different sessions that wait at
-the same time become one batch; long chunks are computed in pieces on the compute thread, taking
-turns with each other, with decode, and with the work of jobs. A short decode step is computed right
-here on the event loop, because handing it to a thread costs a quarter of a millisecond. Knows
-neither links nor who may have what.
+A session's accepted steps are computed in order. Short steps of different sessions that wait at the
+same time become one batch, as far as the runtime takes their rows together, and join the next piece
+of a long chunk; otherwise those take turns. Pieces are computed on the compute thread, in turns
+with the work of jobs. A short step is computed right here on the event loop, because handing it to
+a thread costs a quarter of a millisecond. Knows neither links nor who may have what.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Sequenced
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,7 +28,7 @@ from mesh.shard.device import is_lost
 from mesh.shard.failures import lost
 from mesh.shard.gathering import Gathering, enough_rows
 from mesh.shard.memory import trim_heap
-from mesh.shard.runtime import StepInput
+from mesh.shard.runtime import StepInput, may_batch
 from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange, WireDtype
 from mesh.wire.activations import to_torch, to_wire
@@ -73,7 +73,7 @@ class Sequence:
     waiting: deque[Task] = field(default_factory=deque)
 
     def joins(self, other: Sequence) -> bool:
-        """Whether single rows of both can run as one batch."""
+        """Whether steps of both can run as one batch, if they are short enough."""
         return self.runtime is other.runtime and self.layers == other.layers
 
 
@@ -123,6 +123,12 @@ class Task:
         piece = self.inputs if rows == self.rows else self.inputs[:, first : first + rows]
         return StepInput(sequence.cache, self.step.position + first, piece, sequence.hooks)
 
+    def joins(self, other: Task) -> bool:
+        """Whether the next visits of both can be one."""
+        most = self.sequence.runtime.batch_rows
+        fits = max(self.piece_rows, other.piece_rows) <= most
+        return fits and self.sequence.joins(other.sequence)
+
     def advance(self, output: torch.Tensor) -> WireTensor | None:
         """Take what a visit computed, (1, rows, hidden): all rows, or None while some are left."""
         self.rows_done += output.shape[1]
@@ -156,18 +162,18 @@ class Task:
 
 
 def compute(tasks: list[Task]) -> list[Result | MeshError | None]:
-    """One visit to the device: single rows of one batch, or a piece of one step.
+    """One visit to the device: steps of one batch, or a piece of one step.
 
     None for a step that needs another visit. A step's error is its own; one that fails leaves its
     session as long as it was before the step.
     """
     started = time.perf_counter()
     try:
-        first = tasks[0].sequence
+        first, rows = tasks[0].sequence, [task.piece_rows for task in tasks]
         inputs = [task.next_piece() for task in tasks]
         tensors = [*map(Task.advance, tasks, run(first.runtime, inputs, first.layers))]
         took_s = time.perf_counter() - started
-        return [*map(Task.result, tasks, tensors, repeat(took_s))]
+        return [*map(Task.result, tasks, tensors, _times(took_s, rows))]
     except Exception as error:  # noqa: BLE001 - whatever a device raises is that session's failure
         if len(tasks) > 1 and not is_lost(error):
             # One of them may be at fault: find out which, the others go on.
@@ -179,9 +185,17 @@ def compute(tasks: list[Task]) -> list[Result | MeshError | None]:
         return [_as_mesh_error(error, task) for task in tasks]
 
 
+def _times(took_s: float, rows: Sequenced[int]) -> list[float]:
+    """What of a visit counts as computing for each step with so many rows in it: all of it, but
+    for the few rows that accompanied a piece, and would have been done long before, their part."""
+    if max(rows) <= SHORT_ROWS:
+        return [took_s] * len(rows)
+    return [took_s if each > SHORT_ROWS else took_s * each / sum(rows) for each in rows]
+
+
 def run(runtime: Runtime, inputs: list[StepInput], layers: LayerRange) -> list[torch.Tensor]:
     """What `inputs` become, (1, rows, hidden) each: in one forward where that is possible."""
-    if runtime.batched and all(each.hidden.shape[1] == 1 for each in inputs):
+    if may_batch(runtime, inputs):
         return runtime.forward(inputs, layers)
     return [runtime.forward([each], layers)[0] for each in inputs]
 
@@ -322,7 +336,7 @@ class Scheduler:
             return 0.0
         first = self._short[0].sequence
         together = [task.rows == 1 and task.sequence.joins(first) for task in self._short]
-        if not (first.runtime.batched and all(together)):
+        if not (first.runtime.batch_rows and all(together)):
             return 0.0
         known = self._took_ms.get(first.runtime, {})
         ms = known.get((first.layers, 1))
@@ -352,27 +366,23 @@ class Scheduler:
     def _pick(self) -> list[Task]:
         _drop_cancelled(self._short)
         _drop_cancelled(self._long)
-        if self._long and (not self._short or self._short_had_its_turn):
-            self._short_had_its_turn = False
-            return [self._long.popleft()]
-        if not self._short:
+        if not (self._short or self._long):
             return []
-        self._short_had_its_turn = True
-        first = self._short.popleft()
-        batch = [first]
-        if first.rows == 1 and self._short:
-            waiting = deque[Task]()
-            for task in self._short:
-                fits = len(batch) < MAX_BATCH and task.rows == 1 and not task.is_cancelled
-                joins = fits and task.sequence.joins(first.sequence)
-                (batch if joins else waiting).append(task)
-            self._short = waiting
+        turn = not self._short or self._short_had_its_turn
+        is_long = bool(self._long) and (turn or self._long[0].joins(self._short[0]))
+        self._short_had_its_turn = not is_long
+        first = (self._long if is_long else self._short).popleft()
+        batch, waiting = [first], deque[Task]()
+        for task in self._short:
+            fits = len(batch) < MAX_BATCH and not task.is_cancelled and task.joins(first)
+            (batch if fits else waiting).append(task)
+        self._short = waiting
         return batch
 
     def _is_quick(self, tasks: list[Task]) -> bool:
         """Whether the event loop can afford it: what was never run, or is long, takes a thread."""
         first = tasks[0].sequence
-        if not tasks[0].is_short:
+        if not all(task.is_short for task in tasks):
             return False
         took_ms = self._took_ms.get(first.runtime, {}).get((first.layers, _size(tasks)))
         return took_ms is not None and took_ms < first.settings.inline_ms

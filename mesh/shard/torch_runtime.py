@@ -22,7 +22,7 @@ from mesh.shard.lean import LeanLayers, fused_places
 from mesh.shard.linear import PLAIN, Packed, Place, choose_kernels
 from mesh.shard.memory import settle
 from mesh.shard.protection import Protection
-from mesh.shard.runtime import StepInput, prepare
+from mesh.shard.runtime import StepInput, prepare, require_batch
 from mesh.shard.selfcheck import choose_attention, lean_agrees, rope_types
 from mesh.shard.views import layer_list_name, layer_view
 from mesh.shard.weight_check import WeightCheck
@@ -71,9 +71,9 @@ class TorchRuntime:
         if together is not None and kernels.name != PLAIN and attention.name == own_attention.NAME:
             self._lean = _lean(self._module, device, dtype)
         self.protection = Protection(self._module, loaded.pages, *self._beside)
-        self.batched = attention.batched and not batch_invariant
-        """Whether single rows of several sessions may run as one forward."""
-        names = kernels.name, self.is_lean and "lean", attention.name, self.batched or "alone"
+        self.batch_rows = int(attention.batched and not batch_invariant)
+        alone = None if self.batch_rows else "alone"
+        names = kernels.name, self.is_lean and "lean", attention.name, alone
         self.kernels = "+".join(name for name in names if isinstance(name, str))
         said = (_said(is_lean=self.is_lean),) if lean else ()
         self.reasons = (kernels.reason, attention.reason, self.protection.reason, *said)
@@ -112,8 +112,7 @@ class TorchRuntime:
         self, steps: Sequence[StepInput], layers: LayerRange | None = None
     ) -> list[torch.Tensor]:
         """See `Runtime`."""
-        if len(steps) > 1 and not (self.batched and all(s.hidden.shape[1] == 1 for s in steps)):
-            raise ValueError("only single rows of a batched runtime are computed together")
+        require_batch(self, steps)
         for step in steps:
             prepare(step)
         layers = layers or self.layers

@@ -63,7 +63,7 @@ def test_two_spans_with_chunks_decode_and_rollback_give_what_hugging_face_gives(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_in_a_ragged_batch_equals_the_row_alone(family: str) -> None:
     span = runtime(family)
-    assert span.batched == (family not in UNBATCHED)
+    assert span.batch_rows == int(family not in UNBATCHED)
     lengths = (3, WINDOW + 20, 17, WINDOW - 1)
     alone, inputs = [], []
     for i, length in enumerate(lengths):
@@ -91,7 +91,7 @@ def test_batch_invariant_rows_are_bitwise_equal_alone_and_in_company() -> None:
     alone = step(span, span.new_cache(64), 0, rows(1))
     company = [StepInput(span.new_cache(64), 0, rows(1, seed=i)) for i in range(5)]
     assert torch.equal(run(span, company, WHOLE)[0], alone)
-    with pytest.raises(ValueError, match="single rows"):
+    with pytest.raises(ValueError, match="up to 0 rows"):
         span.forward(company)
 
 
@@ -175,7 +175,7 @@ def test_what_our_attention_cannot_express_runs_stock_and_is_still_right(kind: s
             inputs_embeds=hidden, position_ids=torch.arange(40)[None], use_cache=False
         ).last_hidden_state[:, :31]
     span = of_module(module)
-    assert not span.batched
+    assert not span.batch_rows
     cache, other = span.new_cache(64), span.new_cache(64)
     found = []
     for start, stop in ((0, 12), (12, 30), (30, 31)):

@@ -42,15 +42,15 @@ class Adds:
     device = torch.device("cpu")
     dtype = torch.float32
 
-    def __init__(self, *, batched: bool = True, error: Exception | None = None) -> None:
-        self.batched = batched
+    def __init__(self, *, batch_rows: int = 1, error: Exception | None = None) -> None:
+        self.batch_rows = batch_rows
         self.error = error or RuntimeError("broken")
         self.visits: list[list[tuple[int, int]]] = []
         self.gate = threading.Event()
         self.gate.set()
 
     def forward(self, steps: Sequenced[StepInput], layers: LayerRange) -> list[torch.Tensor]:
-        assert len(steps) == 1 or (self.batched and all(s.hidden.shape[1] == 1 for s in steps))
+        assert len(steps) == 1 or all(s.hidden.shape[1] <= self.batch_rows for s in steps)
         assert self.gate.wait(10)
         self.visits.append([(s.position, s.hidden.shape[1]) for s in steps])
         if any(bool((step.hidden == POISON).any()) for step in steps):
@@ -164,7 +164,7 @@ async def test_a_batch_is_bounded() -> None:
 
 async def test_rows_are_computed_alone_where_batches_would_change_them() -> None:
     async with scheduling() as scheduler:
-        runtime = Adds(batched=False)
+        runtime = Adds(batch_rows=0)
         streams = [Stream(scheduler, runtime) for _ in range(3)]
         for stream in streams:
             stream.send(0, 0, 1)
@@ -196,7 +196,33 @@ async def test_long_steps_go_in_pieces_and_take_turns_with_each_other_and_with_s
         assert result.tensor.shape == (1, 250, 2)
 
 
-async def test_verified_drafts_are_short_and_not_batched() -> None:
+async def test_whatever_waits_shares_a_visit_where_the_runtime_takes_it_together() -> None:
+    async with scheduling() as scheduler:
+        runtime = Adds(batch_rows=100)
+        prompt = Stream(scheduler, runtime, prefill_rows=100)
+        large = Stream(scheduler, runtime, prefill_rows=101)
+        draft, row = (Stream(scheduler, runtime) for _ in range(2))
+        runtime.gate.clear()
+        large.send(0, 0, 120)
+        prompt.send(0, 0, 250)
+        for number in range(2):
+            draft.send(number, 9 * number, 9)
+            row.send(number, number, 1, fill=3.0)
+        runtime.gate.set()
+        streams = (large, prompt, draft, row)
+        await settled(lambda: sum(len(each.results) for each in streams) == 6)
+        together = [sorted(rows for _, rows in visit) for visit in runtime.visits]
+        assert [1, 9, 100] in together, "rows, a verified draft and a piece of a prompt"
+        assert [101] in together, "too long a piece goes alone"
+        result, whole = row.replies[1], prompt.replies[0]
+        assert isinstance(result, Result)
+        assert isinstance(whole, Result)
+        assert torch.equal(to_torch(result.tensor), torch.full((1, 1, 2), 4.0))
+        assert whole.tensor.shape == (1, 250, 2)
+        assert result.compute_us <= whole.compute_us // 10, "it is not blamed for the piece"
+
+
+async def test_verified_drafts_are_short_and_not_batched_with_rows_that_they_would_change() -> None:
     async with scheduling() as scheduler:
         runtime = Adds()
         draft, row = Stream(scheduler, runtime), Stream(scheduler, runtime)

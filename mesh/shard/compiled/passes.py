@@ -25,7 +25,7 @@ from mesh.shard.compiled.store import GraphSpan
 Int32 = npt.NDArray[np.int32]
 Tables = Mapping[str, torch.Tensor]
 
-KEPT_ROWS = 64
+KEPT_ROWS = 128
 """Passes of more rows get buffers of their own, which are large, and used for long."""
 
 _KEPT_SESSIONS = 512

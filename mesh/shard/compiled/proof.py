@@ -59,7 +59,7 @@ def check_kernels(runtime: CompiledRuntime) -> str:
     runtime.forward([StepInput(cut, 0, hidden[:, :-1])], first)
     last = StepInput(cut, _CHECKED_ROWS - 1, hidden[:, -1:])
     (alone,) = runtime.forward([last], first)
-    steps = [last, StepInput(other, 0, hidden[:, :1])] if runtime.batched else [last]
+    steps = [last, StepInput(other, 0, hidden[:, :-1])] if runtime.batch_rows else [last]
     beside = runtime.forward(steps, first)[0]
     # Relative to what the layer adds: the residual stream would hide it.
     error = float((found - expected).norm() / (expected - hidden).norm())

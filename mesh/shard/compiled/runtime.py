@@ -23,11 +23,14 @@ from mesh.shard.compiled.store import GraphSpan
 from mesh.shard.hooks import Hook
 from mesh.shard.kv import SessionCache
 from mesh.shard.memory import settle
-from mesh.shard.runtime import KeyValueCache, StepInput, prepare
+from mesh.shard.runtime import KeyValueCache, StepInput, prepare, require_batch
 from mesh.shard.selfcheck import rope_types
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
+
+_BATCH_ROWS = 1024
+"""A row has the same bits whatever it is computed with, so pieces of prompts may join as well."""
 
 
 class CompiledRuntime:
@@ -55,8 +58,8 @@ class CompiledRuntime:
         self._banks = Banks(_cache_shape(parts, positions))
         self._sessions = layer_sessions(span, threads, tables_of)
         self._kept = self._workspace(KEPT_ROWS)
-        self.batched = not batch_invariant
-        alone = "" if self.batched else "+alone"
+        self.batch_rows = 0 if batch_invariant else _BATCH_ROWS
+        alone = "" if self.batch_rows else "+alone"
         self.kernels = f"onnxruntime-{onnxruntime.__version__}+{span.quant or 'fp32'}{alone}"
         self.weight_bytes = span.weight_bytes
         size = f"{self.weight_bytes / 2**20:.0f} MB"
@@ -102,8 +105,7 @@ class CompiledRuntime:
         self, steps: Sequence[StepInput], layers: LayerRange | None = None
     ) -> list[torch.Tensor]:
         """See `Runtime`."""
-        if len(steps) > 1 and not (self.batched and all(s.hidden.shape[1] == 1 for s in steps)):
-            raise ValueError("only single rows of a batched runtime are computed together")
+        require_batch(self, steps)
         by_torch = [i for i, step in enumerate(steps) if isinstance(step.cache, SessionCache)]
         outputs: dict[int, torch.Tensor] = {}
         for number in by_torch:

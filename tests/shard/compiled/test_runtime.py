@@ -90,11 +90,16 @@ def test_a_row_has_the_same_bits_in_any_batch(quant: Quant) -> None:
         last = rows(1, seed=100 + i)
         alone.append(step(runtime, cache, length, last))
         steps.append(StepInput(cache, length, last))
-    some = [0, 1, 3, 6, 8, 9]  # with idle slots between them
+    some = [9, 1, 3, 6, 8, 0]  # in any order
     for one, other in zip(some, runtime.forward([steps[i] for i in some]), strict=True):
         assert torch.equal(alone[one], other)
     for i, other in enumerate(runtime.forward(steps)):
         assert torch.equal(alone[i], other)
+    chunk = rows(150, seed=5)
+    expected = step(runtime, runtime.new_cache(256), 0, chunk)
+    piece = StepInput(runtime.new_cache(256), 0, chunk)
+    for i, other in enumerate(runtime.forward([*steps[:3], piece, *steps[3:]])):
+        assert torch.equal(expected if i == 3 else alone[i - (i > 3)], other)
 
 
 def test_rows_of_others_write_nothing_into_an_idle_session() -> None:
@@ -141,14 +146,14 @@ def test_limits_are_those_of_the_torch_runtime() -> None:
     step(runtime, cache, 0, rows(16))
     with pytest.raises(ContextTooLong):
         step(runtime, cache, 16, rows(1))
-    with pytest.raises(ValueError, match="single rows"):
-        runtime.forward([StepInput(runtime.new_cache(16), 0, rows(2)) for _ in range(2)])
 
 
 def test_without_neighbours_a_row_is_always_computed_alone() -> None:
     runtime = compiled("int4", batch_invariant=True)
     caches = [runtime.new_cache(64) for _ in range(3)]
     steps = [StepInput(cache, 0, rows(1, seed=i)) for i, cache in enumerate(caches)]
+    with pytest.raises(ValueError, match="up to 0 rows"):
+        runtime.forward(steps)
     together = run(runtime, steps, WHOLE)
     for i, found in enumerate(together):
         assert torch.equal(found, step(runtime, runtime.new_cache(64), 0, rows(1, seed=i)))
