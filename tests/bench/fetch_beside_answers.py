@@ -1,11 +1,12 @@
 """What a fetch of weights takes from an answer that is being given at the same time.
 
-Two daemons hold half of a model each and a third asks them; a fourth fetches the model's weights
-from both while one answer after the other is generated. Short windows with and without the fetch
+Two daemons hold half of a model each and a third asks them; a fourth has the weights of another
+model. While one answer after the other is generated, short windows with and without a fetch
 alternate; what a window lost is counted against those before and after it. First all processes
-share all cores, and shards compute with a thread on each: three machines' fetchers are in the way
-of one machine's answers. Then the fetchers have the last core and answers the others, as where one
-is to spare. The CPU seconds of the fetchers tell what of the loss they can have taken themselves.
+share all cores, shards compute with a thread on each, and the asker fetches the other model. Then
+fetchers have the last core and answers the others, as where one is to spare, and the fourth node
+fetches the answering model from both shards. The CPU seconds of the fetchers tell what of the loss
+they can have taken themselves.
 """
 
 from __future__ import annotations
@@ -70,13 +71,14 @@ class Answers:
 
     def _ask_all(self) -> None:
         rng = random.Random(0)
-        prompt = [rng.randrange(3, 30000) for _ in range(16)]  # one whose answer has words
+        # Told with its log-probability, a token without a word of its own is told as well.
+        prompt = [rng.randrange(3, 30000) for _ in range(16)]
         headers = {"Authorization": f"Bearer {self.asker.record.api_key}"}
         with httpx.Client(headers=headers, trust_env=False, timeout=60) as client:
             while not self._stop.is_set():
                 body = {
                     "model": "bench", "prompt": prompt, "max_tokens": _TOKENS,
-                    "temperature": 0, "ignore_eos": True, "stream": True,
+                    "temperature": 0, "ignore_eos": True, "stream": True, "logprobs": 0,
                     "hearthnet": {"draft": False},
                 }  # fmt: skip
                 with client.stream("POST", f"{self.asker.url}/v1/completions", json=body) as said:
@@ -93,10 +95,11 @@ class Fetches:
     """The taker fetches, goes on where it was cut off, and begins anew once it has everything."""
 
     taker: LocalNode
+    model: str
 
     def run(self, until: float) -> None:
         while time.perf_counter() < until:
-            pull = self._post("pull", {"model": "bench"})["pull"]
+            pull = self._post("pull", {"model": self.model})["pull"]
             state = "running"
             while state == "running" and time.perf_counter() < until:
                 time.sleep(0.1)
@@ -104,7 +107,7 @@ class Fetches:
             if state == "running":
                 self._post(f"pulls/{pull}/cancel", {})
             else:
-                self._post("remove", {"model": "bench"})
+                self._post("remove", {"model": self.model})
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         for _ in range(50):
@@ -119,24 +122,30 @@ class Fetches:
 def house(
     directory: Path, root: Path, threads: int, stack: contextlib.ExitStack
 ) -> list[LocalNode]:
-    """First, second, asker and taker, all of them ready."""
+    """First, second, asker and the one with another model, all of them ready."""
     half = SHAPES[_SHAPE] // 2
     environment = {"OMP_NUM_THREADS": str(threads)}
     common = ("--model", f"{directory}=bench", "--dtype", "bf16", "--threads", str(threads))
     spans = (f"0-{half - 1}", f"{half}-{SHAPES[_SHAPE] - 1}", "none")
     nodes = [
-        LocalNode(name, root / name, (*common, "--layers", span), environment)
+        LocalNode(name, root / name, (*common, "--layers", span), environment | own(root, name))
         for name, span in zip(("first", "second", "asker"), spans, strict=True)
     ]
-    apart = {"HEARTHNET_MODELS_DIR": str(root / "fetched")}
-    nodes.append(LocalNode("taker", root / "taker", ("--layers", "none"), apart))
+    other = ("--model", f"{directory.with_name('other')}=other", "--layers", "none")
+    nodes.append(LocalNode("fourth", root / "fourth", other, own(root, "fourth")))
     start_hearth(nodes, stack)
     for node in nodes[:3]:
         node.wait_ready()
     nodes[3].wait_up()
-    while not nodes[3].get("/mesh/v1/weights")["neighbours"]:
-        time.sleep(0.2)
+    for node, model in ((nodes[2], "other"), (nodes[3], "bench")):
+        while model not in {row["id"] for row in node.get("/mesh/v1/weights")["neighbours"]}:
+            time.sleep(0.2)
     return nodes
+
+
+def own(root: Path, name: str) -> dict[str, str]:
+    """A place of its own for what it fetches."""
+    return {"HEARTHNET_MODELS_DIR": str(root / f"fetched-{name}")}
 
 
 def keep_apart(nodes: list[LocalNode]) -> None:
@@ -164,9 +173,9 @@ class Window:
     other_cores: float
 
 
-def windows(nodes: list[LocalNode]) -> dict[str, Any]:
+def windows(nodes: list[LocalNode], fetches: Fetches) -> dict[str, Any]:
     """What was lost, and how fast the weights came meanwhile."""
-    answers, fetches = Answers(nodes[2]), Fetches(nodes[3])
+    answers = Answers(nodes[2])
     rows: list[Window] = []
     sent = _sent_bytes(nodes)
     with answers.running():
@@ -223,7 +232,7 @@ def _used_s(nodes: list[LocalNode]) -> tuple[float, float]:
 
 
 def _sent_bytes(nodes: list[LocalNode]) -> int:
-    return sum(node.get("/mesh/v1/weights")["sent_bytes"] for node in nodes[:2])
+    return sum(node.get("/mesh/v1/weights")["sent_bytes"] for node in nodes)
 
 
 def _fetcher(node: LocalNode) -> int:
@@ -237,13 +246,16 @@ def measure() -> dict[str, Any]:
     measured: dict[str, Any] = {"cores": cores, "flags": _flags()}
     with tempfile.TemporaryDirectory() as name:
         directory = make_large_checkpoint(Path(name) / "model", _SHAPE)
+        make_large_checkpoint(Path(name) / "other", "0.16B")
         for way, threads in (("shared", cores), ("apart", max(1, cores - 1))):
             with contextlib.ExitStack() as stack:
                 nodes = house(directory, Path(name) / way, threads, stack)
+                fetches = Fetches(nodes[2], "other")
                 if way == "apart":
                     keep_apart(nodes)
+                    fetches = Fetches(nodes[3], "bench")
                 wait_for_idle()
-                measured[way] = windows(nodes)
+                measured[way] = windows(nodes, fetches)
     return measured
 
 
