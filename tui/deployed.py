@@ -1,4 +1,4 @@
-"""What is deployed, how far each part of it is, and what is brought to this machine's disk.
+"""What is deployed, how far each part of it is, and what is brought to which machine's disk.
 
 Pure functions of the daemon's status, as `tui.picture`, and no textual either.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tui.picture import Picture
-from tui.words import count, fetching, share
+from tui.words import count, fetching, pace, share
 
 _STATES = {
     "READY": ("ok", "ready"),
@@ -69,7 +69,7 @@ class Deployed:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A transfer to this machine: which part of its bytes has come, and the line that says all."""
+    """A transfer to a machine: which part of its bytes has come, and the line that says all."""
 
     key: str
     model: str
@@ -84,11 +84,19 @@ def deployed(picture: Picture) -> list[Deployed]:
 
 
 def downloads(picture: Picture) -> list[Download]:
-    """A row for each transfer to this machine."""
-    return [
+    """A row for each transfer to this machine, then for those to others as far as they tell."""
+    here = [
         Download(row["id"], row["model_id"], _come(row), fetching(row))
         for row in _weights(picture, "transfers")
     ]
+    there = [
+        Download(
+            f"{row['node_id']} {row['weights_sha256']}", row["model_id"], _come(row),
+            f"{fetching(row)} · to {row['node']}",
+        )
+        for row in _weights(picture, "elsewhere")
+    ]  # fmt: skip
+    return here + there
 
 
 def on_disk(picture: Picture) -> list[str]:
@@ -160,7 +168,8 @@ def _part(span: Mapping[str, Any], own: str) -> Part:
         words = "not up yet"  # how far it is, only that node knows
     briefly = words
     if span["phase"] == "PROVISIONING" and span["total_bytes"]:
-        words = " · ".join([words, share(span["done_bytes"], span["total_bytes"])])
+        come = share(span["done_bytes"], span["total_bytes"])
+        words = " · ".join([words, come, *pace(span)])
     if span["reason"]:
         words += f": {span['reason']}"
     come = _come(span) if span["phase"] == "PROVISIONING" else None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from mesh.units import data_share, data_size, lasting
+from mesh.units import data_share, data_size, lasting, memory_size
 
 GLYPHS = {"ok": "●", "wait": "◌", "bad": "✖", "other": "○"}
 COLOURS = {"ok": "green", "wait": "yellow", "bad": "red", "other": "dim"}
@@ -59,12 +59,13 @@ _DONE = {"reading": "read", "packing": "packed", "rounding": "rounded"}
 
 
 def loading(load: Mapping[str, Any]) -> str:
-    """``llama:0-11 · 31 % packed (12.4 of 40.1 GB) · needs 41022 MB · for 12 s`` of a load."""
+    """``llama:0-11 · 31 % packed (12.4 of 40.1 GB) · needs 40.1 GiB · for 12 s`` of a load."""
     parts = [str(load["name"])]
     if load["total_bytes"]:
         what = _DONE.get(load["phase"], load["phase"])
         parts.append(share(load["done_bytes"], load["total_bytes"], what))
-    return " · ".join([*parts, f"needs {load['need_mb']} MB", f"for {load['age_s']:.0f} s"])
+    need = memory_size(load["need_mb"] << 20)
+    return " · ".join([*parts, f"needs {need}", f"for {load['age_s']:.0f} s"])
 
 
 def share(done: int, total: int, what: str = "") -> str:
@@ -82,22 +83,29 @@ def fetching(transfer: Mapping[str, Any]) -> str:
     parts = [str(transfer["model_id"])]
     if transfer["total_bytes"]:
         parts.append(share(transfer["done_bytes"], transfer["total_bytes"]))
-    return " · ".join([*parts, *_pace(transfer)])
+    return " · ".join([*parts, *_how(transfer)])
 
 
-def _pace(transfer: Mapping[str, Any]) -> list[str]:
+def _how(transfer: Mapping[str, Any]) -> list[str]:
     """What is said of a transfer beside its bytes: rate, time left, sources, what it waits for."""
     parts = []
-    if word := _UNDER_WAY.get(transfer["state"]):
+    if word := _UNDER_WAY.get(transfer.get("state", "")):
         parts.append(word)
-    if transfer["bytes_per_s"]:
-        parts.append(f"{data_size(transfer['bytes_per_s'])}/s")
-    if transfer["eta_s"] is not None:
-        parts.append(f"{lasting(transfer['eta_s'])} left")
-    names = [source["name"] for source in transfer["sources"]]
+    parts += pace(transfer)
+    names = [source["name"] for source in transfer.get("sources", ())]
     if names:
         parts.append(f"from {', '.join(names)}")
     return [*parts, transfer["note"]] if transfer.get("note") else parts
+
+
+def pace(row: Mapping[str, Any]) -> list[str]:
+    """``52.1 MB/s`` and ``2 min left``, as far as they are told."""
+    parts = []
+    if row.get("bytes_per_s"):
+        parts.append(f"{data_size(row['bytes_per_s'])}/s")
+    if row.get("eta_s") is not None:
+        parts.append(f"{lasting(row['eta_s'])} left")
+    return parts
 
 
 def count(number: int, noun: str) -> str:

@@ -74,7 +74,7 @@ class Overview:
             ],
             "deployments": parts.deployments(),
             "loads": self._loads(),
-            "weights": parts.weights.facts(),
+            "weights": {**parts.weights.facts(), "elsewhere": self._elsewhere()},
             "accounts": self._accounts(),
             "reasons": self._reasons(),
             "warnings": warnings[-20:],
@@ -183,6 +183,21 @@ class Overview:
         """What is being loaded here now: by which process, what it takes, since when."""
         found = [(process.name, process.load()) for process in self._parts.processes()]
         return [{**load, "process": name} for name, load in found if load is not None]
+
+    def _elsewhere(self) -> list[dict[str, Any]]:
+        """What other nodes say that they fetch, and how far that is."""
+        return [
+            {
+                "node_id": view.info.node_id,
+                "node": view.info.name,
+                "model_id": held.model_id,
+                "weights_sha256": held.weights_sha256,
+                **held.arriving.row(),
+            }
+            for view in self._parts.store.nodes()
+            for held in view.weights
+            if view.online and held.arriving is not None
+        ]
 
     def _verdict(self, peer: PeerView) -> str | None:
         """What the failure detector thinks of a linked peer; None for one that is not linked."""

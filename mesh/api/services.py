@@ -53,7 +53,9 @@ class MeshView(Protocol):
         "compute_p50_ms"}], "failovers", "queued": its place in line | 0, "prompt_tokens", "tokens",
         "tokens_per_second" of the latest | None, "first_token_ms" | None, "age_s"}],
         "deployments": as `DeploymentControl.view`, "weights": {"models", "transfers",
-        "sent_bytes"} as `FetcherSupervisor.facts`, "loads":
+        "sent_bytes"} as `FetcherSupervisor.facts` and "elsewhere": [{"node_id", "node",
+        "model_id", "weights_sha256", "done_bytes", "total_bytes", "bytes_per_s", "eta_s"}] of what
+        other nodes say that they fetch, "loads":
         [{"name", "process", "need_mb", "age_s", "phase", "done_bytes", "total_bytes"}] of what
         is being loaded here and how far, "accounts": [{"where": a process or a shard, "principals":
         [{"kind", "name", "node": a peer's name, "refused": how often, "resources": {NAME: {"held"
@@ -171,7 +173,7 @@ class DeploymentControl(Protocol):
         "replicas_ready", "dedicated", "quant", "context", "minimum_s", "keep_alive_s", "level":
         HOT, WARM or COLD, "resting", "state", "missing", "epoch", "why", "by", "wished_at",
         "spans": [{"replica", "node_id", "node", "layers", "phase", "done_bytes", "total_bytes",
-        "reason"}]}`` of each."""
+        "bytes_per_s", "eta_s", "reason"}]}`` of each."""
 
     async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
         """Of the fields of `mesh.api.deployments.Deploy` that were given: its row of `view`."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mesh.cli.output import note, print_table, say
 from mesh.errors import BadRequest, NotEnoughMemory, NotFound
+from mesh.units import data_size, lasting
 
 if TYPE_CHECKING:
     from mesh.client import Client
@@ -46,10 +47,14 @@ async def follow(client: Client, deployment: str, *, answering: bool = False) ->
 
 
 def in_words(span: dict[str, Any]) -> str:
-    """``is fetched, 34 %``, ``waits: needs 900 MB, 300 MB are free``."""
+    """``is fetched, 34 %, 52.1 MB/s, 2 min left``, ``waits: needs 900 MB, 300 MB are free``."""
     words = _WORDS.get(span["phase"], str(span["phase"]).lower())
     if span["phase"] == "PROVISIONING" and span["total_bytes"]:
         words += f", {100 * span['done_bytes'] // span['total_bytes']} %"
+        if span["bytes_per_s"]:
+            words += f", {data_size(span['bytes_per_s'])}/s"
+        if span["eta_s"] is not None:
+            words += f", {lasting(span['eta_s'])} left"
     return words + (f": {span['reason']}" if span["reason"] else "")
 
 

@@ -115,10 +115,14 @@ def transfer_line(transfer: dict[str, Any]) -> str:
         return str(transfer["note"])
     if not transfer["total_bytes"]:
         return f"{transfer['state']}"
-    done, total = transfer["done_bytes"], transfer["total_bytes"]
-    rate = data_size(transfer["bytes_per_s"])
-    parts = [f"{done * 100 // total} % of {data_size(total)}", f"{rate}/s"]
-    if transfer["eta_s"] is not None:
-        parts.append(f"{lasting(transfer['eta_s'])} left")
     rates = [f"{s['name']} {data_size(s['bytes_per_s'])}/s" for s in transfer["sources"]]
-    return ", ".join(parts) + (f" ({', '.join(rates)})" if len(rates) > 1 else "")
+    return come_line(transfer) + (f" ({', '.join(rates)})" if len(rates) > 1 else "")
+
+
+def come_line(row: dict[str, Any]) -> str:
+    """``12 % of 4.1 GB, 31.0 MB/s, 2 min left``."""
+    done, total = row["done_bytes"], row["total_bytes"]
+    parts = [f"{done * 100 // total} % of {data_size(total)}", f"{data_size(row['bytes_per_s'])}/s"]
+    if row["eta_s"] is not None:
+        parts.append(f"{lasting(row['eta_s'])} left")
+    return ", ".join(parts)

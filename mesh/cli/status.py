@@ -11,7 +11,8 @@ import typer
 from mesh.cli.deploying import print_deployments
 from mesh.cli.options import AskedDaemon, asks
 from mesh.cli.output import note, print_json_line, print_table, route_line, say
-from mesh.cli.pull import transfer_line
+from mesh.cli.pull import come_line, transfer_line
+from mesh.units import memory_size
 
 if TYPE_CHECKING:
     from mesh.client import Client
@@ -104,7 +105,8 @@ def show(picture: dict[str, Any]) -> None:
     for shard in picture["shards"]:
         say(f"held here: {shard['model_id']} {shard['layers']}{_taken(shard.get('memory'))}")
     if (memory := picture.get("memory")) is not None:
-        say(f"free: {memory['free_mb']} of {memory['total_mb']} MB ({memory['bound']})")
+        free, total = (memory_size(memory[of] << 20) for of in ("free_mb", "total_mb"))
+        say(f"free: {free} of {total} ({memory['bound']})")
     _show_work(picture)
     print_accounts(picture["accounts"])
     for reason in picture["reasons"]:
@@ -135,17 +137,20 @@ def _show_house(picture: dict[str, Any]) -> None:
     if deployed := picture.get("deployments"):
         say()
         print_deployments(deployed)
-    for transfer in picture.get("weights", {}).get("transfers", ()):
+    weights = picture.get("weights", {})
+    for transfer in weights.get("transfers", ()):
         say(f"fetching: {transfer['model_id']}, {transfer_line(transfer)}")
+    for row in weights.get("elsewhere", ()):
+        say(f"fetching on {row['node']}: {row['model_id']}, {come_line(row)}")
 
 
 def _taken(memory: dict[str, int] | None) -> str:
     if memory is None:
         return ""
-    return (
-        f" · {memory['weights_mb']} MB of weights, {memory['caches_mb']} MB of caches,"
-        f" {memory['headroom_mb']} MB to compute"
+    weights, caches, headroom = (
+        memory_size(memory[of] << 20) for of in ("weights_mb", "caches_mb", "headroom_mb")
     )
+    return f" · {weights} of weights, {caches} of caches, {headroom} to compute"
 
 
 def print_accounts(reports: list[dict[str, Any]]) -> None:
@@ -166,13 +171,13 @@ def print_accounts(reports: list[dict[str, Any]]) -> None:
 
 
 def _amount(name: str, found: dict[str, Any]) -> str:
-    """``3/8 streams``, ``1.5/16 MB bytes buffered``, ``7 events per minute``."""
+    """``3/8 streams``, ``1.5/16 MiB buffered``, ``7 events per minute``."""
     words = name.replace("_", " ")
     unit = 2**20 if "bytes" in name else 1
     amount = f"{found['held' if 'held' in found else 'used'] / unit:.3g}"
     limits = [limit for limit in (found["limit"], found.get("total")) if limit is not None]
     most = f"/{min(limits) / unit:.3g}" if limits else ""
-    return f"{amount}{most} {words.replace('bytes', 'MB')}"
+    return f"{amount}{most} {words.replace('bytes', 'MiB')}"
 
 
 def print_models(models: list[dict[str, Any]]) -> None:

@@ -224,7 +224,7 @@ class Reconciler:
             wish.model_id,
             wish.weights_sha256,
             layers,
-            lambda done, total: self.phases.bytes(shard, done, total),
+            lambda *far: self.phases.bytes(shard, *far),
         )
         return await asyncio.to_thread(
             local_model, directory, wish.model_id, wish.weights_sha256, self._cache_dir

@@ -14,6 +14,7 @@ from mesh.deployments.levels import Level
 from mesh.deployments.phases import Phase, Phases, Progress
 from mesh.deployments.reconcile import Served
 from mesh.deployments.wishes import Deployment, Replica, Span, Wish
+from mesh.discovery.weights import HeldWeights
 from mesh.types import LayerRange, ModelId, NodeId
 
 _STATES = (Phase.FAILED, Phase.AWAY, Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
@@ -45,8 +46,8 @@ class Seen(Protocol):
     def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
         """Whether any of its layers is loaded on a device now."""
 
-    def on_disk(self, node: NodeId, weights_sha256: str) -> Collection[LayerRange] | None:
-        """Of which layers another node says that it has all tensors; None where it says nothing."""
+    def on_disk(self, node: NodeId, weights_sha256: str) -> HeldWeights | None:
+        """What another node says that it has of a checkpoint; None where it says nothing."""
 
 
 class Rows:
@@ -147,14 +148,17 @@ class Rows:
         return missing
 
 
-def _fetched(wish: Wish, span: Span, there: Collection[LayerRange] | None) -> Progress:
-    """How far another node is with a span, as far as it says: whole layers of weights."""
+def _fetched(wish: Wish, span: Span, there: HeldWeights | None) -> Progress:
+    """How far another node is with a span, as far as it says: bytes, else whole layers."""
     if there is None:
         return Progress(Phase.QUEUED)
     layers = range(span.layers.start, span.layers.stop)
-    done = sum(any(layer in held for held in there) for layer in layers)
+    done = sum(any(layer in held for held in there.layers) for layer in layers)
     if done == len(layers):
         return Progress(Phase.DEPLOYING)
+    if (now := there.arriving) is not None:
+        come = min(now.done_bytes, now.total_bytes)
+        return Progress(Phase.PROVISIONING, come, now.total_bytes, None, now.bytes_per_s)
     one = (wish.layers_mb << 20) // wish.total_layers
     return Progress(Phase.PROVISIONING, done * one, len(layers) * one)
 

@@ -38,13 +38,19 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A span's phase. `done` of `total` bytes are here while it is provisioned; `reason` says what
-    it waits for or why it failed."""
+    """A span's phase. `done` of `total` bytes are there while it is provisioned, and more come at
+    `bytes_per_s`; `reason` says what it waits for or why it failed."""
 
     phase: Phase
     done: int = 0
     total: int = 0
     reason: str | None = None
+    bytes_per_s: float = 0.0
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds that the rest takes at that rate; None while nothing comes."""
+        return (self.total - self.done) / self.bytes_per_s if self.bytes_per_s > 0 else None
 
     def row(self) -> dict[str, Any]:
         """For the status, JSON-able."""
@@ -52,6 +58,8 @@ class Progress:
             "phase": self.phase.value,
             "done_bytes": self.done,
             "total_bytes": self.total,
+            "bytes_per_s": self.bytes_per_s,
+            "eta_s": self.eta_s,
             "reason": self.reason,
         }
 
@@ -85,11 +93,13 @@ class Phases:
         if before is None or before.phase is not phase:
             self._on_change(shard, self._now[shard])
 
-    def bytes(self, shard: ShardId, done: int, total: int) -> None:
-        """So much of its weights is here."""
+    def bytes(self, shard: ShardId, done: int, total: int, bytes_per_s: float) -> None:
+        """So much of its weights is here, and the rest comes so fast."""
         before = self._now.get(shard)
         if before is not None and before.phase is Phase.PROVISIONING:
-            self._now[shard] = replace(before, done=min(done, total), total=total)
+            self._now[shard] = replace(
+                before, done=min(done, total), total=total, bytes_per_s=bytes_per_s
+            )
 
     def failed(self, shard: ShardId, error: MeshError, now: float) -> None:
         """It failed; it waits twice as long after each time."""

@@ -21,8 +21,8 @@ from mesh.models.local import BUILTIN, LocalModel
 from mesh.models.manifest import Manifest, looks_like_checkpoint, read_manifest
 from mesh.types import LayerRange, ModelId
 
-OnProgress = Callable[[int, int], None]
-"""Is told the bytes that are here, and how many there will be."""
+OnProgress = Callable[[int, int, float], None]
+"""Is told the bytes that are here, how many there will be, and how many come in a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class LocalWeights:
                 continue
             if manifest.weights_sha256 == weights_sha256:
                 size = sum(entry.nbytes for entry in manifest.tensors.values())
-                on_progress(size, size)
+                on_progress(size, size, 0.0)
                 return directory
             others.append(f"{directory} has other weights")
         raise self._missing(model_id, others)

@@ -237,10 +237,14 @@ class Subscription:
 
 
 def _differs(before: _Entry, after: _Entry) -> bool:
-    """Whether a reader would see more than a newer time of arrival, and other free memory."""
-    return (before.info, before.shards, before.weights, before.capacity is None) != (
-        after.info, after.shards, after.weights, after.capacity is None,
-    )  # fmt: skip
+    """Whether a reader would see more than a newer time of arrival, other free memory, and how
+    far a fetch is."""
+    return _lasting(before) != _lasting(after)
+
+
+def _lasting(entry: _Entry) -> tuple[object, ...]:
+    weights = [held.without_bytes() for held in entry.weights]
+    return entry.info, entry.shards, weights, entry.capacity is None
 
 
 def _refusal(field: str, why: str) -> BadAdvertisement:

@@ -7,7 +7,7 @@ ignore it. Whoever wants tensors asks for them at the endpoint.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -20,8 +20,37 @@ from mesh.types import Endpoint, LayerRange, ModelId
 
 MAX_WEIGHTS_PER_NODE = 64
 MAX_SPANS = 64
+MAX_BYTES = 1 << 53
 KEY = "weights"
 _Hash = Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")]
+
+
+_Bytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """What a node fetches of a checkpoint now: so much of it is there, the rest comes at that rate
+    of its last seconds."""
+
+    done_bytes: _Bytes
+    total_bytes: _Bytes
+    bytes_per_s: _Bytes
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds that the rest takes at that rate; None while nothing comes."""
+        left = max(0, self.total_bytes - self.done_bytes)
+        return left / self.bytes_per_s if self.bytes_per_s else None
+
+    def row(self) -> dict[str, Any]:
+        """For the status, JSON-able."""
+        return {
+            "done_bytes": min(self.done_bytes, self.total_bytes),
+            "total_bytes": self.total_bytes,
+            "bytes_per_s": self.bytes_per_s,
+            "eta_s": self.eta_s,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +60,7 @@ class HeldWeights:
     `weights_sha256` is '' while the node fetches it from the hub, as the hash is known at the end
     of that only; `origin` is then what it fetches, ``org/name@commit``.
     `files_sha256` is that of its config and tokenizer, '' where an older node does not say it.
+    `arriving` is None while it fetches nothing of it, or does not say how far it is.
     """
 
     model_id: ModelId
@@ -41,6 +71,11 @@ class HeldWeights:
     endpoint: Endpoint
     origin: str = ""
     files_sha256: str = ""
+    arriving: Arriving | None = None
+
+    def without_bytes(self) -> HeldWeights:
+        """The same without what changes all the time."""
+        return replace(self, arriving=None)
 
 
 def _span(text: str) -> None:
@@ -57,6 +92,7 @@ class _Entry:
     endpoint: Annotated[Text, endpoint_text]
     origin: Annotated[str, Meta(max_length=256), codec.printable] = ""
     files_sha256: _Hash = ""
+    arriving: Arriving | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +107,7 @@ def encode_all(held: Sequence[HeldWeights]) -> list[dict[str, Any]]:
             _Entry(
                 each.model_id, each.weights_sha256, each.total_layers,
                 tuple(str(span) for span in each.layers[:MAX_SPANS]), each.ends, each.endpoint,
-                each.origin, each.files_sha256,
+                each.origin, each.files_sha256, each.arriving,
             )
         )
         for each in held[:MAX_WEIGHTS_PER_NODE]
@@ -93,7 +129,7 @@ def decode_all(entries: object) -> tuple[HeldWeights, ...]:
         HeldWeights(
             ModelId(entry.model_id), entry.weights_sha256, entry.total_layers,
             tuple(map(LayerRange.parse, entry.layers)), entry.ends, Endpoint(entry.endpoint),
-            entry.origin, entry.files_sha256,
+            entry.origin, entry.files_sha256, entry.arriving,
         )
         for entry in read
     )  # fmt: skip

@@ -24,6 +24,7 @@ from mesh.deployments.wishes import Deployment, Plan, Wish, read
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.sightings import PeerState
+from mesh.discovery.weights import HeldWeights
 from mesh.errors import Forbidden, InternalError, MeshError, UntrustedPeer
 from mesh.events.types import PLACEMENT_PLANNED, PLACEMENT_WISHED
 from mesh.health.eventstream import EventFeed
@@ -118,16 +119,16 @@ class House:
         devices = said[0].devices if said and said[0] is not None else ()
         return devices[0].free_bytes >> 20 if devices else None
 
-    def on_disk(self, node: NodeId, weights_sha256: str) -> Collection[LayerRange] | None:
+    def on_disk(self, node: NodeId, weights_sha256: str) -> HeldWeights | None:
         """See `control.House`."""
-        said = [
-            held.layers
+        said = (
+            held
             for view in self._store.nodes()
             if view.info.node_id == node
             for held in view.weights
             if held.weights_sha256 == weights_sha256
-        ]
-        return [layers for each in said for layers in each] if said else None
+        )
+        return next(said, None)
 
     def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
         """See `control.House`."""

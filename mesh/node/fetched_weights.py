@@ -82,5 +82,6 @@ class FetchedWeights:
         while True:
             for transfer in self._weights.fetcher.transfers:
                 if transfer.weights_sha256 == weights_sha256 and transfer.total_bytes:
-                    on_progress(transfer.done_bytes, transfer.total_bytes)
+                    far = (transfer.done_bytes, transfer.total_bytes, transfer.bytes_per_s)
+                    on_progress(*far)
             await asyncio.sleep(_LOOK_S)

@@ -5,24 +5,29 @@ Part of the composition root, like `mesh.node.node`, which owns it.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mesh.config import Config
 from mesh.discovery.directory import ShardStore
-from mesh.discovery.weights import HeldWeights
+from mesh.discovery.weights import Arriving, HeldWeights
 from mesh.health.eventstream import EventFeed
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsMaterial
 from mesh.models.local import LocalModel
 from mesh.node import wiring
 from mesh.paths import cache_dir
-from mesh.transfers.commands import PeerHolding
+from mesh.transfers.commands import PeerHolding, Transfer
 from mesh.transfers.pulls import Pulls, Surroundings, meant
 from mesh.transfers.shelf import Holding
 from mesh.transfers.supervisor import FetcherSupervisor, spans_of
 from mesh.types import Endpoint, ModelId, NodeId
+
+TELL_BYTES_S = 2.0
+"""Others are told so often, at most, how far a fetch is; of layers that are there, at once."""
 
 
 class Weights:
@@ -46,6 +51,7 @@ class Weights:
         self._store = store
         self._address = ""
         self._told: Sequence[HeldWeights] = ()
+        self._told_at = -math.inf
         self._peers: Sequence[PeerHolding] = ()
         self._on_change = on_change
         self._events = events
@@ -66,7 +72,8 @@ class Weights:
             return ()
         host = f"[{self._address}]" if ":" in self._address else self._address
         endpoint = Endpoint(f"wss://{host}:{port}")
-        return [_said(each, endpoint) for each in self.fetcher.holdings]
+        moving = self.fetcher.transfers
+        return [_said(each, endpoint, _arriving(each, moving)) for each in self.fetcher.holdings]
 
     def look(self) -> None:
         """Tell the fetcher what other nodes have."""
@@ -100,17 +107,42 @@ class Weights:
         self._events.emit(kind, **fields)
 
     def _changed(self) -> None:
-        if (now := self.held()) != self._told:
-            self._told = now
+        """Tell others, of mere bytes now and then."""
+        held, now_s = self.held(), time.monotonic()
+        is_news = _lasting(held) != _lasting(self._told)
+        if is_news or (held != self._told and now_s - self._told_at >= TELL_BYTES_S):
+            self._told, self._told_at = held, now_s
             self._on_change()
 
 
-def _said(holding: Holding, endpoint: Endpoint) -> HeldWeights:
+def _said(holding: Holding, endpoint: Endpoint, arriving: Arriving | None) -> HeldWeights:
     return HeldWeights(
         ModelId(holding.model_id), holding.weights_sha256, holding.total_layers,
         tuple(spans_of(holding.layers)), holding.ends, endpoint, holding.origin,
-        holding.files_sha256,
+        holding.files_sha256, arriving,
     )  # fmt: skip
+
+
+def _arriving(holding: Holding, moving: Sequence[Transfer]) -> Arriving | None:
+    """How far all fetches of it are together."""
+    of_it = [
+        each
+        for each in moving
+        if each.total_bytes
+        and (each.model_id, each.weights_sha256) == (holding.model_id, holding.weights_sha256)
+    ]
+    if not of_it:
+        return None
+    return Arriving(
+        sum(each.done_bytes for each in of_it),
+        sum(each.total_bytes for each in of_it),
+        round(sum(each.bytes_per_s for each in of_it)),
+    )
+
+
+def _lasting(held: Sequence[HeldWeights]) -> list[tuple[HeldWeights, bool]]:
+    """Without bytes that come, but with whether any do."""
+    return [(each.without_bytes(), each.arriving is None) for each in held]
 
 
 def _heard(node: NodeId, name: str, held: HeldWeights) -> PeerHolding:

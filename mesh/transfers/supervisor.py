@@ -45,8 +45,8 @@ Notify = Callable[[str, dict[str, Any]], None]
 
 
 class FetcherSupervisor(Supervisor):
-    """Runs the fetcher. `on_change` says that what is here, or where it listens, has changed;
-    `notify` gets the type and fields of events for people."""
+    """Runs the fetcher. `on_change` says that what is here, how far fetches are, or where it
+    listens, has changed; `notify` gets the type and fields of events for people."""
 
     def __init__(
         self,
@@ -213,6 +213,7 @@ class FetcherSupervisor(Supervisor):
     def _moves(self, answer: Moves) -> None:
         self.transfers, self.sent_bytes = answer.transfers, answer.sent_bytes
         self._look()
+        self._on_change()
 
     def _look(self) -> None:
         """Have weights make way, or not; looked at whenever some have moved."""

@@ -1,10 +1,12 @@
 """What a fetch of weights takes from an answer that is being given at the same time.
 
-Two daemons hold half of a model each and a third asks them; a fourth fetches the model's weights
-from both, over and over, while one answer after the other is generated. Windows with and without
-the fetch alternate; what a window lost is counted against the windows before and after it. Once all
-processes share the machine's cores, and once the fetchers have a core of their own, as on machines
-that have one to spare. Of what is lost, `wait_for_idle` and medians keep out only what others take.
+Two daemons hold half of a model each and a third asks them; a fourth has the weights of another
+model. While one answer after the other is generated, short windows with and without a fetch
+alternate; what a window lost is counted against those before and after it. First all processes
+share all cores, shards compute with a thread on each, and the asker fetches the other model. Then
+fetchers have the last core and answers the others, as where one is to spare, and the fourth node
+fetches the answering model from both shards. The CPU seconds of the fetchers tell what of the loss
+they can have taken themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,12 +34,12 @@ from tests.bench.mesh_speed import SHAPES, pin
 from tests.bench.noise import wait_for_idle
 from tests.checkpoints import make_large_checkpoint
 
-ROUNDS = 5
-WINDOW_S = 5.0
-SETTLE_S = 1.5
+ROUNDS = 11
+WINDOW_S = 3.0
+SETTLE_S = 0.7
 """Cut off the beginning of each window: a fetch begins, or what it left is cleared away."""
-_SHAPE = "0.16B"
-_TOKENS = 400
+_SHAPE = "qwen0.5B"
+_TOKENS = 1000
 
 
 @dataclass
@@ -69,13 +71,14 @@ class Answers:
 
     def _ask_all(self) -> None:
         rng = random.Random(0)
-        prompt = [rng.randrange(3, 30000) for _ in range(16)]  # one whose answer has words
+        # Told with its log-probability, a token without a word of its own is told as well.
+        prompt = [rng.randrange(3, 30000) for _ in range(16)]
         headers = {"Authorization": f"Bearer {self.asker.record.api_key}"}
         with httpx.Client(headers=headers, trust_env=False, timeout=60) as client:
             while not self._stop.is_set():
                 body = {
                     "model": "bench", "prompt": prompt, "max_tokens": _TOKENS,
-                    "temperature": 0, "ignore_eos": True, "stream": True,
+                    "temperature": 0, "ignore_eos": True, "stream": True, "logprobs": 0,
                     "hearthnet": {"draft": False},
                 }  # fmt: skip
                 with client.stream("POST", f"{self.asker.url}/v1/completions", json=body) as said:
@@ -89,25 +92,22 @@ class Answers:
 
 @dataclass
 class Fetches:
-    """The taker fetches everything, drops it and begins anew."""
+    """The taker fetches, goes on where it was cut off, and begins anew once it has everything."""
 
     taker: LocalNode
-    fetched_bytes: int = 0
+    model: str
 
     def run(self, until: float) -> None:
         while time.perf_counter() < until:
-            pull = self._post("pull", {"model": "bench"})["pull"]
+            pull = self._post("pull", {"model": self.model})["pull"]
             state = "running"
             while state == "running" and time.perf_counter() < until:
-                time.sleep(0.2)
+                time.sleep(0.1)
                 state = self.taker.get(f"/mesh/v1/weights/pulls/{pull}")["state"]
             if state == "running":
                 self._post(f"pulls/{pull}/cancel", {})
-            held = self.taker.get("/mesh/v1/weights")["models"]
-            self.fetched_bytes += sum(model["here_bytes"] for model in held)
-            if held:
-                with contextlib.suppress(httpx.HTTPStatusError):  # nothing was kept of it
-                    self._post("remove", {"model": "bench"})
+            else:
+                self._post("remove", {"model": self.model})
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         for _ in range(50):
@@ -119,25 +119,33 @@ class Fetches:
         return response.json()
 
 
-def house(directory: Path, root: Path, stack: contextlib.ExitStack) -> list[LocalNode]:
-    """First, second, asker and taker, all of them ready."""
-    half, threads = SHAPES[_SHAPE] // 2, max(1, (os.cpu_count() or 1) // 2)
+def house(
+    directory: Path, root: Path, threads: int, stack: contextlib.ExitStack
+) -> list[LocalNode]:
+    """First, second, asker and the one with another model, all of them ready."""
+    half = SHAPES[_SHAPE] // 2
     environment = {"OMP_NUM_THREADS": str(threads)}
     common = ("--model", f"{directory}=bench", "--dtype", "bf16", "--threads", str(threads))
     spans = (f"0-{half - 1}", f"{half}-{SHAPES[_SHAPE] - 1}", "none")
     nodes = [
-        LocalNode(name, root / name, (*common, "--layers", span), environment)
+        LocalNode(name, root / name, (*common, "--layers", span), environment | own(root, name))
         for name, span in zip(("first", "second", "asker"), spans, strict=True)
     ]
-    apart = {"HEARTHNET_MODELS_DIR": str(root / "fetched")}
-    nodes.append(LocalNode("taker", root / "taker", ("--layers", "none"), apart))
+    other = ("--model", f"{directory.with_name('other')}=other", "--layers", "none")
+    nodes.append(LocalNode("fourth", root / "fourth", other, own(root, "fourth")))
     start_hearth(nodes, stack)
     for node in nodes[:3]:
         node.wait_ready()
     nodes[3].wait_up()
-    while not nodes[3].get("/mesh/v1/weights")["neighbours"]:
-        time.sleep(0.2)
+    for node, model in ((nodes[2], "other"), (nodes[3], "bench")):
+        while model not in {row["id"] for row in node.get("/mesh/v1/weights")["neighbours"]}:
+            time.sleep(0.2)
     return nodes
+
+
+def own(root: Path, name: str) -> dict[str, str]:
+    """A place of its own for what it fetches."""
+    return {"HEARTHNET_MODELS_DIR": str(root / f"fetched-{name}")}
 
 
 def keep_apart(nodes: list[LocalNode]) -> None:
@@ -156,34 +164,75 @@ def keep_apart(nodes: list[LocalNode]) -> None:
                     os.sched_setaffinity(thread.id, set(range(max(1, last))))
 
 
-def windows(nodes: list[LocalNode]) -> dict[str, Any]:
+@dataclass
+class Window:
+    """Tokens a second, and the cores that fetchers and all other processes of the nodes took."""
+
+    tokens_per_s: float
+    fetcher_cores: float
+    other_cores: float
+
+
+def windows(nodes: list[LocalNode], fetches: Fetches) -> dict[str, Any]:
     """What was lost, and how fast the weights came meanwhile."""
-    answers, fetches = Answers(nodes[2]), Fetches(nodes[3])
-    wait_for_idle()
-    rates: list[float] = []
+    answers = Answers(nodes[2])
+    rows: list[Window] = []
+    sent = _sent_bytes(nodes)
     with answers.running():
-        time.sleep(SETTLE_S)
+        time.sleep(2 * SETTLE_S)
         for number in range(2 * ROUNDS + 1):
-            begin = time.perf_counter()
+            begin, used = time.perf_counter(), _used_s(nodes)
             end = begin + SETTLE_S + WINDOW_S
             if number % 2:
                 fetches.run(end)
             else:
                 time.sleep(SETTLE_S + WINDOW_S)
-            rates.append(answers.rate(begin + SETTLE_S, end))
-    quiet = rates[::2]
-    lost = [
-        1 - beside / ((before + after) / 2)
-        for beside, before, after in zip(rates[1::2], quiet[:-1], quiet[1:], strict=True)
-    ]
-    seconds = ROUNDS * (SETTLE_S + WINDOW_S)
+            took_s = time.perf_counter() - begin
+            cores = [(now - then) / took_s for now, then in zip(_used_s(nodes), used, strict=True)]
+            rows.append(Window(answers.rate(begin + SETTLE_S, end), *cores))
+    moved = _sent_bytes(nodes) - sent
+    quiet, beside = rows[::2], rows[1::2]
+    around = list(itertools.pairwise(quiet))
+
+    def median(of: Callable[[Window], float], taken: list[Window]) -> float:
+        return round(statistics.median(map(of, taken)), 3)
+
+    def lost(now: Window, before: Window, after: Window) -> float:
+        return 1 - 2 * now.tokens_per_s / (before.tokens_per_s + after.tokens_per_s)
+
+    losses = [lost(now, *pair) for now, pair in zip(beside, around, strict=True)]
+    nothing = [lost(quiet[i], quiet[i - 1], quiet[i + 1]) for i in range(1, len(quiet) - 1)]
     return {
-        "tokens_per_s": round(statistics.median(quiet), 1),
-        "tokens_per_s_beside": round(statistics.median(rates[1::2]), 1),
-        "lost": round(statistics.median(lost), 3),
-        "lost_each": [round(each, 3) for each in sorted(lost)],
-        "fetched_MB_s": round(fetches.fetched_bytes / seconds / 1e6, 1),
+        "tokens_per_s": median(lambda row: row.tokens_per_s, quiet),
+        "tokens_per_s_beside": median(lambda row: row.tokens_per_s, beside),
+        "lost": round(statistics.median(losses), 3),
+        "lost_each": [round(each, 3) for each in sorted(losses)],
+        "lost_without_fetch": round(statistics.median(nothing), 3),
+        "fetched_MB_s": round(moved / ROUNDS / (SETTLE_S + WINDOW_S) / 1e6, 1),
+        "fetcher_cores": median(lambda row: row.fetcher_cores, beside),
+        "fetcher_cores_at_rest": median(lambda row: row.fetcher_cores, quiet),
+        "other_cores": median(lambda row: row.other_cores, beside),
+        "other_cores_at_rest": median(lambda row: row.other_cores, quiet),
     }
+
+
+def _used_s(nodes: list[LocalNode]) -> tuple[float, float]:
+    """CPU seconds of the fetchers, and of all other processes of the nodes."""
+    fetchers, others = 0.0, 0.0
+    for node in nodes:
+        assert node.process is not None
+        daemon, fetcher = psutil.Process(node.process.pid), _fetcher(node)
+        for each in [daemon, *daemon.children(recursive=True)]:
+            times = each.cpu_times()
+            if each.pid == fetcher:
+                fetchers += times.user + times.system
+            else:
+                others += times.user + times.system
+    return fetchers, others
+
+
+def _sent_bytes(nodes: list[LocalNode]) -> int:
+    return sum(node.get("/mesh/v1/weights")["sent_bytes"] for node in nodes)
 
 
 def _fetcher(node: LocalNode) -> int:
@@ -193,12 +242,30 @@ def _fetcher(node: LocalNode) -> int:
 
 def measure() -> dict[str, Any]:
     """See the module."""
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
-        root = Path(name)
-        nodes = house(make_large_checkpoint(root / "model", _SHAPE), root, stack)
-        shared = windows(nodes)
-        keep_apart(nodes)
-        return {"cores": os.cpu_count(), "shared": shared, "apart": windows(nodes)}
+    cores = os.cpu_count() or 1
+    measured: dict[str, Any] = {"cores": cores, "flags": _flags()}
+    with tempfile.TemporaryDirectory() as name:
+        directory = make_large_checkpoint(Path(name) / "model", _SHAPE)
+        make_large_checkpoint(Path(name) / "other", "0.16B")
+        for way, threads in (("shared", cores), ("apart", max(1, cores - 1))):
+            with contextlib.ExitStack() as stack:
+                nodes = house(directory, Path(name) / way, threads, stack)
+                fetches = Fetches(nodes[2], "other")
+                if way == "apart":
+                    keep_apart(nodes)
+                    fetches = Fetches(nodes[3], "bench")
+                wait_for_idle()
+                measured[way] = windows(nodes, fetches)
+    return measured
+
+
+def _flags() -> list[str]:
+    """Of the CPU, those that decide how fast it computes."""
+    text = Path("/proc/cpuinfo").read_text(encoding="ascii")
+    words = {
+        word for line in text.splitlines() if line.startswith("flags") for word in line.split()
+    }
+    return sorted(words & {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "avx_vnni"})
 
 
 if __name__ == "__main__":

@@ -88,8 +88,8 @@ async def test_tables_are_plain_and_harmless_in_a_pipe(hearthnet: Run, daemon: S
     status = await hearthnet("status")
     assert "held here: echo 0-5" in status.out
     how_far = "48 % packed (325.1 of 671.1 MB)"
-    assert f"loading: slow:0-3 · {how_far} · needs 812 MB · for 2 s\n" in status.out
-    held = "3/8 streams, 1.5/16 MB buffered, 7 events per minute"
+    assert f"loading: slow:0-3 · {how_far} · needs 812 MiB · for 2 s\n" in status.out
+    held = "3/8 streams, 1.5/16 MiB buffered, 7 events per minute"
     assert re.search(rf"attic\S*  echo:0-5  {held}  2\n", status.out)
     assert "warning: disk is nearly full" in status.err
     assert "device=cpu: no accelerator found" in status.err

@@ -25,10 +25,10 @@ async def test_a_file_is_found_by_its_path_and_where_models_are(tmp_path: Path) 
     by_name = await weights.find("house/small")
     assert by_name.weights_sha256 == by_path.weights_sha256
     sha256 = by_path.weights_sha256
-    path = await weights.ensure(ModelId("house/small"), sha256, _ALL, lambda done, size: None)
+    path = await weights.ensure(ModelId("house/small"), sha256, _ALL, lambda *far: None)
     assert path == file
     with pytest.raises(ModelNotFound, match="has other weights"):
-        await weights.ensure(ModelId("house/small"), "0" * 64, _ALL, lambda done, size: None)
+        await weights.ensure(ModelId("house/small"), "0" * 64, _ALL, lambda *far: None)
     with pytest.raises(ModelNotFound):
         await weights.find(str(tmp_path / "none.gguf"))
 

@@ -105,7 +105,8 @@ async def test_what_comes_up_and_what_is_fetched_is_shown() -> None:
             page.says("#deployed", "34 % (4.1 GB of 12.0 GB)")
             page.says("#deployed", "nobody serves layers 12-15")
             page.says("#downloads", "52.1 MB/s · 3 min left · from attic, the hub")
-            assert page.eval("document.querySelectorAll('#downloads progress').length") == 1
+            page.says("#downloads", "10.0 MB/s · 2 min left · to attic")
+            assert page.eval("document.querySelectorAll('#downloads progress').length") == 2
             assert page.eval("document.querySelectorAll('#deployed button').length") == 0
             assert page.complaints == []
             page.size(390, 844)

@@ -147,6 +147,11 @@ def whole() -> dict[str, Any]:
                  "sources": [{"source": "a", "name": "attic", "bytes": 1, "bytes_per_s": 1.0},
                              {"source": "hub", "name": "the hub", "bytes": 1, "bytes_per_s": 1.0}]},
             ],
+            "elsewhere": [
+                {"node_id": ATTIC, "node": "attic", "model_id": "phi",
+                 "weights_sha256": weights("phi"), "done_bytes": 600_000_000,
+                 "total_bytes": 2_000_000_000, "bytes_per_s": 10_000_000, "eta_s": 140.0},
+            ],
             "sent_bytes": 0,
         },
         "accounts": [],
@@ -181,6 +186,7 @@ def span(
     return {
         "replica": replica, "node_id": key, "node": name, "layers": layers, "phase": phase,
         "done_bytes": done, "total_bytes": total, "reason": reason,
+        "bytes_per_s": 0.0, "eta_s": None,
     }  # fmt: skip
 
 

@@ -75,6 +75,7 @@ def test_what_is_on_its_way_is_a_line_each() -> None:
                  " attic 0-15 not up yet, study 0-3 failed"),
         ("wait", "fetching qwen · 34 % (4.1 of 12.0 GB) · 52.1 MB/s · 3 min left"
                  " · from attic, the hub"),
+        ("wait", "fetching phi · 30 % (0.6 of 2.0 GB) · 10.0 MB/s · 2 min left · to attic"),
     ]  # fmt: skip
     failed = row("FAILED", span(0, SOFA, "sofa", "0-3", "FAILED", reason="no room"))
     quiet = picture(deployments=[failed, row("READY"), row("RESTING")], weights={})

@@ -118,10 +118,10 @@ def test_more_nodes_than_letters_are_shown() -> None:
 @pytest.mark.parametrize(
     ("phase", "done", "total", "words"),
     [
-        ("", 0, 0, "m:0-3 · needs 50 MB · for 3 s"),
-        ("reading", 999, 1000, "m:0-3 · 99 % read (0.0 of 0.0 MB) · needs 50 MB · for 3 s"),
-        ("packing", 12.4e9, 40e9, "m:0-3 · 31 % packed (12.4 of 40.0 GB) · needs 50 MB · for 3 s"),
-        ("reading", 5e6, 5e6, "m:0-3 · 100 % read (5.0 of 5.0 MB) · needs 50 MB · for 3 s"),
+        ("", 0, 0, "m:0-3 · needs 50 MiB · for 3 s"),
+        ("reading", 999, 1000, "m:0-3 · 99 % read (0.0 of 0.0 MB) · needs 50 MiB · for 3 s"),
+        ("packing", 12.4e9, 40e9, "m:0-3 · 31 % packed (12.4 of 40.0 GB) · needs 50 MiB · for 3 s"),
+        ("reading", 5e6, 5e6, "m:0-3 · 100 % read (5.0 of 5.0 MB) · needs 50 MiB · for 3 s"),
     ],
 )
 def test_a_load_says_how_far_it_is(phase: str, done: float, total: float, words: str) -> None:

@@ -1,4 +1,4 @@
-"""What is fetched to this machine, how far, how fast and from whom."""
+"""What is fetched to this machine and to others, how far, how fast and from whom."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tui.widgets.progress import progress
 class Downloads(Drawn):
     """A line for each transfer, and its bar; away while there is none."""
 
-    BORDER_TITLE = "downloads to this machine"
+    BORDER_TITLE = "downloads"
     IS_AWAY_WHEN_EMPTY = True
 
     def text(self, picture: Picture, width: int) -> Text:

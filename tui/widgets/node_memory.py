@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from mesh.units import memory_size
 from tui.picture import Picture
 from tui.widgets.drawn import Drawn
 from tui.words import loading
@@ -19,13 +20,16 @@ class NodeMemory(Drawn):
         lines = []
         memory = picture.status.get("memory")
         if memory is not None:
-            free, total = memory["free_mb"], memory["total_mb"]
-            lines.append(Text(f"{free} of {total} MB are free ({memory['bound']})"))
+            free, total = (memory_size(memory[of] << 20) for of in ("free_mb", "total_mb"))
+            lines.append(Text(f"{free} of {total} are free ({memory['bound']})"))
         for shard in picture.rows("shards"):
             taken = shard.get("memory")
             line = f"{shard['model_id']} {shard['layers']}"
             if taken is not None:
-                line += f" · {taken['weights_mb']} MB of weights, {taken['caches_mb']} MB of caches"
+                weights, caches = (
+                    memory_size(taken[of] << 20) for of in ("weights_mb", "caches_mb")
+                )
+                line += f" · {weights} of weights, {caches} of caches"
             lines.append(Text(line))
         lines += [Text(f"◌ loading {loading(load)}") for load in picture.rows("loads")]
         return Text("\n").join(lines) if lines else Text("holds nothing", "dim")

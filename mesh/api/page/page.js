@@ -196,7 +196,8 @@ function deployment(wish) {
     return row(dim(`${span.node} ${span.layers}`),
       isFar ? made("span", "wait", "◌ not up yet")
         : phase(span.phase, span.reason ? `: ${span.reason}` : ""),
-      ...(span.phase === "PROVISIONING" ? come(span.done_bytes, span.total_bytes) : []));
+      ...(span.phase === "PROVISIONING"
+        ? [...come(span.done_bytes, span.total_bytes), dim(pace(span).join(" · "))] : []));
   }),
   ...(wish.missing.length
     ? [row(made("span", "bad", `nobody serves layers ${wish.missing.join(", ")}`))] : [])];
@@ -205,15 +206,21 @@ function deployment(wish) {
 const UNDER_WAY = { waiting: "waiting", looking: "looking for who has it" };
 
 function drawDownloads() {
-  const moving = status.weights?.transfers || [];
+  const here = status.weights?.transfers || [];
+  const moving = [...here, ...(status.weights?.elsewhere || [])];
   at("downloads").replaceChildren(...(moving.length ? moving.map((transfer) => {
-    const names = transfer.sources.map((source) => source.name).join(", ");
+    const names = (transfer.sources || []).map((source) => source.name).join(", ");
     return row(made("strong", "", transfer.model_id),
       ...come(transfer.done_bytes, transfer.total_bytes),
-      dim([UNDER_WAY[transfer.state], transfer.bytes_per_s ? `${bytes(transfer.bytes_per_s)}/s` : "",
-        transfer.eta_s === null ? "" : `${lasting(transfer.eta_s)} left`,
-        names ? `from ${names}` : "", transfer.note].filter(Boolean).join(" · ")));
+      dim([UNDER_WAY[transfer.state], ...pace(transfer), names ? `from ${names}` : "",
+        transfer.node ? `to ${transfer.node}` : "", transfer.note].filter(Boolean).join(" · ")));
   }) : [dim("none")]));
+}
+
+function pace(moved) {
+  return [moved.bytes_per_s ? `${bytes(moved.bytes_per_s)}/s` : "",
+    moved.eta_s === null || moved.eta_s === undefined ? "" : `${lasting(moved.eta_s)} left`]
+    .filter(Boolean);
 }
 
 function lasting(seconds) {
