@@ -77,7 +77,7 @@ class Supervisor(ABC):
         self._silent_s = 0.0
         self._counted_until_s = 0.0
         self._said: MeshError | None = None
-        self._last_load = LoadUnderWay()
+        self._burden = LoadUnderWay()
         self._oom_kills: int | None = None
         self._held: MeshError | None = None
         self._delay_s = 0.0
@@ -179,9 +179,7 @@ class Supervisor(ABC):
 
     def load(self) -> dict[str, Any] | None:
         """The load under way, for `status`: of what, what it takes, since when, and how far."""
-        return (
-            None if self._child is None else self._last_load.row(asyncio.get_running_loop().time())
-        )
+        return None if self._child is None else self._burden.row(asyncio.get_running_loop().time())
 
     # What others do
 
@@ -296,7 +294,7 @@ class Supervisor(ABC):
         self.starts = run = self.starts + 1
         self._gone.clear()
         self._silent_s = 0.0
-        self._said, self._last_load = None, LoadUnderWay()
+        self._said, self._burden = None, LoadUnderWay()
         self._oom_kills = await asyncio.to_thread(oom_kills)
         hung = False
         child: Child | None = None
@@ -370,7 +368,7 @@ class Supervisor(ABC):
                 status,
                 hung=hung,
                 said=self._said,
-                loading=self._last_load.loading,
+                loading=self._burden.loading,
                 of_memory=None not in (before, now) and before != now,
             )
             self.on_ended(self.ending)
@@ -396,7 +394,7 @@ class Supervisor(ABC):
         self._said = words.error
 
     def _heard_loads(self, loads: messages.Loads) -> None:
-        self._last_load = LoadUnderWay(loads.loading, asyncio.get_running_loop().time())
+        self._burden = LoadUnderWay(loads.loading, asyncio.get_running_loop().time())
 
     def _heard_progress(self, progress: messages.LoadProgress) -> None:
-        self._last_load = replace(self._last_load, **structs.asdict(progress))
+        self._burden = replace(self._burden, **structs.asdict(progress))
