@@ -168,8 +168,8 @@ def _part(span: Mapping[str, Any], own: str) -> Part:
         words = "not up yet"  # how far it is, only that node knows
     briefly = words
     if span["phase"] == "PROVISIONING" and span["total_bytes"]:
-        come = share(span["done_bytes"], span["total_bytes"])
-        words = " · ".join([words, come, *pace(span)])
+        far = share(span["done_bytes"], span["total_bytes"])
+        words = " · ".join([words, far, *pace(span)])
     if span["reason"]:
         words += f": {span['reason']}"
     come = _come(span) if span["phase"] == "PROVISIONING" else None

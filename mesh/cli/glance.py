@@ -41,7 +41,7 @@ def _standing(picture: dict[str, Any]) -> tuple[str, str]:
     return _silent(picture["models"])
 
 
-_WELL = ("up", "starting", "stopped")
+_WELL = ("up", "starting", "stopped", "resting")
 
 
 def _answering(picture: dict[str, Any], ready: list[dict[str, Any]]) -> tuple[str, str]:

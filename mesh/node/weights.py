@@ -66,9 +66,9 @@ class Weights:
             self.fetcher.start()
 
     def held(self) -> Sequence[HeldWeights]:
-        """What others are told: nothing while the fetcher does not answer."""
+        """What others are told: nothing while nobody would be answered."""
         port = self.fetcher.port
-        if port is None or not self.fetcher.is_up:
+        if port is None or not self.fetcher.is_answering:
             return ()
         host = f"[{self._address}]" if ":" in self._address else self._address
         endpoint = Endpoint(f"wss://{host}:{port}")

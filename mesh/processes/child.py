@@ -25,7 +25,7 @@ from mesh.errors import InternalError, LinkLost, MeshError
 from mesh.logs import log_file
 from mesh.processes.channel import Channel
 from mesh.processes.messages import LastWords, Message
-from mesh.processes.nursery import CHANNEL_FD, ForkOrder
+from mesh.processes.nursery import CHANNEL_FD, LISTENER_FD, ForkOrder
 from mesh.processes.warm_parent import ChildProcess, child_environment, start_process
 
 logger = logging.getLogger(__name__)
@@ -50,14 +50,16 @@ class Child:
         name: str,
         on_message: Callable[[bytes], None],
         on_closed: Callable[[], None],
+        listener: socket.socket | None = None,
     ) -> Child:
-        """Run `module` with a channel; stderr is inherited, the rest is null."""
+        """Run `module` with a channel, and with a `listener` that it shares with this process;
+        stderr is inherited, the rest is null."""
         ours, theirs = socket.socketpair()
         environment = child_environment()
         if (log := log_file()) is not None:
             environment[_LOG_FILE] = str(log)
         try:
-            process = await start_process(ForkOrder(module, environment), theirs)
+            process = await start_process(ForkOrder(module, environment), theirs, listener)
             channel = await Channel.open(ours, on_message, on_closed)
         except BaseException:
             ours.close()  # which ends the process, should there be one
@@ -111,6 +113,12 @@ async def attach_to_parent(on_message: Callable[[bytes], None]) -> Channel:
     channel = await Channel.open(end, on_message, lambda: os._exit(0))
     channel.beat()
     return channel
+
+
+def listener_of_parent() -> socket.socket | None:
+    """Child side: the listening socket that this process was given; once."""
+    text = os.environ.pop(LISTENER_FD, "")
+    return socket.socket(fileno=int(text)) if text.isdigit() else None
 
 
 def end_failed(send: Callable[[Message], None], error: MeshError) -> NoReturn:

@@ -6,6 +6,7 @@ import contextlib
 import signal
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from mesh.errors import MeshError
 
@@ -33,6 +34,7 @@ class ProcessState(StrEnum):
     UP = "up"
     SILENT = "silent"
     ENDED = "ended"
+    RESTING = "resting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,30 @@ class Loading:
     name: str
     need_mb: int
     free_mb: int
+
+
+@dataclass(slots=True)
+class LoadUnderWay:
+    """The load that a process told of last, None once it is done, and how far it is."""
+
+    loading: Loading | None = None
+    since_s: float = 0.0
+    phase: str = ""
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+    def row(self, now_s: float) -> dict[str, Any] | None:
+        """For `status`, JSON-able."""
+        if self.loading is None:
+            return None
+        return {
+            "name": self.loading.name,
+            "need_mb": self.loading.need_mb,
+            "age_s": round(now_s - self.since_s, 1),
+            "phase": self.phase,
+            "done_bytes": self.done_bytes,
+            "total_bytes": self.total_bytes,
+        }
 
 
 @dataclass(frozen=True, slots=True)

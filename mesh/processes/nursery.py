@@ -6,7 +6,8 @@ alongside, and tells each child's number and end over a socket that came with th
 single-threaded, holds no key, opens no file after the imports and never sees a prompt: whatever a
 child is told, it is told after the fork, over a channel that is closed here.
 
-A child begins with its channel, its standard error and nothing else that is open; with a session,
+A child begins with its channel, its standard error, perhaps a listening socket and nothing else
+that is open; with a session,
 an environment and random numbers of its own. It ends with this process (PR_SET_PDEATHSIG), and
 this process with the daemon. So when this process is killed, every child is: they are all started
 anew from another one, which is simpler and safer than children that nobody can wait for.
@@ -42,6 +43,8 @@ WARM_MODULES = (
 
 CHANNEL_FD = "HEARTHNET_CHANNEL_FD"
 """The variable that names a child's end of its channel."""
+LISTENER_FD = "HEARTHNET_LISTENER_FD"
+"""The variable that names the listening socket that a child was given, if it was."""
 _PR_SET_PDEATHSIG = 1
 _STANDARD = {0, 1, 2}
 
@@ -121,19 +124,19 @@ class Nursery:
 
     def _obey(self) -> ForkOrder | None:
         with socket.socket(fileno=os.dup(self._control)) as control:
-            message, fds, _, _ = socket.recv_fds(control, MAX_ORDER_BYTES, 3)
+            message, fds, _, _ = socket.recv_fds(control, MAX_ORDER_BYTES, 4)
         if not message:
             os._exit(0)
         order = ForkOrder(**json.loads(message))
-        channel, stderr, report = fds
+        channel, stderr, report, *listener = fds
         if self._unfit is not None:
             _send(report, {"refused": self._unfit})
         elif self._fork(report) == 0:
-            _settle(order, channel, stderr)
+            _settle(order, channel, stderr, *listener)
             return order
         else:
-            os.close(channel)
-            os.close(stderr)
+            for fd in (channel, stderr, *listener):
+                os.close(fd)
             return None
         for fd in fds:
             os.close(fd)
@@ -173,14 +176,16 @@ def _send(fd: int, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
 # In the child
 
 
-def _settle(order: ForkOrder, channel: int, stderr: int) -> None:
+def _settle(order: ForkOrder, channel: int, stderr: int, listener: int | None = None) -> None:
     """Leave behind what is not this child's own; single-threaded, right after the fork."""
     os.setsid()
     os.dup2(stderr, 2)
-    close_all_but({*_STANDARD, channel})
+    close_all_but({*_STANDARD, channel} | (set() if listener is None else {listener}))
     os.environ.clear()
     os.environ.update(order.environment)
     os.environ[CHANNEL_FD] = str(channel)
+    if listener is not None:
+        os.environ[LISTENER_FD] = str(listener)
     _reseed()
     _rename(order.module)
     gc.enable()

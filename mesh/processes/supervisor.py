@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
@@ -23,7 +24,7 @@ from mesh.errors import BadRequest, InternalError, LinkLost, MeshError
 from mesh.processes import messages
 from mesh.processes.child import Child
 from mesh.processes.headroom import oom_kills, ram
-from mesh.processes.lifecycle import Ending, Loading, ProcessState, SilenceLimits
+from mesh.processes.lifecycle import Ending, LoadUnderWay, ProcessState, SilenceLimits
 from mesh.processes.messages import Handlers, Message, Start
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ class Supervisor(ABC):
         self.starts = 0
         """How many were started."""
         self.ending: Ending | None = None
-        """Of the latest that ended."""
+        """Of the latest that ended unasked."""
+        self.listener: socket.socket | None = None  # for each process, open all the time
         self._module = module
         self._inbox = messages.Inbox(
             {
@@ -75,9 +77,7 @@ class Supervisor(ABC):
         self._silent_s = 0.0
         self._counted_until_s = 0.0
         self._said: MeshError | None = None
-        self._load_begun: Loading | None = None
-        self._load_since_s = 0.0
-        self._load_progress = messages.LoadProgress("", 0, 0)
+        self._burden = LoadUnderWay()
         self._oom_kills: int | None = None
         self._held: MeshError | None = None
         self._delay_s = 0.0
@@ -104,6 +104,11 @@ class Supervisor(ABC):
     def why_not_start(self, free_mb: int) -> MeshError | None:
         """Why none is to be started now, while so much main memory is free; it is asked again."""
         return None
+
+    @property
+    def ended_at_will(self) -> bool:
+        """Whether the latest was told to end, and the next may wait; see `resting`."""
+        return False
 
     # What others ask
 
@@ -174,11 +179,7 @@ class Supervisor(ABC):
 
     def load(self) -> dict[str, Any] | None:
         """The load under way, for `status`: of what, what it takes, since when, and how far."""
-        if self._load_begun is None or self._child is None:
-            return None
-        since_s = asyncio.get_running_loop().time() - self._load_since_s
-        loading, far = self._load_begun, structs.asdict(self._load_progress)
-        return {"name": loading.name, "need_mb": loading.need_mb, "age_s": round(since_s, 1), **far}
+        return None if self._child is None else self._burden.row(asyncio.get_running_loop().time())
 
     # What others do
 
@@ -212,7 +213,7 @@ class Supervisor(ABC):
         """The certificates of those whose links are trusted from now on; all others are cut."""
         named = tuple(members)
         if self.first_command is not None:
-            tls = dataclasses.replace(self.first_command.tls, members=named)
+            tls = replace(self.first_command.tls, members=named)
             self.first_command = structs.replace(self.first_command, tls=tls)
         self.tell(messages.Trust(named))
 
@@ -260,6 +261,9 @@ class Supervisor(ABC):
                 self.ending = Ending(None, failed=str(error) or type(error).__name__)
             if self.is_stopping:
                 return
+            if self.ended_at_will:
+                failures, self.ending = 0, None
+                continue
             if loop.time() - started > STEADY_S:
                 failures = 0
             delays_s = self.restart_delays_s
@@ -290,7 +294,7 @@ class Supervisor(ABC):
         self.starts = run = self.starts + 1
         self._gone.clear()
         self._silent_s = 0.0
-        self._said = self._load_begun = None
+        self._said, self._burden = None, LoadUnderWay()
         self._oom_kills = await asyncio.to_thread(oom_kills)
         hung = False
         child: Child | None = None
@@ -300,6 +304,7 @@ class Supervisor(ABC):
                 name=self.name,
                 on_message=lambda body: self._heard(run, body),
                 on_closed=lambda: self._closed(run),
+                listener=self.listener,
             )
             self.on_started()
             hung = await self._falls_silent()
@@ -363,7 +368,7 @@ class Supervisor(ABC):
                 status,
                 hung=hung,
                 said=self._said,
-                loading=self._load_begun,
+                loading=self._burden.loading,
                 of_memory=None not in (before, now) and before != now,
             )
             self.on_ended(self.ending)
@@ -389,8 +394,7 @@ class Supervisor(ABC):
         self._said = words.error
 
     def _heard_loads(self, loads: messages.Loads) -> None:
-        self._load_begun, self._load_progress = loads.loading, messages.LoadProgress("", 0, 0)
-        self._load_since_s = asyncio.get_running_loop().time()
+        self._burden = LoadUnderWay(loads.loading, asyncio.get_running_loop().time())
 
     def _heard_progress(self, progress: messages.LoadProgress) -> None:
-        self._load_progress = progress
+        self._burden = replace(self._burden, **structs.asdict(progress))

@@ -20,7 +20,7 @@ import sys
 import threading
 from typing import Protocol
 
-from mesh.processes.nursery import CHANNEL_FD, MAX_ORDER_BYTES, ForkOrder
+from mesh.processes.nursery import CHANNEL_FD, LISTENER_FD, MAX_ORDER_BYTES, ForkOrder
 
 logger = logging.getLogger(__name__)
 
@@ -235,14 +235,18 @@ class WarmParent:
         """Whether it runs, or is about to."""
         return self._thread.is_alive()
 
-    async def fork(self, order: ForkOrder, channel: socket.socket) -> ForkedProcess:
-        """A child with that end of a channel. Raises Refused, WarmParentLost, TimeoutError or
-        OSError.
+    async def fork(
+        self, order: ForkOrder, channel: socket.socket, listener: socket.socket | None
+    ) -> ForkedProcess:
+        """A child with that end of a channel and that listening socket. Raises Refused,
+        WarmParentLost, TimeoutError or OSError.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = ForkedProcess(ours)
-            fds = (channel.fileno(), _STDERR, theirs.fileno())
+            fds = [channel.fileno(), _STDERR, theirs.fileno()]
+            if listener is not None:
+                fds.append(listener.fileno())
             try:
                 socket.send_fds(self._control, [order.packed()], fds)
             except OSError:
@@ -269,8 +273,11 @@ class _Shared:
     """Why there is none, where that will not change."""
 
 
-async def start_process(order: ForkOrder, channel: socket.socket) -> ChildProcess:
-    """Run what `order` says with that end of a channel, forked from the warm parent if possible.
+async def start_process(
+    order: ForkOrder, channel: socket.socket, listener: socket.socket | None = None
+) -> ChildProcess:
+    """Run what `order` says with that end of a channel, and that socket, forked from the warm
+    parent if possible.
 
     Its standard error is this process's. Raises OSError.
     """
@@ -279,7 +286,7 @@ async def start_process(order: ForkOrder, channel: socket.socket) -> ChildProces
         try:
             if _Shared.parent is None or not _Shared.parent.alive:
                 _Shared.parent = WarmParent()
-            return await _Shared.parent.fork(order, channel)
+            return await _Shared.parent.fork(order, channel, listener)
         except Refused as error:
             why_alone = _Shared.unfit = str(error)
             break
@@ -289,7 +296,7 @@ async def start_process(order: ForkOrder, channel: socket.socket) -> ChildProces
     if _Shared.unfit is not None:
         await asyncio.to_thread(end_warm_parent)
     logger.warning("%s imports for itself: %s", order.module, why_alone)
-    return await asyncio.to_thread(_spawn, order, channel, str(why_alone))
+    return await asyncio.to_thread(_spawn, order, channel, listener, str(why_alone))
 
 
 def end_warm_parent() -> None:
@@ -307,11 +314,16 @@ def _why_never() -> str | None:
     return _Shared.unfit
 
 
-def _spawn(order: ForkOrder, channel: socket.socket, why_alone: str) -> SpawnedProcess:
+def _spawn(
+    order: ForkOrder, channel: socket.socket, listener: socket.socket | None, why_alone: str
+) -> SpawnedProcess:
+    given = {CHANNEL_FD: channel.fileno()}
+    if listener is not None:
+        given[LISTENER_FD] = listener.fileno()
     process = subprocess.Popen(
         [sys.executable, "-m", "mesh.processes.entry", order.module],
-        env={**order.environment, CHANNEL_FD: str(channel.fileno())},
-        pass_fds=(channel.fileno(),),
+        env={**order.environment, **{name: str(fd) for name, fd in given.items()}},
+        pass_fds=tuple(given.values()),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,

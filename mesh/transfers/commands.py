@@ -64,22 +64,23 @@ NICE = 15
 
 
 class StartFetcher(Start, frozen=True):
-    """Listen, at `listen_port` or, if it is 0, at a free one; see what is there.
+    """See what is there and answer who asks for it, at the listener that the process was given.
 
     `models` are served from where they are, what is fetched lies below `models_dir`. Weights flow
     at `bytes_per_s` at most in each direction; 0: as fast as they can. `nice` is the process's
-    niceness, and `patience_s` how long somebody who has what is missing is waited for.
+    niceness, `patience_s` how long somebody who has what is missing is waited for, and `idle_s`
+    after how long without anything to do it says so.
     """
 
     listen_host: str
     models: tuple[Model, ...]
     models_dir: Path
     cache_dir: Path
-    listen_port: int = 0
     interfaces: tuple[str, ...] | None = None
     bytes_per_s: float = 0.0
     patience_s: float = 60.0
     nice: int = NICE
+    idle_s: float = 120.0
 
 
 class Ensure(Message, frozen=True):
@@ -144,6 +145,10 @@ class FetcherListening(Message, frozen=True):
     """The process is ready."""
 
     port: int
+
+
+class Idle(Message, frozen=True):
+    """Answer: for `idle_s` nothing was fetched, and nobody had a link to here."""
 
 
 class Holds(Message, frozen=True):

@@ -1,7 +1,8 @@
 """The fetcher: ``python -m mesh.transfers.process``, one per node, started by the daemon.
 
 Serves weights to trusted members and fetches those that this node needs, so that the daemon's loop
-sees no byte of them. It runs at the lowest priority: whoever computes goes first.
+sees no byte of them. It runs at the lowest priority: whoever computes goes first. It says when it
+has had nothing to do for a while; the daemon ends it then, and listens until another is needed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from mesh.errors import (
 from mesh.models.hub_cache import hub_snapshot
 from mesh.models.manifest import read_manifest
 from mesh.models.partial import RECORD, read_partial
+from mesh.processes.child import listener_of_parent
 from mesh.processes.dialing import connect_to
 from mesh.processes.messages import Cancel, Failed, Handlers
 from mesh.processes.worker import Daemon, Worker
@@ -42,6 +44,7 @@ from mesh.transfers.commands import (
     Ensure,
     FetcherListening,
     Holds,
+    Idle,
     MakeWay,
     Model,
     Moves,
@@ -91,6 +94,7 @@ class FetcherProcess(Worker):
         self._holds: Holds | None = None
         self._holds_of = -1
         self._sent_bytes = 0
+        self._busy_at = 0.0
 
     def commands(self) -> Handlers:
         """See `Worker`."""
@@ -122,12 +126,6 @@ class FetcherProcess(Worker):
         rate = command.bytes_per_s or math.inf
         self._serving_pace.limit(rate)
         self._fetching_pace.limit(rate)
-        try:
-            await as_mesh_error(self._listen(command), "starting the fetcher", _unforeseen)
-        except MeshError as error:
-            self.say(Failed(error))
-            self.end_failed(error)
-            return
         settings = FetchSettings(command.models_dir, command.patience_s)
         self._fetches = Fetches(settings, self._shelf, self._dial, self._fetching_pace, self.say)
         self._fetches.update(self._peers.peers, self._peers.neighbours)
@@ -140,6 +138,12 @@ class FetcherProcess(Worker):
             await self._add(model)
         for kept in await asyncio.to_thread(scan, command.models_dir):
             self._shelf.put(kept)
+        try:  # whoever has knocked already is answered with all that is here
+            await as_mesh_error(self._listen(command), "starting the fetcher", _unforeseen)
+        except MeshError as error:
+            self.say(Failed(error))
+            self.end_failed(error)
+            return
         assert self._listener is not None  # noqa: S101 - it listens
         await self._tell_holdings()
         self.say(FetcherListening(self._listener.port))
@@ -151,11 +155,12 @@ class FetcherProcess(Worker):
         interfaces = [host] if command.interfaces is None else command.interfaces
         self._listener = await serve(
             Reach.of(interfaces, host) or host,
-            command.listen_port,
+            0,
             accept=self._accept,
             hello=command.hello,
             limits=replace(WEIGHTS_LIMITS, accounts=self._accounts),
             ssl=tls.server,
+            sock=listener_of_parent(),
         )
         await self.follow_members(self._keep_only)
 
@@ -235,6 +240,7 @@ class FetcherProcess(Worker):
 
     async def _report(self) -> None:
         is_kept = False
+        self._busy_at = asyncio.get_running_loop().time()
         while True:
             await asyncio.sleep(next_tick(_TELL_S) - asyncio.get_running_loop().time())
             await self._tell_holdings()
@@ -246,6 +252,17 @@ class FetcherProcess(Worker):
             elif is_kept:  # nothing moves any more
                 give_back()
                 is_kept = False
+            self._tell_idleness()
+
+    def _tell_idleness(self) -> None:
+        start, now = self._start_command, asyncio.get_running_loop().time()
+        assert start is not None  # noqa: S101 - it has begun
+        listener = self._listener
+        if self._orders or (listener is not None and (listener.links or listener.half_open)):
+            self._busy_at = now
+        elif now - self._busy_at >= start.idle_s:
+            self._busy_at = now  # said again should the daemon have kept it
+            self.say(Idle())
 
     async def _tell_holdings(self) -> None:
         if self._holds_of == self._shelf.version:

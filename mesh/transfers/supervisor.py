@@ -8,21 +8,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec import structs, to_builtins
 
-from mesh.errors import Busy, InternalError, MeshError
-from mesh.processes.lifecycle import Ending
+from mesh.discovery.interfaces import Reach
+from mesh.errors import BadValue, Busy, InternalError, MeshError
+from mesh.processes.lifecycle import Ending, ProcessState
 from mesh.processes.messages import Cancel, Failed, Handlers, Message
-from mesh.processes.supervisor import Supervisor
+from mesh.processes.resting import RestingSupervisor
 from mesh.transfers.commands import (
     Done,
     Ensure,
     FetcherListening,
     Holds,
+    Idle,
     Lied,
     MakeWay,
     Model,
@@ -38,13 +41,14 @@ from mesh.transfers.commands import (
 from mesh.transfers.hub import HubSettings, hub_settings
 from mesh.transfers.shelf import Holding
 from mesh.types import LayerRange, ModelId
+from mesh.wire.websocket import ANY_ADDRESS, BACKLOG
 
 logger = logging.getLogger(__name__)
 
 Notify = Callable[[str, dict[str, Any]], None]
 
 
-class FetcherSupervisor(Supervisor):
+class FetcherSupervisor(RestingSupervisor):
     """Runs the fetcher. `on_change` says that what is here, how far fetches are, or where it
     listens, has changed; `notify` gets the type and fields of events for people."""
 
@@ -65,6 +69,8 @@ class FetcherSupervisor(Supervisor):
         self.transfers: tuple[Transfer, ...] = ()
         """What is under way, as it was said last."""
         self.sent_bytes = 0
+        """By all fetchers since this node started."""
+        self._sent_before = 0
         self.port: int | None = None
         self._on_change = on_change
         self._hub = hub
@@ -126,6 +132,21 @@ class FetcherSupervisor(Supervisor):
         if isinstance(start, StartFetcher) and model not in start.models:
             self.first_command = structs.replace(start, models=(*start.models, model))
             self.tell(Offer(model))
+            self.wake()
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether somebody who asks for weights is answered, perhaps by a fetcher to be started."""
+        if self.is_up or self.ended_at_will:
+            return True
+        is_well = self.ending is None and self.state is not ProcessState.SILENT
+        return self.port is not None and is_well
+
+    async def stop(self) -> None:
+        """See `Supervisor`."""
+        await super().stop()
+        if self.listener is not None:
+            self.listener.close()
 
     def hear(self, peers: Sequence[PeerHolding], neighbours: int = 0) -> None:
         """What other nodes advertise now, and how many of those are up."""
@@ -152,6 +173,7 @@ class FetcherSupervisor(Supervisor):
             Moves: self._moves,
             Done: self._done,
             Lied: self._lied,
+            Idle: self._idle,
         }
 
     def on_started(self) -> None:
@@ -163,11 +185,26 @@ class FetcherSupervisor(Supervisor):
 
     def on_ended(self, ending: Ending) -> None:
         """Nothing moves any more."""
-        self.transfers = ()
+        super().on_ended(ending)
+        self.transfers, self._sent_before = (), self.sent_bytes
         if self.is_stopping:
             for name in list(self._orders):
                 self._settle(name, Busy("this node is stopping.", fix="Start it again."))
         self._on_change()
+
+    def why_not_start(self, free_mb: int) -> MeshError | None:
+        """It needs a socket to answer at, which stays open from one process to the next."""
+        start = self.first_command
+        if self.listener is None and isinstance(start, StartFetcher):
+            try:
+                self.listener = _listening_socket(start)
+            except OSError as error:
+                return BadValue(
+                    f"Nobody can ask for weights at {start.listen_host}: {error.strerror}.",
+                    fix="Name an interface of this machine.",
+                    param="interface",
+                )
+        return None
 
     def on_changed(self) -> None:
         """It fell silent, was heard again or is gone."""
@@ -183,6 +220,7 @@ class FetcherSupervisor(Supervisor):
         order = make(name)
         self._orders[name] = (order, future)
         self.start()
+        self.wake()
         self._look()
         if self.is_up:
             self.tell(order)
@@ -194,8 +232,6 @@ class FetcherSupervisor(Supervisor):
 
     def _listens(self, answer: FetcherListening) -> None:
         self.port = answer.port
-        if isinstance(self.first_command, StartFetcher):
-            self.first_command = structs.replace(self.first_command, listen_port=answer.port)
         self.ready()
         for order, _ in list(self._orders.values()):
             self.tell(order)
@@ -203,15 +239,14 @@ class FetcherSupervisor(Supervisor):
 
     def _failed(self, answer: Failed) -> None:
         logger.error("the fetcher did not start: %s", answer.error)
-        if isinstance(self.first_command, StartFetcher):  # another port may be free
-            self.first_command = structs.replace(self.first_command, listen_port=0)
 
     def _holds(self, answer: Holds) -> None:
         self.holdings = answer.holdings
         self._on_change()
 
     def _moves(self, answer: Moves) -> None:
-        self.transfers, self.sent_bytes = answer.transfers, answer.sent_bytes
+        self.transfers = answer.transfers
+        self.sent_bytes = self._sent_before + answer.sent_bytes
         self._look()
         self._on_change()
 
@@ -219,6 +254,12 @@ class FetcherSupervisor(Supervisor):
         """Have weights make way, or not; looked at whenever some have moved."""
         if (now := self._is_used()) != self._makes_way and self.tell(MakeWay(now)):
             self._makes_way = now
+
+    def _idle(self, _answer: Idle) -> None:
+        """Whoever knocks, and whatever is to be fetched, starts another."""
+        if not self._orders:
+            logger.info("the fetcher rests")
+            self.rest()
 
     def _done(self, answer: Done) -> None:
         self._settle(answer.id, answer.error, answer.directory)
@@ -244,6 +285,15 @@ class FetcherSupervisor(Supervisor):
         else:
             future.set_exception(error or InternalError("the fetcher said nothing.", fix=""))
             future.exception()  # who asked may be gone
+
+
+def _listening_socket(start: StartFetcher) -> socket.socket:
+    """At a free port: of the one address that was asked for, or of all, see `Reach`."""
+    host = start.listen_host
+    if Reach.of([host] if start.interfaces is None else start.interfaces, host) is not None:
+        host = ANY_ADDRESS
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=BACKLOG)
 
 
 def model_facts(holding: Holding) -> dict[str, Any]:

@@ -31,8 +31,8 @@ from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Hello
 from mesh.wire.protocol import TensorSession
 
-_BACKLOG = 128
-_ANY_ADDRESS = "0.0.0.0"  # noqa: S104 - `LinkServer.answers_at` decides
+BACKLOG = 128
+ANY_ADDRESS = "0.0.0.0"  # noqa: S104 - `LinkServer.answers_at` decides
 
 _Place = tuple[str, asyncio.Transport]
 """A half-open connection: the address that it comes from, and its TCP side."""
@@ -112,13 +112,13 @@ async def serve(
         limits = replace(limits, accounts=ResourceLedger(SystemClock(), allowances.LINKS))
     server = LinkServer(accept, hello if callable(hello) else lambda: hello, limits, ssl)
     if callable(host):
-        server.answers_at, host = host, _ANY_ADDRESS
+        server.answers_at, host = host, ANY_ADDRESS
     loop = asyncio.get_running_loop()
     try:
         if sock is None:
-            listener = await loop.create_server(server.door, host, port, backlog=_BACKLOG)
+            listener = await loop.create_server(server.door, host, port, backlog=BACKLOG)
         else:
-            listener = await loop.create_server(server.door, sock=sock, backlog=_BACKLOG)
+            listener = await loop.create_server(server.door, sock=sock, backlog=BACKLOG)
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise PortInUse(

@@ -100,11 +100,9 @@ class Fetches:
     def run(self, until: float) -> None:
         while time.perf_counter() < until:
             pull = self._post("pull", {"model": self.model})["pull"]
-            state = "running"
-            while state == "running" and time.perf_counter() < until:
-                time.sleep(0.1)
-                state = self.taker.get(f"/mesh/v1/weights/pulls/{pull}")["state"]
-            if state == "running":
+            # Asked once: each question is work for the node, and for whoever asks.
+            time.sleep(max(0.0, until - time.perf_counter()))
+            if self.taker.get(f"/mesh/v1/weights/pulls/{pull}")["state"] == "running":
                 self._post(f"pulls/{pull}/cancel", {})
             else:
                 self._post("remove", {"model": self.model})

@@ -65,7 +65,7 @@ class Findings(Drawn):
         """See `Drawn`."""
         lines = []
         for process in picture.rows("processes"):
-            is_well = process["state"] in ("up", "stopped")
+            is_well = process["state"] in ("up", "stopped", "resting")
             mark, style = ("●", "green") if is_well else ("✖", "red")
             starts = f" · started {process['starts']} times" if process["starts"] > 1 else ""
             lines.append(Text(f"{mark} {process['name']}: {process['state']}{starts}", style))

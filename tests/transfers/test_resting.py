@@ -1,0 +1,42 @@
+"""A fetcher that nobody needs is not there, and one is as soon as somebody asks."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from mesh.models.manifest import read_manifest
+from mesh.processes.lifecycle import ProcessState
+from tests.checkpoints import make_checkpoint
+from tests.transfers.house import MODEL, Fetcher, house, up
+
+
+async def test_whoever_knocks_and_whoever_fetches_wakes_one(tmp_path: Path) -> None:
+    directory = await asyncio.to_thread(
+        make_checkpoint, tmp_path / "whole", "llama", layers=2, hidden=256, vocab=9000
+    )
+    whole = await asyncio.to_thread(read_manifest, directory, model_id=MODEL)
+    size = sum(entry.nbytes for entry in whole.tensors.values())
+    async with house(tmp_path, "giver", "taker") as made:
+        giver = made.start("giver", directory, idle_s=0.4, bytes_per_s=size / 2)
+        taker = made.start("taker", idle_s=0.4)
+        await up(giver, taker)
+        port, held = giver.supervisor.port, giver.supervisor.holdings
+        await resting(giver, taker)
+        assert giver.supervisor.is_answering
+        assert (giver.supervisor.port, giver.supervisor.holdings) == (port, held)
+        assert giver.supervisor.trouble is None
+        made.introduce()
+        await taker.supervisor.ensure(MODEL, whole.weights_sha256)  # takes longer than 0.4 s
+        assert [f.supervisor.starts for f in (giver, taker)] == [2, 2]
+        await resting(giver, taker)
+        assert giver.supervisor.sent_bytes == size
+
+
+async def resting(*fetchers: Fetcher) -> None:
+    """Until none of them has a process."""
+    async with asyncio.timeout(60):
+        for fetcher in fetchers:
+            while fetcher.supervisor.state is not ProcessState.RESTING:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            assert fetcher.supervisor.pid is None
