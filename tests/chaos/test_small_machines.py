@@ -22,7 +22,6 @@ from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.spread import hugging_face
 from tests.mesh_e2e.test_daemons import hearthnet
 from tests.mesh_e2e.test_deployments import (
-    EVEN,
     MODEL,
     answer,
     held,
@@ -68,7 +67,6 @@ def house(checkpoint: Path, tmp_path: Path) -> Iterator[dict[str, SmallNode]]:
         "OMP_NUM_THREADS": "1",
         "HEARTHNET_MODELS_DIR": str(checkpoint.parent),
         "HEARTHNET_DEPLOYMENTS__REPLAN_SECONDS": "30",
-        **EVEN,
         # Its cache is set aside whole; with the usual one the smallest would have room for little.
         "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__HOST__KV_TOKENS": "4096",
     }
