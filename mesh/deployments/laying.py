@@ -6,6 +6,7 @@ free memory is spoken for, and which spans it has refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +15,7 @@ from mesh.deployments.placement import Gap, Laid, overlap
 from mesh.deployments.wishes import Plan, Quant, Span, Wish
 from mesh.errors import NotEnoughMemory
 from mesh.routing.appraisal import Appraisal
-from mesh.routing.fitting import Bench, benches
+from mesh.routing.fitting import SPARE_BYTES, Bench, benches
 from mesh.routing.forecast import Placed
 from mesh.routing.gaps import beside, fill
 from mesh.routing.machines import ITEMSIZE, Demand, Held, Machine, ModelShape
@@ -93,17 +94,22 @@ def lay(
 
 def rooms(
     model: ModelShape, machines: Sequence[Machine], demand: Demand, said: Beside = NOTHING
-) -> Mapping[NodeId, int]:
+) -> Laid:
     """How many layers each machine has room for, measured or not; those are left out that do not
     say what they have."""
-    found = {}
+    found: dict[NodeId, int] = {}
+    extra = 0
     for machine in machines:
         known = replace(machine, devices=tuple(map(_of_any_speed, machine.devices)))
         ready = _ready(model, known, demand, said)
-        seats = [each.seat(None) for each in _benches(model, ready, demand)]
-        if seats:
-            found[machine.node_id] = max(map(layers_within, seats))
-    return found
+        for bench in _benches(model, ready, demand):
+            most = layers_within(bench.seat(None))
+            found[machine.node_id] = max(found.get(machine.node_id, 0), most)
+            beside_bytes = bench.layer_bytes + bench.scratch_bytes + SPARE_BYTES
+            beside_bytes += bench.edge_bytes
+            least = min(bench.weight_bytes) + bench.cache_bytes
+            extra = max(extra, math.ceil(beside_bytes / least))
+    return Laid(rooms=found, extra=extra)
 
 
 def _of_any_speed(device: Device) -> Device:

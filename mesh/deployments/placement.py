@@ -1,10 +1,10 @@
 """Where the replicas of a deployment go: the plan for a wish, over the machines there are. Pure.
 
 New replicas, and what a lost machine took with it, go where the planner of `mesh.routing` lays
-them. Where it cannot say, as nobody has measured the machines yet or nobody has room,
-`choose_placement` splits replicas evenly, over machines with more free memory first, with pins
-where they were put, and a gap goes to the machine that holds least. What already runs stays where
-it is as long as the wish allows, so that a change moves little.
+them. Where it cannot say, as nobody has measured the machines yet, `choose_placement` splits
+replicas evenly as far as there is room, over machines with more free memory first, with pins where
+they were put, and a gap goes to the machine that holds least. What already runs stays where it is
+as long as the wish allows, so that a change moves little.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Laid:
 
     `refusal` is why something found no room; None where all did, or the planner cannot say. Where
     it cannot, `rooms` are how many layers each machine has room for beside what is there; nobody
-    knows it of the others. `quant` is the format that fits, where machines would choose others.
+    knows it of the others. `extra` layers fit less for each further shard on a machine. `quant`
+    is the format that fits, where machines would choose others.
     """
 
     replicas: tuple[tuple[Span, ...], ...] = ()
@@ -50,6 +51,7 @@ class Laid:
     refusal: NotEnoughMemory | None = None
     rooms: Mapping[NodeId, int] = field(default_factory=dict)
     quant: Quant = ""
+    extra: int = 0
 
 
 UNKNOWN = Laid()
@@ -122,17 +124,14 @@ def make_plan(
     if laid.refusal is not None:
         raise laid.refusal
     here = {machine.node for machine in usable}
-    left = Rooms(laid.rooms, usable)
+    left = Rooms(laid, usable)
     kept = [] if before is None else [_kept(r, wish, here) for r in before.replicas]
     kept = kept[: wish.replicas]
     next_replica = 0 if before is None else before.next_replica
     load: Counter[NodeId] = Counter()
     for replica in kept:
         load.update({span.node: len(span.layers) for span in replica.spans})
-    replicas = []
-    for replica in kept:
-        filled = _filled(replica, wish, usable, load, laid, left)
-        replicas.append(filled)
+    replicas = [_filled(replica, wish, usable, load, laid, left) for replica in kept]
     new = iter(laid.replicas)
     while len(replicas) < wish.replicas:
         spans = next(new, None) or choose_placement(wish, usable, replicas, left)
@@ -146,8 +145,9 @@ def make_plan(
 class Rooms:
     """How many layers machines still have room for, while a plan is made."""
 
-    def __init__(self, rooms: Mapping[NodeId, int], machines: Sequence[AvailableNode]) -> None:
-        self._left = dict(rooms)
+    def __init__(self, laid: Laid, machines: Sequence[AvailableNode]) -> None:
+        self.extra = laid.extra
+        self._left = dict(laid.rooms)
         self._machines = machines
 
     def of(self, node: NodeId) -> int | None:
@@ -158,14 +158,15 @@ class Rooms:
         """These are placed now."""
         for span in spans:
             if span.node in self._left:
-                self._left[span.node] -= len(span.layers)
+                self._left[span.node] -= len(span.layers) + self.extra
 
     def hold(self, spans: Iterable[Span]) -> bool:
         """Whether all of these fit together."""
         wanted: Counter[NodeId] = Counter()
         for span in spans:
-            wanted[span.node] += len(span.layers)
-        return all(number <= self._left.get(node, number) for node, number in wanted.items())
+            wanted[span.node] += len(span.layers) + self.extra
+        left = self._left
+        return all(count - self.extra <= left.get(node, count) for node, count in wanted.items())
 
     def refusal(self, wish: Wish, layers: int) -> NotEnoughMemory:
         """So many layers do not fit."""
@@ -362,7 +363,7 @@ def _split_within(
     too little."""
     taken: Counter[NodeId] = Counter()
     for span in beside:
-        taken[span.node] += len(span.layers)
+        taken[span.node] += len(span.layers) + rooms.extra
     left = {node: _left(rooms.of(node), taken[node], len(layers)) for node in nodes}
     sizes: Counter[NodeId] = Counter()
     while (lacking := len(layers) - sizes.total()) > 0:

@@ -116,7 +116,7 @@ class Estimates:
         more = {node: mb + said.freed_mb.get(node, 0) for node, mb in freed.items()}
         said = replace(said, freed_mb=more)
         if evenly or not all(_is_measured(each) for each in machines):
-            return Laid(rooms=await asyncio.to_thread(rooms, model, machines, demand, said))
+            return await asyncio.to_thread(rooms, model, machines, demand, said)
         return await asyncio.to_thread(lay, model, machines, wish, before, open_gaps, demand, said)
 
     def need_mb(self, wish: Wish, layers: LayerRange) -> int | None:

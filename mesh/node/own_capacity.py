@@ -154,6 +154,8 @@ class OwnCapacity:
         self.asked = AskedTimes()
         self._told: Device | None = None
         self._main: Headroom | None = None
+        self._is_cpu = False
+        """Whether it is known, without measuring, that the device is the processor."""
         self._card: Device | None = None
         """An accelerator that nothing of this node has opened, when it was looked at last."""
         self._task: asyncio.Task[None] | None = None
@@ -175,7 +177,7 @@ class OwnCapacity:
             return None
         if self._measured is not None:
             device = self._served.corrected(self._measured.device)
-        elif _is_cpu(self._order):
+        elif self._is_cpu:
             device = Device("cpu", 0, 0)
         else:
             return None
@@ -197,6 +199,7 @@ class OwnCapacity:
 
     async def _run(self) -> None:
         machine = await asyncio.to_thread(_machine, self._order)
+        self._is_cpu = await asyncio.to_thread(_is_cpu, self._order)
         path = self._directory / f"{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
         self._measured = await asyncio.to_thread(_read, path, machine)
         measuring = spawn(self._measure(path, machine), "measure capacity")
