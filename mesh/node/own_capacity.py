@@ -49,9 +49,6 @@ QUIET_SHARE = 0.15
 """Of the processors' time others may take so much while a machine is measured."""
 
 _MODULE = "mesh.pipeline.measuring"
-_LOOK_EVERY_S = 2.0
-"""A few small files of the kernel's, read in a thread: what is planned here is planned by them."""
-_LOOK_AT_CARD_EVERY_S = 10.0
 _LIMIT_S = 120.0
 _STOP_S = 5.0
 _CARD_EVERY_S = 600.0
@@ -68,11 +65,14 @@ _NEWS_FREE = 1 / 50
 class Pace:
     """Seconds: the waits before a machine is measured at all, the last one again and again; how
     often a quiet moment is looked for to repeat what is not to be believed, and the longest pause
-    after that, each of which is twice as long as the one before."""
+    after that, each of which is twice as long as the one before; how often what is free is looked
+    at, which is a few small files of the kernel's, and on a card."""
 
     first_s: Sequence[float] = (5.0, 5.0, 5.0, 10.0, 30.0, 60.0, 60.0, 600.0, 3600.0)
     again_s: float = 60.0
     longest_s: float = 6 * 3600.0
+    look_s: float = 2.0
+    look_at_card_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class OwnCapacity:
                 with contextlib.suppress(OSError):  # what was known last has to do
                     self._main = await asyncio.to_thread(ram)
                 self._look()
-                await asyncio.sleep(_LOOK_EVERY_S)
+                await asyncio.sleep(self._pace.look_s)
         finally:
             await end([measuring, looking], _STOP_S)
 
@@ -236,7 +236,7 @@ class OwnCapacity:
             elif self._has_card and now - looked_at > _CARD_EVERY_S:  # also when that was in vain
                 looked_at = now
                 await self._look_at_card()
-            await asyncio.sleep(_LOOK_AT_CARD_EVERY_S)
+            await asyncio.sleep(self._pace.look_at_card_s)
 
     @property
     def _has_card(self) -> bool:

@@ -82,7 +82,7 @@ async def test_a_machine_is_measured_once(tmp_path: Path) -> None:
     assert (third.free_bytes, third.total_bytes) == (100 << 20, 200 << 20)
 
 
-QUICK = Pace((0.01,), again_s=0.02, longest_s=0.05)
+QUICK = Pace((0.01,), again_s=0.02, longest_s=0.05, look_s=0.01, look_at_card_s=0.01)
 
 
 class Machine:
@@ -95,8 +95,6 @@ class Machine:
         self.made = 0
         self._shares = list(shares)
         monkeypatch.setattr(own_capacity, "_is_quiet", self._quiet)
-        monkeypatch.setattr(own_capacity, "_LOOK_EVERY_S", 0.01)
-        monkeypatch.setattr(own_capacity, "_LOOK_AT_CARD_EVERY_S", 0.01)
         self.told: list[float] = []
         hooks = OwnHooks(lambda: None, lambda: self.is_idle, lambda: self.shards, self._tell)
         self.own = OwnCapacity(CPU, directory, hooks, QUICK, self._measure)
@@ -251,7 +249,6 @@ async def test_what_is_free_is_told_before_anything_is_measured_and_when_it_move
 ) -> None:
     free, told = [400], []
     monkeypatch.setattr(own_capacity, "ram", lambda: Headroom(free[0], 1000, "here"))
-    monkeypatch.setattr(own_capacity, "_LOOK_EVERY_S", 0.01)
     promised = Memory(Headroom(400, 1000, "here"), 400, promised_mb=30)
 
     def changed() -> None:
@@ -260,7 +257,7 @@ async def test_what_is_free_is_told_before_anything_is_measured_and_when_it_move
         told.append((capacity.devices[0].free_bytes >> 20, capacity.devices[0].speeds))
 
     hooks = OwnHooks(lambda: promised, lambda: False, list, changed)  # never idle: not measured
-    own = OwnCapacity(CPU, tmp_path, hooks)
+    own = OwnCapacity(CPU, tmp_path, hooks, QUICK)
     own.start()
     try:
         async with asyncio.timeout(10):
