@@ -12,16 +12,21 @@ if TYPE_CHECKING:
     from mesh.client import Client
 
 POLL_S = 0.25
+REPLANNED_S = 15.0
+"""What finds no room on its machine is planned anew after some seconds; that is waited for."""
 
 
 async def follow(client: Client, deployment: str, *, answering: bool = False) -> dict[str, Any]:
     """Its row once all of it is up, or, if that is enough, once it can be asked.
 
-    Raises NotFound when somebody evicts it meanwhile, and the reason when a span fails.
+    Raises NotFound when somebody evicts it meanwhile, and the reason when a span has failed for
+    longer than it takes to plan it anew.
     """
     import asyncio
+    import time
 
     told: dict[tuple[int, str, str], str] = {}
+    failing_since: float | None = None
     while True:
         found = [row for row in await client.deployments() if row["deployment"] == deployment]
         if not found:
@@ -36,7 +41,11 @@ async def follow(client: Client, deployment: str, *, answering: bool = False) ->
         if is_up:
             return row
         failed = [span for span in row["spans"] if span["phase"] == "FAILED"]
-        if failed and row["state"] == "FAILED":
+        if not failed or row["state"] != "FAILED":
+            failing_since = None
+        elif failing_since is None:
+            failing_since = time.monotonic()
+        elif time.monotonic() - failing_since > REPLANNED_S:
             raise NotEnoughMemory(
                 f"{failed[0]['node']} cannot hold layers {failed[0]['layers']}:"
                 f" {failed[0]['reason']}",

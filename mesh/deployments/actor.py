@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mesh.deployments.phases import Phase, Phases
-from mesh.deployments.reconcile import Drop, Held, Holding, Load, Served, View, reconcile, wishes_of
+from mesh.deployments.reconcile import (
+    Decision,
+    Drop,
+    Held,
+    Holding,
+    Load,
+    Served,
+    View,
+    reconcile,
+    wishes_of,
+)
 from mesh.deployments.weights import WeightsSource, local_model
 from mesh.deployments.wishes import Deployment, live
 from mesh.errors import MeshError
@@ -154,7 +164,7 @@ class Reconciler:
             load, deployment = decision.load, view.deployments[decision.load.deployment]
             self._begin(self._loads, load.shard, self._load(deployment, load))
         self._world.dedicate([shard for shard, (each, _) in wanted.items() if each.wish.dedicated])
-        self._note(view, wanted, decision.waiting or {})
+        self._note(view, wanted, decision)
         self._look_after_asking(view.deployments)
 
     def _view(self) -> View:
@@ -186,16 +196,17 @@ class Reconciler:
         self,
         view: View,
         wanted: Mapping[ShardId, tuple[Deployment, LayerRange]],
-        waiting: Mapping[ShardId, str],
+        decision: Decision,
     ) -> None:
         """Say how far each span is."""
         for held in view.held:
             if held.shard in wanted and held.state is Holding.READY:
                 self.phases.ready(held.shard)
         failing = view.not_yet or {}
-        for shard, reason in waiting.items():
+        for shard, reason in (decision.waiting or {}).items():
             if shard not in failing:
-                self.phases.put(shard, Phase.QUEUED, reason)
+                lacks = shard in decision.lacking
+                self.phases.put(shard, Phase.QUEUED, reason, lacks_memory=lacks)
         ends = {_ends(each) for each in live(view.deployments)}
         self.phases.keep_only({*wanted, *self._drops, *self._loads, *ends})
 

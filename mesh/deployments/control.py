@@ -179,8 +179,11 @@ class Deploying:
         }
         need = self._house.need_of
         laid = await self._house.laid_out(wish, plan_before, {})
-        if laid.is_full and (freed_mb := room_of_others(wish, others.values(), need)):
+        freed_mb = room_of_others(wish, others.values(), need)
+        if laid.refusal is not None and freed_mb:
             laid = await self._house.laid_out(wish, plan_before, freed_mb)
+        if laid.quant:  # machines of several kinds would each take their own, and share no route
+            wish = replace(wish, quant=laid.quant)
         machines = self._house.machines()
         plan = make_plan(wish, "0" * 64, machines, plan_before, asked=True, laid=laid)
         was_up = None if before is None or not before.is_wanted else plan_before

@@ -1,7 +1,8 @@
 """What has become of each deployment, as rows for people: its state, level, and each span's phase.
 
 Reads what others own and decides nothing. Of this node's own spans all is known; of others' what
-they advertise: what they serve, and what of the weights is on their disks.
+they advertise: what they serve, how far they say that they are, and what of the weights is on their
+disks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mesh.deployments.phases import Phase, Phases, Progress
 from mesh.deployments.reconcile import Served
 from mesh.deployments.wishes import Deployment, Replica, Span, Wish
 from mesh.discovery.weights import HeldWeights
-from mesh.types import LayerRange, ModelId, NodeId
+from mesh.types import LayerRange, ModelId, NodeId, ShardId
 
 _STATES = (Phase.FAILED, Phase.AWAY, Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
 """What a deployment is said to be in when its spans are in several, most telling first."""
@@ -45,6 +46,9 @@ class Seen(Protocol):
 
     def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
         """Whether any of its layers is loaded on a device now."""
+
+    def told(self, node: NodeId, shard: ShardId) -> Progress | None:
+        """What another node says of a shard that it works at."""
 
     def on_disk(self, node: NodeId, weights_sha256: str) -> HeldWeights | None:
         """What another node says that it has of a checkpoint; None where it says nothing."""
@@ -103,7 +107,8 @@ class Rows:
         elif span.node not in self._seen.alive():
             now = Progress(Phase.AWAY)
         elif span.node != self._seen.node:
-            now = _fetched(wish, span, self._seen.on_disk(span.node, wish.weights_sha256))
+            now = self._seen.told(span.node, deployment.shard(span.layers))
+            now = now or _fetched(wish, span, self._seen.on_disk(span.node, wish.weights_sha256))
         if not deployment.is_wanted:
             now = Progress(Phase.RESTING)
         return {
@@ -158,7 +163,7 @@ def _fetched(wish: Wish, span: Span, there: HeldWeights | None) -> Progress:
         return Progress(Phase.DEPLOYING)
     if (now := there.arriving) is not None:
         come = min(now.done_bytes, now.total_bytes)
-        return Progress(Phase.PROVISIONING, come, now.total_bytes, None, now.bytes_per_s)
+        return Progress(Phase.PROVISIONING, come, now.total_bytes, bytes_per_s=now.bytes_per_s)
     one = (wish.layers_mb << 20) // wish.total_layers
     return Progress(Phase.PROVISIONING, done * one, len(layers) * one)
 

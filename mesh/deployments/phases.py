@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from mesh.errors import MeshError
+from mesh.errors import MeshError, NotEnoughMemory
 from mesh.types import ShardId
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 300.0
@@ -39,12 +39,14 @@ class Phase(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Progress:
     """A span's phase. `done` of `total` bytes are there while it is provisioned, and more come at
-    `bytes_per_s`; `reason` says what it waits for or why it failed."""
+    `bytes_per_s`; `reason` says what it waits for or why it failed. `lacks_memory`: its machine has
+    no room for it."""
 
     phase: Phase
     done: int = 0
     total: int = 0
     reason: str | None = None
+    lacks_memory: bool = False
     bytes_per_s: float = 0.0
 
     @property
@@ -83,15 +85,24 @@ class Phases:
         """How far it is."""
         return self._now.get(shard)
 
-    def put(self, shard: ShardId, phase: Phase, reason: str | None = None) -> None:
+    def all(self) -> dict[ShardId, Progress]:
+        """How far each is."""
+        return dict(self._now)
+
+    def put(
+        self,
+        shard: ShardId,
+        phase: Phase,
+        reason: str | None = None,
+        *,
+        lacks_memory: bool = False,
+    ) -> None:
         """It is in this phase now."""
         before = self._now.get(shard)
-        if before is not None and (before.phase, before.reason) == (phase, reason):
-            return
         kept = before if before is not None and before.phase is phase else Progress(phase)
-        self._now[shard] = replace(kept, reason=reason)
-        if before is None or before.phase is not phase:
-            self._on_change(shard, self._now[shard])
+        now = self._now[shard] = replace(kept, reason=reason, lacks_memory=lacks_memory)
+        if before is None or (before.phase, before.lacks_memory) != (phase, lacks_memory):
+            self._on_change(shard, now)
 
     def bytes(self, shard: ShardId, done: int, total: int, bytes_per_s: float) -> None:
         """So much of its weights is here, and the rest comes so fast."""
@@ -108,7 +119,8 @@ class Phases:
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(count - 1, 16))
         reason = f"{error.message} {error.fix}".strip()
         self._failures[shard] = _Failure(reason, now + wait_s, count)
-        self.put(shard, Phase.FAILED, reason)
+        lacks = error.code == NotEnoughMemory.code
+        self.put(shard, Phase.FAILED, reason, lacks_memory=lacks)
 
     def ready(self, shard: ShardId) -> None:
         """It is served."""

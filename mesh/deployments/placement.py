@@ -1,20 +1,20 @@
 """Where the replicas of a deployment go: the plan for a wish, over the machines there are. Pure.
 
 New replicas, and what a lost machine took with it, go where the planner of `mesh.routing` lays
-them. Where it cannot say, as nobody has measured the machines yet or nobody has room,
-`choose_placement` splits replicas evenly, over machines with more free memory first, with pins
-where they were put, and a gap goes to the machine that holds least. What already runs stays where
-it is as long as the wish allows, so that a change moves little.
+them. Where it cannot say, as nobody has measured the machines yet, `choose_placement` splits
+replicas evenly as far as there is room, over machines with more free memory first, with pins where
+they were put, and a gap goes to the machine that holds least. What already runs stays where it is
+as long as the wish allows, so that a change moves little.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from mesh.deployments.wishes import MAX_SPANS, Deployment, Plan, Replica, Span, Wish
-from mesh.errors import BadRequest, NoRoute
+from mesh.deployments.wishes import MAX_SPANS, Deployment, Plan, Quant, Replica, Span, Wish
+from mesh.errors import BadRequest, NoRoute, NotEnoughMemory
 from mesh.types import LayerRange, NodeId
 
 
@@ -38,12 +38,20 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """Where the planner lays what is lacking: whole replicas, and the gaps of others. `is_full`:
-    something found no room."""
+    """Where the planner lays what is lacking: whole replicas, and the gaps of others.
+
+    `refusal` is why something found no room; None where all did, or the planner cannot say. Where
+    it cannot, `rooms` are how many layers each machine has room for beside what is there; nobody
+    knows it of the others. `extra` layers fit less for each further shard on a machine. `quant`
+    is the format that fits, where machines would choose others.
+    """
 
     replicas: tuple[tuple[Span, ...], ...] = ()
     gaps: Mapping[Gap, tuple[Span, ...]] = field(default_factory=dict)
-    is_full: bool = False
+    refusal: NotEnoughMemory | None = None
+    rooms: Mapping[NodeId, int] = field(default_factory=dict)
+    quant: Quant = ""
+    extra: int = 0
 
 
 UNKNOWN = Laid()
@@ -61,6 +69,27 @@ def gaps(wish: Wish, before: Plan | None, nodes: Collection[NodeId]) -> list[Gap
     return found
 
 
+def without(plan: Plan | None, spans: Collection[Span]) -> Plan | None:
+    """The plan as if these had never been in it."""
+    if plan is None or not spans:
+        return plan
+    replicas = tuple(
+        Replica(each.number, tuple(span for span in each.spans if span not in spans))
+        for each in plan.replicas
+    )
+    return replace(plan, replicas=replicas)
+
+
+def leaving(wish: Wish, before: Plan | None, nodes: Collection[NodeId]) -> set[Span]:
+    """The spans of `before` that the wish has no use for any more, when only `nodes` may be
+    used."""
+    if before is None:
+        return set()
+    usable = {node for node in nodes if not wish.nodes or node in wish.nodes}
+    kept = [_kept(replica, wish, usable) for replica in before.replicas[: wish.replicas]]
+    return {s for r in before.replicas for s in r.spans} - {s for r in kept for s in r.spans}
+
+
 def make_plan(
     wish: Wish,
     event: str,
@@ -76,8 +105,8 @@ def make_plan(
     What is lacking is put where `laid` says, replicas in its order, as far as that goes.
 
     Replicas that stand on `machines` and within the wish stay as they are; of others the spans that
-    can stay do. The last replicas go first. Raises NoRoute when no machine may be used and
-    BadRequest when pins cannot be met.
+    can stay do. The last replicas go first. Raises NoRoute when no machine may be used,
+    BadRequest when pins cannot be met and NotEnoughMemory where something finds no room.
     """
     usable = [m for m in machines if not wish.nodes or m.node in wish.nodes]
     missing = {pin.node for pin in wish.pins} - {machine.node for machine in usable}
@@ -92,20 +121,20 @@ def make_plan(
             f"no machine may hold {wish.model_id} now.",
             fix="Start a trusted node, or name others with --nodes.",
         )
+    if laid.refusal is not None:
+        raise laid.refusal
     here = {machine.node for machine in usable}
+    left = Rooms(laid, usable)
     kept = [] if before is None else [_kept(r, wish, here) for r in before.replicas]
     kept = kept[: wish.replicas]
     next_replica = 0 if before is None else before.next_replica
     load: Counter[NodeId] = Counter()
     for replica in kept:
         load.update({span.node: len(span.layers) for span in replica.spans})
-    replicas = []
-    for replica in kept:
-        filled = _filled(replica, wish, usable, load, laid)
-        replicas.append(filled)
+    replicas = [_filled(replica, wish, usable, load, laid, left) for replica in kept]
     new = iter(laid.replicas)
     while len(replicas) < wish.replicas:
-        spans = next(new, None) or choose_placement(wish, usable, replicas)
+        spans = next(new, None) or choose_placement(wish, usable, replicas, left)
         replicas.append(Replica(next_replica, spans))
         next_replica += 1
     _require_small(replicas)
@@ -113,23 +142,83 @@ def make_plan(
     return Plan(wish.deployment, event, epoch, tuple(replicas), next_replica, asked, why)
 
 
+class Rooms:
+    """How many layers machines still have room for, while a plan is made."""
+
+    def __init__(self, laid: Laid, machines: Sequence[AvailableNode]) -> None:
+        self.extra = laid.extra
+        self._left = dict(laid.rooms)
+        self._machines = machines
+
+    def of(self, node: NodeId) -> int | None:
+        """How many; None where nobody knows."""
+        return self._left.get(node)
+
+    def take(self, spans: Iterable[Span]) -> None:
+        """These are placed now."""
+        for span in spans:
+            if span.node in self._left:
+                self._left[span.node] -= len(span.layers) + self.extra
+
+    def hold(self, spans: Iterable[Span]) -> bool:
+        """Whether all of these fit together."""
+        wanted: Counter[NodeId] = Counter()
+        for span in spans:
+            wanted[span.node] += len(span.layers) + self.extra
+        left = self._left
+        return all(count - self.extra <= left.get(node, count) for node, count in wanted.items())
+
+    def refusal(self, wish: Wish, layers: int) -> NotEnoughMemory:
+        """So many layers do not fit."""
+        said = "; ".join(
+            f"{each.name} has room for {max(0, self._left[each.node])}"
+            + (f" ({each.free_mb} MB are free)" if each.free_mb is not None else "")
+            for each in self._machines
+            if each.node in self._left
+        )
+        return NotEnoughMemory(
+            f"{wish.model_id} does not fit: {layers} layers need a place; {said}.",
+            fix="Have fewer replicas (--replicas), use other machines (--nodes) or fewer bits"
+            " (--quant), or `hearthnet evict` what may go.",
+        )
+
+
 def choose_placement(
-    wish: Wish, machines: Sequence[AvailableNode], others: Sequence[Replica]
+    wish: Wish,
+    machines: Sequence[AvailableNode],
+    others: Sequence[Replica],
+    rooms: Rooms,
 ) -> tuple[Span, ...]:
-    """The spans of one new replica beside these `others`.
+    """The spans of one new replica beside these `others`, which then take their `rooms`.
 
     Of the ways to go round the machines, by their memory or as another replica does, the one that
-    puts the fewest layers where another replica has them already: two on one machine are one.
+    puts the fewest layers where another replica has them already: two on one machine are one. Parts
+    are even as far as there is room. Raises NotEnoughMemory where there is not.
     """
     is_known = all(machine.free_mb is not None for machine in machines)
     ranked = sorted(machines, key=lambda m: (-(m.free_mb or 0) if is_known else 0, m.node))
     there = [span for replica in others for span in replica.spans]
     pins = () if any(replica.number == 0 for replica in others) else wish.pins
     orders = [ranked, *(_as_in(replica, ranked) for replica in others)]
-    ways = [
-        _around(wish, pins, order[k:] + order[:k]) for order in orders for k in range(len(order))
-    ]
-    return min(ways, key=lambda spans: sum(_common(one, two) for one in spans for two in there))
+    rounds = [order[k:] + order[:k] for order in orders for k in range(len(order))]
+    new = {spans: [s for s in spans if s not in there] for spans in _ways(wish, pins, rounds, None)}
+    ways = [spans for spans, more in new.items() if rooms.hold(more)]
+    ways = ways or _ways(wish, pins, rounds, rooms)
+    if not ways:
+        raise rooms.refusal(wish, wish.total_layers)
+    chosen = min(ways, key=lambda spans: sum(_common(one, two) for one in spans for two in there))
+    rooms.take(span for span in chosen if span not in there)
+    return chosen
+
+
+def _ways(
+    wish: Wish,
+    pins: Sequence[Span],
+    rounds: Iterable[Sequence[AvailableNode]],
+    rooms: Rooms | None,
+) -> list[tuple[Span, ...]]:
+    found = [_around(wish, pins, order, rooms) for order in rounds]
+    return [spans for spans in found if spans is not None]
 
 
 def _as_in(replica: Replica, machines: Sequence[AvailableNode]) -> list[AvailableNode]:
@@ -138,12 +227,19 @@ def _as_in(replica: Replica, machines: Sequence[AvailableNode]) -> list[Availabl
     return sorted(machines, key=lambda m: order.index(m.node) if m.node in order else len(order))
 
 
-def _around(wish: Wish, pins: Sequence[Span], order: Sequence[AvailableNode]) -> tuple[Span, ...]:
-    """What is not pinned, in even parts over the machines in their order."""
+def _around(
+    wish: Wish, pins: Sequence[Span], order: Sequence[AvailableNode], rooms: Rooms | None
+) -> tuple[Span, ...] | None:
+    """What is not pinned, in even parts over the machines in their order; None where `rooms` are
+    too small for it."""
     spans = list(pins)
     for gap in _gaps(wish.whole, [pin.layers for pin in pins]):
         free = [m for m in order if all(m.node != span.node for span in spans)] or list(order)
-        spans += _split(gap, [machine.node for machine in free])
+        nodes = [machine.node for machine in free]
+        parts = _split(gap, nodes) if rooms is None else _split_within(gap, nodes, spans, rooms)
+        if parts is None:
+            return None
+        spans += parts
     return tuple(sorted(spans, key=lambda span: span.layers))
 
 
@@ -206,19 +302,39 @@ def _filled(
     machines: Sequence[AvailableNode],
     load: Counter[NodeId],
     laid: Laid,
+    rooms: Rooms,
 ) -> Replica:
     """The replica with what it lacks where that was laid, or else at the machines that hold
-    least."""
+    least and have room."""
     spans = _standing(replica, wish)
     kept = len(spans)
     for layers in _gaps(wish.whole, [span.layers for span in spans]):
         found = laid.gaps.get(Gap(replica.number, layers, kept))
         if found is None:
-            target = min(machines, key=lambda m: (load[m.node], -(m.free_mb or 0), m.node))
-            found = (Span(target.node, layers),)
+            found = _least_loaded(wish, layers, machines, load, rooms)
+            rooms.take(found)
         spans += found
         load.update({span.node: len(span.layers) for span in found})
     return Replica(replica.number, tuple(sorted(spans, key=lambda span: span.layers)))
+
+
+def _least_loaded(
+    wish: Wish,
+    layers: LayerRange,
+    machines: Sequence[AvailableNode],
+    load: Counter[NodeId],
+    rooms: Rooms,
+) -> tuple[Span, ...]:
+    """A gap on the machine that holds least of those with room for all of it, or on several."""
+    ranked = sorted(machines, key=lambda m: (load[m.node], -(m.free_mb or 0), m.node))
+    for machine in ranked:
+        alone = (Span(machine.node, layers),)
+        if rooms.hold(alone):
+            return alone
+    parts = _split_within(layers, [machine.node for machine in ranked], (), rooms)
+    if parts is None:
+        raise rooms.refusal(wish, len(layers))
+    return tuple(parts)
 
 
 def _gaps(whole: LayerRange, covered: Iterable[LayerRange]) -> list[LayerRange]:
@@ -238,6 +354,34 @@ def _split(layers: LayerRange, nodes: Sequence[NodeId]) -> list[Span]:
     count = min(len(nodes), len(layers))
     cuts = [layers.start + len(layers) * part // count for part in range(count + 1)]
     return [Span(nodes[i], LayerRange(cuts[i], cuts[i + 1])) for i in range(count)]
+
+
+def _split_within(
+    layers: LayerRange, nodes: Sequence[NodeId], beside: Iterable[Span], rooms: Rooms
+) -> list[Span] | None:
+    """Parts as even as there is room for them beside spans of the same plan; None where there is
+    too little."""
+    taken: Counter[NodeId] = Counter()
+    for span in beside:
+        taken[span.node] += len(span.layers) + rooms.extra
+    left = {node: _left(rooms.of(node), taken[node], len(layers)) for node in nodes}
+    sizes: Counter[NodeId] = Counter()
+    while (lacking := len(layers) - sizes.total()) > 0:
+        able = [node for node in nodes if sizes[node] < left[node]]
+        if not able:
+            return None
+        for part in _split(LayerRange(0, lacking), able):
+            sizes[part.node] = min(left[part.node], sizes[part.node] + len(part.layers))
+    spans, at = [], layers.start
+    for node in nodes:
+        if sizes[node]:
+            spans.append(Span(node, LayerRange(at, at + sizes[node])))
+            at += sizes[node]
+    return spans
+
+
+def _left(room: int | None, taken: int, most: int) -> int:
+    return most if room is None else max(0, room - taken)
 
 
 def overlap(one: LayerRange, other: LayerRange) -> bool:

@@ -98,11 +98,13 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is to be done now, and what waits for what, by shard."""
+    """What is to be done now, and what waits for what, by shard. What is `lacking` waits for room
+    that nobody here makes."""
 
     load: Load | None = None
     drops: tuple[Drop, ...] = ()
     waiting: Mapping[ShardId, str] | None = None
+    lacking: frozenset[ShardId] = frozenset()
 
     @property
     def is_idle(self) -> bool:
@@ -122,6 +124,7 @@ def reconcile(view: View) -> Decision:
     going = {drop.shard for drop in drops}
     here = {held.shard: held for held in view.held}
     waiting: dict[ShardId, str] = {}
+    lacking: set[ShardId] = set()
     load: Load | None = None
     busy = [h.shard for h in view.held if h.state is Holding.LOADING and h.shard in wanted]
     for shard, (deployment, layers) in wanted.items():
@@ -149,7 +152,9 @@ def reconcile(view: View) -> Decision:
         )
         drops += first
         going |= {drop.shard for drop in first}
-    return Decision(load, tuple(drops), waiting)
+        if not first:
+            lacking.add(shard)
+    return Decision(load, tuple(drops), waiting, frozenset(lacking))
 
 
 def wishes_of(view: View) -> dict[ShardId, tuple[Deployment, LayerRange]]:

@@ -1,4 +1,5 @@
-"""Planning anew without an operator: when a machine stays away, or a wish has no plan of its own.
+"""Planning anew without an operator: when a machine stays away, when one has no room for what it
+was given, or when a wish has no plan of its own.
 
 One node does it, the lowest id of those that are alive and trusted; where two believe that they are
 the one, both plans are in the log and the same one counts everywhere. Times are of the loop's clock
@@ -12,8 +13,8 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from mesh.deployments.placement import AvailableNode, Laid, make_plan, planner, stale
-from mesh.deployments.wishes import Deployment, Plan, Wish, live
+from mesh.deployments.placement import AvailableNode, Laid, make_plan, planner, stale, without
+from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
 from mesh.errors import MeshError
 from mesh.processes.tasks import end, spawn
 from mesh.types import NodeId
@@ -24,6 +25,8 @@ TICK_S = 1.0
 SETTLE_S = 5.0
 """Whoever changes a wish has so long to plan it."""
 RETRY_S = 30.0
+LONGEST_RETRY_S = 600.0
+"""Twice as long after each try that left something to be planned."""
 
 
 class Members(Protocol):
@@ -43,6 +46,9 @@ class Members(Protocol):
         self, wish: Wish, before: Plan | None, freed_mb: Mapping[NodeId, int]
     ) -> Laid:
         """Where the planner lays what `before` lacks of a wish, were `freed_mb` more free."""
+
+    def refused(self, deployment: Deployment) -> Collection[Span]:
+        """The spans of its plan for which their machines say that they have no room."""
 
     def trusted(self) -> Collection[NodeId]:
         """The nodes that may hold layers, up or not."""
@@ -69,6 +75,7 @@ class Replanner:
         self._seen: dict[NodeId, float] = {}
         self._since: dict[str, float] = {}
         self._not_before: dict[str, float] = {}
+        self._tries: dict[str, int] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -94,36 +101,60 @@ class Replanner:
             if node in alive or node not in self._seen:
                 self._seen[node] = now
         gone = {node: now - self._seen[node] for node in planned - alive}
+        names = {machine.node: machine.name for machine in machines}
         for deployment in deployments:
+            refused = self._refused(deployment)
             why = stale(deployment, gone, self._members.trusted(), self._limit_s)
+            why = why or _no_room(refused, names)
             if why is None:
                 self._since.pop(deployment.id, None)
+                self._tries.pop(deployment.id, None)
                 continue
             since = self._since.setdefault(deployment.id, now)
             is_mine = planner(deployment, alive) == self._members.node
             waits = now - since < self._settle_s or now < self._not_before.get(deployment.id, 0.0)
             if is_mine and not waits:
-                self._not_before[deployment.id] = now + RETRY_S
-                await self._plan(deployment, machines, why)
+                tries = self._tries[deployment.id] = self._tries.get(deployment.id, 0) + 1
+                pause_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(tries - 1, 16))
+                self._not_before[deployment.id] = now + pause_s
+                await self._plan(deployment, machines, why, refused)
+
+    def _refused(self, deployment: Deployment) -> Collection[Span]:
+        """Of a plan that counts; what is pinned stays where it is."""
+        if not (deployment.is_wanted and deployment.is_planned):
+            return ()
+        pins = deployment.wish.pins
+        return [span for span in self._members.refused(deployment) if span not in pins]
 
     async def _plan(
-        self, deployment: Deployment, machines: Sequence[AvailableNode], why: str
+        self,
+        deployment: Deployment,
+        machines: Sequence[AvailableNode],
+        why: str,
+        refused: Collection[Span],
     ) -> None:
         # A wish whose author could not plan it any more was still an operator's.
-        asked = not deployment.is_planned
-        wish, before = deployment.wish, deployment.plan
+        plan = deployment.plan
+        asked = not deployment.is_planned or (bool(refused) and plan is not None and plan.asked)
+        wish, before = deployment.wish, without(plan, refused)
         try:
             laid = await self._members.laid_out(wish, before, {})
-            plan = make_plan(
+            new = make_plan(
                 wish, deployment.event, machines, before, asked=asked, why=why, laid=laid
             )
-            if deployment.plan is None or _differs(plan, deployment.plan):
-                await self._members.publish_plan(plan)
+            if plan is None or _differs(new, plan):
+                await self._members.publish_plan(new)
         except MeshError as error:
             logger.warning("deployment=%s cannot be planned anew: %s", deployment.id, error)
             self._tell("deployment_unplanned", deployment=deployment.id, reason=error.message)
             return
         self._tell("deployment_planned", deployment=deployment.id, reason=why)
+
+
+def _no_room(refused: Collection[Span], names: Mapping[NodeId, str]) -> str | None:
+    """What is said of a plan with spans that their machines have no room for."""
+    said = [f"{names.get(s.node, s.node)} has no room for layers {s.layers}" for s in refused]
+    return f"{said[0]}{f' and {len(said) - 1} more' if said[1:] else ''}" if said else None
 
 
 def _differs(one: Plan, other: Plan) -> bool:

@@ -129,6 +129,11 @@ class Plan:
         return sorted(mine)
 
     @property
+    def spans(self) -> set[Span]:
+        """All that it puts somewhere."""
+        return {span for replica in self.replicas for span in replica.spans}
+
+    @property
     def nodes(self) -> set[NodeId]:
         """All that are to hold something."""
         return {span.node for replica in self.replicas for span in replica.spans}

@@ -18,6 +18,7 @@ from mesh.discovery.advertisement import (
     MAX_SHARDS_PER_NODE,
     Advertisement,
 )
+from mesh.discovery.progress import NodeProgress
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadAdvertisement
 from mesh.types import ModelId, NodeId, ShardId
@@ -38,7 +39,8 @@ class NodeInfo:
 @dataclass(frozen=True, slots=True)
 class NodeView:
     """A node, whether its control link is up, how old its last word is, what shards it advertises,
-    what of weights it has on its disk, and what it said of its devices, None where nothing."""
+    what of weights it has on its disk, and what it said of its devices and of how far it is with
+    what it is to hold, None where nothing."""
 
     info: NodeInfo
     online: bool
@@ -46,6 +48,7 @@ class NodeView:
     shards: tuple[Advertisement, ...]
     weights: tuple[HeldWeights, ...] = ()
     capacity: Capacity | None = None
+    progress: NodeProgress | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class _Entry:
     online: bool
     weights: tuple[HeldWeights, ...] = ()
     capacity: Capacity | None = None
+    progress: NodeProgress | None = None
 
 
 class ShardStore:
@@ -91,6 +95,7 @@ class ShardStore:
         weights: Sequence[HeldWeights] = (),
         *,
         capacity: Capacity | None = None,
+        progress: NodeProgress | None = None,
     ) -> None:
         """All that `info.node_id` serves and has now; replaces what it said and puts it online.
 
@@ -102,7 +107,7 @@ class ShardStore:
         self._check(info, shards)
         served = {s.descriptor.shard_id: s for s in shards}
         ttl_s, held = min(ttl_s, self._expiry_s), tuple(weights)
-        entry = _Entry(info, served, self._now(), ttl_s, True, held, capacity)
+        entry = _Entry(info, served, self._now(), ttl_s, True, held, capacity, progress)
         before = self._nodes.get(info.node_id)
         self._nodes[info.node_id] = entry
         if before is None or not before.online or _differs(before, entry):
@@ -170,6 +175,7 @@ class ShardStore:
                 tuple(entry.shards.values()),
                 entry.weights,
                 entry.capacity,
+                entry.progress,
             )
             for _, entry in sorted(self._nodes.items())
             if not self._expired(entry)

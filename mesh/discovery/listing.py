@@ -72,7 +72,10 @@ class Listing:
             )
         left_s = heard.ttl_s - (asyncio.get_running_loop().time() - end.heard_at)
         try:
-            self._store.update(info(peer), shards, left_s, weights, capacity=heard.capacity)
+            self._store.update(
+                info(peer), shards, left_s, weights,
+                capacity=heard.capacity, progress=heard.progress,
+            )  # fmt: skip
         except BadAdvertisement as error:
             self._warn(peer, error)
 

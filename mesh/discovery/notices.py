@@ -17,8 +17,10 @@ from mesh import codec
 from mesh.accounts.ledger import ResourceLedger
 from mesh.capacity import Capacity
 from mesh.codec import Fault
-from mesh.discovery import advertisement, weights
+from mesh.discovery import advertisement, progress, weights
 from mesh.discovery.advertisement import Advertisement
+from mesh.discovery.directory import NodeInfo, ShardStore
+from mesh.discovery.progress import NodeProgress
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadAdvertisement, BadEvent
 from mesh.events.ephemera import Ephemera, Notice, seal_notice
@@ -58,10 +60,16 @@ _CAPACITY = "capacity"
 
 @dataclass(frozen=True, slots=True)
 class Offering:
-    """What a node offers: the shards that it serves, and what its devices hold, if it says so."""
+    """What a node offers: the shards that it serves, what its devices hold, and how far it is with
+    what it is to hold, if it says so."""
 
     shards: Sequence[Advertisement] = ()
     capacity: Capacity | None = None
+    progress: NodeProgress | None = None
+
+    def enlist(self, store: ShardStore, own: NodeInfo) -> None:
+        """Put it into this node's own directory. Raises BadAdvertisement."""
+        store.update(own, self.shards, capacity=self.capacity, progress=self.progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,7 @@ class Heard:
     ttl_s: float
     weights: tuple[HeldWeights, ...] = ()
     capacity: Capacity | None = None
+    progress: NodeProgress | None = None
 
 
 class Notices:
@@ -109,6 +118,8 @@ class Notices:
         }
         if offering.capacity is not None:
             payload[_CAPACITY] = codec.plain(offering.capacity)
+        if offering.progress is not None:
+            payload[progress.KEY] = codec.plain(offering.progress)
         notice = Notice(
             self._hearth, self._own, _KEY, self._epoch, self._counter, self._ttl_ms, payload
         )
@@ -140,7 +151,8 @@ class Notices:
         shards = advertisement.decode_all(entries, host=sender)
         held = weights.decode_all(notice.payload.get(weights.KEY, []))
         capacity = _capacity(notice.payload.get(_CAPACITY))
-        return Heard(tuple(shards), notice.ttl_ms / 1000, held, capacity)
+        doing = progress.decode(notice.payload.get(progress.KEY))
+        return Heard(tuple(shards), notice.ttl_ms / 1000, held, capacity, doing)
 
     def forget(self, node: NodeId) -> None:
         """The node is no member any more."""

@@ -232,7 +232,7 @@ class Peering:
     async def _tell(self) -> None:
         offering = self._offering()
         try:
-            self._store.update(info(self._own()), offering.shards, capacity=offering.capacity)
+            offering.enlist(self._store, info(self._own()))
             notice = self._notices.seal(offering)
         except (BadAdvertisement, BadEvent) as error:
             self._sightings.warn_once("own", Warned(error.code, error.message, error.fix))

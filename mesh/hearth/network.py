@@ -305,14 +305,16 @@ class Network:
         while True:
             self._due.clear()
             offering = self._offering()
-            self._store.update(own, offering.shards, capacity=offering.capacity)
+            offering.enlist(self._store, own)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(settings.shard_health_timeout_s / 3):
                     await self._due.wait()
 
     def _offering(self) -> Offering:
         serving = self._hooks.serving()
-        return Offering(serving.shards, serving.capacity) if serving is not None else Offering()
+        if serving is None:
+            return Offering()
+        return Offering(serving.shards, serving.capacity, serving.progress)
 
     def _heard(self, peer: NodeId, message: Said) -> None:
         if not isinstance(message, Gossip):

@@ -14,6 +14,7 @@ from typing import Any
 
 from mesh.capacity import Capacity
 from mesh.discovery.advertisement import Advertisement, encode
+from mesh.discovery.progress import NodeProgress
 from mesh.errors import BadEvent, Busy, EventLogError
 from mesh.events.state import Fact
 from mesh.events.types import MODEL_PUBLISHED, SHARD_ADVERTISED
@@ -30,11 +31,12 @@ _VOLATILE = ("endpoint", "health")
 @dataclass(frozen=True, slots=True)
 class Serving:
     """The shards served now, and those that this node is configured to serve, loaded or not; what
-    its devices hold, once that is known."""
+    its devices hold, once that is known, and how far it is with what it is to hold."""
 
     shards: Sequence[Advertisement]
     wanted: Collection[ShardId]
     capacity: Capacity | None = None
+    progress: NodeProgress | None = None
 
 
 class Publisher:

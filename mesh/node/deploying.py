@@ -6,23 +6,28 @@ Part of the composition root, like `mesh.node.node`, which starts and stops it.
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from mesh.config import Config
 from mesh.deployments.actor import Hooks, Reconciler
 from mesh.deployments.control import Deploying
-from mesh.deployments.placement import UNKNOWN, AvailableNode, Laid
+from mesh.deployments.phases import Phase, Progress
+from mesh.deployments.placement import AvailableNode, Laid
 from mesh.deployments.reconcile import Held, Holding, Served
 from mesh.deployments.replan import Replanner
 from mesh.deployments.waking import Sleeper, Use, Waker
 from mesh.deployments.weights import LocalWeights
-from mesh.deployments.wishes import Deployment, Plan, Wish, read
+from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live, read
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
+from mesh.discovery.progress import (
+    MAX_MODELS,
+    MAX_SPANS,
+    NodeProgress,
+    SpanProgress,
+    shortened,
+)
 from mesh.discovery.sightings import PeerState
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import Forbidden, InternalError, MeshError, UntrustedPeer
@@ -34,20 +39,11 @@ from mesh.identity.roster import TrustLevel
 from mesh.models.local import LocalModel, require_within
 from mesh.node.fetched_weights import FetchedWeights
 from mesh.node.holdings import Holdings
+from mesh.node.layouts import Layouts
 from mesh.node.weights import Weights
 from mesh.paths import StatePaths, cache_dir
 from mesh.processes.headroom import ram
 from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
-
-PADDING = 1.15
-"""The seed's padding: what a model takes beyond its weights."""
-SPARE_MB = 64
-LAYOUT_S = 20.0
-"""A checkpoint that is looked at for the first time is read whole; that is not waited for."""
-
-logger = logging.getLogger(__name__)
-
-Layout = Callable[[Wish, Plan | None, Collection[NodeId], Mapping[NodeId, int]], Awaitable[Laid]]
 
 
 class House:
@@ -67,21 +63,22 @@ class House:
             if model.layers is not None
         }
         self._read: tuple[object, dict[str, Deployment]] | None = None
-        self.layout: Layout | None = None
-        """Asks the planner; None where that is not wanted."""
+        self.layouts = Layouts(config, node, store, self.deployments)
 
     async def laid_out(
         self, wish: Wish, before: Plan | None, freed_mb: Mapping[NodeId, int]
     ) -> Laid:
         """See `control.House`."""
-        if self.layout is None or self._config.deployments.placement == "even":
-            return UNKNOWN
-        try:
-            async with asyncio.timeout(LAYOUT_S):
-                return await self.layout(wish, before, self.alive(), freed_mb)
-        except (MeshError, TimeoutError) as error:
-            logger.info("deployment=%s is split evenly: %s", wish.deployment, error)
-            return UNKNOWN
+        there = {*self.served(), *self.serves()}
+        return await self.layouts.laid_out(wish, before, freed_mb, there, self.alive())
+
+    def refused(self, deployment: Deployment) -> Collection[Span]:
+        """See `Members`."""
+        return self.layouts.refused(deployment)
+
+    def told(self, node: NodeId, shard: ShardId) -> Progress | None:
+        """See `Seen`."""
+        return self.layouts.told(node, shard)
 
     # What the log says
 
@@ -257,7 +254,7 @@ class House:
     def free_mb(self) -> int | None:
         """See `World`."""
         memory = self._held.host.memory
-        return ram().free_mb if memory is None else memory.device.free_mb
+        return ram().free_mb if memory is None else memory.free_mb
 
     def need_mb(self, deployment: Deployment, layers: LayerRange) -> int:
         """See `World`."""
@@ -265,8 +262,7 @@ class House:
 
     def need_of(self, wish: Wish, layers: LayerRange) -> int:
         """See `control.House`."""
-        part = wish.layers_mb * len(layers) / wish.total_layers
-        return math.ceil(part * PADDING) + SPARE_MB
+        return self.layouts.need_mb(wish, layers)
 
     def refusal(self, deployment: Deployment, layers: LayerRange) -> MeshError | None:
         """See `World`."""
@@ -327,13 +323,21 @@ class DeploymentsHere:
         held: Holdings,
         events: EventFeed,
         fetching: Weights,
+        advertise: Callable[[], None],
     ) -> None:
+        """`advertise` has neighbours told how far this node is."""
+        self._held = held
         folders = [each for each in (config.models_dir, *_folders(config)) if each is not None]
         self.house = house
         weights = self.weights = FetchedWeights(
             LocalWeights(held.models, folders, cache_dir()), fetching, cache_dir()
         )
-        self.reconciler = Reconciler(house, weights, Hooks(events.emit, events.stir), cache_dir())
+
+        def changed() -> None:
+            events.stir()
+            advertise()
+
+        self.reconciler = Reconciler(house, weights, Hooks(events.emit, changed), cache_dir())
         reconciler = self.reconciler
         sleeper = self._sleeper = Sleeper(house, events.emit)
         self.control = Deploying(
@@ -342,6 +346,17 @@ class DeploymentsHere:
         self._replanner = Replanner(house, config.deployments.replan_seconds, events.emit)
         patience_s = config.deployments.patience_seconds
         self.waker = Waker(self.control, house.is_askable, reconciler.call_for, patience_s)
+
+    def progress(self) -> NodeProgress:
+        """What neighbours are told: the spans that this node works at, and what it asks."""
+        spans = []
+        for deployment in live(self.house.deployments()):
+            for shard in deployment.shards_of(self.house.node):
+                now = self.reconciler.phases.get(shard)
+                if now is not None and now.phase is not Phase.READY:
+                    spans.append(_told(shard, now))
+        asks = [name for name, asker in self._held.askers.items() if asker.is_ready]
+        return NodeProgress(tuple(spans[:MAX_SPANS]), tuple(asks[:MAX_MODELS]))
 
     def start(self) -> None:
         """Follow the log."""
@@ -354,6 +369,11 @@ class DeploymentsHere:
         await self._replanner.stop()
         await self._sleeper.stop()
         await self.reconciler.stop()
+
+
+def _told(shard: ShardId, now: Progress) -> SpanProgress:
+    reason = shortened(now.reason or "")
+    return SpanProgress(shard, now.phase.value, now.done, now.total, reason, now.lacks_memory)
 
 
 def _folders(config: Config) -> list[Path]:

@@ -7,6 +7,7 @@ Gathers what nodes have said of themselves and what links measure; decides nothi
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,22 +15,26 @@ from typing import Any
 
 from mesh.capacity import Capacity, Device
 from mesh.config import Config
-from mesh.deployments.placement import UNKNOWN, Gap, Laid, gaps, overlap
+from mesh.deployments.laying import Beside, lay, rooms
+from mesh.deployments.placement import UNKNOWN, Laid, gaps, leaving
 from mesh.deployments.shape import shape_of
 from mesh.deployments.wishes import Plan, Span, Wish
+from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import NodeView, ShardStore
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest
 from mesh.health.detector import Verdict
 from mesh.node.fetched_weights import FetchedWeights
-from mesh.routing.forecast import Forecast, Placed
-from mesh.routing.gaps import beside, fill
+from mesh.routing.fitting import float_format, shard_bytes
+from mesh.routing.forecast import Forecast
 from mesh.routing.machines import DEFAULT_CONTEXT, Demand, Held, Machine, ModelShape, Timed
 from mesh.routing.placement import Layout, lay_out
 from mesh.types import LayerRange, ModelId, NodeId
 
 _UNMEASURED_MS = 1.0
 """A way whose round trip nobody knows yet counts as a common one of a house."""
+
+_MAX_SHAPES = 64
 
 _IMAGINED = re.compile(r"([^=:]{1,64})=(\d{1,5}(?:\.\d+)?)(?::(\d{1,5}(?:\.\d+)?))?")
 
@@ -59,6 +64,8 @@ class Estimates:
     def __init__(self, house: Surroundings, weights: FetchedWeights) -> None:
         self._house = house
         self._weights = weights
+        self._shapes: dict[str, ModelShape] = {}
+        """By the weights' hash: of what was asked about last."""
 
     async def plan(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """See `PlanControl`. Raises ModelNotFound, BadCheckpoint, and BadRequest for nodes that
@@ -72,10 +79,12 @@ class Estimates:
         wish: Wish,
         before: Plan | None,
         alive: Collection[NodeId],
-        freed_mb: Mapping[NodeId, int],
+        said: Beside,
+        *,
+        evenly: bool = False,
     ) -> Laid:
-        """Where what `before` lacks of a wish goes, on machines that are `alive`, of which so much
-        more were free; `UNKNOWN` where not all of them were measured.
+        """Where what `before` lacks of a wish goes, on machines that are `alive`. Where it is to be
+        split `evenly`, or not all of them were measured, only how much fits on each.
 
         Raises ModelNotFound, BadCheckpoint, and what fetching raises.
         """
@@ -90,22 +99,47 @@ class Estimates:
         model = await self._shape(wish.model_id, positions)
         if model.weights_sha256 != wish.weights_sha256:
             return UNKNOWN
-        machines = [each for each in self.machines(model) if each.node_id in alive]
-        if not all(each.refusal or any(d.speeds for d in each.devices) for each in machines):
-            return UNKNOWN
         machines = [
-            _with_more(each, freed_mb.get(each.node_id, 0))
-            for each in machines
-            if not wish.nodes or each.node_id in wish.nodes
+            each
+            for each in self.machines(model)
+            if each.node_id in alive and (not wish.nodes or each.node_id in wish.nodes)
         ]
         demand = Demand(
             asker=self._house.node,
-            quant=wish.quant or self._house.config.quant,
+            quant=self._quant(wish.quant, machines),
             context=positions,
             max_shards=self._house.config.distributed.max_shards_per_request,
             thin=self._house.config.distributed.thin == "always",
         )
-        return await asyncio.to_thread(_laid, model, machines, wish, before, open_gaps, demand)
+        going = leaving(wish, before, alive)
+        freed = {each.node_id: _freed_mb(each, going) for each in machines}
+        more = {node: mb + said.freed_mb.get(node, 0) for node, mb in freed.items()}
+        said = replace(said, freed_mb=more)
+        if evenly or not all(_is_measured(each) for each in machines):
+            return await asyncio.to_thread(rooms, model, machines, demand, said)
+        return await asyncio.to_thread(lay, model, machines, wish, before, open_gaps, demand, said)
+
+    def need_mb(self, wish: Wish, layers: LayerRange) -> int | None:
+        """What these layers take of this machine, caches and all, as a shard counts it before it
+        loads; None while nobody has asked about the model."""
+        model = self._shapes.get(wish.weights_sha256)
+        if model is None:
+            return None
+        own = [each for each in self.machines(model) if each.node_id == self._house.node]
+        quant = self._quant(wish.quant, own)
+        devices = own[0].devices if own else ()
+        if quant in ("none", "auto"):
+            name = float_format(model, devices[0]) if devices else "fp32"
+        else:
+            name = quant
+        positions = max(wish.context, self._house.config.distributed.host.kv_tokens)
+        return math.ceil(shard_bytes(model, layers, name, positions) / 2**20)
+
+    def _quant(self, wished: str, machines: Iterable[Machine]) -> str:
+        """The format that is planned with: shards on processors make int8 of ``auto``."""
+        quant = wished or self._house.config.quant
+        kinds = {device.kind for each in machines for device in each.devices}
+        return "int8" if quant == "auto" and kinds <= {"cpu"} else quant
 
     def machines(self, model: ModelShape) -> list[Machine]:
         """Every node that is known, with what it has of the model."""
@@ -113,7 +147,12 @@ class Estimates:
 
     async def _shape(self, name: str, context: int) -> ModelShape:
         manifest = await self._weights.manifest(name)
-        return await asyncio.to_thread(shape_of, manifest, context)
+        shape = await asyncio.to_thread(shape_of, manifest, context)
+        self._shapes.pop(shape.weights_sha256, None)
+        self._shapes[shape.weights_sha256] = shape
+        if len(self._shapes) > _MAX_SHAPES:
+            del self._shapes[next(iter(self._shapes))]
+        return shape
 
     def _asked(self, model: ModelShape, order: Mapping[str, Any]) -> tuple[list[Machine], Demand]:
         machines = {each.node_id: each for each in self.machines(model)}
@@ -151,8 +190,7 @@ class Estimates:
             if (said.model_id, said.weights_sha256) != (model.model_id, model.weights_sha256):
                 continue
             device = devices[0].name if devices else ""
-            size = health.memory.total_mb << 20 if health.memory is not None else 0
-            held.append(Held(said.layer_range, device, size))
+            held.append(Held(said.layer_range, device, _becomes_free(shard)))
             if health.p50_latency_ms > 0:
                 visit_ms = devices[0].visit_ms if devices else 0.0
                 ms = max(health.p50_latency_ms / 2, health.p50_latency_ms - visit_ms)
@@ -175,6 +213,8 @@ class Estimates:
         """Whether what asking takes there is taken already: who serves a part asks as well."""
         if view.info.node_id == self._house.node:
             return self._house.asks(model.model_id)
+        if view.progress is not None and model.model_id in view.progress.asks:
+            return True
         return any(
             (said.model_id, said.weights_sha256) == (model.model_id, model.weights_sha256)
             for said in (shard.descriptor for shard in view.shards)
@@ -198,7 +238,7 @@ class Estimates:
             return None
         name, memory, gb_s = said[1], int(float(said[2]) * 2**30), said[3]
         own = machines.get(self._house.node)
-        if own is None or not own.devices:
+        if own is None or not own.devices or not own.devices[0].speeds:
             raise BadRequest(
                 "This machine has not measured itself yet, so nothing is known of one like it.",
                 fix="Wait half a minute, and try again.",
@@ -211,63 +251,21 @@ class Estimates:
         return Machine(NodeId(f"imagined {name}"), name, (device,), rtt_ms=_UNMEASURED_MS)
 
 
-def _with_more(machine: Machine, freed_mb: int) -> Machine:
-    """The machine if so much more were free on its first device."""
-    more = [
-        replace(device, free_bytes=device.free_bytes + (freed_mb << 20)) if not number else device
-        for number, device in enumerate(machine.devices)
-    ]
-    return replace(machine, devices=tuple(more))
+def _is_measured(machine: Machine) -> bool:
+    return bool(machine.refusal) or any(device.speeds for device in machine.devices)
 
 
-def _laid(
-    model: ModelShape,
-    machines: Sequence[Machine],
-    wish: Wish,
-    before: Plan | None,
-    open_gaps: Sequence[Gap],
-    demand: Demand,
-) -> Laid:
-    """The gaps first, then whole replicas on what they leave."""
-    kept = [] if before is None else before.replicas[: wish.replicas]
-    filled: dict[Gap, tuple[Span, ...]] = {}
-    is_full = False
-    for gap in open_gaps:
-        # Two shards of the same layers on one machine are lost together.
-        same = {
-            span.node
-            for replica in kept
-            for span in replica.spans
-            if replica.number != gap.replica and overlap(span.layers, gap.layers)
-        }
-        most = max(1, demand.max_shards - gap.kept)
-        asked = replace(demand, max_shards=most)
-        shards = fill(model, machines, gap.layers, replace(asked, without=_known(same, machines)))
-        shards = shards or fill(model, machines, gap.layers, asked)
-        if shards is None:
-            is_full = True
-            continue
-        machines = beside(machines, shards)
-        filled[gap] = _spans(shards)
-    if (lacking := wish.replicas - len(kept)) < 1:
-        return Laid((), filled, is_full)
-    holding = {span.node for replica in kept for span in replica.spans}
-    pins = () if kept else tuple((pin.node, pin.layers) for pin in wish.pins)
-    asked = replace(demand, replicas=lacking, pins=pins, without=_known(holding, machines))
-    found = lay_out(model, machines, asked)
-    if found.refusal is not None:  # on machines that hold none; then on any
-        found = lay_out(model, machines, replace(asked, without=frozenset()))
-    replicas = tuple(_spans(replica.shards) for replica in found.replicas)
-    refused = found.refusal is not None and found.refusal.code == "not_enough_memory"
-    return Laid(replicas, filled, is_full or refused)
+def _freed_mb(machine: Machine, going: Collection[Span]) -> int:
+    """What gets free on a machine when these spans are gone."""
+    sizes = [h.loaded_bytes for h in machine.held if Span(machine.node_id, h.layers) in going]
+    return sum(sizes) >> 20
 
 
-def _known(nodes: Iterable[NodeId], machines: Iterable[Machine]) -> frozenset[NodeId]:
-    return frozenset(nodes) & {each.node_id for each in machines}
-
-
-def _spans(shards: Iterable[Placed]) -> tuple[Span, ...]:
-    return tuple(Span(shard.node_id, shard.layers) for shard in shards)
+def _becomes_free(shard: Advertisement) -> int:
+    """Bytes that are free once a shard is gone: its weights, and the caches promised to it."""
+    memory = shard.health.memory
+    beside_mb = memory.headroom_mb if memory is not None else 0
+    return max(0, shard.descriptor.vram_required_mb - beside_mb) << 20
 
 
 def as_json(found: Layout) -> dict[str, Any]:

@@ -191,7 +191,7 @@ class Node:
         config, held = self._config, self._held
         house = House(config, self._key.node_id, held, network, self._store)
         deployments = self._deployments = DeploymentsHere(
-            config, house, held, self._events, self.weights
+            config, house, held, self._events, self.weights, self._advertise
         )
         coordination = self._coordination = CoordinationHere(
             config, house.node, held.models, network, self._store, self._served, self._events
@@ -251,7 +251,7 @@ class Node:
             self._capacity.asker_ms, self._capacity.asked.of, self._capacity.asked.way_ms,
         )  # fmt: skip
         estimates = Estimates(around, deployments.weights)
-        deployments.house.layout = estimates.layout
+        deployments.house.layouts.planner = estimates
         return estimates
 
     # What the parts ask
@@ -298,7 +298,8 @@ class Node:
         host = self._held.host
         if host.first_command is None:
             return None
-        return Serving(self._served(), host.wanted(), self._capacity.now())
+        progress = self._deployments.progress() if self._deployments is not None else None
+        return Serving(self._served(), host.wanted(), self._capacity.now(), progress)
 
     def _served(self) -> list[Advertisement]:
         if self._is_paused:

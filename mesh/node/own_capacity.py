@@ -4,7 +4,8 @@ A process at the lowest priority measures, once nothing loads here; its result i
 of this user on this machine, until processor, device or torch is another, or hearthnet. What was
 measured beside others who computed is measured again when nobody does, and so is what serving
 contradicts; each try that is in vain is followed by a longer wait. What is free is looked at all
-the time. Part of the composition root.
+the time, told when it has moved, and told alone while nothing is measured. Part of the composition
+root.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,7 +49,6 @@ QUIET_SHARE = 0.15
 """Of the processors' time others may take so much while a machine is measured."""
 
 _MODULE = "mesh.pipeline.measuring"
-_LOOK_EVERY_S = 10.0
 _LIMIT_S = 120.0
 _STOP_S = 5.0
 _CARD_EVERY_S = 600.0
@@ -56,17 +57,22 @@ _QUIET_TRIES = 2
 """So often the first measurement waits for a quiet moment; something has to be known."""
 _NEWS = 0.1
 """A corrected speed is told when it has moved by so much."""
+_NEWS_FREE = 1 / 50
+"""What is free is told when it has moved by so much of all there is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
     """Seconds: the waits before a machine is measured at all, the last one again and again; how
     often a quiet moment is looked for to repeat what is not to be believed, and the longest pause
-    after that, each of which is twice as long as the one before."""
+    after that, each of which is twice as long as the one before; how often what is free is looked
+    at, which is a few small files of the kernel's, and on a card."""
 
     first_s: Sequence[float] = (5.0, 5.0, 5.0, 10.0, 30.0, 60.0, 60.0, 600.0, 3600.0)
     again_s: float = 60.0
     longest_s: float = 6 * 3600.0
+    look_s: float = 2.0
+    look_at_card_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,7 @@ class Kept:
 class OwnHooks:
     """`memory` is what the shard process last said is free, None without one; `is_idle` whether
     nothing loads or computes; `shards` are those that are served; `on_change` is told when speeds
-    become known or move."""
+    or what is free become known or move."""
 
     memory: Callable[[], Memory | None]
     is_idle: Callable[[], bool]
@@ -148,6 +154,8 @@ class OwnCapacity:
         self.asked = AskedTimes()
         self._told: Device | None = None
         self._main: Headroom | None = None
+        self._is_cpu = False
+        """Whether it is known, without measuring, that the device is the processor."""
         self._card: Device | None = None
         """An accelerator that nothing of this node has opened, when it was looked at last."""
         self._task: asyncio.Task[None] | None = None
@@ -162,15 +170,22 @@ class OwnCapacity:
             await end([self._task], _STOP_S)
 
     def now(self) -> Capacity | None:
-        """The device as it serves, with what is free there."""
-        if self._measured is None or self._main is None:
+        """The device as it serves, with what is free there; without speeds before they are
+        measured."""
+        main, memory = self._main, self._hooks.memory()
+        if main is None:
             return None
-        device, main = self._served.corrected(self._measured.device), self._main
-        memory = self._hooks.memory()
+        if self._measured is not None:
+            device = self._served.corrected(self._measured.device)
+        elif self._is_cpu:
+            device = Device("cpu", 0, 0)
+        else:
+            return None
         if device.kind == "cpu":
-            free_mb, total_mb = main.free_mb, main.total_mb
+            promised_mb = memory.promised_mb if memory is not None else 0
+            free_mb, total_mb = max(0, main.free_mb - promised_mb), main.total_mb
         elif memory is not None:
-            free_mb, total_mb = memory.device.free_mb, memory.device.total_mb
+            free_mb, total_mb = memory.free_mb, memory.device.total_mb
         elif self._card is not None:
             free_mb, total_mb = self._card.free_bytes >> 20, self._card.total_bytes >> 20
         else:
@@ -184,6 +199,7 @@ class OwnCapacity:
 
     async def _run(self) -> None:
         machine = await asyncio.to_thread(_machine, self._order)
+        self._is_cpu = await asyncio.to_thread(_is_cpu, self._order)
         path = self._directory / f"{hashlib.sha256(machine.encode()).hexdigest()[:16]}.json"
         self._measured = await asyncio.to_thread(_read, path, machine)
         measuring = spawn(self._measure(path, machine), "measure capacity")
@@ -193,18 +209,20 @@ class OwnCapacity:
                 with contextlib.suppress(OSError):  # what was known last has to do
                     self._main = await asyncio.to_thread(ram)
                 self._look()
-                await asyncio.sleep(_LOOK_EVERY_S)
+                await asyncio.sleep(self._pace.look_s)
         finally:
             await end([measuring, looking], _STOP_S)
 
     def _look(self) -> None:
         """Learn from what is served, and tell what has moved."""
-        if self._measured is None:
+        if self._measured is not None:
+            self._served.look(self._measured.device, self._hooks.shards())
+        capacity = self.now()
+        if capacity is None:
             return
-        self._served.look(self._measured.device, self._hooks.shards())
-        now = self._served.corrected(self._measured.device)
-        if self._main is not None and (self._told is None or _differ(now, self._told)):
-            self._told = now
+        (device,) = capacity.devices
+        if self._told is None or _differ(device, self._told):
+            self._told = device
             self._hooks.on_change()
 
     async def _watch_card(self) -> None:
@@ -218,7 +236,7 @@ class OwnCapacity:
             elif self._has_card and now - looked_at > _CARD_EVERY_S:  # also when that was in vain
                 looked_at = now
                 await self._look_at_card()
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(self._pace.look_at_card_s)
 
     @property
     def _has_card(self) -> bool:
@@ -297,8 +315,17 @@ async def _is_quiet() -> bool:
     return await asyncio.to_thread(load.share) <= QUIET_SHARE
 
 
+def _is_cpu(order: Measure) -> bool:
+    """Whether the device is surely the processor, without importing what asks it."""
+    has_card = sys.platform == "darwin" or any(Path("/dev").glob("nvidia[0-9]*"))
+    return order.device == "cpu" or (order.device == "auto" and not has_card)
+
+
 def _differ(one: Device, other: Device) -> bool:
-    """Whether a format is clearly faster or slower, or there are others."""
+    """Whether there is clearly more or less free, a format is clearly faster or slower, or there
+    are others."""
+    if abs(one.free_bytes - other.free_bytes) > _NEWS_FREE * max(one.total_bytes, 1):
+        return True
     pairs = list(zip(one.speeds, other.speeds, strict=False))
     return len(one.speeds) != len(other.speeds) or any(
         now.format != then.format or abs(now.decode_gb_s / then.decode_gb_s - 1) > _NEWS

@@ -140,7 +140,7 @@ def benches(model: ModelShape, machine: Machine, demand: Demand, quant: Quant) -
 
 def ends_bytes(model: ModelShape, device: Device) -> int:
     """What the ends take of the asker's device; the head may be held twice for a while."""
-    size = ITEMSIZE[_float_format(model, device)] / model.stored_itemsize
+    size = ITEMSIZE[float_format(model, device)] / model.stored_itemsize
     return math.ceil((model.ends_bytes + model.head_bytes) * size) + SPARE_BYTES
 
 
@@ -157,12 +157,23 @@ def ends_lack(model: ModelShape, asker: Machine, demand: Demand) -> int:
     return asking_bytes(model, memory, thin=demand.thin) - memory.free_bytes
 
 
+def shard_bytes(model: ModelShape, layers: LayerRange, name: str, positions: int) -> int:
+    """What a shard of these layers takes in this format, with caches of so many positions, as it
+    says itself before it loads: nothing is kept free beside it."""
+    weights = [size / model.stored_itemsize * ITEMSIZE[name] for size in model.layer_bytes]
+    cached = 4.0 if name in ("int8", "int4") else ITEMSIZE[name]
+    widest = max(model.layer_bytes) / model.stored_itemsize * cached
+    caches = model.kv_numbers * cached * positions * len(layers)
+    own = sum(weights[layers.start : layers.stop])
+    return math.ceil(own + caches + widest) + model.scratch_bytes + SPARE_BYTES
+
+
 def head_ms(model: ModelShape, machine: Machine, quant: Quant) -> float:
     """Milliseconds of the head for one token; 0 where the asker's speed is not known."""
     device = ends_device(machine)
     if device is None:
         return 0.0
-    name = "int8" if quant != "none" and device.kind == "cpu" else _float_format(model, device)
+    name = "int8" if quant != "none" and device.kind == "cpu" else float_format(model, device)
     speed = device.speed(name)
     if speed is None:
         return 0.0
@@ -174,7 +185,8 @@ def ends_device(machine: Machine) -> Device | None:
     return machine.devices[0] if machine.devices else None
 
 
-def _float_format(model: ModelShape, device: Device) -> str:
+def float_format(model: ModelShape, device: Device) -> str:
+    """In which numbers a device computes the model where it is not quantised."""
     return model.dtype if device.speed(model.dtype) is not None else "fp32"
 
 
@@ -183,7 +195,7 @@ def _bench(
 ) -> Bench | None:
     if quant != "none" and device.kind != "cpu":
         return None
-    name = _float_format(model, device) if quant == "none" else quant
+    name = float_format(model, device) if quant == "none" else quant
     timed = next((t for t in machine.timed if (t.device, t.format) == (device.name, name)), None)
     speed = device.speed(name)
     if timed is None and speed is None:

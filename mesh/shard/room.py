@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mesh.errors import NotEnoughMemory
@@ -46,10 +46,17 @@ class Occupant(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What was free when it was last looked at: on the device, and of main memory."""
+    """What was free when it was last looked at: on the device, and of main memory. Of the first,
+    `promised_mb` are for the caches of shards that are loaded."""
 
     device: Headroom
     ram_mb: int
+    promised_mb: int = 0
+
+    @property
+    def free_mb(self) -> int:
+        """What may be given to others."""
+        return max(0, self.device.free_mb - self.promised_mb)
 
 
 class Room:
@@ -73,7 +80,9 @@ class Room:
     async def look(self) -> Memory:
         """What is free now."""
         self._looked_at = asyncio.get_running_loop().time()
-        self.memory = await asyncio.to_thread(self._look)
+        seen = await asyncio.to_thread(self._look)
+        promised_mb = sum(each.promised_mb for each in self._occupants())
+        self.memory = replace(seen, promised_mb=promised_mb)
         return self.memory
 
     @asynccontextmanager
@@ -109,12 +118,11 @@ class Room:
     async def _make_room(self, name: str, need: ShardMemory) -> Memory:
         while True:
             memory = await self.look()
-            promised_mb = sum(each.promised_mb for each in self._occupants())
-            free_mb = memory.device.free_mb - promised_mb
+            free_mb = memory.free_mb
             if need.total_mb <= free_mb:
                 return memory
             if not await self._evict(f"{name} needs {need.total_mb} MB, {free_mb} are free"):
-                raise _refusal(name, need, memory.device, promised_mb)
+                raise _refusal(name, need, memory.device, memory.promised_mb)
 
     async def _evict(self, why: str) -> bool:
         idle = [(each.idle_s, each) for each in self._occupants()]

@@ -14,6 +14,7 @@ from mesh.cli.estimate import print_plan
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.config.sections import HostSection
+from mesh.deployments.laying import NOTHING, Beside
 from mesh.deployments.placement import AvailableNode, Gap, Laid, gaps, make_plan
 from mesh.deployments.shape import shape_of
 from mesh.deployments.weights import LocalWeights
@@ -198,7 +199,9 @@ async def test_what_a_lost_machine_held_goes_where_it_is_fastest_with_room(
     assert gap == Gap(0, lost.layers, kept=1)
 
     async def goes_to(freed_mb: dict[NodeId, int] | None = None) -> tuple[Laid, list[Span]]:
-        laid = await estimates.layout(wish, before, alive, freed_mb or {})
+        laid = await estimates.layout(wish, before, alive, Beside(freed_mb or {}))
+        if laid.refusal is not None:
+            return laid, []
         plan = make_plan(
             wish, "cd" * 32, [AvailableNode(node, node) for node in alive], before,
             asked=False, laid=laid,
@@ -214,10 +217,12 @@ async def test_what_a_lost_machine_held_goes_where_it_is_fastest_with_room(
     assert (await goes_to())[1] == [Span(FAR, lost.layers)]
     store.update(NodeInfo(FAR, "Far", "", "test"), (), capacity=cpu(1))
     laid, _ = await goes_to()
-    assert laid.is_full
+    assert laid.refusal is not None
+    for name in ("Own", "Near", "Far"):
+        assert f"{name}: no memory: one layer needs" in laid.refusal.message
     # What would be free if others rested.
     laid, spans = await goes_to({NEAR: 1000})
-    assert (laid.is_full, spans) == (False, [Span(NEAR, lost.layers)])
+    assert (laid.refusal, spans) == (None, [Span(NEAR, lost.layers)])
 
 
 @pytest.mark.parametrize("quant", ["none", "int8"])
@@ -253,7 +258,7 @@ async def test_replicas_are_laid_out_with_the_whole_cache_that_a_shard_sets_asid
         13,
         quant="none",
     )
-    laid = await estimates.layout(wish, None, {OWN, NEAR, FAR}, {})
+    laid = await estimates.layout(wish, None, {OWN, NEAR, FAR}, NOTHING)
     (spans,) = laid.replicas
     assert len(spans) > 1
     for span in spans:

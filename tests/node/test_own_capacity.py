@@ -35,7 +35,14 @@ TOLD_S = 90.0
 async def found(directory: Path, *, within_s: float, said: Memory | None = None) -> Device:
     """The device once it is known. Raises TimeoutError."""
     told = asyncio.Event()
-    own = OwnCapacity(CPU, directory, OwnHooks(lambda: said, lambda: True, list, told.set))
+
+    def changed() -> None:
+        """What is free is told first, and alone."""
+        capacity = own.now()
+        if capacity is not None and capacity.devices[0].speeds:
+            told.set()
+
+    own = OwnCapacity(CPU, directory, OwnHooks(lambda: said, lambda: True, list, changed))
     assert own.now() is None
     own.start()
     try:
@@ -75,7 +82,7 @@ async def test_a_machine_is_measured_once(tmp_path: Path) -> None:
     assert (third.free_bytes, third.total_bytes) == (100 << 20, 200 << 20)
 
 
-QUICK = Pace((0.01,), again_s=0.02, longest_s=0.05)
+QUICK = Pace((0.01,), again_s=0.02, longest_s=0.05, look_s=0.01, look_at_card_s=0.01)
 
 
 class Machine:
@@ -88,13 +95,13 @@ class Machine:
         self.made = 0
         self._shares = list(shares)
         monkeypatch.setattr(own_capacity, "_is_quiet", self._quiet)
-        monkeypatch.setattr(own_capacity, "_LOOK_EVERY_S", 0.01)
         self.told: list[float] = []
         hooks = OwnHooks(lambda: None, lambda: self.is_idle, lambda: self.shards, self._tell)
         self.own = OwnCapacity(CPU, directory, hooks, QUICK, self._measure)
 
     def _tell(self) -> None:
-        self.told.append(self.gb_s)
+        if self.gb_s and self.told[-1:] != [self.gb_s]:  # what is free may move as well
+            self.told.append(self.gb_s)
 
     async def _quiet(self) -> bool:
         return self.is_quiet
@@ -110,7 +117,8 @@ class Machine:
     @property
     def gb_s(self) -> float:
         capacity = self.own.now()
-        return capacity.devices[0].speeds[0].decode_gb_s if capacity is not None else 0.0
+        speeds = capacity.devices[0].speeds if capacity is not None else ()
+        return speeds[0].decode_gb_s if speeds else 0.0
 
     async def until(self, holds: Callable[[], bool]) -> None:
         async with asyncio.timeout(10.0):
@@ -234,6 +242,32 @@ asyncio.run(main())
     free_mb, total_mb = map(int, output.split())
     assert total_mb == 400
     assert 0 < free_mb < 400
+
+
+async def test_what_is_free_is_told_before_anything_is_measured_and_when_it_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, told = [400], []
+    monkeypatch.setattr(own_capacity, "ram", lambda: Headroom(free[0], 1000, "here"))
+    promised = Memory(Headroom(400, 1000, "here"), 400, promised_mb=30)
+
+    def changed() -> None:
+        capacity = own.now()
+        assert capacity is not None
+        told.append((capacity.devices[0].free_bytes >> 20, capacity.devices[0].speeds))
+
+    hooks = OwnHooks(lambda: promised, lambda: False, list, changed)  # never idle: not measured
+    own = OwnCapacity(CPU, tmp_path, hooks, QUICK)
+    own.start()
+    try:
+        async with asyncio.timeout(10):
+            for now_mb in (400, 390, 300):
+                free[0] = now_mb
+                while not told or (now_mb == 300 and told[-1][0] != 270):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+    finally:
+        await own.stop()
+    assert told == [(370, ()), (270, ())]  # 10 MB less are no news; promised caches are not free
 
 
 def shard_that_took(ms: float) -> Advertisement:

@@ -1,0 +1,179 @@
+"""Where the planner of `mesh.routing` lays what a deployment lacks: gaps, then replicas. Pure.
+
+What is loaded stays where it is, so that it makes no room. `Beside` says what else of a machine's
+free memory is spoken for, and which spans it has refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from mesh.capacity import Device, Speed
+from mesh.deployments.placement import Gap, Laid, overlap
+from mesh.deployments.wishes import Plan, Quant, Span, Wish
+from mesh.errors import NotEnoughMemory
+from mesh.routing.appraisal import Appraisal
+from mesh.routing.fitting import SPARE_BYTES, Bench, benches
+from mesh.routing.forecast import Placed
+from mesh.routing.gaps import beside, fill
+from mesh.routing.machines import ITEMSIZE, Demand, Held, Machine, ModelShape
+from mesh.routing.placement import Layout, lay_out
+from mesh.routing.seating import layers_within
+from mesh.types import LayerRange, NodeId
+from mesh.units import memory_size
+
+REFUSED_SHARE = (15, 16)
+"""Of what a refused span needs, a machine is believed to have so much at most: each refusal makes
+the next span there clearly smaller."""
+
+_ANY = tuple(Speed(name, 1.0, 1.0) for name in ITEMSIZE)
+"""For a machine that nobody has measured: how much fits does not depend on how fast it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """`freed_mb` are so much more than what is free of each machine, less than 0 where it is spoken
+    for. `refused` are spans for which a machine had no room."""
+
+    freed_mb: Mapping[NodeId, int] = field(default_factory=dict)
+    refused: Sequence[Span] = ()
+
+
+NOTHING = Beside()
+
+
+def lay(
+    model: ModelShape,
+    machines: Sequence[Machine],
+    wish: Wish,
+    before: Plan | None,
+    open_gaps: Sequence[Gap],
+    demand: Demand,
+    said: Beside = NOTHING,
+) -> Laid:
+    """The gaps of `before` first, then the replicas that it lacks on what they leave. `demand` says
+    who asks, in which format and with how long caches."""
+    ready = [_ready(model, each, demand, said) for each in machines]
+    kept = [] if before is None else before.replicas[: wish.replicas]
+    filled: dict[Gap, tuple[Span, ...]] = {}
+    refusal: NotEnoughMemory | None = None
+    for gap in open_gaps:
+        # Two shards of the same layers on one machine are lost together.
+        same = {
+            span.node
+            for replica in kept
+            for span in replica.spans
+            if replica.number != gap.replica and overlap(span.layers, gap.layers)
+        }
+        most = max(1, demand.max_shards - gap.kept)
+        asked = replace(demand, max_shards=most)
+        shards = fill(model, ready, gap.layers, replace(asked, without=_known(same, ready)))
+        shards = shards or fill(model, ready, gap.layers, asked)
+        if shards is None:
+            part = replace(model, layer_bytes=model.layer_bytes[gap.layers.start : gap.layers.stop])
+            found = lay_out(part, ready, asked)
+            refusal = refusal or _refusal(found, f"layers {gap.layers} of {wish.model_id}")
+            continue
+        ready = beside(ready, shards)
+        filled[gap] = _spans(shards)
+    if (lacking := wish.replicas - len(kept)) < 1:
+        return Laid((), filled, refusal)
+    holding = {span.node for replica in kept for span in replica.spans}
+    pins = () if kept else tuple((pin.node, pin.layers) for pin in wish.pins)
+    asked = replace(demand, replicas=lacking, pins=pins, without=_known(holding, ready))
+    found = lay_out(model, ready, asked)
+    if found.refusal is not None:  # on machines that hold none; then on any
+        found = lay_out(model, ready, replace(asked, without=frozenset()))
+    replicas = tuple(_spans(replica.shards) for replica in found.replicas)
+    more = f"{lacking} more of {wish.model_id}" if kept else str(wish.model_id)
+    quant: Quant = found.quant if demand.quant == "auto" and not kept else ""
+    return Laid(replicas, filled, refusal or _refusal(found, more), quant=quant)
+
+
+def rooms(
+    model: ModelShape, machines: Sequence[Machine], demand: Demand, said: Beside = NOTHING
+) -> Laid:
+    """How many layers each machine has room for, measured or not; those are left out that do not
+    say what they have."""
+    found: dict[NodeId, int] = {}
+    extra = 0
+    for machine in machines:
+        known = replace(machine, devices=tuple(map(_of_any_speed, machine.devices)))
+        ready = _ready(model, known, demand, said)
+        for bench in _benches(model, ready, demand):
+            most = layers_within(bench.seat(None))
+            found[machine.node_id] = max(found.get(machine.node_id, 0), most)
+            beside_bytes = bench.layer_bytes + bench.scratch_bytes + SPARE_BYTES
+            beside_bytes += bench.edge_bytes
+            least = min(bench.weight_bytes) + bench.cache_bytes
+            extra = max(extra, math.ceil(beside_bytes / least))
+    return Laid(rooms=found, extra=extra)
+
+
+def _of_any_speed(device: Device) -> Device:
+    return replace(device, speeds=_ANY) if device.kind == "cpu" and not device.speeds else device
+
+
+def _ready(model: ModelShape, machine: Machine, demand: Demand, said: Beside) -> Machine:
+    """The machine as it may be given layers."""
+    devices = list(machine.devices)
+    if devices:
+        devices[0] = _with_more(devices[0], said.freed_mb.get(machine.node_id, 0) << 20)
+    held = tuple(Held(each.layers) for each in machine.held)
+    ready = replace(machine, devices=tuple(devices), held=held)
+    for span in said.refused:
+        if span.node == machine.node_id:
+            ready = _humbled(model, ready, span.layers, demand)
+    return ready
+
+
+def _humbled(model: ModelShape, machine: Machine, layers: LayerRange, demand: Demand) -> Machine:
+    """The machine with less free than these layers need: it has said that it lacks that."""
+    found = _benches(model, machine, demand)
+    if not found:
+        return machine
+    part, whole = REFUSED_SHARE
+    excess = found[0].have_bytes - found[0].need(layers).total * part // whole
+    first = _with_more(machine.devices[0], -max(0, excess))
+    return replace(machine, devices=(first, *machine.devices[1:]))
+
+
+def _benches(model: ModelShape, machine: Machine, demand: Demand) -> list[Bench]:
+    for quant in model.quants:
+        if demand.quant in ("auto", quant) and (found := benches(model, machine, demand, quant)):
+            return found
+    return []
+
+
+def _with_more(device: Device, more_bytes: int) -> Device:
+    return replace(device, free_bytes=max(0, device.free_bytes + more_bytes))
+
+
+def _refusal(found: Layout, what: str) -> NotEnoughMemory | None:
+    """What a layout lacks, machine by machine; None where it lacks nothing but sense."""
+    refusal = found.refusal
+    if refusal is None or refusal.code != NotEnoughMemory.code:
+        return None
+    have = "; ".join(_room(row) for row in found.machines)
+    return NotEnoughMemory(
+        f"{what} does not fit: {refusal.message.rstrip('.')}. {have}.",
+        fix=f"{refusal.fix} Or have fewer replicas (--replicas), use other machines (--nodes), or"
+        " `hearthnet evict` what may go.",
+    )
+
+
+def _room(row: Appraisal) -> str:
+    """Of one machine, which asks as well as it serves."""
+    if row.why and not row.layers_that_fit:
+        return f"{row.name}: {row.why}"
+    return f"{row.name} has {memory_size(row.free_bytes)} free, for {row.layers_that_fit} layers"
+
+
+def _known(nodes: Iterable[NodeId], machines: Iterable[Machine]) -> frozenset[NodeId]:
+    return frozenset(nodes) & {each.node_id for each in machines}
+
+
+def _spans(shards: Iterable[Placed]) -> tuple[Span, ...]:
+    return tuple(Span(shard.node_id, shard.layers) for shard in shards)

@@ -1,0 +1,62 @@
+"""How far a node is with what it was given to hold, and the dict that carries it in a notice.
+
+It stands beside the shards in the same notice, as strictly read (`advertisement`). Older nodes
+neither say it nor read it. Whoever plans for others counts with it, and people are shown it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from mesh import codec
+from mesh.codec import MAX_TEXT, Fault, Int63, Text
+from mesh.errors import BadAdvertisement
+
+MAX_SPANS = 64
+MAX_MODELS = 64
+KEY = "progress"
+
+
+@dataclass(frozen=True, slots=True)
+class SpanProgress:
+    """A shard that is to be there and is not yet. `phase` is a word of `mesh.deployments.phases`,
+    `done_bytes` of `total_bytes` have come; `reason` says what it waits for or why it failed.
+    `lacks_memory`: the node has no room for it."""
+
+    shard_id: Text
+    phase: Text
+    done_bytes: Int63 = 0
+    total_bytes: Int63 = 0
+    reason: Annotated[str, Meta(max_length=MAX_TEXT), codec.printable] = ""
+    lacks_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProgress:
+    """The spans that a node still works at, and the models whose ends it has loaded to ask."""
+
+    spans: Annotated[tuple[SpanProgress, ...], Meta(max_length=MAX_SPANS)] = ()
+    asks: Annotated[tuple[Text, ...], Meta(max_length=MAX_MODELS)] = ()
+
+
+def shortened(reason: str) -> str:
+    """A reason as it may be told: printable, and cut where it is too long."""
+    text = "".join(each if each.isprintable() else " " for each in reason)
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
+
+
+def decode(said: object) -> NodeProgress | None:
+    """What a node said; None where it said nothing. Raises BadAdvertisement."""
+    if said is None:
+        return None
+    try:
+        return codec.convert(said, NodeProgress)
+    except Fault as fault:
+        raise BadAdvertisement(
+            f"Field {fault.field or KEY!r} of a node's progress cannot be used: {fault.why}.",
+            fix="Update hearthnet on the node that sent it.",
+            param=KEY,
+        ) from fault

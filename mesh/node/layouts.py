@@ -1,0 +1,149 @@
+"""What the planner is asked for a deployment, and told beside what it sees: what of a machine's
+memory is spoken for, and which spans were refused. Part of the composition root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+from mesh.config import Config
+from mesh.deployments.laying import Beside
+from mesh.deployments.phases import Phase, Progress
+from mesh.deployments.placement import UNKNOWN, Laid
+from mesh.deployments.reconcile import Served
+from mesh.deployments.refusals import Refusals
+from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
+from mesh.discovery.directory import ShardStore
+from mesh.errors import MeshError
+from mesh.routing.machines import ITEMSIZE
+from mesh.types import LayerRange, NodeId, ShardId
+
+LAYOUT_S = 20.0
+"""A checkpoint that is looked at for the first time is read whole; that is not waited for."""
+
+logger = logging.getLogger(__name__)
+
+
+class Planner(Protocol):
+    """`mesh.node.estimates.Estimates`, as far as deployments ask it."""
+
+    async def layout(
+        self,
+        wish: Wish,
+        before: Plan | None,
+        alive: Collection[NodeId],
+        said: Beside,
+        *,
+        evenly: bool = False,
+    ) -> Laid:
+        """Where what `before` lacks of a wish goes."""
+
+    def need_mb(self, wish: Wish, layers: LayerRange) -> int | None:
+        """What these layers take of this machine; None where nobody knows yet."""
+
+
+class Layouts:
+    """`planner` is set before anything is asked."""
+
+    def __init__(
+        self,
+        config: Config,
+        node: NodeId,
+        store: ShardStore,
+        deployments: Callable[[], Mapping[str, Deployment]],
+    ) -> None:
+        self.planner: Planner | None = None
+        self._config = config
+        self._node = node
+        self._store = store
+        self._deployments = deployments
+        self._refusals = Refusals()
+
+    async def laid_out(
+        self,
+        wish: Wish,
+        before: Plan | None,
+        freed_mb: Mapping[NodeId, int],
+        there: Collection[Served],
+        alive: Collection[NodeId],
+    ) -> Laid:
+        """Where the planner lays what `before` lacks of a wish on nodes that are `alive`, were
+        `freed_mb` more free; what is `there` is loaded. `UNKNOWN` where it cannot say in time."""
+        if self.planner is None:
+            return UNKNOWN
+        more = Counter(freed_mb)
+        more.subtract(self._spoken_for(wish, before, there))
+        said = Beside(more, self._refusals.of(wish.deployment, _now()))
+        evenly = self._config.deployments.placement == "even"
+        try:
+            async with asyncio.timeout(LAYOUT_S):
+                return await self.planner.layout(wish, before, alive, said, evenly=evenly)
+        except (MeshError, TimeoutError) as error:
+            logger.info("deployment=%s is split evenly: %s", wish.deployment, error)
+            return UNKNOWN
+
+    def need_mb(self, wish: Wish, layers: LayerRange) -> int:
+        """What these layers take; where nobody knows the model, no more than is certain: the
+        process that loads them counts again, and refuses."""
+        known = self.planner.need_mb(wish, layers) if self.planner is not None else None
+        if known is not None:
+            return known
+        quant = wish.quant or self._config.quant
+        least = ITEMSIZE["bf16" if quant == "none" else "int8" if quant == "auto" else quant]
+        part = wish.layers_mb * len(layers) / wish.total_layers
+        return math.ceil(part * least / ITEMSIZE["fp32"])
+
+    def refused(self, deployment: Deployment) -> Collection[Span]:
+        """The spans of its plan for which their machines say that they have no room."""
+        spans = deployment.plan.spans if deployment.plan is not None else ()
+        now = [span for span in spans if self._lacks(deployment.shard(span.layers), span.node)]
+        self._refusals.put(deployment.id, now, _now())
+        return now
+
+    def told(self, node: NodeId, shard: ShardId) -> Progress | None:
+        """What a node says of a shard that it works at; None where it says nothing, or speaks of a
+        phase that nobody here knows."""
+        said = [view.progress for view in self._store.nodes() if view.info.node_id == node]
+        spans = said[0].spans if said and said[0] is not None else ()
+        for each in spans:
+            if each.shard_id == shard and each.phase in Phase.__members__:
+                return Progress(
+                    Phase(each.phase),
+                    each.done_bytes,
+                    each.total_bytes,
+                    each.reason or None,
+                    each.lacks_memory,
+                )
+        return None
+
+    def _lacks(self, shard: ShardId, node: NodeId) -> bool:
+        told = self.told(node, shard)
+        return told is not None and told.lacks_memory
+
+    def _spoken_for(
+        self, wish: Wish, before: Plan | None, there: Collection[Served]
+    ) -> Mapping[NodeId, int]:
+        """MB of each machine that are for spans which are planned there and not yet loaded: those
+        of `before`, and of other deployments."""
+        plans = [(wish, before)] if before is not None else []
+        plans += [
+            (each.wish, each.plan)
+            for each in live(self._deployments())
+            if each.id != wish.deployment and each.is_wanted and each.plan is not None
+        ]
+        taken: Counter[NodeId] = Counter()
+        for one, plan in plans:
+            for span in plan.spans:
+                served = Served(span.node, one.model_id, one.weights_sha256, span.layers)
+                if served not in there:
+                    taken[span.node] += self.need_mb(one, span.layers)
+        return taken
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,130 @@
+"""What a plan makes of machines without room: refused spans, even parts, never over memory."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from mesh.capacity import Device, Speed
+from mesh.deployments.laying import Beside, lay, rooms
+from mesh.deployments.placement import AvailableNode, Laid, gaps, make_plan, without
+from mesh.deployments.refusals import RESPECTED_S, Refusals
+from mesh.deployments.wishes import Plan, Replica, Span, Wish
+from mesh.errors import NotEnoughMemory
+from mesh.routing.fitting import asking_bytes, shard_bytes
+from mesh.routing.machines import Demand, Machine, ModelShape
+from mesh.types import LayerRange, ModelId, NodeId
+
+ATTIC, KITCHEN, STUDY = NODES = [NodeId(name) for name in ("attic", "kitchen", "study")]
+LAYERS, MB, CONTEXT = 12, 1 << 20, 1024
+MODEL = ModelShape(
+    ModelId("toy"), "ab" * 32, (40 * MB,) * LAYERS, "fp32", 20 * MB, 10 * MB, 64, 2048, 10 * MB
+)
+WISH = Wish("0" * 16, MODEL.model_id, MODEL.weights_sha256, LAYERS, 480)
+ALONE = Demand(asker=ATTIC, quant="none", context=CONTEXT)
+
+
+def machine(node: NodeId, free_mb: int, *, is_measured: bool = True) -> Machine:
+    speeds = (Speed("fp32", 10.0, 50.0),) if is_measured else ()
+    return Machine(node, node, (Device("cpu", free_mb * MB, 4096 * MB, speeds),))
+
+
+def available(*machines: Machine) -> list[AvailableNode]:
+    return [AvailableNode(m.node_id, m.name, m.devices[0].free_bytes >> 20) for m in machines]
+
+
+def needs(parts: list[LayerRange], *, thin: bool = False) -> int:
+    """What these shards and asking take of a machine, as they say themselves."""
+    device = Device("cpu", 0, 0)
+    own = sum(shard_bytes(MODEL, layers, "fp32", CONTEXT) for layers in parts)
+    return own + asking_bytes(MODEL, device, thin=thin)
+
+
+def test_a_refused_span_is_made_smaller_and_the_rest_goes_elsewhere() -> None:
+    house = [machine(node, 900) for node in NODES]
+    fast = (Speed("fp32", 100.0, 500.0),)  # by what it says of itself it would get all again
+    house[2] = replace(house[2], devices=(replace(house[2].devices[0], speeds=fast),))
+    spans = (Span(ATTIC, LayerRange(0, 4)), Span(STUDY, LayerRange(4, LAYERS)))
+    plan = Plan(WISH.deployment, "ab" * 32, 0, (Replica(0, spans),), 1, asked=True)
+    refused = [spans[1]]
+    before = without(plan, refused)
+    assert before is not None
+    for _ in range(8):
+        told = Beside({ATTIC: -300}, refused)  # its part is not loaded yet
+        laid = lay(MODEL, house, WISH, before, gaps(WISH, before, NODES), ALONE, told)
+        new = make_plan(WISH, "cd" * 32, available(*house), before, asked=True, laid=laid)
+        assert spans[0] in new.spans
+        assert not set(refused) & new.spans
+        refused += [span for span in new.spans if span.node == STUDY]
+    # Whatever it is asked for it refuses: less and less of it, until nothing.
+    sizes = [len(span.layers) for span in refused]
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert STUDY not in new.nodes
+
+
+def test_refusals_are_respected_for_a_while() -> None:
+    refusals, span = Refusals(), Span(STUDY, LayerRange(0, 4))
+    refusals.put("one", [span], 0.0)
+    assert refusals.of("one", RESPECTED_S - 1) == [span]
+    assert refusals.of("other", 1.0) == []
+    assert refusals.of("one", RESPECTED_S) == []
+
+
+def test_even_parts_are_as_large_as_there_is_room() -> None:
+    house = [machine(ATTIC, 900, is_measured=False), machine(KITCHEN, 320, is_measured=False)]
+    laid = rooms(MODEL, house, ALONE)
+    small = laid.rooms[KITCHEN]
+    assert 0 < small < LAYERS // 2 < laid.rooms[ATTIC]
+    plan = make_plan(WISH, "ab" * 32, available(*house), None, asked=True, laid=laid)
+    assert {s.node: len(s.layers) for s in plan.spans} == {ATTIC: LAYERS - small, KITCHEN: small}
+    even = make_plan(WISH, "ab" * 32, available(*house), None, asked=True)
+    assert {len(span.layers) for span in even.spans} == {LAYERS // 2}  # where nobody knows
+
+    with pytest.raises(NotEnoughMemory, match=f"12 layers.*attic has room for.*{small} .320 MB"):
+        make_plan(
+            replace(WISH, replicas=2), "ab" * 32, available(*house), plan, asked=True,
+            laid=Laid(rooms={ATTIC: 2, KITCHEN: small}),
+        )  # fmt: skip
+
+
+def test_a_gap_goes_to_several_where_nobody_has_room_for_all_of_it() -> None:
+    spans = (Span(ATTIC, LayerRange(0, 4)), Span(NodeId("lost"), LayerRange(4, LAYERS)))
+    before = Plan(WISH.deployment, "ab" * 32, 0, (Replica(0, spans),), 1, asked=True)
+    house = available(*(machine(node, 900) for node in NODES))
+    laid = Laid(rooms={ATTIC: 1, KITCHEN: 4, STUDY: 5})
+    plan = make_plan(WISH, "ab" * 32, house, before, asked=False, laid=laid)
+    more = {span.node: len(span.layers) for span in plan.spans - before.spans}
+    assert more == {ATTIC: 1, KITCHEN: 3, STUDY: 4}
+    with pytest.raises(NotEnoughMemory):
+        make_plan(
+            WISH, "ab" * 32, house, before, asked=False,
+            laid=Laid(rooms={ATTIC: 1, KITCHEN: 4, STUDY: 2}),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_plan_is_ever_over_memory_asking_included(seed: int) -> None:
+    chance = random.Random(seed)
+    thin, is_measured = chance.random() < 0.3, chance.random() < 0.6
+    house = [machine(n, chance.randrange(60, 1400), is_measured=is_measured) for n in NODES]
+    demand = replace(ALONE, thin=thin, asker=chance.choice(NODES))
+    spoken = {node: -chance.choice((0, 0, 150)) for node in NODES}
+    wish, told = replace(WISH, replicas=chance.choice((1, 1, 2))), Beside(spoken)
+    plan, refusal = None, ""
+    if is_measured:
+        laid = lay(MODEL, house, wish, None, [], demand, told)
+    else:
+        laid = rooms(MODEL, house, demand, told)
+    try:
+        plan = make_plan(wish, "ab" * 32, available(*house), None, asked=True, laid=laid)
+    except NotEnoughMemory as error:
+        refusal = error.message
+    if plan is None:
+        assert all(node in refusal for node in NODES), refusal
+        return
+    for each in house:
+        parts = plan.spans_of(each.node_id)
+        free = each.devices[0].free_bytes + (spoken[each.node_id] << 20)
+        assert not parts or needs(parts, thin=thin) <= free, (each.name, parts)
