@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mesh.cli.options import StateDir, finite
 from mesh.cli.output import note
 
-_ENDING_S = 30.0
+if TYPE_CHECKING:
+    from mesh.runtime import DaemonRecord
+
+ENDING_S = 30.0
 """For the processes and the network, beside what running answers get."""
 _KILLING_S = 10.0
 
@@ -28,8 +31,6 @@ def down(
     ] = None,
 ) -> None:
     """Stop the daemon; running answers move to other nodes first, or end here."""
-    import psutil
-
     from mesh.client import not_running
     from mesh.config import load_config
     from mesh.paths import StatePaths
@@ -39,8 +40,17 @@ def down(
     record = read_daemon(StatePaths(directory).runtime_file)
     if record is None:
         raise not_running(f"No hearthnet daemon runs with the state directory {directory}.")
+    end_daemon(record, timeout)
+    note("stopped")
+
+
+def end_daemon(record: DaemonRecord, timeout: float | None, *, ending_s: float = ENDING_S) -> None:
+    """Have it stop, and kill it when it has not after `timeout` seconds; by default after its drain
+    and `ending_s`."""
+    import psutil
+
     # Jobs and then streams of the API may each take all of it.
-    wait_s = 2 * record.drain_s + _ENDING_S if timeout is None else timeout
+    wait_s = 2 * record.drain_s + ending_s if timeout is None else timeout
     try:
         process = psutil.Process(record.pid)
         process.terminate()
@@ -52,4 +62,3 @@ def down(
             process.wait(_KILLING_S)
     except psutil.NoSuchProcess:
         pass  # it went by itself, which is what was wanted
-    note("stopped")

@@ -25,11 +25,16 @@ Say = Callable[[Sequence[DecisionId], int], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """Where the log lies and whose it is."""
+    """Where the log lies and whose it is.
+
+    `snapshot_every` events lie between two snapshots: what a start after a crash has to fold again
+    at most.
+    """
 
     path: Path
     hearth_id: str
     own: NodeId
+    snapshot_every: int = 5000
 
 
 class Author:

@@ -37,9 +37,12 @@ Signed = tuple[bytes, bytes]
 class Docket:
     """One hearth's decisions. Starts empty; `load` puts in what storage holds."""
 
-    def __init__(self, hearth_id: str, rules: Rules) -> None:
+    def __init__(
+        self, hearth_id: str, rules: Rules, *, max_per_author: int = MAX_PER_AUTHOR
+    ) -> None:
         self.graph = Graph()
         self._hearth_id = hearth_id
+        self._max_per_author = max_per_author
         self._judge = rules.judge(self.graph)
         self._waiting: OrderedDict[DecisionId, SignedDecision] = OrderedDict()
         self._refused: OrderedDict[DecisionId, None] = OrderedDict()
@@ -191,7 +194,7 @@ class Docket:
     def _has_room(self, decision: SignedDecision) -> bool:
         if self._judge.is_second_history(decision):
             return self._judge.second_histories(decision.author) < MAX_SECOND_HISTORIES
-        return self._judge.signed_by(decision.author) < MAX_PER_AUTHOR
+        return self._judge.signed_by(decision.author) < self._max_per_author
 
     def _relied_on(self) -> set[DecisionId]:
         """What the waiting decisions of anchors, and of who has the recovery code, come after.

@@ -43,9 +43,6 @@ from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOT_EVERY = 5000
-"""Events between two snapshots: what a start after a crash has to fold again at most."""
-
 _MAX_JOBS = 256
 _EVENTS_PER_JOB = 64
 _OWN_FIRST, _PEERS_NEXT = 0, 1
@@ -89,6 +86,7 @@ class EventLog:
         self._jobs: asyncio.PriorityQueue[_Job] = asyncio.PriorityQueue(_MAX_JOBS)
         self._numbers = 0
         self._closing = False
+        self._snapshot_every = settings.snapshot_every
         self._since_snapshot = 0
         self._writer = asyncio.create_task(self._work(), name="event log writer")
 
@@ -336,7 +334,7 @@ class EventLog:
             for listener in self.on_change:
                 listener(change)
         self._since_snapshot += len(events)
-        if self._since_snapshot >= SNAPSHOT_EVERY:
+        if self._since_snapshot >= self._snapshot_every:
             with suppress(EventLogError):  # the events are safe; the next start folds them again
                 await self._snapshot()
 
@@ -358,4 +356,4 @@ class EventLog:
         if dumped is not None:
             await self._store.write(WriteBatch(notes={opening.SNAPSHOT: dumped}))
             await self._store.compact()
-            self._since_snapshot = 0
+        self._since_snapshot = 0

@@ -62,7 +62,8 @@ _WIDTHS = {
     "num_experts_per_tok": 2, "rotary_dim": 16, "sliding_window": 8,
 }  # fmt: skip
 _HEADS = 4
-_settled: dict[str, str] = {}
+settled: dict[str, str] = {}
+"""The verdicts that this process has reached or read, by their keys; empty: none is settled."""
 
 
 def require_proof(family: Family, cache_dir: Path | None) -> None:
@@ -77,7 +78,7 @@ def require_proof(family: Family, cache_dir: Path | None) -> None:
     digest = hashlib.sha256(structure.encode()).hexdigest()[:16]
     key = f"{family.model_type}-{transformers.__version__}-{digest}"
     file = cache_dir / f"proof-{key}.json" if cache_dir else None
-    if reason := settled_once(_settled, key, file, lambda: _verdict(family, twin)):
+    if reason := settled_once(settled, key, file, lambda: _verdict(family, twin)):
         raise _refused(family, reason)
 
 

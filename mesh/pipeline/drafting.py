@@ -35,7 +35,7 @@ _PRIOR, _GAIN = {3: 0.3, 2: 0.3, _MODEL: 0.7}, 1 / 8
 _EXTRA = 0.1
 """Of a single row's time that another is thought to take before it was measured."""
 
-_WORTH = 1.1
+WORTH = 1.1
 """How many times as fast a step with a draft must promise to be."""
 
 _ENOUGH, _TIMES = 2, 8
@@ -55,15 +55,17 @@ class Drafter:
     model may guess as many tokens as `wanted` says; `adopt` has them sent.
     """
 
-    def __init__(self, prompt: Sequence[int], most: int = MAX_DRAFT) -> None:
-        """At most `most` tokens at a time; with 0 nothing is ever drafted."""
+    def __init__(self, prompt: Sequence[int], most: int = MAX_DRAFT, worth: float = WORTH) -> None:
+        """At most `most` tokens at a time; with 0 nothing is ever drafted. A step with a draft must
+        promise to be `worth` times as fast."""
         self.drafted = self.accepted = 0
         self._most = most
         self._prompt = prompt
         self._ids: list[int] = []
         self._follows: dict[tuple[int, ...], int] = {}
         self._right = dict(_PRIOR)
-        self._paces = {count: pace for pace in [_Pace()] for count in _MATCHES} | {_MODEL: _Pace()}
+        self._paces = {count: pace for pace in [_Pace(worth)] for count in _MATCHES}
+        self._paces[_MODEL] = _Pace(worth)
         self._by = _MATCHES[0]
         self._guessed: deque[int] = deque()
         self._sent = 0
@@ -152,7 +154,8 @@ class Drafter:
 class _Pace:
     """What steps took, by their number of rows; medians, because one slow step says nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, worth: float) -> None:
+        self._worth = worth
         self._took: dict[int, deque[float]] = {}
         self._asked = 0
         self._refused, self._patience = 0, _AGAIN
@@ -175,7 +178,7 @@ class _Pace:
 
     def _best(self, right: float, sizes: Sequence[int], *, is_measured: bool) -> int:
         single, cost, extra = self._median(1), 1.0, _EXTRA
-        best, promise = 0, _WORTH
+        best, promise = 0, self._worth
         for size in sizes:
             took = self._median(1 + size) if is_measured else None
             if took and single:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mesh.errors import BadRequest, CacheFull, ContextTooLong, MeshError
 from mesh.models.candidates import Candidates, candidates_of
 from mesh.pipeline.answer import Answer
-from mesh.pipeline.drafting import MAX_DRAFT, Drafter
+from mesh.pipeline.drafting import MAX_DRAFT, WORTH, Drafter
 from mesh.pipeline.failover import Failover, FailoverSettings, LocalModel
 from mesh.pipeline.head import OutputHead
 from mesh.pipeline.history import chunk_rows
@@ -65,10 +65,11 @@ Started = tuple[GenerationSession, list[StreamFrame]]
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
     """What of the configuration the loop itself heeds: `noise` as in `mesh.pipeline.prefill`, and
-    how many tokens it drafts at a time."""
+    how many tokens it drafts at a time, and how many times as fast that must promise to be."""
 
     noise: float = 0.0
     draft_tokens: int = MAX_DRAFT
+    draft_worth: float = WORTH
 
 
 class PipelineOrchestrator:
@@ -158,7 +159,8 @@ class PipelineOrchestrator:
     ) -> _Turns:
         failover = Failover(session, self._router, self._model.hidden_size, self._failover, home)
         feed = TokenFeed(self._model, session, failover, noise=self._settings.noise)
-        drafter = Drafter(answer.prompt, self._most_drafted if _may_draft(request) else 0)
+        most = self._most_drafted if _may_draft(request) else 0
+        drafter = Drafter(answer.prompt, most, self._settings.draft_worth)
         sampler = Sampler(request.sampling, answer.prompt)
         return _Turns(feed, self._head, drafter, reader, sampler, answer)
 

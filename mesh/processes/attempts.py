@@ -40,7 +40,9 @@ class _Failure:
 class Attempts:
     """The failures of one owner's loads, by name. Times are seconds of one monotonic clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_wait_s: float = FIRST_WAIT_S) -> None:
+        """`first_wait_s` is the time that a reason gets to pass after the first failure."""
+        self._first_wait_s = first_wait_s
         self._failures: dict[str, _Failure] = {}
         self._corrupted: Counter[str] = Counter()
 
@@ -48,7 +50,7 @@ class Attempts:
         """It failed, and said why."""
         known = self._failures.get(name)
         count = 1 if known is None else known.count + 1
-        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(count - 1, 16))
+        wait_s = min(LONGEST_WAIT_S, self._first_wait_s * 2.0 ** min(count - 1, 16))
         lives, enough_mb = (known.lives, known.enough_mb) if known is not None else (0, 0)
         self._failures[name] = _Failure(error, now + wait_s, count, lives, enough_mb)
 

@@ -99,8 +99,10 @@ class ShardSupervisor(Supervisor):
         on_change: Callable[[], None],
         limits: SilenceLimits | None = None,
         module: str = "mesh.shard.process",
+        attempts: Attempts | None = None,
     ) -> None:
-        """`module` is what the process runs, something that calls `mesh.shard.process.main`."""
+        """`module` is what the process runs, something that calls `mesh.shard.process.main`;
+        `attempts` decides when a load that failed is tried again."""
         super().__init__("the shards' process", module, start, limits)
         self.requests = tuple(shards)
         self.shards: dict[ShardId, LocalShard] = {}
@@ -115,7 +117,7 @@ class ShardSupervisor(Supervisor):
         self._on_change = on_change
         self._settled = asyncio.Event()
         self._revoked: tuple[str, ...] = ()
-        self._attempts = Attempts()
+        self._attempts = attempts or Attempts()
         self._loading: dict[ShardId, asyncio.Future[LocalShard]] = {}
         self._leaving: dict[ShardId, asyncio.Future[int]] = {}
 

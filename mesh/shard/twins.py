@@ -39,7 +39,8 @@ POSITIONS = 64
 _TOLERANCE = 1e-4
 _SCHEDULE = ((0, 13), (13, 20), (20, 26), (22, 23), (23, 24), (24, 25))
 """Stretches of rows, some of them again after a rollback."""
-_settled: dict[str, str] = {}
+settled: dict[str, str] = {}
+"""The verdicts that this process has reached or read, by their keys; empty: none is settled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def require_right(way: Way, family: Family, cache_dir: Path | None) -> None:
     versions = f"{transformers.__version__}-{way.versions}"
     key = f"{way.name}-{family.model_type}-{versions}-{_hash_of(way.code)}-{digest}"
     file = cache_dir / f"{key}.json" if cache_dir else None
-    if reason := settled_once(_settled, key, file, lambda: _verdict(way, twin)):
+    if reason := settled_once(settled, key, file, lambda: _verdict(way, twin)):
         raise NotCompilable(reason)
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from mesh.cli import down
-from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord
 from tests.api.conftest import Served
 from tests.cli.conftest import Run
@@ -86,17 +83,11 @@ def test_down_gives_a_daemon_the_time_it_gives_its_answers(
     drain_s: float,
     waited: str,
     stubborn: psutil.Process,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(down, "_ENDING_S", 0.2)
-    for name in [name for name in os.environ if name.startswith("HEARTHNET_")]:
-        monkeypatch.delenv(name)
     record = DaemonRecord(
         stubborn.pid, stubborn.create_time(), "http://127.0.0.1:1", 1, 1, drain_s=drain_s
     )
-    record.write(StatePaths(tmp_path).create().runtime_file)
-    down.down(tmp_path)
+    down.end_daemon(record, None, ending_s=0.2)
     assert f"did not stop within {waited} s; killing it" in capsys.readouterr().err
     assert not stubborn.is_running() or stubborn.status() == psutil.STATUS_ZOMBIE

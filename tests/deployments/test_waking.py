@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from mesh.deployments import waking
 from mesh.deployments.placement import AvailableNode, make_plan
 from mesh.deployments.waking import Sleeper, Use, Waker
 from mesh.deployments.wishes import Deployment, Wish
 from mesh.errors import NoRoute, PipelineStalled
 from mesh.types import BringingUp, GenerationRequest, ModelId, NodeId
+from tests.simulation.virtual_loop import run_virtually
 
 A, B = NodeId("a"), NodeId("b")
 MODEL = ModelId("m")
-WISH = Wish("0" * 16, MODEL, "ab" * 32, 4, 40, minimum_s=0.0, keep_alive_s=0.3)
+WISH = Wish("0" * 16, MODEL, "ab" * 32, 4, 40, minimum_s=0.0, keep_alive_s=300.0)
 
 
 class House:
@@ -48,25 +48,26 @@ class House:
         return self._deployment
 
 
-async def slept(
-    house: House, monkeypatch: pytest.MonkeyPatch, seconds: float, *signs: Hashable
-) -> list[Wish]:
+def slept(house: House, seconds: float, *signs: Hashable) -> list[Wish]:
     """What it wishes for in so many seconds, while the signs of use change one after the other."""
-    monkeypatch.setattr(waking, "TICK_S", 0.02)
-    told: list[str] = []
-    sleeper = Sleeper(house, lambda kind, **fields: told.append(kind))
-    sleeper.start()
-    for sign in signs or (0,):
-        house.now = replace(house.now, signs=sign)
-        await asyncio.sleep(seconds / max(1, len(signs)))
-    await sleeper.stop()
-    assert len(told) == len(house.wished)
+
+    async def main() -> None:
+        told: list[str] = []
+        sleeper = Sleeper(house, lambda kind, **fields: told.append(kind))
+        sleeper.start()
+        for sign in signs or (0,):
+            house.now = replace(house.now, signs=sign)
+            await asyncio.sleep(seconds / max(1, len(signs)))
+        await sleeper.stop()
+        assert len(told) == len(house.wished)
+
+    run_virtually(main)
     return house.wished
 
 
-async def test_it_rests_when_nobody_used_it_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_rests_when_nobody_used_it_for_long() -> None:
     house = House(WISH)
-    assert await slept(house, monkeypatch, 0.8) == [replace(WISH, resting=True)]
+    assert slept(house, 900.0) == [replace(WISH, resting=True)]
 
 
 @pytest.mark.parametrize(
@@ -79,18 +80,16 @@ async def test_it_rests_when_nobody_used_it_for_long(monkeypatch: pytest.MonkeyP
     ],
     ids=["dedicated", "no keep-alive", "below its minimum time", "it rests"],
 )
-async def test_it_does_not(wish: Wish, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await slept(House(wish), monkeypatch, 0.8) == []
+def test_it_does_not(wish: Wish) -> None:
+    assert slept(House(wish), 900.0) == []
 
 
-async def test_use_keeps_it_up_and_one_node_alone_has_it_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert await slept(House(WISH), monkeypatch, 0.8, *range(8)) == []
+def test_use_keeps_it_up_and_one_node_alone_has_it_rest() -> None:
+    assert slept(House(WISH), 900.0, *range(8)) == []
     busy = House(WISH)
     busy.now = Use(is_busy=True, signs=0)
-    assert await slept(busy, monkeypatch, 0.8) == []
-    assert await slept(House(WISH, node=B), monkeypatch, 0.8) == []
+    assert slept(busy, 900.0) == []
+    assert slept(House(WISH, node=B), 900.0) == []
 
 
 class Verbs:

@@ -363,12 +363,13 @@ async def open_node(
     number: int = 0,
     hearth_id: str = HEARTH,
     accounts: ResourceLedger | None = None,
+    **settings: int,
 ) -> Node:
     """Open (or create) the log of key `number`."""
     author, clock, verifier = Author(number), FakeClock(), Verifier()
     reports: list[Report] = []
     log = await EventLog.open(
-        LogSettings(path, hearth_id, author.id),
+        LogSettings(path, hearth_id, author.id, **settings),
         rules=HearthRules(hearth_id),
         verify=verifier,
         sign=author.key.sign,

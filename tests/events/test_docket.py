@@ -41,8 +41,8 @@ from tests.events.support import CODE, HEARTH, NOTHING, Author, MemoryReplica, h
 ANCHOR, TRUSTED = TrustLevel.ANCHOR, TrustLevel.TRUSTED
 
 
-def docket() -> Docket:
-    return Docket(HEARTH, HearthRules(HEARTH))
+def docket(**limits: int) -> Docket:
+    return Docket(HEARTH, HearthRules(HEARTH), **limits)
 
 
 def offer(to: Docket, *given: SignedDecision) -> list[EventVerdict]:
@@ -208,11 +208,10 @@ def test_a_failed_write_leaves_memory_as_it_was() -> None:
     assert roster(to).anchors == (other.id,)
 
 
-def test_one_author_cannot_fill_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_author_cannot_fill_the_log() -> None:
     """An anchor gone mad signs without end; others' decisions are taken in all the same."""
-    monkeypatch.setattr(docket_module, "MAX_PER_AUTHOR", 60)
     _, (founder, mad), events = anchors()
-    to = docket()
+    to = docket(max_per_author=60)
     offer(to, *events)
     flood, parents = [], to.tips
     for number in range(100):

@@ -305,17 +305,13 @@ async def test_damaged_decisions_come_back_from_peers_and_lose_nobody(tmp_path: 
     await node.log.close()
 
 
-async def test_a_repair_that_was_interrupted_is_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_repair_that_was_interrupted_is_finished(tmp_path: Path) -> None:
     path, events = tmp_path / "events.db", story()
     await fill(path, events)
-    real = repair._swap
-    monkeypatch.setattr(repair, "_swap", lambda path: path)
     await asyncio.to_thread(repair.repair, path, HEARTH)
-    monkeypatch.setattr(repair, "_swap", real)
-    for name in names(tmp_path) - {"events.db.repaired"}:
+    for name in names(tmp_path) - {"events.db"}:
         (tmp_path / name).unlink()
+    path.rename(tmp_path / "events.db.repaired")
     # That is the moment between moving the old file away and the new one in.
     assert names(tmp_path) == {"events.db.repaired"}
     node = await open_node(path, 9)

@@ -22,7 +22,6 @@ from mesh.errors import (
     LogRefused,
     SchemaTooNew,
 )
-from mesh.events import log as log_module
 from mesh.events.intake import Received
 from mesh.events.log import LogChange
 from mesh.events.messages import Pull
@@ -103,10 +102,9 @@ async def test_a_start_from_the_snapshot_equals_a_start_from_the_events(path: Pa
 
 
 async def test_snapshots_are_taken_on_the_way_and_replace_each_other(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path,
 ) -> None:
-    monkeypatch.setattr(log_module, "SNAPSHOT_EVERY", 10)
-    node = await open_node(path)
+    node = await open_node(path, snapshot_every=10)
     await found(node)
     for number in range(25):
         await node.log.append(MODEL_PUBLISHED, {"model_id": str(number)})

@@ -15,10 +15,7 @@ from tests.events.support import found, open_node
 
 
 async def main(path: Path, snapshot_every: int) -> None:
-    from mesh.events import log
-
-    log.SNAPSHOT_EVERY = snapshot_every
-    node = await open_node(path)
+    node = await open_node(path, snapshot_every=snapshot_every)
     if not len(node.log.docket.graph):
         await found(node)
     while True:

@@ -13,7 +13,7 @@ from mesh.types import Done, ShardStatus, StreamFrame, TokenDelta
 from mesh.wire.messages import Result
 from tests.health.watched import PROMPT, Watched, tokens_of, watched
 from tests.pipeline.toy_mesh import ToyNetwork, ToyShard, expected_tokens, toy_request
-from tests.simulation.virtual_loop import run_virtually
+from tests.simulation.virtual_loop import pass_time, run_virtually
 from tests.wire.memory import MemoryLink
 
 CEILING_S = 30.0
@@ -234,15 +234,11 @@ def test_a_pause_of_our_own_is_not_held_against_the_hops() -> None:
     async def main() -> None:
         watching = Watching(spare=True)
         case.append(watching)
-        loop = asyncio.get_running_loop()
         for shard in watching.network.shards.values():
             paced(shard, lambda number: STEP_S)
 
         async def pausing(mesh: Watched) -> None:
-            def pause() -> None:
-                loop._selector.now += 40.0  # type: ignore[attr-defined]
-
-            loop.call_later(0.5, pause)
+            asyncio.get_running_loop().call_later(0.5, pass_time, 40.0)
             await watching.ask(mesh)
 
         await watching.run(pausing)

@@ -14,7 +14,7 @@ from mesh.types import ShardStatus
 from tests.health.test_stalls import CEILING_S, STEP_S, Watching
 from tests.health.watched import Watched, tokens_of, watched
 from tests.pipeline.toy_mesh import ToyNetwork, expected_tokens, toy_request
-from tests.simulation.virtual_loop import run_virtually
+from tests.simulation.virtual_loop import pass_time, run_virtually
 
 COUNT = 30
 
@@ -118,9 +118,8 @@ def test_a_silent_hop_is_noticed_by_an_asker_that_is_never_idle(turn_s: float) -
     case.shards[1].before_step = lambda step: False
 
     async def busy() -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            loop._selector.now += turn_s  # type: ignore[attr-defined]
+            pass_time(turn_s)
             await asyncio.sleep(0)
 
     async def body(mesh: Watched) -> None:
@@ -141,10 +140,9 @@ def test_answers_that_lay_unread_while_we_were_busy_do_not_make_a_hop_slow() -> 
 
     async def body(mesh: Watched) -> None:
         async def pausing() -> None:
-            loop = asyncio.get_running_loop()
             for _ in range(20):
                 await asyncio.sleep(5.3 * STEP_S)
-                loop._selector.now += 40.0  # type: ignore[attr-defined]
+                pass_time(40.0)
 
         asks = [asyncio.create_task(case.ask(mesh, n), name=f"ask {n}") for n in range(1, 6)]
         await asyncio.gather(*asks, pausing())

@@ -17,7 +17,8 @@ from mesh.clock import SystemClock
 from mesh.pipeline import wire_dtype
 from mesh.pipeline.checkpoint import load_asker
 from mesh.pipeline.commands import AskerOptions, Thin
-from mesh.pipeline.generation import PipelineOrchestrator
+from mesh.pipeline.drafting import WORTH
+from mesh.pipeline.generation import LoopSettings, PipelineOrchestrator
 from mesh.pipeline.hop import Patience
 from mesh.pipeline.links import HopLinks
 from mesh.pipeline.model import AskerModel
@@ -59,6 +60,8 @@ class Spread:
         self.model = model
         self.model_id = model_id
         self.host = host
+        self.draft_worth = WORTH
+        """How many times as fast a step with a draft must promise to be."""
         self._allowed: list[ShardDescriptor] = []
         self._router = ShardRouter(self, CoverRules(remote_ends=model.ends is None))
         self._sessions = Sessions(
@@ -93,8 +96,9 @@ class Spread:
     ) -> AsyncIterator[StreamFrame]:
         """The frames of a request."""
         orchestrator = PipelineOrchestrator(
-            self.model, self._sessions, self._router, wire_dtype=wire
-        )
+            self.model, self._sessions, self._router, wire_dtype=wire,
+            settings=LoopSettings(draft_worth=self.draft_worth),
+        )  # fmt: skip
         return orchestrator.chat(replace(request, model=self.model_id))
 
     async def generate(self, request: GenerationRequest, wire: WireDtype = WireDtype.FP32) -> Done:

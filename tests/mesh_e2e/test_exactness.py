@@ -14,7 +14,6 @@ import pytest_asyncio
 import torch
 
 from mesh.models.builtin import checkpoint_dir
-from mesh.pipeline import drafting
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange, ModelId, SamplingParams, WireDtype
 from tests import secure
@@ -101,12 +100,10 @@ async def test_one_to_four_hops_equal_hugging_face(family: str, house: House) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_verified_drafts_equal_hugging_face(
-    family: str, house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_verified_drafts_equal_hugging_face(family: str, house: House) -> None:
     """A prompt that repeats itself, and an answer that these models soon repeat."""
-    monkeypatch.setattr(drafting, "_WORTH", 0.0)  # they are sent whatever they cost just now
     async with house.asking(family) as (directory, mesh):
+        mesh.draft_worth = 0.0  # they are sent whatever they cost just now
         prompt = prompt_ids(384, 12, seed=3) * 6
         ids, _ = hugging_face(directory, prompt, REPEATING)
         await mesh.use(split(LAYERS, 2))
@@ -116,10 +113,10 @@ async def test_verified_drafts_equal_hugging_face(
 
 
 async def test_seeded_answers_are_the_same_with_and_without_drafts(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    house: House,
 ) -> None:
-    monkeypatch.setattr(drafting, "_WORTH", 0.0)
     async with house.asking("llama") as (_, mesh):
+        mesh.draft_worth = 0.0
         await mesh.use(split(LAYERS, 2))
         accepted = 0
         for seed in range(4):

@@ -11,7 +11,6 @@ import pytest
 import pytest_asyncio
 
 from mesh.models.builtin import checkpoint_dir
-from mesh.pipeline import drafting
 from mesh.types import LayerRange, ModelId, SamplingParams, WireDtype
 from tests import secure
 from tests.checkpoints import make_checkpoint
@@ -59,11 +58,11 @@ async def pairs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("hops", [1, 3])
 async def test_a_thin_asker_says_what_hugging_face_says(
-    name: str, hops: int, pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+    name: str, hops: int, pairs: dict[str, Pair]
 ) -> None:
     """Greedy, also where drafts are verified; its whole rows are those of the head here, too."""
-    monkeypatch.setattr(drafting, "_WORTH", 0.0)
     directory, layers, _, thin = pairs[name]
+    thin.draft_worth = 0.0
     assert thin.model.ends is None
     await thin.use(split(layers, hops))
     prompt = [30 + i for i in range(12)] * 12  # more than a chunk

@@ -22,8 +22,8 @@ from tests.models.conftest import Checkpoint
 
 
 @pytest.fixture(autouse=True)
-def _forget_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "_settled", {})
+def _forget_verdicts() -> None:
+    proof.settled.clear()
 
 
 @pytest.mark.parametrize("family", ["stablelm", "starcoder2", "olmoe"])
@@ -81,7 +81,7 @@ def test_verdict_is_reached_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     for _ in range(2):
         with pytest.raises(UnsupportedFamily):
             proof.require_proof(family, tmp_path)
-    proof._settled.clear()
+    proof.settled.clear()
     with pytest.raises(UnsupportedFamily, match="differs from the whole"):
         proof.require_proof(family, tmp_path)
     assert len(compared) == 1
@@ -125,9 +125,7 @@ def test_proof_leaves_the_random_state_alone() -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_tested_types_are_not_proved_again(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(proof, "_compare", None)
+def test_tested_types_are_not_proved_again(checkpoint: Checkpoint) -> None:
     manifest = read_manifest(checkpoint("llama", layers=3))
     load_span(manifest, LayerRange(0, 1), dtype=torch.float32, device=CPU)
+    assert not proof.settled

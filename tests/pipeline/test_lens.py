@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from mesh.errors import BadRequest, ContextTooLong, NoRoute, ShardCorrupt
-from mesh.pipeline import lens
+from mesh.pipeline.lens import MAX_BYTES
 from mesh.routing.cover import key_of
 from mesh.types import LayerRange
 from mesh.wire.messages import Step, WireTensor
 from tests.health.watched import watched
 from tests.pipeline.toy_mesh import (
+    HIDDEN,
     TOTAL_LAYERS,
     ToyEnds,
     ToyNetwork,
@@ -143,13 +144,14 @@ async def test_what_a_liar_had_a_part_in_is_not_shown() -> None:
         await mesh.engine.close()
 
 
-async def test_a_text_too_long_or_empty_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_text_too_long_or_empty_is_refused() -> None:
     network = ToyNetwork()
     network.add("0-7")
-    monkeypatch.setattr(lens, "MAX_BYTES", 4 * 4 * TOTAL_LAYERS * 5)
+    most = MAX_BYTES // (4 * HIDDEN * TOTAL_LAYERS)
     with watched(network) as mesh:
-        with pytest.raises(ContextTooLong, match=r"6 tokens; a lens over .* takes 5"):
-            await mesh.engine.lens(toy_request(PROMPT, 1), 1)
+        refusal = rf"{most + 1} tokens; a lens over .* takes {most}"
+        with pytest.raises(ContextTooLong, match=refusal):
+            await mesh.engine.lens(toy_request([1] * (most + 1), 1), 1)
         with pytest.raises(BadRequest, match="no tokens"):
             await mesh.engine.lens(toy_request([], 1), 1)
         assert not network.shards[1000].reserved

@@ -142,8 +142,8 @@ def test_what_is_misread_is_refused_on_the_twin_and_at_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = outputs(by_modules("gemma2"))
-    monkeypatch.setattr(twins, "_settled", {})
-    monkeypatch.setitem(parts._ACTIVATION_NAMES, "gelu_pytorch_tanh", "silu")
+    twins.settled.clear()
+    monkeypatch.setitem(parts.ACTIVATION_NAMES, "gelu_pytorch_tanh", "silu")
     with pytest.raises(NotCompilable, match="were not taken"):
         require_lean(family_of(checkpoint("gemma2")), None)
     span = runtime("gemma2")

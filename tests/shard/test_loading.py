@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mesh.errors import DeviceFailed, NotEnoughMemory, ShardCorrupt
-from mesh.processes import attempts
+from mesh.processes.attempts import Attempts
 from mesh.processes.headroom import ram
 from mesh.shard.footprint import position_bytes
 from mesh.shard.supervisor import ShardSupervisor
@@ -80,12 +80,9 @@ async def test_an_idle_shard_goes_for_one_that_is_wanted_and_its_footprint_is_to
         assert 0 < host.memory.device.free_mb <= host.memory.device.total_mb
 
 
-async def test_a_load_that_killed_its_process_is_told_and_not_repeated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(attempts, "FIRST_WAIT_S", 0.5)
-    doomed = shard(doomed_host.KILLED, caches_mb=1000)
-    async with hosted(doomed, shard("good"), module=DOOMED) as (host, sees):
+async def test_a_load_that_killed_its_process_is_told_and_not_repeated() -> None:
+    doomed, attempts = shard(doomed_host.KILLED, caches_mb=1000), Attempts(first_wait_s=0.5)
+    async with hosted(doomed, shard("good"), module=DOOMED, attempts=attempts) as (host, sees):
         error = host.failed[named(doomed_host.KILLED)]
         assert isinstance(error, NotEnoughMemory)
         assert "was killed" in error.message
@@ -101,11 +98,9 @@ async def test_a_load_that_killed_its_process_is_told_and_not_repeated(
         assert list(host.failed) == [named(doomed_host.KILLED)]
 
 
-async def test_a_load_that_failed_for_a_passing_reason_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(attempts, "FIRST_WAIT_S", 2.0)
-    async with hosted(shard(doomed_host.STUMBLES), module=DOOMED) as (host, sees):
+async def test_a_load_that_failed_for_a_passing_reason_is_tried_again() -> None:
+    attempts, stumbling = Attempts(first_wait_s=2.0), shard(doomed_host.STUMBLES)
+    async with hosted(stumbling, module=DOOMED, attempts=attempts) as (host, sees):
         assert isinstance(host.failed[named(doomed_host.STUMBLES)], DeviceFailed)
         await sees(lambda: len(host.serving) == 1)
         assert not host.failed

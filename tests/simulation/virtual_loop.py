@@ -44,6 +44,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._selector.now
 
+    def advance(self, seconds: float) -> None:
+        """So much time passes while one callback runs, as when the processor is taken away."""
+        self._selector.now += seconds
+
     def _process_events(self, event_list: list[Any]) -> None:
         """There are none."""
 
@@ -60,6 +64,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         except Exception as error:  # noqa: BLE001 - whoever awaits it gets it
             future.set_exception(error)
         return future
+
+
+def pass_time(seconds: float) -> None:
+    """See `VirtualLoop.advance`, of the loop that runs."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    loop.advance(seconds)
 
 
 def run_virtually(main: Callable[[], Coroutine[Any, Any, T]]) -> T:

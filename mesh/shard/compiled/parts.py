@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_ACTIVATION_NAMES = {
+ACTIVATION_NAMES = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu",
 }  # fmt: skip
@@ -177,7 +177,7 @@ def _attention(reader: _Reader, config: Any, index: int) -> Attention:
 def _feed_forward(reader: _Reader, config: Any) -> FeedForward:
     names = ("hidden_act", "hidden_activation", "activation_function")
     named = next((n for n in (getattr(config, name, None) for name in names) if n), None)
-    activation = _ACTIVATION_NAMES.get(str(named))
+    activation = ACTIVATION_NAMES.get(str(named))
     if activation is None:
         raise NotCompilable(f"its activation is {named}")
     both = reader.find("mlp.gate_up_proj")
