@@ -95,21 +95,30 @@ def lay(
 def rooms(
     model: ModelShape, machines: Sequence[Machine], demand: Demand, said: Beside = NOTHING
 ) -> Laid:
-    """How many layers each machine has room for, measured or not; those are left out that do not
-    say what they have."""
+    """How many layers each machine has room for, measured or not, of further replicas as well;
+    those are left out that do not say what they have."""
     found: dict[NodeId, int] = {}
     extra = 0
     for machine in machines:
         known = replace(machine, devices=tuple(map(_of_any_speed, machine.devices)))
         ready = _ready(model, known, demand, said)
         for bench in _benches(model, ready, demand):
-            most = layers_within(bench.seat(None))
+            most = _room(bench)
             found[machine.node_id] = max(found.get(machine.node_id, 0), most)
             beside_bytes = bench.layer_bytes + bench.scratch_bytes + SPARE_BYTES
             beside_bytes += bench.edge_bytes
             least = min(bench.weight_bytes) + bench.cache_bytes
             extra = max(extra, math.ceil(beside_bytes / least))
     return Laid(rooms=found, extra=extra)
+
+
+def _room(bench: Bench) -> int:
+    """Layers that the bench has room for: more than the model has where it takes several times."""
+    seat = bench.seat(None)
+    most = layers_within(seat)
+    if most < len(seat.layer_bytes):
+        return most
+    return most + (seat.room_bytes - sum(seat.layer_bytes)) // max(seat.layer_bytes)
 
 
 def _of_any_speed(device: Device) -> Device:
@@ -156,7 +165,7 @@ def _refusal(found: Layout, what: str) -> NotEnoughMemory | None:
     refusal = found.refusal
     if refusal is None or refusal.code != NotEnoughMemory.code:
         return None
-    have = "; ".join(_room(row) for row in found.machines)
+    have = "; ".join(_appraised(row) for row in found.machines)
     return NotEnoughMemory(
         f"{what} does not fit: {refusal.message.rstrip('.')}. {have}.",
         fix=f"{refusal.fix} Or have fewer replicas (--replicas), use other machines (--nodes), or"
@@ -164,7 +173,7 @@ def _refusal(found: Layout, what: str) -> NotEnoughMemory | None:
     )
 
 
-def _room(row: Appraisal) -> str:
+def _appraised(row: Appraisal) -> str:
     """Of one machine, which asks as well as it serves."""
     if row.why and not row.layers_that_fit:
         return f"{row.name}: {row.why}"

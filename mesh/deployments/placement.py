@@ -171,7 +171,7 @@ class Rooms:
     def refusal(self, wish: Wish, layers: int) -> NotEnoughMemory:
         """So many layers do not fit."""
         said = "; ".join(
-            f"{each.name} has room for {max(0, self._left[each.node])}"
+            f"{each.name} has room for {max(0, min(self._left[each.node], wish.total_layers))}"
             + (f" ({each.free_mb} MB are free)" if each.free_mb is not None else "")
             for each in self._machines
             if each.node in self._left

@@ -88,8 +88,7 @@ class ShardSupervisor(Supervisor):
     """Runs the shard process and keeps the list of what it serves.
 
     `shards` are advertised; `private` ones were loaded with `ensure`, for this node alone.
-    `sessions` says who has which session open here, as `ShardService.sessions`, and `accounts` who
-    holds what, as `ShardService.reports`.
+    `sessions` and `accounts` say who has what open and holds what, as `mesh.shard.service` does.
     """
 
     def __init__(
@@ -101,8 +100,7 @@ class ShardSupervisor(Supervisor):
         module: str = "mesh.shard.process",
         attempts: Attempts | None = None,
     ) -> None:
-        """`module` is what the process runs, something that calls `mesh.shard.process.main`;
-        `attempts` decides when a load that failed is tried again."""
+        """`module` calls `mesh.shard.process.main`; `attempts` says when a load is tried again."""
         super().__init__("the shards' process", module, start, limits)
         self.requests = tuple(shards)
         self.shards: dict[ShardId, LocalShard] = {}

@@ -89,6 +89,18 @@ def test_even_parts_are_as_large_as_there_is_room() -> None:
         )  # fmt: skip
 
 
+def test_replicas_of_a_small_model_share_no_machine_for_a_layer() -> None:
+    small = replace(MODEL, layer_bytes=(MB // 16,) * LAYERS, ends_bytes=MB, head_bytes=MB)
+    house = [machine(node, 2000, is_measured=False) for node in NODES]
+    laid = rooms(small, house, ALONE)
+    assert 2 * laid.extra > LAYERS  # three shards cost more than the model has layers
+    wish = replace(WISH, replicas=3)
+    plan = make_plan(wish, "ab" * 32, available(*house), None, asked=True, laid=laid)
+    for node in NODES:
+        here = [layer for part in plan.spans_of(node) for layer in range(part.start, part.stop)]
+        assert sorted(here) == list(range(LAYERS))
+
+
 def test_a_gap_goes_to_several_where_nobody_has_room_for_all_of_it() -> None:
     spans = (Span(ATTIC, LayerRange(0, 4)), Span(NodeId("lost"), LayerRange(4, LAYERS)))
     before = Plan(WISH.deployment, "ab" * 32, 0, (Replica(0, spans),), 1, asked=True)

@@ -237,7 +237,7 @@ def test_a_deployment_rests_without_use_and_who_may_wakes_it(house: dict[str, Lo
             if line.startswith("data: {")
         ]
     events = [c["hearthnet"]["event"] for c in chunks if "event" in c.get("hearthnet", {})]
-    assert {event["type"] for event in events} == {"bringing_up"}
+    assert {event["type"] for event in events} == {"bringing_up"}, events
     assert events[0]["phase"] in {"QUEUED", "PROVISIONING", "DEPLOYING"}
     assert chunks[-1]["hearthnet"]["token_ids"] == expected
     assert row(study)["level"] == "HOT"

@@ -48,7 +48,7 @@ class ToySpan:
 
     device = torch.device("cpu")
     dtype = torch.float32
-    batched = False
+    batch_rows = 0
     """Else rows would wait for each other by what they really take, which no seed says."""
 
     def new_cache(self, max_tokens: int, hooks: Sequence[Any] = ()) -> ToyCache:
