@@ -38,11 +38,11 @@ class Docket:
     """One hearth's decisions. Starts empty; `load` puts in what storage holds."""
 
     def __init__(
-        self, hearth_id: str, rules: Rules, *, max_per_author: int = MAX_PER_AUTHOR
+        self, hearth_id: str, rules: Rules, *, max_per_author: int | None = None
     ) -> None:
         self.graph = Graph()
         self._hearth_id = hearth_id
-        self._max_per_author = max_per_author
+        self._max_per_author = MAX_PER_AUTHOR if max_per_author is None else max_per_author
         self._judge = rules.judge(self.graph)
         self._waiting: OrderedDict[DecisionId, SignedDecision] = OrderedDict()
         self._refused: OrderedDict[DecisionId, None] = OrderedDict()

@@ -128,6 +128,7 @@ SEEN_AT = {
 @pytest.mark.parametrize("safeguard", SAFEGUARDS)
 def test_without_its_safeguard_a_bound_breaks(safeguard: str) -> None:
     without, what = SAFEGUARDS[safeguard]
+    assert not run(SEEN_AT[safeguard]).broken
     with without():
         broken = run(SEEN_AT[safeguard]).broken
     assert any(what in each for each in broken), broken
