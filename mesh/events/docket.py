@@ -37,9 +37,7 @@ Signed = tuple[bytes, bytes]
 class Docket:
     """One hearth's decisions. Starts empty; `load` puts in what storage holds."""
 
-    def __init__(
-        self, hearth_id: str, rules: Rules, *, max_per_author: int | None = None
-    ) -> None:
+    def __init__(self, hearth_id: str, rules: Rules, *, max_per_author: int | None = None) -> None:
         self.graph = Graph()
         self._hearth_id = hearth_id
         self._max_per_author = MAX_PER_AUTHOR if max_per_author is None else max_per_author
