@@ -142,7 +142,12 @@ def mesh(directory: Path, root: Path, layers: int, flags: tuple[str, str]) -> It
     spans = (("first", f"0-{half - 1}"), ("second", f"{half}-{layers - 1}"), ("asker", "none"))
     with contextlib.ExitStack() as stack:
         nodes = [
-            LocalNode(name, root / f"{quant}-{name}", (*common, "--layers", span), environment)
+            LocalNode(
+                name,
+                root / f"{directory.name}-{quant}-{name}",
+                (*common, "--layers", span),
+                environment,
+            )
             for name, span in spans
         ]
         start_hearth(nodes, stack)
