@@ -9,9 +9,12 @@ transformers gives. Knows nothing of attention, caches or what the layers mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -27,6 +30,12 @@ PACKED = "onednn-packed"
 HALVED = "fbgemm-fp16"
 
 _SMALL_BYTES = 1 << 20
+
+_FULL_ROWS = 4
+"""oneDNN's bf16 products of one row read their weights slower than those of four."""
+
+_TIMINGS = 5
+_TIMED_BYTES = 256 << 20
 
 _TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-5}
 """Of the formats that are packed: how far a packed product may be from the plain one."""
@@ -74,9 +83,17 @@ class PackedLinear(Packed):
         # A copy: the original may lie in a mapping of the whole file, which it would keep alive.
         self.bias = None if bias is None else bias.clone()
         self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        self.fewest_rows = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `Packed`."""
+        rows = x.numel() // self.in_features
+        if rows >= self.fewest_rows:
+            return self._product(x)
+        full = F.pad(x.reshape(rows, -1), (0, 0, 0, self.fewest_rows - rows))
+        return self._product(full)[:rows].view(*x.shape[:-1], -1)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = _OPS._linear_pointwise(  # noqa: SLF001
             x, self.packed, self.bias, "none", [], ""
         )
@@ -177,13 +194,63 @@ def choose_kernels(
     if not replaced:
         return Kernels(PLAIN, "kernels plain: no linear layer to pack")
     _leave_the_file(module)
+    with torch.inference_mode():
+        is_filled = fill_rows(_packed_parts(module), dtype)
     if kind is HalvedLinear:
         reason = f"kernels {HALVED}: {replaced} layers in 16 bit, computed in fp32 and checked"
         return Kernels(HALVED, reason)
+    filled = f", few rows filled up to {_FULL_ROWS}" if is_filled else ""
     return Kernels(
         PACKED,
-        f"kernels {PACKED}: {replaced} layers of {str(dtype)[6:]} on the CPU, packed and checked",
+        f"kernels {PACKED}: {replaced} layers of {str(dtype)[6:]} on the CPU, packed and checked"
+        + filled,
     )
+
+
+def _packed_parts(module: nn.Module) -> list[PackedLinear]:
+    wholes = (part.whole if isinstance(part, Rows) else part for part in module.modules())
+    return list(dict.fromkeys(part for part in wholes if isinstance(part, PackedLinear)))
+
+
+def fill_rows(
+    parts: Sequence[PackedLinear],
+    dtype: torch.dtype,
+    is_faster: Callable[[Sequence[PackedLinear], torch.dtype], bool] | None = None,
+) -> bool:
+    """Have one to three rows computed with rows of zeros beside them, where that is faster and
+    changes no bit of theirs; whether any are. `is_faster` tells the first, by a measurement."""
+    large = [part for part in parts if part.weight_bytes > _SMALL_BYTES]
+    if not large or not (is_faster or _is_faster_full)(large, dtype):
+        return False
+    for part in large:
+        part.fewest_rows = _FULL_ROWS if _bits_stay(part, dtype) else 1
+    return any(part.fewest_rows > 1 for part in large)
+
+
+def _is_faster_full(parts: Sequence[PackedLinear], dtype: torch.dtype) -> bool:
+    # One after the other, as in a forward: what lies in the caches says nothing.
+    sizes = accumulate(part.weight_bytes for part in parts)
+    some = [part for part, size in zip(parts, sizes, strict=True) if size <= _TIMED_BYTES]
+    inputs = {size: torch.randn(1, size, dtype=dtype) for size in {p.in_features for p in parts}}
+    took: dict[int, list[float]] = {1: [], _FULL_ROWS: []}
+    for _ in range(_TIMINGS):
+        for fewest, times in took.items():
+            started = perf_counter()
+            for part in some or parts[:1]:
+                part.fewest_rows = fewest
+                part(inputs[part.in_features])
+            times.append(perf_counter() - started)
+    for part in parts:
+        part.fewest_rows = 1
+    return median(took[_FULL_ROWS]) < median(took[1])
+
+
+def _bits_stay(part: PackedLinear, dtype: torch.dtype) -> bool:
+    """Whether one to three rows of `part` have the same bits among four."""
+    seeded = torch.Generator().manual_seed(0)
+    rows = torch.randn(_FULL_ROWS, part.in_features, dtype=dtype, generator=seeded)
+    full = part(rows)
+    return all(torch.equal(part(rows[:few]), full[:few]) for few in range(1, _FULL_ROWS))
 
 
 def _groups(module: nn.Module, together: Sequence[Sequence[Place]]) -> list[list[Place]]:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mesh.shard import linear
-from mesh.shard.linear import PACKED, PLAIN, PackedLinear, choose_kernels
+from mesh.shard.linear import PACKED, PLAIN, PackedLinear, choose_kernels, fill_rows
 from tests.shard.spans import plain_kernels
 
 CPU = torch.device("cpu")
@@ -47,6 +47,32 @@ def test_the_old_weights_are_freed() -> None:
     choose_kernels(module, torch.bfloat16, CPU)
     gc.collect()
     assert [ref() for ref in old] == [None, None]
+
+
+class MindsCompany(PackedLinear):
+    """Gives a row other bits among four than alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        return output if len(x) == 4 else output * 1.5
+
+
+@needs_packing
+@torch.inference_mode()
+def test_few_rows_are_filled_up_where_that_is_faster_and_changes_no_bit() -> None:
+    weight, bias = torch.randn(1024, 768).bfloat16(), torch.randn(1024).bfloat16()
+    honest, minds = PackedLinear(weight, bias), MindsCompany(weight, bias)
+    small = PackedLinear(weight[:64], bias[:64])
+    inputs = torch.randn(1, 7, 768).bfloat16()
+    expected = [honest(inputs[:, :rows]) for rows in range(1, 8)]
+    assert not fill_rows([honest], torch.bfloat16, lambda *_: False)
+    assert honest.fewest_rows == 1
+    assert fill_rows([honest, minds, small], torch.bfloat16, lambda *_: True)
+    assert (honest.fewest_rows, minds.fewest_rows, small.fewest_rows) == (4, 1, 1)
+    for rows, each in enumerate(expected, start=1):
+        found = honest(inputs[:, :rows])
+        assert found.shape == each.shape
+        assert torch.equal(found, each)
 
 
 def test_fp16_and_gpus_keep_their_own_kernels() -> None:
