@@ -88,9 +88,9 @@ class PackedLinear(Packed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See `Packed`."""
         rows = x.numel() // self.in_features
-        if rows >= self.fewest_rows:
+        if not 0 < rows < self.fewest_rows:
             return self._product(x)
-        full = F.pad(x.reshape(rows, -1), (0, 0, 0, self.fewest_rows - rows))
+        full = F.pad(x.reshape(rows, self.in_features), (0, 0, 0, self.fewest_rows - rows))
         return self._product(full)[:rows].view(*x.shape[:-1], -1)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
@@ -194,11 +194,11 @@ def choose_kernels(
     if not replaced:
         return Kernels(PLAIN, "kernels plain: no linear layer to pack")
     _leave_the_file(module)
-    with torch.inference_mode():
-        is_filled = fill_rows(_packed_parts(module), dtype)
     if kind is HalvedLinear:
         reason = f"kernels {HALVED}: {replaced} layers in 16 bit, computed in fp32 and checked"
         return Kernels(HALVED, reason)
+    with torch.inference_mode():
+        is_filled = fill_rows(_packed_parts(module), dtype)
     filled = f", few rows filled up to {_FULL_ROWS}" if is_filled else ""
     return Kernels(
         PACKED,
@@ -231,7 +231,7 @@ def _is_faster_full(parts: Sequence[PackedLinear], dtype: torch.dtype) -> bool:
     # One after the other, as in a forward: what lies in the caches says nothing.
     sizes = accumulate(part.weight_bytes for part in parts)
     some = [part for part, size in zip(parts, sizes, strict=True) if size <= _TIMED_BYTES]
-    inputs = {size: torch.randn(1, size, dtype=dtype) for size in {p.in_features for p in parts}}
+    inputs = {size: torch.ones(1, size, dtype=dtype) for size in {p.in_features for p in parts}}
     took: dict[int, list[float]] = {1: [], _FULL_ROWS: []}
     for _ in range(_TIMINGS):
         for fewest, times in took.items():
