@@ -36,6 +36,9 @@ _IGNORED = frozenset(
 _QUERY_BLOCK = 128
 """Rows of a softcapped chunk computed at a time; its score matrix is spelt out in full."""
 
+SHORT_ROWS = 16
+"""Rows of the longest step of a token and what is drafted behind it."""
+
 _WIDENED = 1 << 20
 """Numbers of keys that are widened at a time: with the values' what one core's caches hold."""
 
@@ -165,6 +168,40 @@ def attention_of(softcap: float | None) -> Attend:
     return _attend if softcap is None else _softcapped(softcap)
 
 
+def row_exact_attention_of(softcap: float | None) -> Attend:
+    """The same on a CPU, where each row of a step of at most `SHORT_ROWS` has the bits that it has
+    in a step of its own: the kernels add up several rows in another order than one."""
+    together = attention_of(softcap)
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rule: CausalRule,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        rows = query.shape[2]
+        if not 1 < rows <= SHORT_ROWS:
+            return together(query, key, value, rule, scaling)
+        dtype = query.dtype
+        if softcap is None and _is_widened(query, key):
+            query, key, value = query.float(), key.float(), value.float()  # once for all rows
+        past, alone = key.shape[2] - rows, rule_mask(q_length=1, local_size=rule.window)
+        found = [
+            together(
+                query[:, :, row : row + 1],
+                key[:, :, : past + row + 1],
+                value[:, :, : past + row + 1],
+                alone,
+                scaling,
+            )
+            for row in range(rows)
+        ]
+        return torch.cat(found, 2).to(dtype)
+
+    return attend
+
+
 def _visible(
     rows: int, key: torch.Tensor, value: torch.Tensor, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,6 +266,12 @@ def _heads_in_turn(
         )
     ]
     return torch.cat(found, 1).to(query.dtype)
+
+
+def _is_widened(query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether a single row is computed in fp32 though it is not: heads that share keys are not."""
+    is_shared = query.shape[1] > key.shape[1]
+    return not is_shared and query.dtype != torch.float32 and not _half_is_fast()
 
 
 @cache

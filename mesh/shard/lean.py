@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mesh.shard.attention import CausalRule, attention_of, rule_mask
+from mesh.shard.attention import CausalRule, row_exact_attention_of, rule_mask
 from mesh.shard.compiled.parts import (
     Attention,
     FeedForward,
@@ -181,7 +181,7 @@ class _Attention(nn.Module):
         self._output = _product((attention.output,))
         self._heads = attention.heads
         self._both = attention.heads + attention.kv_heads
-        self._attend = attention_of(attention.softcap or None)
+        self._attend = row_exact_attention_of(attention.softcap or None)
         if (attention.query_norm is None) != (attention.key_norm is None):
             raise NotCompilable("it normalises either queries or keys")
         self.query_norm = None if attention.query_norm is None else _LeanNorm(attention.query_norm)

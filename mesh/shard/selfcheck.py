@@ -85,6 +85,13 @@ def lean_agrees(
     return probe.agrees(attention.NAME, expected, batched=True, forward=forward)
 
 
+def short_steps_keep_bits(
+    module: nn.Module, device: torch.device, dtype: torch.dtype, forward: Forward
+) -> bool:
+    """Whether lean layers give each row of a step of a few rows the bits that it has alone."""
+    return _Probe(module, device, dtype).is_row_exact(forward)
+
+
 class _Probe:
     """The first layers of a span, as many as show every kind of layer, run on a few random rows."""
 
@@ -132,13 +139,9 @@ class _Probe:
         By `forward` unless that is None.
         """
         self.use(name)
-        config: Any = self._view.config
         if forward is not None:
-            layers = LayerRange(0, config.num_hidden_layers)
-            self._forward = lambda hidden, positions, cache: forward(
-                hidden, positions, getattr(cache, "caches", [cache]), layers
-            )
-        caches = [SessionCache(config.num_hidden_layers, 64) for _ in range(2)]
+            self._go_by(forward)
+        caches = [self._cache() for _ in range(2)]
         chunk = self._step(caches[0], self._rows[:, :_ROWS])
         self._step(caches[1], self._rows[:, : _SHORT + 1])
         caches[1].cut(_SHORT)
@@ -152,6 +155,33 @@ class _Probe:
             long = self._step(caches[0], self._rows[:, _ROWS:])
             short = self._step(caches[1], self._rows[:, _SHORT : _SHORT + 1])
         return self._close(torch.cat([long[:, -1], chunk[:, -1], short[:, -1]]), expected)
+
+    @torch.inference_mode()
+    def is_row_exact(self, forward: Forward) -> bool:
+        """Whether the rows of steps of 2, 4, ... `SHORT_ROWS` are those of as many steps."""
+        self._go_by(forward)
+        seeded = torch.Generator().manual_seed(21)
+        shape = 1, _SHORT + attention.SHORT_ROWS, self._rows.shape[2]
+        rows = torch.randn(shape, generator=seeded).to(self._device, self._dtype)
+        first, others = rows[:, :_SHORT], rows[:, _SHORT:]
+        cache = self._cache()
+        self._step(cache, first)
+        alone = torch.cat([self._step(cache, row) for row in torch.split(others, 1, 1)], 1)
+        count = 1
+        while (count := 2 * count) <= attention.SHORT_ROWS:
+            cache.cut(_SHORT)
+            if not torch.equal(self._step(cache, others[:, :count]), alone[:, :count]):
+                return False
+        return True
+
+    def _go_by(self, forward: Forward) -> None:
+        layers = LayerRange(0, self._configs[1].num_hidden_layers)
+        self._forward = lambda hidden, positions, cache: forward(
+            hidden, positions, getattr(cache, "caches", [cache]), layers
+        )
+
+    def _cache(self) -> SessionCache:
+        return SessionCache(self._configs[1].num_hidden_layers, 64)
 
     def _close(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
         inputs = self._rows[0, [_ROWS, _ROWS - 1, _SHORT]].float()

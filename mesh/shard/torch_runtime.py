@@ -23,7 +23,7 @@ from mesh.shard.linear import PLAIN, Packed, Place, choose_kernels
 from mesh.shard.memory import settle
 from mesh.shard.protection import Protection
 from mesh.shard.runtime import StepInput, prepare, require_batch
-from mesh.shard.selfcheck import choose_attention, lean_agrees, rope_types
+from mesh.shard.selfcheck import choose_attention, lean_agrees, rope_types, short_steps_keep_bits
 from mesh.shard.views import layer_list_name, layer_view
 from mesh.shard.weight_check import WeightCheck
 from mesh.types import LayerRange
@@ -75,7 +75,7 @@ class TorchRuntime:
         alone = None if self.batch_rows else "alone"
         names = kernels.name, self.is_lean and "lean", attention.name, alone
         self.kernels = "+".join(name for name in names if isinstance(name, str))
-        said = (_said(is_lean=self.is_lean),) if lean else ()
+        said = self._said() if lean else ()
         self.reasons = (kernels.reason, attention.reason, self.protection.reason, *said)
         self.weight_bytes = _weight_bytes(self._module)
         """What the weights take in the form in which they are computed with."""
@@ -87,6 +87,14 @@ class TorchRuntime:
     def is_lean(self) -> bool:
         """Whether steps without hooks go through `lean`."""
         return self._lean is not None
+
+    def _said(self) -> tuple[str, ...]:
+        if self._lean is None:
+            return ("layers lean: no, by their modules",)
+        exact = short_steps_keep_bits(self._module, self.device, self.dtype, self._lean.forward)
+        bits = "the same bits" if exact else "other last bits on this CPU"
+        most = own_attention.SHORT_ROWS
+        return "layers lean: checked", f"rows: {bits} in steps of up to {most} as alone"
 
     @property
     def _beside(self) -> tuple[nn.Module, ...]:
@@ -221,10 +229,6 @@ def _lean(module: nn.Module, device: torch.device, dtype: torch.dtype) -> LeanLa
             return layers if lean_agrees(module, device, dtype, layers.forward) else None
     except NotCompilable:
         return None
-
-
-def _said(*, is_lean: bool) -> str:
-    return f"layers lean: {'checked' if is_lean else 'no, by their modules'}"
 
 
 def _weight_bytes(module: nn.Module) -> int:

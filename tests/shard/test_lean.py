@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from torch import nn
 from mesh.models.families import family_of
 from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
-from mesh.shard import linear, twins
+from mesh.shard import attention, lean, linear, twins
+from mesh.shard.attention import SHORT_ROWS
 from mesh.shard.compiled import parts
 from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.lean_proof import require_lean
@@ -104,6 +106,41 @@ def test_bf16_stays_as_close_as_its_modules_do() -> None:
     found = relative_error(outputs(runtime(dtype=torch.bfloat16)).float(), expected)
     theirs = relative_error(outputs(by_modules(dtype=torch.bfloat16)).float(), expected)
     assert found < max(1.5 * theirs, 0.02)
+
+
+def _after_a_past(span: TorchRuntime, sizes: Sequence[int]) -> torch.Tensor:
+    """(1, SHORT_ROWS, hidden): the rows behind a past, in steps of these sizes."""
+    past = 40
+    hidden = rows(past + SHORT_ROWS).to(span.dtype)
+    cache = span.new_cache(64)
+    step(span, cache, 0, hidden[:, :past])
+    starts = [past + sum(sizes[:i]) for i in range(len(sizes))]
+    return torch.cat(
+        [
+            step(span, cache, start, hidden[:, start : start + size])
+            for start, size in zip(starts, sizes, strict=True)
+        ],
+        1,
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2"])
+@pytest.mark.parametrize("is_halved", [False, True])
+def test_a_drafted_row_has_the_bits_of_a_step_of_its_own(family: str, *, is_halved: bool) -> None:
+    span = halved(family)[0] if is_halved else runtime(family, dtype=torch.bfloat16)
+    assert f"rows: the same bits in steps of up to {SHORT_ROWS} as alone" in span.reasons
+    alone = _after_a_past(span, [1] * SHORT_ROWS)
+    for sizes in ([2, 4, 8, 1, 1], [SHORT_ROWS], [3, 13]):
+        assert torch.equal(_after_a_past(span, sizes), alone)
+
+
+def test_kernels_that_add_up_rows_otherwise_are_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lean, "row_exact_attention_of", attention.attention_of)
+    span = runtime(dtype=torch.bfloat16)
+    alone = _after_a_past(span, [1] * SHORT_ROWS)
+    is_exact = f"rows: the same bits in steps of up to {SHORT_ROWS} as alone" in span.reasons
+    assert not is_exact
+    assert not torch.equal(_after_a_past(span, [SHORT_ROWS]), alone)
 
 
 class _Seen:
