@@ -20,7 +20,7 @@ from mesh.models.load import load_span
 from mesh.models.manifest import read_manifest
 from mesh.models.pages import PAGE_BYTES
 from mesh.shard.belongings import belongings
-from mesh.shard.linear import packed_memory
+from mesh.shard.packed import packed_memory
 from mesh.shard.taps.guard import OperationGuard
 from mesh.shard.taps.meter import MemoryMeter
 from mesh.shard.torch_runtime import TorchRuntime

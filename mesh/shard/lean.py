@@ -27,7 +27,8 @@ from mesh.shard.compiled.parts import (
     layer_parts,
 )
 from mesh.shard.kv import SessionCache
-from mesh.shard.linear import Place, Rows
+from mesh.shard.linear import Place
+from mesh.shard.packed import Rows
 from mesh.shard.selfcheck import rope_types
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange

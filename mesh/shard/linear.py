@@ -1,4 +1,4 @@
-"""Faster matrix products for the linear layers of a loaded span.
+"""Which matrix products the linear layers of a loaded span get.
 
 On a CPU, oneDNN's blocked weight layout reads memory faster than `F.linear` does: twice as fast in
 bf16, a fifth in fp32, and more than that for a few rows at once. Where fp32 is computed because the
@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mesh.models.progress import Progress
 from mesh.shard.device import DTYPES, short_dtype_name
+from mesh.shard.packed import HalvedLinear, Packed, PackedLinear, Rows
 
 PLAIN = "plain"
 PACKED = "onednn-packed"
@@ -40,7 +41,6 @@ _TIMED_BYTES = 256 << 20
 _TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-5}
 """Of the formats that are packed: how far a packed product may be from the plain one."""
 
-# Torch has no public name for these two; what they give is checked before they are used.
 _OPS = torch.ops.mkldnn
 
 _QUANTIZED = torch.ops.quantized
@@ -57,96 +57,6 @@ class Kernels:
 
     name: str
     reason: str
-
-
-class Packed(nn.Module):
-    """A linear layer in a library's own layout (inference only)."""
-
-    in_features: int
-    out_features: int
-    weight_bytes: int
-    """What weight and bias take; a layout of a library's own does not tell."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, in_features) -> (…, out_features)."""
-        raise NotImplementedError
-
-
-class PackedLinear(Packed):
-    """In oneDNN's layout, in the dtype that is computed in."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        # One row is the batch the layout is tuned for; larger batches run on it as well.
-        self.packed = _OPS._reorder_linear_weight(weight.contiguous(), 1)  # noqa: SLF001
-        # A copy: the original may lie in a mapping of the whole file, which it would keep alive.
-        self.bias = None if bias is None else bias.clone()
-        self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
-        self.fewest_rows = 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Packed`."""
-        rows = x.numel() // self.in_features
-        if not 0 < rows < self.fewest_rows:
-            return self._product(x)
-        full = F.pad(x.reshape(rows, self.in_features), (0, 0, 0, self.fewest_rows - rows))
-        return self._product(full)[:rows].view(*x.shape[:-1], -1)
-
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = _OPS._linear_pointwise(  # noqa: SLF001
-            x, self.packed, self.bias, "none", [], ""
-        )
-        return output
-
-
-class HalvedLinear(Packed):
-    """In fbgemm's layout: weights in fp16, rows and sums in fp32.
-
-    Torch shows no memory of it: `answer` is how to find out whether it is still what it was.
-    """
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        wide = None if bias is None else bias.float().clone()
-        self._packed = _QUANTIZED.linear_prepack_fp16(weight.float().contiguous(), wide)
-        self.weight_bytes = 2 * weight.numel() + (0 if wide is None else wide.nbytes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Packed`; fp32."""
-        output: torch.Tensor = _QUANTIZED.linear_dynamic_fp16(x, self._packed)
-        return output
-
-    def answer(self) -> torch.Tensor:
-        """(out_features,) fp32: what it makes of a row that is always the same. Every weight has a
-        part in it."""
-        return self.forward(torch.linspace(-1, 1, self.in_features)[None])[0]
-
-
-class Rows(nn.Module):
-    """The rows `first`.. of a product that is packed as one, as the linear layer they were.
-
-    Computes the whole of it: for what goes through a model's own modules.
-    """
-
-    def __init__(self, whole: Packed, first: int, count: int) -> None:
-        super().__init__()
-        self.whole = whole
-        self.first = first
-        self.in_features, self.out_features = whole.in_features, count
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(…, in_features) -> (…, out_features)."""
-        output: torch.Tensor = self.whole(x)[..., self.first : self.first + self.out_features]
-        return output.contiguous()
-
-
-def packed_memory(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Address and size of a packed weight; None for an ordinary tensor, or where torch hides it."""
-    if not tensor.is_mkldnn or not hasattr(_OPS, "data_ptr") or not hasattr(_OPS, "_nbytes"):
-        return None
-    return int(_OPS.data_ptr(tensor)), int(_OPS._nbytes(tensor))  # noqa: SLF001
 
 
 def kept_dtype(

@@ -20,7 +20,7 @@ from torch import nn
 
 from mesh.models.pages import PAGE_BYTES, Pages, set_writable
 from mesh.shard.belongings import Belonging, belongings
-from mesh.shard.linear import HalvedLinear, packed_memory
+from mesh.shard.packed import HalvedLinear, packed_memory
 
 _ALIGNMENT = 64
 """As torch's own memory: kernels may give other last bits on memory that is aligned otherwise."""

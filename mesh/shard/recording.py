@@ -25,7 +25,7 @@ import torch
 from mesh.errors import BadRequest, DiskFull, MeshError
 from mesh.models.harvest import MAX_MODULES, HarvestBatch
 from mesh.shard.hooks import Hook
-from mesh.shard.linear import Packed
+from mesh.shard.packed import Packed
 from mesh.types import LayerRange, NodeId, Site
 
 if TYPE_CHECKING:

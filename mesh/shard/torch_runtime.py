@@ -19,8 +19,9 @@ from mesh.shard.compiled.parts import NotCompilable
 from mesh.shard.hooks import Hook, Placed, hooked
 from mesh.shard.kv import BatchCache, SessionCache
 from mesh.shard.lean import LeanLayers, fused_places
-from mesh.shard.linear import PLAIN, Packed, Place, choose_kernels
+from mesh.shard.linear import PLAIN, Place, choose_kernels
 from mesh.shard.memory import settle
+from mesh.shard.packed import Packed
 from mesh.shard.protection import Protection
 from mesh.shard.runtime import StepInput, prepare, require_batch
 from mesh.shard.selfcheck import choose_attention, lean_agrees, rope_types, short_steps_keep_bits

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from mesh.shard.belongings import belongings
-from mesh.shard.linear import HalvedLinear, packed_memory
+from mesh.shard.packed import HalvedLinear, packed_memory
 
 
 class Check(Protocol):

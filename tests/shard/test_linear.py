@@ -9,7 +9,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mesh.shard import linear
-from mesh.shard.linear import PACKED, PLAIN, PackedLinear, choose_kernels, fill_rows
+from mesh.shard.linear import PACKED, PLAIN, choose_kernels, fill_rows, halving_fails
+from mesh.shard.packed import HalvedLinear, PackedLinear
 from tests.shard.spans import plain_kernels
 
 CPU = torch.device("cpu")
@@ -73,6 +74,18 @@ def test_few_rows_are_filled_up_where_that_is_faster_and_changes_no_bit() -> Non
         found = honest(inputs[:, :rows])
         assert found.shape == each.shape
         assert torch.equal(found, each)
+
+
+@pytest.mark.skipif(halving_fails() is not None, reason="torch's fbgemm does not run here")
+@torch.inference_mode()
+def test_rows_over_halved_weights_have_the_same_bits_in_any_company() -> None:
+    seeded = torch.Generator().manual_seed(4)
+    layer = HalvedLinear(torch.randn(96, 768, generator=seeded), torch.randn(96, generator=seeded))
+    rows = torch.randn(32, 768, generator=seeded)
+    alone = torch.cat([layer(row) for row in rows.split(1)])
+    for count in range(33):
+        assert torch.equal(layer(rows[:count]), alone[:count])
+    assert torch.equal(layer(rows.view(2, 16, 768)), alone.view(2, 16, 96))
 
 
 def test_fp16_and_gpus_keep_their_own_kernels() -> None:

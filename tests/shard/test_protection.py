@@ -17,7 +17,7 @@ from mesh.models.load import load_span
 from mesh.models.pages import PAGE_BYTES
 from mesh.shard import protection
 from mesh.shard.belongings import belongings
-from mesh.shard.linear import packed_memory
+from mesh.shard.packed import packed_memory
 from mesh.shard.taps.server import twin
 from mesh.shard.taps.tree import SpanTree
 from mesh.shard.torch_runtime import TorchRuntime

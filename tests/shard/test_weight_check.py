@@ -15,7 +15,7 @@ import torch
 from mesh.models.load import load_span
 from mesh.models.pages import PAGE_BYTES, set_writable
 from mesh.shard.belongings import belongings
-from mesh.shard.linear import packed_memory
+from mesh.shard.packed import packed_memory
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.weight_check import WeightCheck
 from mesh.types import LayerRange

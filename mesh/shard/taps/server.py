@@ -47,7 +47,7 @@ from itertools import chain
 from typing import Any
 
 from mesh.models.load import LoadedSpan
-from mesh.shard.linear import Packed
+from mesh.shard.packed import Packed
 
 
 def twin(loaded: LoadedSpan) -> LoadedSpan | None:

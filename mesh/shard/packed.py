@@ -1,0 +1,145 @@
+"""Linear layers in the layouts of oneDNN and fbgemm (inference on a CPU only)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+_ALIKE_ROWS = 32
+"""Rows of the largest batch of steps in which none has other bits than alone, with fbgemm."""
+
+# Torch has no public name for these; what they give is checked before they are used.
+_OPS = torch.ops.mkldnn
+
+_QUANTIZED = torch.ops.quantized
+
+
+class Packed(nn.Module):
+    """A linear layer in a library's own layout (inference only)."""
+
+    in_features: int
+    out_features: int
+    weight_bytes: int
+    """What weight and bias take; a layout of a library's own does not tell."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(…, in_features) -> (…, out_features)."""
+        rows = x.numel() // self.in_features
+        full = self._filled(rows)
+        if full == rows:
+            return self._product(x)
+        filled = F.pad(x.reshape(rows, self.in_features), (0, 0, 0, full - rows))
+        return self._product(filled)[:rows].view(*x.shape[:-1], -1)
+
+    def _filled(self, rows: int) -> int:
+        """How many rows to compute where there are `rows`, with zeros in those that are added."""
+        raise NotImplementedError
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class PackedLinear(Packed):
+    """In oneDNN's layout, in the dtype that is computed in."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        # One row is the batch the layout is tuned for; larger batches run on it as well.
+        self.packed = _OPS._reorder_linear_weight(weight.contiguous(), 1)  # noqa: SLF001
+        # A copy: the original may lie in a mapping of the whole file, which it would keep alive.
+        self.bias = None if bias is None else bias.clone()
+        self.weight_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+        self.fewest_rows = 1
+
+    def _filled(self, rows: int) -> int:
+        return self.fewest_rows if 0 < rows < self.fewest_rows else rows
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = _OPS._linear_pointwise(  # noqa: SLF001
+            x, self.packed, self.bias, "none", [], ""
+        )
+        return output
+
+
+class HalvedLinear(Packed):
+    """In fbgemm's layout: weights in fp16, rows and sums in fp32.
+
+    Up to `_ALIKE_ROWS` rows have the same bits alone and in any company. Torch shows no memory of
+    it: `answer` is how to find out whether it is still what it was.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        wide = None if bias is None else bias.float().clone()
+        self._packed = _QUANTIZED.linear_prepack_fp16(weight.float().contiguous(), wide)
+        self.weight_bytes = 2 * weight.numel() + (0 if wide is None else wide.nbytes)
+
+    def answer(self) -> torch.Tensor:
+        """(out_features,) fp32: what it makes of a row that is always the same. Every weight has a
+        part in it."""
+        return self.forward(torch.linspace(-1, 1, self.in_features)[None])[0]
+
+    def _filled(self, rows: int) -> int:
+        return _alike_rows()[rows] if rows <= _ALIKE_ROWS else rows
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        return _fbgemm(x, self._packed)
+
+
+def _fbgemm(x: torch.Tensor, packed: Any) -> torch.Tensor:
+    output: torch.Tensor = _QUANTIZED.linear_dynamic_fp16(x, packed)
+    return output
+
+
+@cache
+def _alike_rows() -> Sequence[int]:
+    """By how many rows there are, up to `_ALIKE_ROWS`: the fewest that are not less and all get the
+    same bits, those of many rows.
+
+    With AVX2, fbgemm adds up one or two rows, or what is left over as such, in another order than
+    three and more; the same row of zeros beside them costs nothing that shows.
+    """
+    seeded = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 512, generator=seeded)
+    row = torch.randn(1, 512, generator=seeded)
+    packed = _QUANTIZED.linear_prepack_fp16(weight, None)
+    many = 2 * _ALIKE_ROWS
+    expected = _fbgemm(row.expand(many, -1), packed)[:1]
+    alike = [
+        rows
+        for rows in range(many)
+        if torch.equal(_fbgemm(row.expand(rows, -1), packed), expected.expand(rows, -1))
+    ]
+    return [next((n for n in alike if n >= rows), rows) for rows in range(_ALIKE_ROWS + 1)]
+
+
+class Rows(nn.Module):
+    """The rows `first`.. of a product that is packed as one, as the linear layer they were.
+
+    Computes the whole of it: for what goes through a model's own modules.
+    """
+
+    def __init__(self, whole: Packed, first: int, count: int) -> None:
+        super().__init__()
+        self.whole = whole
+        self.first = first
+        self.in_features, self.out_features = whole.in_features, count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(…, in_features) -> (…, out_features)."""
+        output: torch.Tensor = self.whole(x)[..., self.first : self.first + self.out_features]
+        return output.contiguous()
+
+
+def packed_memory(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Address and size of a packed weight; None for an ordinary tensor, or where torch hides it."""
+    if not tensor.is_mkldnn or not hasattr(_OPS, "data_ptr") or not hasattr(_OPS, "_nbytes"):
+        return None
+    return int(_OPS.data_ptr(tensor)), int(_OPS._nbytes(tensor))  # noqa: SLF001
