@@ -2,8 +2,9 @@
 
 llama.cpp is built once from the source package of llama-cpp-python on PyPI, into the directory
 given by ``--build`` (default: the system's temporary one), and runs models of the same shapes with
-random weights. Medians over rounds; every sample waits for an idle machine, and those for which
-none came are counted.
+random weights, over RPC and, for comparison, in one process with both cores. Medians over rounds;
+every sample waits for an idle machine, and those for which none came are counted. With ``--out``
+the rows are kept as JSON, from which ``docs/plots.py`` draws.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from tests.checkpoints import make_large_checkpoint
 PACKAGE = "llama-cpp-python==0.3.36"
 FORMATS = {"bf16": ("none", "bf16"), "q8_0": ("int8", "auto"), "q4_0": ("int4", "auto")}
 """By llama.cpp's names: our quant and dtype."""
-STREAMS = (1, 4, 8)
+STREAMS = (1, 2, 4, 8, 16)
 PROMPT, TOKENS = 32, 64
 ROUNDS = 2
 TOOLS = ("llama-bench", "llama-batched-bench", "llama-quantize", "ggml-rpc-server")
@@ -90,16 +91,23 @@ class Llama:
     def run(self) -> dict[str, float]:
         """Tokens per second by what was measured."""
         common = ["-m", str(self._model), "--rpc", self._rpc, "-ngl", "99", "-t", "1"]
-        single = [*common, "-p", str(PREFILL_PROMPT), "-n", str(TOKENS), "-r", "1", "-o", "json"]
-        rows = json.loads(self._output("llama-bench", single))
-        found = {("prefill" if row["n_prompt"] else "decode"): row["avg_ts"] for row in rows}
+        found = self._single(common)
+        local = self._single(["-m", str(self._model), "-ngl", "0", "-t", "2"])
+        found |= {f"{key} in one process": value for key, value in local.items()}
         several = [*common, "-c", "2048", "-npp", str(PROMPT), "-ntg", str(TOKENS)]
         several += ["-npl", ",".join(map(str, STREAMS)), "--output-format", "jsonl"]
         for line in self._output("llama-batched-bench", several).splitlines():
             if line.startswith("{"):
                 row = json.loads(line)
                 found[f"streams_{row['pl']}"] = row["speed_tg"]
+                if row["pl"] == 1:
+                    found["first_token_ms"] = row["t_pp"] * 1e3
         return found
+
+    def _single(self, common: list[str]) -> dict[str, float]:
+        single = [*common, "-p", str(PREFILL_PROMPT), "-n", str(TOKENS), "-r", "1", "-o", "json"]
+        rows = json.loads(self._output("llama-bench", single))
+        return {("prefill" if row["n_prompt"] else "decode"): row["avg_ts"] for row in rows}
 
     def _output(self, tool: str, arguments: list[str]) -> str:
         command = [str(self._tools / tool), *arguments]
@@ -115,7 +123,8 @@ def ours(asker: LocalNode, rng: random.Random) -> dict[str, float]:
     def ids(count: int) -> list[int]:
         return [rng.randrange(3, 30000) for _ in range(count)]
 
-    found = {"decode": mesh_run(asker, ids(PROMPT), TOKENS)["tokens_per_second"]}
+    short = mesh_run(asker, ids(PROMPT), TOKENS)
+    found = {"decode": short["tokens_per_second"], "first_token_ms": short["first_token_ms"]}
     long = mesh_run(asker, ids(PREFILL_PROMPT), 1)
     found["prefill"] = PREFILL_PROMPT / long["first_token_ms"] * 1e3
     for count in STREAMS:
@@ -178,10 +187,11 @@ def measure_one(shape: str, name: str, directory: Path, tools: Path, root: Path)
             for side in ("ours", "llama") if number % 2 == 0 else ("llama", "ours"):
                 busy += not wait_for_idle()
                 both[side] = ours(asker, rng) if side == "ours" else llama.run()
-            for key, value in both["ours"].items():
-                rows[f"{key} ours"].append(value)
-                rows[f"{key} llama"].append(both["llama"][key])
-                rows[f"{key} ratio"].append(value / both["llama"][key])
+            for key, value in both["llama"].items():
+                rows[f"{key} llama"].append(value)
+                if key in both["ours"]:
+                    rows[f"{key} ours"].append(both["ours"][key])
+                    rows[f"{key} ratio"].append(both["ours"][key] / value)
     medians = {key: round(statistics.median(values), 2) for key, values in sorted(rows.items())}
     return {"shape": shape, "format": name, "busy samples": busy, **medians}
 
@@ -200,15 +210,21 @@ def main() -> None:
     parser.add_argument("--build", type=Path, default=default)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
+    parser.add_argument("--out", type=Path, help="where the rows are written as JSON")
     options = parser.parse_args()
     tools = build(options.build)
     print(cpu(), flush=True)
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         for shape in options.shapes:
             directory = make_large_checkpoint(Path(name) / shape, shape)
             for each in options.formats:
                 found = measure_one(shape, each, directory, tools, Path(name))
                 print(json.dumps(found, indent=1), flush=True)
+                rows.append(found)
+                if options.out is not None:
+                    kept = {"cpu": cpu(), "rows": rows}
+                    options.out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def drafts(house: Household, text: str, delay_s: float) -> dict[str, Any]:
 
 
 def measure() -> dict[str, Any]:
-    """The built-in model, then 0.16 B parameters in 8 bit."""
+    """The built-in model, then 0.16 B parameters in 16 and in 8 bit."""
     reason = namespaces.why_not() or bad_cable.why_not()
     if reason:
         return {"not measured": reason}
@@ -196,9 +196,12 @@ def measure() -> dict[str, Any]:
                 for kind, delay_s in (("slow", DELAY_S), ("quick", 0.0))
             } | {"8 answers, slow beside quick links": many_answers(house)}
         directory = make_large_checkpoint(root / "checkpoint", "0.16B")
-        large = ("--model", f"{directory}=bench", "--quant", "int8")
-        with household(root / "large", ("0-5", "6-11"), "bench", *large) as house:
-            found["0.16 B, int8"] = {"8 answers, slow beside quick links": many_answers(house)}
+        for quant in ("none", "int8"):
+            large = ("--model", f"{directory}=bench", "--quant", quant)
+            with household(root / quant, ("0-5", "6-11"), "bench", *large) as house:
+                found[f"0.16 B, quant {quant}"] = {
+                    "8 answers, slow beside quick links": many_answers(house)
+                }
     return found
 
 
