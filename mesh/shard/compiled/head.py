@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from mesh.models.span import Ends
 from mesh.shard.compiled.engine import Binding, compiled
 from mesh.shard.compiled.formats import BlockMatrix, Quant
 from mesh.shard.compiled.graph import Product, product_model
+from mesh.shard.compiled.lone_rows import fewest_rows
 from mesh.shard.compiled.store import folder_of, stored_products
 
 _HEAD = "head"
@@ -24,13 +26,17 @@ class CompiledLinear(nn.Module):
         assert isinstance(product.matrix, BlockMatrix)  # noqa: S101 - what is stored in blocks
         self.out_features, self.in_features = product.matrix.shape
         self._session = compiled(product_model(product, *product.matrix.shape), threads, folder)
+        self._fewest_rows = fewest_rows([product])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(…, in_features) fp32 -> (…, out_features) fp32."""
         rows = x.reshape(-1, self.in_features).contiguous()
+        count = len(rows)
+        if count < self._fewest_rows:
+            rows = F.pad(rows, (0, 0, 0, self._fewest_rows - count))
         output = torch.empty(len(rows), self.out_features)
         Binding.of(self._session, {"x": rows}, {"y": output}).run()
-        return output.view(*x.shape[:-1], self.out_features)
+        return output[:count].view(*x.shape[:-1], self.out_features)
 
 
 def compile_head(

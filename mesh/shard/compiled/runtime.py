@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from mesh.shard.compiled.canary import CanaryCheck
+from mesh.shard.compiled.lone_rows import fewest_rows
 from mesh.shard.compiled.parts import LayerParts, NotCompilable
 from mesh.shard.compiled.passes import KEPT_ROWS, Attending, Place, Workspace, layer_sessions
 from mesh.shard.compiled.slots import SPARE, Bank, Banks, CacheShape, SlotCache
@@ -57,6 +58,9 @@ class CompiledRuntime:
         tables_of = [tables.get(each.attention.table, {}) for each in parts]
         self._banks = Banks(_cache_shape(parts, positions))
         self._sessions = layer_sessions(span, threads, tables_of)
+        self._fewest_rows = fewest_rows(
+            product for layer in span.layers for product in layer.products.values()
+        )
         self._kept = self._workspace(KEPT_ROWS)
         self.batch_rows = 0 if batch_invariant else _BATCH_ROWS
         alone = "" if self.batch_rows else "+alone"
@@ -92,13 +96,13 @@ class CompiledRuntime:
         Touches no session; another thread may compute meanwhile.
         """
         index = layer - self.layers.start
-        workspace = Workspace(self._sessions[index : index + 1], self.hidden_size, 1)
-        x = workspace.state(0, 1)
-        x[:] = torch.linspace(-1, 1, self.hidden_size)
+        rows = self._fewest_rows
+        workspace = Workspace(self._sessions[index : index + 1], self.hidden_size, rows)
+        workspace.state(0, rows)[:] = torch.linspace(-1, 1, self.hidden_size)
         place = Place(Bank(replace(self._banks.shape, layers=1, positions=SPARE)), 0, 0, 1)
         attending = workspace.attending(place)
         attending.stand(place.given)
-        self._run_layer(workspace, 0, 1, [attending])
+        self._run_layer(workspace, 0, rows, [attending])
         return workspace.state(1, 1)
 
     def forward(
@@ -123,11 +127,14 @@ class CompiledRuntime:
         return [outputs[number] for number in range(len(steps))]
 
     def _run(self, steps: Sequence[StepInput], layers: LayerRange) -> list[torch.Tensor]:
-        places, rows = _places(steps)
+        places, count = _places(steps)
+        rows = max(count, self._fewest_rows)
         workspace = self._kept if rows <= KEPT_ROWS else self._workspace(rows)
         begin, end = (each - self.layers.start for each in (layers.start, layers.stop))
         for step, place in zip(steps, places, strict=True):
             workspace.state(begin, rows)[:, place.slice] = step.hidden
+        if rows > count:
+            workspace.state(begin, rows)[:, count:] = 0.0
         attending = [workspace.attending(place) for place in places]
         for each, step, place in zip(attending, steps, places, strict=True):
             each.stand(step.cache.length + place.given)
