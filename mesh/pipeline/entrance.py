@@ -44,7 +44,7 @@ class Entrance:
                 async with asyncio.timeout_at(until):
                     await self._moved.wait()
         except TimeoutError:
-            raise self._busy() from None
+            raise self._busy(f"; this request waited {self._wait_s:g} s") from None
         finally:
             self._line.remove(request_id)
 
@@ -56,9 +56,9 @@ class Entrance:
         self._moved.set()
         self._moved = asyncio.Event()
 
-    def _busy(self) -> Busy:
+    def _busy(self, waited: str = "") -> Busy:
         return Busy(
             f"{len(self._inside)} generations run here already, the limit, and"
-            f" {len(self._line)} wait.",
+            f" {len(self._line)} wait{waited}.",
             fix="Wait for one to end, or raise max_concurrent_pipelines.",
         )

@@ -81,7 +81,7 @@ async def test_places_are_bounded_for_all_and_for_each() -> None:
 async def test_the_wait_ends() -> None:
     door = Door(Entrance(1, 0.05, 4))
     await door.come("a")
-    with pytest.raises(Busy):
+    with pytest.raises(Busy, match=r"this request waited 0.05 s"):
         await door.come("b")
     door.entrance.leave("a")
     await door.come("c")
