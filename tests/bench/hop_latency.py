@@ -5,6 +5,8 @@ messages, as a shard reads its weights, so that interpreter, library and kernel 
 caches. That is how a hop really runs, and everything is several times dearer then. The high-level
 API carries the same bytes without any of our framing, so the comparison favours it. The way out is
 split into encoding with the write, network with parsing, and what it takes to wake whoever awaits.
+The floor is a blocking socket that carries the same bytes between the same two processes: what the
+kernel takes for a message and for waking a process up, without a loop or a protocol.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -84,7 +88,33 @@ class _Asker:
         pass
 
 
-async def _serve_both() -> None:
+def _received(plain: socket.socket) -> bytes:
+    """One message from a blocking socket."""
+    message = bytearray()
+    while len(message) < PAYLOAD_BYTES:
+        part = plain.recv(PAYLOAD_BYTES - len(message))
+        if not part:
+            raise EOFError
+        message += part
+    return bytes(message)
+
+
+def _serve_plainly(listener: socket.socket) -> None:
+    streams = {mb: streamer(mb) for mb in (0, COLD_MB)}
+    while True:
+        plain, _ = listener.accept()
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            while True:
+                message = _received(plain)
+                arrived = time.perf_counter_ns()
+                streams[message[0]]()
+                plain.sendall(STAMPS.pack(arrived, time.perf_counter_ns()) + _PADDING)
+        except EOFError:
+            plain.close()
+
+
+async def _serve_all() -> None:
     streams = {mb: streamer(mb) for mb in (0, COLD_MB)}
 
     async def handle(connection: high_server.ServerConnection) -> None:
@@ -96,7 +126,9 @@ async def _serve_both() -> None:
 
     ours = await serve("127.0.0.1", 0, accept=_Hop, hello=_HELLO)
     theirs = await high_server.serve(handle, "127.0.0.1", 0, compression=None, ping_interval=None)
-    ports = [ours.port, next(iter(theirs.sockets)).getsockname()[1]]
+    plain = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=_serve_plainly, args=(plain,), daemon=True).start()
+    ports = [ours.port, next(iter(theirs.sockets)).getsockname()[1], plain.getsockname()[1]]
     sys.stdout.write(json.dumps(ports) + "\n")
     sys.stdout.flush()
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -109,6 +141,8 @@ async def _exchanges(ports: list[int], megabytes: int) -> dict[str, Exchange]:
     theirs = await high_client.connect(
         f"ws://127.0.0.1:{ports[1]}", compression=None, ping_interval=None, proxy=None
     )
+    plain = socket.create_connection(("127.0.0.1", ports[2]))
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     data = bytes([megabytes]) + bytes(PAYLOAD_BYTES - 1)
     tensor = WireTensor("fp16", (1, 1, PAYLOAD_BYTES // 2), data)
 
@@ -131,9 +165,16 @@ async def _exchanges(ports: list[int], megabytes: int) -> dict[str, Exchange]:
         assert isinstance(answer, bytes)
         return (sent, *STAMPS.unpack_from(answer), back)
 
+    async def by_socket() -> tuple[int, ...]:
+        sent = time.perf_counter_ns()
+        plain.sendall(data)
+        answer = _received(plain)
+        return (sent, *STAMPS.unpack_from(answer), time.perf_counter_ns())
+
     return {
         "hearthnet": by_link,
         "websockets.asyncio": by_websockets,
+        "plain socket": by_socket,
         "hearthnet, in the handler": partial(by_link, in_handler=True),
         "hearthnet, once written": partial(by_link, written=True),
     }
@@ -199,7 +240,7 @@ def measure(samples: int = 300) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Print `measure()`, or serve for it."""
     if sys.argv[1:] == ["serve"]:
-        asyncio.run(_serve_both())
+        asyncio.run(_serve_all())
         return
     for name, values in measure().items():
         print(name)
