@@ -259,9 +259,8 @@ def test_a_stream_that_is_not_the_file_is_left_alone(to: str, tmp_path: Path) ->
 
 @posix
 def test_a_directory_that_is_gone_costs_no_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(logging, "raiseExceptions", False)
     directory = tmp_path / "logs"
     directory.mkdir()
     kept = tmp_path / "kept"

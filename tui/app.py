@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -45,12 +46,6 @@ def _chat() -> Screen[Any]:
     return ChatScreen()
 
 
-def _jobs() -> Screen[Any]:
-    from tui.screens.jobs import JobsScreen
-
-    return JobsScreen()
-
-
 def _doctor() -> Screen[Any]:
     from tui.screens.doctor import DoctorScreen
 
@@ -58,7 +53,8 @@ def _doctor() -> Screen[Any]:
 
 
 class TopApp(App[None]):
-    """`hearthnet top`. `connect` finds the daemon; `verbs` are the command line's with help."""
+    """`hearthnet top`. `connect` finds the daemon; `verbs` are the command line's with help;
+    ages are as of `now_s`."""
 
     TITLE = "hearthnet"
     CSS_PATH = "tui.tcss"
@@ -79,19 +75,23 @@ class TopApp(App[None]):
     ]
 
     def __init__(
-        self, connect: Callable[[], Client], verbs: Callable[[], Mapping[str, str]] = dict
+        self,
+        connect: Callable[[], Client],
+        verbs: Callable[[], Mapping[str, str]] = dict,
+        now_s: Callable[[], float] = time.time,
     ) -> None:
         self.MODES = {  # type: ignore[misc]  # of this instance: the log shares its journal
             "overview": OverviewScreen,
             "nodes": _nodes,
             "models": _models,
             "chat": _chat,
-            "jobs": _jobs,
+            "jobs": self._jobs_screen,
             "log": self._log_screen,
             "doctor": _doctor,
         }
         super().__init__()
         self._verbs = verbs
+        self._now_s = now_s
         self.picture = Picture()
         self.journal = Journal()
         self._connect = connect
@@ -143,6 +143,11 @@ class TopApp(App[None]):
         heard = getattr(self.screen, "heard", None)
         if heard is not None:
             heard()
+
+    def _jobs_screen(self) -> Screen[Any]:
+        from tui.screens.jobs import JobsScreen
+
+        return JobsScreen(self._now_s)
 
     def _log_screen(self) -> Screen[Any]:
         from tui.screens.log import LogScreen

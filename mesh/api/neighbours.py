@@ -12,6 +12,7 @@ import secrets
 import socket
 import struct
 import sys
+from collections.abc import Callable
 
 from mesh.types import Principal
 
@@ -34,42 +35,6 @@ _NOBODY = 65534
 _NONCE_BYTES = 16
 
 Address = tuple[str, int]
-
-
-class Neighbour:
-    """The other end of one connection; asked for once, by the first request that has no key."""
-
-    def __init__(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-        self._known: Principal | None = None
-
-    @property
-    def principal(self) -> Principal:
-        """The user, where the platform tells; else a name that this connection alone has."""
-        if self._known is None:
-            uid = self._uid()
-            self._known = (
-                Principal.connection(secrets.token_hex(_NONCE_BYTES))
-                if uid is None
-                else Principal.user(uid)
-            )
-        return self._known
-
-    def _uid(self) -> int | None:
-        own = self._transport.get_extra_info("sockname")
-        peer = self._transport.get_extra_info("peername")
-        if own is None or peer is None:
-            return None
-        uid = user_of(peer[:2], own[:2])
-        # While our end was connected nobody else can have had its other end's address.
-        return uid if self._is_connected() else None
-
-    def _is_connected(self) -> bool:
-        if self._transport.is_closing() or sys.platform != "linux":
-            return False
-        end = self._transport.get_extra_info("socket")
-        state: int = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-        return state == _ESTABLISHED
 
 
 def user_of(peer: Address, own: Address) -> int | None:
@@ -99,6 +64,48 @@ def user_of(peer: Address, own: Address) -> int | None:
         return None  # there is no such socket
     _, state, _, _, _, uid, _ = _ANSWER.unpack_from(answer, _HEADER.size)
     return uid if state == _ESTABLISHED and uid != _NOBODY else None
+
+
+class Neighbour:
+    """The other end of one connection; asked for once, by the first request that has no key."""
+
+    def __init__(
+        self,
+        transport: asyncio.BaseTransport,
+        user_of: Callable[[Address, Address], int | None] = user_of,
+    ) -> None:
+        """`user_of` is who says whose a socket is."""
+        self._transport = transport
+        self._user_of = user_of
+        self._known: Principal | None = None
+
+    @property
+    def principal(self) -> Principal:
+        """The user, where the platform tells; else a name that this connection alone has."""
+        if self._known is None:
+            uid = self._uid()
+            self._known = (
+                Principal.connection(secrets.token_hex(_NONCE_BYTES))
+                if uid is None
+                else Principal.user(uid)
+            )
+        return self._known
+
+    def _uid(self) -> int | None:
+        own = self._transport.get_extra_info("sockname")
+        peer = self._transport.get_extra_info("peername")
+        if own is None or peer is None:
+            return None
+        uid = self._user_of(peer[:2], own[:2])
+        # While our end was connected nobody else can have had its other end's address.
+        return uid if self._is_connected() else None
+
+    def _is_connected(self) -> bool:
+        if self._transport.is_closing() or sys.platform != "linux":
+            return False
+        end = self._transport.get_extra_info("socket")
+        state: int = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+        return state == _ESTABLISHED
 
 
 def _port(address: Address) -> bytes:

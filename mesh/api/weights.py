@@ -10,7 +10,7 @@ from starlette.routing import Route
 from mesh.api.bodies import Strict, read_body
 from mesh.api.services import ApiSettings
 from mesh.errors import BadRequest
-from mesh.transfers.pulls import Pulls, Wish
+from mesh.transfers.pulls import Pulls, PullWish
 from mesh.types import LayerRange
 
 _PATH = "/mesh/v1/weights"
@@ -55,7 +55,7 @@ def routes(pulls: Pulls, settings: ApiSettings) -> list[Route]:
     async def pull(request: Request) -> Response:
         body = await read_body(request, Pull, settings)
         layers = None if body.layers is None else tuple(map(_layers, body.layers))
-        wish = Wish(body.model, layers, body.ends, body.source, body.revision, body.drop)
+        wish = PullWish(body.model, layers, body.ends, body.source, body.revision, body.drop)
         return JSONResponse(pulls.start(wish))
 
     async def cancel(request: Request) -> Response:

@@ -64,7 +64,7 @@ class Condition(msgspec.Struct, frozen=True, rename="camel"):
     last_transition_time: Text
 
 
-class Status(msgspec.Struct, frozen=True, rename="camel"):
+class ModelMetadataStatus(msgspec.Struct, frozen=True, rename="camel"):
     """``status`` of a ModelMetadata."""
 
     workers: Annotated[tuple[WorkerStatus, ...], Meta(max_length=MAX_WORKERS)] = ()
@@ -88,12 +88,12 @@ class Metadata(msgspec.Struct, frozen=True, rename="camel"):
     generation: Int63 = 0
 
 
-class Resource(msgspec.Struct, frozen=True, rename="camel"):
+class ModelMetadata(msgspec.Struct, frozen=True, rename="camel"):
     """A ModelMetadata."""
 
     metadata: Metadata
     spec: Spec
-    status: Status = Status()
+    status: ModelMetadataStatus = ModelMetadataStatus()
 
     @property
     def model(self) -> ModelRef:
@@ -107,9 +107,9 @@ class WatchEvent(msgspec.Struct, frozen=True):
     type: Text
 
 
-def resource_from(fields: object) -> Resource:
+def resource_from(fields: object) -> ModelMetadata:
     """Read what the API server sent. Raises Fault."""
-    return codec.convert(fields, Resource)
+    return codec.convert(fields, ModelMetadata)
 
 
 def resource_name(model: ModelRef) -> str:
@@ -136,7 +136,7 @@ def new_resource(model: ModelRef) -> dict[str, Any]:
 # The status.
 
 
-def with_workers(status: Status, workers: Iterable[Worker]) -> Status:
+def with_workers(status: ModelMetadataStatus, workers: Iterable[Worker]) -> ModelMetadataStatus:
     """The status with these workers, newly published and so not ready, by rank."""
     by_rank = {each.worker_rank: each for each in status.workers}
     for worker in workers:
@@ -149,7 +149,9 @@ def with_workers(status: Status, workers: Iterable[Worker]) -> Status:
     return msgspec.structs.replace(status, workers=tuple(by_rank[rank] for rank in sorted(by_rank)))
 
 
-def with_signals(status: Status, signals: Mapping[int, ReadySignal]) -> Status:
+def with_signals(
+    status: ModelMetadataStatus, signals: Mapping[int, ReadySignal]
+) -> ModelMetadataStatus:
     """The status with these workers' readiness. One that was verified once stays so, and is not
     ready any more."""
 
@@ -163,7 +165,7 @@ def with_signals(status: Status, signals: Mapping[int, ReadySignal]) -> Status:
     return msgspec.structs.replace(status, workers=tuple(map(changed, status.workers)))
 
 
-def phase(status: Status, expected: int | None) -> str:
+def phase(status: ModelMetadataStatus, expected: int | None) -> str:
     """``Pending`` without workers, ``Ready`` when all are, ``Stale`` when one was and is no more,
     else ``Initializing``."""
     workers = status.workers
@@ -178,7 +180,9 @@ def phase(status: Status, expected: int | None) -> str:
     return "Initializing"
 
 
-def status_map(resource: Resource, status: Status, now: datetime) -> dict[str, Any]:
+def status_map(
+    resource: ModelMetadata, status: ModelMetadataStatus, now: datetime
+) -> dict[str, Any]:
     """What is sent as ``status``: workers, and what follows from them."""
     expected = resource.spec.expected_workers
     now_is = {
@@ -232,7 +236,7 @@ def part_name(resource: str, rank: int, part: int) -> str:
     return name if part == 0 else f"{name}-part-{part}"
 
 
-def config_maps(resource: Resource, worker: Worker) -> list[dict[str, Any]]:
+def config_maps(resource: ModelMetadata, worker: Worker) -> list[dict[str, Any]]:
     """What is sent to create a worker's ConfigMaps: none where it did not say its tensors.
 
     They belong to the resource, and go with it.

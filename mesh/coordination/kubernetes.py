@@ -20,7 +20,13 @@ from mesh import codec
 from mesh.clock import Clock
 from mesh.codec import Fault
 from mesh.coordination import custom_resource as forms
-from mesh.coordination.custom_resource import GROUP, PLURAL, VERSION, Resource, Status
+from mesh.coordination.custom_resource import (
+    GROUP,
+    PLURAL,
+    VERSION,
+    ModelMetadata,
+    ModelMetadataStatus,
+)
 from mesh.coordination.forms import place_of
 from mesh.coordination.kubernetes_api import (
     REQUEST_TIMEOUT_S,
@@ -44,7 +50,7 @@ _FIRST_BACK_OFF_S, _LAST_BACK_OFF_S = 0.02, 1.0
 _SHORTEST_WATCH_S = 1.0
 _PAGE = 100
 
-Change = Callable[[Resource], Status]
+Change = Callable[[ModelMetadata], ModelMetadataStatus]
 
 
 class KubernetesStore:
@@ -84,7 +90,7 @@ class KubernetesStore:
     async def withdraw(self, model: ModelRef, ranks: Collection[int]) -> None:
         """Take workers out of the status, and their ConfigMaps away."""
 
-        def change(current: Resource) -> Status:
+        def change(current: ModelMetadata) -> ModelMetadataStatus:
             left = [each for each in current.status.workers if each.worker_rank not in ranks]
             return msgspec.structs.replace(current.status, workers=tuple(left))
 
@@ -167,13 +173,13 @@ class KubernetesStore:
         for worker in workers:
             await self._write_tensors(resource, worker)
 
-        def change(current: Resource) -> Status:
+        def change(current: ModelMetadata) -> ModelMetadataStatus:
             _require_ranks(model, current.status, workers)
             return forms.with_workers(current.status, workers)
 
         await self._change(model, change)
 
-    async def _create(self, model: ModelRef) -> Resource:
+    async def _create(self, model: ModelRef) -> ModelMetadata:
         try:
             return await self._read(model)
         except Missing:
@@ -186,7 +192,7 @@ class KubernetesStore:
             )
         return await self._read(model)
 
-    async def _read(self, model: ModelRef) -> Resource:
+    async def _read(self, model: ModelRef) -> ModelMetadata:
         name = forms.resource_name(model)
         fields = await self._api.ask(
             self._api.custom.get_namespaced_custom_object,
@@ -204,7 +210,7 @@ class KubernetesStore:
             raise Fault(f"{name} is of another model", "modelName")
         return resource
 
-    async def _change(self, model: ModelRef, change: Change) -> Resource:
+    async def _change(self, model: ModelRef, change: Change) -> ModelMetadata:
         """Read, change, write; again where the resource has changed meanwhile. The one written."""
         for attempt in range(MAX_CONFLICTS):
             resource = await self._read(model)
@@ -229,7 +235,7 @@ class KubernetesStore:
             await asyncio.sleep(random.uniform(0, longest_s))  # noqa: S311 - not a secret
         raise _too_often(model)
 
-    async def _delete(self, resource: Resource) -> None:
+    async def _delete(self, resource: ModelMetadata) -> None:
         """Only as it is: where somebody has put a worker into it meanwhile, it stays."""
         options = {
             "apiVersion": "v1",
@@ -256,7 +262,7 @@ class KubernetesStore:
 
     # ConfigMaps
 
-    async def _write_tensors(self, resource: Resource, worker: Worker) -> None:
+    async def _write_tensors(self, resource: ModelMetadata, worker: Worker) -> None:
         bodies = await asyncio.to_thread(forms.config_maps, resource, worker)
         for body in bodies:
             name = body["metadata"]["name"]
@@ -284,7 +290,7 @@ class KubernetesStore:
                 return
 
     async def _read_tensors(
-        self, resource: Resource, worker: forms.WorkerStatus
+        self, resource: ModelMetadata, worker: forms.WorkerStatus
     ) -> tuple[TensorDescriptor, ...]:
         place = resource.metadata.name, worker.worker_rank
         known_as = worker.published_at, worker.tensor_count, worker.nixl_metadata
@@ -319,7 +325,7 @@ def _is_news(line: bytes) -> bool:
     return event.type != "BOOKMARK"
 
 
-def _require_ranks(model: ModelRef, status: Status, workers: Sequence[Worker]) -> None:
+def _require_ranks(model: ModelRef, status: ModelMetadataStatus, workers: Sequence[Worker]) -> None:
     holders = {each.worker_rank: place_of(each.nixl_metadata).holder for each in status.workers}
     for worker in workers:
         holder = holders.get(worker.worker_rank, worker.place.holder)

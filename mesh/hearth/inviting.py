@@ -12,7 +12,7 @@ from mesh.clock import Clock
 from mesh.errors import NotFound, PairingRejected
 from mesh.hearth.hearth import Hearth
 from mesh.identity.decisions import Added
-from mesh.identity.invitations import Ending, Invitation, Window
+from mesh.identity.invitations import Invitation, Window, WindowEnding
 from mesh.identity.pairing import JoinRequest, Welcome
 from mesh.identity.pairing_tcp import PairingListener, listen
 from mesh.identity.roster import TrustLevel
@@ -37,7 +37,7 @@ class OpenWindow:
 class WindowOutcome:
     """The end of a pairing window: why it ended, and the member it let in."""
 
-    ending: Ending
+    ending: WindowEnding
     joined: JoinRequest | None
 
 
@@ -50,7 +50,7 @@ class Inviting:
         hearth: Hearth,
         clock: Clock,
         announce: Callable[[int | None], Awaitable[None]],
-        on_end: Callable[[Ending, JoinRequest | None], None],
+        on_end: Callable[[WindowEnding, JoinRequest | None], None],
     ) -> None:
         self._hearth = hearth
         self._clock = clock

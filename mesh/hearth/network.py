@@ -36,7 +36,7 @@ from mesh.hearth.inviting import Inviting, OpenWindow, WindowOutcome
 from mesh.hearth.joining import JoiningNode, check_alone, join_hearth
 from mesh.hearth.publishing import Publisher, Serving
 from mesh.hearth.record import HearthRecord, read_record, write_record
-from mesh.identity.invitations import Ending
+from mesh.identity.invitations import WindowEnding
 from mesh.identity.keys import NodeKey
 from mesh.identity.pairing import JoinRequest
 from mesh.identity.roster import Roster, TrustLevel, departed
@@ -362,7 +362,7 @@ class Network:
             self._publisher.look()
         self._hooks.on_members()
 
-    def _invited(self, ending: Ending, joined: JoinRequest | None) -> None:
+    def _invited(self, ending: WindowEnding, joined: JoinRequest | None) -> None:
         fields: dict[str, object] = {"ending": ending.value}
         if joined is not None:
             fields |= {"node_id": joined.node_id, "name": joined.name}

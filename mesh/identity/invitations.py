@@ -144,7 +144,7 @@ def qr_code(link: str) -> str:
     return drawn.getvalue()
 
 
-class Ending(StrEnum):
+class WindowEnding(StrEnum):
     """Why a window is shut."""
 
     USED = "used"
@@ -161,13 +161,13 @@ class Window:
         self._clock = clock
         self._ends_at = clock.monotonic() + invitation.ttl_s
         self._guesses = 0
-        self._ending: Ending | None = None
+        self._ending: WindowEnding | None = None
 
     @property
-    def ending(self) -> Ending | None:
+    def ending(self) -> WindowEnding | None:
         """Why it is shut; None while it is open."""
         if self._ending is None and self._clock.monotonic() >= self._ends_at:
-            self._ending = Ending.EXPIRED
+            self._ending = WindowEnding.EXPIRED
         return self._ending
 
     @property
@@ -192,9 +192,9 @@ class Window:
     def missed(self) -> None:
         """The guess was wrong: too many of them burn the invitation."""
         if self._guesses >= MAX_GUESSES:
-            self.shut(Ending.GUESSED)
+            self.shut(WindowEnding.GUESSED)
 
-    def shut(self, ending: Ending) -> None:
+    def shut(self, ending: WindowEnding) -> None:
         """Burn the invitation."""
         if self.ending is None:
             self._ending = ending

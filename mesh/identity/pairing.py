@@ -41,7 +41,7 @@ from mesh import codec
 from mesh.codec import Fault, printable
 from mesh.errors import PairingRejected, UntrustedPeer
 from mesh.identity.certificates import Certificate, check_certificate, make_certificate
-from mesh.identity.invitations import Ending, Form, Ticket, Window
+from mesh.identity.invitations import Form, Ticket, Window, WindowEnding
 from mesh.identity.keys import NodeIdText, NodeKey, node_id
 from mesh.identity.roster import Member, TrustLevel
 from mesh.types import NodeId
@@ -147,7 +147,7 @@ class Inviter:
         if not right:
             self._window.missed()
             _refuse("code", "The code is wrong.")
-        self._window.shut(Ending.USED)
+        self._window.shut(WindowEnding.USED)
         self._keys = keys
         name, certificate, signature = _fields(
             keys.open(b"joiner", box), tuple[_Name, bytes, bytes]

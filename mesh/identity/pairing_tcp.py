@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from mesh.errors import ConnectFailed, MeshError, PairingRejected, PortInUse
-from mesh.identity.invitations import Ending, Ticket, Window
+from mesh.identity.invitations import Ticket, Window, WindowEnding
 from mesh.identity.keys import NodeKey
 from mesh.identity.pairing import (
     MAX_FRAME_BYTES,
@@ -72,22 +72,22 @@ class PairingListener:
         self._winner: asyncio.Task[None] | None = None
         self._joined: JoinRequest | None = None
 
-    async def wait(self) -> tuple[Ending, JoinRequest | None]:
+    async def wait(self) -> tuple[WindowEnding, JoinRequest | None]:
         """Wait until the window is shut and the listener gone; how it ended, and who joined."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._window.remaining_s):
                 await self._shut.wait()
-        self._window.shut(Ending.EXPIRED)
+        self._window.shut(WindowEnding.EXPIRED)
         if self._server is not None:
             self._server.close()
         if self._winner is not None:  # the others have nothing left to win
             await asyncio.wait([self._winner], timeout=self._limits.exchange_s)
         await self.close()
-        return self._window.ending or Ending.EXPIRED, self._joined
+        return self._window.ending or WindowEnding.EXPIRED, self._joined
 
     async def close(self) -> None:
         """Shut the window and the listener now; safe to call twice."""
-        self._window.shut(Ending.CLOSED)
+        self._window.shut(WindowEnding.CLOSED)
         self._shut.set()
         if self._server is not None:
             self._server.close()

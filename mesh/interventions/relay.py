@@ -79,9 +79,12 @@ class RelayedSession(HopSession):
     `on_lost` is called before the job hears of it, and only when the hop itself fails.
     """
 
-    def __init__(self, hop: RouteHop, link: HopLink, claim: Claim, *, open_s: float) -> None:
+    def __init__(
+        self, hop: RouteHop, link: HopLink, claim: Claim, *, open_s: float, part_bytes: int
+    ) -> None:
         """A hop that has not opened after `open_s` counts as lost."""
         super().__init__(hop, link, claim, _TapTerms(hop.shard), Patience(open_s, open_s))
+        self._part_bytes = part_bytes
         self._is_idle = True
         self._waiting: asyncio.Future[Blob] | None = None
 
@@ -107,7 +110,7 @@ class RelayedSession(HopSession):
         self._is_idle = False
         length, offset = message.left, 0
         while True:
-            part = await message.read(PART_BYTES)
+            part = await message.read(self._part_bytes)
             answer = await self._exchange(BlobKind.QUESTION, length, offset, part)
             offset += len(part)
             if not message.left:
@@ -198,15 +201,17 @@ class HopSessions:
         claims: Claims | None = None,
         *,
         open_s: float = 120.0,
+        part_bytes: int = PART_BYTES,
     ) -> HopSessions:
-        """Open a session on every hop at once, all or none. Raises HopLost."""
+        """Open a session on every hop at once, all or none; a hop gets messages in parts of at most
+        `part_bytes`. Raises HopLost."""
         counted = claims or Claims()
         return cls(
             await open_sessions(
                 route,
                 links,
                 lambda hop: counted.claim(key_of(hop.shard)),
-                partial(RelayedSession, open_s=open_s),
+                partial(RelayedSession, open_s=open_s, part_bytes=part_bytes),
             )
         )
 

@@ -132,6 +132,13 @@ def _answers(settle: Callable[[Measured], None], fail: Callable[[MeshError], Non
     }
 
 
+async def is_quiet() -> bool:
+    """Whether others leave the processors alone now."""
+    load = await asyncio.to_thread(OthersLoad)
+    await asyncio.sleep(_SECOND_LOOK_S)
+    return await asyncio.to_thread(load.share) <= QUIET_SHARE
+
+
 class OwnCapacity:
     """`start`, then `stop`; `now` is None until it is known."""
 
@@ -142,10 +149,15 @@ class OwnCapacity:
         hooks: OwnHooks,
         pace: Pace = Pace(),
         measure: Callable[[Measure], Awaitable[Measurement]] = measured,
+        quiet: Callable[[], Awaitable[bool]] = is_quiet,
+        memory: Callable[[], Headroom] = ram,
     ) -> None:
-        """`measure` is what a measurement is made with."""
+        """`measure` is what a measurement is made with, `quiet` tells when one is to be believed,
+        `memory` what main memory is free."""
         self._order = order
         self._measure_now = measure
+        self._is_quiet = quiet
+        self._main_memory = memory
         self._directory = directory
         self._hooks = hooks
         self._pace = pace
@@ -207,7 +219,7 @@ class OwnCapacity:
         try:
             while True:
                 with contextlib.suppress(OSError):  # what was known last has to do
-                    self._main = await asyncio.to_thread(ram)
+                    self._main = await asyncio.to_thread(self._main_memory)
                 self._look()
                 await asyncio.sleep(self._pace.look_s)
         finally:
@@ -260,13 +272,13 @@ class OwnCapacity:
             if self._measured is None:
                 await asyncio.sleep(next(waits, self._pace.first_s[-1]))
                 tries += 1
-                if tries > _QUIET_TRIES or await _is_quiet():
+                if tries > _QUIET_TRIES or await self._is_quiet():
                     await self._try(path, machine)
                 continue
             await asyncio.sleep(self._pace.again_s)
             if not self._is_doubtful or loop.time() < not_before or not self._hooks.is_idle():
                 continue
-            if await _is_quiet():
+            if await self._is_quiet():
                 await self._try(path, machine)
                 pause_s = min(self._pace.longest_s, 2 * pause_s)
                 not_before = loop.time() + pause_s
@@ -306,13 +318,6 @@ class OwnCapacity:
         """Whether it is to be believed rather than what is known."""
         was = self._measured
         return was is None or self._served.contradicts or found.others_share < was.others_share
-
-
-async def _is_quiet() -> bool:
-    """Whether others leave the processors alone now."""
-    load = await asyncio.to_thread(OthersLoad)
-    await asyncio.sleep(_SECOND_LOOK_S)
-    return await asyncio.to_thread(load.share) <= QUIET_SHARE
 
 
 def _is_cpu(order: Measure) -> bool:

@@ -35,12 +35,18 @@ divided by far less are infinite, whose softmax is no distribution."""
 class Sampler:
     """The sampling state of one generation: its rules, its random numbers, its tokens so far."""
 
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        draw: Callable[[], float] | None = None,
+    ) -> None:
+        """`draw` gives the numbers in [0, 1); None: those of the seed in `params`."""
         self._params = params
         self._is_greedy = params.temperature < _MIN_TEMPERATURE
         # As text: numbers are taken without their sign.
         seed = None if params.seed is None else str(params.seed)
-        self._random = random.Random(seed)  # noqa: S311 - chance, not secrecy
+        self._draw = draw or random.Random(seed).random  # noqa: S311 - chance, not secrecy
         self._drawn: float | None = None
         self._rules = _rules(params, is_greedy=self._is_greedy)
         # Only the repetition penalty looks at the tokens; without it nothing is kept.
@@ -89,7 +95,7 @@ class Sampler:
     def _uniform(self) -> float:
         """The next token's number in [0, 1), the same until the token is chosen."""
         if self._drawn is None:
-            self._drawn = self._random.random()
+            self._drawn = self._draw()
         return self._drawn
 
     def _chosen(self, token: int) -> int:

@@ -37,7 +37,7 @@ from mesh.pipeline.commands import (
     StartAsker,
 )
 from mesh.processes.attempts import Attempts
-from mesh.processes.lifecycle import Ending, SilenceLimits
+from mesh.processes.lifecycle import ChildEnding, SilenceLimits
 from mesh.processes.messages import Cancel, Failed, Handlers, Message
 from mesh.processes.supervisor import Supervisor
 from mesh.processes.tasks import end, spawn
@@ -207,7 +207,7 @@ class AskerSupervisor(Supervisor):
             self._told = self._routable()
             self.tell(structs.replace(self.first_command, shards=self._told))
 
-    def on_ended(self, ending: Ending) -> None:
+    def on_ended(self, ending: ChildEnding) -> None:
         """End what ran in an asker that is no more with the reason."""
         if ending.loading is not None:
             self.error = self._attempts.died(ending.loading, ending, _now())

@@ -71,7 +71,7 @@ class LoadUnderWay:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class ChildEnding:
     """How a child ended: its exit status, negative for a signal, and what is known of the reason.
 
     `said` are its last words, `loading` what it was at. `hung`: it was killed because it said

@@ -27,10 +27,11 @@ class MemberFeed:
     Lists are taken one after the other: of two in two threads, the older could be the last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tls: TlsContexts | None = None) -> None:
+        """`tls` are contexts that are made already; else `open` makes them."""
         self.retry_s = 1.0
         """A list that could not be taken is taken again after so long."""
-        self._tls: TlsContexts | None = None
+        self._tls = tls
         self._members: tuple[bytes, ...] | None = None
         self._changed = asyncio.Event()
 

@@ -10,7 +10,7 @@ import asyncio
 from abc import abstractmethod
 from typing import Any
 
-from mesh.processes.lifecycle import Ending, ProcessState
+from mesh.processes.lifecycle import ChildEnding, ProcessState
 from mesh.processes.supervisor import Supervisor
 
 
@@ -55,7 +55,7 @@ class RestingSupervisor(Supervisor):
         self._needed.set()
 
     @abstractmethod
-    def on_ended(self, ending: Ending) -> None:
+    def on_ended(self, ending: ChildEnding) -> None:
         """See `Supervisor`; a subclass says first that nobody is there to answer who knocks."""
         if self.is_resting:
             self._watch(True)

@@ -24,7 +24,7 @@ from mesh.errors import BadRequest, InternalError, LinkLost, MeshError
 from mesh.processes import messages
 from mesh.processes.child import Child
 from mesh.processes.headroom import oom_kills, ram
-from mesh.processes.lifecycle import Ending, LoadUnderWay, ProcessState, SilenceLimits
+from mesh.processes.lifecycle import ChildEnding, LoadUnderWay, ProcessState, SilenceLimits
 from mesh.processes.messages import Handlers, Message, Start
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Supervisor(ABC):
         self.first_command = first_command
         self.starts = 0
         """How many were started."""
-        self.ending: Ending | None = None
+        self.ending: ChildEnding | None = None
         """Of the latest that ended unasked."""
         self.listener: socket.socket | None = None  # for each process, open all the time
         self._module = module
@@ -94,7 +94,7 @@ class Supervisor(ABC):
             self.tell(self.first_command)
 
     @abstractmethod
-    def on_ended(self, ending: Ending) -> None:
+    def on_ended(self, ending: ChildEnding) -> None:
         """It is no more; unless it was to stop, another one follows."""
 
     @abstractmethod
@@ -231,7 +231,7 @@ class Supervisor(ABC):
                     await self._gone.wait()
         await self._end()
 
-    def error_of(self, ending: Ending) -> InternalError:
+    def error_of(self, ending: ChildEnding) -> InternalError:
         """The error of whoever waited for a process that has ended."""
         return InternalError(f"{self.name}: {ending}.", fix="It is started anew; try again.")
 
@@ -258,7 +258,7 @@ class Supervisor(ABC):
                 await self._run_one()
             except Exception as error:  # no descriptors, no memory: giving up helps nobody
                 logger.exception("%s failed", self.name, exc_info=error)
-                self.ending = Ending(None, failed=str(error) or type(error).__name__)
+                self.ending = ChildEnding(None, failed=str(error) or type(error).__name__)
             if self.is_stopping:
                 return
             if self.ended_at_will:
@@ -364,7 +364,7 @@ class Supervisor(ABC):
         finally:
             before, now = self._oom_kills, await asyncio.to_thread(oom_kills)
             self._child = None
-            self.ending = Ending(
+            self.ending = ChildEnding(
                 status,
                 hung=hung,
                 said=self._said,

@@ -17,7 +17,7 @@ from msgspec import structs, to_builtins
 
 from mesh.errors import Busy, InternalError, MeshError, PortInUse, WeightsCorrupted
 from mesh.processes.attempts import Attempts
-from mesh.processes.lifecycle import Ending, SilenceLimits
+from mesh.processes.lifecycle import ChildEnding, SilenceLimits
 from mesh.processes.messages import Handlers
 from mesh.processes.supervisor import Supervisor
 from mesh.shard.commands import (
@@ -241,7 +241,7 @@ class ShardSupervisor(Supervisor):
         self.tell(RevokeTokens(self._revoked))
         super().on_started()
 
-    def on_ended(self, ending: Ending) -> None:
+    def on_ended(self, ending: ChildEnding) -> None:
         """Withdraw the shards of a process that is no more."""
         self.shards.clear()
         self.private.clear()

@@ -44,7 +44,7 @@ class _Running:
     note: str = ""
 
 
-class Claims:
+class HubClaims:
     """Which repositories this node asks the hub for, beside those that others do."""
 
     def __init__(self, own: NodeId, shelf: Shelf, fetches: Fetches) -> None:
@@ -77,7 +77,7 @@ class Outside:
     """`pull` what is wanted of a repository. Use on one event loop."""
 
     def __init__(
-        self, models_dir: Path, shelf: Shelf, fetches: Fetches, claims: Claims, pace: Pace
+        self, models_dir: Path, shelf: Shelf, fetches: Fetches, claims: HubClaims, pace: Pace
     ) -> None:
         self._models_dir = models_dir
         self._shelf = shelf

@@ -58,7 +58,7 @@ from mesh.transfers.commands import (
 )
 from mesh.transfers.fetches import Fetches, FetchSettings, scan
 from mesh.transfers.heap import give_back, keep_buffers
-from mesh.transfers.outside import Claims, Outside
+from mesh.transfers.outside import HubClaims, Outside
 from mesh.transfers.pacing import CpuShare, Pace, yield_to_others
 from mesh.transfers.serving import WeightsServer
 from mesh.transfers.shelf import Kept, Shelf
@@ -129,7 +129,7 @@ class FetcherProcess(Worker):
         settings = FetchSettings(command.models_dir, command.patience_s)
         self._fetches = Fetches(settings, self._shelf, self._dial, self._fetching_pace, self.say)
         self._fetches.update(self._peers.peers, self._peers.neighbours)
-        claims = Claims(NodeId(command.hello.node_id), self._shelf, self._fetches)
+        claims = HubClaims(NodeId(command.hello.node_id), self._shelf, self._fetches)
         self._outside = Outside(
             command.models_dir, self._shelf, self._fetches, claims, self._fetching_pace
         )

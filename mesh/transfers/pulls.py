@@ -43,7 +43,7 @@ Notify = Callable[[str, dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PullWish:
     """What is to be pulled: `layers` None for all; `source` is '' for wherever it is, ``hub``, or
     the name of a node."""
 
@@ -115,7 +115,7 @@ class Pulls:
             )
         return {**facts, "neighbours": list(neighbours.values())}
 
-    def start(self, wish: Wish) -> dict[str, Any]:
+    def start(self, wish: PullWish) -> dict[str, Any]:
         """Begin to fetch; the answer names the pull, to be asked for. Raises what is wrong at once.
 
         Raises ModelNotFound for a name that means nothing, BadRequest for one that means several
@@ -172,7 +172,7 @@ class Pulls:
 
     # Private
 
-    def _find(self, wish: Wish) -> Awaitable[Path]:
+    def _find(self, wish: PullWish) -> Awaitable[Path]:
         path = Path(wish.model).expanduser()
         if wish.model.startswith((".", "/", "~")):
             return self._offer(path)

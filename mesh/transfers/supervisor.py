@@ -17,7 +17,7 @@ from msgspec import structs, to_builtins
 
 from mesh.discovery.interfaces import Reach
 from mesh.errors import BadValue, Busy, InternalError, MeshError
-from mesh.processes.lifecycle import Ending, ProcessState
+from mesh.processes.lifecycle import ChildEnding, ProcessState
 from mesh.processes.messages import Cancel, Failed, Handlers, Message
 from mesh.processes.resting import RestingSupervisor
 from mesh.transfers.commands import (
@@ -183,7 +183,7 @@ class FetcherSupervisor(RestingSupervisor):
         self._look()
         self.tell(self._peers)
 
-    def on_ended(self, ending: Ending) -> None:
+    def on_ended(self, ending: ChildEnding) -> None:
         """Nothing moves any more."""
         super().on_ended(ending)
         self.transfers, self._sent_before = (), self.sent_bytes

@@ -153,9 +153,7 @@ async def test_where_nobody_says_so_a_connection_is_a_principal(
     assert await in_thread(stream_of, api.url, answer) == 200, "its id is the proof"
 
 
-async def test_a_connection_that_ends_meanwhile_is_nobody_s(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_connection_that_ends_meanwhile_is_nobody_s() -> None:
     """Another user's may have its address by the time the table is read."""
 
     def slowly(peer: neighbours.Address, own: neighbours.Address) -> int:
@@ -163,11 +161,10 @@ async def test_a_connection_that_ends_meanwhile_is_nobody_s(
             theirs.close()
         return ANNA
 
-    monkeypatch.setattr(neighbours, "user_of", slowly)
     found: asyncio.Queue[Principal] = asyncio.Queue()
 
     async def look(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        found.put_nowait(neighbours.Neighbour(writer.transport).principal)
+        found.put_nowait(neighbours.Neighbour(writer.transport, slowly).principal)
         writer.close()
 
     async with await asyncio.start_server(look, "127.0.0.1", 0) as server:

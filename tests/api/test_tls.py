@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import os
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -339,11 +342,17 @@ async def test_stopping_frees_the_port_and_what_was_being_opened(tls: ApiTls) ->
     again.close()
 
 
-def test_authorities_are_read_where_one_is_needed_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(*_args: object, **_more: object) -> ssl.SSLContext:
-        raise NotImplementedError
+def test_authorities_are_read_where_one_is_needed_only(tmp_path: Path) -> None:
+    (tmp_path / "authorities").write_text("no certificate")
 
-    monkeypatch.setattr(ssl, "create_default_context", read)
-    Client("http://127.0.0.1:1")
-    with pytest.raises(NotImplementedError):
-        Client("https://127.0.0.1:1")
+    def said(url: str) -> str:
+        """What a process says that makes a client and has a broken list of authorities."""
+        script = f"from mesh.client import Client\nClient({url!r})"
+        environment = {**os.environ, "SSL_CERT_FILE": str(tmp_path / "authorities")}
+        command = [sys.executable, "-c", script]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, check=False
+        ).stderr
+
+    assert said("http://example.org:1") == ""
+    assert "SSLError" in said("https://example.org:1")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 
 from mesh.clock import SystemClock
 from mesh.coordination.custom_resource import resource_name
@@ -189,8 +190,8 @@ async def test_one_record_that_cannot_be_read_keeps_no_other_back(tmp_path: Path
         await store.connect()
         await store.publish(MODEL, [worker(1)])
         await store.publish(OTHER, [worker(2)])
-        assert store._client is not None
-        await store._client.set(record_key(MODEL), "{}")
+        async with Redis.from_url(server.url) as somebody:
+            await somebody.set(record_key(MODEL), "{}")
         async with layered(RedisStore(server.url), told) as records:
             await read_back(records)
             assert await ranks(records, OTHER) == [2]

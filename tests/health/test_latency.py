@@ -92,7 +92,13 @@ def test_percentiles_are_of_the_latest_steps() -> None:
 def test_the_paces_of_shards_that_come_and_go_are_bounded() -> None:
     oversight = Oversight(SystemClock(), ceiling_s=30.0)
     steady = oversight.latency(("steady", "toy:0-7"))
-    for number in range(2 * MAX_PACES):
-        oversight.latency((f"host-{number}", "toy:0-7"))
+    hosts = [(f"host-{number}", "toy:0-7") for number in range(2 * MAX_PACES)]
+    first = []
+    for host in hosts:
+        first.append(oversight.latency(host))
         assert oversight.latency(("steady", "toy:0-7")) is steady, "one in use is not forgotten"
-    assert len(oversight._latencies) == MAX_PACES
+    # The latest first: whoever is asked for and not known takes the place of the longest unused.
+    known = [
+        oversight.latency(host) is one for host, one in zip(hosts[::-1], first[::-1], strict=True)
+    ]
+    assert known == [True] * (MAX_PACES - 1) + [False] * (MAX_PACES + 1)

@@ -151,7 +151,9 @@ async def hand_over(giver: Home, taker: Home) -> None:
     facts = ((author, end.generation, 1, end.last_seq),) if end.last_seq else ()
     page = await giver.hearth.log.page(Pull(1, facts, want=giver.hearth.log.docket.tips))
     await taker.hearth.log.ingest(page, author)
-    await taker.hearth._apply()
+    async with asyncio.timeout(10):
+        while taker.hearth.roster.members != giver.hearth.roster.members:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_before_it_is_known_what_to_serve_nothing_is_withdrawn(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.errors import Busy, ConnectFailed, MeshError, PairingRejected
-from mesh.identity.invitations import Ending, Invitation, Ticket, Window, parse_ticket
+from mesh.identity.invitations import Invitation, Ticket, Window, WindowEnding, parse_ticket
 from mesh.identity.pairing import MAX_FRAME_BYTES, Inviter, Joined, Joiner, JoinRequest, Welcome
 from mesh.identity.pairing_tcp import DEFAULT_LIMITS, PairingLimits, PairingListener, join, listen
 from mesh.identity.roster import Member, TrustLevel
@@ -118,8 +118,8 @@ def test_a_point_off_the_curve_is_a_wrong_guess() -> None:
         with pytest.raises(PairingRejected) as caught:
             inviter.examine(msgpack.packb([3, off_curve, bytes(32), b""]))
         assert caught.value.param == "code"
-        assert (window.ending is Ending.GUESSED) == (left == 0)
-    assert window.ending is Ending.GUESSED
+        assert (window.ending is WindowEnding.GUESSED) == (left == 0)
+    assert window.ending is WindowEnding.GUESSED
 
 
 @pytest.mark.parametrize("form", ["code", "link"])
@@ -128,7 +128,7 @@ async def test_both_sides_end_up_with_each_others_certificate(form: str, guest: 
         text = opened.invitation.code if form == "code" else opened.link
         joined = await opened.join(guest, text)
         ending, request = await opened.listener.wait()
-    assert ending is Ending.USED
+    assert ending is WindowEnding.USED
     assert request == JoinRequest(guest.id, "guest", guest.certificate, TrustLevel.TRUSTED)
     assert opened.admitted == [request]
     assert joined.inviter == opened.home.id
@@ -176,7 +176,7 @@ async def test_invitation_is_good_once(guest: Party) -> None:
 
 async def test_listener_is_gone_when_the_time_is_up(guest: Party) -> None:
     async with open_window(ttl_s=0.05) as opened:
-        assert await opened.listener.wait() == (Ending.EXPIRED, None)
+        assert await opened.listener.wait() == (WindowEnding.EXPIRED, None)
         with pytest.raises(ConnectFailed):
             await opened.join(guest, opened.invitation.code)
 
@@ -198,7 +198,7 @@ async def test_refused_joiner_is_told(guest: Party) -> None:
         with pytest.raises(PairingRejected) as caught:
             await opened.join(guest, opened.invitation.code)
         assert caught.value.param == "refused"
-        assert await opened.listener.wait() == (Ending.USED, None)
+        assert await opened.listener.wait() == (WindowEnding.USED, None)
 
 
 # Guessing.
@@ -211,7 +211,7 @@ async def test_three_wrong_codes_burn_the_invitation(guest: Party) -> None:
                 await opened.join(guest, wrong(opened.invitation.code))
             assert caught.value.param == "code"
             assert (opened.window.ending is None) == still_open
-        assert await opened.listener.wait() == (Ending.GUESSED, None)
+        assert await opened.listener.wait() == (WindowEnding.GUESSED, None)
         with pytest.raises((ConnectFailed, PairingRejected)):
             await opened.join(guest, opened.invitation.code)
     assert opened.admitted == []
@@ -227,7 +227,7 @@ async def test_guesses_made_at_the_same_time_count_alike() -> None:
         assert [type(r) for r in results] == [PairingRejected] * 8
         reasons = [r.param for r in results if isinstance(r, PairingRejected)]
         assert reasons.count("code") <= 3
-        assert opened.window.ending is Ending.GUESSED
+        assert opened.window.ending is WindowEnding.GUESSED
 
 
 async def test_wrong_word_is_noticed_before_it_costs_a_guess() -> None:
@@ -309,7 +309,7 @@ async def test_relay_that_puts_in_its_own_key_is_detected(guest: Party) -> None:
         await opened.miss(guest, 1)
         assert opened.window.ending is None
         await opened.miss(guest, 1)
-        assert opened.window.ending is Ending.GUESSED
+        assert opened.window.ending is WindowEnding.GUESSED
     assert opened.admitted == []
 
 
@@ -383,7 +383,7 @@ async def test_listener_in_between_learns_neither_code_nor_roster(guest: Party) 
     ]  # fmt: skip
     assert [secret for secret in hidden if secret in relay.seen] == []
     # What it saw cannot be replayed either: the invitation is used up, and the session is another.
-    assert opened.window.ending is Ending.USED
+    assert opened.window.ending is WindowEnding.USED
 
 
 # Nonsense.

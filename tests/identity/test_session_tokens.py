@@ -19,6 +19,7 @@ from mesh.identity.tokens import issue
 from mesh.pipeline.dialing import secured
 from mesh.pipeline.links import HopLinks
 from mesh.shard.permits import PERMIT_TTL_S, Permits, clock_of, dated, permit
+from mesh.shard.scheduler import Scheduler
 from mesh.types import Endpoint, NodeId, WireDtype
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.link import LinkHandler
@@ -57,20 +58,25 @@ class House:
         return permit(party.key, self.clock, HOST.id, request)
 
 
+class CountingQueue(Scheduler):
+    """Remembers what it was given to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+
+    def submit(self, sequence: Any, step: Step, reply: Any) -> None:
+        self.steps.append(step)
+        super().submit(sequence, step, reply)
+
+
 @pytest.fixture
-async def house(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
-    async with Attic() as attic, listening(attic) as (tls, port):
+async def house() -> AsyncIterator[House]:
+    queue = CountingQueue()
+    async with Attic(queue=queue) as attic, listening(attic) as (tls, port):
         clock = ManualClock()
         attic.service.permits = Permits(tls, clock)
-        steps: list[Step] = []
-        submit = attic.queue.submit
-
-        def counted(sequence: Any, step: Step, reply: Any) -> None:
-            steps.append(step)
-            submit(sequence, step, reply)
-
-        monkeypatch.setattr(attic.queue, "submit", counted)
-        yield House(attic, clock, port, steps)
+        yield House(attic, clock, port, queue.steps)
 
 
 @asynccontextmanager

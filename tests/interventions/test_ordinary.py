@@ -55,7 +55,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     look = OperationGuard.__torch_dispatch__
 
     def looking(self: OperationGuard, func: Any, *rest: Any, **named: Any) -> Any:
-        names.append(func._schema.name)
+        names.append(func.name())
         return look(self, func, *rest, **named)
 
     monkeypatch.setattr(OperationGuard, "__torch_dispatch__", looking)

@@ -25,7 +25,6 @@ from mesh.errors import (
     NoRoute,
     VersionMismatch,
 )
-from mesh.interventions import relay as relay_module
 from mesh.interventions.channel import ANSWER, ERROR, HEAD, SocketChannel
 from mesh.interventions.relay import HopSessions, relay
 from mesh.interventions.skeleton import job_model, load_skeleton
@@ -39,10 +38,9 @@ from mesh.shard.service import ShardService
 from mesh.shard.settings import ShardSettings
 from mesh.shard.taps import server as server_module
 from mesh.shard.taps.parts import MAX_MESSAGE_BYTES
-from mesh.shard.taps.server import JobSession, TapServer, TapSettings
+from mesh.shard.taps.server import TapServer, TapSettings
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId, RouteHop, ShardDescriptor, shard_id
-from mesh.wire import protocol
 from mesh.wire.link import LinkHandler
 from mesh.wire.messages import Blob, BlobKind, Hello, Step
 from tests.interventions.cases import CASES, GRADIENTS, PROMPT, Parts
@@ -80,7 +78,10 @@ def _runtime() -> TorchRuntime:
 
 
 @asynccontextmanager
-async def shard(settings: TapSettings | None = None) -> AsyncIterator[Shard]:
+async def shard(
+    settings: TapSettings | None = None, *, say: Callable[[Hello], Hello] = lambda hello: hello
+) -> AsyncIterator[Shard]:
+    """`say` is what becomes of both ends' hellos on their way."""
     manifest = await asyncio.to_thread(checkpoint, "llama")
     descriptor = ShardDescriptor(
         shard_id=shard_id(MODEL, WHOLE), model_id=MODEL, weights_sha256=manifest.weights_sha256,
@@ -105,6 +106,8 @@ async def shard(settings: TapSettings | None = None) -> AsyncIterator[Shard]:
         ours, theirs = link_pair(
             Hello(_host, "job", "tensors", "test"), Hello("n" * 64, "attic", "tensors", "test")
         )
+        for end in (ours, theirs):
+            end.session.peer = say(end.peer)
         ours.attach(handler)
         if settings is not None and isinstance(handler, HopLink):
             handler.lease_s = settings.silence_s  # as a host's hello tells it
@@ -134,39 +137,22 @@ async def run_job(sessions: HopSessions, job: Callable[[Parts], Any]) -> Any:
         await asyncio.wait_for(passing, 10)
 
 
-async def test_messages_of_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "PART_BYTES", 1000)
-    monkeypatch.setattr(relay_module, "PART_BYTES", 700)
-
+async def test_messages_of_many_parts() -> None:
     def job(parts: Parts) -> Any:
         return CASES["every_layer"](parts), GRADIENTS["at_boundaries"](parts)
 
-    async with shard() as here:
-        sessions = await HopSessions.open(here.route, here.lines)
+    async with shard(TapSettings(part_bytes=1000)) as here:
+        sessions = await HopSessions.open(here.route, here.lines, part_bytes=700)
         found = await run_job(sessions, job)
         sessions.close()
     expected = await asyncio.to_thread(lambda: job(Parts(whole("llama"))))
     equal(found, expected, 1e-4)
 
 
-def watch_arrivals(arrived: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set `arrived` whenever the shard has taken a part of a message."""
-    submit = JobSession.submit
-
-    def submitted(session: JobSession, *args: Any) -> None:
-        submit(session, *args)
-        arrived.set()
-
-    monkeypatch.setattr(JobSession, "submit", submitted)
-
-
-async def test_a_message_goes_on_while_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_goes_on_while_it_arrives() -> None:
     """No more than a part of what a job sends is ever held for it."""
-    monkeypatch.setattr(relay_module, "PART_BYTES", 1000)
-    arrived = asyncio.Event()
-    watch_arrivals(arrived, monkeypatch)
     async with shard() as here:
-        sessions = await HopSessions.open(here.route, here.lines)
+        sessions = await HopSessions.open(here.route, here.lines, part_bytes=1000)
         ours, theirs = socket.socketpair()
         passing = asyncio.create_task(relay(ours, sessions), name="relay")
         reader, writer = await asyncio.open_connection(sock=theirs)
@@ -175,10 +161,7 @@ async def test_a_message_goes_on_while_it_arrives(monkeypatch: pytest.MonkeyPatc
             if part == 1:
                 writer.write(HEAD.pack(0, ANSWER, 3500))
             writer.write(bytes(1000))
-            async with asyncio.timeout(10):
-                await arrived.wait()
-            arrived.clear()
-            assert len(place.message) == 1000 * part
+            await settled(lambda part=part: len(place.message) == 1000 * part)
         writer.write(bytes(500) + HEAD.pack(7, ANSWER, 2500) + bytes(2500))
         writer.write(HEAD.pack(0, ANSWER, 4) + bytes(4))
         for status, said in ((ANSWER, b"malformed"), (ERROR, b"no hop 7"), (ANSWER, b"malformed")):
@@ -191,18 +174,22 @@ async def test_a_message_goes_on_while_it_arrives(monkeypatch: pytest.MonkeyPatc
         sessions.close()
 
 
-async def test_an_answer_may_take_longer_than_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_may_take_longer_than_opening() -> None:
     """A long prompt on a slow machine is no lost hop."""
-    gate, arrived = threading.Event(), asyncio.Event()
-    watch_arrivals(arrived, monkeypatch)
+    gate = threading.Event()
     async with shard() as here:
         sessions = await HopSessions.open(here.route, here.lines, open_s=5.0)
         for hop in sessions.hops:
             hop._patience = Patience(0.01, 0.01)
         here.queue.visit(lambda: gate.wait(10), lambda _: None)
+        (place,) = here.taps.open_sessions
+        assert place.tap is not None
+        meter = place.tap.meter
+        held = meter.held_bytes
         running = asyncio.create_task(run_job(sessions, CASES["logits"]))
         async with asyncio.timeout(20):
-            await arrived.wait()
+            while meter.held_bytes == held:  # noqa: ASYNC110 - a session tells nobody of questions
+                await asyncio.sleep(0.01)
         done, _ = await asyncio.wait({running}, timeout=0.1)
         gate.set()
         async with asyncio.timeout(20):
@@ -225,11 +212,8 @@ async def test_weights_are_shared_with_chat_unless_they_are_repacked() -> None:
             sessions.close()
 
 
-async def test_nodes_from_before_blobs_are_told_which_one_is_too_old(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(protocol, "BLOBS", "what an older node says")
-    async with shard() as here:
+async def test_nodes_from_before_blobs_are_told_which_one_is_too_old() -> None:
+    async with shard(say=lambda hello: replace(hello, fields={})) as here:
         with pytest.raises(HopLost, match="attic is too old") as refused:
             await HopSessions.open(here.route, here.lines)
         assert isinstance(refused.value.error, VersionMismatch)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -68,23 +67,20 @@ def test_what_differs_is_refused_with_the_reason(name: str) -> None:
     assert caught.value.code == "bad_request"
 
 
-def test_verdict_is_reached_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared = []
-    real = proof._compare
-
-    def counting(*arguments: Any) -> float:
-        compared.append(arguments)
-        return real(*arguments)
-
-    monkeypatch.setattr(proof, "_compare", counting)
+def test_verdict_is_reached_once_and_kept(tmp_path: Path) -> None:
     family = family_of_config(transformers.XGLMConfig(num_layers=3, d_model=64, attention_heads=4))
-    for _ in range(2):
-        with pytest.raises(UnsupportedFamily):
-            proof.require_proof(family, tmp_path)
-    proof.settled.clear()
     with pytest.raises(UnsupportedFamily, match="differs from the whole"):
         proof.require_proof(family, tmp_path)
-    assert len(compared) == 1
+    (file,) = tmp_path.iterdir()
+    kept = json.loads(file.read_text())
+    file.unlink()
+    with pytest.raises(UnsupportedFamily, match="differs from the whole"):
+        proof.require_proof(family, tmp_path)
+    assert not list(tmp_path.iterdir()), "it was reached again"
+    file.write_text(json.dumps({**kept, "reason": "so it was written down"}))
+    proof.settled.clear()
+    with pytest.raises(UnsupportedFamily, match="so it was written down"):
+        proof.require_proof(family, tmp_path)
 
 
 def test_what_broke_off_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

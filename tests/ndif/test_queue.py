@@ -469,7 +469,7 @@ async def test_what_a_job_printed_is_kept_for_its_owner(tmp_path: Path) -> None:
     queue = a_queue(tmp_path)
     await queue.start()
     job = await hand_in(queue, "print 250")
-    await until(lambda: job.job_id not in queue._tickets)
+    await until(lambda: not queue.unended)
     printed = await queue.log(job.job_id, ANNA)
     assert (printed["lines"][0], printed["lines"][-1]) == ("line 50", "line 249")
     assert (len(printed["lines"]), printed["dropped"]) == (200, 50)

@@ -19,7 +19,6 @@ from mesh import codec
 from mesh.capacity import Device, Measurement, Speed
 from mesh.discovery.advertisement import Advertisement
 from mesh.models.partial_writer import lock_directory
-from mesh.node import own_capacity
 from mesh.node.own_capacity import Kept, OwnCapacity, OwnHooks, Pace
 from mesh.processes.headroom import Headroom
 from mesh.shard.commands import Measure
@@ -88,16 +87,15 @@ QUICK = Pace((0.01,), again_s=0.02, longest_s=0.05, look_s=0.01, look_at_card_s=
 class Machine:
     """What a measurement would find, how often it was made, and whether it is wanted again."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, *shares: float) -> None:
+    def __init__(self, directory: Path, *shares: float) -> None:
         self.is_quiet = self.is_idle = True
         self.device = "cpu"
         self.shards: list[Advertisement] = []
         self.made = 0
         self._shares = list(shares)
-        monkeypatch.setattr(own_capacity, "_is_quiet", self._quiet)
         self.told: list[float] = []
         hooks = OwnHooks(lambda: None, lambda: self.is_idle, lambda: self.shards, self._tell)
-        self.own = OwnCapacity(CPU, directory, hooks, QUICK, self._measure)
+        self.own = OwnCapacity(CPU, directory, hooks, QUICK, self._measure, self._quiet)
 
     def _tell(self) -> None:
         if self.gb_s and self.told[-1:] != [self.gb_s]:  # what is free may move as well
@@ -136,9 +134,9 @@ async def looking(machine: Machine) -> AsyncIterator[None]:
 
 
 async def test_what_was_measured_under_load_is_measured_again_in_a_quiet_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    machine = Machine(tmp_path, monkeypatch, 0.6, 0.7, 0.05)
+    machine = Machine(tmp_path, 0.6, 0.7, 0.05)
     machine.is_quiet = False
     async with looking(machine):
         await machine.until(lambda: machine.gb_s == 10.0)  # something has to be known
@@ -153,7 +151,7 @@ async def test_what_was_measured_under_load_is_measured_again_in_a_quiet_moment(
         await asyncio.sleep(0.3)
         assert machine.made == 3
         assert machine.told == [10.0, 30.0]
-    later = Machine(tmp_path, monkeypatch)
+    later = Machine(tmp_path)
     async with looking(later):
         await later.until(lambda: later.gb_s > 0)
         await asyncio.sleep(0.3)
@@ -162,9 +160,9 @@ async def test_what_was_measured_under_load_is_measured_again_in_a_quiet_moment(
 
 
 async def test_serving_corrects_what_was_measured_and_has_it_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    machine = Machine(tmp_path, monkeypatch)
+    machine = Machine(tmp_path)
     machine.is_idle = True
     async with looking(machine):
         await machine.until(lambda: machine.gb_s == 10.0)
@@ -181,9 +179,9 @@ async def test_serving_corrects_what_was_measured_and_has_it_measured_again(
 
 
 async def test_two_nodes_of_a_machine_do_not_measure_at_the_same_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    machine, other = Machine(tmp_path, monkeypatch), lock_directory(tmp_path)
+    machine, other = Machine(tmp_path), lock_directory(tmp_path)
     try:
         async with looking(machine):
             await asyncio.sleep(0.3)
@@ -197,9 +195,9 @@ async def test_two_nodes_of_a_machine_do_not_measure_at_the_same_time(
 
 
 async def test_what_is_free_on_a_card_is_looked_at_and_not_as_it_was_when_it_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    machine = Machine(tmp_path, monkeypatch)
+    machine = Machine(tmp_path)
     machine.device = "cuda:0"
     async with looking(machine):
         await machine.until(lambda: machine.gb_s == 10.0)
@@ -216,9 +214,9 @@ def group() -> Iterator[Path]:
 
 
 async def test_a_node_in_a_control_group_tells_what_the_group_leaves(
-    group: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    group: Path, tmp_path: Path
 ) -> None:
-    machine = Machine(tmp_path, monkeypatch)
+    machine = Machine(tmp_path)
     async with looking(machine):
         await machine.until(lambda: machine.gb_s == 10.0)
     script = f"""
@@ -245,11 +243,14 @@ asyncio.run(main())
 
 
 async def test_what_is_free_is_told_before_anything_is_measured_and_when_it_moves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    free, told = [400], []
-    monkeypatch.setattr(own_capacity, "ram", lambda: Headroom(free[0], 1000, "here"))
+    free, looks, told = [400], [0], []
     promised = Memory(Headroom(400, 1000, "here"), 400, promised_mb=30)
+
+    def memory() -> Headroom:
+        looks[0] += 1
+        return Headroom(free[0], 1000, "here")
 
     def changed() -> None:
         capacity = own.now()
@@ -257,13 +258,14 @@ async def test_what_is_free_is_told_before_anything_is_measured_and_when_it_move
         told.append((capacity.devices[0].free_bytes >> 20, capacity.devices[0].speeds))
 
     hooks = OwnHooks(lambda: promised, lambda: False, list, changed)  # never idle: not measured
-    own = OwnCapacity(CPU, tmp_path, hooks, QUICK)
+    own = OwnCapacity(CPU, tmp_path, hooks, QUICK, memory=memory)
     own.start()
     try:
         async with asyncio.timeout(10):
             for now_mb in (400, 390, 300):
                 free[0] = now_mb
-                while not told or (now_mb == 300 and told[-1][0] != 270):  # noqa: ASYNC110
+                seen_by = looks[0] + 2  # the look before that one is over
+                while looks[0] < seen_by:  # noqa: ASYNC110 - not every look is told
                     await asyncio.sleep(0.01)
     finally:
         await own.stop()

@@ -54,8 +54,11 @@ def test_nothing_is_learnt_of_answers_that_came_otherwise(odd: dict[str, object]
 def test_what_is_remembered_is_bounded() -> None:
     times = AskedTimes()
     for number in range(200):
-        times.take(replace(answer(100.0), route=(_hop(f"n{number}"),), hops=answer(1.0).hops[:1]))
-    assert len(times._ways) == 64
+        for _ in range(2):
+            once = replace(answer(100.0), route=(_hop(f"n{number}"),), hops=answer(1.0).hops[:1])
+            times.take(once)
+    known = [n for n in range(200) if times.way_ms(NodeId(f"n{n}")) is not None]
+    assert known == list(range(200 - 64, 200))
 
 
 def _hop(node: str) -> RouteHop:

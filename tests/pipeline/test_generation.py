@@ -11,6 +11,7 @@ from mesh.errors import BadRequest, ContextTooLong, NoRoute, SessionGone
 from mesh.pipeline.commands import GenerationFrame
 from mesh.pipeline.generation import PipelineOrchestrator
 from mesh.pipeline.hop import STEPS_UNDER_WAY
+from mesh.pipeline.links import HopLinks
 from mesh.pipeline.watch.oversight import Oversight
 from mesh.routing.cover import key_of
 from mesh.types import (
@@ -276,8 +277,9 @@ async def test_a_hop_that_failed_is_left_alone_for_the_request_unless_nobody_els
 async def test_hosts_that_stop_together_do_not_hand_a_generation_back_and_forth() -> None:
     network, (_, second) = network_of("0-3", "4-7")
     other = network.add("4-7", name="z")
-    orchestrator, sessions = toy_orchestrator(network)
-    await sessions._links.link(other.descriptor.host, other.descriptor.endpoint)
+    links = HopLinks(network.dial)
+    orchestrator, sessions = toy_orchestrator(network, links=links)
+    await links.link(other.descriptor.host, other.descriptor.endpoint)
     frames: list[StreamFrame] = []
     async for frame in orchestrator.chat(toy_request(PROMPT, 12)):
         frames.append(frame)

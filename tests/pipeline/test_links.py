@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -15,15 +17,20 @@ from tests.pipeline.toy_mesh import ToyNetwork
 
 async def test_a_host_that_starts_again_and_again_leaves_no_closed_lines_behind() -> None:
     network = ToyNetwork()
-    lines = HopLinks(network.dial)
+    lines, closed = HopLinks(network.dial), []
     for _ in range(5):
         shard = network.add("0-7", name="restless")  # each life has a port of its own
         line = await lines.link(shard.descriptor.host, shard.descriptor.endpoint)
         shard.kill()
         assert line.is_closed
+        closed.append(weakref.ref(line))
+        del line
     last = network.add("0-7", name="restless")
     kept = await lines.link(last.descriptor.host, last.descriptor.endpoint)
-    assert list(lines._links.values()) == [kept]
+    await asyncio.sleep(0)  # the last one hears that it was cut
+    gc.collect()
+    assert [line() for line in closed] == [None] * 5
+    assert await lines.link(last.descriptor.host, last.descriptor.endpoint) is kept
     await lines.close()
 
 

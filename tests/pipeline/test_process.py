@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from mesh.errors import PipelineStalled
+from mesh.errors import InternalError, PipelineStalled
 from mesh.pipeline.commands import (
     Credit,
     Ended,
@@ -57,28 +56,23 @@ async def test_what_is_cancelled_before_it_began_leaves_nothing_behind(kind: str
         process.take(command)
         process.take(Cancel(key))  # as when both come in one read
         assert process._readers
-        await idle(process)
+        await idle()
         assert not process._readers
         await mesh.engine.close()
 
 
-async def test_a_harvest_that_fails_in_a_way_nobody_foresaw_is_answered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def fail(order: HarvestOrder) -> dict[str, Any]:
-        raise RuntimeError(f"{order.texts} is no text")
-
+async def test_a_harvest_that_fails_in_a_way_nobody_foresaw_is_answered() -> None:
     daemon = Daemon()
     with watched(ToyNetwork()) as mesh:
-        monkeypatch.setattr(mesh.engine, "harvest", fail)
         process = AskerProcess(engine=mesh.engine, daemon=daemon)
-        process.take(COMMANDS["harvest"])
-        await idle(process)
+        process.take(Harvest("r", replace(ORDER, texts=(5,))))  # type: ignore[arg-type]
+        await idle()
         await mesh.engine.close()
     (answer,) = daemon.said
     assert isinstance(answer, Ended)
     assert answer.id == "r"
-    assert "is no text" in str(answer.error)
+    assert isinstance(answer.error, InternalError)
+    assert "TypeError" in str(answer.error)
 
 
 async def test_what_did_not_load_in_time_is_asked_for_again() -> None:
@@ -139,13 +133,15 @@ async def listening(tokens: int) -> AsyncIterator[Listening]:
         process = AskerProcess(engine=mesh.engine, daemon=daemon)
         process.take(Generate(replace(toy_request([1, 2], tokens), request_id=REQUEST)))
         yield Listening(process, daemon, hop)
-        await idle(process)
+        await idle()
         await mesh.engine.close()
 
 
-async def idle(process: AskerProcess) -> None:
-    """Until everything that it does has ended."""
-    await asyncio.gather(*process._tasks, return_exceptions=True)
+async def idle() -> None:
+    """Until everything that a process was asked for has ended."""
+    asked = tuple(f"{kind} " for kind in COMMANDS)
+    tasks = [task for task in asyncio.all_tasks() if task.get_name().startswith(asked)]
+    await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.sleep(0)
 
 

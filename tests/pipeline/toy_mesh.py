@@ -161,7 +161,7 @@ class ToyShard:
     def kill(self) -> None:
         """Gone with everything it held, links cut under way."""
         self.alive = False
-        links, self.links = self.links, []
+        links, self.links, self.far_ends = self.links, [], []
         self.sessions.clear()
         for link in links:
             link.cut()
@@ -378,10 +378,11 @@ def toy_orchestrator(
     line: RoomLine | None = None,
     ends: ToyEnds | None = None,
     draft: Drafting | None = None,
+    links: HopLinks | None = None,
 ) -> tuple[PipelineOrchestrator, Sessions]:
     """An orchestrator over the network with fp32 on the wire, which may go `home`; the
-    model holds `context` positions. `line` is where those wait who find all shards full. The
-    head computes up to 8 rows at once."""
+    model holds `context` positions. `line` is where those wait who find all shards full, `links`
+    are the asker's. The head computes up to 8 rows at once."""
 
     async def go_home() -> Sequence[RouteHop]:
         assert home is not None
@@ -389,7 +390,7 @@ def toy_orchestrator(
 
     router = ShardRouter(network, CoverRules())
     sessions = Sessions(
-        HopLinks(network.dial),
+        links or HopLinks(network.dial),
         router,
         SystemClock(),
         Patience(answer_s=2.0),

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from mesh.errors import BadCheckpoint, DeviceFailed, MeshError, NotEnoughMemory
 from mesh.processes.attempts import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_LIVES, Attempts
-from mesh.processes.lifecycle import Ending, Loading
+from mesh.processes.lifecycle import ChildEnding, Loading
 
 PLENTY = 1 << 20
 LOAD = Loading("m:0-7", need_mb=2000, free_mb=3000)
-KILLED = Ending(-signal.SIGKILL, loading=LOAD)
+KILLED = ChildEnding(-signal.SIGKILL, loading=LOAD)
 PASSING = DeviceFailed("It stumbled.", fix="Wait.")
 
 
@@ -61,16 +61,18 @@ def test_a_load_that_was_killed_waits_for_all_the_memory_it_needs_beside_what_th
 
 
 def test_the_kernels_word_is_taken_where_there_is_one() -> None:
-    by_kernel = Ending(-signal.SIGKILL, loading=LOAD, of_memory=True)
+    by_kernel = ChildEnding(-signal.SIGKILL, loading=LOAD, of_memory=True)
     assert "by the kernel" in Attempts().died(LOAD, by_kernel, 0.0).message
     assert "most likely" in Attempts().died(LOAD, KILLED, 0.0).message
 
 
 @pytest.mark.parametrize(
     "ending",
-    [Ending(-signal.SIGSEGV), Ending(1), Ending(-signal.SIGKILL, hung=True)],
+    [ChildEnding(-signal.SIGSEGV), ChildEnding(1), ChildEnding(-signal.SIGKILL, hung=True)],
 )
-def test_a_process_that_died_otherwise_of_a_load_is_no_matter_of_memory(ending: Ending) -> None:
+def test_a_process_that_died_otherwise_of_a_load_is_no_matter_of_memory(
+    ending: ChildEnding,
+) -> None:
     attempts = Attempts()
     error = attempts.died(LOAD, ending, 0.0)
     assert isinstance(error, DeviceFailed)
@@ -89,7 +91,7 @@ def test_no_load_costs_more_than_a_few_processes(events: list[str]) -> None:
             attempts.failed(LOAD.name, PASSING, now)
         else:
             lives += 1
-            last = attempts.died(LOAD, KILLED if event == "killed" else Ending(1), now)
+            last = attempts.died(LOAD, KILLED if event == "killed" else ChildEnding(1), now)
     assert lives <= MAX_LIVES
     if lives == MAX_LIVES:
         assert attempts.why_not(LOAD.name, 1e12, PLENTY) is not None

@@ -15,7 +15,7 @@ import pytest_asyncio
 from mesh.errors import BadRequest, DeviceLost
 from mesh.identity.tls import TlsMaterial
 from mesh.processes import supervisor
-from mesh.processes.lifecycle import Ending, ProcessState, SilenceLimits
+from mesh.processes.lifecycle import ChildEnding, ProcessState, SilenceLimits
 from mesh.processes.messages import Handlers, Start
 from mesh.processes.supervisor import Supervisor
 from mesh.processes.warm_parent import end_warm_parent
@@ -34,7 +34,7 @@ class Watched(Supervisor):
         tls = TlsMaterial.of(secure.KEY, [])
         super().__init__("the process", "tests.lively", Start(secure.HELLO, tls), limits)
         self.restart_delays_s = (0.1,)
-        self.endings: list[Ending] = []
+        self.endings: list[ChildEnding] = []
         self.states: list[ProcessState] = []
         self._happened = asyncio.Event()
 
@@ -45,7 +45,7 @@ class Watched(Supervisor):
         super().on_started()
         self._happened.set()
 
-    def on_ended(self, ending: Ending) -> None:
+    def on_ended(self, ending: ChildEnding) -> None:
         self.endings.append(ending)
         self._happened.set()
 
@@ -89,7 +89,7 @@ async def test_one_that_stands_still_is_out_of_order_first_and_then_replaced(
     assert not process.endings, "it may come back"
     await process.sees(lambda: bool(process.endings))
     (ending,) = process.endings
-    assert ending == Ending(-signal.SIGKILL, hung=True)
+    assert ending == ChildEnding(-signal.SIGKILL, hung=True)
     assert not ending.was_killed, "not by anybody else"
     assert process.state is ProcessState.ENDED
     assert "stopped answering" in str(process.trouble)
@@ -178,7 +178,7 @@ async def test_a_start_that_fails_is_tried_again(
         await process.sees(lambda: len(process.endings) == 3)
         assert "nonexistent" in str(process.trouble), "whoever asks for the state is told why"
     assert "nonexistent" in caplog.text
-    assert process.endings[1:] == [Ending(None), Ending(None)]
+    assert process.endings[1:] == [ChildEnding(None), ChildEnding(None)]
     assert await process.up() != first
 
 

@@ -83,9 +83,14 @@ def _served() -> TorchRuntime:
 class Attic:
     """A serving node with one shard, and as many askers as a test links to it."""
 
-    def __init__(self, loader: CountedLoader | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        loader: CountedLoader | None = None,
+        queue: Scheduler | None = None,
+        **settings: Any,
+    ) -> None:
         self.loader = loader or CountedLoader()
-        self.queue = Scheduler()
+        self.queue = queue or Scheduler()
         self.server = ShardServer(
             descriptor(), self.loader, ShardSettings(**settings), hidden_size=HIDDEN,
             scheduler=self.queue,

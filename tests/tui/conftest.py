@@ -85,10 +85,9 @@ def _loop_is_never_blocked() -> Iterator[BlockBuster]:
 
 @pytest.fixture(autouse=True)
 def _frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One time zone, and ages as of one moment."""
+    """One time zone."""
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
-    monkeypatch.setattr("tui.screens.jobs.now_s", lambda: MOMENT.timestamp() + 42)
     yield
     monkeypatch.undo()
     time.tzset()
@@ -126,8 +125,8 @@ class Top:
 async def running(
     connect: Callable[[], Client], size: tuple[int, int] = (80, 24)
 ) -> AsyncIterator[Top]:
-    """The app while the block runs."""
-    app = TopApp(connect, lambda: VERBS)
+    """The app while the block runs, its ages as of one moment."""
+    app = TopApp(connect, lambda: VERBS, lambda: MOMENT.timestamp() + 42)
     app.animation_level = "none"
     async with app.run_test(size=size, notifications=True) as pilot:
         yield Top(app, pilot)

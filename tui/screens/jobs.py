@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from textual import work
@@ -17,9 +17,6 @@ from tui.screens.screen import TopScreen
 from tui.widgets.table import Row, Table
 from tui.words import clean
 
-now_s = time.time
-"""For ages."""
-
 LOG_S = 1.0
 """What the chosen job prints is asked for so often, while somebody looks."""
 
@@ -29,8 +26,10 @@ class JobsScreen(TopScreen):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("k", "kill", "Kill")]
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: Callable[[], float] = time.time) -> None:
+        """`now_s` is what ages are as of."""
         super().__init__()
+        self._now_s = now_s
         self._shown: tuple[str, list[str]] = ("", [])
 
     def body(self) -> ComposeResult:
@@ -47,7 +46,7 @@ class JobsScreen(TopScreen):
         """See `TopScreen`."""
         jobs = picture.status.get("jobs") or {"jobs": [], "ended": []}
         rows = [*jobs["jobs"], *jobs["ended"][:20]]
-        self.query_one(Table).fill({job["id"]: _row(job) for job in rows})
+        self.query_one(Table).fill({job["id"]: _row(job, self._now_s()) for job in rows})
 
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
         """Another job is chosen."""
@@ -88,12 +87,12 @@ class JobsScreen(TopScreen):
             self.query_one("#printed", Log).clear().write_lines(lines or ["(nothing yet)"])
 
 
-def _row(job: Mapping[str, Any]) -> Row:
+def _row(job: Mapping[str, Any], now_s: float) -> Row:
     note = job["description"].partition("\n")[0][:60]
-    return job["id"][:12], job["model"], job["owner"][:12], job["status"], _age(job), note
+    return job["id"][:12], job["model"], job["owner"][:12], job["status"], _age(job, now_s), note
 
 
-def _age(job: Mapping[str, Any]) -> str:
+def _age(job: Mapping[str, Any], now_s: float) -> str:
     ended = job.get("ended_at")
-    seconds = max(0, round((ended or now_s()) - job["received_at"]))
+    seconds = max(0, round((ended or now_s) - job["received_at"]))
     return f"{seconds} s" if seconds < 120 else f"{seconds // 60} min"

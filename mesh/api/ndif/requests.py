@@ -13,7 +13,7 @@ from mesh.api.ndif import answers, model_keys
 from mesh.api.ndif.clients import require_served
 from mesh.api.ndif.deployments import Deployments
 from mesh.api.ndif.results import ResultUrls
-from mesh.api.ndif.sessions import Session, Sessions
+from mesh.api.ndif.sessions import ClientSession, ClientSessions
 from mesh.api.ndif.uploads import receive
 from mesh.errors import MeshError
 from mesh.identity.api_keys import Scope
@@ -31,7 +31,7 @@ def owner_of(caller: Caller) -> Principal | None:
 
 
 def routes(
-    queue: JobQueue, sessions: Sessions, deployments: Deployments, urls: ResultUrls
+    queue: JobQueue, sessions: ClientSessions, deployments: Deployments, urls: ResultUrls
 ) -> list[Route]:
     """The endpoints' routes."""
 
@@ -57,12 +57,12 @@ def routes(
 
 
 async def _take(
-    request: Request, queue: JobQueue, sessions: Sessions, deployments: Deployments
+    request: Request, queue: JobQueue, sessions: ClientSessions, deployments: Deployments
 ) -> dict[str, object]:
     caller = caller_of(request)
     owner = caller.principal.account
     envelope, arrived = await receive(request, queue)
-    session: Session | None = None
+    session: ClientSession | None = None
     try:
         served = await deployments.served()
         meant = model_keys.find(model_keys.ModelKey.parse(envelope.model_key), served)

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mesh.api.ndif import clients, deployments, operating, requests, results
 from mesh.api.ndif.results import ResultUrls
-from mesh.api.ndif.sessions import Sessions
+from mesh.api.ndif.sessions import ClientSessions
 from mesh.api.services import DeploymentControl, MeshView
 from mesh.interventions.jobs.queue.service import JobQueue
 
@@ -29,7 +29,7 @@ def routes(
 ) -> Sequence[Route | WebSocketRoute]:
     """Everything that needs the scope ``interventions``."""
     queue, urls = jobs.queue, jobs.urls
-    sessions = Sessions(queue, urls)
+    sessions = ClientSessions(queue, urls)
     here = deployments.Deployments(view, queue.runner, control)
     return [
         WebSocketRoute("/subscribe", sessions.serve),

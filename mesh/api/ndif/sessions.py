@@ -36,7 +36,7 @@ _SEND_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class ClientSession:
     """One open socket. `jobs` are those that have not ended, `base_url` where results are.
 
     `handed` are those whose result went out on the socket.
@@ -51,15 +51,15 @@ class Session:
     is_open: bool = True
 
 
-class Sessions:
+class ClientSessions:
     """All open sockets of a node."""
 
     def __init__(self, queue: JobQueue, urls: ResultUrls) -> None:
         self._queue = queue
         self._urls = urls
-        self._open: dict[str, Session] = {}
+        self._open: dict[str, ClientSession] = {}
 
-    def find(self, session_id: str, owner: Principal) -> Session:
+    def find(self, session_id: str, owner: Principal) -> ClientSession:
         """The caller's own session. Raises BadRequest."""
         session = self._open.get(session_id)
         if session is None or session.owner != owner:
@@ -76,7 +76,7 @@ class Sessions:
     async def serve(self, socket: WebSocket) -> None:
         """One socket, from its opening to its end."""
         await socket.accept()
-        session = Session(caller_of(socket).principal.account)
+        session = ClientSession(caller_of(socket).principal.account)
         self._open[session.session_id] = session
         name = f"session {session.session_id[:8]}"
         gone = asyncio.create_task(_until_gone(socket), name=f"{name} reading")
@@ -98,13 +98,13 @@ class Sessions:
             if isinstance(end, Exception) and not isinstance(end, WebSocketDisconnect):
                 logger.error("%s failed", name, exc_info=end)
 
-    async def _abandon(self, session: Session, job_id: str) -> None:
+    async def _abandon(self, session: ClientSession, job_id: str) -> None:
         try:
             await self._queue.kill(job_id, session.owner, "Its client went away.")
         except NotFound:  # it ended by itself meanwhile
             return
 
-    async def _tell(self, socket: WebSocket, session: Session) -> None:
+    async def _tell(self, socket: WebSocket, session: ClientSession) -> None:
         """Pass on updates until there is nothing more to wait for."""
         await _send(socket, {"session_id": session.session_id})
         patience_s: float = _FIRST_JOB_S
@@ -124,7 +124,7 @@ class Sessions:
                 session.jobs.discard(update.job_id)
                 patience_s = _LINGER_S
 
-    async def _pass_on(self, socket: WebSocket, session: Session, update: Update) -> None:
+    async def _pass_on(self, socket: WebSocket, session: ClientSession, update: Update) -> None:
         if update.status is not Status.COMPLETED:
             await _send(socket, answers.of_update(update))
         elif update.result_bytes <= INLINE_BYTES:

@@ -26,7 +26,7 @@ from mesh.interventions.jobs.commands import (
 )
 from mesh.interventions.jobs.types import JobPlace, JobReport, JobSpec
 from mesh.pipeline.commands import Offer
-from mesh.processes.lifecycle import Ending, SilenceLimits
+from mesh.processes.lifecycle import ChildEnding, SilenceLimits
 from mesh.processes.messages import Cancel, Failed, Handlers
 from mesh.processes.supervisor import Supervisor
 from mesh.types import ModelId
@@ -112,7 +112,7 @@ class JobsSupervisor(Supervisor):
         self._error = None
         super().on_started()
 
-    def on_ended(self, ending: Ending) -> None:
+    def on_ended(self, ending: ChildEnding) -> None:
         """Fail the jobs of a process that is no more."""
         lost = LinkLost(f"{self.name}: {ending}.", fix="Another is started; try again.")
         for waiting in self._waiting.values():

@@ -72,7 +72,7 @@ class TapSettings:
 
     A session that says nothing for `silence_s` ends. Without sessions, the instrumented modules are
     dropped after `idle_s`. `memory_bytes` bounds all that one session holds, `positions` the rows
-    of one forward, and those it has cached.
+    of one forward, and those it has cached. Answers are given in parts of at most `part_bytes`.
     """
 
     max_sessions: int = 4
@@ -80,6 +80,7 @@ class TapSettings:
     idle_s: float = 600.0
     memory_bytes: int = 4 << 30
     positions: int = 32768
+    part_bytes: int = PART_BYTES
 
 
 class JobSession(Session):
@@ -202,10 +203,8 @@ class JobSession(Session):
 
     def _give(self, offset: int, reply: Reply) -> None:
         """The part of the answer from `offset` on; once all is given, nothing of it is kept."""
-        length = len(self._answer)
-        part = Blob(
-            self.number, BlobKind.ANSWER, length, offset, self._answer[offset:][:PART_BYTES]
-        )
+        length, most = len(self._answer), self._server.settings.part_bytes
+        part = Blob(self.number, BlobKind.ANSWER, length, offset, self._answer[offset:][:most])
         if part.end >= length:
             self._answer = memoryview(b"")
         reply(part)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mesh.interventions.jail import kernel, lockdown, seccomp
+from mesh.interventions.jail import bpf, kernel, lockdown
 from mesh.interventions.jail.limits import JobLimits
 
 CODE42 = {
@@ -67,7 +67,7 @@ def _forget(option: int) -> None:
     _set(kernel, "prctl", lambda number, value: None if number == option else asked(number, value))
 
 
-_REFUSE = seccomp._refuse_bits
+_REFUSE = bpf.refuse_bits
 _TAKE_DOWN = {
     "all": lambda: _set(lockdown, "lock_down", _no_walls),
     "limits": lambda: _set(lockdown, "_bound_resources", _outer_guard),
@@ -75,17 +75,15 @@ _TAKE_DOWN = {
     "calls": lambda: _set(kernel, "install_filter", lambda *_: None),
     "descriptors": lambda: _set(lockdown, "_close_all_but", lambda _: None),
     "executable": lambda: _set(
-        seccomp, "_refuse_bits", lambda i, b, c: [] if b == mmap.PROT_EXEC else _REFUSE(i, b, c)
+        bpf, "refuse_bits", lambda i, b, c: [] if b == mmap.PROT_EXEC else _REFUSE(i, b, c)
     ),
     "pointer": lambda: _set(
-        seccomp,
-        "_zero",
-        lambda i: [seccomp._argument(i), seccomp._op(seccomp._EQUAL, 0, 1, 0), *seccomp._fail(1)],
+        bpf, "zero", lambda i: [bpf.argument(i), bpf.op(bpf.EQUAL, 0, 1, 0), *bpf.fail(1)]
     ),
     "capabilities": lambda: _set(kernel, "drop_capabilities", lambda _: None),
     "no_new_privileges": lambda: _forget(kernel.PR_SET_NO_NEW_PRIVS),
     "undumpable": lambda: _forget(kernel.PR_SET_DUMPABLE),
-    "own_signals": lambda: _set(seccomp, "_only", lambda *_: seccomp._allow()),
+    "own_signals": lambda: _set(bpf, "only", lambda *_: bpf.allow()),
 }
 
 

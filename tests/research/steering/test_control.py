@@ -44,11 +44,28 @@ def unexpected(report: Report) -> None:
     raise AssertionError(report)
 
 
+class PacedHearth(Hearth):
+    """Once it is `paced`, what is called "new" is published after something called "old"."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.paced = False
+        self.is_kept, self.may_go_on = asyncio.Event(), asyncio.Event()
+
+    async def publish(self, event_type: str, payload: dict[str, Any]) -> None:
+        if self.paced and payload["name"] == "new":
+            self.is_kept.set()
+            await self.may_go_on.wait()
+        await super().publish(event_type, payload)
+        if self.paced and payload["name"] == "old":
+            self.may_go_on.set()  # after whoever removed it has looked which files are wanted
+
+
 @pytest.fixture
-async def hearth(tmp_path: Path) -> AsyncIterator[Hearth]:
+async def hearth(tmp_path: Path) -> AsyncIterator[PacedHearth]:
     key = new_key()
     record = (await found(key, "attic", tmp_path, CLOCK, unexpected)).record
-    opened = await Hearth.open(key, record, tmp_path, CLOCK, unexpected)
+    opened = await PacedHearth.open(key, record, tmp_path, CLOCK, unexpected)
     yield opened
     await opened.close()
 
@@ -70,25 +87,14 @@ async def publish(steering: Steering, name: str, seed: int) -> Path:
 
 
 async def test_removing_one_edit_spares_the_one_that_is_being_published(
-    steering: Steering, hearth: Hearth, monkeypatch: pytest.MonkeyPatch
+    steering: Steering, hearth: PacedHearth
 ) -> None:
     old = await publish(steering, "old", seed=1)
     assert await asyncio.to_thread(old.exists)
-    plain = hearth.publish
-    is_kept, may_go_on = asyncio.Event(), asyncio.Event()
-
-    async def slow(event_type: str, payload: dict[str, Any]) -> None:
-        if payload["name"] == "new":
-            is_kept.set()
-            await may_go_on.wait()
-        await plain(event_type, payload)
-        if payload["name"] == "old":
-            may_go_on.set()  # after whoever removed it has looked which files are wanted
-
-    monkeypatch.setattr(hearth, "publish", slow)
+    hearth.paced = True
     async with asyncio.timeout(20):
         publishing = asyncio.create_task(publish(steering, "new", seed=2))
-        await is_kept.wait()
+        await hearth.is_kept.wait()
         await steering.remove("old")
         new = await publishing
     assert await asyncio.to_thread(new.exists)
