@@ -12,6 +12,10 @@ from itertools import takewhile
 from pathlib import Path
 
 _MADV_DONTNEED = 4
+_PAGE_BYTES = 4096
+_SMALL_BYTES, _SMALL_STEP = 512, 16
+"""What Python's own allocator hands out; anything larger comes from malloc."""
+_MOST_HOLES = 1 << 16
 _HOLES = (*(1 << power for power in range(17, 9, -1)), 768, 528, 256, 128, 64, 24)
 """Bytes of what holes are filled with, largest first: the last is what malloc gives least."""
 
@@ -35,6 +39,7 @@ def settle() -> None:
         return
     _unmap_files(libc)
     libc.malloc_trim(0)
+    _fill_small_holes()
     _fill_holes(libc)  # last: what is freed behind it is a hole again
 
 
@@ -51,6 +56,21 @@ def _fill_holes(libc: ctypes.CDLL) -> None:
             block = int(libc.malloc(size) or 0)
             if not 0 < block < end:
                 libc.free(block)
+                break
+
+
+def _fill_small_holes() -> None:
+    """The same for Python's objects: of each size until a page of them comes in one row, which is
+    where no hole was left."""
+    allocate = ctypes.pythonapi.PyObject_Malloc
+    allocate.restype, allocate.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    for size in range(_SMALL_STEP, _SMALL_BYTES + 1, _SMALL_STEP):
+        row, before = 0, 0
+        for _ in range(_MOST_HOLES):
+            block = int(allocate(size) or 0)
+            row = row + size if block == before + size else 0
+            before = block
+            if row >= _PAGE_BYTES:
                 break
 
 
