@@ -35,7 +35,8 @@ SUBJECT_BURST, SUBJECT_PER_S = 20.0, 0.1
 MAX_SUBJECTS = 1024
 """Remembered; who is forgotten begins anew, within its place's rate."""
 
-_QUIET = ("uvicorn", "websockets", "zeroconf", "asyncio")
+# httpx tells every address that is asked for; those of the hub's files are as good as a key.
+_QUIET = ("uvicorn", "websockets", "zeroconf", "asyncio", "httpx")
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\t")}
 
 Place = tuple[str, int]
@@ -184,10 +185,20 @@ def log_to_stderr(level: str, path: Path | None = None) -> None:
     if sys.platform == "win32" or (file is not None and not file.is_here):
         file = None  # Windows does not rename open files
     handler = LogHandler(sys.stderr, LineRates(), file)
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    if not logging.getLogger().handlers:
+        logging.basicConfig(handlers=[handler])
+        set_levels(level)
     logging.captureWarnings(capture=True)
-    for name in _QUIET:
-        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def set_levels(level: str) -> None:
+    """How much is logged. What is so already stays untouched: to set a level, `logging` visits all
+    loggers there are, and a forked process copies each page that it writes to."""
+    levels = {"": logging.getLevelName(level.upper()), **dict.fromkeys(_QUIET, logging.WARNING)}
+    for name, number in levels.items():
+        logger = logging.getLogger(name)
+        if logger.level != number:
+            logger.setLevel(number)
 
 
 def log_file() -> Path | None:

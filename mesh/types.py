@@ -172,7 +172,7 @@ class ShardDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class ShardMemory:
-    """Memory of a shard on its device, in MB: its weights in every form they are held in, the
+    """Memory of a shard on its device, in MiB: its weights in every form they are held in, the
     caches of its sessions, and what computing takes beside them."""
 
     weights_mb: int = 0

@@ -12,4 +12,6 @@ async def _main() -> None:
         logging.getLogger("mesh.there").warning("hop=%d failed: %s", number, "There is no hop." * 9)
 
 
-asyncio.run(_main())
+def main() -> None:
+    """Be the process."""
+    asyncio.run(_main())

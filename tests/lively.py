@@ -65,5 +65,6 @@ class Lively(Worker):
         asyncio.get_running_loop().run_in_executor(None, time.sleep, command.seconds)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Be the process."""
     asyncio.run(Lively().run())

@@ -21,7 +21,7 @@ class HostSection(BaseModel):
     shard_eviction_idle_seconds: int = Field(default=600, ge=1)
     """Unload a shard that nobody used for this long; the next request loads it again."""
     shard_max_vram_mb: int = Field(default=20000, ge=1)
-    """The most memory one shard may take for its weights, in MB."""
+    """The most memory one shard may take for its weights, in MiB."""
     max_concurrent_streams: int = Field(default=8, ge=1, le=1024)
     """Sessions a shard serves at the same time; further ones are refused, and wait at the asker."""
     drain_seconds: float = Field(default=30, ge=0, le=3600)
@@ -40,7 +40,7 @@ class HostSection(BaseModel):
     max_tap_sessions: int = Field(default=4, ge=0, le=64)
     """Jobs (nnsight traces) that a shard serves at the same time, beside its streams; 0: none."""
     tap_memory_mb: int = Field(default=4096, ge=16)
-    """Activations and graphs that one job may keep on a shard, in MB."""
+    """Activations and graphs that one job may keep on a shard, in MiB."""
     batch_invariant: bool = False
     """Compute every row alone, so that a step's result does not depend on what else the shard
     computes at that moment; several answers at once then share no pass over the weights."""
@@ -68,7 +68,7 @@ class DistributedInferenceSection(BaseModel):
     spot_check_probability: float = Field(default=0.01, ge=0, le=1)
     """How often a step of another node's shard is checked against a third machine; 0: never."""
     spot_check_home_mb: int = Field(default=256, ge=0)
-    """A node that holds layers checks others alone, by copies of up to so many MB of weights in
+    """A node that holds layers checks others alone, by copies of up to so many MiB of weights in
     all, where there is no third machine; 0: never."""
     fallback_to_local_after_failures: int = Field(default=2, ge=1, le=16)
     """The how-manieth lost hop of one answer sends the rest of it to the local model."""
@@ -187,7 +187,7 @@ class JobsSection(BaseModel):
     cpu_seconds: int = Field(default=300, ge=1, le=86400)
     """A job that computes for longer is ended; what hops compute for it does not count."""
     memory_mb: int = Field(default=2048, ge=64)
-    """Memory a job may take beyond the model's ends, in MB."""
+    """Memory a job may take beyond the model's ends, in MiB."""
     result_mb: int = Field(default=256, ge=1, le=16384)
     """The largest result of a job, in MB."""
     idle_seconds: float = Field(default=900, ge=1)

@@ -46,7 +46,7 @@ class House(Seen, Protocol):
         """The trusted nodes that are up now."""
 
     def need_of(self, wish: Wish, layers: LayerRange) -> int:
-        """What these layers would take, in MB."""
+        """What these layers would take, in MiB."""
 
     async def laid_out(
         self, wish: Wish, before: Plan | None, freed_mb: Mapping[NodeId, int]

@@ -172,7 +172,7 @@ class Rooms:
         """So many layers do not fit."""
         said = "; ".join(
             f"{each.name} has room for {max(0, min(self._left[each.node], wish.total_layers))}"
-            + (f" ({each.free_mb} MB are free)" if each.free_mb is not None else "")
+            + (f" ({each.free_mb} MiB are free)" if each.free_mb is not None else "")
             for each in self._machines
             if each.node in self._left
         )

@@ -142,7 +142,7 @@ def reconcile(view: View) -> Decision:
         if view.free_mb is None or need <= view.free_mb:
             load = Load(deployment.id, shard, layers, need)
             continue
-        waiting[shard] = f"needs {need} MB, {view.free_mb} MB are free"
+        waiting[shard] = f"needs {need} MiB, {view.free_mb} MiB are free"
         leaving = [h for h in view.held if h.shard in going or h.state is Holding.LEAVING]
         if view.free_mb + sum(held.mb for held in leaving) >= need:
             waiting[shard] += "; room is being made"

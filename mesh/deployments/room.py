@@ -58,7 +58,8 @@ def to_rest(
         if not found:
             held = sum(each.mb for each in staying)
             lacking.append(
-                f"{machine.name} needs {need} MB, {free} MB are free, {held} MB are held by others"
+                f"{machine.name} needs {need} MiB, {free} MiB are free, {held} MiB are held"
+                " by others"
             )
     if lacking:
         raise NotEnoughMemory(
@@ -70,7 +71,7 @@ def to_rest(
 
 
 def room_of_others(wish: Wish, others: Iterable[Standing], need_mb: NeedMb) -> dict[NodeId, int]:
-    """What would get free on each machine if all went that may go for this wish, in MB."""
+    """What would get free on each machine if all went that may go for this wish, in MiB."""
     found: dict[NodeId, int] = {}
     for standing in others:
         plan = standing.deployment.plan

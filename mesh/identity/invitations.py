@@ -16,7 +16,6 @@ from enum import StrEnum
 from typing import Annotated, Literal, NamedTuple
 
 import msgpack
-import segno
 from msgspec import Meta
 
 from mesh import codec
@@ -139,6 +138,8 @@ def _parse_link(encoded: str) -> Ticket:
 
 def qr_code(link: str) -> str:
     """The link as a QR code of half-block characters for a dark terminal."""
+    import segno  # with an XML writer: for the few who draw one
+
     drawn = io.StringIO()
     segno.make(link, error="l", micro=False).terminal(drawn, border=2, compact=True)
     return drawn.getvalue()

@@ -92,7 +92,7 @@ def require_within(model: LocalModel, limit_mb: int, layers: LayerRange) -> None
     size_mb = model.layers_mb * len(layers) // model.total_layers
     if size_mb > limit_mb:
         raise NotEnoughMemory(
-            f"layers {layers} of {model.model_id} take {size_mb} MB; the limit is {limit_mb} MB.",
+            f"layers {layers} of {model.model_id} take {size_mb} MiB; the limit is {limit_mb} MiB.",
             fix="Let other nodes hold its layers, or raise shard_max_vram_mb.",
         )
 
@@ -135,7 +135,8 @@ def _check_size(manifest: Manifest, span: LayerRange | None, limit_mb: int) -> N
     size_mb = sum(manifest.layer_bytes[span.start : span.stop]) >> 20
     if size_mb > limit_mb:
         raise BadValue(
-            f"layers {span} of {manifest.model_id} take {size_mb} MB; the limit is {limit_mb} MB.",
+            f"layers {span} of {manifest.model_id} take {size_mb} MiB; the limit is"
+            f" {limit_mb} MiB.",
             fix="Hold fewer layers, or raise research.distributed_inference.host."
             "shard_max_vram_mb.",
             param="layers",

@@ -13,6 +13,7 @@ from mesh.identity.keys import load_or_create
 from mesh.models.local import find_local_models
 from mesh.node.node import Node
 from mesh.paths import StatePaths, cache_dir
+from mesh.processes.shared_pages import unmap_files
 from mesh.runtime import DaemonRecord, sole_use
 
 
@@ -40,6 +41,7 @@ async def _run(
     loop.add_signal_handler(signal.SIGUSR2, node.pause, False)
     try:
         await node.start()
+        await asyncio.to_thread(unmap_files)  # of what starting needed
         record = node.record()
         await asyncio.to_thread(record.write, paths.runtime_file)
         if on_ready is not None:

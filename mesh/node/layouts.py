@@ -128,7 +128,7 @@ class Layouts:
     def _spoken_for(
         self, wish: Wish, before: Plan | None, there: Collection[Served]
     ) -> Mapping[NodeId, int]:
-        """MB of each machine that are for spans which are planned there and not yet loaded: those
+        """MiB of each machine that are for spans which are planned there and not yet loaded: those
         of `before`, and of other deployments."""
         plans = [(wish, before)] if before is not None else []
         plans += [

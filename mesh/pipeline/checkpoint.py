@@ -88,8 +88,8 @@ def _require_room(model_id: ModelId, need_mb: int, device: torch.device) -> None
     have = headroom(device, ram())
     if need_mb > have.free_mb:
         raise NotEnoughMemory(
-            f"the ends of {model_id} (embedding and head) need {need_mb} MB; {have.free_mb} MB are"
-            f" free of {have.total_mb} MB ({have.bound}).",
+            f"the ends of {model_id} (embedding and head) need {need_mb} MiB; {have.free_mb} MiB"
+            f" are free of {have.total_mb} MiB ({have.bound}).",
             fix="End something else on this machine, or compute in another number format"
             " (--dtype); it is tried again.",
         )

@@ -195,7 +195,7 @@ def _load_draft(
     have = headroom(device, ram())
     if plan.need.total_mb > have.free_mb:
         raise NotEnoughMemory(
-            f"the draft model needs {plan.need.total_mb} MB; {have.free_mb} MB are free.",
+            f"the draft model needs {plan.need.total_mb} MiB; {have.free_mb} MiB are free.",
             fix="Take a smaller one, or none (research.distributed_inference.draft_model).",
         )
     shard = load_shard(plan)

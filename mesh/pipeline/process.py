@@ -47,6 +47,7 @@ from mesh.processes.lifecycle import Loading
 from mesh.processes.messages import Cancel, Failed, Handlers
 from mesh.processes.worker import Daemon, Worker
 from mesh.shard.failures import lost
+from mesh.shard.memory import shed
 from mesh.types import LayerRange, ModelId, NodeId, RouteHop, ShardFailover, StreamFrame
 
 logger = logging.getLogger(__name__)
@@ -180,6 +181,7 @@ class AskerProcess(Worker):
         self.keep(engine.watch_stalls(), "watch stalls")
         self.keep(expire_regularly(engine.sessions, EXPIRY_TICK_S), "expire parked")
         self.keep(self._report_regularly(), "report")
+        await asyncio.to_thread(shed)
         return reasons
 
     def _take_shards(self, command: RoutableShards) -> None:

@@ -105,7 +105,7 @@ def _error(loading: Loading, ending: ChildEnding) -> MeshError:
     by = "by the kernel, which had no memory left" if ending.of_memory else "most likely for memory"
     return NotEnoughMemory(
         f"The process that loaded {loading.name} was killed, {by}: that needs about"
-        f" {loading.need_mb} MB, and {loading.free_mb} MB were free. It is not tried again before"
-        f" {loading.free_mb + loading.need_mb} MB are.",
+        f" {loading.need_mb} MiB, and {loading.free_mb} MiB were free. It is not tried again before"
+        f" {loading.free_mb + loading.need_mb} MiB are.",
         fix=LESS,
     )

@@ -7,13 +7,14 @@ torch takes seconds; a daemon that dies meanwhile must not leave the process beh
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
-import runpy
 import sys
 
 from mesh.logs import log_to_stderr
 from mesh.processes.child import end_with_parent, log_file_of_parent
+from mesh.processes.nursery import LOG_LEVEL
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,10 @@ _PLAINLY = "plainly"
 
 
 def become(module: str) -> None:
-    """Run `module` as ``python -m`` does."""
-    log_to_stderr("info", log_file_of_parent())
+    """Call `main` of `module`: what the warm parent has imported of it is not made anew."""
+    log_to_stderr(LOG_LEVEL, log_file_of_parent())
     sys.argv[:] = [module]
-    sys.modules.pop(module, None)  # the warm parent has imported it, to be run it is made anew
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    importlib.import_module(module).main()
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def _import_modelling(module: str) -> None:
         import_modelling()
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
         # Another version of torch or transformers. What is half imported stays so: begin again.
-        log_to_stderr("info")
+        log_to_stderr(LOG_LEVEL)
         logger.warning("%s imports torch and transformers plainly: %s", module, error)
         arguments = [sys.executable, "-m", "mesh.processes.entry", module, _PLAINLY]
         os.execv(sys.executable, arguments)  # noqa: S606 - without a shell, as it should be

@@ -116,6 +116,15 @@ class Inbox:
         self._handlers[type(message)](message)
 
 
+def rehearse() -> None:
+    """Have msgspec learn each kind of message that is known by now, which a forked process then
+    need not: it remembers what it has found about a class."""
+    kinds = [Message]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+        _decoder([kind])
+
+
 def _decoder(kinds: Iterable[type[Message]]) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(Union[tuple(kinds)], dec_hook=_from_plain)  # noqa: UP007
 

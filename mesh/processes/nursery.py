@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mesh.logs import set_levels
 from mesh.processes.shared_pages import settle
 
 MAX_ORDER_BYTES = 128 << 10
@@ -45,6 +46,8 @@ CHANNEL_FD = "HEARTHNET_CHANNEL_FD"
 """The variable that names a child's end of its channel."""
 LISTENER_FD = "HEARTHNET_LISTENER_FD"
 """The variable that names the listening socket that a child was given, if it was."""
+LOG_LEVEL = "info"
+"""Of what a child logs."""
 _PR_SET_PDEATHSIG = 1
 _STANDARD = {0, 1, 2}
 
@@ -72,10 +75,23 @@ def warm(modules: tuple[str, ...]) -> str | None:
             importlib.import_module(name)
     except Exception as error:  # noqa: BLE001 - told to the daemon, whose children say it as well
         return f"{type(error).__name__} while importing: {error}"
+    _rehearse()
     gc.freeze()
+    gc.collect()  # finds nothing, but lets go of what lists of free objects hold, as children do
     if (why := why_unfit()) is None:
         settle()
     return why
+
+
+def _rehearse() -> None:
+    """Do what every child begins with and may share: what it finds already done, it writes nothing
+    of."""
+    from mesh.identity import certificates
+    from mesh.processes import messages
+
+    set_levels(LOG_LEVEL)
+    certificates.rehearse()
+    messages.rehearse()
 
 
 def why_unfit() -> str | None:

@@ -26,7 +26,7 @@ POSTPONED = frozenset(
     {
         *_META_KERNELS, "torch.ao", "torch.distributions", "torch.export", "torch.masked",
         "torch.nn.intrinsic", "torch.nn.qat", "torch.nn.quantizable", "torch.nn.quantized",
-        "torch.quantization",
+        "torch.profiler", "torch.quantization", "torch.utils.data",
     }
 )  # fmt: skip
 """What torch imports for others' sake and does not look into itself."""

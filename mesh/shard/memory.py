@@ -8,6 +8,8 @@ import sys
 
 import torch
 
+from mesh.processes.shared_pages import unmap_files
+
 
 def settle() -> None:
     """Return what loading left over, and keep what is alive now out of later collections.
@@ -18,13 +20,20 @@ def settle() -> None:
     gc.freeze()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    trim_heap()
+    shed()
 
 
 def release_memory() -> None:
     """Return what was freed after weights were dropped. Takes a tenth of a second."""
     gc.unfreeze()
     settle()
+
+
+def shed() -> None:
+    """Return the heap's free pages and those of libraries that loading alone needed. Takes
+    milliseconds."""
+    unmap_files()
+    trim_heap()
 
 
 def trim_heap() -> None:

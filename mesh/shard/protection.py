@@ -59,8 +59,8 @@ class Protection:
     @property
     def reason(self) -> str:
         """One line for the log and for `status`."""
-        megabytes, of = self.protected_bytes / 2**20, self.total_bytes / 2**20
-        return f"weights read-only: {megabytes:.1f} of {of:.1f} MB"
+        held, of = self.protected_bytes / 2**20, self.total_bytes / 2**20
+        return f"weights read-only: {held:.1f} of {of:.1f} MiB"
 
 
 def _all(modules: Sequence[nn.Module]) -> list[Belonging]:

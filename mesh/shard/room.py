@@ -113,7 +113,7 @@ class Room:
         low, high = SCARCE_MB
         if memory.device.free_mb >= min(high, max(low, memory.device.total_mb * SCARCE_SHARE)):
             return False
-        return await self._evict(f"only {memory.device.free_mb} MB are free")
+        return await self._evict(f"only {memory.device.free_mb} MiB are free")
 
     async def _make_room(self, name: str, need: ShardMemory) -> Memory:
         while True:
@@ -121,7 +121,7 @@ class Room:
             free_mb = memory.free_mb
             if need.total_mb <= free_mb:
                 return memory
-            if not await self._evict(f"{name} needs {need.total_mb} MB, {free_mb} are free"):
+            if not await self._evict(f"{name} needs {need.total_mb} MiB, {free_mb} are free"):
                 raise _refusal(name, need, memory.device, memory.promised_mb)
 
     async def _evict(self, why: str) -> bool:
@@ -142,10 +142,10 @@ class Room:
 
 
 def _refusal(name: str, need: ShardMemory, have: Headroom, promised_mb: int) -> NotEnoughMemory:
-    promised = f", {promised_mb} MB of them promised to caches here" if promised_mb else ""
+    promised = f", {promised_mb} MiB of them promised to caches here" if promised_mb else ""
     return NotEnoughMemory(
-        f"{name} needs {need.total_mb} MB ({need.weights_mb} for weights, {need.caches_mb} for"
-        f" caches, {need.headroom_mb} to compute); {have.free_mb} MB are free{promised} of"
-        f" {have.total_mb} MB ({have.bound}).",
+        f"{name} needs {need.total_mb} MiB ({need.weights_mb} for weights, {need.caches_mb} for"
+        f" caches, {need.headroom_mb} to compute); {have.free_mb} MiB are free{promised} of"
+        f" {have.total_mb} MiB ({have.bound}).",
         fix=LESS,
     )

@@ -69,7 +69,7 @@ class StartFetcher(Start, frozen=True):
     `models` are served from where they are, what is fetched lies below `models_dir`. Weights flow
     at `bytes_per_s` at most in each direction; 0: as fast as they can. `nice` is the process's
     niceness, `patience_s` how long somebody who has what is missing is waited for, and `idle_s`
-    after how long without anything to do it says so.
+    after how long without anything to do it says so; after `unasked_s` when it never had.
     """
 
     listen_host: str
@@ -81,6 +81,7 @@ class StartFetcher(Start, frozen=True):
     patience_s: float = 60.0
     nice: int = NICE
     idle_s: float = 120.0
+    unasked_s: float = 5.0
 
 
 class Ensure(Message, frozen=True):

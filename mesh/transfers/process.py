@@ -95,6 +95,8 @@ class FetcherProcess(Worker):
         self._holds_of = -1
         self._sent_bytes = 0
         self._busy_at = 0.0
+        self._was_asked = False
+        self._adding = 0
 
     def commands(self) -> Handlers:
         """See `Worker`."""
@@ -233,10 +235,13 @@ class FetcherProcess(Worker):
     async def _add(self, model: Model) -> None:
         assert self._start_command is not None  # noqa: S101 - models are named after the start
         cache_dir = self._start_command.cache_dir
+        self._adding += 1
         try:
             self._shelf.put(await asyncio.to_thread(_kept, model, cache_dir))
         except MeshError as error:
             logger.warning("model=%s is not served to others: %s", model.model_id, error)
+        finally:
+            self._adding -= 1
 
     async def _report(self) -> None:
         is_kept = False
@@ -259,8 +264,10 @@ class FetcherProcess(Worker):
         assert start is not None  # noqa: S101 - it has begun
         listener = self._listener
         if self._orders or (listener is not None and (listener.links or listener.half_open)):
+            self._busy_at, self._was_asked = now, True
+        elif self._adding:
             self._busy_at = now
-        elif now - self._busy_at >= start.idle_s:
+        elif now - self._busy_at >= (start.idle_s if self._was_asked else start.unasked_s):
             self._busy_at = now  # said again should the daemon have kept it
             self.say(Idle())
 
@@ -333,8 +340,6 @@ def _unforeseen(error: Exception) -> MeshError:
 
 def main() -> None:
     """Be the process, until told to stop or until the daemon is gone."""
-    # It tells every address that is asked for; those of the hub's files are as good as a key.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     asyncio.run(FetcherProcess().run())
 
 

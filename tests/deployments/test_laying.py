@@ -82,7 +82,7 @@ def test_even_parts_are_as_large_as_there_is_room() -> None:
     even = make_plan(WISH, "ab" * 32, available(*house), None, asked=True)
     assert {len(span.layers) for span in even.spans} == {LAYERS // 2}  # where nobody knows
 
-    with pytest.raises(NotEnoughMemory, match=f"12 layers.*attic has room for.*{small} .320 MB"):
+    with pytest.raises(NotEnoughMemory, match=f"12 layers.*attic has room for.*{small} .320 MiB"):
         make_plan(
             replace(WISH, replicas=2), "ab" * 32, available(*house), plan, asked=True,
             laid=Laid(rooms={ATTIC: 2, KITCHEN: small}),

@@ -155,7 +155,7 @@ def test_without_room_the_old_goes_first_and_the_gap_is_told_if_an_operator_aske
     by_itself = deployment(("me", "0-3"), asked=False)
     waits = reconcile(view(by_itself, holding("0-1"), free_mb=25))
     assert waits.is_idle
-    assert waits.waiting == {"m:0-3": "needs 40 MB, 25 MB are free"}
+    assert waits.waiting == {"m:0-3": "needs 40 MiB, 25 MiB are free"}
 
 
 def test_two_that_hold_the_same_do_not_both_go_for_each_other_s_sake() -> None:
@@ -172,7 +172,7 @@ def test_two_that_hold_the_same_do_not_both_go_for_each_other_s_sake() -> None:
 def test_nothing_goes_for_room_that_would_not_be_enough() -> None:
     asked = reconcile(view(deployment(("me", "0-3")), holding("0-1"), free_mb=15))
     assert asked.is_idle
-    assert asked.waiting == {"m:0-3": "needs 40 MB, 15 MB are free"}
+    assert asked.waiting == {"m:0-3": "needs 40 MiB, 15 MiB are free"}
 
 
 def test_what_is_held_by_hand_is_never_dropped() -> None:

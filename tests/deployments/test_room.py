@@ -56,7 +56,9 @@ def test_only_who_may_rest_counts_as_room() -> None:
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
-    with pytest.raises(NotEnoughMemory, match="attic needs 40 MB, 10 MB are free, 20 MB are held"):
+    with pytest.raises(
+        NotEnoughMemory, match="attic needs 40 MiB, 10 MiB are free, 20 MiB are held"
+    ):
         rest(wish("f", 40), 10, up("a", 20))
 
 

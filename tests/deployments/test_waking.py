@@ -103,7 +103,7 @@ class Verbs:
                 "deployment": "d", "model_id": "m", "missing": ["0-3"] if missing else [],
                 "spans": [
                     {"phase": phase, "done_bytes": 30, "total_bytes": 40, "node": "attic",
-                     "layers": "0-3", "reason": "needs 900 MB"}
+                     "layers": "0-3", "reason": "needs 900 MiB"}
                     for phase in phases
                 ],
             }
@@ -141,7 +141,7 @@ async def test_what_can_be_asked_or_is_not_deployed_is_not_waited_for() -> None:
 
 async def test_what_is_not_on_its_way_is_not_waited_for() -> None:
     assert await brought_up(Verbs("AWAY", "READY"), 999) == []
-    with pytest.raises(NoRoute, match="needs 900 MB"):
+    with pytest.raises(NoRoute, match="needs 900 MiB"):
         await brought_up(Verbs("FAILED"), 999)
     with pytest.raises(PipelineStalled):
         await brought_up(Verbs("DEPLOYING"), 999, patience_s=0.3)

@@ -345,11 +345,12 @@ class TestLives:
         assert node.process is not None
         deadline = time.monotonic() + 30
         children: list[psutil.Process] = []
-        while len(children) < 4 and time.monotonic() < deadline:
+        while len(children) < 3 and time.monotonic() < deadline:
             children = psutil.Process(node.process.pid).children(recursive=True)
             time.sleep(0.05)
-        # The warm parent, what it has forked (asker, shard, fetcher), and perhaps what measures.
-        assert len(children) >= 4
+        # The warm parent, what it has forked (asker, shard, perhaps a fetcher), and perhaps what
+        # measures.
+        assert len(children) >= 3
         node.kill()
         _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive

@@ -105,8 +105,8 @@ def test_what_cannot_be_held_at_home_is_said_and_goes_nowhere_else(
     }
     shed = start_node("shed", "--layers", "none", environment=limits)
     shed.wait_up()
-    until(lambda: "the limit is 1 MB" in str(missing(shed)), "the reason")
-    assert "the limit is 1 MB" in str(shed.get("/mesh/v1/status")["reasons"])
+    until(lambda: "the limit is 1 MiB" in str(missing(shed)), "the reason")
+    assert "the limit is 1 MiB" in str(shed.get("/mesh/v1/status")["reasons"])
     until(lambda: shed.get("/mesh/v1/peers")["peers"], "attic is there")
     response = ask(shed)
     assert response.status_code == 503, response.text

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from mesh.models.progress import Progress
+from mesh.pipeline import process
 from mesh.pipeline.checkpoint import load_asker
 from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel
-from mesh.pipeline.process import main
 from mesh.processes.lifecycle import Loading
 from mesh.types import GenerationRequest, ModelId
 
@@ -43,5 +43,6 @@ def load(
     return replace(model, text=text), reasons  # type: ignore[arg-type]
 
 
-if __name__ == "__main__":
-    main(load)
+def main() -> None:
+    """Be the process."""
+    process.main(load)

@@ -9,7 +9,6 @@ import random
 import secrets
 import signal
 import ssl
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,5 +99,6 @@ async def _main() -> None:
     await asyncio.Event().wait()
 
 
-if __name__ == "__main__":
-    sys.exit(asyncio.run(_main()))
+def main() -> None:
+    """Be the process."""
+    asyncio.run(_main())

@@ -53,8 +53,8 @@ def test_a_load_that_was_killed_waits_for_all_the_memory_it_needs_beside_what_th
     attempts = Attempts()
     error = attempts.died(LOAD, KILLED, 0.0)
     assert isinstance(error, NotEnoughMemory)
-    assert "2000 MB" in error.message
-    assert "5000 MB" in error.message
+    assert "2000 MiB" in error.message
+    assert "5000 MiB" in error.message
     assert attempts.why_not(LOAD.name, 1e9, 4999) is error
     assert attempts.why_not(LOAD.name, 1e9, 5000) is None
     assert attempts.why_not(LOAD.name, 1.0, 5000) is error, "nor at once"

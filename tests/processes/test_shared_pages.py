@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
 
 SCRIPT = """
-import ctypes, hashlib, json, ssl, sqlite3
+import ctypes, hashlib, json, os, re, ssl, sqlite3, sys, tempfile
 from pathlib import Path
 from mesh.processes.shared_pages import settle
 
@@ -22,14 +22,27 @@ class Info(ctypes.Structure):
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Info
 
+def small_holes():
+    '''Bytes that Python's own allocator has free in what it handed out in part.'''
+    with tempfile.TemporaryFile() as file:
+        own = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        sys._debugmallocstats()
+        os.dup2(own, 2)
+        file.seek(0)
+        said = re.search(rb"bytes in available blocks *= *([0-9,]+)", file.read())
+    return int(said[1].replace(b",", b""))
+
 def seen():
     rows = (row.split() for row in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
     kb = {row[0]: int(row[1]) for row in rows}
     info = libc.mallinfo2()
-    return {"holes": info.free - info.top, "file_kb": kb["Rss:"] - kb["Anonymous:"]}
+    return {"holes": info.free - info.top, "small": small_holes(),
+        "file_kb": kb["Rss:"] - kb["Anonymous:"]}
 
 blocks = [bytes(1000) for _ in range(20_000)]
-del blocks[::2]
+small = [(number, str(number)) for number in range(20_000)]
+del blocks[::2], small[::2]
 before = seen()
 settle()
 after = seen()
@@ -47,5 +60,7 @@ def test_no_holes_are_left_nor_pages_of_files_that_only_importing_needed() -> No
     before, after, worked, kept = json.loads(done.stdout)
     assert before["holes"] > 5_000_000
     assert after["holes"] < 100_000
+    assert before["small"] > 1_000_000
+    assert after["small"] < 500_000  # what is left of pools that were begun
     assert after["file_kb"] < before["file_kb"] / 2
     assert (worked, kept) == ("e3b0all0", True)

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from mesh.errors import DeviceFailed
+from mesh.shard import process
 from mesh.shard.loading import LoadedShard, LoadPlan, load_shard
-from mesh.shard.process import main
 from mesh.shard.runtime import StepInput
 from mesh.shard.torch_runtime import TorchRuntime
 from mesh.types import LayerRange
@@ -86,5 +86,6 @@ def load(plan: LoadPlan) -> LoadedShard:
     return replace(loaded, load=runtime)
 
 
-if __name__ == "__main__":
-    main(load, stuck_s=STUCK_S)
+def main() -> None:
+    """Be the process."""
+    process.main(load, stuck_s=STUCK_S)

@@ -64,7 +64,7 @@ class Guest:
 
 
 class House:
-    """A device of 1000 MB."""
+    """A device of 1000 MiB."""
 
     def __init__(self, *guests: Guest) -> None:
         self.guests = guests
@@ -99,8 +99,8 @@ async def test_who_was_idle_longest_goes_first_and_no_more_than_have_to() -> Non
     assert house.gone == ["idler", "idlest"]
     with pytest.raises(NotEnoughMemory) as refused:
         await house.load(801)
-    assert "new needs 801 MB (771 for weights, 20 for caches, 10 to compute)" in str(refused.value)
-    assert "800 MB are free of 1000 MB (the toy)" in str(refused.value)
+    assert "new needs 801 MiB (771 for weights, 20 for caches, 10 to compute)" in str(refused.value)
+    assert "800 MiB are free of 1000 MiB (the toy)" in str(refused.value)
     assert "--layers" in refused.value.fix
     assert house.said == ["new", None] * 3, "what is refused does not begin"
 
@@ -108,7 +108,7 @@ async def test_who_was_idle_longest_goes_first_and_no_more_than_have_to() -> Non
 async def test_what_was_promised_to_caches_is_not_given_away() -> None:
     house = House(Guest("busy", 200, promised_mb=300))
     await house.load(500)
-    with pytest.raises(NotEnoughMemory, match="300 MB of them promised to caches here"):
+    with pytest.raises(NotEnoughMemory, match="300 MiB of them promised to caches here"):
         await house.load(501)
     house.guests[0].idle_s = 1.0
     await house.load(1000)
@@ -127,7 +127,7 @@ async def test_loads_are_let_in_one_after_the_other() -> None:
 
     task = asyncio.create_task(first())
     await entered.wait()
-    with pytest.raises(NotEnoughMemory, match="400 MB are free"):
+    with pytest.raises(NotEnoughMemory, match="400 MiB are free"):
         await house.load(600)
     await task
 

@@ -55,7 +55,7 @@ async def test_what_does_not_fit_is_refused_with_what_it_needs_and_what_there_is
         error = host.failed[named("toy")]
         assert isinstance(error, NotEnoughMemory)
         assert f"{2 * total_mb} for caches" in error.message
-        assert "MB are free" in error.message
+        assert "MiB are free" in error.message
         assert "--layers" in error.fix
         assert [each.descriptor.model_id for each in host.serving] == ["small"]
         with pytest.raises(NotEnoughMemory):

@@ -33,6 +33,22 @@ async def test_whoever_knocks_and_whoever_fetches_wakes_one(tmp_path: Path) -> N
         assert giver.supervisor.sent_bytes == size
 
 
+async def test_one_that_nobody_has_asked_waits_less_than_one_that_was(tmp_path: Path) -> None:
+    directory = await asyncio.to_thread(make_checkpoint, tmp_path / "whole", "llama", layers=2)
+    whole = await asyncio.to_thread(read_manifest, directory, model_id=MODEL)
+    async with house(tmp_path, "giver", "taker", "other") as made:
+        giver = made.start("giver", directory)
+        taker = made.start("taker")
+        await up(giver, taker)
+        made.introduce()
+        await taker.supervisor.ensure(MODEL, whole.weights_sha256)
+        other = made.start("other", unasked_s=0.4)
+        await up(other)
+        assert other.supervisor.holdings == ()
+        await resting(other)
+        assert [f.supervisor.starts for f in (giver, taker)] == [1, 1]
+
+
 async def resting(*fetchers: Fetcher) -> None:
     """Until none of them has a process."""
     async with asyncio.timeout(60):

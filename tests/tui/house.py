@@ -132,7 +132,7 @@ def whole() -> dict[str, Any]:
                 span(0, KITCHEN, "kitchen", "0-11"),
                 span(0, SOFA, "sofa", "12-15", "PROVISIONING", (4_100_000_000, 12_000_000_000)),
                 span(1, ATTIC, "attic", "0-15", "QUEUED"),
-                span(1, STUDY, "study", "0-3", "FAILED", reason="needs 900 MB, 300 MB are free")],
+                span(1, STUDY, "study", "0-3", "FAILED", reason="needs 900 MiB, 300 MiB are free")],
                 "12-15"),
         ],
         "weights": {

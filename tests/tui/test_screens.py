@@ -33,7 +33,7 @@ async def tour(daemon: Daemon, size: tuple[int, int]) -> dict[str, str]:
             await top.press(f"f{number}")
             found[screen] = await top.until(SCREENS[screen])
         await top.press("f3", "down")
-        found["coming"] = await top.until("needs 900 MB")
+        found["coming"] = await top.until("needs 900 MiB")
         await top.press("e")
         found["evict"] = await top.until("Yes, evict it")
         await top.press("escape", "s", "enter")

@@ -66,7 +66,7 @@ class CompiledRuntime:
         alone = "" if self.batch_rows else "+alone"
         self.kernels = f"onnxruntime-{onnxruntime.__version__}+{span.quant or 'fp32'}{alone}"
         self.weight_bytes = span.weight_bytes
-        size = f"{self.weight_bytes / 2**20:.0f} MB"
+        size = f"{self.weight_bytes / 2**20:.0f} MiB"
         self.reasons: tuple[str, ...] = (
             f"runtime compiled: {len(parts)} layers in {span.quant or 'fp32'}, {size}",
         )

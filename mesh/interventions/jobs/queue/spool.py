@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mesh.errors import BodyTooLarge, StorageFull
+from mesh.units import data_size
 
 
 class Spool:
@@ -62,7 +63,7 @@ class Spool:
         """Set room aside. Raises StorageFull."""
         if self.used_bytes + size_bytes > self.budget_bytes:
             raise StorageFull(
-                f"The jobs of this node may take {self.budget_bytes >> 20} MB of disk, and do.",
+                f"The jobs of this node may take {data_size(self.budget_bytes)} of disk, and do.",
                 fix="Try again later: results are deleted two hours after their job; or raise"
                 " jobs.queue.disk_mb.",
             )
