@@ -34,7 +34,7 @@ from tests.bench.noise import wait_for_idle
 from tests.checkpoints import make_large_checkpoint
 
 PACKAGE = "llama-cpp-python==0.3.36"
-FORMATS = {"bf16": ("none", "bf16"), "q8_0": ("int8", "auto"), "q4_0": ("int4", "auto")}
+FORMATS = {"bf16": ("none", "auto"), "q8_0": ("int8", "auto"), "q4_0": ("int4", "auto")}
 """By llama.cpp's names: our quant and dtype."""
 STREAMS = (1, 2, 4, 8, 16)
 PROMPT, TOKENS = 32, 64
