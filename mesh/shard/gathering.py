@@ -12,7 +12,8 @@ from collections.abc import Callable
 PATIENCE = 2.0
 """How often the time of a row alone a row waits at most for half of the others."""
 
-LONGEST_WAIT_S = 0.03
+LONGEST_WAIT_S = 0.15
+"""Beyond that nobody is waited for, however slow the machine is."""
 
 ENOUGH_ROWS = 4
 """More are not waited for unless they are known to come cheap: the weights are then the smaller

@@ -15,6 +15,7 @@ import json
 import random
 import re
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 from mesh.cli.local_node import LocalNode, start_hearth
@@ -86,6 +87,7 @@ class Llama:
         pin(process.pid, core)
         stack.callback(process.wait, 10)
         stack.callback(process.kill)
+        _wait_for(PORT + core)
         return process
 
     def run(self) -> dict[str, float]:
@@ -115,6 +117,17 @@ class Llama:
 
 
 PORT = 50152
+
+
+def _wait_for(port: int, patience_s: float = 20.0) -> None:
+    """Until something answers there: who connects to a server that is not up yet is aborted."""
+    deadline = monotonic() + patience_s
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            return
+        if monotonic() > deadline:
+            raise TimeoutError(port)
+        sleep(0.1)
 
 
 def ours(asker: LocalNode, rng: random.Random) -> dict[str, float]:
