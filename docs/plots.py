@@ -39,7 +39,7 @@ def text(x: float, y: float, words: str, size: int = 12, anchor: str = "middle")
 
 
 def panel(rows: Mapping[str, Mapping[str, Any]], name: str, top: float) -> Iterator[str]:
-    """A shape's bars: its row by format."""
+    """A shape's bars: its row by format, as far as they were measured."""
     highest = max(row[f"{measure} ratio"] for row in rows.values() for measure in MEASURES)
     scale = HEIGHT / (highest * 1.1)
     floor = top + HEIGHT
@@ -47,6 +47,8 @@ def panel(rows: Mapping[str, Mapping[str, Any]], name: str, top: float) -> Itera
     for number, (measure, words) in enumerate(MEASURES.items()):
         start = LEFT + number * GROUP + (GROUP - BAR * len(FORMATS)) / 2
         for place, (key, (_, colour)) in enumerate(FORMATS.items()):
+            if key not in rows:
+                continue
             ratio = rows[key][f"{measure} ratio"]
             x, height = start + place * BAR, ratio * scale
             yield (
