@@ -22,7 +22,7 @@ if {"mesh.shard.process", "mesh.processes.nursery"} & {*sys.orig_argv}:
     from mesh.wire import activations
     honest = activations.to_wire
     def to_wire(tensor, dtype):
-        if sys.argv[0].endswith("shard/process.py"):
+        if sys.argv[0] == "mesh.shard.process":
             tensor = tensor.clone()
             tensor[..., 0] = float("nan")
         return honest(tensor, dtype)
