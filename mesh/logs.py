@@ -185,16 +185,19 @@ def log_to_stderr(level: str, path: Path | None = None) -> None:
     if sys.platform == "win32" or (file is not None and not file.is_here):
         file = None  # Windows does not rename open files
     handler = LogHandler(sys.stderr, LineRates(), file)
-    if not logging.getLogger().handlers:
-        logging.basicConfig(handlers=[handler])
-        set_levels(level)
+    is_set_up = bool(logging.getLogger().handlers)
+    logging.basicConfig(handlers=[handler])
+    set_levels(None if is_set_up else level)
     logging.captureWarnings(capture=True)
 
 
-def set_levels(level: str) -> None:
-    """How much is logged. What is so already stays untouched: to set a level, `logging` visits all
-    loggers there are, and a forked process copies each page that it writes to."""
-    levels = {"": logging.getLevelName(level.upper()), **dict.fromkeys(_QUIET, logging.WARNING)}
+def set_levels(level: str | None) -> None:
+    """How much is logged; None: only by libraries that say too much. What is so already stays
+    untouched: to set a level, `logging` visits all loggers there are, and a forked process copies
+    each page that it writes to."""
+    levels = dict.fromkeys(_QUIET, logging.WARNING)
+    if level is not None:
+        levels[""] = logging.getLevelName(level.upper())
     for name, number in levels.items():
         logger = logging.getLogger(name)
         if logger.level != number:
