@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mesh.shard.alike_rows import alike_rows
+
 _ALIKE_ROWS = 32
 """Rows of the largest batch of steps in which none has other bits than alone, with fbgemm."""
 
@@ -100,24 +102,11 @@ def _fbgemm(x: torch.Tensor, packed: Any) -> torch.Tensor:
 
 @cache
 def _alike_rows() -> Sequence[int]:
-    """By how many rows there are, up to `_ALIKE_ROWS`: the fewest that are not less and all get the
-    same bits, those of many rows.
-
-    With AVX2, fbgemm adds up one or two rows, or what is left over as such, in another order than
-    three and more. Filling them up to three takes a seventh more time.
-    """
-    seeded = torch.Generator().manual_seed(0)
-    weight = torch.randn(64, 512, generator=seeded)
-    row = torch.randn(1, 512, generator=seeded)
+    """With AVX2, fbgemm adds up one or two rows, or what is left over as such, in another order
+    than three and more. Filling them up to three takes a seventh more time."""
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
     packed = _QUANTIZED.linear_prepack_fp16(weight, None)
-    many = 2 * _ALIKE_ROWS
-    expected = _fbgemm(row.expand(many, -1), packed)[:1]
-    alike = [
-        rows
-        for rows in range(many)
-        if torch.equal(_fbgemm(row.expand(rows, -1), packed), expected.expand(rows, -1))
-    ]
-    return [next((n for n in alike if n >= rows), rows) for rows in range(_ALIKE_ROWS + 1)]
+    return alike_rows(lambda rows: _fbgemm(rows, packed), weight.shape[1], _ALIKE_ROWS)
 
 
 class Rows(nn.Module):
