@@ -179,6 +179,27 @@ def test_logging_is_set_up_in_one_place() -> None:
     assert found == ["logs.py"]
 
 
+def test_libraries_that_tell_too_much_are_quiet_also_where_logging_was_set_up_before() -> None:
+    written = subprocess.run(
+        [sys.executable, "-c", CHATTY], capture_output=True, text=True, check=True, timeout=60
+    )
+    lines = written.stderr.splitlines()
+    assert len(lines) == 2, lines
+    assert lines[0].endswith("httpx:it failed")
+    assert lines[1].endswith("mesh.fetcher:fetched")
+
+
+CHATTY = """
+import logging
+logging.basicConfig(level="INFO")
+from mesh.logs import log_to_stderr
+log_to_stderr("INFO")
+logging.getLogger("httpx").info("GET /signed?token=1")
+logging.getLogger("httpx").warning("it failed")
+logging.getLogger("mesh.fetcher").info("fetched")
+"""
+
+
 # The file that a detached daemon and its children share
 
 LINES, WRITERS, SIZE = 400, 4, 20_000

@@ -256,23 +256,24 @@ def planner(deployment: Deployment, alive: Collection[NodeId]) -> NodeId | None:
 
 
 def stale(
-    deployment: Deployment, gone_s: dict[NodeId, float], trusted: Collection[NodeId], limit_s: float
+    deployment: Deployment,
+    gone_s: Mapping[NodeId, float],
+    trusted: Collection[NodeId],
+    limit_s: float,
+    names: Mapping[NodeId, str],
 ) -> str | None:
-    """Why a deployment has to be planned anew; None when its plan stands.
-
-    `gone_s` are the seconds since a planned node that is away was last seen.
-    """
-    plan = deployment.plan
+    """Why a deployment has to be planned anew, by people's `names` of nodes; None when its plan
+    stands. `gone_s` are the seconds since a planned node that is away was last seen."""
     if not deployment.is_wanted:
         return None
-    if plan is None or not deployment.is_planned:
+    if (plan := deployment.plan) is None or not deployment.is_planned:
         return "the wish has changed"
     out = sorted(plan.nodes - set(trusted))
     if out:
-        return f"{out[0]} may hold no layers any more"
+        return f"{names.get(out[0], out[0])} may hold no layers any more"
     away = sorted(node for node in plan.nodes if gone_s.get(node, 0.0) > limit_s)
     if away:
-        return f"{away[0]} has been away for {gone_s[away[0]]:.0f} s"
+        return f"{names.get(away[0], away[0])} has been away for {gone_s[away[0]]:.0f} s"
     return None
 
 

@@ -53,6 +53,9 @@ class Members(Protocol):
     def trusted(self) -> Collection[NodeId]:
         """The nodes that may hold layers, up or not."""
 
+    def names(self) -> Mapping[NodeId, str]:
+        """What people call the members, up or not."""
+
     async def publish_plan(self, plan: Plan) -> None:
         """Sign it. Raises MeshError."""
 
@@ -101,10 +104,10 @@ class Replanner:
             if node in alive or node not in self._seen:
                 self._seen[node] = now
         gone = {node: now - self._seen[node] for node in planned - alive}
-        names = {machine.node: machine.name for machine in machines}
+        names = self._members.names()
         for deployment in deployments:
             refused = self._refused(deployment)
-            why = stale(deployment, gone, self._members.trusted(), self._limit_s)
+            why = stale(deployment, gone, self._members.trusted(), self._limit_s, names)
             why = why or _no_room(refused, names)
             if why is None:
                 self._since.pop(deployment.id, None)

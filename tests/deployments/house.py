@@ -109,7 +109,7 @@ class SimulatedHouse:
         gone = {node.node: node.gone_s for node in self.nodes if not node.is_up}
         everybody = {node.node for node in self.nodes}
         for deployment in live(self.deployments):
-            why = stale(deployment, gone, everybody, limit_s)
+            why = stale(deployment, gone, everybody, limit_s, {})
             if why is None or planner(deployment, alive) is None:
                 continue
             try:

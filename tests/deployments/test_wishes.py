@@ -162,12 +162,17 @@ def test_pins_and_nodes_are_kept() -> None:
 def test_who_plans_anew_and_when() -> None:
     plan = planned(WISH, 1)
     deployment = Deployment(WISH, plan, named(1), A, 0)
-    everybody = {A, B, C}
+    everybody, names = {A, B, C}, {C: "study"}
     assert planner(deployment, {B, C}) == B
-    assert stale(deployment, {}, everybody, 60.0) is None
-    assert stale(deployment, {C: 59.0}, everybody, 60.0) is None
-    assert "away for 61 s" in str(stale(deployment, {C: 61.0}, everybody, 60.0))
-    assert "may hold no layers" in str(stale(deployment, {}, {A, B}, 60.0))
-    assert stale(replace(deployment, event=named(2)), {}, everybody, 60.0) == "the wish has changed"
+    assert stale(deployment, {}, everybody, 60.0, names) is None
+    assert stale(deployment, {C: 59.0}, everybody, 60.0, names) is None
+    assert "study has been away for 61 s" in str(
+        stale(deployment, {C: 61.0}, everybody, 60.0, names)
+    )
+    assert "study may hold no layers" in str(stale(deployment, {}, {A, B}, 60.0, names))
+    assert (
+        stale(replace(deployment, event=named(2)), {}, everybody, 60.0, names)
+        == "the wish has changed"
+    )
     evicted = replace(deployment, wish=replace(WISH, evicted=True))
-    assert stale(evicted, {C: 61.0}, set(), 60.0) is None
+    assert stale(evicted, {C: 61.0}, set(), 60.0, names) is None

@@ -157,6 +157,8 @@ def test_a_deployment_from_nothing_to_its_end(house: dict[str, LocalNode], model
     ready(attic, kitchen)
     assert {node for _, node, _ in placed(kitchen)} == {"attic", "kitchen"}
     assert answer(kitchen) == expected
+    shown = hearthnet("status", node=kitchen)
+    assert f"{MODEL} was planned anew: study " in shown.stdout + shown.stderr, shown
     study.start()
     study.wait_up()
     ready(attic, kitchen, study)
