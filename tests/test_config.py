@@ -31,11 +31,11 @@ def written(tmp_path: Path, text: str) -> Path:
     return file
 
 
-def test_defaults_are_the_specification_s() -> None:
+def test_defaults_are_the_specification_s_but_for_the_number_of_answers_at_once() -> None:
     loaded = load_config()
     mesh = loaded.config.distributed
     assert (mesh.enabled, mesh.backend) == (None, "small_model_layered")
-    assert (mesh.max_shards_per_request, mesh.max_concurrent_pipelines) == (16, 4)
+    assert (mesh.max_shards_per_request, mesh.max_concurrent_pipelines) == (16, 8)
     assert (mesh.shard_health_timeout_seconds, mesh.activation_dtype) == (30, "fp16")
     assert (mesh.fallback_to_local, mesh.allow_self_as_shard) == (True, False)
     assert (mesh.host.serve_shards, mesh.host.shard_eviction_idle_seconds) == (None, 600)

@@ -86,7 +86,7 @@ class DistributedInferenceSection(BaseModel):
     ``never``: they have to be; ``always``: also where they are. See docs/explanation/privacy.md."""
     allow_self_as_shard: bool = False
     """Prefer this node's own layers like anybody else's, instead of other nodes first."""
-    max_concurrent_pipelines: int = Field(default=4, ge=1, le=1024)
+    max_concurrent_pipelines: int = Field(default=8, ge=1, le=1024)
     """Generations this node runs at the same time, those that wait for a shard included; further
     ones wait as well."""
     queue_seconds: float = Field(default=20, ge=0, le=600)
