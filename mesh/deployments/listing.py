@@ -20,6 +20,7 @@ from mesh.types import LayerRange, ModelId, NodeId, ShardId
 
 _STATES = (Phase.FAILED, Phase.AWAY, Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
 """What a deployment is said to be in when its spans are in several, most telling first."""
+ON_ITS_WAY = (Phase.QUEUED, Phase.PROVISIONING, Phase.DEPLOYING)
 
 
 class Seen(Protocol):
@@ -93,6 +94,10 @@ class Rows:
             "wished_at": datetime.fromtimestamp(deployment.wall_ms / 1000, UTC).isoformat(),
             "spans": spans,
         }
+
+    def is_on_its_way(self, deployment: Deployment) -> bool:
+        """Whether a machine that is there is still to bring up a part of it."""
+        return any(span["phase"] in ON_ITS_WAY for span in self.row(deployment)["spans"])
 
     def _span(
         self, deployment: Deployment, replica: Replica, span: Span, names: Mapping[NodeId, str]

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from mesh.deployments.listing import ON_ITS_WAY
 from mesh.deployments.wishes import Deployment, Wish, live
 from mesh.errors import MeshError, NoRoute, PipelineStalled
 from mesh.processes.tasks import end, spawn
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 LOOK_EVERY_S = 0.2
-_ON_THE_WAY = ("QUEUED", "PROVISIONING", "DEPLOYING")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,20 @@ class Resting(Protocol):
 
 
 class Sleeper:
-    """Has deployments rest that nobody has used for their keep-alive. `start`, then `stop`."""
+    """Has deployments rest that nobody has used for their keep-alive. `start`, then `stop`.
 
-    def __init__(self, house: Resting, tell: Callable[..., None]) -> None:
+    `is_on_its_way`: whether one is still brought up; until then nobody could use it.
+    """
+
+    def __init__(
+        self,
+        house: Resting,
+        tell: Callable[..., None],
+        is_on_its_way: Callable[[Deployment], bool],
+    ) -> None:
         self._house = house
         self._tell = tell
+        self._is_on_its_way = is_on_its_way
         self._up_since: dict[str, float] = {}
         self._used_at: dict[str, float] = {}
         self._signs: dict[str, Hashable] = {}
@@ -92,7 +101,8 @@ class Sleeper:
         for name, deployment in wanted.items():
             self._up_since.setdefault(name, now)
             use = self._house.use(deployment)
-            if use.is_busy or self._signs.get(name) != use.signs or name not in self._used_at:
+            is_used = use.is_busy or self._signs.get(name) != use.signs
+            if is_used or name not in self._used_at or self._is_on_its_way(deployment):
                 self._used_at[name], self._signs[name] = now, use.signs
             if self._may_rest(deployment, now):
                 await self._rest(deployment)
@@ -179,7 +189,7 @@ class Waker:
 def _progress(model: ModelId, rows: Sequence[dict[str, Any]]) -> BringingUp | None:
     """How far the spans are together; None where none of what is missing is on its way."""
     spans = [span for row in rows for span in row["spans"]]
-    waiting = [span for span in spans if span["phase"] in _ON_THE_WAY]
+    waiting = [span for span in spans if span["phase"] in ON_ITS_WAY]
     failed = [span for span in spans if span["phase"] == "FAILED"]
     if failed and any(row["missing"] for row in rows):
         raise NoRoute(
@@ -190,7 +200,7 @@ def _progress(model: ModelId, rows: Sequence[dict[str, Any]]) -> BringingUp | No
     if not waiting and any(row["missing"] for row in rows):
         return None
     phases = {span["phase"] for span in waiting}
-    phase = next((each for each in _ON_THE_WAY[::-1] if each in phases), "DEPLOYING")
+    phase = next((each for each in ON_ITS_WAY[::-1] if each in phases), "DEPLOYING")
     if "PROVISIONING" in phases:
         phase = "PROVISIONING"
     total = sum(span["total_bytes"] for span in spans)

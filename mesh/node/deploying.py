@@ -12,6 +12,7 @@ from pathlib import Path
 from mesh.config import Config
 from mesh.deployments.actor import Hooks, Reconciler
 from mesh.deployments.control import Deploying
+from mesh.deployments.listing import Rows
 from mesh.deployments.phases import Phase, Progress
 from mesh.deployments.placement import AvailableNode, Laid
 from mesh.deployments.reconcile import Held, Holding, Served
@@ -339,7 +340,8 @@ class DeploymentsHere:
 
         self.reconciler = Reconciler(house, weights, Hooks(events.emit, changed), cache_dir())
         reconciler = self.reconciler
-        sleeper = self._sleeper = Sleeper(house, events.emit)
+        rows = Rows(house, reconciler.phases)
+        sleeper = self._sleeper = Sleeper(house, events.emit, rows.is_on_its_way)
         self.control = Deploying(
             house, weights, reconciler.phases, reconciler.call_for, sleeper.up_s
         )

@@ -28,6 +28,7 @@ class House:
         self.node = node
         self.wished: list[Wish] = []
         self.now = Use(is_busy=False, signs=0)
+        self.is_coming = False
         plan = make_plan(
             wish, "cd" * 32, [AvailableNode(A, "a"), AvailableNode(B, "b")], None, asked=True
         )
@@ -53,7 +54,9 @@ def slept(house: House, seconds: float, *signs: Hashable) -> list[Wish]:
 
     async def main() -> None:
         told: list[str] = []
-        sleeper = Sleeper(house, lambda kind, **fields: told.append(kind))
+        sleeper = Sleeper(
+            house, lambda kind, **fields: told.append(kind), lambda deployment: house.is_coming
+        )
         sleeper.start()
         for sign in signs or (0,):
             house.now = replace(house.now, signs=sign)
@@ -90,6 +93,15 @@ def test_use_keeps_it_up_and_one_node_alone_has_it_rest() -> None:
     busy.now = Use(is_busy=True, signs=0)
     assert slept(busy, 900.0) == []
     assert slept(House(WISH, node=B), 900.0) == []
+
+
+def test_what_is_still_brought_up_does_not_rest_before_anybody_can_use_it() -> None:
+    house = House(WISH)
+    house.is_coming = True
+    assert slept(house, 900.0) == []
+    house.is_coming = False
+    assert slept(house, 200.0) == []
+    assert slept(house, 900.0) == [replace(WISH, resting=True)]
 
 
 class Verbs:
