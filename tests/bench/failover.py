@@ -28,19 +28,28 @@ AFTER_TOKENS = 16
 REPEATS = 5
 SPAN = "3-5"
 TARGET_EXTRA_S = 0.25
+FORMATS = {"fp32": ("fp32", "none"), "auto": ("auto", "none"), "int8": ("auto", "int8"),
+           "int4": ("auto", "int4")}  # fmt: skip
+"""Dtype and quant by what they are called."""
 
 
 def measure(repeats: int = REPEATS) -> dict[str, Any]:
-    """Medians: the pause, one prefill of the span, their ratio, and what is beyond that prefill."""
-    with tempfile.TemporaryDirectory(prefix="hearthnet-bench-") as directory:
-        return asyncio.run(_measure(Path(directory), repeats))
+    """For each format medians: the pause, one prefill of the span, their ratio, and what is beyond
+    that prefill."""
+    found = {}
+    for name, numbers in FORMATS.items():
+        with tempfile.TemporaryDirectory(prefix="hearthnet-bench-") as directory:
+            found[name] = asyncio.run(_measure(Path(directory), repeats, *numbers))
+    return found
 
 
-async def _measure(directory: Path, repeats: int) -> dict[str, Any]:
+async def _measure(directory: Path, repeats: int, dtype: str, quant: str) -> dict[str, Any]:
     pauses, prefills, failovers = [], [], []
-    async with open_lab(directory) as lab:
+    load = {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": SPAN, "dtype": dtype,
+            "quant": quant}  # fmt: skip
+    async with open_lab(directory, dtype, quant) as lab:
         for number in range(repeats):
-            pause_s, count = await _pause(lab, directory, number)
+            pause_s, count = await _pause(lab, directory, number, load)
             pauses.append(pause_s)
             failovers.append(count)
             prefills.append(await _prefill(lab, number))
@@ -57,9 +66,8 @@ async def _measure(directory: Path, repeats: int) -> dict[str, Any]:
     }
 
 
-async def _pause(lab: Lab, directory: Path, number: int) -> tuple[float, int]:
+async def _pause(lab: Lab, directory: Path, number: int, load: dict[str, Any]) -> tuple[float, int]:
     """Seconds from the kill of the middle hop's process to the next token; and the failovers."""
-    load = {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": SPAN, "dtype": "fp32"}
     killed_at = next_at = 0.0
     async with secure.hosting(directory, load) as victim:
         theirs = victim.shards[shard_id(MODEL, LayerRange.parse(SPAN))].descriptor

@@ -185,15 +185,15 @@ async def ask(
 
 
 @asynccontextmanager
-async def open_lab(directory: Path) -> AsyncIterator[Lab]:
-    """Start the shard process and load the asker's ends."""
+async def open_lab(directory: Path, dtype: str = "fp32", quant: str = "none") -> AsyncIterator[Lab]:
+    """Start the shard process and load the asker's ends, both in these numbers."""
     loads = (
-        {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": span, "dtype": "fp32",
-         "max_concurrent_streams": STREAMS, "kv_tokens": 65536}
+        {"directory": str(checkpoint_dir()), "model_id": MODEL, "layers": span, "dtype": dtype,
+         "quant": quant, "max_concurrent_streams": STREAMS, "kv_tokens": 65536}
         for span in SPANS
     )  # fmt: skip
     async with secure.hosting(directory, *loads) as host:
-        options = AskerOptions("fp32", "cpu", 1, directory)
+        options = AskerOptions(dtype, "cpu", 1, directory, quant=quant)
         model, _ = await asyncio.to_thread(load_asker, checkpoint_dir(), MODEL, options)
         yield Lab(model, host, directory)
 
