@@ -144,13 +144,15 @@ class House:
         return Use(is_busy or (asker is not None and asker.is_busy), signs)
 
     def is_askable(self, model_id: ModelId) -> bool:
-        """Whether this node can ask a model now: its asker is ready, and all layers are served."""
+        """Whether this node can ask a model now: its asker is ready, and all layers are offered,
+        its own as well, which it serves a moment before."""
         model, asker = self._held.models.get(model_id), self._held.askers.get(model_id)
         if model is None or asker is None or not asker.is_ready:
             return False
         layers = {
             layer
-            for each in self._shards(model_id, model.weights_sha256)
+            for each in self._store.shards(model_id, model.weights_sha256)
+            if self._network.may_serve(each.descriptor.host)
             for layer in range(each.descriptor.layer_range.start, each.descriptor.layer_range.stop)
         }
         return len(layers) == model.total_layers

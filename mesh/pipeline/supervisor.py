@@ -268,6 +268,7 @@ class AskerSupervisor(Supervisor):
 
     def _order(self, order: Message) -> None:
         """Tell the process what has an answer. Raises InternalError when nobody would give it."""
+        self.push_shards()  # who asks has seen the latest of them
         if not self.tell(order):
             raise InternalError(f"{self.name} is gone.", fix="Ask again; it starts anew.")
 

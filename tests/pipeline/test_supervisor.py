@@ -15,12 +15,12 @@ import pytest
 from msgspec import structs
 
 from mesh.config import Config
-from mesh.errors import DeviceLost, InternalError
+from mesh.errors import DeviceLost, InternalError, MeshError
 from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
 from mesh.node.wiring import start_asker
-from mesh.pipeline.commands import Offer, RoutableShards, StartAsker
+from mesh.pipeline.commands import Generate, Offer, RoutableShards, StartAsker
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.processes.lifecycle import SilenceLimits
 from mesh.processes.messages import Message
@@ -103,6 +103,29 @@ def test_an_asker_knows_all_shards_and_is_told_of_them_once(start: StartAsker) -
     assert told() == []
     asker.is_there = True
     assert told() == [RoutableShards((*here,))], "the one before this was told, not this one"
+
+
+async def test_an_asker_knows_what_whoever_asks_has_seen(start: StartAsker) -> None:
+    told: list[type[Message]] = []
+
+    class Listened(AskerSupervisor):
+        def tell(self, command: Message) -> bool:
+            told.append(type(command))
+            return super().tell(command)
+
+    owner = Owner()
+    alone = replace(start.settings, fallback_to_local=False)
+    asker = Listened(structs.replace(start, settings=alone), owner)
+    asker.start()
+    try:
+        await asker.wait_ready()
+        owner.offers = [Offer(advertised(None))]
+        with pytest.raises(MeshError):  # nobody is at that address
+            async for _ in asker.generate(REQUEST):
+                pass
+    finally:
+        await asker.stop()
+    assert told.index(RoutableShards) < told.index(Generate)
 
 
 async def test_a_process_that_stands_still_is_replaced_and_an_idle_one_is_not(
