@@ -153,24 +153,31 @@ def ours(asker: LocalNode, rng: random.Random) -> dict[str, float]:
 
 @contextlib.contextmanager
 def mesh(directory: Path, root: Path, layers: int, flags: tuple[str, str]) -> Iterator[LocalNode]:
-    """Who asks two nodes with half of the layers each, one core each."""
+    """Who asks two nodes with half of the layers each, one core each.
+
+    Its own part, embedding and head, has both cores, which nobody else needs at that moment: a
+    model's head is with llama.cpp on the last server's core.
+    """
     half, (quant, dtype) = layers // 2, flags
-    common = ("--model", f"{directory}=bench", "--threads", "1", "--quant", quant, "--dtype", dtype)
+    common = ("--model", f"{directory}=bench", "--quant", quant, "--dtype", dtype)
     environment = {
-        "OMP_NUM_THREADS": "1",
         "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__HOST__MAX_CONCURRENT_STREAMS": "16",
         "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__MAX_CONCURRENT_PIPELINES": "16",
     }
-    spans = (("first", f"0-{half - 1}"), ("second", f"{half}-{layers - 1}"), ("asker", "none"))
+    spans = (
+        ("first", f"0-{half - 1}", "1"),
+        ("second", f"{half}-{layers - 1}", "1"),
+        ("asker", "none", "2"),
+    )
     with contextlib.ExitStack() as stack:
         nodes = [
             LocalNode(
                 name,
                 root / f"{directory.name}-{quant}-{name}",
-                (*common, "--layers", span),
-                environment,
+                (*common, "--layers", span, "--threads", threads),
+                environment | {"OMP_NUM_THREADS": threads},
             )
-            for name, span in spans
+            for name, span, threads in spans
         ]
         start_hearth(nodes, stack)
         for node in nodes:
