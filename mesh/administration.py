@@ -121,11 +121,11 @@ class Administration(ABC):
         return found
 
     async def deploy(self, model: str, **order: Any) -> dict[str, Any]:
-        """`POST /mesh/v1/deployments`; see `mesh.api.deployments.Deploy` for the `order`."""
+        """`POST /mesh/v1/deployments`; see `mesh.api.deployments.DeployBody` for the `order`."""
         return await self._post(_DEPLOYMENTS, {"model": model, **order}, timeout_s=_SIGN_S)
 
     async def plan(self, model: str, **wish: Any) -> dict[str, Any]:
-        """`POST /mesh/v1/plan`: what deploying it would need and give; see `mesh.api.plan.Ask`."""
+        """`POST /mesh/v1/plan`: what deploying it needs and gives; see `mesh.api.plan.PlanBody`."""
         return await self._post("/mesh/v1/plan", {"model": model, **wish}, timeout_s=_SIGN_S)
 
     async def scale(self, model: str, replicas: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from mesh.api.services import ApiSettings, DeploymentControl
 PATH = "/mesh/v1/deployments"
 
 
-class Deploy(Strict):
+class DeployBody(Strict):
     """The body of `POST /mesh/v1/deployments`; what is left out stays as it is.
 
     `layers` are pins, ``NODE=LO-HI``.
@@ -32,7 +32,7 @@ class Deploy(Strict):
     layers: list[str] | None = Field(default=None, max_length=256)
 
 
-class Scale(Strict):
+class ScaleBody(Strict):
     """The body of `PATCH /mesh/v1/deployments/MODEL`."""
 
     replicas: int = Field(ge=0, le=16)
@@ -51,12 +51,12 @@ def routes(deployments: DeploymentControl, settings: ApiSettings) -> list[Route]
     """The endpoints that change something."""
 
     async def deploy(request: Request) -> Response:
-        body = await read_body(request, Deploy, settings)
+        body = await read_body(request, DeployBody, settings)
         given = body.model_dump(exclude_none=True)
         return JSONResponse(await deployments.deploy(given), status_code=202)
 
     async def scale(request: Request) -> Response:
-        body = await read_body(request, Scale, settings)
+        body = await read_body(request, ScaleBody, settings)
         model = request.path_params["model"]
         return JSONResponse(await deployments.scale(model, body.replicas), status_code=202)
 

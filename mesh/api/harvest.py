@@ -11,7 +11,7 @@ from mesh.api.bodies import Strict, read_body
 from mesh.api.services import ApiSettings, HarvestControl
 
 
-class Batch(Strict):
+class HarvestBody(Strict):
     """The body of `POST /mesh/v1/harvest`."""
 
     model: str = Field(min_length=1, max_length=256)
@@ -26,7 +26,7 @@ def routes(harvests: HarvestControl, settings: ApiSettings) -> list[Route]:
     """The endpoint's route."""
 
     async def create(request: Request) -> Response:
-        body = await read_body(request, Batch, settings)
+        body = await read_body(request, HarvestBody, settings)
         order = {
             "run": body.run,
             "batch": body.batch,

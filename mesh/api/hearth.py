@@ -19,47 +19,47 @@ Body = TypeVar("Body", bound=Strict)
 Answer = Awaitable[dict[str, Any]]
 
 
-class Invite(Strict):
+class InviteBody(Strict):
     """The body of `POST /mesh/v1/hearth/invite`."""
 
     level: str | None = Field(default=None, max_length=16)
     ttl_s: float | None = Field(default=None, gt=0)
 
 
-class Join(Strict):
+class JoinBody(Strict):
     """The body of `POST /mesh/v1/hearth/join`."""
 
     code: str = Field(min_length=1, max_length=1024)
     peer: str | None = Field(default=None, max_length=300)
 
 
-class Change(Strict):
+class ChangeLevelBody(Strict):
     """The body of `POST /mesh/v1/hearth/promote` and ``demote``."""
 
     member: str = Field(min_length=1, max_length=128)
     level: str | None = Field(default=None, max_length=16)
 
 
-class Revoke(Strict):
+class RevokeMemberBody(Strict):
     """The body of `POST /mesh/v1/hearth/revoke`."""
 
     member: str = Field(min_length=1, max_length=128)
     reason: str = Field(default="", max_length=200)
 
 
-class Readmit(Strict):
+class ReadmitBody(Strict):
     """The body of `POST /mesh/v1/hearth/readmit`."""
 
     member: str = Field(min_length=1, max_length=128)
 
 
-class Recover(Strict):
+class RecoverBody(Strict):
     """The body of `POST /mesh/v1/hearth/recover`."""
 
     code: str = Field(min_length=1, max_length=128)
 
 
-class RevokeToken(Strict):
+class RevokeTokenBody(Strict):
     """The body of `POST /mesh/v1/hearth/revoke_token`."""
 
     token_id: str = Field(min_length=1, max_length=256)
@@ -97,12 +97,12 @@ def routes(control: HearthControl, settings: ApiSettings) -> list[Route]:
         Route("/mesh/v1/log", log),
         Route(f"{path}/invitation/{{port:int}}", invitation),
         Route(f"{path}/invitation/close", close, methods=["POST"]),
-        verb("invite", Invite, lambda body: control.invite(body.level, body.ttl_s)),
-        verb("join", Join, lambda body: control.join(body.code, body.peer)),
-        verb("promote", Change, lambda body: control.promote(body.member, body.level)),
-        verb("demote", Change, lambda body: control.demote(body.member, body.level)),
-        verb("revoke", Revoke, lambda body: control.revoke(body.member, body.reason)),
-        verb("readmit", Readmit, lambda body: control.readmit(body.member)),
-        verb("recover", Recover, lambda body: control.recover(body.code)),
-        verb("revoke_token", RevokeToken, lambda body: control.revoke_token(body.token_id)),
+        verb("invite", InviteBody, lambda body: control.invite(body.level, body.ttl_s)),
+        verb("join", JoinBody, lambda body: control.join(body.code, body.peer)),
+        verb("promote", ChangeLevelBody, lambda body: control.promote(body.member, body.level)),
+        verb("demote", ChangeLevelBody, lambda body: control.demote(body.member, body.level)),
+        verb("revoke", RevokeMemberBody, lambda body: control.revoke(body.member, body.reason)),
+        verb("readmit", ReadmitBody, lambda body: control.readmit(body.member)),
+        verb("recover", RecoverBody, lambda body: control.recover(body.code)),
+        verb("revoke_token", RevokeTokenBody, lambda body: control.revoke_token(body.token_id)),
     ]

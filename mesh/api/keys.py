@@ -17,7 +17,7 @@ from mesh.clock import SystemClock
 from mesh.identity.api_keys import ApiKeys, Quota, Scope, shown
 
 
-class Create(Strict):
+class CreateKeyBody(Strict):
     """The body of `POST /mesh/v1/keys`."""
 
     name: str = Field(min_length=1, max_length=64)
@@ -27,7 +27,7 @@ class Create(Strict):
     tokens_per_day: int | None = Field(default=None, ge=1)
 
 
-class Revoke(Strict):
+class RevokeKeyBody(Strict):
     """The body of `POST /mesh/v1/keys/revoke`."""
 
     key_id: str = Field(min_length=1, max_length=64)
@@ -41,13 +41,13 @@ def routes(access: Access, keys: ApiKeys, settings: ApiSettings) -> list[Route]:
         return JSONResponse({"keys": [shown(key) for key in keys.keys]})
 
     async def create(request: Request) -> Response:
-        body = await read_body(request, Create, settings)
+        body = await read_body(request, CreateKeyBody, settings)
         async with one_at_a_time:
             made = await asyncio.to_thread(make, keys, body)
         return JSONResponse(made)
 
     async def revoke(request: Request) -> Response:
-        body = await read_body(request, Revoke, settings)
+        body = await read_body(request, RevokeKeyBody, settings)
         async with one_at_a_time:
             gone = await asyncio.to_thread(keys.revoke, body.key_id)
         access.forget_revoked()
@@ -61,7 +61,7 @@ def routes(access: Access, keys: ApiKeys, settings: ApiSettings) -> list[Route]:
     ]
 
 
-def make(keys: ApiKeys, body: Create) -> dict[str, Any]:
+def make(keys: ApiKeys, body: CreateKeyBody) -> dict[str, Any]:
     """Make a key and keep it; its text is in the answer and nowhere else."""
     quota = Quota(body.requests_per_minute, body.tokens_per_day)
     scopes = frozenset(Scope.parse(scope) for scope in body.scopes)

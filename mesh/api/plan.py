@@ -13,7 +13,7 @@ from mesh.api.bodies import Strict, read_body
 from mesh.api.services import ApiSettings, PlanControl
 
 
-class Ask(Strict):
+class PlanBody(Strict):
     """The body of `POST /mesh/v1/plan`.
 
     `nodes` are the only ones that may be used, `without` are not; those `with` are used as if they
@@ -38,7 +38,7 @@ def routes(plans: PlanControl, settings: ApiSettings) -> list[Route]:
     """The endpoint."""
 
     async def plan(request: Request) -> Response:
-        body = await read_body(request, Ask, settings)
+        body = await read_body(request, PlanBody, settings)
         return JSONResponse(await plans.plan(body.model_dump(by_alias=True)))
 
     return [Route("/mesh/v1/plan", plan, methods=["POST"])]

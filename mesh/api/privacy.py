@@ -60,7 +60,7 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class ReportedRoute:
     """The hops of a running request, or of the next one; none and a reason when there is none.
 
     `is_thin`: the first and the last of them run embedding and head for this machine.
@@ -84,7 +84,7 @@ class Precautions:
     spot_check_probability: float
 
 
-def report(routes: Sequence[Route], precautions: Precautions) -> dict[str, Any]:
+def report(routes: Sequence[ReportedRoute], precautions: Precautions) -> dict[str, Any]:
     """``{"routes": [{"model", "request", "hops": [{"node", "layers", "sight"}], "missing"}],
     "precautions": {...}, "words": [lines]}``; `request` is None for the route of the next one."""
     noisy = precautions.activation_noise > 0
@@ -119,7 +119,7 @@ def expose(hop: Hop, total_layers: int, *, noisy: bool) -> Exposure:
 
 
 def _lines(
-    seen: Sequence[tuple[Route, Sequence[Exposure]]], precautions: Precautions
+    seen: Sequence[tuple[ReportedRoute, Sequence[Exposure]]], precautions: Precautions
 ) -> Iterator[str]:
     for route, exposures in seen:
         which = f"request {route.request}, running" if route.request else "the next request"

@@ -176,7 +176,7 @@ class DeploymentControl(Protocol):
         "bytes_per_s", "eta_s", "reason"}]}`` of each."""
 
     async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Of the fields of `mesh.api.deployments.Deploy` that were given: its row of `view`."""
+        """Of the fields of `mesh.api.deployments.DeployBody` that were given: its row of `view`."""
 
     async def wake(self, model: str, *, may_wake: bool) -> bool:
         """Have up what rests, for who may; whether it rested."""
@@ -192,9 +192,9 @@ class PlanControl(Protocol):
     """What it would be like to deploy a model; changes nothing."""
 
     async def plan(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Of the fields of `mesh.api.plan.Ask` that were given: ``{"model_id", "weights_sha256",
-        "total_layers", "quant", "context", "streams", "dedicated", "replicas": [{"shards":
-        [{"node_id", "node", "device", "format", "layers", "need": {"weights", "caches",
+        """Of the fields of `mesh.api.plan.PlanBody` that were given: ``{"model_id",
+        "weights_sha256", "total_layers", "quant", "context", "streams", "dedicated", "replicas":
+        [{"shards": [{"node_id", "node", "device", "format", "layers", "need": {"weights", "caches",
         "head_room", "total"}, "have", "decode_ms", "hop_ms", "fetch_bytes", "gap"}], "token_ms",
         "head_ms", "asker_ms", "tokens_per_second", "all_tokens_per_second", "first_token_ms",
         "bottleneck": {"what", "node", "ms", "share", "help"}}], "machines": [{"node_id", "node",

@@ -15,7 +15,7 @@ from mesh.api.services import ApiSettings, SteeringControl
 from mesh.errors import BadSteering
 
 
-class Publish(Strict):
+class PublishEditBody(Strict):
     """The body of `POST /mesh/v1/steering/publish`; `tensors` is a safetensors file in base64."""
 
     name: str = Field(min_length=1, max_length=64)
@@ -25,7 +25,7 @@ class Publish(Strict):
     tensors: str = Field(min_length=1)
 
 
-class Remove(Strict):
+class RemoveEditBody(Strict):
     """The body of `POST /mesh/v1/steering/remove`."""
 
     name: str = Field(min_length=1, max_length=64)
@@ -44,7 +44,7 @@ def routes(steering: SteeringControl, settings: ApiSettings) -> list[Route]:
     """The endpoints that change something."""
 
     async def publish(request: Request) -> Response:
-        body = await read_body(request, Publish, settings)
+        body = await read_body(request, PublishEditBody, settings)
         try:
             tensors = base64.b64decode(body.tensors, validate=True)
         except binascii.Error as error:
@@ -55,7 +55,7 @@ def routes(steering: SteeringControl, settings: ApiSettings) -> list[Route]:
         return JSONResponse(made)
 
     async def remove(request: Request) -> Response:
-        body = await read_body(request, Remove, settings)
+        body = await read_body(request, RemoveEditBody, settings)
         return JSONResponse(await steering.remove(body.name))
 
     path = "/mesh/v1/steering"

@@ -16,7 +16,7 @@ from mesh.types import LayerRange
 _PATH = "/mesh/v1/weights"
 
 
-class Pull(Strict):
+class PullWeightsBody(Strict):
     """The body of `POST /mesh/v1/weights/pull`. `layers` are ranges ``LO-HI``, inclusive; left out,
     everything is fetched. `source` is ``hub`` or the name of a node."""
 
@@ -28,7 +28,7 @@ class Pull(Strict):
     drop: bool = False
 
 
-class Remove(Strict):
+class RemoveWeightsBody(Strict):
     """The body of `POST /mesh/v1/weights/remove`."""
 
     model: str = Field(min_length=1, max_length=512)
@@ -53,7 +53,7 @@ def routes(pulls: Pulls, settings: ApiSettings) -> list[Route]:
     """What fills disks, or empties them."""
 
     async def pull(request: Request) -> Response:
-        body = await read_body(request, Pull, settings)
+        body = await read_body(request, PullWeightsBody, settings)
         layers = None if body.layers is None else tuple(map(_layers, body.layers))
         wish = PullWish(body.model, layers, body.ends, body.source, body.revision, body.drop)
         return JSONResponse(pulls.start(wish))
@@ -62,7 +62,7 @@ def routes(pulls: Pulls, settings: ApiSettings) -> list[Route]:
         return JSONResponse(await pulls.cancel(request.path_params["name"]))
 
     async def remove(request: Request) -> Response:
-        body = await read_body(request, Remove, settings)
+        body = await read_body(request, RemoveWeightsBody, settings)
         return JSONResponse(await pulls.remove(body.model))
 
     return [

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mesh.api.privacy import Hop, Precautions, Route, report
+from mesh.api.privacy import Hop, Precautions, ReportedRoute, report
 from mesh.config import Config
 from mesh.errors import NoRoute
 from mesh.health.detector import Verdict
@@ -50,17 +50,19 @@ class PrivacyReport:
         models = list(self._models.values())
         return report([r for model in models for r in self._routes(model)], precautions)
 
-    def _routes(self, model: LocalModel) -> Iterator[Route]:
+    def _routes(self, model: LocalModel) -> Iterator[ReportedRoute]:
         asker = self._askers.get(model.model_id)
         is_thin = asker is not None and asker.is_thin
         for running in asker.generations if asker is not None else ():
             if running.queued:
                 continue  # nothing of it has left this machine
             hops = tuple(Hop(hop.node, hop.layers, hop.host == self._own) for hop in running.route)
-            yield Route(model.model_id, model.total_layers, running.id, hops, is_thin=is_thin)
+            yield ReportedRoute(
+                model.model_id, model.total_layers, running.id, hops, is_thin=is_thin
+            )
         yield self._next(model, is_thin=is_thin)
 
-    def _next(self, model: LocalModel, *, is_thin: bool) -> Route:
+    def _next(self, model: LocalModel, *, is_thin: bool) -> ReportedRoute:
         limits = route_limits(self._config)
         rules = limits.cover_rules(model.total_layers, remote_ends=is_thin)
         candidates = [self._candidate(offer) for offer in self._routable(model.model_id)]
@@ -73,11 +75,11 @@ class PrivacyReport:
         try:
             cover = cheapest.cover(same, whole, rules)
         except NoRoute as error:
-            return Route(model.model_id, model.total_layers, None, (), error.message)
+            return ReportedRoute(model.model_id, model.total_layers, None, (), error.message)
         hops = tuple(
             Hop(hop.shard.node_name, hop.layers, hop.shard.host == self._own) for hop in cover
         )
-        return Route(model.model_id, model.total_layers, None, hops, is_thin=is_thin)
+        return ReportedRoute(model.model_id, model.total_layers, None, hops, is_thin=is_thin)
 
     def _candidate(self, offer: Offer) -> Candidate:
         is_self = offer.shard.descriptor.host == self._own

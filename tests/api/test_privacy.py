@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mesh.api.privacy import Hop, Precautions, Route, Sight, expose, report
+from mesh.api.privacy import Hop, Precautions, ReportedRoute, Sight, expose, report
 from mesh.types import LayerRange, ModelId
 
 NOTHING = Precautions(0, 0, 0.0, 0.0)
@@ -22,8 +22,8 @@ def test_what_a_hop_sees_depends_on_its_layers() -> None:
     assert sight("0-15", is_own=True) is Sight.OWN
 
 
-def route(*hops: Hop, missing: str = "") -> Route:
-    return Route(ModelId("tiny"), 16, None, hops, missing)
+def route(*hops: Hop, missing: str = "") -> ReportedRoute:
+    return ReportedRoute(ModelId("tiny"), 16, None, hops, missing)
 
 
 def test_the_words_name_every_machine_and_every_precaution() -> None:

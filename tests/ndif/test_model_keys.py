@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mesh.api.ndif.model_keys import ModelKey, Served, find
+from mesh.api.ndif.model_keys import ModelKey, ServedModel, find
 from mesh.errors import BadRequest, ModelNotFound
 from mesh.types import ModelId
 
@@ -20,7 +20,7 @@ def key(repo_id: str, *, of: str = CLASS, **parts: object) -> str:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> list[Served]:
+def served(tmp_path: Path) -> list[ServedModel]:
     """A model by its own id, one from the hub's cache, one whose config names its origin."""
     plain = tmp_path / "models/Qwen2.5-3B"
     cached = tmp_path / f"hub/models--openai-community--gpt2/snapshots/{SNAPSHOT}"
@@ -30,7 +30,7 @@ def served(tmp_path: Path) -> list[Served]:
         (directory / "config.json").write_text("{}")
     (named / "config.json").write_text('{"_name_or_path": "org/origin"}')
     pairs = (("qwen", plain), ("gpt2", cached), ("mine", named))
-    return [Served.read(ModelId(model_id), directory) for model_id, directory in pairs]
+    return [ServedModel.read(ModelId(model_id), directory) for model_id, directory in pairs]
 
 
 @pytest.mark.parametrize(
@@ -47,23 +47,23 @@ def served(tmp_path: Path) -> list[Served]:
         ("mine", "mine"),
     ],
 )
-def test_names_that_mean_a_model(served: list[Served], repo_id: str, meant: str) -> None:
+def test_names_that_mean_a_model(served: list[ServedModel], repo_id: str, meant: str) -> None:
     assert find(ModelKey.parse(key(repo_id)), served).model_id == meant
 
 
-def test_its_own_directory_means_a_model(served: list[Served]) -> None:
+def test_its_own_directory_means_a_model(served: list[ServedModel]) -> None:
     for model in served:
         assert find(ModelKey.parse(key(str(model.directory))), served) == model
         assert find(ModelKey.parse(model.key), served) == model
 
 
 @pytest.mark.parametrize("repo_id", ["other", "somebody/gpt2", "somebody/mine", "", "/", "Qwen/x"])
-def test_names_that_mean_none(served: list[Served], repo_id: str) -> None:
+def test_names_that_mean_none(served: list[ServedModel], repo_id: str) -> None:
     with pytest.raises(ModelNotFound, match=r"it has: mine|it has: .*qwen"):
         find(ModelKey.parse(key(repo_id)), served)
 
 
-def test_main_and_none_and_the_snapshot_are_the_same_revision(served: list[Served]) -> None:
+def test_main_and_none_and_the_snapshot_are_the_same_revision(served: list[ServedModel]) -> None:
     for revision in (None, "main", SNAPSHOT):
         assert find(ModelKey.parse(key("gpt2", revision=revision)), served).model_id == "gpt2"
     with pytest.raises(BadRequest, match="not served at revision 'v2'"):
@@ -76,7 +76,7 @@ def test_a_name_of_two_models_is_refused(tmp_path: Path) -> None:
     twins = []
     for parent in ("a", "b"):
         (tmp_path / parent / "twin").mkdir(parents=True)
-        twins.append(Served.read(ModelId(parent), tmp_path / parent / "twin"))
+        twins.append(ServedModel.read(ModelId(parent), tmp_path / parent / "twin"))
     with pytest.raises(BadRequest, match="any of a, b"):
         find(ModelKey.parse(key("org/twin")), twins)
 

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mesh.api.auth import Caller, caller_of
-from mesh.api.ndif.model_keys import TASK, Served
+from mesh.api.ndif.model_keys import TASK, ServedModel
 from mesh.api.services import LOADING, RESTING, DeploymentControl, MeshView
 from mesh.interventions.jobs.types import JobRunner
 from mesh.types import ModelId
@@ -28,15 +28,17 @@ class Deployments:
         self._view = view
         self._runner = runner
         self._control = control
-        self._read: dict[ModelId, Served] = {}
+        self._read: dict[ModelId, ServedModel] = {}
 
-    async def served(self) -> list[Served]:
+    async def served(self) -> list[ServedModel]:
         """The models whose files are here, with the names that clients know them by."""
         found = []
         for row in [row for row in self._view.models() if row["local"]]:
             if row["id"] not in self._read:
                 directory = Path(row["directory"])
-                self._read[row["id"]] = await asyncio.to_thread(Served.read, row["id"], directory)
+                self._read[row["id"]] = await asyncio.to_thread(
+                    ServedModel.read, row["id"], directory
+                )
             found.append(self._read[row["id"]])
         return found
 

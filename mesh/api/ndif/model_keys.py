@@ -64,7 +64,7 @@ class ModelKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """A model of this node and the names that clients know it by."""
 
     model_id: ModelId
@@ -73,7 +73,7 @@ class Served:
     snapshot: str | None
 
     @classmethod
-    def read(cls, model_id: ModelId, directory: Path) -> Served:
+    def read(cls, model_id: ModelId, directory: Path) -> ServedModel:
         """Look at the checkpoint's place and at its ``config.json``. Blocks."""
         real = directory.resolve()
         cached = hub_snapshot(real)
@@ -115,7 +115,7 @@ class Served:
         return None
 
 
-def find(key: ModelKey, served: Sequence[Served]) -> Served:
+def find(key: ModelKey, served: Sequence[ServedModel]) -> ServedModel:
     """The model that a key means. Raises ModelNotFound, BadRequest when several could be meant."""
     near: Mapping[ModelId, int] = {
         model.model_id: nearness

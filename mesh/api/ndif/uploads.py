@@ -22,7 +22,7 @@ _MAX_HEADER_BYTES = 4 << 10
 _BATCH_BYTES = 256 << 10
 
 
-class Envelope(BaseModel):
+class UploadDescription(BaseModel):
     """The JSON part: which model, whose session, and how the blob is packed."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -33,7 +33,7 @@ class Envelope(BaseModel):
     env: dict[str, Any] = Field(default_factory=dict)
 
 
-async def receive(request: Request, queue: JobQueue) -> tuple[Envelope, Incoming]:
+async def receive(request: Request, queue: JobQueue) -> tuple[UploadDescription, Incoming]:
     """The two parts of a request; the caller disposes of the file.
 
     Raises BadRequest, BodyTooLarge, StorageFull.
@@ -68,7 +68,7 @@ class _Upload:
         self._seen: list[str] = []
         self._is_whole = False
 
-    async def read(self, request: Request) -> Envelope:
+    async def read(self, request: Request) -> UploadDescription:
         """All of it. Raises BadRequest, BodyTooLarge, StorageFull, OSError."""
         limit_s = request.app.state.settings.body_timeout_s
         try:
@@ -154,9 +154,9 @@ class _Upload:
             await asyncio.to_thread(self._incoming.write, blob)
 
 
-def _envelope(data: bytes) -> Envelope:
+def _envelope(data: bytes) -> UploadDescription:
     try:
-        return Envelope.model_validate_json(data)
+        return UploadDescription.model_validate_json(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or None
