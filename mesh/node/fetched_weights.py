@@ -14,7 +14,7 @@ from mesh.errors import ModelNotFound
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.node.weights import Weights
 from mesh.processes.tasks import end, spawn
-from mesh.transfers.commands import Model
+from mesh.transfers.commands import LocalCheckpoint
 from mesh.transfers.documents import wanted_tensors
 from mesh.transfers.hub import REPOSITORY
 from mesh.types import LayerRange, ModelId
@@ -63,7 +63,7 @@ class FetchedWeights:
         try:
             directory = await self._local.ensure(model_id, weights_sha256, layers, on_progress)
             if await asyncio.to_thread(self._has, directory, model_id, tuple(layers)):
-                self._weights.fetcher.offer(Model(model_id, directory))
+                self._weights.fetcher.offer(LocalCheckpoint(model_id, directory))
                 return directory
         except ModelNotFound:
             pass

@@ -21,7 +21,7 @@ from mesh.models.local import LocalModel
 from mesh.node import wiring
 from mesh.paths import cache_dir
 from mesh.transfers.commands import PeerHolding, Transfer
-from mesh.transfers.pulls import Pulls, Surroundings, meant
+from mesh.transfers.pulls import PullContext, Pulls, meant
 from mesh.transfers.shelf import Holding
 from mesh.transfers.supervisor import FetcherSupervisor, spans_of
 from mesh.types import Endpoint, ModelId, NodeId
@@ -100,7 +100,7 @@ class Weights:
         def in_use() -> set[Path]:
             return {Path(model.directory) for model in held.values()}
 
-        around = Surroundings(lambda: self._peers, in_use, self._notify, cache_dir())
+        around = PullContext(lambda: self._peers, in_use, self._notify, cache_dir())
         return Pulls(self.fetcher, around)
 
     def _notify(self, kind: str, fields: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from mesh.pipeline.commands import AskerOptions, EngineSettings, RouteLimits, St
 from mesh.pipeline.entrance import Entrance
 from mesh.shard.commands import Measure, ShardRequest, StartShards
 from mesh.shard.settings import ShardSettings
-from mesh.transfers.commands import Model, StartFetcher
+from mesh.transfers.commands import LocalCheckpoint, StartFetcher
 from mesh.types import LayerRange
 from mesh.wire.messages import Hello
 
@@ -124,7 +124,7 @@ def start_fetcher(
         Hello(key.node_id, config.name, "weights", SOFTWARE),
         tls,
         listen_host=address,
-        models=tuple(Model(model.model_id, Path(model.directory)) for model in models),
+        models=tuple(LocalCheckpoint(model.model_id, Path(model.directory)) for model in models),
         models_dir=config.models_dir or models_dir(),
         cache_dir=cache_dir(),
         interfaces=tuple(config.interface),

@@ -14,7 +14,7 @@ from mesh.types import Endpoint, LayerRange, ModelId, NodeId
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class LocalCheckpoint:
     """A checkpoint in a directory that is not the fetcher's own."""
 
     model_id: ModelId
@@ -73,7 +73,7 @@ class StartFetcher(Start, frozen=True):
     """
 
     listen_host: str
-    models: tuple[Model, ...]
+    models: tuple[LocalCheckpoint, ...]
     models_dir: Path
     cache_dir: Path
     interfaces: tuple[str, ...] | None = None
@@ -98,7 +98,7 @@ class Ensure(Message, frozen=True):
     hub: HubSettings | None = None
 
 
-class Pull(Message, frozen=True):
+class PullRepository(Message, frozen=True):
     """The same for a repository of the hub, whose hashes need not be known: if they are not, all of
     it is read once. What is not wanted of that is kept for others unless it is to `drop`."""
 
@@ -126,14 +126,14 @@ class MakeWay(Message, frozen=True):
     is_on: bool
 
 
-class Offer(Message, frozen=True):
+class ServeCheckpoint(Message, frozen=True):
     """Serve this as well."""
 
-    model: Model
+    model: LocalCheckpoint
 
 
-class Remove(Message, frozen=True):
-    """Delete a checkpoint that was fetched. Answered with `Done`."""
+class RemoveCheckpoint(Message, frozen=True):
+    """Delete a checkpoint that was fetched. Answered with `FetcherDone`."""
 
     id: str
     directory: Path
@@ -165,7 +165,7 @@ class Moves(Message, frozen=True):
     sent_bytes: int
 
 
-class Done(Message, frozen=True):
+class FetcherDone(Message, frozen=True):
     """What was asked for under this id is done, or `error` says why not."""
 
     id: str

@@ -15,11 +15,11 @@ from mesh.models.manifest import read_manifest
 from mesh.models.partial import RECORD, partial_directory, read_record
 from mesh.processes.tasks import end, spawn
 from mesh.transfers.commands import Ensure, Lied, PeerHolding, Transfer
-from mesh.transfers.fetching import Fetch, Wanted
+from mesh.transfers.fetching import Fetch, WantedLayers
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
 from mesh.transfers.peers import Dial, PeerSources, agreed_files, nobody, prepare
-from mesh.transfers.shelf import Kept, Shelf
+from mesh.transfers.shelf import Shelf, StoredCheckpoint
 from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Fetches:
     # Private
 
     async def _fetch(self, running: _Running) -> Path:
-        order, wanted = running.order, Wanted(running.order.layers, running.order.ends)
+        order, wanted = running.order, WantedLayers(running.order.layers, running.order.ends)
         here = await asyncio.to_thread(self._here, order.weights_sha256, wanted)
         if here is not None:
             return here
@@ -188,7 +188,7 @@ class Fetches:
             running.note = "no node that is up has it" if not errors else ""
             await self.news(_AGAIN_S)
 
-    def _here(self, sha256: str, wanted: Wanted) -> Path | None:
+    def _here(self, sha256: str, wanted: WantedLayers) -> Path | None:
         """Where all of it lies already."""
         for kept in self._shelf.of(sha256):
             if kept.names.issuperset(wanted.names(kept.manifest)):
@@ -208,7 +208,7 @@ class Fetches:
         self._on_lie(Lied(node, name, order.weights_sha256, tensor))
 
 
-def scan(models_dir: Path) -> list[Kept]:
+def scan(models_dir: Path) -> list[StoredCheckpoint]:
     """The partial checkpoints below a directory; those that cannot be used are said. Blocks."""
     found = []
     for file in sorted(models_dir.glob(f"*/{RECORD}")):
@@ -219,11 +219,11 @@ def scan(models_dir: Path) -> list[Kept]:
     return found
 
 
-def kept_in(directory: Path) -> Kept:
+def kept_in(directory: Path) -> StoredCheckpoint:
     """A partial checkpoint as it is on the disk. Raises BadCheckpoint. Blocks."""
     manifest = read_manifest(directory)
     complete = frozenset(name for name, entry in manifest.tensors.items() if entry.present)
-    return Kept(manifest, read_record(directory).origin, complete)
+    return StoredCheckpoint(manifest, read_record(directory).origin, complete)
 
 
 def _row(running: _Running, now: float) -> Transfer:

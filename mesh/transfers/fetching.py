@@ -24,7 +24,7 @@ from mesh.transfers.documents import wanted_tensors
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
 from mesh.transfers.piece_picker import Piece, PiecePicker
-from mesh.transfers.shelf import Kept, Shelf
+from mesh.transfers.shelf import Shelf, StoredCheckpoint
 from mesh.types import LayerRange
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _MAX_PIECES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedLayers:
     """What of a checkpoint: these layers and perhaps the ends; None stands for all there is."""
 
     layers: tuple[LayerRange, ...] | None
@@ -66,7 +66,7 @@ class Fetch:
     def __init__(
         self,
         directory: Path,
-        wanted: Wanted,
+        wanted: WantedLayers,
         shelf: Shelf,
         pace: Pace,
         *,
@@ -194,7 +194,7 @@ class Fetch:
 
     def _put_on_shelf(self) -> None:
         if self._writer is not None and self._manifest is not None:
-            kept = Kept(
+            kept = StoredCheckpoint(
                 self._manifest, self._writer.record.origin, frozenset(self._writer.complete)
             )
             before = self._shelf.at(self.directory)
@@ -289,7 +289,7 @@ async def _opened(directory: Path) -> PartialWriter:
         raise
 
 
-def _plan_for(writer: PartialWriter, manifest: Manifest, wanted: Wanted) -> PiecePicker:
+def _plan_for(writer: PartialWriter, manifest: Manifest, wanted: WantedLayers) -> PiecePicker:
     """What is missing; tensors whose pieces are all here from before are verified first. Blocks."""
     names = wanted.names(manifest)
     writer.require_room(names)

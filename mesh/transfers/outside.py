@@ -19,14 +19,14 @@ from mesh.errors import MeshError
 from mesh.models.manifest import read_tensors
 from mesh.models.partial import read_record
 from mesh.models.partial_writer import PartialWriter
-from mesh.transfers.commands import Ensure, PeerHolding, Pull, Transfer
+from mesh.transfers.commands import Ensure, PeerHolding, PullRepository, Transfer
 from mesh.transfers.fetches import Fetches, kept_in
-from mesh.transfers.fetching import Fetch, Wanted
+from mesh.transfers.fetching import Fetch, WantedLayers
 from mesh.transfers.hub import Hub, HubSource, Repository, parse_origin
 from mesh.transfers.hub_pull import HubPull
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
-from mesh.transfers.shelf import Kept, Shelf
+from mesh.transfers.shelf import Shelf, StoredCheckpoint
 from mesh.types import ModelId, NodeId
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _LOOK_S = 1.0
 
 @dataclass(slots=True)
 class _Running:
-    order: Pull
+    order: PullRepository
     meter: Meter
     state: str = "looking"
     note: str = ""
@@ -91,7 +91,7 @@ class Outside:
         now = asyncio.get_running_loop().time()
         return [_row(running, now) for running in self._running.values()]
 
-    async def pull(self, order: Pull) -> Path:
+    async def pull(self, order: PullRepository) -> Path:
         """The directory in which what is wanted is, once it is. Raises MeshError."""
         running = self._running[order.id] = _Running(order, Meter())
         hub = Hub(order.hub)
@@ -185,8 +185,8 @@ class Outside:
             return directory
 
 
-def _drop(kept: Kept, order: Pull) -> Kept:
-    wanted = set(Wanted(order.layers, order.ends).names(kept.manifest))
+def _drop(kept: StoredCheckpoint, order: PullRepository) -> StoredCheckpoint:
+    wanted = set(WantedLayers(order.layers, order.ends).names(kept.manifest))
     with PartialWriter(kept.manifest.directory) as writer:
         writer.drop([name for name in kept.names if name not in wanted])
     return kept_in(kept.manifest.directory)

@@ -40,19 +40,19 @@ from mesh.processes.messages import Cancel, Failed, Handlers
 from mesh.processes.worker import Daemon, Worker
 from mesh.transfers.asking import WeightsLink
 from mesh.transfers.commands import (
-    Done,
     Ensure,
+    FetcherDone,
     FetcherListening,
     Holds,
     Idle,
+    LocalCheckpoint,
     MakeWay,
-    Model,
     Moves,
-    Offer,
     PeerHolding,
     Peers,
-    Pull,
-    Remove,
+    PullRepository,
+    RemoveCheckpoint,
+    ServeCheckpoint,
     StartFetcher,
     Transfer,
 )
@@ -61,7 +61,7 @@ from mesh.transfers.heap import give_back, keep_buffers
 from mesh.transfers.outside import HubClaims, Outside
 from mesh.transfers.pacing import CpuShare, Pace, yield_to_others
 from mesh.transfers.serving import WeightsServer
-from mesh.transfers.shelf import Kept, Shelf
+from mesh.transfers.shelf import Shelf, StoredCheckpoint
 from mesh.types import NodeId
 from mesh.wire.connection import WebSocketLink
 from mesh.wire.limits import WEIGHTS_LIMITS
@@ -103,11 +103,11 @@ class FetcherProcess(Worker):
         return {
             StartFetcher: self._begin,
             Ensure: self._ensure,
-            Pull: self._pull,
+            PullRepository: self._pull,
             Peers: self._hear,
             MakeWay: lambda command: self._share.make_way(command.is_on),
-            Offer: self._offer,
-            Remove: self._remove,
+            ServeCheckpoint: self._offer,
+            RemoveCheckpoint: self._remove,
             Cancel: self._cancel,
         }
 
@@ -172,7 +172,7 @@ class FetcherProcess(Worker):
         else:
             self._obey(order.id, self._fetches.ensure(order))
 
-    def _pull(self, order: Pull) -> None:
+    def _pull(self, order: PullRepository) -> None:
         if self._outside is None:
             self._refuse(order.id, BadRequest("The fetcher has not started.", fix="Wait."))
         else:
@@ -183,10 +183,10 @@ class FetcherProcess(Worker):
         if self._fetches is not None:
             self._fetches.update(command.peers, command.neighbours)
 
-    def _offer(self, command: Offer) -> None:
+    def _offer(self, command: ServeCheckpoint) -> None:
         self.spawn(self._add(command.model), f"offer {command.model.model_id}")
 
-    def _remove(self, command: Remove) -> None:
+    def _remove(self, command: RemoveCheckpoint) -> None:
         self._obey(command.id, self._delete(command.directory))
 
     def _cancel(self, command: Cancel) -> None:
@@ -208,10 +208,10 @@ class FetcherProcess(Worker):
             self._refuse(name, error)
         else:
             await self._tell_holdings()
-            self.say(Done(name, directory))
+            self.say(FetcherDone(name, directory))
 
     def _refuse(self, name: str, error: MeshError) -> None:
-        self.say(Done(name, None, error))
+        self.say(FetcherDone(name, None, error))
 
     async def _delete(self, directory: Path) -> Path:
         start, fetches = self._start_command, self._fetches
@@ -232,7 +232,7 @@ class FetcherProcess(Worker):
 
     # What is here
 
-    async def _add(self, model: Model) -> None:
+    async def _add(self, model: LocalCheckpoint) -> None:
         assert self._start_command is not None  # noqa: S101 - models are named after the start
         cache_dir = self._start_command.cache_dir
         self._adding += 1
@@ -321,7 +321,7 @@ class FetcherProcess(Worker):
             self._fetches.keep_only(members)
 
 
-def _kept(model: Model, cache_dir: Path) -> Kept:
+def _kept(model: LocalCheckpoint, cache_dir: Path) -> StoredCheckpoint:
     manifest = read_manifest(model.directory, model_id=model.model_id, cache_dir=cache_dir)
     if any(entry.file.suffix != ".safetensors" for entry in manifest.tensors.values()):
         raise BadCheckpoint(
@@ -329,9 +329,9 @@ def _kept(model: Model, cache_dir: Path) -> Kept:
         )
     partial, snapshot = read_partial(model.directory), hub_snapshot(model.directory)
     if partial is not None:
-        return Kept(manifest, partial.record.origin, partial.complete)
+        return StoredCheckpoint(manifest, partial.record.origin, partial.complete)
     origin = "" if snapshot is None else f"{snapshot.repo_id}@{snapshot.commit}"
-    return Kept(manifest, origin, None)
+    return StoredCheckpoint(manifest, origin, None)
 
 
 def _unforeseen(error: Exception) -> MeshError:

@@ -27,7 +27,7 @@ from mesh.errors import (
 )
 from mesh.models.manifest import read_manifest
 from mesh.processes.tasks import end, spawn
-from mesh.transfers.commands import Model, PeerHolding, Transfer
+from mesh.transfers.commands import LocalCheckpoint, PeerHolding, Transfer
 from mesh.transfers.hub import REPOSITORY
 from mesh.transfers.shelf import Holding
 from mesh.transfers.supervisor import FetcherSupervisor
@@ -67,7 +67,7 @@ class _Pull:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class PullContext:
     """What the rest of the node knows: who holds what, and which directories are in use."""
 
     peers: Callable[[], Sequence[PeerHolding]]
@@ -79,7 +79,7 @@ class Surroundings:
 class Pulls:
     """Starts pulls and remembers how they ended."""
 
-    def __init__(self, fetcher: FetcherSupervisor, around: Surroundings) -> None:
+    def __init__(self, fetcher: FetcherSupervisor, around: PullContext) -> None:
         self._fetcher = fetcher
         self._around = around
         self._pulls: dict[str, _Pull] = {}
@@ -198,7 +198,7 @@ class Pulls:
         manifest = await asyncio.to_thread(
             read_manifest, directory, cache_dir=self._around.cache_dir
         )
-        self._fetcher.offer(Model(manifest.model_id, directory))
+        self._fetcher.offer(LocalCheckpoint(manifest.model_id, directory))
         return directory
 
     async def _run(self, name: str, work: Awaitable[Path]) -> None:

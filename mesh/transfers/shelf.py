@@ -20,7 +20,7 @@ from mesh.wire.messages import Part
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredCheckpoint:
     """A checkpoint in one directory; `complete` names the tensors of a partial one, None: all."""
 
     manifest: Manifest
@@ -60,14 +60,14 @@ class Shelf:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._kept: dict[Path, Kept] = {}
+        self._kept: dict[Path, StoredCheckpoint] = {}
         self._documents: dict[str, bytes] = {}
         self._claims: dict[str, Holding] = {}
         self._files: dict[Path, tuple[object, str]] = {}
         self.version = 0
         """Grows with every change."""
 
-    def put(self, kept: Kept) -> None:
+    def put(self, kept: StoredCheckpoint) -> None:
         """Have it found from now on, instead of what was in its directory before."""
         with self._guard:
             self.version += 1
@@ -96,7 +96,7 @@ class Shelf:
             self.version += 1
             self._claims.pop(origin, None)
 
-    def of(self, sha256: str) -> list[Kept]:
+    def of(self, sha256: str) -> list[StoredCheckpoint]:
         """The copies of this checkpoint, the one with most tensors first."""
         with self._guard:
             found = [k for k in self._kept.values() if k.manifest.weights_sha256 == sha256]
@@ -107,19 +107,19 @@ class Shelf:
         found = [kept for kept in self.of(sha256) if kept.complete is not None]
         return found[0].manifest.directory if found else None
 
-    def at(self, directory: Path) -> Kept | None:
+    def at(self, directory: Path) -> StoredCheckpoint | None:
         """What is in this directory."""
         with self._guard:
             return self._kept.get(directory)
 
-    def all(self) -> list[Kept]:
+    def all(self) -> list[StoredCheckpoint]:
         """Everything that is here."""
         with self._guard:
             return list(self._kept.values())
 
     def holdings(self) -> list[Holding]:
         """One entry for each checkpoint, of its fullest copy, and one for each claim."""
-        fullest: dict[str, Kept] = {}
+        fullest: dict[str, StoredCheckpoint] = {}
         for kept in sorted(self.all(), key=lambda kept: len(kept.names)):
             fullest[kept.manifest.weights_sha256] = kept
         held = [_holding(kept, self._files_sha256(kept)) for kept in fullest.values()]
@@ -148,7 +148,7 @@ class Shelf:
             return _read(entry.file, entry.offset + start, stop - start)
         return _read(self._file(sha256, part, name), start, stop - start)
 
-    def _files_sha256(self, kept: Kept) -> str:
+    def _files_sha256(self, kept: StoredCheckpoint) -> str:
         """Read again only when one of the files is another one."""
         directory = kept.manifest.directory
         now = [
@@ -177,7 +177,7 @@ class Shelf:
             raise BadRequest(f"{name[:64]!r} is no file of this checkpoint.", fix="Ask for others.")
         return directory / name
 
-    def _require(self, sha256: str) -> Kept:
+    def _require(self, sha256: str) -> StoredCheckpoint:
         found = self.of(sha256)
         if not found:
             raise ModelNotFound(
@@ -185,7 +185,7 @@ class Shelf:
             )
         return found[0]
 
-    def _with_tensor(self, sha256: str, name: str) -> Kept:
+    def _with_tensor(self, sha256: str, name: str) -> StoredCheckpoint:
         self._require(sha256)
         for kept in self.of(sha256):
             if name in kept.names:
@@ -196,7 +196,7 @@ class Shelf:
         )
 
 
-def _holding(kept: Kept, files_sha256: str) -> Holding:
+def _holding(kept: StoredCheckpoint, files_sha256: str) -> Holding:
     manifest = kept.manifest
     layers, ends = documents.complete_layers(manifest, kept.names)
     tensors, names = manifest.tensors, kept.names

@@ -21,20 +21,20 @@ from mesh.processes.lifecycle import ChildEnding, ProcessState
 from mesh.processes.messages import Cancel, Failed, Handlers, Message
 from mesh.processes.resting import RestingSupervisor
 from mesh.transfers.commands import (
-    Done,
     Ensure,
+    FetcherDone,
     FetcherListening,
     Holds,
     Idle,
     Lied,
+    LocalCheckpoint,
     MakeWay,
-    Model,
     Moves,
-    Offer,
     PeerHolding,
     Peers,
-    Pull,
-    Remove,
+    PullRepository,
+    RemoveCheckpoint,
+    ServeCheckpoint,
     StartFetcher,
     Transfer,
 )
@@ -119,19 +119,19 @@ class FetcherSupervisor(RestingSupervisor):
         spans = None if layers is None else tuple(layers)
         hub = await asyncio.to_thread(self._hub)
         return await self._order(
-            lambda name: Pull(name, repository, revision, spans, ends, hub, drop)
+            lambda name: PullRepository(name, repository, revision, spans, ends, hub, drop)
         )
 
     async def remove(self, directory: Path) -> None:
         """Delete a checkpoint that was fetched. Raises ModelInUse, ModelNotFound."""
-        await self._order(lambda name: Remove(name, directory))
+        await self._order(lambda name: RemoveCheckpoint(name, directory))
 
-    def offer(self, model: Model) -> None:
+    def offer(self, model: LocalCheckpoint) -> None:
         """Give this to others as well."""
         start = self.first_command
         if isinstance(start, StartFetcher) and model not in start.models:
             self.first_command = structs.replace(start, models=(*start.models, model))
-            self.tell(Offer(model))
+            self.tell(ServeCheckpoint(model))
             self.wake()
 
     @property
@@ -171,7 +171,7 @@ class FetcherSupervisor(RestingSupervisor):
             Failed: self._failed,
             Holds: self._holds,
             Moves: self._moves,
-            Done: self._done,
+            FetcherDone: self._done,
             Lied: self._lied,
             Idle: self._idle,
         }
@@ -261,7 +261,7 @@ class FetcherSupervisor(RestingSupervisor):
             logger.info("the fetcher rests")
             self.rest()
 
-    def _done(self, answer: Done) -> None:
+    def _done(self, answer: FetcherDone) -> None:
         self._settle(answer.id, answer.error, answer.directory)
 
     def _lied(self, answer: Lied) -> None:

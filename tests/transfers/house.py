@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsMaterial
-from mesh.transfers.commands import Model, PeerHolding, StartFetcher
+from mesh.transfers.commands import LocalCheckpoint, PeerHolding, StartFetcher
 from mesh.transfers.hub import HubSettings
 from mesh.transfers.supervisor import FetcherSupervisor, spans_of
 from mesh.types import Endpoint, ModelId, NodeId
@@ -68,7 +68,7 @@ class House:
             Hello(key.node_id, name, "weights", "test"),
             TlsMaterial.of(key, members),
             listen_host="127.0.0.1",
-            models=tuple(Model(MODEL, directory) for directory in directories),
+            models=tuple(LocalCheckpoint(MODEL, directory) for directory in directories),
             models_dir=self.root / name / "models",
             cache_dir=self.root / name / "cache",
             interfaces=("127.0.0.1",),

@@ -16,7 +16,7 @@ from mesh.errors import TransferFailed
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import PIECE_BYTES
 from mesh.models.partial_writer import PartialWriter
-from mesh.transfers.fetching import Fetch, Wanted
+from mesh.transfers.fetching import Fetch, WantedLayers
 from mesh.transfers.pacing import Pace
 from mesh.transfers.piece_picker import MAX_IN_HAND
 from mesh.transfers.shelf import Shelf
@@ -64,7 +64,7 @@ async def test_a_fetch_cancelled_as_it_begins_keeps_nobody_out(
     tmp_path: Path, whole: Manifest
 ) -> None:
     copy = await asyncio.to_thread(empty_copy, whole, tmp_path)
-    run = asyncio.create_task(Fetch(copy, Wanted(None), Shelf(), Pace()).run())
+    run = asyncio.create_task(Fetch(copy, WantedLayers(None), Shelf(), Pace()).run())
     await asyncio.sleep(0)
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
