@@ -18,11 +18,11 @@ from typing import Any, Protocol
 from mesh.deployments.phases import Phase, Phases
 from mesh.deployments.reconcile import (
     Decision,
-    Drop,
-    Held,
-    Holding,
-    Load,
-    Served,
+    DropAction,
+    LoadAction,
+    OwnShard,
+    ServedShard,
+    ShardStage,
     View,
     reconcile,
     wishes_of,
@@ -49,13 +49,13 @@ class World(Protocol):
     def deployments(self) -> dict[str, Deployment]:
         """What the log says."""
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[OwnShard]:
         """The shards that this node serves or is loading to serve."""
 
     def failed(self) -> Mapping[ShardId, MeshError]:
         """Those of them that its process has given up."""
 
-    def served(self) -> list[Served]:
+    def served(self) -> list[ServedShard]:
         """What others serve."""
 
     def free_mb(self) -> int | None:
@@ -90,7 +90,7 @@ class World(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Hooks:
+class ReconcilerHooks:
     """`tell` has an event's type and fields, for people; `changed` says that something moved."""
 
     tell: Callable[..., None]
@@ -101,7 +101,7 @@ class Reconciler:
     """`start`, then `look` whenever something may have changed, then `stop`."""
 
     def __init__(
-        self, world: World, weights: WeightsSource, hooks: Hooks, cache_dir: Path | None
+        self, world: World, weights: WeightsSource, hooks: ReconcilerHooks, cache_dir: Path | None
     ) -> None:
         self.phases = Phases(self._moved)
         self._world = world
@@ -155,7 +155,7 @@ class Reconciler:
         for shard, error in self._world.failed().items():
             if shard in wanted and shard not in self._loads and shard not in self._drops:
                 self.phases.failed(shard, error, _now())
-                self._begin(self._drops, shard, self._let_go(Drop(shard, "it failed")))
+                self._begin(self._drops, shard, self._let_go(DropAction(shard, "it failed")))
         decision = reconcile(view)
         for drop in decision.drops:
             if drop.shard not in self._drops and drop.shard not in self._loads:
@@ -172,14 +172,16 @@ class Reconciler:
         held = {each.shard: each for each in world.held()}
         deployments = world.deployments()
         busy = [
-            (shard, Holding.LEAVING if shard in self._drops else Holding.LOADING)
+            (shard, ShardStage.LEAVING if shard in self._drops else ShardStage.LOADING)
             for shard in [*self._drops, *self._loads]
-            if shard not in held or held[shard].state is not Holding.READY or shard in self._drops
+            if shard not in held
+            or held[shard].state is not ShardStage.READY
+            or shard in self._drops
         ]
         for shard, state in busy:
             known = held.get(shard) or _unborn(shard, deployments, world)
             if known is not None:
-                held[shard] = Held(
+                held[shard] = OwnShard(
                     shard, known.model_id, known.weights_sha256, known.layers, known.mb, state
                 )
         return View(
@@ -200,7 +202,7 @@ class Reconciler:
     ) -> None:
         """Say how far each span is."""
         for held in view.held:
-            if held.shard in wanted and held.state is Holding.READY:
+            if held.shard in wanted and held.state is ShardStage.READY:
                 self.phases.ready(held.shard)
         failing = view.not_yet or {}
         for shard, reason in (decision.waiting or {}).items():
@@ -212,7 +214,7 @@ class Reconciler:
 
     # Loading and dropping
 
-    async def _load(self, deployment: Deployment, load: Load) -> None:
+    async def _load(self, deployment: Deployment, load: LoadAction) -> None:
         shard = load.shard
         try:
             refusal = self._world.refusal(deployment, load.layers)
@@ -241,12 +243,12 @@ class Reconciler:
             local_model, directory, wish.model_id, wish.weights_sha256, self._cache_dir
         )
 
-    async def _drop(self, drop: Drop) -> None:
+    async def _drop(self, drop: DropAction) -> None:
         if drop.gap:
             self._hooks.tell("deployment_gap", shard_id=drop.shard, reason=drop.why)
         await self._let_go(drop)
 
-    async def _let_go(self, drop: Drop) -> None:
+    async def _let_go(self, drop: DropAction) -> None:
         if drop.why != "it failed":
             self.phases.put(drop.shard, Phase.LEAVING, drop.why)
         logger.info("shard=%s is unloaded: %s", drop.shard, drop.why)
@@ -316,13 +318,13 @@ def _ends(deployment: Deployment) -> ShardId:
     return ShardId(f"{deployment.wish.model_id}:ends")
 
 
-def _unborn(shard: ShardId, deployments: Mapping[str, Deployment], world: World) -> Held | None:
+def _unborn(shard: ShardId, deployments: Mapping[str, Deployment], world: World) -> OwnShard | None:
     """What a task is busy with that no process knows of yet."""
     for each in live(deployments):
         layers = each.shards_of(world.node).get(shard)
         if layers is not None:
             wish = each.wish
-            return Held(shard, wish.model_id, wish.weights_sha256, layers, 0)
+            return OwnShard(shard, wish.model_id, wish.weights_sha256, layers, 0)
     return None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from mesh.deployments.listing import Rows, Seen
+from mesh.deployments.listing import DeploymentRows, DeploymentsSeen
 from mesh.deployments.phases import Phases
 from mesh.deployments.placement import AvailableNode, Laid, make_plan
 from mesh.deployments.room import Standing, room_of_others, to_rest
@@ -39,7 +39,7 @@ class Order:
     layers: Sequence[str] | None = None
 
 
-class House(Seen, Protocol):
+class DeployingNode(DeploymentsSeen, Protocol):
     """What the verbs need of the node."""
 
     def machines(self) -> Sequence[AvailableNode]:
@@ -68,7 +68,7 @@ class Deploying:
 
     def __init__(
         self,
-        house: House,
+        house: DeployingNode,
         weights: WeightsSource,
         phases: Phases,
         call_for: Callable[[str], None],
@@ -78,7 +78,7 @@ class Deploying:
         long one has been up."""
         self._house = house
         self._weights = weights
-        self._rows = Rows(house, phases)
+        self._rows = DeploymentRows(house, phases)
         self._call_for = call_for
         self._up_s = up_s
 

@@ -1,7 +1,7 @@
 """Where the planner of `mesh.routing` lays what a deployment lacks: gaps, then replicas. Pure.
 
-What is loaded stays where it is, so that it makes no room. `Beside` says what else of a machine's
-free memory is spoken for, and which spans it has refused.
+What is loaded stays where it is, so that it makes no room. `RoomAdjustments` says what else of
+a machine's free memory is spoken for, and which spans it has refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ANY = tuple(Speed(name, 1.0, 1.0) for name in ITEMSIZE)
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class RoomAdjustments:
     """`freed_mb` are so much more than what is free of each machine, less than 0 where it is spoken
     for. `refused` are spans for which a machine had no room."""
 
@@ -41,7 +41,7 @@ class Beside:
     refused: Sequence[Span] = ()
 
 
-NOTHING = Beside()
+NOTHING = RoomAdjustments()
 
 
 def lay(
@@ -51,7 +51,7 @@ def lay(
     before: Plan | None,
     open_gaps: Sequence[Gap],
     demand: Demand,
-    said: Beside = NOTHING,
+    said: RoomAdjustments = NOTHING,
 ) -> Laid:
     """The gaps of `before` first, then the replicas that it lacks on what they leave. `demand` says
     who asks, in which format and with how long caches."""
@@ -93,7 +93,7 @@ def lay(
 
 
 def rooms(
-    model: ModelShape, machines: Sequence[Machine], demand: Demand, said: Beside = NOTHING
+    model: ModelShape, machines: Sequence[Machine], demand: Demand, said: RoomAdjustments = NOTHING
 ) -> Laid:
     """How many layers each machine has room for, measured or not, of further replicas as well;
     those are left out that do not say what they have."""
@@ -125,7 +125,7 @@ def _of_any_speed(device: Device) -> Device:
     return replace(device, speeds=_ANY) if device.kind == "cpu" and not device.speeds else device
 
 
-def _ready(model: ModelShape, machine: Machine, demand: Demand, said: Beside) -> Machine:
+def _ready(model: ModelShape, machine: Machine, demand: Demand, said: RoomAdjustments) -> Machine:
     """The machine as it may be given layers."""
     devices = list(machine.devices)
     if devices:

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from mesh.deployments.levels import Level
-from mesh.deployments.phases import Phase, Phases, Progress
-from mesh.deployments.reconcile import Served
+from mesh.deployments.phases import Phase, PhaseProgress, Phases
+from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.wishes import Deployment, Replica, Span, Wish
 from mesh.discovery.weights import HeldWeights
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
@@ -23,7 +23,7 @@ _STATES = (Phase.FAILED, Phase.AWAY, Phase.PROVISIONING, Phase.DEPLOYING, Phase.
 ON_ITS_WAY = (Phase.QUEUED, Phase.PROVISIONING, Phase.DEPLOYING)
 
 
-class Seen(Protocol):
+class DeploymentsSeen(Protocol):
     """What a node sees of deployments."""
 
     @property
@@ -36,10 +36,10 @@ class Seen(Protocol):
     def names(self) -> Mapping[NodeId, str]:
         """What people call the members."""
 
-    def served(self) -> list[Served]:
+    def served(self) -> list[ServedShard]:
         """What others serve."""
 
-    def serves(self) -> Collection[Served]:
+    def serves(self) -> Collection[ServedShard]:
         """What this node serves."""
 
     def alive(self) -> Collection[NodeId]:
@@ -48,17 +48,17 @@ class Seen(Protocol):
     def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
         """Whether any of its layers is loaded on a device now."""
 
-    def told(self, node: NodeId, shard: ShardId) -> Progress | None:
+    def told(self, node: NodeId, shard: ShardId) -> PhaseProgress | None:
         """What another node says of a shard that it works at."""
 
     def on_disk(self, node: NodeId, weights_sha256: str) -> HeldWeights | None:
         """What another node says that it has of a checkpoint; None where it says nothing."""
 
 
-class Rows:
+class DeploymentRows:
     """Makes the rows; `phases` are how far this node's own spans are."""
 
-    def __init__(self, seen: Seen, phases: Phases) -> None:
+    def __init__(self, seen: DeploymentsSeen, phases: Phases) -> None:
         self._seen = seen
         self._phases = phases
 
@@ -103,25 +103,25 @@ class Rows:
         self, deployment: Deployment, replica: Replica, span: Span, names: Mapping[NodeId, str]
     ) -> dict[str, Any]:
         wish = deployment.wish
-        now: Progress | None = None
+        now: PhaseProgress | None = None
         if span.node == self._seen.node:
             now = self._phases.get(deployment.shard(span.layers))
-        served = Served(span.node, wish.model_id, wish.weights_sha256, span.layers)
+        served = ServedShard(span.node, wish.model_id, wish.weights_sha256, span.layers)
         if served in self._here():
-            now = Progress(Phase.READY)
+            now = PhaseProgress(Phase.READY)
         elif span.node not in self._seen.alive():
-            now = Progress(Phase.AWAY)
+            now = PhaseProgress(Phase.AWAY)
         elif span.node != self._seen.node:
             now = self._seen.told(span.node, deployment.shard(span.layers))
             now = now or _fetched(wish, span, self._seen.on_disk(span.node, wish.weights_sha256))
         if not deployment.is_wanted:
-            now = Progress(Phase.RESTING)
+            now = PhaseProgress(Phase.RESTING)
         return {
             "replica": replica.number,
             "node_id": span.node,
             "node": names.get(span.node, span.node),
             "layers": str(span.layers),
-            **(now or Progress(Phase.QUEUED)).row(),
+            **(now or PhaseProgress(Phase.QUEUED)).row(),
         }
 
     def _level(self, deployment: Deployment) -> Level:
@@ -136,7 +136,7 @@ class Rows:
         is_hot = self._seen.is_resident(wish.model_id, wish.weights_sha256)
         return Level.HOT if is_hot else Level.WARM
 
-    def _here(self) -> list[Served]:
+    def _here(self) -> list[ServedShard]:
         return [*self._seen.served(), *self._seen.serves()]
 
     def _missing(self, deployment: Deployment) -> list[str]:
@@ -158,19 +158,19 @@ class Rows:
         return missing
 
 
-def _fetched(wish: Wish, span: Span, there: HeldWeights | None) -> Progress:
+def _fetched(wish: Wish, span: Span, there: HeldWeights | None) -> PhaseProgress:
     """How far another node is with a span, as far as it says: bytes, else whole layers."""
     if there is None:
-        return Progress(Phase.QUEUED)
+        return PhaseProgress(Phase.QUEUED)
     layers = range(span.layers.start, span.layers.stop)
     done = sum(any(layer in held for held in there.layers) for layer in layers)
     if done == len(layers):
-        return Progress(Phase.DEPLOYING)
+        return PhaseProgress(Phase.DEPLOYING)
     if (now := there.arriving) is not None:
         come = min(now.done_bytes, now.total_bytes)
-        return Progress(Phase.PROVISIONING, come, now.total_bytes, bytes_per_s=now.bytes_per_s)
+        return PhaseProgress(Phase.PROVISIONING, come, now.total_bytes, bytes_per_s=now.bytes_per_s)
     one = (wish.layers_mb << 20) // wish.total_layers
-    return Progress(Phase.PROVISIONING, done * one, len(layers) * one)
+    return PhaseProgress(Phase.PROVISIONING, done * one, len(layers) * one)
 
 
 def _ready(replicas: Sequence[Replica], spans: Sequence[dict[str, Any]]) -> int:

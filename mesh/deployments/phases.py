@@ -37,7 +37,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PhaseProgress:
     """A span's phase. `done` of `total` bytes are there while it is provisioned, and more come at
     `bytes_per_s`; `reason` says what it waits for or why it failed. `lacks_memory`: its machine has
     no room for it."""
@@ -76,16 +76,16 @@ class _Failure:
 class Phases:
     """By shard. `on_change` is called with each new phase, not with every byte."""
 
-    def __init__(self, on_change: Callable[[ShardId, Progress], None]) -> None:
+    def __init__(self, on_change: Callable[[ShardId, PhaseProgress], None]) -> None:
         self._on_change = on_change
-        self._now: dict[ShardId, Progress] = {}
+        self._now: dict[ShardId, PhaseProgress] = {}
         self._failures: dict[ShardId, _Failure] = {}
 
-    def get(self, shard: ShardId) -> Progress | None:
+    def get(self, shard: ShardId) -> PhaseProgress | None:
         """How far it is."""
         return self._now.get(shard)
 
-    def all(self) -> dict[ShardId, Progress]:
+    def all(self) -> dict[ShardId, PhaseProgress]:
         """How far each is."""
         return dict(self._now)
 
@@ -99,7 +99,7 @@ class Phases:
     ) -> None:
         """It is in this phase now."""
         before = self._now.get(shard)
-        kept = before if before is not None and before.phase is phase else Progress(phase)
+        kept = before if before is not None and before.phase is phase else PhaseProgress(phase)
         now = self._now[shard] = replace(kept, reason=reason, lacks_memory=lacks_memory)
         if before is None or (before.phase, before.lacks_memory) != (phase, lacks_memory):
             self._on_change(shard, now)

@@ -26,7 +26,7 @@ from mesh.deployments.wishes import Deployment, live
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
 
 
-class Holding(StrEnum):
+class ShardStage(StrEnum):
     """How far a node is with a shard."""
 
     LOADING = "loading"
@@ -35,7 +35,7 @@ class Holding(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class OwnShard:
     """A shard that this node holds or is busy with; `mb` is what it takes. `by_hand`: its owner
     configured it."""
 
@@ -44,12 +44,12 @@ class Held:
     weights_sha256: str
     layers: LayerRange
     mb: int
-    state: Holding = Holding.READY
+    state: ShardStage = ShardStage.READY
     by_hand: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedShard:
     """A shard that another node serves now."""
 
     node: NodeId
@@ -69,15 +69,15 @@ class View:
 
     node: NodeId
     deployments: Mapping[str, Deployment]
-    held: Sequence[Held]
-    served: Collection[Served]
+    held: Sequence[OwnShard]
+    served: Collection[ServedShard]
     free_mb: int | None
     need_mb: Callable[[Deployment, LayerRange], int]
     not_yet: Mapping[ShardId, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadAction:
     """Fetch and serve these layers."""
 
     deployment: str
@@ -87,7 +87,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropAction:
     """Serve this shard no longer. With a `gap` there is a while in which nobody serves its layers;
     `why` says what for."""
 
@@ -101,8 +101,8 @@ class Decision:
     """What is to be done now, and what waits for what, by shard. What is `lacking` waits for room
     that nobody here makes."""
 
-    load: Load | None = None
-    drops: tuple[Drop, ...] = ()
+    load: LoadAction | None = None
+    drops: tuple[DropAction, ...] = ()
     waiting: Mapping[ShardId, str] | None = None
     lacking: frozenset[ShardId] = frozenset()
 
@@ -118,15 +118,15 @@ def reconcile(view: View) -> Decision:
     surplus = [
         held
         for held in view.held
-        if not held.by_hand and held.shard not in wanted and held.state is not Holding.LEAVING
+        if not held.by_hand and held.shard not in wanted and held.state is not ShardStage.LEAVING
     ]
     drops = [drop for held in surplus if (drop := _may_go(view, wanted, held)) is not None]
     going = {drop.shard for drop in drops}
     here = {held.shard: held for held in view.held}
     waiting: dict[ShardId, str] = {}
     lacking: set[ShardId] = set()
-    load: Load | None = None
-    busy = [h.shard for h in view.held if h.state is Holding.LOADING and h.shard in wanted]
+    load: LoadAction | None = None
+    busy = [h.shard for h in view.held if h.state is ShardStage.LOADING and h.shard in wanted]
     for shard, (deployment, layers) in wanted.items():
         if shard in here:
             if here[shard].weights_sha256 != deployment.wish.weights_sha256:
@@ -140,10 +140,10 @@ def reconcile(view: View) -> Decision:
             continue
         need = view.need_mb(deployment, layers)
         if view.free_mb is None or need <= view.free_mb:
-            load = Load(deployment.id, shard, layers, need)
+            load = LoadAction(deployment.id, shard, layers, need)
             continue
         waiting[shard] = f"needs {need} MiB, {view.free_mb} MiB are free"
-        leaving = [h for h in view.held if h.shard in going or h.state is Holding.LEAVING]
+        leaving = [h for h in view.held if h.shard in going or h.state is ShardStage.LEAVING]
         if view.free_mb + sum(held.mb for held in leaving) >= need:
             waiting[shard] += "; room is being made"
             continue
@@ -167,11 +167,11 @@ def wishes_of(view: View) -> dict[ShardId, tuple[Deployment, LayerRange]]:
 
 
 def _may_go(
-    view: View, wanted: Mapping[ShardId, tuple[Deployment, LayerRange]], held: Held
-) -> Drop | None:
+    view: View, wanted: Mapping[ShardId, tuple[Deployment, LayerRange]], held: OwnShard
+) -> DropAction | None:
     """How a shard that is not wished for goes now; None while it has to stay."""
-    if held.state is Holding.LOADING:
-        return Drop(held.shard, "nobody wants it any more")
+    if held.state is ShardStage.LOADING:
+        return DropAction(held.shard, "nobody wants it any more")
     wishing = [
         each
         for each in live(view.deployments)
@@ -180,11 +180,11 @@ def _may_go(
         and each.is_wanted
     ]
     if not wishing:
-        return Drop(held.shard, "no deployment wants it")
+        return DropAction(held.shard, "no deployment wants it")
     if any(each.plan is None for each in wishing):
         return None
     if _is_covered(view, wanted, wishing, held):
-        return Drop(held.shard, "its layers are served as wished")
+        return DropAction(held.shard, "its layers are served as wished")
     return None
 
 
@@ -192,7 +192,7 @@ def _is_covered(
     view: View,
     wanted: Mapping[ShardId, tuple[Deployment, LayerRange]],
     wishing: Sequence[Deployment],
-    held: Held,
+    held: OwnShard,
 ) -> bool:
     """Whether shards that the plans wish for serve each of its layers now."""
     planned = {
@@ -210,7 +210,7 @@ def _is_covered(
     ready += [
         each.layers
         for each in view.held
-        if each.state is Holding.READY
+        if each.state is ShardStage.READY
         and (each.shard in wanted or each.by_hand)
         and _same(each, held)
     ]
@@ -220,24 +220,24 @@ def _is_covered(
     )
 
 
-def _same(one: Held | Served, other: Held) -> bool:
+def _same(one: OwnShard | ServedShard, other: OwnShard) -> bool:
     return one.model_id == other.model_id and one.weights_sha256 == other.weights_sha256
 
 
 def _make_room(
-    view: View, deployment: Deployment, shard: ShardId, need: int, surplus: Sequence[Held]
-) -> list[Drop]:
+    view: View, deployment: Deployment, shard: ShardId, need: int, surplus: Sequence[OwnShard]
+) -> list[DropAction]:
     """The old that goes before the new is there, smallest first; nothing unless that is enough and
     an operator asked for it."""
     if deployment.plan is None or not deployment.plan.asked or not deployment.is_planned:
         return []
     free = view.free_mb or 0
-    free += sum(held.mb for held in view.held if held.state is Holding.LEAVING)
-    chosen: list[Drop] = []
+    free += sum(held.mb for held in view.held if held.state is ShardStage.LEAVING)
+    chosen: list[DropAction] = []
     for held in sorted(surplus, key=lambda each: (each.mb, each.shard)):
         if free >= need:
             break
-        if held.model_id == deployment.wish.model_id and held.state is Holding.READY:
-            chosen.append(Drop(held.shard, f"to make room for {shard}", gap=True))
+        if held.model_id == deployment.wish.model_id and held.state is ShardStage.READY:
+            chosen.append(DropAction(held.shard, f"to make room for {shard}", gap=True))
             free += held.mb
     return chosen if free >= need else []

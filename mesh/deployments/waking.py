@@ -126,7 +126,7 @@ class Sleeper:
         self._tell("deployment_rests", deployment=deployment.id, model=deployment.wish.model_id)
 
 
-class Verbs(Protocol):
+class WakingVerbs(Protocol):
     """The verbs that waking uses; see `mesh.deployments.control`."""
 
     def view(self) -> list[dict[str, Any]]:
@@ -141,7 +141,7 @@ class Waker:
 
     def __init__(
         self,
-        verbs: Verbs,
+        verbs: WakingVerbs,
         is_askable: Callable[[ModelId], bool],
         call_for: Callable[[str], None],
         patience_s: float,

@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from mesh.config import Config
-from mesh.deployments.actor import Hooks, Reconciler
+from mesh.deployments.actor import Reconciler, ReconcilerHooks
 from mesh.deployments.control import Deploying
-from mesh.deployments.listing import Rows
-from mesh.deployments.phases import Phase, Progress
+from mesh.deployments.listing import DeploymentRows
+from mesh.deployments.phases import Phase, PhaseProgress
 from mesh.deployments.placement import AvailableNode, Laid
-from mesh.deployments.reconcile import Held, Holding, Served
+from mesh.deployments.reconcile import OwnShard, ServedShard, ShardStage
 from mesh.deployments.replan import Replanner
 from mesh.deployments.waking import Sleeper, Use, Waker
 from mesh.deployments.weights import LocalWeights
@@ -69,7 +69,7 @@ class House:
     async def laid_out(
         self, wish: Wish, before: Plan | None, freed_mb: Mapping[NodeId, int]
     ) -> Laid:
-        """See `control.House`."""
+        """See `DeployingNode`."""
         there = {*self.served(), *self.serves()}
         return await self.layouts.laid_out(wish, before, freed_mb, there, self.alive())
 
@@ -77,8 +77,8 @@ class House:
         """See `Members`."""
         return self.layouts.refused(deployment)
 
-    def told(self, node: NodeId, shard: ShardId) -> Progress | None:
-        """See `Seen`."""
+    def told(self, node: NodeId, shard: ShardId) -> PhaseProgress | None:
+        """See `DeploymentsSeen`."""
         return self.layouts.told(node, shard)
 
     # What the log says
@@ -94,7 +94,7 @@ class House:
         return self._read[1]
 
     async def publish_wish(self, wish: Wish) -> Deployment:
-        """See `control.House`."""
+        """See `DeployingNode`."""
         await self._hearth().publish(PLACEMENT_WISHED, wish.payload())
         signed = self.deployments().get(wish.deployment)
         if signed is None:
@@ -106,7 +106,7 @@ class House:
         await self._hearth().publish(PLACEMENT_PLANNED, plan.payload())
 
     def alive(self) -> set[NodeId]:
-        """See `control.House` and `Resting`."""
+        """See `DeployingNode` and `Resting`."""
         return {machine.node for machine in self.machines()}
 
     def _free_mb(self, node: NodeId) -> int | None:
@@ -118,7 +118,7 @@ class House:
         return devices[0].free_bytes >> 20 if devices else None
 
     def on_disk(self, node: NodeId, weights_sha256: str) -> HeldWeights | None:
-        """See `control.House`."""
+        """See `DeployingNode`."""
         said = (
             held
             for view in self._store.nodes()
@@ -129,7 +129,7 @@ class House:
         return next(said, None)
 
     def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
-        """See `control.House`."""
+        """See `DeployingNode`."""
         return any(
             each.health.memory is None or each.health.memory.weights_mb > 0
             for each in self._shards(model_id, weights_sha256)
@@ -172,7 +172,7 @@ class House:
         ]
 
     def require_operator(self) -> None:
-        """See `control.House`."""
+        """See `DeployingNode`."""
         if not self._network.may_serve(self.node) or not self._hearth().may_serve(self.node):
             raise UntrustedPeer(
                 "This node is not trusted to say what others hold.",
@@ -203,15 +203,15 @@ class House:
         return {member.node_id for member in members if member.level >= TrustLevel.TRUSTED}
 
     def names(self) -> Mapping[NodeId, str]:
-        """See `control.House`."""
+        """See `DeployingNode`."""
         hearth = self._network.hearth
         members = hearth.roster.members.values() if hearth is not None else ()
         return {self.node: self._config.name} | {each.node_id: each.name for each in members}
 
-    def served(self) -> list[Served]:
+    def served(self) -> list[ServedShard]:
         """See `World`."""
         return [
-            Served(d.host, d.model_id, d.weights_sha256, d.layer_range)
+            ServedShard(d.host, d.model_id, d.weights_sha256, d.layer_range)
             for view in self._store.nodes()
             if view.online and view.info.node_id != self.node
             for shard in view.shards
@@ -219,17 +219,17 @@ class House:
             for d in (shard.descriptor,)
         ]
 
-    def serves(self) -> Collection[Served]:
-        """See `control.House`."""
+    def serves(self) -> Collection[ServedShard]:
+        """See `DeployingNode`."""
         return [
-            Served(self.node, d.model_id, d.weights_sha256, d.layer_range)
+            ServedShard(self.node, d.model_id, d.weights_sha256, d.layer_range)
             for shard in self._held.host.serving
             for d in (shard.descriptor,)
         ]
 
     # What this node holds
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[OwnShard]:
         """See `World`."""
         host, found = self._held.host, []
         for request in host.requests:
@@ -237,13 +237,13 @@ class House:
             shard = host.shards.get(name) if host.is_up else None
             memory = shard.health.memory if shard is not None else None
             found.append(
-                Held(
+                OwnShard(
                     name,
                     request.model_id,
                     model.weights_sha256 if model is not None else "",
                     request.layers,
                     memory.total_mb if memory is not None else 0,
-                    Holding.LOADING if shard is None else Holding.READY,
+                    ShardStage.LOADING if shard is None else ShardStage.READY,
                     by_hand=name in self._by_hand,
                 )
             )
@@ -264,7 +264,7 @@ class House:
         return self.need_of(deployment.wish, layers)
 
     def need_of(self, wish: Wish, layers: LayerRange) -> int:
-        """See `control.House`."""
+        """See `DeployingNode`."""
         return self.layouts.need_mb(wish, layers)
 
     def refusal(self, deployment: Deployment, layers: LayerRange) -> MeshError | None:
@@ -340,9 +340,11 @@ class DeploymentsHere:
             events.stir()
             advertise()
 
-        self.reconciler = Reconciler(house, weights, Hooks(events.emit, changed), cache_dir())
+        self.reconciler = Reconciler(
+            house, weights, ReconcilerHooks(events.emit, changed), cache_dir()
+        )
         reconciler = self.reconciler
-        rows = Rows(house, reconciler.phases)
+        rows = DeploymentRows(house, reconciler.phases)
         sleeper = self._sleeper = Sleeper(house, events.emit, rows.is_on_its_way)
         self.control = Deploying(
             house, weights, reconciler.phases, reconciler.call_for, sleeper.up_s
@@ -375,7 +377,7 @@ class DeploymentsHere:
         await self.reconciler.stop()
 
 
-def _told(shard: ShardId, now: Progress) -> SpanProgress:
+def _told(shard: ShardId, now: PhaseProgress) -> SpanProgress:
     reason = shortened(now.reason or "")
     return SpanProgress(shard, now.phase.value, now.done, now.total, reason, now.lacks_memory)
 

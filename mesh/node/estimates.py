@@ -15,7 +15,7 @@ from typing import Any
 
 from mesh.capacity import Capacity, Device
 from mesh.config import Config
-from mesh.deployments.laying import Beside, lay, rooms
+from mesh.deployments.laying import RoomAdjustments, lay, rooms
 from mesh.deployments.placement import UNKNOWN, Laid, gaps, leaving
 from mesh.deployments.shape import shape_of
 from mesh.deployments.wishes import Plan, Span, Wish
@@ -79,7 +79,7 @@ class Estimates:
         wish: Wish,
         before: Plan | None,
         alive: Collection[NodeId],
-        said: Beside,
+        said: RoomAdjustments,
         *,
         evenly: bool = False,
     ) -> Laid:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from mesh.config import Config
-from mesh.deployments.laying import Beside
-from mesh.deployments.phases import Phase, Progress
+from mesh.deployments.laying import RoomAdjustments
+from mesh.deployments.phases import Phase, PhaseProgress
 from mesh.deployments.placement import UNKNOWN, Laid
-from mesh.deployments.reconcile import Served
+from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.refusals import Refusals
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
 from mesh.discovery.directory import ShardStore
@@ -37,7 +37,7 @@ class Planner(Protocol):
         wish: Wish,
         before: Plan | None,
         alive: Collection[NodeId],
-        said: Beside,
+        said: RoomAdjustments,
         *,
         evenly: bool = False,
     ) -> Laid:
@@ -69,7 +69,7 @@ class Layouts:
         wish: Wish,
         before: Plan | None,
         freed_mb: Mapping[NodeId, int],
-        there: Collection[Served],
+        there: Collection[ServedShard],
         alive: Collection[NodeId],
     ) -> Laid:
         """Where the planner lays what `before` lacks of a wish on nodes that are `alive`, were
@@ -78,7 +78,7 @@ class Layouts:
             return UNKNOWN
         more = Counter(freed_mb)
         more.subtract(self._spoken_for(wish, before, there))
-        said = Beside(more, self._refusals.of(wish.deployment, _now()))
+        said = RoomAdjustments(more, self._refusals.of(wish.deployment, _now()))
         evenly = self._config.deployments.placement == "even"
         try:
             async with asyncio.timeout(LAYOUT_S):
@@ -105,14 +105,14 @@ class Layouts:
         self._refusals.put(deployment.id, now, _now())
         return now
 
-    def told(self, node: NodeId, shard: ShardId) -> Progress | None:
+    def told(self, node: NodeId, shard: ShardId) -> PhaseProgress | None:
         """What a node says of a shard that it works at; None where it says nothing, or speaks of a
         phase that nobody here knows."""
         said = [view.progress for view in self._store.nodes() if view.info.node_id == node]
         spans = said[0].spans if said and said[0] is not None else ()
         for each in spans:
             if each.shard_id == shard and each.phase in Phase.__members__:
-                return Progress(
+                return PhaseProgress(
                     Phase(each.phase),
                     each.done_bytes,
                     each.total_bytes,
@@ -126,7 +126,7 @@ class Layouts:
         return told is not None and told.lacks_memory
 
     def _spoken_for(
-        self, wish: Wish, before: Plan | None, there: Collection[Served]
+        self, wish: Wish, before: Plan | None, there: Collection[ServedShard]
     ) -> Mapping[NodeId, int]:
         """MiB of each machine that are for spans which are planned there and not yet loaded: those
         of `before`, and of other deployments."""
@@ -139,7 +139,7 @@ class Layouts:
         taken: Counter[NodeId] = Counter()
         for one, plan in plans:
             for span in plan.spans:
-                served = Served(span.node, one.model_id, one.weights_sha256, span.layers)
+                served = ServedShard(span.node, one.model_id, one.weights_sha256, span.layers)
                 if served not in there:
                     taken[span.node] += self.need_mb(one, span.layers)
         return taken

@@ -18,11 +18,11 @@ from mesh.deployments.placement import (
 )
 from mesh.deployments.reconcile import (
     Decision,
-    Drop,
-    Held,
-    Holding,
-    Load,
-    Served,
+    DropAction,
+    LoadAction,
+    OwnShard,
+    ServedShard,
+    ShardStage,
     View,
     reconcile,
 )
@@ -44,15 +44,15 @@ class SimulatedNode:
     total_mb: int
     is_up: bool = True
     gone_s: float = 0.0
-    held: dict[ShardId, Held] = field(default_factory=dict)
+    held: dict[ShardId, OwnShard] = field(default_factory=dict)
 
     @property
     def free_mb(self) -> int:
         return self.total_mb - sum(held.mb for held in self.held.values())
 
     @property
-    def ready(self) -> list[Held]:
-        return [held for held in self.held.values() if held.state is Holding.READY]
+    def ready(self) -> list[OwnShard]:
+        return [held for held in self.held.values() if held.state is ShardStage.READY]
 
 
 class SimulatedHouse:
@@ -69,7 +69,7 @@ class SimulatedHouse:
             SimulatedNode(NodeId(f"n{number}"), total) for number, total in enumerate(memories_mb)
         ]
         self.deployments: dict[str, Deployment] = {}
-        self.gaps: list[Drop] = []
+        self.gaps: list[DropAction] = []
         self._events = 0
 
     @property
@@ -169,7 +169,7 @@ class SimulatedHouse:
 
     def decide(self, node: SimulatedNode) -> Decision:
         served = [
-            Served(other.node, held.model_id, held.weights_sha256, held.layers)
+            ServedShard(other.node, held.model_id, held.weights_sha256, held.layers)
             for other in self.up
             if other is not node
             for held in other.ready
@@ -204,8 +204,8 @@ class SimulatedHouse:
 
     def _mature(self, node: SimulatedNode) -> bool:
         """What was loading is ready; whether anything was."""
-        loading = [each for each in node.held.values() if each.state is Holding.LOADING]
-        node.held |= {each.shard: replace(each, state=Holding.READY) for each in loading}
+        loading = [each for each in node.held.values() if each.state is ShardStage.LOADING]
+        node.held |= {each.shard: replace(each, state=ShardStage.READY) for each in loading}
         return bool(loading)
 
     def _obey(self, node: SimulatedNode, decision: Decision) -> None:
@@ -214,15 +214,15 @@ class SimulatedHouse:
         if decision.load is not None:
             self._load(node, decision.load)
 
-    def _load(self, node: SimulatedNode, load: Load) -> None:
+    def _load(self, node: SimulatedNode, load: LoadAction) -> None:
         deployment = self.deployments[load.deployment]
         assert load.shard not in node.held
-        node.held[load.shard] = Held(
-            load.shard, deployment.wish.model_id, WEIGHTS, load.layers, load.mb, Holding.LOADING
+        node.held[load.shard] = OwnShard(
+            load.shard, deployment.wish.model_id, WEIGHTS, load.layers, load.mb, ShardStage.LOADING
         )
         assert node.free_mb >= 0, "never over memory"
 
-    def _drop(self, node: SimulatedNode, drop: Drop) -> None:
+    def _drop(self, node: SimulatedNode, drop: DropAction) -> None:
         held = node.held[drop.shard]
         wishing = [
             each

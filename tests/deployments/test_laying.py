@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mesh.capacity import Device, Speed
-from mesh.deployments.laying import Beside, lay, rooms
+from mesh.deployments.laying import RoomAdjustments, lay, rooms
 from mesh.deployments.placement import AvailableNode, Laid, gaps, make_plan, without
 from mesh.deployments.refusals import RESPECTED_S, Refusals
 from mesh.deployments.wishes import Plan, Replica, Span, Wish
@@ -52,7 +52,7 @@ def test_a_refused_span_is_made_smaller_and_the_rest_goes_elsewhere() -> None:
     before = without(plan, refused)
     assert before is not None
     for _ in range(8):
-        told = Beside({ATTIC: -300}, refused)  # its part is not loaded yet
+        told = RoomAdjustments({ATTIC: -300}, refused)  # its part is not loaded yet
         laid = lay(MODEL, house, WISH, before, gaps(WISH, before, NODES), ALONE, told)
         new = make_plan(WISH, "cd" * 32, available(*house), before, asked=True, laid=laid)
         assert spans[0] in new.spans
@@ -123,7 +123,7 @@ def test_no_plan_is_ever_over_memory_asking_included(seed: int) -> None:
     house = [machine(n, chance.randrange(60, 1400), is_measured=is_measured) for n in NODES]
     demand = replace(ALONE, thin=thin, asker=chance.choice(NODES))
     spoken = {node: -chance.choice((0, 0, 150)) for node in NODES}
-    wish, told = replace(WISH, replicas=chance.choice((1, 1, 2))), Beside(spoken)
+    wish, told = replace(WISH, replicas=chance.choice((1, 1, 2))), RoomAdjustments(spoken)
     plan, refusal = None, ""
     if is_measured:
         laid = lay(MODEL, house, wish, None, [], demand, told)

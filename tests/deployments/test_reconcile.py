@@ -8,7 +8,15 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.deployments.reconcile import Held, Holding, Load, Served, View, reconcile, wishes_of
+from mesh.deployments.reconcile import (
+    LoadAction,
+    OwnShard,
+    ServedShard,
+    ShardStage,
+    View,
+    reconcile,
+    wishes_of,
+)
 from mesh.deployments.wishes import Deployment, Plan, Replica, Span, Wish, live
 from mesh.types import LayerRange, ModelId, NodeId, shard_id
 from tests.deployments.house import LAYER_MB, WEIGHTS, SimulatedHouse, need_mb
@@ -124,25 +132,27 @@ def deployment(*spans: tuple[str, str], asked: bool = True, layers: int = 4) -> 
     return Deployment(wish, plan, "cd" * 32, NodeId("op"), 0)
 
 
-def holding(layers: str, state: Holding = Holding.READY, *, by_hand: bool = False) -> Held:
+def holding(
+    layers: str, state: ShardStage = ShardStage.READY, *, by_hand: bool = False
+) -> OwnShard:
     span = LayerRange.parse(layers)
     shard = shard_id(ModelId("m"), span)
     mb = len(span) * LAYER_MB
-    return Held(shard, ModelId("m"), WEIGHTS, span, mb, state, by_hand=by_hand)
+    return OwnShard(shard, ModelId("m"), WEIGHTS, span, mb, state, by_hand=by_hand)
 
 
-def view(deployed: Deployment, *held: Held, free_mb: int) -> View:
+def view(deployed: Deployment, *held: OwnShard, free_mb: int) -> View:
     return View(NodeId("me"), {deployed.id: deployed}, held, (), free_mb, need_mb)
 
 
 def test_the_new_is_loaded_before_the_old_is_dropped_where_memory_allows() -> None:
     moved = deployment(("me", "0-3"))
     first = reconcile(view(moved, holding("0-1"), free_mb=40))
-    assert first.load == Load(
+    assert first.load == LoadAction(
         moved.id, shard_id(ModelId("m"), LayerRange(0, 4)), LayerRange(0, 4), 40
     )
     assert not first.drops
-    still = reconcile(view(moved, holding("0-1"), holding("0-3", Holding.LOADING), free_mb=0))
+    still = reconcile(view(moved, holding("0-1"), holding("0-3", ShardStage.LOADING), free_mb=0))
     assert still.is_idle
     then = reconcile(view(moved, holding("0-1"), holding("0-3"), free_mb=0))
     assert [(drop.shard, drop.gap) for drop in then.drops] == [("m:0-1", False)]
@@ -161,7 +171,7 @@ def test_without_room_the_old_goes_first_and_the_gap_is_told_if_an_operator_aske
 def test_two_that_hold_the_same_do_not_both_go_for_each_other_s_sake() -> None:
     moved = deployment(("third", "0-3"))
     mine = holding("0-3")
-    other = Served(NodeId("you"), mine.model_id, WEIGHTS, mine.layers)
+    other = ServedShard(NodeId("you"), mine.model_id, WEIGHTS, mine.layers)
     third = replace(other, node=NodeId("third"))
     before = View(NodeId("me"), {moved.id: moved}, [mine], [other], 0, need_mb)
     assert reconcile(before).is_idle

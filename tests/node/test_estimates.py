@@ -14,7 +14,7 @@ from mesh.cli.estimate import print_plan
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.config.sections import HostSection
-from mesh.deployments.laying import NOTHING, Beside
+from mesh.deployments.laying import NOTHING, RoomAdjustments
 from mesh.deployments.placement import AvailableNode, Gap, Laid, gaps, make_plan
 from mesh.deployments.shape import shape_of
 from mesh.deployments.weights import LocalWeights
@@ -199,7 +199,7 @@ async def test_what_a_lost_machine_held_goes_where_it_is_fastest_with_room(
     assert gap == Gap(0, lost.layers, kept=1)
 
     async def goes_to(freed_mb: dict[NodeId, int] | None = None) -> tuple[Laid, list[Span]]:
-        laid = await estimates.layout(wish, before, alive, Beside(freed_mb or {}))
+        laid = await estimates.layout(wish, before, alive, RoomAdjustments(freed_mb or {}))
         if laid.refusal is not None:
             return laid, []
         plan = make_plan(
