@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from mesh.coordination.layered import Records
 from mesh.coordination.ready import ReadyFlags, ReadySignal
-from mesh.coordination.records import Kind, ModelRecord, ModelRef, Worker, merged
+from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker, WorkerKind, merged
 from mesh.errors import NotReady, StoreUnavailable
 from mesh.types import LayerRange
 
@@ -25,7 +25,7 @@ _MAX_NAMED = 8
 class Coordination(Protocol):
     """Who holds which model, and whether it is ready."""
 
-    async def publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
+    async def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
         """Say that these workers hold their parts of the model. They are not ready yet.
 
         Returns at once where records are kept in memory; a store behind follows. Raises RankTaken,
@@ -73,7 +73,7 @@ class Coordinator:
         """Let go of the store."""
         await self._records.stop()
 
-    async def publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
+    async def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
         """See `Coordination`."""
         await self._records.publish(model, workers)
         for worker in workers:
@@ -101,7 +101,7 @@ class Coordinator:
         self._flags.set(model, rank, signal)
         await self._records.show_ready(model, {rank: signal})
 
-    def hear(self, offered: Mapping[ModelRef, Sequence[Worker]], session: str) -> None:
+    def hear(self, offered: Mapping[ModelRef, Sequence[ModelWorker]], session: str) -> None:
         """All that neighbours offer now, in the place of what they offered before.
 
         They are ready: a neighbour advertises a shard after its test, again and again while it
@@ -157,7 +157,7 @@ class Coordinator:
         if layers is not None:
             covered = {n for each in ready.workers for n in _numbers(each.place.layers)}
             return ready, _named("layer", sorted(set(_numbers(layers)) - covered))
-        computing = {w.worker_rank for w in record.workers if w.place.kind is Kind.SHARD}
+        computing = {w.worker_rank for w in record.workers if w.place.kind is WorkerKind.SHARD}
         if not computing:
             return ready, "every worker"
         return ready, _named("worker", sorted(computing - {w.worker_rank for w in ready.workers}))
@@ -188,7 +188,7 @@ class Coordinator:
             "workers": [self._worker_row(record.model, worker) for worker in record.workers],
         }
 
-    def _worker_row(self, model: ModelRef, worker: Worker) -> dict[str, Any]:
+    def _worker_row(self, model: ModelRef, worker: ModelWorker) -> dict[str, Any]:
         signal = self._flags.of(model, worker.worker_rank)
         return {
             "worker_rank": worker.worker_rank,

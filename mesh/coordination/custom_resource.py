@@ -26,8 +26,8 @@ from mesh.coordination.records import (
     MAX_TENSORS,
     MAX_WORKERS,
     ModelRef,
+    ModelWorker,
     TensorDescriptor,
-    Worker,
 )
 from mesh.types import ModelId
 
@@ -136,7 +136,9 @@ def new_resource(model: ModelRef) -> dict[str, Any]:
 # The status.
 
 
-def with_workers(status: ModelMetadataStatus, workers: Iterable[Worker]) -> ModelMetadataStatus:
+def with_workers(
+    status: ModelMetadataStatus, workers: Iterable[ModelWorker]
+) -> ModelMetadataStatus:
     """The status with these workers, newly published and so not ready, by rank."""
     by_rank = {each.worker_rank: each for each in status.workers}
     for worker in workers:
@@ -217,10 +219,10 @@ def _worker_map(worker: WorkerStatus) -> dict[str, Any]:
     }
 
 
-def worker_from(status: WorkerStatus, tensors: tuple[TensorDescriptor, ...]) -> Worker:
+def worker_from(status: WorkerStatus, tensors: tuple[TensorDescriptor, ...]) -> ModelWorker:
     """The worker that a resource and its ConfigMaps say. Raises Fault."""
     published = int(status.published_at.timestamp())
-    return Worker(status.worker_rank, place_of(status.nixl_metadata), tensors, published)
+    return ModelWorker(status.worker_rank, place_of(status.nixl_metadata), tensors, published)
 
 
 def _moment(when: datetime) -> str:
@@ -236,7 +238,7 @@ def part_name(resource: str, rank: int, part: int) -> str:
     return name if part == 0 else f"{name}-part-{part}"
 
 
-def config_maps(resource: ModelMetadata, worker: Worker) -> list[dict[str, Any]]:
+def config_maps(resource: ModelMetadata, worker: ModelWorker) -> list[dict[str, Any]]:
     """What is sent to create a worker's ConfigMaps: none where it did not say its tensors.
 
     They belong to the resource, and go with it.

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from mesh.clock import Clock
 from mesh.coordination.layered import Warn
 from mesh.coordination.ready import ReadySignal
-from mesh.coordination.records import ModelRecord, ModelRef, Worker
+from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker
 from mesh.coordination.store import ReadyMirror, RecordStore
 from mesh.errors import CoordinationError, StoreUnavailable
 
@@ -53,7 +53,7 @@ class DirectRecords:
         except (CoordinationError, TimeoutError) as error:
             logger.warning("records=%s not closed: %s", self._store.name, error)
 
-    async def publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
+    async def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
         """See `Records`; in the store when it returns."""
         await self._visit(lambda: self._store.publish(model, workers))
 

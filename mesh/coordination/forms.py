@@ -1,8 +1,7 @@
 """Records as JSON, in ModelExpress' form: what Redis, SQLite and Kubernetes keep.
 
-Sizes and addresses are text, since JSON numbers are exact below 2^53 only; a worker's `Place` is
-the base64 of a JSON map in the field of the NIXL agent's metadata. Reading is strict. Knows no
-store.
+Sizes and addresses are text, since JSON numbers are exact below 2^53 only; a `WorkerPlace` is the
+base64 of a JSON map in the field of the NIXL agent's metadata. Reading is strict. Knows no store.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from mesh.codec import Fault, Int63, Sha256, Text, UInt32, printable
 from mesh.coordination.records import (
     MAX_TENSORS,
     MAX_WORKERS,
-    Kind,
     ModelRecord,
     ModelRef,
-    Place,
+    ModelWorker,
     TensorDescriptor,
-    Worker,
+    WorkerKind,
+    WorkerPlace,
 )
 from mesh.types import LayerRange, ModelId, NodeId
 
@@ -64,7 +63,7 @@ class PlaceForm:
     """What the base64 of ``nixl_metadata`` holds."""
 
     holder: Text
-    kind: Kind
+    kind: WorkerKind
     layers: Annotated[str, Meta(max_length=16), _layers]
     endpoint: Text
 
@@ -112,7 +111,7 @@ def tensors_of(values: object) -> tuple[TensorDescriptor, ...]:
     return tuple(map(_tensor, found))
 
 
-def place_text(place: Place) -> str:
+def place_text(place: WorkerPlace) -> str:
     """A place as base64."""
     fields = {
         "holder": place.holder,
@@ -123,17 +122,17 @@ def place_text(place: Place) -> str:
     return base64.b64encode(json.dumps(fields).encode()).decode("ascii")
 
 
-def place_of(text: str) -> Place:
+def place_of(text: str) -> WorkerPlace:
     """The inverse of `place_text`. Raises Fault."""
     try:
         raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise Fault(f"is not base64: {error}", "nixl_metadata") from error
     form = codec.convert(codec.parse_json(raw), PlaceForm)
-    return Place(NodeId(form.holder), form.kind, LayerRange.parse(form.layers), form.endpoint)
+    return WorkerPlace(NodeId(form.holder), form.kind, LayerRange.parse(form.layers), form.endpoint)
 
 
-def worker_map(worker: Worker) -> dict[str, Any]:
+def worker_map(worker: ModelWorker) -> dict[str, Any]:
     """A worker as JSON has it; without ``tensors`` where there are none.
 
     A script in Redis could not tell an empty list from an empty map, and would write the latter.
@@ -149,12 +148,12 @@ def worker_map(worker: Worker) -> dict[str, Any]:
     return fields
 
 
-def worker_json(worker: Worker) -> str:
+def worker_json(worker: ModelWorker) -> str:
     """A worker as text."""
     return json.dumps(worker_map(worker), separators=(",", ":"))
 
 
-def worker_from(text: bytes | str) -> Worker:
+def worker_from(text: bytes | str) -> ModelWorker:
     """The inverse of `worker_json`. Raises Fault."""
     return _worker(codec.convert(_bounded(text), WorkerForm))
 
@@ -181,8 +180,10 @@ def _tensor(form: TensorForm) -> TensorDescriptor:
     return TensorDescriptor(form.name, int(form.size), form.dtype, int(form.addr), form.device_id)
 
 
-def _worker(form: WorkerForm) -> Worker:
+def _worker(form: WorkerForm) -> ModelWorker:
     place = place_of(form.nixl_metadata)
     if place.holder != form.holder:
         raise Fault("is not the one of nixl_metadata", "holder")
-    return Worker(form.worker_rank, place, tuple(map(_tensor, form.tensors)), form.published_at)
+    return ModelWorker(
+        form.worker_rank, place, tuple(map(_tensor, form.tensors)), form.published_at
+    )

@@ -32,15 +32,15 @@ from mesh.coordination.kubernetes_api import (
     REQUEST_TIMEOUT_S,
     Conflict,
     KubernetesApi,
-    Missing,
+    NoSuchObject,
 )
 from mesh.coordination.ready import ReadySignal
 from mesh.coordination.records import (
     MAX_MODELS,
     ModelRecord,
     ModelRef,
+    ModelWorker,
     TensorDescriptor,
-    Worker,
     rank_taken,
 )
 from mesh.errors import StoreUnavailable
@@ -78,11 +78,13 @@ class KubernetesStore:
         async with self._api.translated():
             await self._page(limit=1)
 
-    async def publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
+    async def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
         """Create the resource where there is none, write the ConfigMaps, then the status."""
         async with self._api.translated():
             for _ in range(MAX_CONFLICTS):
-                with suppress(Missing):  # its last worker was withdrawn meanwhile, and it with him
+                with suppress(
+                    NoSuchObject
+                ):  # its last worker was withdrawn meanwhile, and it with him
                     await self._publish(model, workers)
                     return
             raise _too_often(model)
@@ -95,7 +97,7 @@ class KubernetesStore:
             return msgspec.structs.replace(current.status, workers=tuple(left))
 
         async with self._api.translated():
-            with suppress(Missing):
+            with suppress(NoSuchObject):
                 left = await self._change(model, change)
                 for rank in ranks:
                     await self._delete_tensors(model, rank, from_part=0)
@@ -107,7 +109,7 @@ class KubernetesStore:
         async with self._api.translated():
             try:
                 resource = await self._read(model)
-            except Missing:
+            except NoSuchObject:
                 return None
             workers = [
                 forms.worker_from(each, await self._read_tensors(resource, each))
@@ -156,7 +158,7 @@ class KubernetesStore:
     async def mirror_ready(self, model: ModelRef, signals: dict[int, ReadySignal]) -> None:
         """Show readiness in the status."""
         async with self._api.translated():
-            with suppress(Missing):
+            with suppress(NoSuchObject):
                 await self._change(
                     model, lambda current: forms.with_signals(current.status, signals)
                 )
@@ -167,7 +169,7 @@ class KubernetesStore:
 
     # Resources
 
-    async def _publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
+    async def _publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
         resource = await self._create(model)
         _require_ranks(model, resource.status, workers)
         for worker in workers:
@@ -182,7 +184,7 @@ class KubernetesStore:
     async def _create(self, model: ModelRef) -> ModelMetadata:
         try:
             return await self._read(model)
-        except Missing:
+        except NoSuchObject:
             pass
         with suppress(Conflict):  # another node was quicker
             await self._api.ask(
@@ -242,7 +244,7 @@ class KubernetesStore:
             "kind": "DeleteOptions",
             "preconditions": {"resourceVersion": resource.metadata.resource_version},
         }
-        with suppress(Conflict, Missing):
+        with suppress(Conflict, NoSuchObject):
             await self._api.ask(
                 self._api.custom.delete_namespaced_custom_object,
                 *self._where,
@@ -262,7 +264,7 @@ class KubernetesStore:
 
     # ConfigMaps
 
-    async def _write_tensors(self, resource: ModelMetadata, worker: Worker) -> None:
+    async def _write_tensors(self, resource: ModelMetadata, worker: ModelWorker) -> None:
         bodies = await asyncio.to_thread(forms.config_maps, resource, worker)
         for body in bodies:
             name = body["metadata"]["name"]
@@ -270,7 +272,7 @@ class KubernetesStore:
                 await self._api.ask(
                     self._api.core.replace_namespaced_config_map, name, self._namespace, body
                 )
-            except Missing:
+            except NoSuchObject:
                 await self._api.ask(
                     self._api.core.create_namespaced_config_map, self._namespace, body
                 )
@@ -286,7 +288,7 @@ class KubernetesStore:
                     forms.part_name(name, rank, part),
                     self._namespace,
                 )
-            except Missing:
+            except NoSuchObject:
                 return
 
     async def _read_tensors(
@@ -306,7 +308,7 @@ class KubernetesStore:
                 read = await self._api.ask(
                     self._api.core.read_namespaced_config_map, name, self._namespace
                 )
-            except Missing:
+            except NoSuchObject:
                 return ()
             if part == 0:
                 parts = forms.parts_of(read.metadata.annotations)
@@ -325,7 +327,9 @@ def _is_news(line: bytes) -> bool:
     return event.type != "BOOKMARK"
 
 
-def _require_ranks(model: ModelRef, status: ModelMetadataStatus, workers: Sequence[Worker]) -> None:
+def _require_ranks(
+    model: ModelRef, status: ModelMetadataStatus, workers: Sequence[ModelWorker]
+) -> None:
     holders = {each.worker_rank: place_of(each.nixl_metadata).holder for each in status.workers}
     for worker in workers:
         holder = holders.get(worker.worker_rank, worker.place.holder)

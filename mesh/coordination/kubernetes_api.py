@@ -24,7 +24,7 @@ _WITHOUT_NAME = ("list_", "create_")
 """Requests to a collection: where they find nothing, it is the collection that is missing."""
 
 
-class Missing(Exception):
+class NoSuchObject(Exception):
     """404: there is no object of that name."""
 
 
@@ -69,14 +69,14 @@ class KubernetesApi:
         return _library().client.CoreV1Api(self._connected())
 
     async def ask(self, function: Callable[..., Awaitable[Any]], *args: Any, **more: Any) -> Any:
-        """What a method of the client gives, in time. Raises Missing, Conflict, and within
+        """What a method of the client gives, in time. Raises NoSuchObject, Conflict, and within
         `translated` CoordinationError."""
         library = _library()
         try:
             return await function(*args, **{"_request_timeout": REQUEST_TIMEOUT_S, **more})
         except library.client.ApiException as error:
             if error.status == _NOT_FOUND and not function.__name__.startswith(_WITHOUT_NAME):
-                raise Missing from error
+                raise NoSuchObject from error
             if error.status == _CONFLICT:
                 raise Conflict from error
             raise

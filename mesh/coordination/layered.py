@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mesh.coordination.ready import ReadySignal
-from mesh.coordination.records import ModelRecord, ModelRef, Worker
+from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker
 from mesh.coordination.store import MemoryRecords, ReadyMirror, RecordStore
 from mesh.errors import CoordinationError, StoreUnavailable
 from mesh.processes.tasks import end, spawn
@@ -37,7 +37,7 @@ class Records(Protocol):
     async def stop(self) -> None:
         """Bring out what is not written yet, within a moment, and let go."""
 
-    async def publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
+    async def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
         """Put workers into the model's record, atomically. Raises CoordinationError."""
 
     async def withdraw(self, model: ModelRef, ranks: Collection[int]) -> None:
@@ -57,7 +57,7 @@ class Records(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StoreTimes:
     """Seconds: what one visit to the store may take, how often it is read again, how long to wait
     after failures, and what a node that stops gives to writes that are left."""
 
@@ -80,7 +80,7 @@ class LayeredRecords:
         store: RecordStore | None,
         on_change: Callable[[], None],
         warn: Warn,
-        pace: Pace = Pace(),
+        pace: StoreTimes = StoreTimes(),
     ) -> None:
         self._store = store
         self._on_change = on_change
@@ -119,7 +119,7 @@ class LayeredRecords:
         except (CoordinationError, TimeoutError) as error:
             logger.warning("records=%s not all written at the end: %s", self._store.name, error)
 
-    async def publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
+    async def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
         """See `Records`; memory only, the store follows."""
         self._memory.publish(model, workers)
         for worker in workers:

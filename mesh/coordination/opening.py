@@ -11,7 +11,7 @@ from mesh.config.sections import CoordinationSection
 from mesh.coordination.coordinator import Coordinator
 from mesh.coordination.direct import DirectRecords
 from mesh.coordination.kubernetes import KubernetesStore
-from mesh.coordination.layered import LayeredRecords, Pace, Warn
+from mesh.coordination.layered import LayeredRecords, StoreTimes, Warn
 from mesh.coordination.ready import ReadyFlags
 from mesh.coordination.redis import RedisStore
 from mesh.coordination.sqlite import SqliteStore
@@ -29,7 +29,7 @@ def open_coordinator(
     store = _store(settings, file, clock)
     if store is not None and settings.store.endswith("-only"):
         return Coordinator(DirectRecords(store, clock, warn), flags)
-    pace = replace(Pace(), refresh_s=settings.refresh_seconds)
+    pace = replace(StoreTimes(), refresh_s=settings.refresh_seconds)
     return Coordinator(LayeredRecords(store, flags.stir, warn, pace), flags)
 
 

@@ -2,7 +2,7 @@
 
 Pure data and the one rule by which records are put together. Knows nothing of stores, of their
 formats or of who is ready. The fields are those of ModelExpress' ``ModelMetadataRecord``; what it
-keeps as a NIXL agent's blob is a `Place` here.
+keeps as a NIXL agent's blob is a `WorkerPlace` here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAME_BITS = 32 - _LAYER_BITS
 _UINT64 = 1 << 64
 
 
-class Kind(StrEnum):
+class WorkerKind(StrEnum):
     """What a worker has of a model."""
 
     SHARD = "shard"
@@ -81,25 +81,25 @@ class TensorDescriptor:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerPlace:
     """Where a worker is: its node, what it holds, and the endpoint (``wss://HOST:PORT``, or
     ``HOST:PORT`` of a node) where it is asked for it."""
 
     holder: NodeId
-    kind: Kind
+    kind: WorkerKind
     layers: LayerRange
     endpoint: str
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
-    """One holder of a part of a model. `published_at` is in seconds since 1970, by its clock.
+class ModelWorker:
+    """A holder of a part of a model. `published_at` is in seconds since 1970, by its clock.
 
     `tensors` is empty where the worker did not say them.
     """
 
     worker_rank: int
-    place: Place
+    place: WorkerPlace
     tensors: tuple[TensorDescriptor, ...]
     published_at: int
 
@@ -115,7 +115,7 @@ class ModelRecord:
     """All known workers of one model, by rank."""
 
     model: ModelRef
-    workers: tuple[Worker, ...]
+    workers: tuple[ModelWorker, ...]
 
     @property
     def published_at(self) -> int:
@@ -128,7 +128,7 @@ class ModelRecord:
         return ModelRecord(self.model, left)
 
 
-def worker_rank(place: Place) -> int:
+def worker_rank(place: WorkerPlace) -> int:
     """A rank below 2^32 for a worker that nobody gave one: by first layer, then by a hash.
 
     It stays the same over restarts, and ranks sort workers by their layers. Two workers that begin
@@ -140,7 +140,9 @@ def worker_rank(place: Place) -> int:
     return layer << _NAME_BITS | digest >> _LAYER_BITS
 
 
-def merged(model: ModelRef, record: ModelRecord | None, workers: Iterable[Worker]) -> ModelRecord:
+def merged(
+    model: ModelRef, record: ModelRecord | None, workers: Iterable[ModelWorker]
+) -> ModelRecord:
     """`record` with `workers` in the place of those of the same rank, sorted by rank.
 
     Raises RankTaken when a rank belongs to another node.

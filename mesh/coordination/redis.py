@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mesh.codec import Fault
 from mesh.coordination.forms import MAX_RECORD_BYTES, record_from, worker_map
-from mesh.coordination.records import MAX_MODELS, ModelRecord, ModelRef, Worker, rank_taken
+from mesh.coordination.records import MAX_MODELS, ModelRecord, ModelRef, ModelWorker, rank_taken
 from mesh.coordination.store import client_missing
 from mesh.errors import BadRecord, CoordinationError, StoreRefused, StoreUnavailable
 
@@ -111,7 +111,7 @@ class RedisStore:
             )
             await client.ping()
 
-    async def publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
+    async def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
         """Merge by rank, in the server."""
         text = await asyncio.to_thread(lambda: json.dumps([worker_map(each) for each in workers]))
         refused = await self._run(_MERGE, model, text)

@@ -15,7 +15,7 @@ import aiosqlite
 
 from mesh.codec import Fault
 from mesh.coordination.forms import worker_from, worker_json
-from mesh.coordination.records import ModelRecord, ModelRef, Worker, rank_taken
+from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker, rank_taken
 from mesh.errors import BadRecord, CoordinationError, StoreUnavailable
 
 _VERSION = 1
@@ -67,7 +67,7 @@ class SqliteStore:
         await connection.execute_fetchall(_TABLE)
         await connection.execute_fetchall(f"PRAGMA user_version = {_VERSION}")
 
-    async def publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
+    async def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
         """Upsert the workers' rows in one transaction."""
         rows = await asyncio.to_thread(_rows, model, workers)
         async with self._writing() as connection:
@@ -155,5 +155,5 @@ class SqliteStore:
         )
 
 
-def _rows(model: ModelRef, workers: Sequence[Worker]) -> list[tuple[str, int, str, str]]:
+def _rows(model: ModelRef, workers: Sequence[ModelWorker]) -> list[tuple[str, int, str, str]]:
     return [(model.key, each.worker_rank, each.place.holder, worker_json(each)) for each in workers]

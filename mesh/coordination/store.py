@@ -15,7 +15,7 @@ from mesh.coordination.records import (
     MAX_WORKERS,
     ModelRecord,
     ModelRef,
-    Worker,
+    ModelWorker,
     merged,
 )
 from mesh.errors import RecordsFull, StoreClientMissing
@@ -33,7 +33,7 @@ class RecordStore(Protocol):
     async def connect(self) -> None:
         """Reach it and make it ready; again after it was lost."""
 
-    async def publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
+    async def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
         """Put these workers into the model's record, in one atomic step. May raise RankTaken."""
 
     async def withdraw(self, model: ModelRef, ranks: Collection[int]) -> None:
@@ -66,7 +66,7 @@ class MemoryRecords:
     def __init__(self) -> None:
         self._records: dict[str, ModelRecord] = {}
 
-    def publish(self, model: ModelRef, workers: Sequence[Worker]) -> None:
+    def publish(self, model: ModelRef, workers: Sequence[ModelWorker]) -> None:
         """As `RecordStore.publish`. Raises RankTaken and RecordsFull."""
         self.put(merged(model, self._records.get(model.key), workers))
 

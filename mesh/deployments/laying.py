@@ -18,7 +18,7 @@ from mesh.routing.appraisal import Appraisal
 from mesh.routing.fitting import SPARE_BYTES, Bench, benches
 from mesh.routing.forecast import Placed
 from mesh.routing.gaps import beside, fill
-from mesh.routing.machines import ITEMSIZE, Demand, Held, Machine, ModelShape
+from mesh.routing.machines import ITEMSIZE, Demand, HeldLayers, Machine, ModelShape
 from mesh.routing.placement import Layout, lay_out
 from mesh.routing.seating import layers_within
 from mesh.types import LayerRange, NodeId
@@ -130,7 +130,7 @@ def _ready(model: ModelShape, machine: Machine, demand: Demand, said: RoomAdjust
     devices = list(machine.devices)
     if devices:
         devices[0] = _with_more(devices[0], said.freed_mb.get(machine.node_id, 0) << 20)
-    held = tuple(Held(each.layers) for each in machine.held)
+    held = tuple(HeldLayers(each.layers) for each in machine.held)
     ready = replace(machine, devices=tuple(devices), held=held)
     for span in said.refused:
         if span.node == machine.node_id:

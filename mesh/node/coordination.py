@@ -19,11 +19,11 @@ from mesh.coordination.coordinator import Coordinator
 from mesh.coordination.opening import open_coordinator
 from mesh.coordination.ready import READY_LIMIT_S, ReadySignal, new_session
 from mesh.coordination.records import (
-    Kind,
     ModelRef,
-    Place,
+    ModelWorker,
     TensorDescriptor,
-    Worker,
+    WorkerKind,
+    WorkerPlace,
     worker_rank,
 )
 from mesh.discovery.advertisement import Advertisement
@@ -55,18 +55,18 @@ _Entry = tuple[ModelRef, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class OwnPart:
     """One thing this node holds: `shard` is what serves it, None for files on the disk."""
 
     model: ModelRef
-    place: Place
+    place: WorkerPlace
     directory: Path
     shard: ShardDescriptor | None
 
 
 @dataclass(slots=True)
 class _Published:
-    held: Held
+    held: OwnPart
     session: str
     renewed_at: float
 
@@ -145,13 +145,13 @@ class CoordinationHere:
             self._tidied_at = now
             await self._tidy()
 
-    async def _publish(self, key: _Entry, held: Held) -> None:
+    async def _publish(self, key: _Entry, held: OwnPart) -> None:
         (model, rank), now = key, self._clock.monotonic()
         known = self._published.get(key)
         if known is None or known.held != held:
             tensors = await asyncio.to_thread(_tensors, held)
             published_at = int(self._clock.now().timestamp())
-            worker = Worker(rank, held.place, tensors, published_at)
+            worker = ModelWorker(rank, held.place, tensors, published_at)
             await self.coordinator.publish(model, [worker])
             known = self._published[key] = _Published(held, new_session(), now - RENEW_S)
         if held.shard is not None and now - known.renewed_at >= RENEW_S:
@@ -179,11 +179,11 @@ class CoordinationHere:
             if gone:
                 await self.coordinator.withdraw(model, gone)
 
-    def _all_held(self) -> list[Held]:
+    def _all_held(self) -> list[OwnPart]:
         """In a thread: a checkpoint's layers are read from its headers."""
         directories = {model.model_id: Path(model.directory) for model in self._models.values()}
         found = [
-            Held(ref, _place(each), directories[each.model_id], each)
+            OwnPart(ref, _place(each), directories[each.model_id], each)
             for each in (served.descriptor for served in self._served())
             if each.model_id in directories
             and (ref := _ref(each.model_id, each.weights_sha256)) is not None
@@ -195,16 +195,16 @@ class CoordinationHere:
             if (ref := _ref(model.model_id, model.weights_sha256)) is None:
                 continue
             for layers in self._on_disk[model]:
-                place = Place(self._own, Kind.CHECKPOINT, layers, str(address))
-                found.append(Held(ref, place, Path(model.directory), None))
+                place = WorkerPlace(self._own, WorkerKind.CHECKPOINT, layers, str(address))
+                found.append(OwnPart(ref, place, Path(model.directory), None))
         return found
 
-    def _offered(self) -> dict[ModelRef, list[Worker]]:
+    def _offered(self) -> dict[ModelRef, list[ModelWorker]]:
         """What trusted neighbours serve now, by model. They do not say its tensors here."""
-        found: dict[ModelRef, list[Worker]] = {}
+        found: dict[ModelRef, list[ModelWorker]] = {}
         for view in self._neighbours.models():
             workers = {
-                worker_rank(place): Worker(
+                worker_rank(place): ModelWorker(
                     worker_rank(place), place, (), int(each.descriptor.advertised_at.timestamp())
                 )
                 for each in view.shards
@@ -231,8 +231,8 @@ def _ref(model_id: ModelId, weights_sha256: str) -> ModelRef | None:
         return None
 
 
-def _place(shard: ShardDescriptor) -> Place:
-    return Place(shard.host, Kind.SHARD, shard.layer_range, shard.endpoint)
+def _place(shard: ShardDescriptor) -> WorkerPlace:
+    return WorkerPlace(shard.host, WorkerKind.SHARD, shard.layer_range, shard.endpoint)
 
 
 def _manifest(directory: Path, model_id: ModelId) -> Manifest | None:
@@ -258,7 +258,7 @@ def _layers_on_disk(model: LocalModel) -> Iterator[LayerRange]:
         yield LayerRange(layers[0], layers[-1] + 1)
 
 
-def _tensors(held: Held) -> tuple[TensorDescriptor, ...]:
+def _tensors(held: OwnPart) -> tuple[TensorDescriptor, ...]:
     manifest = _manifest(held.directory, held.model.name)
     if manifest is None:
         return ()

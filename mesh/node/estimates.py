@@ -27,7 +27,7 @@ from mesh.health.detector import Verdict
 from mesh.node.fetched_weights import FetchedWeights
 from mesh.routing.fitting import float_format, shard_bytes
 from mesh.routing.forecast import Forecast
-from mesh.routing.machines import DEFAULT_CONTEXT, Demand, Held, Machine, ModelShape, Timed
+from mesh.routing.machines import DEFAULT_CONTEXT, Demand, HeldLayers, Machine, ModelShape, Timed
 from mesh.routing.placement import Layout, lay_out
 from mesh.types import LayerRange, ModelId, NodeId
 
@@ -40,7 +40,7 @@ _IMAGINED = re.compile(r"([^=:]{1,64})=(\d{1,5}(?:\.\d+)?)(?::(\d{1,5}(?:\.\d+)?
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class EstimateContext:
     """What is asked of the other parts of the node; `held` is what lies on its own disk. `asker_ms`
     and `asked_ms` are what a token costs as it is asked for here, `way_ms` what the way to a node
     did: `Machine` says how."""
@@ -61,7 +61,7 @@ class Surroundings:
 class Estimates:
     """Implements `mesh.api.services.PlanControl`."""
 
-    def __init__(self, house: Surroundings, weights: FetchedWeights) -> None:
+    def __init__(self, house: EstimateContext, weights: FetchedWeights) -> None:
         self._house = house
         self._weights = weights
         self._shapes: dict[str, ModelShape] = {}
@@ -179,7 +179,7 @@ class Estimates:
         node, devices = view.info.node_id, (view.capacity or Capacity()).devices
         here = node == self._house.node
         held = [
-            Held(layers)
+            HeldLayers(layers)
             for each in (self._house.held() if here else view.weights)
             if (each.model_id, each.weights_sha256) == (model.model_id, model.weights_sha256)
             for layers in each.layers
@@ -190,7 +190,7 @@ class Estimates:
             if (said.model_id, said.weights_sha256) != (model.model_id, model.weights_sha256):
                 continue
             device = devices[0].name if devices else ""
-            held.append(Held(said.layer_range, device, _becomes_free(shard)))
+            held.append(HeldLayers(said.layer_range, device, _becomes_free(shard)))
             if health.p50_latency_ms > 0:
                 visit_ms = devices[0].visit_ms if devices else 0.0
                 ms = max(health.p50_latency_ms / 2, health.p50_latency_ms - visit_ms)

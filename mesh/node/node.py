@@ -41,7 +41,7 @@ from mesh.models.local import LocalModel
 from mesh.node import wiring
 from mesh.node.coordination import CoordinationHere
 from mesh.node.deploying import DeploymentsHere, House
-from mesh.node.estimates import Estimates, Surroundings
+from mesh.node.estimates import EstimateContext, Estimates
 from mesh.node.exposure import PrivacyReport
 from mesh.node.holdings import Holdings
 from mesh.node.job_queue import start_queue
@@ -245,7 +245,7 @@ class Node:
 
     def _planner(self, network: Network, deployments: DeploymentsHere) -> Estimates:
         """What plans are asked of; from now on deployments are laid out by it, too."""
-        around = Surroundings(
+        around = EstimateContext(
             self._key.node_id, self._config, self._store, self._rtt_ms, network.may_serve,
             self._watch.verdict, self._held.askers.__contains__, self.weights.held,
             self._capacity.asker_ms, self._capacity.asked.of, self._capacity.asked.way_ms,

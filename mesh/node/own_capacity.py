@@ -62,7 +62,7 @@ _NEWS_FREE = 1 / 50
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class MeasuringTimes:
     """Seconds: the waits before a machine is measured at all, the last one again and again; how
     often a quiet moment is looked for to repeat what is not to be believed, and the longest pause
     after that, each of which is twice as long as the one before; how often what is free is looked
@@ -76,7 +76,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptMeasurement:
     """A measured machine as it is written down; `machine` is what it holds for."""
 
     machine: str
@@ -147,7 +147,7 @@ class OwnCapacity:
         order: Measure,
         directory: Path,
         hooks: OwnHooks,
-        pace: Pace = Pace(),
+        pace: MeasuringTimes = MeasuringTimes(),
         measure: Callable[[Measure], Awaitable[Measurement]] = measured,
         quiet: Callable[[], Awaitable[bool]] = is_quiet,
         memory: Callable[[], Headroom] = ram,
@@ -300,7 +300,7 @@ class OwnCapacity:
                     found = await self._measure_now(self._order)
                     if not self._is_better(found):
                         return
-                    plain = codec.plain(Kept(machine, found))
+                    plain = codec.plain(KeptMeasurement(machine, found))
                     await asyncio.to_thread(write_json_atomically, path, plain)
             finally:
                 os.close(lock)
@@ -356,5 +356,5 @@ def _lock(directory: Path) -> int:
 
 
 def _read(path: Path, machine: str) -> Measurement | None:
-    kept = read_cached(path, Kept)
+    kept = read_cached(path, KeptMeasurement)
     return kept.measured if kept is not None and kept.machine == machine else None

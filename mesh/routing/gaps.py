@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from mesh.capacity import Device
 from mesh.routing.forecast import Placed
-from mesh.routing.machines import Demand, Held, Machine, ModelShape
+from mesh.routing.machines import Demand, HeldLayers, Machine, ModelShape
 from mesh.routing.placement import lay_out
 from mesh.types import LayerRange
 
@@ -48,13 +48,13 @@ def beside(machines: Iterable[Machine], placed: Sequence[Placed]) -> list[Machin
     ]
 
 
-def _on_disk(held: Iterable[Held], gap: LayerRange) -> Iterable[Held]:
+def _on_disk(held: Iterable[HeldLayers], gap: LayerRange) -> Iterable[HeldLayers]:
     """What of the gap lies on a machine's disk, numbered from its first layer; what is loaded there
     stays, so that it makes no room."""
     for each in held:
         start, stop = max(each.layers.start, gap.start), min(each.layers.stop, gap.stop)
         if start < stop:
-            yield Held(_moved(LayerRange(start, stop), -gap.start))
+            yield HeldLayers(_moved(LayerRange(start, stop), -gap.start))
 
 
 def _moved(layers: LayerRange, by: int) -> LayerRange:

@@ -70,7 +70,7 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldLayers:
     """Layers of the model that a machine has already.
 
     On its disk; or, with a `device`, loaded there, where they take `loaded_bytes` that become free
@@ -99,7 +99,7 @@ class Machine:
     mb_s: float = 100.0
     refusal: str = ""
     timed: tuple[Timed, ...] = ()
-    held: tuple[Held, ...] = ()
+    held: tuple[HeldLayers, ...] = ()
     has_ends: bool = False
     asker_ms: float = 0.0
     asked_ms: float | None = None

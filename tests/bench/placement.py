@@ -20,7 +20,7 @@ from typing import Any
 from mesh.capacity import Device, Speed
 from mesh.cli.local_node import LocalNode, start_hearth
 from mesh.routing.fitting import benches
-from mesh.routing.machines import Demand, Held, Machine, ModelShape
+from mesh.routing.machines import Demand, HeldLayers, Machine, ModelShape
 from mesh.routing.placement import lay_out
 from mesh.types import LayerRange, ModelId, NodeId
 
@@ -56,7 +56,7 @@ def _machine(draw: Random, number: int, *, held: LayerRange | None) -> Machine:
     node = NodeId(f"n{number:02}")
     return Machine(
         node, node, (Device("cpu", free, free, speeds),), draw.choice((0.3, 0.3, 3.0, 8.0)),
-        held=() if held is None else (Held(held),),
+        held=() if held is None else (HeldLayers(held),),
     )  # fmt: skip
 
 

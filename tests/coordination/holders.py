@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from mesh.coordination.records import Kind, ModelRef, Place, TensorDescriptor, Worker
+from mesh.coordination.records import (
+    ModelRef,
+    ModelWorker,
+    TensorDescriptor,
+    WorkerKind,
+    WorkerPlace,
+)
 from mesh.types import LayerRange, ModelId, NodeId
 
 MODEL = ModelRef(ModelId("deepseek-ai/DeepSeek-V3"), "ab" * 32)
@@ -36,11 +42,11 @@ def worker(
     *,
     count: int = 2,
     at: int = 1_769_568_000,
-) -> Worker:
-    place = Place(
-        NodeId(holder), Kind.SHARD, LayerRange.parse(layers), f"wss://10.0.0.{rank % 200}:1"
+) -> ModelWorker:
+    place = WorkerPlace(
+        NodeId(holder), WorkerKind.SHARD, LayerRange.parse(layers), f"wss://10.0.0.{rank % 200}:1"
     )
-    return Worker(rank, place, tensors(count), at)
+    return ModelWorker(rank, place, tensors(count), at)
 
 
 async def until(is_so: Callable[[], Awaitable[bool]]) -> None:

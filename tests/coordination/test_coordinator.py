@@ -13,7 +13,7 @@ from mesh.coordination.coordinator import Coordinator
 from mesh.coordination.layered import LayeredRecords
 from mesh.coordination.opening import open_coordinator
 from mesh.coordination.ready import READY_LIMIT_S, ReadyFlags, ReadySignal
-from mesh.coordination.records import Kind
+from mesh.coordination.records import WorkerKind
 from mesh.errors import NotReady
 from mesh.types import LayerRange
 from tests.coordination.holders import MODEL, OTHER, Told, until, worker
@@ -89,7 +89,7 @@ async def test_readiness_ends_after_four_hours_with_the_run_and_with_the_worker(
 
 
 async def test_files_on_a_disk_are_not_waited_for(coordinator: Coordinator) -> None:
-    place = replace(worker(5).place, kind=Kind.CHECKPOINT)
+    place = replace(worker(5).place, kind=WorkerKind.CHECKPOINT)
     files = replace(worker(5), place=place)
     await coordinator.publish(MODEL, [worker(1), files])
     await coordinator.mark_ready(MODEL, 1, READY)

@@ -15,7 +15,7 @@ from mesh.clock import SystemClock
 from mesh.coordination.custom_resource import resource_name
 from mesh.coordination.direct import DirectRecords
 from mesh.coordination.kubernetes import KubernetesStore
-from mesh.coordination.layered import LayeredRecords, Pace
+from mesh.coordination.layered import LayeredRecords, StoreTimes
 from mesh.coordination.ready import ReadySignal
 from mesh.coordination.records import ModelRef
 from mesh.coordination.redis import RedisStore, record_key
@@ -27,12 +27,12 @@ from tests.coordination.api_server import ApiServer, api_server
 from tests.coordination.holders import MODEL, OTHER, Told, redis_server, until, worker
 from tests.health.clock import ManualClock
 
-PACE = Pace(visit_s=5.0, refresh_s=0.1, first_retry_s=0.05, last_retry_s=0.2, stop_s=5.0)
+PACE = StoreTimes(visit_s=5.0, refresh_s=0.1, first_retry_s=0.05, last_retry_s=0.2, stop_s=5.0)
 
 
 @asynccontextmanager
 async def layered(
-    store: RecordStore | None, told: Told | None = None, pace: Pace = PACE
+    store: RecordStore | None, told: Told | None = None, pace: StoreTimes = PACE
 ) -> AsyncIterator[LayeredRecords]:
     records = LayeredRecords(store, lambda: None, told or Told(), pace)
     records.start()

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from mesh.codec import Fault
 from mesh.coordination.forms import record_from, worker_from, worker_json, worker_map
 from mesh.coordination.records import (
-    Kind,
     ModelRecord,
     ModelRef,
-    Place,
     TensorDescriptor,
+    WorkerKind,
+    WorkerPlace,
     merged,
     worker_rank,
 )
@@ -51,12 +51,12 @@ def test_the_order_of_publishing_makes_no_difference(orders: list[list[int]]) ->
 
 
 def test_a_rank_follows_the_layers_and_tells_replicas_apart() -> None:
-    def rank(holder: str, layers: str, kind: Kind = Kind.SHARD) -> int:
-        return worker_rank(Place(NodeId(holder), kind, LayerRange.parse(layers), "wss://a:1"))
+    def rank(holder: str, layers: str, kind: WorkerKind = WorkerKind.SHARD) -> int:
+        return worker_rank(WorkerPlace(NodeId(holder), kind, LayerRange.parse(layers), "wss://a:1"))
 
     assert rank("a", "0-3") == rank("a", "0-3")
     assert rank("a", "0-7") < rank("b", "4-7") < rank("a", "8-9") < 1 << 32
-    few = {rank(f"n{n}", "0-3", kind) for n in range(50) for kind in Kind}
+    few = {rank(f"n{n}", "0-3", kind) for n in range(50) for kind in WorkerKind}
     assert len(few) == 100
     assert rank("a", "9998-9998") < rank("a", "9999-9999") < rank("a", "99998-99999") < 1 << 32
 

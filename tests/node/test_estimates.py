@@ -25,7 +25,7 @@ from mesh.errors import BadRequest, MeshError, ModelNotFound
 from mesh.health.detector import Verdict
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.manifest import read_manifest
-from mesh.node.estimates import Estimates, Surroundings
+from mesh.node.estimates import EstimateContext, Estimates
 from mesh.routing.fitting import benches
 from mesh.routing.machines import Demand, Machine
 from mesh.shard.compiled.formats import bytes_per_weight
@@ -64,7 +64,7 @@ def made(
     for node, free_mb in ((OWN, 1000), (NEAR, 1000), (FAR, 2000), (DOUBTED, 3000)):
         store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(free_mb))
     rtts = {NEAR: 0.4, FAR: 25.0, DOUBTED: 0.4}
-    around = Surroundings(
+    around = EstimateContext(
         OWN, Config(), store, rtts.get, lambda node: node != DOUBTED,
         verdict or (lambda node: Verdict.HEALTHY), lambda model: True, tuple,
         lambda: 2.5, asked_ms or (lambda model: None), lambda node: None,

@@ -19,7 +19,7 @@ from mesh import codec
 from mesh.capacity import Device, Measurement, Speed
 from mesh.discovery.advertisement import Advertisement
 from mesh.models.partial_writer import lock_directory
-from mesh.node.own_capacity import Kept, OwnCapacity, OwnHooks, Pace
+from mesh.node.own_capacity import KeptMeasurement, MeasuringTimes, OwnCapacity, OwnHooks
 from mesh.processes.headroom import Headroom
 from mesh.shard.commands import Measure
 from mesh.shard.room import Memory
@@ -63,7 +63,9 @@ async def test_a_machine_is_measured_once(tmp_path: Path) -> None:
         assert all(math.isfinite(rate) and rate > 0 for rate in rates)
     assert 0 < first.free_bytes <= first.total_bytes
     (kept,) = await asyncio.to_thread(lambda: list(tmp_path.glob("*.json")))
-    found_there = (await asyncio.to_thread(codec.read_file, kept, Kept, 1 << 20)).measured
+    found_there = (
+        await asyncio.to_thread(codec.read_file, kept, KeptMeasurement, 1 << 20)
+    ).measured
     assert found_there.asker_ms > 0
     assert 0 <= found_there.others_share <= 1
     text = await asyncio.to_thread(kept.read_text)
@@ -81,7 +83,7 @@ async def test_a_machine_is_measured_once(tmp_path: Path) -> None:
     assert (third.free_bytes, third.total_bytes) == (100 << 20, 200 << 20)
 
 
-QUICK = Pace((0.01,), again_s=0.02, longest_s=0.05, look_s=0.01, look_at_card_s=0.01)
+QUICK = MeasuringTimes((0.01,), again_s=0.02, longest_s=0.05, look_s=0.01, look_at_card_s=0.01)
 
 
 class Machine:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mesh.capacity import Device, Speed
 from mesh.routing.gaps import beside, fill
-from mesh.routing.machines import Demand, Held, Machine, ModelShape
+from mesh.routing.machines import Demand, HeldLayers, Machine, ModelShape
 from mesh.types import LayerRange, ModelId, NodeId
 
 GB = 1 << 30
@@ -28,7 +28,7 @@ def filled(*machines: Machine) -> list[tuple[str, str, int]]:
 
 
 def test_layers_are_numbered_as_in_the_model_and_those_on_disk_are_not_fetched() -> None:
-    there = (Held(LayerRange(2, 5)),)
+    there = (HeldLayers(LayerRange(2, 5)),)
     assert filled(machine("a", 9, held=there)) == [("a", "4-7", 3 * (200 << 20))]
     split = fill(MODEL, [machine("a", 0.8), machine("b", 1.0)], GAP, DEMAND)
     assert split is not None
@@ -38,7 +38,7 @@ def test_layers_are_numbered_as_in_the_model_and_those_on_disk_are_not_fetched()
 
 
 def test_what_is_loaded_stays_and_makes_no_room() -> None:
-    loaded = (Held(LayerRange(2, 6), "cpu", 4 * GB),)
+    loaded = (HeldLayers(LayerRange(2, 6), "cpu", 4 * GB),)
     assert fill(MODEL, [machine("a", 0.1, held=loaded)], GAP, DEMAND) is None
     assert filled(machine("a", 0.1, held=loaded), machine("b", 9, gb_s=1.0))[0][0] == "b"
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mesh.capacity import Device, Speed
 from mesh.routing.fitting import Bench, benches
 from mesh.routing.forecast import Forecast
-from mesh.routing.machines import Demand, Held, Machine, ModelShape, Timed
+from mesh.routing.machines import Demand, HeldLayers, Machine, ModelShape, Timed
 from mesh.routing.placement import Layout, lay_out
 from mesh.types import LayerRange, ModelId, NodeId
 
@@ -148,7 +148,7 @@ def test_replicas_lie_on_different_machines_while_there_are_any() -> None:
 
 
 def test_layers_stay_where_they_are_when_that_costs_little() -> None:
-    held = replace(machine("b", 9), held=(Held(LayerRange(0, 16)),))
+    held = replace(machine("b", 9), held=(HeldLayers(LayerRange(0, 16)),))
     wish = Demand(quant="none")
     assert places(lay_out(model(), [machine("a", 9, 20.2), held], wish)) == [("b", "0-15")]
     assert places(lay_out(model(), [machine("a", 9, 30.0), held], wish)) == [("a", "0-15")]
@@ -156,7 +156,7 @@ def test_layers_stay_where_they_are_when_that_costs_little() -> None:
 
 
 def test_what_is_loaded_makes_room_for_what_replaces_it() -> None:
-    loaded = Held(LayerRange(0, 8), "cpu", 8 * (200 << 20))
+    loaded = HeldLayers(LayerRange(0, 8), "cpu", 8 * (200 << 20))
     full = replace(machine("a", 2.5), held=(loaded,))
     shard = lay_out(model(), [full], Demand(quant="none")).replicas[0].shards[0]
     assert str(shard.layers) == "0-15"
@@ -290,7 +290,7 @@ LAYERS = st.lists(st.sampled_from((100, 100, 100, 250)), min_size=1, max_size=7)
 def house(drawn: Sequence[tuple[float, float, float, int]], layers: int) -> list[Machine]:
     machines = []
     for index, (gb, gb_s, rtt_ms, has) in enumerate(drawn):
-        held = (Held(LayerRange(0, min(has, layers))),) if has else ()
+        held = (HeldLayers(LayerRange(0, min(has, layers))),) if has else ()
         one = Machine(NodeId(f"n{index}"), f"n{index}", (cpu(gb, gb_s),), rtt_ms, held=held)
         machines.append(one)
     return machines
