@@ -29,7 +29,7 @@ LEVELS = {"HOT": "HOT, on a device", "WARM": "WARM, in memory", "COLD": "COLD, o
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class DeployedSpan:
     """A span of a deployment: a glyph's state, words, fewer of them, and how much of its bytes has
     come, from 0 to 1; None where that is not counted."""
 
@@ -59,7 +59,7 @@ class Deployed:
     is_coming: bool
     missing: tuple[str, ...]
     why: str
-    parts: tuple[Part, ...]
+    parts: tuple[DeployedSpan, ...]
 
     @property
     def replicas(self) -> str:
@@ -162,7 +162,7 @@ def _deployed(row: Mapping[str, Any], own: str) -> Deployed:
     )
 
 
-def _part(span: Mapping[str, Any], own: str) -> Part:
+def _part(span: Mapping[str, Any], own: str) -> DeployedSpan:
     state, words = _state(span["phase"])
     if span["phase"] == "QUEUED" and span["node_id"] != own and not span["reason"]:
         words = "not up yet"  # how far it is, only that node knows
@@ -175,7 +175,7 @@ def _part(span: Mapping[str, Any], own: str) -> Part:
     come = _come(span) if span["phase"] == "PROVISIONING" else None
     if come is not None:
         briefly += f" {int(100 * come)} %"
-    return Part(span["replica"], span["node"], span["layers"], state, words, briefly, come)
+    return DeployedSpan(span["replica"], span["node"], span["layers"], state, words, briefly, come)
 
 
 def _state(name: str) -> tuple[str, str]:

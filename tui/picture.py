@@ -48,7 +48,7 @@ class Readiness:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ShownNode:
     """One node: its letter on the bars, how it is, how far away and what it holds."""
 
     letter: str
@@ -86,7 +86,7 @@ class Coverage:
 
 
 @dataclass(frozen=True, slots=True)
-class Bottleneck:
+class SlowestHop:
     """The slowest hop of a route: its place, and what would help."""
 
     place: int
@@ -121,14 +121,14 @@ def readiness(picture: Picture) -> Readiness:
     return Readiness(state, f"{'starting' if state == 'wait' else 'not working'} · {why}")
 
 
-def nodes(picture: Picture) -> list[Seen]:
+def nodes(picture: Picture) -> list[ShownNode]:
     """This node first, then its peers in an order that stays."""
     if not picture.status:
         return []
     own = picture.status["node"]
     word = "paused" if own.get("paused") else "here"
     shards = _held(picture.rows("shards"))
-    found = [Seen("A", own["id"], own["name"], "ok" if word == "here" else "wait", word, None,
+    found = [ShownNode("A", own["id"], own["name"], "ok" if word == "here" else "wait", word, None,
                   shards, own)]  # fmt: skip
     others = [peer for peer in picture.rows("peers") if peer["state"] != "this node"]
     # By ids, so that nobody's letter and colour change with a name; strangers behind all others.
@@ -141,7 +141,7 @@ def nodes(picture: Picture) -> list[Seen]:
         state, said = _health(peer)
         key = peer["id"] or peer["address"]
         held = _held(peer["shards"])
-        found.append(Seen(letter, key, peer["name"], state, said, peer["rtt_ms"], held, peer))
+        found.append(ShownNode(letter, key, peer["name"], state, said, peer["rtt_ms"], held, peer))
     return found
 
 
@@ -151,7 +151,7 @@ def coverages(picture: Picture) -> list[Coverage]:
     return [_coverage(model, seen) for model in picture.rows("models")]
 
 
-def bottleneck(generation: Mapping[str, Any], own_node: str = "") -> Bottleneck | None:
+def bottleneck(generation: Mapping[str, Any], own_node: str = "") -> SlowestHop | None:
     """The hop that takes the most of a step; None while none was timed.
 
     Between this machine, whose name is `own_node`, and itself there is no cable to blame.
@@ -169,17 +169,17 @@ def bottleneck(generation: Mapping[str, Any], own_node: str = "") -> Bottleneck 
     own = 1000 / speed - total if speed else 0.0
     if own > total:
         head = f"all hops take {ms(total)} a token, this machine {ms(own)}"
-        return Bottleneck(place, f"{head}; it runs embedding and head, ask from a faster one")
+        return SlowestHop(place, f"{head}; it runs embedding and head, ask from a faster one")
     if away > computing and hop["node"] == own_node:
-        return Bottleneck(place, f"{head}, {ms(away)} waiting; fewer answers at once would help")
+        return SlowestHop(place, f"{head}, {ms(away)} waiting; fewer answers at once would help")
     if away > computing:
-        return Bottleneck(place, f"{head}, {ms(away)} on the way; a cable would help")
+        return SlowestHop(place, f"{head}, {ms(away)} on the way; a cable would help")
     if len(route) > 1:
-        return Bottleneck(place, f"{head}, computing; fewer layers there would help")
-    return Bottleneck(place, f"{head}, computing; a faster machine would help")
+        return SlowestHop(place, f"{head}, computing; fewer layers there would help")
+    return SlowestHop(place, f"{head}, computing; a faster machine would help")
 
 
-def _coverage(model: Mapping[str, Any], seen: Sequence[Seen]) -> Coverage:
+def _coverage(model: Mapping[str, Any], seen: Sequence[ShownNode]) -> Coverage:
     total = model["total_layers"]
     holders = [""] * total
     for node in seen:

@@ -16,9 +16,9 @@ from tui.deployed import Deployed, deployed, known_models, what_ends
 from tui.picture import Picture
 from tui.screens.confirm import ConfirmScreen
 from tui.screens.screen import TopScreen
-from tui.screens.wish import Wanted, WishScreen
+from tui.screens.wish import ReplicaWish, WishScreen
 from tui.widgets.downloads import Downloads
-from tui.widgets.holdings import Holdings
+from tui.widgets.holdings import ModelHolders
 from tui.widgets.node_memory import NodeMemory
 from tui.widgets.on_disk import OnDisk
 from tui.widgets.spans import Spans
@@ -41,7 +41,7 @@ class ModelsScreen(TopScreen):
         with VerticalScroll(can_focus=True):
             yield Spans()
             yield Downloads()
-            yield Holdings()
+            yield ModelHolders()
             yield OnDisk()
             yield NodeMemory()
 
@@ -61,7 +61,7 @@ class ModelsScreen(TopScreen):
     def action_deploy(self) -> None:
         """Wish for a model; the estimate is shown before it is confirmed."""
 
-        def answered(wanted: Wanted | None) -> None:
+        def answered(wanted: ReplicaWish | None) -> None:
             if wanted is not None:
                 self._deploy(wanted)
 
@@ -74,7 +74,7 @@ class ModelsScreen(TopScreen):
         if chosen is None:
             return
 
-        def answered(wanted: Wanted | None) -> None:
+        def answered(wanted: ReplicaWish | None) -> None:
             if wanted is not None:
                 self._scale(chosen.key, wanted)
 
@@ -94,7 +94,7 @@ class ModelsScreen(TopScreen):
         question = what_ends(chosen, self.picture)
         self.app.push_screen(ConfirmScreen(question, "evict it"), answered)
 
-    async def _plan(self, wanted: Wanted) -> Mapping[str, Any]:
+    async def _plan(self, wanted: ReplicaWish) -> Mapping[str, Any]:
         """Raises MeshError."""
         plan: Mapping[str, Any] = clean(
             await self.daemon().plan(wanted.model, replicas=wanted.replicas)
@@ -102,13 +102,13 @@ class ModelsScreen(TopScreen):
         return plan
 
     @work(exclusive=True, group="wish", exit_on_error=False)
-    async def _deploy(self, wanted: Wanted) -> None:
+    async def _deploy(self, wanted: ReplicaWish) -> None:
         row = await self.ask(lambda client: client.deploy(wanted.model, replicas=wanted.replicas))
         if row is not None:
             self.notify(f"{wanted.model} is wished for; it comes up by itself.", markup=False)
 
     @work(exclusive=True, group="wish", exit_on_error=False)
-    async def _scale(self, deployment: str, wanted: Wanted) -> None:
+    async def _scale(self, deployment: str, wanted: ReplicaWish) -> None:
         row = await self.ask(lambda client: client.scale(deployment, wanted.replicas))
         if row is not None:
             words = f"{wanted.model}: {wanted.replicas} replica(s) are wished for."
@@ -131,8 +131,8 @@ class ModelsScreen(TopScreen):
         self.query_one(Spans).chosen = self.query_one(Table).chosen or ""
 
 
-def _wish(found: Deployed) -> Wanted:
-    return Wanted(found.model, found.wished)
+def _wish(found: Deployed) -> ReplicaWish:
+    return ReplicaWish(found.model, found.wished)
 
 
 def _row(found: Deployed) -> Row:

@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Static
 
-from tui.picture import Picture, Seen, nodes
+from tui.picture import Picture, ShownNode, nodes
 from tui.screens.confirm import ConfirmScreen
 from tui.screens.screen import TopScreen
 from tui.widgets.people import node_style
@@ -80,7 +80,7 @@ class NodesScreen(TopScreen):
             said = "It is out." if done.get("done") else f"{votes} more vote(s) are needed."
             self.notify(said, markup=False)
 
-    def _chosen(self) -> Seen | None:
+    def _chosen(self) -> ShownNode | None:
         key = self.query_one(Table).chosen
         return next((node for node in nodes(self.picture) if node.key == key), None)
 
@@ -89,7 +89,7 @@ class NodesScreen(TopScreen):
         self.query_one("#chosen", Static).update(Text() if chosen is None else _detail(chosen))
 
 
-def _row(node: Seen) -> tuple[Text, Text, Text, str, str, str]:
+def _row(node: ShownNode) -> tuple[Text, Text, Text, str, str, str]:
     state = Text(f"{GLYPHS[node.state]} {node.word.partition(':')[0]}", COLOURS[node.state])
     layers = ", ".join(f"{model} {span}" for model, span in node.shards)
     rtt = ms(node.rtt_ms) if node.letter != "A" else ""
@@ -103,7 +103,7 @@ def _row(node: Seen) -> tuple[Text, Text, Text, str, str, str]:
     )
 
 
-def _detail(node: Seen) -> Text:
+def _detail(node: ShownNode) -> Text:
     text = Text(f"{node.name} · {node.word} · {node.row.get('software') or 'version not known'}\n")
     text.append(f"id {node.key}\n", "dim")
     where = node.row.get("address") or node.row.get("endpoint") or "-"

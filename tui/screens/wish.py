@@ -24,14 +24,14 @@ _FIRST = "Enter shows what it would need and give; Enter again confirms it."
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ReplicaWish:
     """A model by its name, and how many replicas of it."""
 
     model: str
     replicas: int
 
 
-class WishScreen(ModalScreen[Wanted | None]):
+class WishScreen(ModalScreen[ReplicaWish | None]):
     """What is wished for, None when nothing. It can be confirmed once the estimate for the very
     same wish is there, or could not be had."""
 
@@ -39,10 +39,10 @@ class WishScreen(ModalScreen[Wanted | None]):
 
     def __init__(
         self,
-        plan: Callable[[Wanted], Awaitable[Mapping[str, Any]]],
+        plan: Callable[[ReplicaWish], Awaitable[Mapping[str, Any]]],
         title: str,
         known: Sequence[str] = (),
-        before: Wanted | None = None,
+        before: ReplicaWish | None = None,
     ) -> None:
         """`plan` answers as `POST /mesh/v1/plan` and raises MeshError; `known` names are suggested.
 
@@ -92,7 +92,7 @@ class WishScreen(ModalScreen[Wanted | None]):
     def on_button_pressed(self, event: Button.Pressed) -> None:
         """The mouse and Enter."""
         wanted = self._wanted()
-        if event.button.id == "yes" and isinstance(wanted, Wanted):
+        if event.button.id == "yes" and isinstance(wanted, ReplicaWish):
             self.dismiss(wanted)
         else:
             self.dismiss(None)
@@ -102,7 +102,7 @@ class WishScreen(ModalScreen[Wanted | None]):
         self.dismiss(None)
 
     @work(exclusive=True, group="estimate", exit_on_error=False)
-    async def _estimate(self, wanted: Wanted) -> None:
+    async def _estimate(self, wanted: ReplicaWish) -> None:
         try:
             plan = await self._plan(wanted)
         except MeshError as error:
@@ -126,7 +126,7 @@ class WishScreen(ModalScreen[Wanted | None]):
     def _least(self) -> int:
         return 1 if self._before is None else 0
 
-    def _wanted(self) -> Wanted | str:
+    def _wanted(self) -> ReplicaWish | str:
         """What the fields say, or what is wrong with that."""
         model = self.query_one("#model", Input).value.strip()
         if not model:
@@ -134,4 +134,4 @@ class WishScreen(ModalScreen[Wanted | None]):
         text = self.query_one("#replicas", Input).value.strip()
         if not text.isdecimal() or not self._least <= int(text) <= MOST:
             return f"Replicas: a number from {self._least} to {MOST}."
-        return Wanted(model, int(text))
+        return ReplicaWish(model, int(text))

@@ -11,7 +11,7 @@ from tui.widgets.people import node_style
 from tui.words import COLOURS, GLYPHS
 
 
-class Holdings(Drawn):
+class ModelHolders(Drawn):
     """Each model with its holders."""
 
     BORDER_TITLE = "models"

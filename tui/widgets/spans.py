@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 from textual.reactive import var
 
-from tui.deployed import Deployed, Part, deployed
+from tui.deployed import Deployed, DeployedSpan, deployed
 from tui.picture import Picture
 from tui.widgets.drawn import Drawn
 from tui.widgets.progress import progress
@@ -38,7 +38,7 @@ class Spans(Drawn):
         return Text("\n").join(lines)
 
 
-def _lines(found: Deployed, part: Part) -> list[Text]:
+def _lines(found: Deployed, part: DeployedSpan) -> list[Text]:
     line = Text(f"{GLYPHS[part.state]} ", COLOURS[part.state])
     if found.wished > 1:
         line.append(f"replica {part.replica} · ", "dim")
