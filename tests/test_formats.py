@@ -21,8 +21,17 @@ from mesh.discovery.greeting import PeerHello, from_hello, to_hello
 from mesh.events import decision, ephemera, types
 from mesh.events.decision import DecisionDraft, DecisionId
 from mesh.events.intake import Received
-from mesh.events.messages import Ask, Heads, Page, Probe, Probed, Pull, from_dict, to_dict
-from mesh.events.messages import Message as LogMessage
+from mesh.events.messages import (
+    Ask,
+    Heads,
+    LogMessage,
+    Page,
+    Probe,
+    Probed,
+    Pull,
+    from_dict,
+    to_dict,
+)
 from mesh.events.types import GENESIS, Draft, EventId
 from mesh.identity import decisions
 from mesh.identity.decisions import (

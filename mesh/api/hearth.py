@@ -13,7 +13,7 @@ from starlette.routing import Route
 from mesh.api.bodies import Strict, read_body
 from mesh.api.services import ApiSettings, HearthControl
 from mesh.errors import BadRequest
-from mesh.hearth.listing import Wanted
+from mesh.hearth.listing import LogFilter
 
 Body = TypeVar("Body", bound=Strict)
 Answer = Awaitable[dict[str, Any]]
@@ -78,7 +78,7 @@ def routes(control: HearthControl, settings: ApiSettings) -> list[Route]:
         if not (limit.isascii() and limit.isdecimal() and len(limit) < 6):
             raise BadRequest("limit= is no number.", fix="Send 1 to 200.", param="limit")
         author, kind, after = said.get("author"), said.get("type"), said.get("after")
-        return JSONResponse(await control.log(Wanted(author, kind, int(limit), after)))
+        return JSONResponse(await control.log(LogFilter(author, kind, int(limit), after)))
 
     async def invitation(request: Request) -> Response:
         return JSONResponse(await control.invitation(request.path_params["port"]))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mesh.accounts.ledger import ResourceLedger
-from mesh.hearth.listing import Wanted
+from mesh.hearth.listing import LogFilter
 from mesh.transfers.pulls import Pulls
 from mesh.types import GenerationRequest, StreamFrame
 
@@ -105,7 +105,7 @@ class HearthControl(Protocol):
         "name", "action", "voters", "needed"}], "out": [{"node_id", "name", "why", "forked_at"}],
         "models": [...], "shards": [...]}``: members, who is out and why, and the log's record."""
 
-    async def log(self, wanted: Wanted) -> dict[str, Any]:
+    async def log(self, wanted: LogFilter) -> dict[str, Any]:
         """A page of the signed log; see `mesh.hearth.listing.listing`."""
 
     async def invite(self, level: str | None, ttl_s: float | None) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from mesh.accounts.ledger import Resource, of_peer
 from mesh.errors import LimitReached, MeshError
 from mesh.events.log import EventLog, LogChange
-from mesh.events.messages import Ask, Heads, Message, Page, Probe, Pull
+from mesh.events.messages import Ask, Heads, LogMessage, Page, Probe, Pull
 from mesh.events.sync import CatchUp, answer_probe, heads_of, wants_something
 from mesh.types import NodeId
 
 logger = logging.getLogger(__name__)
 
-Send = Callable[[NodeId, Message], None]
+Send = Callable[[NodeId, LogMessage], None]
 """Queue a message to a linked peer; may raise a MeshError, never blocks."""
 
 _MAX_REQUESTS = 8
@@ -89,7 +89,7 @@ class LogGossip:
         if gone is not None:
             await _end(gone.tasks)
 
-    def receive(self, peer: NodeId, message: Message) -> None:
+    def receive(self, peer: NodeId, message: LogMessage) -> None:
         """A message has come; never blocks. What a peer sends too much of is dropped."""
         known = self._peers.get(peer)
         if known is not None and not self._log.muted(peer):
@@ -128,8 +128,8 @@ class _Peer:
         self._settings = means.settings
         self._rng = means.rng
         self._on_exchange = means.on_exchange
-        self._requests: asyncio.Queue[Message] = asyncio.Queue(_MAX_REQUESTS)
-        self._answers: asyncio.Queue[Message] = asyncio.Queue(1)
+        self._requests: asyncio.Queue[LogMessage] = asyncio.Queue(_MAX_REQUESTS)
+        self._answers: asyncio.Queue[LogMessage] = asyncio.Queue(1)
         self._number = 0
         self._expected = 0
         self._due = asyncio.Event()
@@ -139,7 +139,7 @@ class _Peer:
             asyncio.create_task(self._answer(), name=f"gossip answer {peer}"),
         ]
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: LogMessage) -> None:
         """Sort a message to the task it is for; drop it when that one is not ready for it."""
         if isinstance(message, Ask | Pull | Probe):
             with suppress(asyncio.QueueFull):
@@ -183,7 +183,7 @@ class _Peer:
                 return not turn.fruitless
             message = turn.send
 
-    async def _request(self, message: Message) -> Message:
+    async def _request(self, message: LogMessage) -> LogMessage:
         while not self._answers.empty():
             self._answers.get_nowait()
         self._expected = message.number
@@ -216,7 +216,7 @@ class _Peer:
         accounts.charge(peer, Resource.EVENT_BYTES_PER_MINUTE, size_bytes)
         return Page.of(pull.number, page)
 
-    async def _answer_to(self, request: Message) -> Message:
+    async def _answer_to(self, request: LogMessage) -> LogMessage:
         match request:
             case Pull():
                 return await self._answer_pull(request)

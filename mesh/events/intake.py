@@ -50,7 +50,7 @@ class Deliberated:
 
 
 @dataclass(slots=True)
-class Outcome:
+class IntakeOutcome:
     """What became of events a peer sent.
 
     `offered` are the authors of all that could be read, `diverged` those of whom the peer holds
@@ -62,7 +62,7 @@ class Outcome:
     offered: set[NodeId] = field(default_factory=set)
     diverged: set[NodeId] = field(default_factory=set)
 
-    def __iadd__(self, more: Outcome) -> Self:
+    def __iadd__(self, more: IntakeOutcome) -> Self:
         self.verdicts += more.verdicts
         self.decided += more.decided
         self.offered |= more.offered
@@ -108,9 +108,9 @@ class Intake:
         """Offer decisions, in a worker thread: it takes as long as they are entangled."""
         return Deliberated(tuple(self.docket.take(received)), self.docket.derive())
 
-    async def take(self, received: Received, source: NodeId, decided: Deliberated) -> Outcome:
+    async def take(self, received: Received, source: NodeId, decided: Deliberated) -> IntakeOutcome:
         """Offer events and proofs, after the decisions, which bring the keys for them."""
-        outcome = Outcome(decided=len(self.docket.fresh))
+        outcome = IntakeOutcome(decided=len(self.docket.fresh))
         self._proofs = []
         if outcome.decided:
             self.chains.follow(decided.membership)
@@ -197,7 +197,7 @@ class Intake:
         return max(1, self.chains.generation(author)), self.chains.stored(author) + 1
 
     def _take_event(
-        self, body: bytes, signature: bytes, source: NodeId, outcome: Outcome
+        self, body: bytes, signature: bytes, source: NodeId, outcome: IntakeOutcome
     ) -> EventVerdict:
         try:
             event = decode(body, signature)

@@ -25,7 +25,7 @@ from mesh.events.authoring import Author, LogSettings, Say
 from mesh.events.chains import Chains
 from mesh.events.decision import SignedDecision
 from mesh.events.docket import Docket, Signed
-from mesh.events.intake import Deliberated, Intake, Outcome, Received, Report
+from mesh.events.intake import Deliberated, Intake, IntakeOutcome, Received, Report
 from mesh.events.messages import Pull
 from mesh.events.rules import Membership, Rules, Verify
 from mesh.events.state import State
@@ -37,7 +37,7 @@ from mesh.events.store import (
     Store,
     WriteBatch,
 )
-from mesh.events.sync import Replica
+from mesh.events.sync import LogReplica
 from mesh.events.types import Event, Order, Payload, Sign
 from mesh.types import NodeId
 
@@ -77,7 +77,7 @@ class EventLog:
     ) -> None:
         self.chains: Chains = intake.chains
         self.docket: Docket = intake.docket
-        self.replica = Replica(intake.chains, intake.docket)
+        self.replica = LogReplica(intake.chains, intake.docket)
         self.on_change: list[Callable[[LogChange], None]] = []
         self._store = store
         self._intake = intake
@@ -171,12 +171,12 @@ class EventLog:
         done: SignedDecision = await self._enqueue(_OWN_FIRST, partial(self._decide, sign))
         return done
 
-    async def ingest(self, received: Received, source: NodeId) -> Outcome:
+    async def ingest(self, received: Received, source: NodeId) -> IntakeOutcome:
         """Take in what a peer sent; what is valid is on the disk when this returns.
 
         Raises LogFull, LogCorrupt, Busy. A muted peer's events are not even decoded.
         """
-        outcome = Outcome()
+        outcome = IntakeOutcome()
         for start in range(0, max(1, len(received.events)), _EVENTS_PER_JOB):
             part = Received(
                 received.events[start : start + _EVENTS_PER_JOB],
@@ -185,7 +185,9 @@ class EventLog:
             )
             if self.muted(source):
                 break
-            found: Outcome = await self._enqueue(_PEERS_NEXT, partial(self._ingest, part, source))
+            found: IntakeOutcome = await self._enqueue(
+                _PEERS_NEXT, partial(self._ingest, part, source)
+            )
             outcome += found
         return outcome
 
@@ -277,7 +279,7 @@ class EventLog:
         await self._committed()
         return decision
 
-    async def _ingest(self, received: Received, source: NodeId) -> Outcome:
+    async def _ingest(self, received: Received, source: NodeId) -> IntakeOutcome:
         self._begin()
         try:
             decided = Deliberated((), self.docket.membership)

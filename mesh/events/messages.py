@@ -60,7 +60,7 @@ Bodies = Annotated[tuple[tuple[Body, Signature], ...], Meta(max_length=MAX_PAGE_
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class LogMessage:
     """Root of what is said about the log; an answer has the number of what it answers."""
 
     number: Int63
@@ -69,16 +69,16 @@ class Message:
         _KINDS[cls.__name__.lower()] = cls
 
 
-_KINDS: dict[str, type[Message]] = {}
+_KINDS: dict[str, type[LogMessage]] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Ask(Message):
+class Ask(LogMessage):
     """Which heads do you have?"""
 
 
 @dataclass(frozen=True, slots=True)
-class Heads(Message):
+class Heads(LogMessage):
     """What a replica has.
 
     `heads` gives per author the last event that counts: generation, sequence number, first bytes of
@@ -96,7 +96,7 @@ class Heads(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Pull(Message):
+class Pull(LogMessage):
     """Send me these events (author, generation, first, last), fork proofs and decisions.
 
     At most one range and one proof per author, in the order of their names. Of decisions, `want`
@@ -112,7 +112,7 @@ class Pull(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Page(Message):
+class Page(LogMessage):
     """The first of what was pulled, as much as fits: decisions parents first, then events in
     canonical order. A proof is two events: body and signature of each."""
 
@@ -136,7 +136,7 @@ class Page(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Probe(Message):
+class Probe(LogMessage):
     """Which ids has the author's chain at these sequence numbers, each greater than the last?"""
 
     author: Author
@@ -145,7 +145,7 @@ class Probe(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Probed(Message):
+class Probed(LogMessage):
     """The first bytes of the ids asked for, as far as they are there."""
 
     author: Author
@@ -156,14 +156,14 @@ _KEYED = {"heads", "forks", "hashes"}
 """The fields that are dicts here and rows in the map."""
 
 
-def to_dict(message: Message) -> dict[str, Any]:
+def to_dict(message: LogMessage) -> dict[str, Any]:
     """The wire form: a map of msgpack values, at most about 240 KiB."""
     form = type(message)
     values = {name: _rows(getattr(message, name)) for name in codec.field_names(form)}
     return {"kind": form.__name__.lower(), **values}
 
 
-def from_dict(fields: object) -> Message:
+def from_dict(fields: object) -> LogMessage:
     """Read a wire form, strictly. Raises BadFrame."""
     try:
         if not isinstance(fields, dict):

@@ -24,7 +24,7 @@ _OURS = Principal(PrincipalKind.LOCAL, "log")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class WaitingEvent:
     """One waiting event, who sent it, the monotonic second at which it is given up, its bytes."""
 
     event: Event
@@ -42,7 +42,7 @@ class PendingEvents:
     def __init__(self, clock: Clock, accounts: ResourceLedger) -> None:
         self._clock = clock
         self._accounts = accounts
-        self._held: dict[NodeId, dict[EventId, Held]] = {}
+        self._held: dict[NodeId, dict[EventId, WaitingEvent]] = {}
 
     def __len__(self) -> int:
         return sum(len(held) for held in self._held.values())
@@ -77,11 +77,11 @@ class PendingEvents:
             room = self._accounts.hold(sender, Resource.EVENT_BYTES_WAITING, len(event.body))
         except Busy:
             return False
-        entry = Held(event, source, until or self._clock.monotonic() + HELD_S, room)
+        entry = WaitingEvent(event, source, until or self._clock.monotonic() + HELD_S, room)
         self._held.setdefault(event.author, {})[event.id] = entry
         return True
 
-    def take(self, author: NodeId, upto: int) -> Iterator[Held]:
+    def take(self, author: NodeId, upto: int) -> Iterator[WaitingEvent]:
         """Remove and give an author's events up to a sequence number, in the chain's order."""
         held = self._held.get(author, {})
         ready = [entry for entry in held.values() if entry.event.seq <= upto]

@@ -15,7 +15,7 @@ from mesh.errors import BadFrame
 from mesh.events.chains import Chains
 from mesh.events.decision import DecisionId
 from mesh.events.docket import Docket
-from mesh.events.intake import Outcome, Received
+from mesh.events.intake import IntakeOutcome, Received
 from mesh.events.messages import (
     HASH_BYTES,
     MAX_AUTHORS,
@@ -23,7 +23,7 @@ from mesh.events.messages import (
     MAX_TIPS,
     Ask,
     Heads,
-    Message,
+    LogMessage,
     Page,
     Probe,
     Probed,
@@ -39,7 +39,7 @@ what shows why something that was refused before is needed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class LogReplica:
     """What an exchange reads of this node's log."""
 
     chains: Chains
@@ -53,7 +53,7 @@ class Turn:
     `fruitless` says that the peer announced what it could not show.
     """
 
-    send: Message | None = None
+    send: LogMessage | None = None
     ingest: Received | None = None
     fruitless: bool = False
 
@@ -81,11 +81,11 @@ class _Search:
 class CatchUp:
     """One catching-up with one peer; at most one per peer may run at a time."""
 
-    def __init__(self, number: int, replica: Replica) -> None:
+    def __init__(self, number: int, replica: LogReplica) -> None:
         self.number = number
         self._replica = replica
         self._theirs: Heads | None = None
-        self._waiting: Message = Ask(number)
+        self._waiting: LogMessage = Ask(number)
         self._wanted: dict[NodeId, Place] = {}
         self._given_up: set[NodeId] = set()
         self._proofs_asked: set[NodeId] = set()
@@ -95,11 +95,11 @@ class CatchUp:
         self._idle = 0
         self._fruitless = False
 
-    def start(self) -> Message:
+    def start(self) -> LogMessage:
         """The first message."""
         return self._waiting
 
-    def receive(self, message: Message) -> Turn:
+    def receive(self, message: LogMessage) -> Turn:
         """The peer's answer. Raises BadFrame when it answers something else."""
         match message, self._waiting:
             case Heads(), Ask():
@@ -115,7 +115,7 @@ class CatchUp:
             fix="Run the same hearthnet version on both machines.",
         )
 
-    def ingested(self, outcome: Outcome) -> Turn:
+    def ingested(self, outcome: IntakeOutcome) -> Turn:
         """The page's events have been judged."""
         chains = self._replica.chains
         if isinstance(self._waiting, Pull) and self._waiting.want:
@@ -154,7 +154,7 @@ class CatchUp:
             return None
         return Pull(self.number, want=tuple(want[:MAX_TIPS]), have=docket.tips[:MAX_TIPS])
 
-    def _next_search(self) -> Message | None:
+    def _next_search(self) -> LogMessage | None:
         chains = self._replica.chains
         while self._searches:
             search = self._searches[0]
@@ -222,7 +222,7 @@ def missing(chains: Chains, theirs: Heads, but: Iterable[NodeId] = ()) -> Iterab
             yield author, generation, height + 1, last
 
 
-def conflicting(replica: Replica, theirs: Heads) -> Iterable[NodeId]:
+def conflicting(replica: LogReplica, theirs: Heads) -> Iterable[NodeId]:
     """Authors of whom the peer holds another chain than this replica."""
     chains = replica.chains
     for author, (generation, seq, short) in theirs.heads.items():
@@ -240,7 +240,7 @@ def unproven(chains: Chains, theirs: Heads) -> Iterable[NodeId]:
             yield author
 
 
-def wants_something(replica: Replica, theirs: Heads) -> bool:
+def wants_something(replica: LogReplica, theirs: Heads) -> bool:
     """Whether an exchange with a peer of these heads would bring anything."""
     return (
         bool(replica.docket.lacks(theirs.tips))
@@ -250,7 +250,7 @@ def wants_something(replica: Replica, theirs: Heads) -> bool:
     )
 
 
-def heads_of(replica: Replica, number: int) -> Heads:
+def heads_of(replica: LogReplica, number: int) -> Heads:
     """This replica's heads as a message."""
     found = replica.chains.heads().items()
     heads = {author: (at, seq, full[:HASH_BYTES]) for author, (at, seq, full) in found}

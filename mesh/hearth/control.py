@@ -11,7 +11,7 @@ from typing import Any
 from mesh.errors import BadRequest, NotFound
 from mesh.events.types import TOKEN_REVOKED
 from mesh.hearth.hearth import Hearth
-from mesh.hearth.listing import Wanted, listing
+from mesh.hearth.listing import LogFilter, listing
 from mesh.hearth.network import Network
 from mesh.identity.decisions import LevelChanged, Readmitted, Revoked
 from mesh.identity.fingerprints import fingerprint
@@ -72,7 +72,7 @@ class Control:
             ],
         }
 
-    async def log(self, wanted: Wanted) -> dict[str, Any]:
+    async def log(self, wanted: LogFilter) -> dict[str, Any]:
         """A page of the signed log; see `mesh.hearth.listing.listing`."""
         hearth = self._network.require_hearth()
         return await listing(hearth.log, wanted, partial(_name, hearth.roster))

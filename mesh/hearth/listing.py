@@ -30,7 +30,7 @@ Named = Callable[[NodeId], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LogFilter:
     """A filter: an author's id or name, a type or the beginning of one; at most so many entries of
     each kind; and what the page before said is next."""
 
@@ -40,7 +40,7 @@ class Wanted:
     after: str | None = None
 
 
-async def listing(log: EventLog, wanted: Wanted, named: Named) -> dict[str, Any]:
+async def listing(log: EventLog, wanted: LogFilter, named: Named) -> dict[str, Any]:
     """``{"decisions": [...], "facts": [...], "next": text | None}``, newest first.
 
     A row is ``{"id", "kind": decision or fact, "author", "author_name", "at", "type", "place",
@@ -62,7 +62,7 @@ async def listing(log: EventLog, wanted: Wanted, named: Named) -> dict[str, Any]
 
 
 async def _facts(
-    log: EventLog, wanted: Wanted, before: Order | None, limit: int, named: Named
+    log: EventLog, wanted: LogFilter, before: Order | None, limit: int, named: Named
 ) -> tuple[list[dict[str, Any]], Order | None]:
     """The rows, and the place before which there may be more; None at the end."""
     rows: list[dict[str, Any]] = []
@@ -82,7 +82,7 @@ async def _facts(
     return rows, before
 
 
-def _is_wanted(entry: Event | SignedDecision, wanted: Wanted, named: Named) -> bool:
+def _is_wanted(entry: Event | SignedDecision, wanted: LogFilter, named: Named) -> bool:
     if wanted.kind is not None and not entry.type.startswith(wanted.kind):
         return False
     author = wanted.author

@@ -14,7 +14,7 @@ from typing import Any
 from mesh.events import apply as applying
 from mesh.events.docket import Docket
 from mesh.events.gossip import GossipSettings, LogGossip
-from mesh.events.messages import Message, from_dict, to_dict
+from mesh.events.messages import LogMessage, from_dict, to_dict
 from mesh.events.state import State
 from mesh.events.types import MODEL_PUBLISHED, Event
 from mesh.identity.membership import HearthRules
@@ -102,7 +102,7 @@ async def _converge(directory: Path) -> dict[str, float]:
     gossips: dict[NodeId, LogGossip] = {}
 
     def sender(own: NodeId) -> Any:
-        def send(peer: NodeId, message: Message) -> None:
+        def send(peer: NodeId, message: LogMessage) -> None:
             wire = to_dict(message)
             loop = asyncio.get_running_loop()
             loop.call_soon(lambda: gossips[peer].receive(own, from_dict(wire)))

@@ -22,12 +22,12 @@ from mesh.events.decision import DecisionDraft, SignedDecision
 from mesh.events.decision import seal as seal_decision
 from mesh.events.docket import Docket
 from mesh.events.graph import Graph
-from mesh.events.intake import Intake, Outcome, Received, Report
+from mesh.events.intake import Intake, IntakeOutcome, Received, Report
 from mesh.events.log import EventLog
-from mesh.events.messages import Ask, Message, Page, Probe, Pull, from_dict, to_dict
+from mesh.events.messages import Ask, LogMessage, Page, Probe, Pull, from_dict, to_dict
 from mesh.events.state import AuthorFold, State
 from mesh.events.store import MAX_PAGE_EVENTS
-from mesh.events.sync import CatchUp, Replica, answer_probe, heads_of
+from mesh.events.sync import CatchUp, LogReplica, answer_probe, heads_of
 from mesh.events.types import (
     GENESIS,
     MODEL_PUBLISHED,
@@ -246,7 +246,7 @@ class MemoryReplica:
         self.reports: list[Report] = []
         self.docket = Docket(HEARTH, HearthRules(HEARTH))
         self.chains = Chains(HEARTH, self.docket.membership, self.verifier, self.clock, accounts)
-        self.replica = Replica(self.chains, self.docket)
+        self.replica = LogReplica(self.chains, self.docket)
         self.intake = Intake(self.docket, self.chains, self.clock, self.reports.append)
         self.rows: dict[NodeId, list[Event]] = {}
         self.proofs: dict[NodeId, tuple[Event, Event]] = {}
@@ -260,10 +260,10 @@ class MemoryReplica:
         assert isinstance(self.docket.membership, Roster)
         return self.docket.membership
 
-    def take(self, events: Sequence[Record], source: str = "peer") -> Outcome:
+    def take(self, events: Sequence[Record], source: str = "peer") -> IntakeOutcome:
         return self.receive(received(events), source)
 
-    def receive(self, received: Received, source: str = "peer") -> Outcome:
+    def receive(self, received: Received, source: str = "peer") -> IntakeOutcome:
         self.chains.begin()
         self.docket.begin()
         decided = self.intake.deliberate(received.decisions)
@@ -285,7 +285,7 @@ class MemoryReplica:
     async def _stored(self, author: NodeId, seq: int) -> Event | None:
         return self.rows[author][seq - 1]
 
-    def answer(self, request: Message) -> Message:
+    def answer(self, request: LogMessage) -> LogMessage:
         match request:
             case Pull():
                 return Page.of(request.number, self._page(request))

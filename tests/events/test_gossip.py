@@ -11,7 +11,7 @@ from pathlib import Path
 from mesh.errors import LinkLost
 from mesh.events.gossip import GossipSettings, LogGossip
 from mesh.events.intake import Received
-from mesh.events.messages import Ask, Heads, Message, Page, Pull, from_dict, to_dict
+from mesh.events.messages import Ask, Heads, LogMessage, Page, Pull, from_dict, to_dict
 from mesh.events.types import MODEL_PUBLISHED, decode
 from mesh.types import NodeId
 from tests.events.support import (
@@ -34,7 +34,7 @@ class Network:
     def __init__(self) -> None:
         self.nodes: dict[NodeId, tuple[Node, LogGossip]] = {}
         self.cut: set[frozenset[NodeId]] = set()
-        self.sent: list[tuple[NodeId, NodeId, Message]] = []
+        self.sent: list[tuple[NodeId, NodeId, LogMessage]] = []
 
     def add(self, node: Node) -> LogGossip:
         own = node.author.id
@@ -49,7 +49,7 @@ class Network:
         self.nodes[own] = (node, gossip)
         return gossip
 
-    def _send(self, source: NodeId, target: NodeId, message: Message) -> None:
+    def _send(self, source: NodeId, target: NodeId, message: LogMessage) -> None:
         if frozenset((source, target)) in self.cut:
             raise LinkLost("The cable is out.", fix="Put it in.")
         self.sent.append((source, target, message))
@@ -145,7 +145,7 @@ async def test_one_question_at_a_time_and_pages_are_bounded(tmp_path: Path) -> N
 
 async def test_only_the_answer_to_the_open_question_is_heard(tmp_path: Path) -> None:
     node = await open_node(tmp_path / "events.db", 9)
-    sent: asyncio.Queue[Message] = asyncio.Queue()
+    sent: asyncio.Queue[LogMessage] = asyncio.Queue()
     gossip = LogGossip(node.log, lambda _, message: sent.put_nowait(message), SETTINGS)
     peer, (founder,) = NodeId("peer"), household(1)[1]
     event = founder.publish("m")

@@ -73,7 +73,7 @@ class Member:
         heard = [self.heard.get_nowait() for _ in range(self.heard.qsize())]
         return [m for m in heard if isinstance(m, Gossip) and m.body["kind"] == "page"]
 
-    async def answer(self, number: int) -> messages.Message:
+    async def answer(self, number: int) -> messages.LogMessage:
         """What answers the question of this number."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
@@ -137,5 +137,5 @@ async def opened(logs: Path) -> AsyncIterator[Door]:
         await hearth.close()
 
 
-def _gossip(message: messages.Message) -> Gossip:
+def _gossip(message: messages.LogMessage) -> Gossip:
     return Gossip(messages.to_dict(message))

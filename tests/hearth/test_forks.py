@@ -15,7 +15,7 @@ from mesh.cli import members
 from mesh.clock import SystemClock
 from mesh.errors import BadRequest, LogForked, LogRefused, UntrustedPeer
 from mesh.events.intake import Report
-from mesh.events.messages import Message, Pull, from_dict, to_dict
+from mesh.events.messages import LogMessage, Pull, from_dict, to_dict
 from mesh.hearth.control import Control
 from mesh.hearth.founding import found
 from mesh.hearth.hearth import Hearth, Waits
@@ -72,7 +72,7 @@ def link(*hearths: Hearth) -> None:
     loop = asyncio.get_running_loop()
     for own in hearths:
 
-        def send(peer: Any, message: Message, own: Hearth = own) -> None:
+        def send(peer: Any, message: LogMessage, own: Hearth = own) -> None:
             wire = to_dict(from_dict(to_dict(message)))
             loop.call_soon(by_id[peer].receive, own.key.node_id, wire)
 

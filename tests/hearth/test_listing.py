@@ -11,7 +11,7 @@ import pytest
 from mesh.errors import BadRequest
 from mesh.events.log import EventLog
 from mesh.events.types import MODEL_PUBLISHED, STEERING_PUBLISHED
-from mesh.hearth.listing import Wanted, listing
+from mesh.hearth.listing import LogFilter, listing
 from mesh.types import NodeId
 from tests.events.support import Author, Node, found, let_in, open_node
 
@@ -34,7 +34,7 @@ async def log(tmp_path: Path) -> EventLog:
 async def pages(log: EventLog, **wanted: Any) -> list[dict[str, Any]]:
     found_pages, after = [], None
     while True:
-        page = await listing(log, Wanted(**wanted, after=after), named)
+        page = await listing(log, LogFilter(**wanted, after=after), named)
         found_pages.append(page)
         after = page["next"]
         if after is None:
@@ -74,4 +74,4 @@ async def test_the_filter_holds(
 @pytest.mark.parametrize("after", ["x", "1", "1.2", "1.a.b.c", "-1.", "²."])
 async def test_a_place_that_is_none_is_refused(log: EventLog, after: str) -> None:
     with pytest.raises(BadRequest):
-        await listing(log, Wanted(after=after), named)
+        await listing(log, LogFilter(after=after), named)

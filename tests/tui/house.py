@@ -10,7 +10,7 @@ from typing import Any
 from mesh.clock import SystemClock
 from mesh.errors import NotFound
 from mesh.health.eventstream import EventFeed
-from mesh.hearth.listing import Wanted
+from mesh.hearth.listing import LogFilter
 from mesh.types import Principal
 from tests.fakes import ScriptedView
 
@@ -248,7 +248,7 @@ class Hearth:
 
     def __init__(self) -> None:
         self.out: list[str] = []
-        self.wanted: list[Wanted] = []
+        self.wanted: list[LogFilter] = []
 
     def view(self) -> dict[str, Any]:
         return {}
@@ -260,7 +260,7 @@ class Hearth:
         self.out.append(who)
         return {"done": True, "action": "revoke", "votes_missing": 0, "member": {}}
 
-    async def log(self, wanted: Wanted) -> dict[str, Any]:
+    async def log(self, wanted: LogFilter) -> dict[str, Any]:
         self.wanted.append(wanted)
         row = {"id": "00", "kind": "decision", "author": SOFA, "author_name": "sofa",
                "at": MOMENT.isoformat(), "type": "member.added", "place": "2",

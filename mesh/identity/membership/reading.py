@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mesh.identity.decisions import Founded, LevelChanged, Revoked
 from mesh.identity.membership.acts import Acts
-from mesh.identity.membership.resolve import Holding, Resolver
+from mesh.identity.membership.resolve import Resolver, RulingsInForce
 from mesh.identity.membership.rulings import Matter, Ruling, RulingKind, Votes
 from mesh.identity.roster import Cut, Member, Pending, Roster, TrustLevel
 from mesh.types import NodeId
@@ -67,7 +67,7 @@ class Court:
         return {act.member.node_id: act.member for act in firsts if act.member is not None}
 
     def _put_out(
-        self, holding: Holding, holds: Mapping[int, bool]
+        self, holding: RulingsInForce, holds: Mapping[int, bool]
     ) -> tuple[dict[NodeId, Cut], frozenset[NodeId]]:
         """The ends of those who are out, and which of them are frozen."""
         cuts: dict[NodeId, Cut] = {}
@@ -94,7 +94,9 @@ class Court:
                 decided.add(ruling.subject)
         return cuts, frozenset(cuts.keys() - decided)
 
-    def _levels(self, holding: Holding, holds: Mapping[int, bool]) -> dict[NodeId, TrustLevel]:
+    def _levels(
+        self, holding: RulingsInForce, holds: Mapping[int, bool]
+    ) -> dict[NodeId, TrustLevel]:
         """The levels below anchor, by the newest words about them; of several the lowest."""
         said: dict[NodeId, list[tuple[int, TrustLevel]]] = {}
         for node, acts in self.acts.letting_in.items():
@@ -117,7 +119,7 @@ class Court:
         return {node: _newest(words) for node, words in said.items()}
 
     def _pending(
-        self, mask: int, holding: Holding, members: Iterable[NodeId]
+        self, mask: int, holding: RulingsInForce, members: Iterable[NodeId]
     ) -> tuple[Pending, ...]:
         waiting = []
         within = set(members)
@@ -140,7 +142,7 @@ class Court:
         }
 
 
-def _is_done(matter: Matter, holding: Holding) -> bool:
+def _is_done(matter: Matter, holding: RulingsInForce) -> bool:
     match matter.kind:
         case RulingKind.PROMOTE:
             return matter.subject in holding.counted
@@ -152,7 +154,7 @@ def _is_done(matter: Matter, holding: Holding) -> bool:
             return False
 
 
-def _level(node: NodeId, below: TrustLevel, holding: Holding) -> TrustLevel:
+def _level(node: NodeId, below: TrustLevel, holding: RulingsInForce) -> TrustLevel:
     if node in holding.anchors:
         return TrustLevel.ANCHOR
     return TrustLevel.MEMBER if node in holding.forked else below

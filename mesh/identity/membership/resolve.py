@@ -41,7 +41,7 @@ class Era:
     roots: tuple[Ruling, ...]
     recoveries: int = 0
     boundary: int = 0
-    before: Holding | None = None
+    before: RulingsInForce | None = None
 
     def is_current(self, act: Act) -> bool:
         """Whether an act outside of the boundary was signed in this era."""
@@ -58,7 +58,7 @@ class Era:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class RulingsInForce:
     """The rulings and anchors that hold in a set of decisions.
 
     `anchors` decide. `counted` are those and the frozen and forked ones: all that count when votes
@@ -189,7 +189,7 @@ class Resolver:
         self.two_signatures = True
         self._acts = acts
         self._votes = votes
-        self._known: dict[tuple[int, int], Holding] = {}
+        self._known: dict[tuple[int, int], RulingsInForce] = {}
         self._relevant = 0
         self._candidates: set[NodeId] = set()
 
@@ -202,7 +202,7 @@ class Resolver:
             self._known.clear()
         self._known = {key: held for key, held in self._known.items() if not key[0] & ~kept}
 
-    def holding(self, mask: int) -> Holding:
+    def holding(self, mask: int) -> RulingsInForce:
         """What holds in a set that has with each act all before it, and the founding."""
         key = self._key(mask)
         found = self._known.get(key)
@@ -266,7 +266,7 @@ class Resolver:
         if is_relevant:
             self._relevant |= act.bit
 
-    def _resolve(self, mask: int) -> Holding:
+    def _resolve(self, mask: int) -> RulingsInForce:
         era = self._era(mask)
         rulings = sorted(
             (ruling for ruling in self._votes.about_candidates() if self._is_of(ruling, mask, era)),
@@ -320,7 +320,7 @@ class Resolver:
 
     def _holding(
         self, mask: int, era: Era, decided: Sequence[Ruling], possible: Sequence[Ruling]
-    ) -> Holding:
+    ) -> RulingsInForce:
         reading = Reading(self._acts, mask, era, possible)
         for ruling in decided:
             reading.find(ruling)
@@ -339,7 +339,7 @@ class Resolver:
         }
         forked = frozenset(node for node in counted if self._is_forked(node, mask, era, decided))
         earlier = era.before
-        return Holding(
+        return RulingsInForce(
             frozenset(alive) - forked,
             frozenset(counted),
             forked,

@@ -212,7 +212,7 @@ class Node:
             task.add_done_callback(self._background.discard)
             self.fell(peer)
 
-    def say(self, peer: NodeId, message: messages.Message) -> None:
+    def say(self, peer: NodeId, message: messages.LogMessage) -> None:
         link = self.links.get(peer)
         if link is None:
             raise LinkLost(f"There is no link to {peer}.", fix="It is dialled again.")
