@@ -18,7 +18,7 @@ from torch import nn
 
 from mesh.errors import BadRequest, MeshError
 from mesh.interventions.hop import CPU, Header, JobHop
-from mesh.shard.taps.codec import Buffers, Kind, Path, Reader, Staying, Writer, is_cache
+from mesh.shard.taps.codec import Buffers, EncodedKind, Path, Reader, Staying, Writer, is_cache
 
 if TYPE_CHECKING:
     from mesh.interventions.caches import Caches
@@ -196,9 +196,9 @@ class Hooks:
 
     def _other(self, value: Any, _path: Path) -> list[Any]:
         if is_cache(value):
-            return [int(Kind.CACHE), self._caches.number_of(value)]
+            return [int(EncodedKind.CACHE), self._caches.number_of(value)]
         if isinstance(value, Staying):
-            return [int(Kind.KEPT), value.number]
+            return [int(EncodedKind.KEPT), value.number]
         raise BadRequest(
             f"A {type(value).__name__} cannot be sent to the machine that holds the layer.",
             fix="Use tensors, numbers, text and containers of them.",
@@ -206,7 +206,7 @@ class Hooks:
 
     def _reader(self, hop: JobHop, buffers: Buffers) -> Reader:
         def other(data: list[Any], _path: Path) -> Any:
-            if data[0] == Kind.CACHE:
+            if data[0] == EncodedKind.CACHE:
                 return self._caches.by_number(int(data[1]))
             return Staying(int(data[1]), str(data[2]))
 

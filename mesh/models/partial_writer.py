@@ -48,7 +48,7 @@ _SPARE_BYTES = 64 << 20
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 
 
-class Outcome(Enum):
+class WriteOutcome(Enum):
     """What became of bytes that were put in."""
 
     WRITTEN = auto()
@@ -135,7 +135,7 @@ class PartialWriter:
                 fix="Free some room, remove models with `hearthnet rm`, or fetch fewer layers.",
             )
 
-    def put(self, name: str, start: int, parts: Sequence[Buffer]) -> Outcome:
+    def put(self, name: str, start: int, parts: Sequence[Buffer]) -> WriteOutcome:
         """Write one piece of a tensor, whose bytes are `parts` in a row; verify the tensor when it
         was the last. Raises DiskFull.
 
@@ -145,18 +145,18 @@ class PartialWriter:
         with self._working():
             return self._put(self.tensors[name], start, parts)
 
-    def _put(self, entry: TensorEntry, start: int, parts: Sequence[Buffer]) -> Outcome:
+    def _put(self, entry: TensorEntry, start: int, parts: Sequence[Buffer]) -> WriteOutcome:
         name, size = entry.name, sum(map(len, parts))
         if start == 0 and size == entry.nbytes:
             return self._put_whole(entry, parts)
         piece = start // PIECE_BYTES
         with self._guard:
             if self.has(name):
-                return Outcome.COMPLETE
+                return WriteOutcome.COMPLETE
             known = self._unfinished.setdefault(name, _Unfinished(entry, set()))
             # What was hashed as it came is not looked at again: nothing may be put over it.
             if piece in known.pieces or piece in known.begun:
-                return Outcome.WRITTEN
+                return WriteOutcome.WRITTEN
             known.begun.add(piece)
         self._write_at(entry, start, parts)
         with known.lock:
@@ -166,23 +166,23 @@ class PartialWriter:
             known.pieces.add(piece)
             self._note(f"p {self._index[name]} {piece}")
             if len(known.pieces) < len(pieces_of(entry.nbytes)):
-                return Outcome.WRITTEN
+                return WriteOutcome.WRITTEN
             return self._verify(known)
 
-    def _put_whole(self, entry: TensorEntry, parts: Sequence[Buffer]) -> Outcome:
+    def _put_whole(self, entry: TensorEntry, parts: Sequence[Buffer]) -> WriteOutcome:
         if _updated(hashlib.sha256(), parts).hexdigest() != self.record.tensors[entry.name]:
-            return Outcome.WRONG
+            return WriteOutcome.WRONG
         if self.has(entry.name):
-            return Outcome.COMPLETE
+            return WriteOutcome.COMPLETE
         self._write_at(entry, 0, parts)
         self._note(f"p {self._index[entry.name]} 0")
         return self._keep(entry)
 
-    def settle(self, name: str) -> Outcome:
+    def settle(self, name: str) -> WriteOutcome:
         """Verify a tensor all of whose pieces were here when this was opened; as `put`."""
         known = self._unfinished.get(name)
         if known is None:
-            return Outcome.COMPLETE if self.has(name) else Outcome.WRITTEN
+            return WriteOutcome.COMPLETE if self.has(name) else WriteOutcome.WRITTEN
         with self._working(), known.lock:
             return self._verify(known)
 
@@ -278,19 +278,19 @@ class PartialWriter:
                 self._at_work -= 1
                 self._idle.notify_all()
 
-    def _keep(self, entry: TensorEntry) -> Outcome:
+    def _keep(self, entry: TensorEntry) -> WriteOutcome:
         with self._guard:
             self._unfinished.pop(entry.name, None)
             self._verified[entry.name] = entry
             is_much = sum(each.nbytes for each in self._verified.values()) >= _COMMIT_BYTES
         if is_much:
             self._commit()
-        return Outcome.COMPLETE
+        return WriteOutcome.COMPLETE
 
-    def _verify(self, known: _Unfinished) -> Outcome:
+    def _verify(self, known: _Unfinished) -> WriteOutcome:
         entry = known.entry
         if self.has(entry.name):
-            return Outcome.COMPLETE
+            return WriteOutcome.COMPLETE
         self._hash(known.digest, entry, known.hashed, entry.nbytes)
         if known.digest.hexdigest() == self.record.tensors[entry.name]:
             return self._keep(entry)
@@ -299,7 +299,7 @@ class PartialWriter:
             for index, (start, stop) in enumerate(pieces_of(entry.nbytes))
         }
         self.void(entry.name)
-        return Outcome.WRONG
+        return WriteOutcome.WRONG
 
     def _digest(self, entry: TensorEntry, start: int, stop: int) -> str:
         digest = hashlib.sha256()

@@ -28,7 +28,7 @@ from mesh.shard.compiled.parts import (
 )
 from mesh.shard.kv import SessionCache
 from mesh.shard.linear import Place
-from mesh.shard.packed import Rows
+from mesh.shard.packed import PackedRows
 from mesh.shard.selfcheck import rope_types
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
@@ -250,13 +250,13 @@ def _feed_forward(part: FeedForward) -> Product:
 def _product(linears: Sequence[Any]) -> Product:
     """Their product: one for all of them. Raises NotCompilable when there is none."""
     first = linears[0]
-    if not isinstance(first, Rows):
+    if not isinstance(first, PackedRows):
         if len(linears) > 1:
             raise NotCompilable("its products are not packed together")
         forward: Product = first.forward
         return forward
     whole = first.whole
-    if any(not isinstance(each, Rows) or each.whole is not whole for each in linears):
+    if any(not isinstance(each, PackedRows) or each.whole is not whole for each in linears):
         raise NotCompilable("its products are packed otherwise")
     return whole.forward
 

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mesh.models.progress import Progress
 from mesh.shard.device import DTYPES, short_dtype_name
-from mesh.shard.packed import HalvedLinear, Packed, PackedLinear, Rows
+from mesh.shard.packed import HalvedLinear, Packed, PackedLinear, PackedRows
 
 PLAIN = "plain"
 PACKED = "onednn-packed"
@@ -118,7 +118,7 @@ def choose_kernels(
 
 
 def _packed_parts(module: nn.Module) -> list[PackedLinear]:
-    wholes = (part.whole if isinstance(part, Rows) else part for part in module.modules())
+    wholes = (part.whole if isinstance(part, PackedRows) else part for part in module.modules())
     return list(dict.fromkeys(part for part in wholes if isinstance(part, PackedLinear)))
 
 
@@ -210,7 +210,7 @@ def _replace(group: list[Place], kind: type[Packed]) -> bool:
         return False
     first = 0
     for (parent, name), rows in zip(group, weights, strict=True):
-        setattr(parent, name, packed if len(group) == 1 else Rows(packed, first, len(rows)))
+        setattr(parent, name, packed if len(group) == 1 else PackedRows(packed, first, len(rows)))
         first += len(rows)
     return True
 

@@ -109,7 +109,7 @@ def _alike_rows() -> Sequence[int]:
     return alike_rows(lambda rows: _fbgemm(rows, packed), weight.shape[1], _ALIKE_ROWS)
 
 
-class Rows(nn.Module):
+class PackedRows(nn.Module):
     """The rows `first`.. of a product that is packed as one, as the linear layer they were.
 
     Computes the whole of it: for what goes through a model's own modules.

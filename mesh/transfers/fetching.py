@@ -17,7 +17,7 @@ from pathlib import Path
 from mesh.errors import InternalError, MeshError, TransferFailed, as_mesh_error
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import PIECE_BYTES
-from mesh.models.partial_writer import Outcome, PartialWriter, pieces_of
+from mesh.models.partial_writer import PartialWriter, WriteOutcome, pieces_of
 from mesh.processes.tasks import end, spawn
 from mesh.transfers.asking import Parts, Source
 from mesh.transfers.documents import wanted_tensors
@@ -264,9 +264,9 @@ class Fetch:
         assert self._plan is not None  # noqa: S101 - as above
         assert self._writer is not None  # noqa: S101 - as above
         outcome = await asyncio.to_thread(self._writer.put, piece.tensor, piece.start, data)
-        if outcome is Outcome.WRONG:
+        if outcome is WriteOutcome.WRONG:
             self._expel(self._plan.wrong(piece.tensor), piece.tensor)
-        elif outcome is Outcome.COMPLETE:
+        elif outcome is WriteOutcome.COMPLETE:
             differing = await asyncio.to_thread(self._writer.differing, piece.tensor)
             starts = [index * PIECE_BYTES for index in differing]
             self._expel(self._plan.right(piece.tensor, starts), piece.tensor)
@@ -296,7 +296,7 @@ def _plan_for(writer: PartialWriter, manifest: Manifest, wanted: WantedLayers) -
     missing: dict[str, tuple[list[Piece], list[Piece]]] = {}
     for name in names:
         left = writer.missing(name)
-        if not left and writer.settle(name) is Outcome.COMPLETE:
+        if not left and writer.settle(name) is WriteOutcome.COMPLETE:
             continue
         pieces = [Piece(name, *place) for place in pieces_of(manifest.tensors[name].nbytes)]
         missing[name] = (pieces, [Piece(name, *place) for place in left] or pieces)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mesh.errors import MeshError
-from mesh.shard.taps.codec import Kind
+from mesh.shard.taps.codec import EncodedKind
 from tests.interventions.weight_attacks import Attacker
 
 PATIENCE = 40
@@ -57,9 +57,9 @@ class Greedy(Attacker):
     def layer_arguments(cos: Any, sin: Any, cache: int | None = None) -> dict[str, Any]:
         """What a llama hands to its layers beside the hidden states."""
         return {
-            "position_embeddings": [int(Kind.TUPLE), [cos, sin]],
+            "position_embeddings": [int(EncodedKind.TUPLE), [cos, sin]],
             "attention_mask": None,
-            "past_key_values": None if cache is None else [int(Kind.CACHE), cache],
+            "past_key_values": None if cache is None else [int(EncodedKind.CACHE), cache],
         }
 
 
@@ -116,7 +116,7 @@ def _graphs(a: Greedy) -> None:
         hidden, angles = a.rows(2_000), torch.ones(1, 2_000, 16)
         first = a.new(hidden, joint=2)
         group = a.arguments(**a.layer_arguments(a.new(angles), a.new(angles)))
-        value = [int(Kind.TUPLE), [first, [int(Kind.LIST), [group]]]]
+        value = [int(EncodedKind.TUPLE), [first, [int(EncodedKind.LIST), [group]]]]
         a.call(
             op="span", start=a.layer, stop=a.layer + 2, calls=[0, 0], between=False, capture=[],
             grad=True, value=value, tensors=(hidden, angles, angles),

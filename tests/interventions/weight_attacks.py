@@ -12,7 +12,7 @@ import nnsight
 import torch
 from torch import nn
 
-from mesh.shard.taps.codec import Kind, pack, unpack, write_tensor
+from mesh.shard.taps.codec import EncodedKind, pack, unpack, write_tensor
 from tests.interventions.cases import PROMPT, Parts
 
 Reach = Callable[[torch.Tensor], None]
@@ -223,18 +223,21 @@ class Attacker:
     def arguments(*args: Any, **kwargs: Any) -> list[Any]:
         """Positional and named arguments of a call."""
         pairs = [[name, value] for name, value in kwargs.items()]
-        return [int(Kind.TUPLE), [[int(Kind.TUPLE), list(args)], [int(Kind.DICT), pairs]]]
+        return [
+            int(EncodedKind.TUPLE),
+            [[int(EncodedKind.TUPLE), list(args)], [int(EncodedKind.DICT), pairs]],
+        ]
 
     @staticmethod
     def fresh(tag: int, tensor: torch.Tensor, joint: int = 0) -> list[Any]:
         """The entry of a tensor whose bytes come along."""
         description = write_tensor(tensor, [])
-        return [int(Kind.TENSOR), tag, joint, description]
+        return [int(EncodedKind.TENSOR), tag, joint, description]
 
     @staticmethod
     def known(tag: int, joint: int = 0) -> list[Any]:
         """The entry of a tensor that the shard has."""
-        return [int(Kind.TENSOR), tag, joint, None]
+        return [int(EncodedKind.TENSOR), tag, joint, None]
 
     def resume(self, value: Any, changed: list[Any], *tensors: torch.Tensor) -> dict[str, Any]:
         """Go on with `value`, after `changed`."""

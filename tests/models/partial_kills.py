@@ -22,7 +22,7 @@ from pathlib import Path
 from mesh.models.manifest import read_tensors
 from mesh.models.partial import PIECE_BYTES, PartialRecord, read_partial
 from mesh.models.partial_draft import SparseFile, create_partial
-from mesh.models.partial_writer import Outcome, PartialWriter, pieces_of
+from mesh.models.partial_writer import PartialWriter, WriteOutcome, pieces_of
 from mesh.types import ModelId
 
 SIZES = [8, 40_000, PIECE_BYTES, PIECE_BYTES + 8, 3 * PIECE_BYTES - 16] + [4096] * 40
@@ -71,7 +71,7 @@ def write(directory: Path, contents: dict[str, bytes], seed: int) -> None:
             data = bytearray(contents[name][start:stop])
             if lies:
                 data[0] ^= 1
-            if writer.put(name, start, [data[:100], data[100:]]) is Outcome.WRONG:
+            if writer.put(name, start, [data[:100], data[100:]]) is WriteOutcome.WRONG:
                 with guard:
                     again = [(name, *piece, False) for piece in pieces_of(len(contents[name]))]
                     work.extend(again)

@@ -17,7 +17,7 @@ from mesh.models.load import load_ends, load_span
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import JOURNAL, PIECE_BYTES, PartialRecord, partial_directory
 from mesh.models.partial_draft import SparseFile, create_partial
-from mesh.models.partial_writer import Outcome, PartialWriter, pieces_of
+from mesh.models.partial_writer import PartialWriter, WriteOutcome, pieces_of
 from mesh.types import LayerRange
 from tests.models.conftest import Checkpoint
 
@@ -58,7 +58,7 @@ def put_all(writer: PartialWriter, whole: Manifest, names: list[str]) -> None:
         data = stored(whole, name)
         for start, stop in pieces_of(len(data)):
             outcome = writer.put(name, start, [data[start:stop]])
-        assert outcome is Outcome.COMPLETE
+        assert outcome is WriteOutcome.COMPLETE
 
 
 def test_some_layers_are_loaded_as_from_the_whole(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_wrong_bytes_are_refused_and_leave_no_trace(checkpoint: Checkpoint, tmp_
     wrong = bytearray(stored(whole, name))
     wrong[3] ^= 1
     with PartialWriter(directory) as writer:
-        assert writer.put(name, 0, [wrong]) is Outcome.WRONG
+        assert writer.put(name, 0, [wrong]) is WriteOutcome.WRONG
         assert not writer.has(name)
     assert not read_manifest(directory).tensors[name].present
 
@@ -104,17 +104,17 @@ def test_pieces_of_a_large_tensor_survive_and_the_wrong_one_is_named(
     assert len(pieces) == 3
     directory = empty_copy(whole, tmp_path)
     with PartialWriter(directory) as writer:
-        assert writer.put(name, 0, [data[:PIECE_BYTES]]) is Outcome.WRITTEN
+        assert writer.put(name, 0, [data[:PIECE_BYTES]]) is WriteOutcome.WRITTEN
     with PartialWriter(directory) as writer:
         assert writer.missing(name) == list(pieces[1:])
         (_, (start, stop), (start2, stop2)) = pieces
         lie = bytes(stop - start)
-        assert writer.put(name, start2, [data[start2:stop2]]) is Outcome.WRITTEN
-        assert writer.put(name, start, [lie]) is Outcome.WRONG
+        assert writer.put(name, start2, [data[start2:stop2]]) is WriteOutcome.WRITTEN
+        assert writer.put(name, start, [lie]) is WriteOutcome.WRONG
         assert writer.missing(name) == list(pieces)
         for start, stop in pieces:
             outcome = writer.put(name, start, [data[start:stop]])
-        assert outcome is Outcome.COMPLETE
+        assert outcome is WriteOutcome.COMPLETE
         assert writer.differing(name) == [1]
         assert writer.drop([name]) == len(data)
         assert not writer.has(name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from nnsight.schema.request import RequestModel
 from nnsight.tracing.backend import Backend
 
-from mesh.shard.taps.codec import Kind, pack, unpack
+from mesh.shard.taps.codec import EncodedKind, pack, unpack
 
 if TYPE_CHECKING:
     from nnsight.modeling.transformers import TransformersModel
@@ -37,7 +37,7 @@ class NoLayers:
         request, _ = unpack(message)
         _, (hidden, _) = request["value"]
         known = [*hidden[:-1], None]
-        value = [Kind.TUPLE, [known, [Kind.LIST, []], [Kind.DICT, []]]]
+        value = [EncodedKind.TUPLE, [known, [EncodedKind.LIST, []], [EncodedKind.DICT, []]]]
         done = {"op": "done", "visits": [0, []], "observed": [], "changed": [], "kv": []}
         return pack({**done, "value": value}, [])
 

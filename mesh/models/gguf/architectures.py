@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mesh.models.gguf.rotary import full_rotary, longrope, plain_rotary
-from mesh.models.gguf.settings import Settings
+from mesh.models.gguf.settings import GgufSettings
 from mesh.models.header import Difference
 
 _LESS_ONE = Difference("less_one")
@@ -72,7 +72,7 @@ class Architecture:
     one tensor there and apart here. `config` gives what config.json would say, but for ids.
     """
 
-    config: Callable[[Settings], dict[str, Any]]
+    config: Callable[[GgufSettings], dict[str, Any]]
     layer: Mapping[str, str]
     ends: Mapping[str, str] = field(default_factory=lambda: _ENDS)
     layers: str = "model.layers."
@@ -82,7 +82,7 @@ class Architecture:
     with."""
 
 
-def _decoder(said: Settings, model_type: str, class_name: str) -> dict[str, Any]:
+def _decoder(said: GgufSettings, model_type: str, class_name: str) -> dict[str, Any]:
     """What the config of every decoder with rotary embeddings says, but for these."""
     hidden, heads = said.whole("embedding_length"), said.whole("attention.head_count")
     return {
@@ -100,7 +100,7 @@ def _decoder(said: Settings, model_type: str, class_name: str) -> dict[str, Any]
     }
 
 
-def _head_width(said: Settings, config: Mapping[str, Any]) -> int:
+def _head_width(said: GgufSettings, config: Mapping[str, Any]) -> int:
     width = said.whole("attention.key_length", 0) or config["hidden_size"] // said.heads(
         config["hidden_size"]
     )
@@ -109,7 +109,7 @@ def _head_width(said: Settings, config: Mapping[str, Any]) -> int:
     return width
 
 
-def _llama(said: Settings) -> dict[str, Any]:
+def _llama(said: GgufSettings) -> dict[str, Any]:
     if said.whole("expert_count", 0, least=0):
         said.refuse("it is a mixture of experts under the name llama")
     said.pass_over("expert_used_count", "tensor_data_layout")
@@ -124,7 +124,7 @@ def _llama(said: Settings) -> dict[str, Any]:
     }
 
 
-def _qwen2(said: Settings) -> dict[str, Any]:
+def _qwen2(said: GgufSettings) -> dict[str, Any]:
     config = _decoder(said, "qwen2", "Qwen2ForCausalLM")
     width = _head_width(said, config)
     if width * config["num_attention_heads"] != config["hidden_size"]:
@@ -132,13 +132,13 @@ def _qwen2(said: Settings) -> dict[str, Any]:
     return config | {"rope_parameters": full_rotary(said, width)}
 
 
-def _qwen3(said: Settings) -> dict[str, Any]:
+def _qwen3(said: GgufSettings) -> dict[str, Any]:
     config = _decoder(said, "qwen3", "Qwen3ForCausalLM")
     width = _head_width(said, config)
     return config | {"head_dim": width, "rope_parameters": full_rotary(said, width)}
 
 
-def _qwen3_moe(said: Settings) -> dict[str, Any]:
+def _qwen3_moe(said: GgufSettings) -> dict[str, Any]:
     return _qwen3(said) | {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -152,7 +152,7 @@ def _qwen3_moe(said: Settings) -> dict[str, Any]:
     }
 
 
-def _gemma_scale(said: Settings, config: Mapping[str, Any], width: int, largest: int) -> int:
+def _gemma_scale(said: GgufSettings, config: Mapping[str, Any], width: int, largest: int) -> int:
     """Queries are scaled by its root. No file says it; of each generation, the model with the most
     layers differs."""
     if config["num_hidden_layers"] == largest:
@@ -160,7 +160,7 @@ def _gemma_scale(said: Settings, config: Mapping[str, Any], width: int, largest:
     return width
 
 
-def _gemma2(said: Settings) -> dict[str, Any]:
+def _gemma2(said: GgufSettings) -> dict[str, Any]:
     config = _decoder(said, "gemma2", "Gemma2ForCausalLM")
     width = _head_width(said, config)
     return config | {
@@ -175,7 +175,7 @@ def _gemma2(said: Settings) -> dict[str, Any]:
     }
 
 
-def _gemma3(said: Settings) -> dict[str, Any]:
+def _gemma3(said: GgufSettings) -> dict[str, Any]:
     config = _decoder(said, "gemma3_text", "Gemma3ForCausalLM")
     width = _head_width(said, config)
     window = said.whole("attention.sliding_window", 0, least=0)
@@ -201,7 +201,7 @@ def _kinds(layers: int, period: int) -> list[str]:
     ]
 
 
-def _phi3(said: Settings) -> dict[str, Any]:
+def _phi3(said: GgufSettings) -> dict[str, Any]:
     config = _decoder(said, "phi3", "Phi3ForCausalLM")
     width = _head_width(said, config)
     original = said.whole(
@@ -217,7 +217,7 @@ def _phi3(said: Settings) -> dict[str, Any]:
     }
 
 
-def _gpt2(said: Settings) -> dict[str, Any]:
+def _gpt2(said: GgufSettings) -> dict[str, Any]:
     width = said.whole("embedding_length")
     inner = said.whole("feed_forward_length")
     return {

@@ -16,7 +16,7 @@ from mesh.errors import BadCheckpoint, ModelNotFound
 from mesh.models.gguf.architectures import ARCHITECTURES, Architecture
 from mesh.models.gguf.container import SUFFIX, GgufHeader, Long, read_gguf_header
 from mesh.models.gguf.rotary import SIDE_TENSORS
-from mesh.models.gguf.settings import Settings, unreadable
+from mesh.models.gguf.settings import GgufSettings, unreadable
 from mesh.models.header import Difference, TensorEntry
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -83,7 +83,7 @@ def read_gguf(file: Path) -> GgufContents:
         raise unreadable(file, kind, why if what == "model" else f"it holds a {str(what)[:40]}")
     stored = _joined(headers)
     architecture = ARCHITECTURES[kind]
-    said = Settings(first.file, kind, metadata, stored)
+    said = GgufSettings(first.file, kind, metadata, stored)
     config = architecture.config(said)
     said.require_all_read()
     _require_embedded(first, int(config["vocab_size"]))

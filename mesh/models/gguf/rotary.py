@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mesh.models.gguf.settings import Settings
+from mesh.models.gguf.settings import GgufSettings
 
 _FREQUENCIES = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -20,21 +20,21 @@ _NEAR = 1e-5
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def plain_rotary(said: Settings, width: int, theta: float = 10000.0) -> dict[str, Any]:
+def plain_rotary(said: GgufSettings, width: int, theta: float = 10000.0) -> dict[str, Any]:
     """For heads of `width` that are turned as a whole and not scaled."""
     if said.whole("rope.dimension_count", width) != width:
         said.refuse("it turns a part of each head")
     return {"rope_type": "default", "rope_theta": _base(said, theta)}
 
 
-def _base(said: Settings, default: float) -> float:
+def _base(said: GgufSettings, default: float) -> float:
     theta = said.real("rope.freq_base", default)
     if not theta > 1:
         said.refuse(f"the base of its rotary embedding is {theta}")
     return theta
 
 
-def full_rotary(said: Settings, width: int, theta: float = 10000.0) -> dict[str, Any]:
+def full_rotary(said: GgufSettings, width: int, theta: float = 10000.0) -> dict[str, Any]:
     """For heads of `width` that are turned as a whole; scaled by yarn, linearly or as Llama 3's."""
     plain = plain_rotary(said, width, theta)
     kind = said.text("rope.scaling.type")
@@ -53,7 +53,7 @@ def full_rotary(said: Settings, width: int, theta: float = 10000.0) -> dict[str,
     return plain
 
 
-def _yarn(said: Settings, factor: float) -> dict[str, Any]:
+def _yarn(said: GgufSettings, factor: float) -> dict[str, Any]:
     # llama.cpp multiplies by what it calls the attention factor, transformers puts it in the place.
     for name in ("yarn_attn_factor", "attn_factor", "yarn_ext_factor"):
         if said.real(f"rope.scaling.{name}", 1.0) != 1.0:
@@ -71,7 +71,7 @@ def _yarn(said: Settings, factor: float) -> dict[str, Any]:
     } | betas
 
 
-def _by_frequency(said: Settings, theta: float, width: int) -> dict[str, Any]:
+def _by_frequency(said: GgufSettings, theta: float, width: int) -> dict[str, Any]:
     """Llama 3's scaling, which files hold as what each frequency is divided by.
 
     transformers computes it from four numbers. Where none of the usual are found that give what the
@@ -110,7 +110,7 @@ def _llama3(theta: float, width: int, factor: float, original: int) -> Sequence[
     return found
 
 
-def longrope(said: Settings, width: int, original: int) -> dict[str, Any]:
+def longrope(said: GgufSettings, width: int, original: int) -> dict[str, Any]:
     """Phi-3's: a part of each head may be left alone; factors for contexts beyond `original`."""
     turned = said.whole("rope.dimension_count", width)
     found = {

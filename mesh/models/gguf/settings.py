@@ -22,7 +22,7 @@ _NOTHING = ("vocab_size", "rope.scaling.finetuned")
 
 
 @dataclass(slots=True)
-class Settings:
+class GgufSettings:
     """`metadata` under `architecture`, and the `tensors` beside it, by the names of GGUF."""
 
     file: Path

@@ -72,7 +72,7 @@ def layer_sessions(span: GraphSpan, threads: int, tables: Sequence[Tables]) -> l
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PassPlace:
     """Where a session stands in a pass: its slot of a bank, and which rows are its own."""
 
     bank: Bank
@@ -139,7 +139,7 @@ class Workspace:
             ]
         return known
 
-    def attending(self, place: Place) -> Attending:
+    def attending(self, place: PassPlace) -> Attending:
         """Attention of the session at `place`."""
         key = id(place.bank), place.slot, place.start, place.rows
         known = self._attending.get(key)
@@ -172,7 +172,7 @@ class Workspace:
         )
         return before, behind
 
-    def _attend(self, place: Place) -> Attending:
+    def _attend(self, place: PassPlace) -> Attending:
         last, queries = (torch.full((1,), place.given, dtype=torch.int32) for _ in range(2))
         total = torch.zeros(1, dtype=torch.int32)
         inputs = {"queries": queries, "last": last, "total": total[0]} | row_shape(place.rows)

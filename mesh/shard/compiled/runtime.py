@@ -18,7 +18,7 @@ from torch import nn
 from mesh.shard.compiled.canary import CanaryCheck
 from mesh.shard.compiled.lone_rows import fewest_rows
 from mesh.shard.compiled.parts import LayerParts, NotCompilable
-from mesh.shard.compiled.passes import KEPT_ROWS, Attending, Place, Workspace, layer_sessions
+from mesh.shard.compiled.passes import KEPT_ROWS, Attending, PassPlace, Workspace, layer_sessions
 from mesh.shard.compiled.slots import SPARE, Bank, Banks, CacheShape, SlotCache
 from mesh.shard.compiled.store import GraphSpan
 from mesh.shard.hooks import Hook
@@ -99,7 +99,7 @@ class CompiledRuntime:
         rows = self._fewest_rows
         workspace = Workspace(self._sessions[index : index + 1], self.hidden_size, rows)
         workspace.state(0, rows)[:] = torch.linspace(-1, 1, self.hidden_size)
-        place = Place(Bank(replace(self._banks.shape, layers=1, positions=SPARE)), 0, 0, 1)
+        place = PassPlace(Bank(replace(self._banks.shape, layers=1, positions=SPARE)), 0, 0, 1)
         attending = workspace.attending(place)
         attending.stand(place.given)
         self._run_layer(workspace, 0, rows, [attending])
@@ -175,12 +175,12 @@ def _slot(step: StepInput) -> SlotCache:
     return step.cache
 
 
-def _places(steps: Sequence[StepInput]) -> tuple[list[Place], int]:
+def _places(steps: Sequence[StepInput]) -> tuple[list[PassPlace], int]:
     """Where each stands among all rows, and how many those are."""
     places, start = [], 0
     for step in steps:
         cache, rows = _slot(step), step.hidden.shape[1]
-        places.append(Place(cache.bank, cache.slot, start, rows))
+        places.append(PassPlace(cache.bank, cache.slot, start, rows))
         start += rows
     return places, start
 

@@ -47,7 +47,7 @@ _OUTPUTS = {
 }
 
 
-class Kind(IntEnum):
+class EncodedKind(IntEnum):
     """What an encoded list is; its first element."""
 
     TENSOR = 0
@@ -180,9 +180,9 @@ class Writer:
             items = [self.value(item, (*path, i)) for i, item in enumerate(value)]
             return [_SEQUENCES[type(value)], items]
         if type(value) is dict:
-            return [Kind.DICT, self._pairs(value, path)]
+            return [EncodedKind.DICT, self._pairs(value, path)]
         if type(value) in (set, frozenset):
-            return [Kind.SET, [self.value(item, (*path, 0)) for item in value]]
+            return [EncodedKind.SET, [self.value(item, (*path, 0)) for item in value]]
         return self._special(value, path)
 
     def _pairs(self, value: Any, path: Path) -> list[list[Any]]:
@@ -193,16 +193,16 @@ class Writer:
 
     def _special(self, value: Any, path: Path) -> list[Any]:
         if value is NO_SKIP:
-            return [Kind.NO_SKIP]
+            return [EncodedKind.NO_SKIP]
         if isinstance(value, torch.dtype) and value in _DTYPE_NAMES:
-            return [Kind.DTYPE, _DTYPE_NAMES[value]]
+            return [EncodedKind.DTYPE, _DTYPE_NAMES[value]]
         if isinstance(value, torch.device):
-            return [Kind.DEVICE]
+            return [EncodedKind.DEVICE]
         if type(value) is slice:
             parts = [self.value(x, (*path, i)) for i, x in enumerate(_slice_parts(value))]
-            return [Kind.SLICE, parts]
+            return [EncodedKind.SLICE, parts]
         if isinstance(value, ModelOutput) and _OUTPUTS.get(type(value).__name__) is type(value):
-            return [Kind.OUTPUT, type(value).__name__, self._pairs(value, path)]
+            return [EncodedKind.OUTPUT, type(value).__name__, self._pairs(value, path)]
         return self._other(value, path)
 
 
@@ -223,7 +223,7 @@ class Reader:
 
     def tensor(self, entry: Any) -> torch.Tensor:
         """The tensor of one entry."""
-        if type(entry) is not list or len(entry) != 4 or entry[0] != Kind.TENSOR:
+        if type(entry) is not list or len(entry) != 4 or entry[0] != EncodedKind.TENSOR:
             raise _bad("a tensor was expected")
         return self._tensor(entry, self._next_buffer)
 
@@ -263,23 +263,27 @@ class Reader:
         return _OUTPUTS[data[1]](**self._pairs(data[2], path))
 
     _READ: dict[int, Callable[[Reader, list[Any], Path], Any]] = {  # noqa: RUF012 - filled once
-        Kind.TENSOR: lambda self, data, _: self.tensor(data),
-        Kind.LIST: _items,
-        Kind.TUPLE: lambda self, data, path: tuple(self._items(data, path)),
-        Kind.SIZE: lambda self, data, path: torch.Size(self._items(data, path)),
-        Kind.DICT: lambda self, data, path: self._pairs(data[1], path),
-        Kind.SET: _set,
-        Kind.DTYPE: lambda _self, data, _: DTYPES[data[1]],
-        Kind.DEVICE: lambda self, _data, _: self._device,
-        Kind.SLICE: lambda self, data, path: slice(*self._items(data, path)),
-        Kind.OUTPUT: _output,
-        Kind.NO_SKIP: lambda _self, _data, _: NO_SKIP,
-        Kind.CACHE: lambda self, data, path: self._other(data, path),
-        Kind.KEPT: lambda self, data, path: self._other(data, path),
+        EncodedKind.TENSOR: lambda self, data, _: self.tensor(data),
+        EncodedKind.LIST: _items,
+        EncodedKind.TUPLE: lambda self, data, path: tuple(self._items(data, path)),
+        EncodedKind.SIZE: lambda self, data, path: torch.Size(self._items(data, path)),
+        EncodedKind.DICT: lambda self, data, path: self._pairs(data[1], path),
+        EncodedKind.SET: _set,
+        EncodedKind.DTYPE: lambda _self, data, _: DTYPES[data[1]],
+        EncodedKind.DEVICE: lambda self, _data, _: self._device,
+        EncodedKind.SLICE: lambda self, data, path: slice(*self._items(data, path)),
+        EncodedKind.OUTPUT: _output,
+        EncodedKind.NO_SKIP: lambda _self, _data, _: NO_SKIP,
+        EncodedKind.CACHE: lambda self, data, path: self._other(data, path),
+        EncodedKind.KEPT: lambda self, data, path: self._other(data, path),
     }
 
 
-_SEQUENCES: dict[type, Kind] = {list: Kind.LIST, tuple: Kind.TUPLE, torch.Size: Kind.SIZE}
+_SEQUENCES: dict[type, EncodedKind] = {
+    list: EncodedKind.LIST,
+    tuple: EncodedKind.TUPLE,
+    torch.Size: EncodedKind.SIZE,
+}
 
 
 def _slice_parts(value: Any) -> tuple[Any, Any, Any]:

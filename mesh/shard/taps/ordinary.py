@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from mesh.shard.taps.codec import Kind
+from mesh.shard.taps.codec import EncodedKind
 from mesh.shard.taps.meter import MemoryMeter
 from mesh.shard.taps.tree import SpanTree
 
@@ -144,7 +144,7 @@ def room_of(
 
 def _is_call(group: Any, shapes: _Shapes, known: Collection[int], brought: set[int]) -> bool:
     _, ((_, args), (kind, pairs)) = group
-    if kind != Kind.DICT or args:
+    if kind != EncodedKind.DICT or args:
         return False
     return all(name in _PASSED and _is_plain(item, shapes, known, brought) for name, item in pairs)
 
@@ -152,13 +152,14 @@ def _is_call(group: Any, shapes: _Shapes, known: Collection[int], brought: set[i
 def _is_plain(item: Any, shapes: _Shapes, known: Collection[int], brought: set[int]) -> bool:
     if item is None or type(item) is bool:
         return True
-    if item[0] == Kind.CACHE:
+    if item[0] == EncodedKind.CACHE:
         return True
-    if item[0] == Kind.TUPLE:
+    if item[0] == EncodedKind.TUPLE:
         return all(
-            each[0] == Kind.TENSOR and _is_plain(each, shapes, known, brought) for each in item[1]
+            each[0] == EncodedKind.TENSOR and _is_plain(each, shapes, known, brought)
+            for each in item[1]
         )
-    if item[0] != Kind.TENSOR:
+    if item[0] != EncodedKind.TENSOR:
         return False
     if item[3] is None and item[1] in brought:
         return not item[2]
@@ -170,7 +171,13 @@ def _new_tensor(entry: Any, known: Collection[int], brought: set[int]) -> list[i
     """The shape of a tensor that the message brings, whose number joins what it `brought`; None for
     what is none."""
     kind, tag, joint, description = entry
-    if kind != Kind.TENSOR or joint or tag in known or tag in brought or len(description) != 2:
+    if (
+        kind != EncodedKind.TENSOR
+        or joint
+        or tag in known
+        or tag in brought
+        or len(description) != 2
+    ):
         return None
     brought.add(tag)
     shape: list[int] = description[1]

@@ -24,7 +24,7 @@ from mesh.errors import BadRequest, LimitReached, MeshError
 from mesh.shard.compiled.formats import BlockLinear
 from mesh.shard.taps import sources
 from mesh.shard.taps.caches import TapCaches
-from mesh.shard.taps.codec import Buffers, Kind, Path, Reader, Writer, is_cache
+from mesh.shard.taps.codec import Buffers, EncodedKind, Path, Reader, Writer, is_cache
 from mesh.shard.taps.guard import GraphShare, OperationGuard
 from mesh.shard.taps.joints import ShardJoints
 from mesh.shard.taps.mail import CountedBuffers, Mail
@@ -386,16 +386,16 @@ class TapSession:
         def other(value: Any, path: Path) -> list[Any]:
             number = self._caches.number_of(value) if is_cache(value) else None
             if number is not None:
-                return [int(Kind.CACHE), number]
+                return [int(EncodedKind.CACHE), number]
             number = len(run.standing) + 1
             run.standing[path] = (number, value)
-            return [int(Kind.KEPT), number, type(value).__name__]
+            return [int(EncodedKind.KEPT), number, type(value).__name__]
 
         return other
 
     def _reader(self, run: Run, buffers: Buffers) -> Reader:
         def other(data: list[Any], path: Path) -> Any:
-            if data[0] == Kind.CACHE:
+            if data[0] == EncodedKind.CACHE:
                 return self._caches.get(data[1])
             # Only where it stood: elsewhere its methods would be called for a tensor's.
             number, value = run.standing.get(path, (None, None))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from mesh.errors import BadRequest
-from mesh.shard.taps.codec import Buffers, Kind, Reader, read_tensor, write_tensor
+from mesh.shard.taps.codec import Buffers, EncodedKind, Reader, read_tensor, write_tensor
 from mesh.shard.taps.meter import ENTRY_BYTES, MemoryMeter
 
 _FIX = "Run the same hearthnet version on both machines."
@@ -46,7 +46,7 @@ class ShardOrigins(Origins, Protocol):
         """The one of these that the job has and `tensor` is a view of, by its history."""
 
 
-class Weights(Protocol):
+class ShownWeights(Protocol):
     """What is asked of a session's `WeightCopies`."""
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -97,12 +97,12 @@ class SharedTensors:
     def write(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
         """The entry of a tensor on its way out."""
         tag, description = self._describe(tensor, buffers, detached=False)
-        return [int(Kind.TENSOR), tag, self._origins.leaving(tag, tensor), description]
+        return [int(EncodedKind.TENSOR), tag, self._origins.leaving(tag, tensor), description]
 
     def write_detached(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
         """The same without a history, for values that are only looked at."""
         tag, description = self._describe(tensor, buffers, detached=True)
-        return [int(Kind.TENSOR), tag, 0, description]
+        return [int(EncodedKind.TENSOR), tag, 0, description]
 
     def _describe(
         self, tensor: torch.Tensor, buffers: Buffers, *, detached: bool
@@ -193,7 +193,7 @@ class ShardTensors(SharedTensors):
     _origins: ShardOrigins
 
     def __init__(
-        self, device: torch.device, meter: MemoryMeter, origins: ShardOrigins, weights: Weights
+        self, device: torch.device, meter: MemoryMeter, origins: ShardOrigins, weights: ShownWeights
     ) -> None:
         super().__init__(1, device, origins)
         self._meter = meter
@@ -309,7 +309,7 @@ class Loose:
 
     def write(self, tensor: torch.Tensor, buffers: Buffers) -> list[Any]:
         """The entry of a tensor that nobody keeps."""
-        return [int(Kind.TENSOR), 0, 0, write_tensor(tensor, buffers)]
+        return [int(EncodedKind.TENSOR), 0, 0, write_tensor(tensor, buffers)]
 
     def read(self, entry: list[Any], next_buffer: Callable[[], memoryview]) -> torch.Tensor:
         """The tensor of an entry that came in. Raises BadRequest, LimitReached."""

@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 """Kernels may give other last bits on memory that is aligned otherwise."""
 
 
-class Model(Protocol):
+class ModelTensors(Protocol):
     """What is to be known of the model that the weights are of."""
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
@@ -53,7 +53,7 @@ class _Copy:
 class WeightCopies:
     """The copies of one session's trace."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelTensors) -> None:
         self._model = model
         self._copies: dict[int, _Copy] = {}
 
