@@ -7,30 +7,30 @@ import time
 
 from mesh.errors import DeviceLost
 from mesh.models.progress import Progress
-from mesh.processes.lifecycle import Loading
-from mesh.processes.messages import Handlers, Message, Start
+from mesh.processes.lifecycle import LoadNeed
+from mesh.processes.messages import Handlers, ProcessMessage, Start
 from mesh.processes.worker import Worker
 
 
-class Ready(Message, frozen=True):
+class Ready(ProcessMessage, frozen=True):
     """It has started."""
 
 
-class Work(Message, frozen=True):
+class Work(ProcessMessage, frozen=True):
     """Work beside the loop for so long."""
 
     seconds: float
 
 
-class FailForGood(Message, frozen=True):
+class FailForGood(ProcessMessage, frozen=True):
     """As if the device were gone."""
 
 
-class Garble(Message, frozen=True):
+class Garble(ProcessMessage, frozen=True):
     """Say something that no supervisor understands: this."""
 
 
-class Count(Message, frozen=True):
+class Count(ProcessMessage, frozen=True):
     """Begin a load of which so much is done already."""
 
     phase: str
@@ -59,7 +59,7 @@ class Lively(Worker):
     def _count(self, command: Count) -> None:
         progress = Progress()
         progress.now = (command.phase, command.done_bytes, command.total_bytes)
-        self.say_loading(Loading("m", 7, 100), progress)
+        self.say_loading(LoadNeed("m", 7, 100), progress)
 
     def _work(self, command: Work) -> None:
         asyncio.get_running_loop().run_in_executor(None, time.sleep, command.seconds)

@@ -15,7 +15,7 @@ from mesh.models.tokenizer import Tokenizer
 from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel, TextDecoder
 from mesh.processes.headroom import ram
-from mesh.processes.lifecycle import Loading
+from mesh.processes.lifecycle import LoadNeed
 from mesh.shard.device import choose_device, choose_dtype, headroom, short_dtype_name
 from mesh.shard.ends import EndsPlan, LoadedEnds, load_computed
 from mesh.shard.footprint import ends_mb
@@ -99,7 +99,7 @@ def load_asker(
     directory: Path,
     model_id: ModelId,
     options: AskerOptions,
-    begins: Callable[[Loading, Progress], object] = lambda loading, progress: None,
+    begins: Callable[[LoadNeed, Progress], object] = lambda loading, progress: None,
 ) -> tuple[AskerModel, list[str]]:
     """The ends and the tokenizer, with the reasons of what was chosen.
 
@@ -116,7 +116,7 @@ def load_asker(
     need_mb = ends_mb(manifest, dtype.value.itemsize)
     _require_room(model_id, need_mb, device.value)
     progress = Progress()
-    begins(Loading(model_id, need_mb, ram().free_mb), progress)
+    begins(LoadNeed(model_id, need_mb, ram().free_mb), progress)
     threads = kept_threads(options.threads, device.value, options.threads_dir)
     torch.set_num_threads(threads.value)
     plan = EndsPlan(

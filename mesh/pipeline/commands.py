@@ -13,7 +13,7 @@ from mesh.discovery.advertisement import Advertisement
 from mesh.errors import MeshError
 from mesh.health.detector import Verdict
 from mesh.pipeline.drafting import MAX_DRAFT
-from mesh.processes.messages import Message, Start
+from mesh.processes.messages import ProcessMessage, Start
 from mesh.routing.cover import LAN_HOP_WEIGHT, CoverRules, Policy, home_layers
 from mesh.types import (
     Done,
@@ -172,26 +172,26 @@ class StartAsker(Start, frozen=True):
     shards: tuple[Offer, ...] = ()
 
 
-class RoutableShards(Message, frozen=True):
+class RoutableShards(ProcessMessage, frozen=True):
     """Who may be routed to now, all of them."""
 
     shards: tuple[Offer, ...]
 
 
-class Generate(Message, frozen=True):
+class Generate(ProcessMessage, frozen=True):
     """Begin a generation, whose `GenerationFrame`s and `Ended` carry the request's id."""
 
     request: GenerationRequest
 
 
-class Harvest(Message, frozen=True):
+class Harvest(ProcessMessage, frozen=True):
     """Begin a batch of a harvest; `Completed` or `Ended` answers."""
 
     id: str
     order: HarvestOrder
 
 
-class ReadLens(Message, frozen=True):
+class ReadLens(ProcessMessage, frozen=True):
     """Read each layer's `top` next tokens; `Completed` or `Ended` answers."""
 
     id: str
@@ -199,14 +199,14 @@ class ReadLens(Message, frozen=True):
     top: int
 
 
-class Credit(Message, frozen=True):
+class Credit(ProcessMessage, frozen=True):
     """So many frames more of a generation may be sent."""
 
     id: str
     frames: int
 
 
-class LoadedLocally(Message, frozen=True):
+class LoadedLocally(ProcessMessage, frozen=True):
     """What came of `LoadLocally`: hops over these layers of this machine, or why there are none."""
 
     layers: LayerRange | None
@@ -217,7 +217,7 @@ class LoadedLocally(Message, frozen=True):
 # Answers
 
 
-class AskerReady(Message, frozen=True):
+class AskerReady(ProcessMessage, frozen=True):
     """The ends are loaded; `reasons` say how their device and format were chosen. `is_thin`: there
     are none here, hops run them."""
 
@@ -225,7 +225,7 @@ class AskerReady(Message, frozen=True):
     is_thin: bool = False
 
 
-class GenerationFrame(Message, frozen=True):
+class GenerationFrame(ProcessMessage, frozen=True):
     """A frame of a generation's stream: the one field beside the id, named as the frame's type."""
 
     id: str
@@ -255,27 +255,27 @@ class GenerationFrame(Message, frozen=True):
         )
 
 
-class Ended(Message, frozen=True):
+class Ended(ProcessMessage, frozen=True):
     """A generation is over; with an error it has failed, or a batch of a harvest or a lens has."""
 
     id: str
     error: MeshError | None = None
 
 
-class Completed(Message, frozen=True):
+class Completed(ProcessMessage, frozen=True):
     """A harvest's batch or a lens is done: `result` as the HTTP API gives it."""
 
     id: str
     result: dict[str, Any]
 
 
-class LoadLocally(Message, frozen=True):
+class LoadLocally(ProcessMessage, frozen=True):
     """Have the daemon load these layers on this machine, None: all; `LoadedLocally` answers."""
 
     layers: LayerRange | None
 
 
-class AskerReport(Message, frozen=True):
+class AskerReport(ProcessMessage, frozen=True):
     """What the asker does, whenever that has changed.
 
     `latencies` are milliseconds of steps per shard, and `events` what people should know, each with

@@ -24,7 +24,7 @@ from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.sessions import common_prefix
 from mesh.processes.headroom import ram
-from mesh.processes.lifecycle import Loading
+from mesh.processes.lifecycle import LoadNeed
 from mesh.shard.commands import ShardRequest
 from mesh.shard.device import choose_device, headroom
 from mesh.shard.loading import HostedOn, load_shard, plan_shard
@@ -153,7 +153,7 @@ def load_asker_and_draft(
     directory: Path,
     model_id: ModelId,
     options: AskerOptions,
-    begins: Callable[[Loading, Progress], object] = lambda loading, progress: None,
+    begins: Callable[[LoadNeed, Progress], object] = lambda loading, progress: None,
 ) -> tuple[AskerModel, list[str]]:
     """`load_asker`, with the draft model of the options; or why there is none among the reasons.
 

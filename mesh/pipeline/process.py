@@ -43,7 +43,7 @@ from mesh.pipeline.draft_model import load_asker_and_draft
 from mesh.pipeline.engine import Engine
 from mesh.pipeline.model import AskerModel
 from mesh.pipeline.sessions import expire_regularly
-from mesh.processes.lifecycle import Loading
+from mesh.processes.lifecycle import LoadNeed
 from mesh.processes.messages import Cancel, Failed, Handlers
 from mesh.processes.worker import Daemon, Worker
 from mesh.shard.failures import lost
@@ -62,7 +62,7 @@ REPORT_TICK_S = 0.5
 IDLE_REPORT_TICK_S = 1.0
 
 LoadAsker = Callable[
-    [Path, ModelId, AskerOptions, Callable[[Loading, Progress], object]],
+    [Path, ModelId, AskerOptions, Callable[[LoadNeed, Progress], object]],
     tuple[AskerModel, list[str]],
 ]
 

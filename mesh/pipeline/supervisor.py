@@ -38,7 +38,7 @@ from mesh.pipeline.commands import (
 )
 from mesh.processes.attempts import Attempts
 from mesh.processes.lifecycle import ChildEnding, SilenceLimits
-from mesh.processes.messages import Cancel, Failed, Handlers, Message
+from mesh.processes.messages import Cancel, Failed, Handlers, ProcessMessage
 from mesh.processes.supervisor import Supervisor
 from mesh.processes.tasks import end, spawn
 from mesh.types import (
@@ -266,13 +266,13 @@ class AskerSupervisor(Supervisor):
     def _routable(self) -> tuple[Offer, ...]:
         return tuple(self._owner.routable(self.model_id))
 
-    def _order(self, order: Message) -> None:
+    def _order(self, order: ProcessMessage) -> None:
         """Tell the process what has an answer. Raises InternalError when nobody would give it."""
         self.push_shards()  # who asks has seen the latest of them
         if not self.tell(order):
             raise InternalError(f"{self.name} is gone.", fix="Ask again; it starts anew.")
 
-    async def _completed(self, key: str, order: Message, limit_s: float) -> dict[str, Any]:
+    async def _completed(self, key: str, order: ProcessMessage, limit_s: float) -> dict[str, Any]:
         """The result of what has only one answer. Raises its error, or PipelineStalled."""
         await self.wait_ready()
         stream = self._streams[key] = Stream(maxsize=2)  # an answer, and the process' end

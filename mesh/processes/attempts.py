@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import inf
 
 from mesh.errors import DeviceFailed, MeshError, NotEnoughMemory, WeightsCorrupted
-from mesh.processes.lifecycle import ChildEnding, Loading
+from mesh.processes.lifecycle import ChildEnding, LoadNeed
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 300.0
 MAX_LIVES = 3
@@ -54,7 +54,7 @@ class Attempts:
         lives, enough_mb = (known.lives, known.enough_mb) if known is not None else (0, 0)
         self._failures[name] = _Failure(error, now + wait_s, count, lives, enough_mb)
 
-    def died(self, loading: Loading, ending: ChildEnding, now: float) -> MeshError:
+    def died(self, loading: LoadNeed, ending: ChildEnding, now: float) -> MeshError:
         """The process ended while it loaded this. The error that says so."""
         error = _error(loading, ending)
         self.failed(loading.name, error, now)
@@ -96,7 +96,7 @@ class Attempts:
         return None
 
 
-def _error(loading: Loading, ending: ChildEnding) -> MeshError:
+def _error(loading: LoadNeed, ending: ChildEnding) -> MeshError:
     if not ending.was_killed:
         return DeviceFailed(
             f"The process that loaded {loading.name} is gone: {ending}.",

@@ -15,7 +15,7 @@ from typing import cast
 
 from mesh.clock import next_tick
 from mesh.errors import InternalError, LinkLost
-from mesh.processes.messages import Alive, Message, encode
+from mesh.processes.messages import Alive, ProcessMessage, encode
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Channel(asyncio.Protocol):
         _, channel = await loop.create_connection(lambda: cls(on_message, on_closed), sock=end)
         return channel
 
-    def send(self, message: Message, *, soon: bool = False) -> None:
+    def send(self, message: ProcessMessage, *, soon: bool = False) -> None:
         """Queue one message, `soon`: in the next turn of the loop, in one write with those that
         come until then. Order is kept. Raises LinkLost when the other side is gone.
 

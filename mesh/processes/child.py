@@ -24,7 +24,7 @@ from typing import NoReturn
 from mesh.errors import InternalError, LinkLost, MeshError
 from mesh.logs import log_file
 from mesh.processes.channel import Channel
-from mesh.processes.messages import LastWords, Message
+from mesh.processes.messages import LastWords, ProcessMessage
 from mesh.processes.nursery import CHANNEL_FD, LISTENER_FD, ForkOrder
 from mesh.processes.warm_parent import ChildProcess, child_environment, start_process
 
@@ -121,7 +121,7 @@ def listener_of_parent() -> socket.socket | None:
     return socket.socket(fileno=int(text)) if text.isdigit() else None
 
 
-def end_failed(send: Callable[[Message], None], error: MeshError) -> NoReturn:
+def end_failed(send: Callable[[ProcessMessage], None], error: MeshError) -> NoReturn:
     """Child side: `send` why this process can do nothing any more, and end it at once.
 
     Not by an exception: a thread that the device holds on to would be waited for.

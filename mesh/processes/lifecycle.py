@@ -38,7 +38,7 @@ class ProcessState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class LoadNeed:
     """A load under way: of what, what it takes, and what main memory was free when it began."""
 
     name: str
@@ -50,7 +50,7 @@ class Loading:
 class LoadUnderWay:
     """The load that a process told of last, None once it is done, and how far it is."""
 
-    loading: Loading | None = None
+    loading: LoadNeed | None = None
     since_s: float = 0.0
     phase: str = ""
     done_bytes: int = 0
@@ -82,7 +82,7 @@ class ChildEnding:
     status: int | None
     hung: bool = False
     said: MeshError | None = None
-    loading: Loading | None = None
+    loading: LoadNeed | None = None
     of_memory: bool = False
     failed: str = ""
 

@@ -16,17 +16,17 @@ import msgspec
 
 from mesh.errors import BadRequest, MeshError, from_dict
 from mesh.identity.tls import TlsMaterial
-from mesh.processes.lifecycle import Loading
+from mesh.processes.lifecycle import LoadNeed
 from mesh.wire.messages import Hello
 
 
-class Message(
+class ProcessMessage(
     msgspec.Struct, frozen=True, tag=True, omit_defaults=True, forbid_unknown_fields=True
 ):
     """One message. Fields are plain data, dataclasses of it, paths and `MeshError`."""
 
 
-class Start(Message, frozen=True):
+class Start(ProcessMessage, frozen=True):
     """The first command of a process, which each kind of process extends.
 
     Its links say `hello` and prove it with `tls`, whose members are trusted until a `Trust` comes.
@@ -36,41 +36,41 @@ class Start(Message, frozen=True):
     tls: TlsMaterial
 
 
-class Trust(Message, frozen=True):
+class Trust(ProcessMessage, frozen=True):
     """Command: these members (certificates, DER) are trusted from now on, and nobody else."""
 
     members: tuple[bytes, ...]
 
 
-class Stop(Message, frozen=True):
+class Stop(ProcessMessage, frozen=True):
     """Command: take nothing new, give what runs `grace_s` to end, then end the process."""
 
     grace_s: float = 0.0
 
 
-class Cancel(Message, frozen=True):
+class Cancel(ProcessMessage, frozen=True):
     """Command: end what was begun under this id; nobody waits for it."""
 
     id: str
 
 
-class Failed(Message, frozen=True):
+class Failed(ProcessMessage, frozen=True):
     """Answer: the start failed."""
 
     error: MeshError
 
 
-class Alive(Message, frozen=True):
+class Alive(ProcessMessage, frozen=True):
     """Answer: the event loop of the process turns."""
 
 
-class Loads(Message, frozen=True):
+class Loads(ProcessMessage, frozen=True):
     """Answer: what the process begins to load, which may cost it its life; None: it is done."""
 
-    loading: Loading | None
+    loading: LoadNeed | None
 
 
-class LoadProgress(Message, frozen=True):
+class LoadProgress(ProcessMessage, frozen=True):
     """Answer: how far the load under way is; what is done now, and bytes of it."""
 
     phase: str
@@ -78,17 +78,17 @@ class LoadProgress(Message, frozen=True):
     total_bytes: int
 
 
-class LastWords(Message, frozen=True):
+class LastWords(ProcessMessage, frozen=True):
     """Answer: why the process can do nothing any more, before it ends itself."""
 
     error: MeshError
 
 
-Handlers = dict[type[Message], Callable[[Any], object]]
+Handlers = dict[type[ProcessMessage], Callable[[Any], object]]
 """What a side understands: by the class of a message what is done with it, on the event loop."""
 
 
-def encode(message: Message) -> bytes:
+def encode(message: ProcessMessage) -> bytes:
     """The bytes of a message."""
     return _ENCODER.encode(message)
 
@@ -111,7 +111,7 @@ class Inbox:
             ) from error
         self.take(message)
 
-    def take(self, message: Message) -> None:
+    def take(self, message: ProcessMessage) -> None:
         """Handle one message."""
         self._handlers[type(message)](message)
 
@@ -119,13 +119,13 @@ class Inbox:
 def rehearse() -> None:
     """Have msgspec learn each kind of message that is known by now, which a forked process then
     need not: it remembers what it has found about a class."""
-    kinds = [Message]
+    kinds = [ProcessMessage]
     for kind in kinds:
         kinds.extend(kind.__subclasses__())
         _decoder([kind])
 
 
-def _decoder(kinds: Iterable[type[Message]]) -> msgspec.msgpack.Decoder[Any]:
+def _decoder(kinds: Iterable[type[ProcessMessage]]) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(Union[tuple(kinds)], dec_hook=_from_plain)  # noqa: UP007
 
 

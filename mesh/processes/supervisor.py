@@ -25,7 +25,7 @@ from mesh.processes import messages
 from mesh.processes.child import Child
 from mesh.processes.headroom import oom_kills, ram
 from mesh.processes.lifecycle import ChildEnding, LoadUnderWay, ProcessState, SilenceLimits
-from mesh.processes.messages import Handlers, Message, Start
+from mesh.processes.messages import Handlers, ProcessMessage, Start
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ class Supervisor(ABC):
         while not self.is_up:
             await self._up.wait()
 
-    def tell(self, command: Message) -> bool:
+    def tell(self, command: ProcessMessage) -> bool:
         """Send it a command; False when there is nobody to hear it: whoever is next starts anew."""
         if self._child is None:
             return False

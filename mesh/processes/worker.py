@@ -15,14 +15,14 @@ from typing import Any, Protocol
 from mesh.errors import BadRequest, LinkLost, MeshError
 from mesh.models.progress import Progress
 from mesh.processes.child import attach_to_parent, end_failed
-from mesh.processes.lifecycle import Loading
+from mesh.processes.lifecycle import LoadNeed
 from mesh.processes.members import KeepOnly, MemberFeed
 from mesh.processes.messages import (
     Handlers,
     Inbox,
     LoadProgress,
     Loads,
-    Message,
+    ProcessMessage,
     Stop,
     Trust,
 )
@@ -35,7 +35,7 @@ PROGRESS_EVERY_S = 0.2
 class Daemon(Protocol):
     """The way to the daemon: a `mesh.processes.channel.Channel`."""
 
-    def send(self, message: Message, *, soon: bool = False) -> None:
+    def send(self, message: ProcessMessage, *, soon: bool = False) -> None:
         """Raises LinkLost when nobody is there."""
 
 
@@ -77,7 +77,7 @@ class Worker(ABC):
         await end(self._tasks)
         await self.close()
 
-    def take(self, command: Message) -> None:
+    def take(self, command: ProcessMessage) -> None:
         """Obey one command."""
         self._inbox.take(command)
 
@@ -88,7 +88,7 @@ class Worker(ABC):
         """Whether it was told to stop."""
         return self._stopped.is_set()
 
-    def say(self, answer: Message, *, soon: bool = False) -> None:
+    def say(self, answer: ProcessMessage, *, soon: bool = False) -> None:
         """Tell the daemon, `soon`: with what else is said in this turn of the loop.
 
         Without a daemon there is nobody left to tell: the process is about to end.
@@ -97,7 +97,7 @@ class Worker(ABC):
             with contextlib.suppress(LinkLost):
                 self._daemon.send(answer, soon=soon)
 
-    def say_loading(self, loading: Loading | None, progress: Progress | None = None) -> None:
+    def say_loading(self, loading: LoadNeed | None, progress: Progress | None = None) -> None:
         """What begins to load and where that is counted, and None once that is done."""
         self.say(Loads(loading))
         if self._telling is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mesh.capacity import Measurement
 from mesh.errors import MeshError
-from mesh.processes.messages import Message, Start
+from mesh.processes.messages import ProcessMessage, Start
 from mesh.shard.room import Memory
 from mesh.shard.settings import ShardSettings
 from mesh.types import LayerRange, ModelId, ShardDescriptor, ShardHealth, ShardId, shard_id
@@ -85,14 +85,14 @@ class StartShards(Start, frozen=True):
     session_lease_s: float = ShardSettings().session_lease_s
 
 
-class Load(Message, frozen=True):
+class Load(ProcessMessage, frozen=True):
     """Load this and serve it; `because` is why it is loaded again, if it is."""
 
     request: ShardRequest
     because: str = ""
 
 
-class Unload(Message, frozen=True):
+class Unload(ProcessMessage, frozen=True):
     """Serve this shard no longer: its sessions get `grace_s` to move elsewhere, then its memory is
     given back. One that is not here, or has just been asked for, is unloaded all the same."""
 
@@ -100,26 +100,26 @@ class Unload(Message, frozen=True):
     grace_s: float
 
 
-class KeepResident(Message, frozen=True):
+class KeepResident(ProcessMessage, frozen=True):
     """The weights of exactly these shards stay on the device, whether or not they are used; one
     that is not here yet is loaded so."""
 
     shard_ids: tuple[ShardId, ...]
 
 
-class RevokeTokens(Message, frozen=True):
+class RevokeTokens(ProcessMessage, frozen=True):
     """Exactly these tokens are revoked: sessions that were opened with one of them end."""
 
     token_ids: tuple[str, ...]
 
 
-class Pause(Message, frozen=True):
+class Pause(ProcessMessage, frozen=True):
     """Have askers move their sessions away, or take that back."""
 
     paused: bool
 
 
-class Measure(Message, frozen=True):
+class Measure(ProcessMessage, frozen=True):
     """To the process that measures: how fast is this device, with so many threads (0: as kept in
     `threads_dir`); with `memory_only`, just what is free there."""
 
@@ -132,19 +132,19 @@ class Measure(Message, frozen=True):
 # Answers
 
 
-class Measured(Message, frozen=True):
+class Measured(ProcessMessage, frozen=True):
     """How fast device and asker are; memory is as it is now."""
 
     found: Measurement
 
 
-class NotMeasured(Message, frozen=True):
+class NotMeasured(ProcessMessage, frozen=True):
     """The device could not be measured."""
 
     error: MeshError
 
 
-class Listening(Message, frozen=True):
+class Listening(ProcessMessage, frozen=True):
     """The process is ready; `reasons` say how the device was chosen."""
 
     port: int
@@ -152,7 +152,7 @@ class Listening(Message, frozen=True):
     reasons: tuple[str, ...]
 
 
-class Loaded(Message, frozen=True):
+class Loaded(ProcessMessage, frozen=True):
     """A shard is served."""
 
     descriptor: ShardDescriptor
@@ -161,21 +161,21 @@ class Loaded(Message, frozen=True):
     reasons: tuple[str, ...]
 
 
-class ShardFailed(Message, frozen=True):
+class ShardFailed(ProcessMessage, frozen=True):
     """The start failed, or, with a `request`, a load."""
 
     error: MeshError
     request: ShardRequest | None = None
 
 
-class Withdrawn(Message, frozen=True):
+class Withdrawn(ProcessMessage, frozen=True):
     """A shard is served no longer, as its weights have changed."""
 
     shard_id: ShardId
     error: MeshError
 
 
-class Unloaded(Message, frozen=True):
+class Unloaded(ProcessMessage, frozen=True):
     """A shard is gone from this process, and so is what it took; `sessions` did not move in time
     and were ended."""
 
@@ -183,13 +183,13 @@ class Unloaded(Message, frozen=True):
     sessions: int = 0
 
 
-class Paused(Message, frozen=True):
+class Paused(ProcessMessage, frozen=True):
     """Askers were told."""
 
     paused: bool
 
 
-class Health(Message, frozen=True):
+class Health(ProcessMessage, frozen=True):
     """How the shards do: every second and on every change.
 
     `sessions` and `accounts` are the rows of `ShardService.sessions` and `reports` as the status

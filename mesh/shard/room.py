@@ -18,7 +18,7 @@ from mesh.errors import NotEnoughMemory
 from mesh.models.progress import Progress
 from mesh.processes.attempts import LESS
 from mesh.processes.headroom import Headroom, ram
-from mesh.processes.lifecycle import Loading
+from mesh.processes.lifecycle import LoadNeed
 from mesh.types import ShardMemory
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Room:
         self,
         measure: Callable[[Headroom], Headroom],
         occupants: Callable[[], Sequence[Occupant]],
-        say: Callable[[Loading | None, Progress | None], None],
+        say: Callable[[LoadNeed | None, Progress | None], None],
     ) -> None:
         self._measure = measure
         self._occupants = occupants
@@ -95,7 +95,7 @@ class Room:
         """
         async with self._turn:
             memory = await self._make_room(name, need)
-            self._say(Loading(name, need.total_mb, memory.ram_mb), progress)
+            self._say(LoadNeed(name, need.total_mb, memory.ram_mb), progress)
             try:
                 yield
             finally:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mesh.errors import MeshError
-from mesh.processes.messages import Message, Start
+from mesh.processes.messages import ProcessMessage, Start
 from mesh.transfers.hub import HubSettings
 from mesh.transfers.meter import SourceBytes
 from mesh.transfers.shelf import Holding
@@ -84,7 +84,7 @@ class StartFetcher(Start, frozen=True):
     unasked_s: float = 5.0
 
 
-class Ensure(Message, frozen=True):
+class Ensure(ProcessMessage, frozen=True):
     """Have these layers (None: everything) and perhaps the ends of a checkpoint on this disk.
 
     What nobody in the hearth has comes from the `hub`, if it is known from where.
@@ -98,7 +98,7 @@ class Ensure(Message, frozen=True):
     hub: HubSettings | None = None
 
 
-class PullRepository(Message, frozen=True):
+class PullRepository(ProcessMessage, frozen=True):
     """The same for a repository of the hub, whose hashes need not be known: if they are not, all of
     it is read once. What is not wanted of that is kept for others unless it is to `drop`."""
 
@@ -111,7 +111,7 @@ class PullRepository(Message, frozen=True):
     drop: bool = False
 
 
-class Peers(Message, frozen=True):
+class Peers(ProcessMessage, frozen=True):
     """All that other nodes advertise now; replaces what was said before. `neighbours` counts the
     nodes that are up, whether they have anything or not."""
 
@@ -119,20 +119,20 @@ class Peers(Message, frozen=True):
     neighbours: int = 0
 
 
-class MakeWay(Message, frozen=True):
+class MakeWay(ProcessMessage, frozen=True):
     """Whether somebody is answered on this machine: then weights flow with a small part of its
     cores (`mesh.transfers.pacing.SHARE`), else with all that is idle."""
 
     is_on: bool
 
 
-class ServeCheckpoint(Message, frozen=True):
+class ServeCheckpoint(ProcessMessage, frozen=True):
     """Serve this as well."""
 
     model: LocalCheckpoint
 
 
-class RemoveCheckpoint(Message, frozen=True):
+class RemoveCheckpoint(ProcessMessage, frozen=True):
     """Delete a checkpoint that was fetched. Answered with `FetcherDone`."""
 
     id: str
@@ -142,30 +142,30 @@ class RemoveCheckpoint(Message, frozen=True):
 # Answers
 
 
-class FetcherListening(Message, frozen=True):
+class FetcherListening(ProcessMessage, frozen=True):
     """The process is ready."""
 
     port: int
 
 
-class Idle(Message, frozen=True):
+class Idle(ProcessMessage, frozen=True):
     """Answer: for `idle_s` nothing was fetched, and nobody had a link to here."""
 
 
-class Holds(Message, frozen=True):
+class Holds(ProcessMessage, frozen=True):
     """What is here now; said again whenever it changes."""
 
     holdings: tuple[Holding, ...]
 
 
-class Moves(Message, frozen=True):
+class Moves(ProcessMessage, frozen=True):
     """The fetches under way, and the bytes sent to others since the start."""
 
     transfers: tuple[Transfer, ...]
     sent_bytes: int
 
 
-class FetcherDone(Message, frozen=True):
+class FetcherDone(ProcessMessage, frozen=True):
     """What was asked for under this id is done, or `error` says why not."""
 
     id: str
@@ -173,7 +173,7 @@ class FetcherDone(Message, frozen=True):
     error: MeshError | None = None
 
 
-class Lied(Message, frozen=True):
+class Lied(ProcessMessage, frozen=True):
     """A node gave bytes that are not those of the tensor; it is not asked again."""
 
     node: NodeId

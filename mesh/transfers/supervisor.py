@@ -18,7 +18,7 @@ from msgspec import structs, to_builtins
 from mesh.discovery.interfaces import Reach
 from mesh.errors import BadValue, Busy, InternalError, MeshError
 from mesh.processes.lifecycle import ChildEnding, ProcessState
-from mesh.processes.messages import Cancel, Failed, Handlers, Message
+from mesh.processes.messages import Cancel, Failed, Handlers, ProcessMessage
 from mesh.processes.resting import RestingSupervisor
 from mesh.transfers.commands import (
     Ensure,
@@ -79,7 +79,7 @@ class FetcherSupervisor(RestingSupervisor):
         self._makes_way = False
         self._peers = Peers(())
         self._numbers = itertools.count(1)
-        self._orders: dict[str, tuple[Message, asyncio.Future[Path]]] = {}
+        self._orders: dict[str, tuple[ProcessMessage, asyncio.Future[Path]]] = {}
 
     async def ensure(
         self,
@@ -212,7 +212,7 @@ class FetcherSupervisor(RestingSupervisor):
 
     # Private
 
-    async def _order(self, make: Callable[[str], Message]) -> Path:
+    async def _order(self, make: Callable[[str], ProcessMessage]) -> Path:
         if self.is_stopping:
             raise Busy("this node is stopping.", fix="Start it again.")
         name = str(next(self._numbers))

@@ -16,7 +16,7 @@ from mesh.pipeline import process
 from mesh.pipeline.checkpoint import load_asker
 from mesh.pipeline.commands import AskerOptions
 from mesh.pipeline.model import AskerModel
-from mesh.processes.lifecycle import Loading
+from mesh.processes.lifecycle import LoadNeed
 from mesh.types import GenerationRequest, ModelId
 
 
@@ -33,7 +33,7 @@ def load(
     directory: Path,
     model_id: ModelId,
     options: AskerOptions,
-    begins: Callable[[Loading, Progress], object],
+    begins: Callable[[LoadNeed, Progress], object],
 ) -> tuple[AskerModel, list[str]]:
     """As `load_asker`, but for the device."""
     model, reasons = load_asker(directory, model_id, options, begins)

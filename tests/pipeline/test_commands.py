@@ -6,7 +6,7 @@ import pytest
 
 from mesh.errors import BadRequest, NoRoute
 from mesh.pipeline.commands import Credit, Ended, Generate, GenerationFrame
-from mesh.processes.messages import Inbox, Message, encode
+from mesh.processes.messages import Inbox, ProcessMessage, encode
 from mesh.types import (
     Edit,
     GenerationRequest,
@@ -34,9 +34,9 @@ FRAMES = [
 ]
 
 
-def passed_on(message: Message, *understood: type[Message]) -> Message:
+def passed_on(message: ProcessMessage, *understood: type[ProcessMessage]) -> ProcessMessage:
     """What the other side makes of a message."""
-    got: list[Message] = []
+    got: list[ProcessMessage] = []
     Inbox(dict.fromkeys(understood or [type(message)], got.append)).read(encode(message))
     (arrived,) = got
     return arrived

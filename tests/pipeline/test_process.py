@@ -26,7 +26,7 @@ from mesh.pipeline.process import (
     LOCAL_LOAD_TIMEOUT_S,
     AskerProcess,
 )
-from mesh.processes.messages import Cancel, Message
+from mesh.processes.messages import Cancel, ProcessMessage
 from tests.health.watched import watched
 from tests.pipeline.toy_mesh import ToyNetwork, ToyShard, toy_request
 from tests.simulation.virtual_loop import run_virtually
@@ -36,9 +36,9 @@ class Daemon:
     """Remembers what a process says."""
 
     def __init__(self) -> None:
-        self.said: list[Message] = []
+        self.said: list[ProcessMessage] = []
 
-    def send(self, message: Message, *, soon: bool = False) -> None:
+    def send(self, message: ProcessMessage, *, soon: bool = False) -> None:
         self.said.append(message)
 
 

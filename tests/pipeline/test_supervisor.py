@@ -23,7 +23,7 @@ from mesh.node.wiring import start_asker
 from mesh.pipeline.commands import Generate, Offer, RoutableShards, StartAsker
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.processes.lifecycle import SilenceLimits
-from mesh.processes.messages import Message
+from mesh.processes.messages import ProcessMessage
 from mesh.types import GenerationRequest, LayerRange, ModelId, RouteHop, SamplingParams, ShardId
 from tests import secure
 from tests.test_formats import advertised
@@ -74,9 +74,9 @@ class Overheard(AskerSupervisor):
     def __init__(self, start: StartAsker, owner: Owner) -> None:
         super().__init__(start, owner)
         self.is_there = True
-        self.told: list[Message] = []
+        self.told: list[ProcessMessage] = []
 
-    def tell(self, command: Message) -> bool:
+    def tell(self, command: ProcessMessage) -> bool:
         if self.is_there:
             self.told.append(command)
         return self.is_there
@@ -86,7 +86,7 @@ def test_an_asker_knows_all_shards_and_is_told_of_them_once(start: StartAsker) -
     owner = Owner()
     asker = Overheard(start, owner)
 
-    def told() -> list[Message]:
+    def told() -> list[ProcessMessage]:
         for _ in range(2):
             asker.push_shards()
         found, asker.told = asker.told, []

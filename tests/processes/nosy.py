@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from mesh.processes.channel import Channel
 from mesh.processes.child import attach_to_parent
-from mesh.processes.messages import Inbox, Message
+from mesh.processes.messages import Inbox, ProcessMessage
 
 _channel: list[Channel] = []
 _kept: list[object] = []
@@ -72,7 +72,7 @@ def _look() -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Said(Message, frozen=True):
+class Said(ProcessMessage, frozen=True):
     """What to do, or what was found."""
 
     what: str

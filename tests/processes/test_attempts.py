@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from mesh.errors import BadCheckpoint, DeviceFailed, MeshError, NotEnoughMemory
 from mesh.processes.attempts import FIRST_WAIT_S, LONGEST_WAIT_S, MAX_LIVES, Attempts
-from mesh.processes.lifecycle import ChildEnding, Loading
+from mesh.processes.lifecycle import ChildEnding, LoadNeed
 
 PLENTY = 1 << 20
-LOAD = Loading("m:0-7", need_mb=2000, free_mb=3000)
+LOAD = LoadNeed("m:0-7", need_mb=2000, free_mb=3000)
 KILLED = ChildEnding(-signal.SIGKILL, loading=LOAD)
 PASSING = DeviceFailed("It stumbled.", fix="Wait.")
 

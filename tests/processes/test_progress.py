@@ -6,23 +6,23 @@ import asyncio
 from typing import Any
 
 from mesh.models.progress import Progress
-from mesh.processes.lifecycle import Loading
-from mesh.processes.messages import LoadProgress, Loads, Message
+from mesh.processes.lifecycle import LoadNeed
+from mesh.processes.messages import LoadProgress, Loads, ProcessMessage
 from mesh.processes.supervisor import Supervisor
 from tests.lively import Count, Lively
 from tests.processes.test_supervisor import Watched
 from tests.simulation.virtual_loop import run_virtually
 
-LOADING = Loading("m:0-3", 5, 100)
+LOADING = LoadNeed("m:0-3", 5, 100)
 
 
 class Daemon:
     """Remembers what a process says."""
 
     def __init__(self) -> None:
-        self.said: list[Message] = []
+        self.said: list[ProcessMessage] = []
 
-    def send(self, message: Message, *, soon: bool = False) -> None:
+    def send(self, message: ProcessMessage, *, soon: bool = False) -> None:
         self.said.append(message)
 
 

@@ -12,7 +12,7 @@ from mesh.errors import NotEnoughMemory
 from mesh.models.load import load_span
 from mesh.models.progress import Progress
 from mesh.processes.headroom import Headroom
-from mesh.processes.lifecycle import Loading
+from mesh.processes.lifecycle import LoadNeed
 from mesh.shard.footprint import estimate, position_bytes
 from mesh.shard.room import Room
 from mesh.shard.torch_runtime import TorchRuntime
@@ -74,7 +74,7 @@ class House:
     def _measure(self, _: Headroom) -> Headroom:
         return Headroom(1000 - sum(guest.held_mb for guest in self.guests), 1000, "the toy")
 
-    def _hear(self, load: Loading | None, _progress: Progress | None) -> None:
+    def _hear(self, load: LoadNeed | None, _progress: Progress | None) -> None:
         self.said.append(None if load is None else load.name)
 
     async def load(self, need_mb: int) -> None:

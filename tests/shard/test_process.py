@@ -34,7 +34,7 @@ from mesh.processes.messages import (
     LastWords,
     LoadProgress,
     Loads,
-    Message,
+    ProcessMessage,
     Stop,
     Trust,
 )
@@ -65,14 +65,14 @@ ANSWERS = (
     Alive, LastWords, Loads, LoadProgress, Listening, Loaded, ShardFailed, Withdrawn,
     Paused, Health,
 )  # fmt: skip
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=ProcessMessage)
 
 
 class Daemon:
     """The daemon's side of a shard process: everything it says, by its class."""
 
     def __init__(self) -> None:
-        self._said: asyncio.Queue[Message] = asyncio.Queue()
+        self._said: asyncio.Queue[ProcessMessage] = asyncio.Queue()
         self._inbox = Inbox(dict.fromkeys(ANSWERS, self._said.put_nowait))
         self.closed = asyncio.Event()
 
@@ -84,14 +84,14 @@ class Daemon:
             on_closed=self.closed.set,
         )
 
-    async def hears(self, kind: type[M], *others: type[Message]) -> M:
+    async def hears(self, kind: type[M], *others: type[ProcessMessage]) -> M:
         """The next message of one of these kinds; those before it are dropped."""
         async with asyncio.timeout(TIMEOUT_S):
             while not isinstance(message := await self._said.get(), (kind, *others)):
                 pass
         return cast("M", message)
 
-    def says_last(self) -> list[type[Message]]:
+    def says_last(self) -> list[type[ProcessMessage]]:
         """The kinds of all messages that nobody heard yet."""
         return [type(self._said.get_nowait()) for _ in range(self._said.qsize())]
 

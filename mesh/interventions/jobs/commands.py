@@ -7,7 +7,7 @@ from typing import Any
 from mesh.errors import MeshError
 from mesh.interventions.jobs.types import JobPlace, JobReport, JobSpec, RunnerSettings
 from mesh.pipeline.commands import Offer, RouteLimits
-from mesh.processes.messages import Message, Start
+from mesh.processes.messages import ProcessMessage, Start
 
 # Commands
 
@@ -19,14 +19,14 @@ class StartJobs(Start, frozen=True):
     settings: RunnerSettings
 
 
-class RunJob(Message, frozen=True):
+class RunJob(ProcessMessage, frozen=True):
     """Begin a job; its id is the spec's."""
 
     spec: JobSpec
     place: JobPlace
 
 
-class JobShards(Message, frozen=True):
+class JobShards(ProcessMessage, frozen=True):
     """Who serves a job's model now: the answer to `AskShards`."""
 
     job_id: str
@@ -36,31 +36,31 @@ class JobShards(Message, frozen=True):
 # Answers
 
 
-class JobsReady(Message, frozen=True):
+class JobsReady(ProcessMessage, frozen=True):
     """Jobs may come."""
 
 
-class AskShards(Message, frozen=True):
+class AskShards(ProcessMessage, frozen=True):
     """A job that is run again asks who serves its model by now; `JobShards` answers."""
 
     job_id: str
 
 
-class Line(Message, frozen=True):
+class Line(ProcessMessage, frozen=True):
     """What a job printed; several lines when many come."""
 
     job_id: str
     text: str
 
 
-class Finished(Message, frozen=True):
+class Finished(ProcessMessage, frozen=True):
     """A job is done."""
 
     job_id: str
     report: JobReport
 
 
-class Broke(Message, frozen=True):
+class Broke(ProcessMessage, frozen=True):
     """A job failed, after it `took` this much, as a `JobReport` has it."""
 
     job_id: str
@@ -68,7 +68,7 @@ class Broke(Message, frozen=True):
     took: dict[str, Any] | None = None
 
 
-class Accounts(Message, frozen=True):
+class Accounts(ProcessMessage, frozen=True):
     """Who holds what in the process, as `ResourceLedger.report`, whenever that has changed."""
 
     accounts: dict[str, Any]
