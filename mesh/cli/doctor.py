@@ -57,7 +57,7 @@ def jail(
     """
     import asyncio
 
-    from mesh.interventions.jail.doctor import Level
+    from mesh.interventions.jail.doctor import JailStrength
     from mesh.interventions.jail.job import examine_machine
 
     report = asyncio.run(examine_machine(namespaces=namespaces))
@@ -66,5 +66,5 @@ def jail(
     else:
         for line in report.to_text().splitlines():
             say(line)
-    if report.level is not Level.OS:
+    if report.level is not JailStrength.OS:
         raise typer.Exit(1)

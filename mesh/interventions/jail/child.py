@@ -34,7 +34,7 @@ PAYLOAD_LENGTH = struct.Struct("!Q")
 
 
 @dataclass(frozen=True)
-class JobOrder:
+class ZygoteOrder:
     """What the zygote was asked to run, with the descriptors that came along.
 
     `entry` is called with the payload and the channel. With a `hint` it is called with that and the
@@ -56,7 +56,7 @@ def resolve(entry: str) -> Callable[..., object]:
     return found
 
 
-def run(job: JobOrder, readable: tuple[str, ...]) -> NoReturn:
+def run(job: ZygoteOrder, readable: tuple[str, ...]) -> NoReturn:
     """Become the job. Never returns; the exit status says only whether a result was left."""
     status = 1
     try:
@@ -89,7 +89,7 @@ def _print_to(fd: int) -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def _attempt(job: JobOrder, channel: socket.socket) -> tuple[bool, bytes]:
+def _attempt(job: ZygoteOrder, channel: socket.socket) -> tuple[bool, bytes]:
     try:
         try:
             body = _begin(job, channel)(_receive_payload(channel))
@@ -102,7 +102,7 @@ def _attempt(job: JobOrder, channel: socket.socket) -> tuple[bool, bytes]:
     return True, body
 
 
-def _begin(job: JobOrder, channel: socket.socket) -> Callable[[bytes], object]:
+def _begin(job: ZygoteOrder, channel: socket.socket) -> Callable[[bytes], object]:
     entry = resolve(job.entry)
     if job.hint is None:
         return lambda payload: entry(payload, channel)

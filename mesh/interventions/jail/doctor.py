@@ -47,7 +47,7 @@ _LIMITS = JobLimits(
 RunCanary = Callable[[bytes, JobLimits], Coroutine[Any, Any, tuple[JobOutcome, bytes]]]
 
 
-class Level(StrEnum):
+class JailStrength(StrEnum):
     """`OS`: every wall held. `WEAK`: a process of its own that ends on time. `NONE`: not even."""
 
     OS = "os"
@@ -59,7 +59,7 @@ class Level(StrEnum):
 class JailReport:
     """What an examination found. `broken` maps a canary's name to what got through."""
 
-    level: Level
+    level: JailStrength
     held: tuple[str, ...]
     broken: dict[str, str]
     namespaces: bool
@@ -73,9 +73,9 @@ class JailReport:
     def to_text(self) -> str:
         """For people: one line per wall, what does not hold first."""
         meaning = {
-            Level.OS: "every member's code may run",
-            Level.WEAK: "only code of trusted keys may run",
-            Level.NONE: "no code may run",
+            JailStrength.OS: "every member's code may run",
+            JailStrength.WEAK: "only code of trusted keys may run",
+            JailStrength.NONE: "no code may run",
         }[self.level]
         lines = [f"jail: {self.level.value} ({meaning})"]
         lines += [f"  OPEN  {name}: {what}" for name, what in self.broken.items()]
@@ -106,9 +106,9 @@ async def examine(run_canary: RunCanary, *, namespaces: bool) -> JailReport:
         # The one that attacks the victim goes last: the others need it alive.
         await asyncio.gather(*(in_turn(name) for name in CANARIES if name != "signal"))
         await fly("signal")
-    level = Level.OS if not broken else Level.WEAK
+    level = JailStrength.OS if not broken else JailStrength.WEAK
     if {"control", "never_ends"} & broken.keys():
-        level = Level.NONE
+        level = JailStrength.NONE
     for name, what in broken.items():
         logger.warning("jail wall=%s does not hold: %s", name, what)
     here = kernel.machine()

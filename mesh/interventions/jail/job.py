@@ -22,14 +22,14 @@ from typing import Any, Self
 from mesh.errors import Busy, JailUnavailable, MeshError
 from mesh.interventions.jail.child import PAYLOAD_LENGTH
 from mesh.interventions.jail.doctor import ENTRY as CANARY_ENTRY
-from mesh.interventions.jail.doctor import JailReport, Level, examine
+from mesh.interventions.jail.doctor import JailReport, JailStrength, examine
 from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
 from mesh.interventions.jail.logs import LogPump
 from mesh.interventions.jail.result import read_result, result_file
 from mesh.interventions.jail.standby import JobKind, Standby
 from mesh.interventions.jail.usage import Usage, usage_of
 from mesh.interventions.jail.verdict import Left, Verdict, judge, said
-from mesh.interventions.jail.warm import Report, WarmParent
+from mesh.interventions.jail.warm import Report, Zygote
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class JailedJob:
     it still runs, and closes what is open; a transport made of `channel` is closed before that.
     """
 
-    def __init__(self, number: int, limits: JobLimits, parent: WarmParent) -> None:
+    def __init__(self, number: int, limits: JobLimits, parent: Zygote) -> None:
         self.channel, self._theirs = socket.socketpair()
         self.channel.setblocking(False)
         self._number = number
@@ -238,7 +238,7 @@ class Jail:
     strong its walls are; nothing runs that they are too weak for.
     """
 
-    def __init__(self, parent: WarmParent, max_jobs: int) -> None:
+    def __init__(self, parent: Zygote, max_jobs: int) -> None:
         self.report: JailReport | None = None
         self._parent = parent
         self._max_jobs = max_jobs
@@ -267,7 +267,7 @@ class Jail:
             timeout_s: bound on the warm-up.
         Raises JailUnavailable when the parent does not come up.
         """
-        parent = await WarmParent.start(warm_up, argument, namespaces, timeout_s)
+        parent = await Zygote.start(warm_up, argument, namespaces, timeout_s)
         jail = cls(parent, max_jobs)
         try:
             await jail.examine()
@@ -317,8 +317,8 @@ class Jail:
                 control characters removed.
         Raises Busy at `max_jobs`; JailUnavailable when the parent is gone or the walls too weak.
         """
-        level = self.report.level if self.report is not None else Level.NONE
-        if level is Level.NONE or (level is Level.WEAK and not trusted):
+        level = self.report.level if self.report is not None else JailStrength.NONE
+        if level is JailStrength.NONE or (level is JailStrength.WEAK and not trusted):
             raise JailUnavailable(
                 "this node cannot wall in foreign code",
                 fix="`hearthnet doctor jail` says what is missing; a trusted key may run code "

@@ -13,7 +13,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from mesh.interventions.jail.syscalls import MACHINES, Architecture
+from mesh.interventions.jail.syscalls import MACHINES, CpuArchitecture
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
@@ -30,7 +30,7 @@ _LANDLOCK_SCOPES = 0b11  # abstract unix sockets and signals
 _LANDLOCK_VERSION_FLAG, _LANDLOCK_RULE_PATH_BENEATH = 1, 1
 
 
-def machine() -> Architecture | None:
+def machine() -> CpuArchitecture | None:
     """The running architecture, if Linux and one whose filter we can build."""
     return MACHINES.get(platform.machine()) if sys.platform == "linux" else None
 
@@ -54,13 +54,13 @@ def prctl(option: int, value: int) -> None:
     _check(libc.prctl(option, ctypes.c_ulong(value), unused, unused, unused), f"prctl {option}")
 
 
-def syscall(here: Architecture, name: str, *arguments: object) -> int:
+def syscall(here: CpuArchitecture, name: str, *arguments: object) -> int:
     """A raw system call; arguments are ints or ctypes objects."""
     passed = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return _check(int(_libc().syscall(ctypes.c_long(here.calls[name]), *passed)), name)
 
 
-def drop_capabilities(here: Architecture) -> None:
+def drop_capabilities(here: CpuArchitecture) -> None:
     """Give up every capability, also those a later exec could bring back."""
     for capability in range(64):
         try:
@@ -71,7 +71,7 @@ def drop_capabilities(here: Architecture) -> None:
     syscall(here, "capset", header, ctypes.create_string_buffer(24))
 
 
-def landlock_abi(here: Architecture) -> int:
+def landlock_abi(here: CpuArchitecture) -> int:
     """The kernel's Landlock version; 0 when it has none."""
     try:
         return syscall(here, "landlock_create_ruleset", None, 0, _LANDLOCK_VERSION_FLAG)
@@ -79,7 +79,7 @@ def landlock_abi(here: Architecture) -> int:
         return 0
 
 
-def landlock(here: Architecture, abi: int, readable: tuple[str, ...]) -> None:
+def landlock(here: CpuArchitecture, abi: int, readable: tuple[str, ...]) -> None:
     """Deny every file right except reading below `readable`; TCP and foreign signals as well."""
     file_rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
     attributes = struct.pack(
@@ -100,7 +100,7 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_void_p))
 
 
-def install_filter(here: Architecture, code: bytes) -> None:
+def install_filter(here: CpuArchitecture, code: bytes) -> None:
     """Put a BPF program between this process and the kernel, for all its threads and for good."""
     buffer = ctypes.create_string_buffer(code, len(code))
     filter_ = _Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
@@ -109,7 +109,7 @@ def install_filter(here: Architecture, code: bytes) -> None:
     )
 
 
-def enter_namespaces(here: Architecture) -> None:
+def enter_namespaces(here: CpuArchitecture) -> None:
     """Move into own user, mount, network, ipc, pid and uts namespaces.
 
     The caller must be single-threaded; the pid namespace begins with its next child.

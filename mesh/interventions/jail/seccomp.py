@@ -11,7 +11,7 @@ import mmap
 
 from mesh.interventions.jail import bpf
 from mesh.interventions.jail.bpf import Block
-from mesh.interventions.jail.syscalls import Architecture
+from mesh.interventions.jail.syscalls import CpuArchitecture
 
 # In the order of how often a job makes them: the program is a list of comparisons.
 # fmt: off
@@ -43,7 +43,9 @@ _FCNTL_ALLOWED = (1, 2, 3, 4, 1030)  # GETFD SETFD GETFL SETFL DUPFD_CLOEXEC
 _FIONBIO, _FIOCLEX = 0x5421, 0x5451
 
 
-def _conditional(machine: Architecture, thread_group: int, *, may_open: bool) -> dict[str, Block]:
+def _conditional(
+    machine: CpuArchitecture, thread_group: int, *, may_open: bool
+) -> dict[str, Block]:
     readable = (
         _CLOEXEC | _NONBLOCK | _NOCTTY
         | machine.open_directory | machine.open_nofollow | machine.open_largefile
@@ -64,7 +66,7 @@ def _conditional(machine: Architecture, thread_group: int, *, may_open: bool) ->
     }
 
 
-def program(machine: Architecture, thread_group: int, *, may_open: bool) -> bytes:
+def program(machine: CpuArchitecture, thread_group: int, *, may_open: bool) -> bytes:
     """The filter for one job's process.
 
     Args:

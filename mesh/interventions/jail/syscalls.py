@@ -68,7 +68,7 @@ _AARCH64 = {
 
 
 @dataclass(frozen=True)
-class Architecture:
+class CpuArchitecture:
     """One architecture as the kernel names it, and the flags whose values differ between them."""
 
     audit_arch: int
@@ -80,6 +80,6 @@ class Architecture:
 
 
 MACHINES = {
-    "x86_64": Architecture(0xC000003E, _X86_64, 0o200000, 0o400000, 0o100000, 0x40000000),
-    "aarch64": Architecture(0xC00000B7, _AARCH64, 0o40000, 0o100000, 0o400000, 0),
+    "x86_64": CpuArchitecture(0xC000003E, _X86_64, 0o200000, 0o400000, 0o100000, 0x40000000),
+    "aarch64": CpuArchitecture(0xC00000B7, _AARCH64, 0o40000, 0o100000, 0o400000, 0),
 }

@@ -39,7 +39,7 @@ _LOST = {"status": signal.SIGKILL, "cpu_s": 0.0, "peak": 0}
 Report = dict[str, Any]
 
 
-class WarmParent:
+class Zygote:
     """The process and our end of its socket."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
@@ -54,9 +54,7 @@ class WarmParent:
         self._loop.add_reader(control, self._on_report)
 
     @classmethod
-    async def start(
-        cls, warm_up: str, argument: str, namespaces: bool, timeout_s: float
-    ) -> WarmParent:
+    async def start(cls, warm_up: str, argument: str, namespaces: bool, timeout_s: float) -> Zygote:
         """Start and warm it. Raises JailUnavailable with the reason when that fails."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, _DATAGRAMS)
         module = "mesh.interventions.jail.zygote"

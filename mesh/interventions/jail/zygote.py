@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from mesh.interventions.jail import canaries, child, kernel, lockdown
 from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jail.pages import HugePages
-from mesh.interventions.jail.syscalls import Architecture
+from mesh.interventions.jail.syscalls import CpuArchitecture
 
 MAX_COMMAND_BYTES = 64 << 10
 # A compiled module cannot be loaded once executable memory is refused, so all that ordinary code
@@ -81,7 +81,7 @@ def _move_out() -> bool:
     return True
 
 
-def _may_move(here: Architecture) -> bool:
+def _may_move(here: CpuArchitecture) -> bool:
     """Try it in a throwaway child: half of the move cannot be taken back."""
     pid = os.fork()
     if pid == 0:
@@ -188,7 +188,7 @@ class _Nursery:
     def _fork(self, command: dict[str, Any], fds: list[int]) -> None:
         number = int(command["job"])
         limits = JobLimits(**command["limits"])
-        job = child.JobOrder(str(command["entry"]), command["hint"], limits, *fds)
+        job = child.ZygoteOrder(str(command["entry"]), command["hint"], limits, *fds)
         try:
             pid = os.fork()
         except OSError as error:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mesh.interventions.jail.doctor import Level
+from mesh.interventions.jail.doctor import JailStrength
 from mesh.interventions.jail.job import Jail
 from mesh.types import ModelId
 
@@ -91,7 +91,7 @@ class WarmJails:
                 jail = await self._start(warm_up, self._max_jobs)
                 self._jails[warm_up] = jail
                 self._examined(warm_up, jail, _LOOK_AGAIN_S)
-            elif jail.report is None or jail.report.level is not Level.OS:
+            elif jail.report is None or jail.report.level is not JailStrength.OS:
                 due_s, wait_s = self._next_looks[warm_up]
                 if self._monotonic() >= due_s:
                     # What found them weak may have been a bad moment of the machine.

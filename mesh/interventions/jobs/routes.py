@@ -29,7 +29,7 @@ are of weights: what passes between layers of such is fp32."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RoutedModel:
     """The model that a route is for."""
 
     model_id: ModelId
@@ -58,7 +58,7 @@ class Routes:
         self._claims = Claims(own)
 
     async def open(
-        self, wanted: Wanted, shards: Sequence[Offer], exclude: Collection[ShardKey] = ()
+        self, wanted: RoutedModel, shards: Sequence[Offer], exclude: Collection[ShardKey] = ()
     ) -> OpenRoute:
         """A route where every hop has given a session.
 
@@ -96,7 +96,7 @@ class Routes:
         await self._links.close()
 
     def _pick(
-        self, known: KnownShards, wanted: Wanted, exclude: Collection[ShardKey]
+        self, known: KnownShards, wanted: RoutedModel, exclude: Collection[ShardKey]
     ) -> tuple[tuple[RouteHop, ...], str]:
         span = LayerRange(0, wanted.total_layers)
         rules = self._rules(wanted.total_layers)

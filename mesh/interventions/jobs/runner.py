@@ -21,7 +21,7 @@ from mesh.interventions.jail.job import Jail, JailedJob
 from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
 from mesh.interventions.jobs.jails import WarmJails, WarmUp
 from mesh.interventions.jobs.order import JobOrder, pack_hops
-from mesh.interventions.jobs.routes import OpenRoute, Routes, Wanted
+from mesh.interventions.jobs.routes import OpenRoute, RoutedModel, Routes
 from mesh.interventions.jobs.types import JobPlace, JobReport, JobSpec, RunnerSettings
 from mesh.interventions.relay import relay
 from mesh.models.manifest import Manifest, read_manifest
@@ -103,7 +103,7 @@ class JailRunner:
     async def _route(
         self, manifest: Manifest, place: JobPlace, lost: Sequence[_Loss]
     ) -> AsyncIterator[OpenRoute]:
-        wanted = Wanted(place.model_id, manifest.weights_sha256, manifest.total_layers)
+        wanted = RoutedModel(place.model_id, manifest.weights_sha256, manifest.total_layers)
         try:
             route = await self._routes.open(wanted, place.shards, _keys(lost))
         except (RouteError, Busy) as nobody:

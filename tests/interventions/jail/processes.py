@@ -6,7 +6,7 @@ import psutil
 
 from mesh.interventions.jail import zygote
 from mesh.interventions.jail.doctor import ENTRY as CANARY
-from mesh.interventions.jail.doctor import JailReport, Level
+from mesh.interventions.jail.doctor import JailReport, JailStrength
 from mesh.interventions.jail.job import Jail
 from mesh.interventions.jail.limits import JobLimits, JobOutcome
 
@@ -17,7 +17,7 @@ class Unexamined(Jail):
     async def examine(self) -> None:
         """See `Jail`."""
         self.report = JailReport(
-            Level.OS, (), {}, namespaces=False, landlock_abi=0, filtered_calls=True
+            JailStrength.OS, (), {}, namespaces=False, landlock_abi=0, filtered_calls=True
         )
 
 

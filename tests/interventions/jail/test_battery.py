@@ -9,7 +9,7 @@ import random
 import pytest
 
 from mesh.interventions.jail import result
-from mesh.interventions.jail.doctor import Level
+from mesh.interventions.jail.doctor import JailStrength
 from mesh.interventions.jail.job import Jail
 from mesh.interventions.jail.limits import Ending, JobLimits
 from tests.interventions.jail.battery import BODIES, DEED_LIMITS, RUN, escapes, jail, read_all
@@ -55,7 +55,7 @@ async def test_a_sample_of_the_battery_is_contained_without_namespaces(
 ) -> None:
     async with jail(namespaces=False) as cell:
         assert cell.report is not None
-        assert cell.report.level is Level.OS, cell.report.to_text()
+        assert cell.report.level is JailStrength.OS, cell.report.to_text()
         assert await escapes(cell, SAMPLE) == {}
         for body in ("os.kill(-1, 9)", "while True:\n    os.fork()"):
             monkeypatch.setitem(BODIES, "space/endless", body)
@@ -80,7 +80,7 @@ async def test_nothing_escapes(namespaces: bool) -> None:
 async def test_without_walls_every_deed_is_done() -> None:
     async with jail("all", namespaces=False) as cell:
         assert cell.report is not None
-        assert cell.report.level is Level.WEAK
+        assert cell.report.level is JailStrength.WEAK
         done = await escapes(cell, DEEDS)
         assert set(DEEDS) - set(done) - NOT_EVERYWHERE == set()
 
@@ -93,7 +93,7 @@ async def test_a_missing_wall_is_noticed(wall: str) -> None:
         assert set(await escapes(cell, wanted)) == set(wanted)
         if wall not in NO_CANARY:
             assert cell.report is not None
-            assert cell.report.level is Level.WEAK
+            assert cell.report.level is JailStrength.WEAK
 
 
 @pytest.mark.chaos
@@ -112,7 +112,7 @@ async def test_without_new_privileges_given_up_no_other_wall_goes_up() -> None:
     """The kernel takes neither Landlock's rules nor a filter from such a process."""
     async with jail("no_new_privileges", namespaces=False) as cell:
         assert cell.report is not None
-        assert cell.report.level is Level.NONE
+        assert cell.report.level is JailStrength.NONE
 
 
 OPEN_FILES = "descriptors,limits,calls"

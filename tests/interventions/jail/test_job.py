@@ -19,7 +19,7 @@ import pytest
 from mesh.errors import Busy, JailUnavailable
 from mesh.interventions.jail import doctor
 from mesh.interventions.jail.canaries import STARTED
-from mesh.interventions.jail.doctor import Level, examine
+from mesh.interventions.jail.doctor import JailStrength, examine
 from mesh.interventions.jail.job import Jail, JailedJob, examine_machine
 from mesh.interventions.jail.limits import Ending, JobLimits, JobOutcome
 from mesh.interventions.jobs import jails
@@ -341,7 +341,7 @@ async def test_a_line_arrives_while_the_job_runs(jail: Jail) -> None:
 
 async def test_a_machine_is_examined() -> None:
     report = await examine_machine(namespaces=False)
-    assert report.level is Level.OS, report.to_text()
+    assert report.level is JailStrength.OS, report.to_text()
     assert "read_file" in report.held
     assert report.to_text().startswith("jail: os (every member's code may run)")
     assert report.to_dict()["level"] == "os"
@@ -349,8 +349,8 @@ async def test_a_machine_is_examined() -> None:
 
 async def test_weak_walls_are_for_trusted_keys_and_none_for_nobody(jail: Jail) -> None:
     for level, trusted, may_run in [
-        (Level.OS, False, True), (Level.WEAK, False, False), (Level.WEAK, True, True),
-        (Level.NONE, True, False), (None, True, False),
+        (JailStrength.OS, False, True), (JailStrength.WEAK, False, False),
+        (JailStrength.WEAK, True, True), (JailStrength.NONE, True, False), (None, True, False),
     ]:  # fmt: skip
         jail.report = None if level is None else doctor.JailReport(level, (), {}, False, 0, True)
         if may_run:
@@ -380,14 +380,14 @@ def slowed(name: str, times: int, jail: Jail) -> tuple[doctor.RunCanary, list[fl
 async def test_a_canary_that_was_too_slow_gets_more_time(jail: Jail, name: str) -> None:
     fly, walls = slowed(name, 1, jail)
     report = await examine(fly, namespaces=False)
-    assert report.level is Level.OS, report.to_text()
+    assert report.level is JailStrength.OS, report.to_text()
     assert walls[1] == 4 * walls[0]
 
 
 async def test_a_canary_that_stays_too_slow_is_a_wall_that_does_not_stand(jail: Jail) -> None:
     fly, walls = slowed("read_file", 9, jail)
     report = await examine(fly, namespaces=False)
-    assert report.level is Level.WEAK
+    assert report.level is JailStrength.WEAK
     assert len(walls) == 2
 
 
@@ -404,7 +404,7 @@ async def test_a_canary_that_was_stopped_before_its_attack_proves_nothing(jail: 
 class Looking:
     """Starts jails whose walls are found so strong, one look after the other."""
 
-    def __init__(self, *found: Level) -> None:
+    def __init__(self, *found: JailStrength) -> None:
         self.looks = 0
         self.found = found
 
@@ -421,13 +421,13 @@ class Looking:
 
 
 async def test_weak_walls_are_looked_at_again_after_a_while() -> None:
-    found = [Level.NONE, Level.WEAK, Level.OS]
+    found = [JailStrength.NONE, JailStrength.WEAK, JailStrength.OS]
     looking, hours = Looking(*found), itertools.count(step=3600.0)
     warm = jails.WarmJails(
         max_jobs=1, idle_s=60, start=looking.start, monotonic=lambda: next(hours)
     )
     try:
-        for level in [*found, Level.OS]:
+        for level in [*found, JailStrength.OS]:
             jail = await warm.get(WARM)
             assert jail.report is not None
             assert jail.report.level is level
@@ -437,7 +437,7 @@ async def test_weak_walls_are_looked_at_again_after_a_while() -> None:
 
 
 async def test_weak_walls_are_not_looked_at_before_every_job() -> None:
-    looking, now = Looking(Level.WEAK), [0.0]
+    looking, now = Looking(JailStrength.WEAK), [0.0]
     warm = jails.WarmJails(max_jobs=1, idle_s=60, start=looking.start, monotonic=lambda: now[0])
     try:
         for _ in range(3):
@@ -458,7 +458,7 @@ async def test_an_examination_without_canaries_finds_no_walls() -> None:
         return JobOutcome(Ending.FAILED, b"", "no such module", 0.0, 0.0, 0), b""
 
     report = await examine(never_runs, namespaces=False)
-    assert report.level is Level.NONE
+    assert report.level is JailStrength.NONE
     assert report.held == ()
     assert "the canary did not run" in report.broken["control"]
 
@@ -467,7 +467,7 @@ async def test_a_wall_that_cannot_be_put_up_lets_nothing_run() -> None:
     jail = await Jail.start(STORIES + "warm", "no landlock", namespaces=False)
     try:
         assert jail.report is not None
-        assert jail.report.level is Level.NONE
+        assert jail.report.level is JailStrength.NONE
         assert "the walls could not be put up" in jail.report.broken["control"]
         with pytest.raises(JailUnavailable):
             await jail.start_job(STORIES + "touching", b"", trusted=True)
