@@ -106,10 +106,10 @@ def test_an_asker_knows_all_shards_and_is_told_of_them_once(start: StartAsker) -
 
 
 async def test_an_asker_knows_what_whoever_asks_has_seen(start: StartAsker) -> None:
-    told: list[type[Message]] = []
+    told: list[type[ProcessMessage]] = []
 
     class Listened(AskerSupervisor):
-        def tell(self, command: Message) -> bool:
+        def tell(self, command: ProcessMessage) -> bool:
             told.append(type(command))
             return super().tell(command)
 
