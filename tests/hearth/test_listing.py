@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ def named(node: NodeId) -> str:
 
 
 @pytest.fixture
-async def log(tmp_path: Path) -> EventLog:
+async def log(tmp_path: Path) -> AsyncIterator[EventLog]:
     node: Node = await open_node(tmp_path / "log.sqlite")
     await found(node)
     await let_in(node, Author(1))
     for number in range(7):
         kind, key = (MODEL_PUBLISHED, "model_id") if number % 2 else (STEERING_PUBLISHED, "name")
         await node.log.append(kind, {key: f"m{number}", "raw": bytes(40)})
-    return node.log
+    yield node.log
+    await node.log.close()
 
 
 async def pages(log: EventLog, **wanted: Any) -> list[dict[str, Any]]:
