@@ -1,8 +1,10 @@
-"""What every test gets: an event loop that must not be blocked, one torch thread, no model hub."""
+"""What every test gets: an event loop that must not be blocked, one torch thread, no model hub, and
+programs that Ctrl-C reaches."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -40,6 +42,11 @@ def _transformers_is_left_whole() -> Iterator[None]:
 def _tie_weights() -> Any:
     loaded = sys.modules.get("transformers.modeling_utils")
     return None if loaded is None else loaded.PreTrainedModel.tie_weights
+
+
+def pytest_configure() -> None:
+    """A shell has what it starts in the background ignore Ctrl-C, and programs inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
