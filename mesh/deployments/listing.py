@@ -66,11 +66,7 @@ class DeploymentRows:
         """As the API shows it; see `mesh.api.services.DeploymentControl`."""
         wish, plan, names = deployment.wish, deployment.plan, self._seen.names()
         replicas = plan.replicas if plan is not None else ()
-        spans = [
-            self._span(deployment, replica, span, names)
-            for replica in replicas
-            for span in replica.spans
-        ]
+        spans = self._spans(deployment, names)
         missing = self._missing(deployment) if deployment.is_wanted else []
         return {
             "deployment": wish.deployment,
@@ -97,7 +93,15 @@ class DeploymentRows:
 
     def is_on_its_way(self, deployment: Deployment) -> bool:
         """Whether a machine that is there is still to bring up a part of it."""
-        return any(span["phase"] in ON_ITS_WAY for span in self.row(deployment)["spans"])
+        return any(span["phase"] in ON_ITS_WAY for span in self._spans(deployment, {}))
+
+    def _spans(self, deployment: Deployment, names: Mapping[NodeId, str]) -> list[dict[str, Any]]:
+        replicas = deployment.plan.replicas if deployment.plan is not None else ()
+        return [
+            self._span(deployment, replica, span, names)
+            for replica in replicas
+            for span in replica.spans
+        ]
 
     def _span(
         self, deployment: Deployment, replica: Replica, span: Span, names: Mapping[NodeId, str]

@@ -155,8 +155,8 @@ def ours(asker: LocalNode, rng: random.Random) -> dict[str, float]:
 def mesh(directory: Path, root: Path, layers: int, flags: tuple[str, str]) -> Iterator[LocalNode]:
     """Who asks two nodes with half of the layers each, one core each.
 
-    Its own part, embedding and head, has both cores, which nobody else needs at that moment: a
-    model's head is with llama.cpp on the last server's core.
+    Its own part, embedding and head, has both cores, which nobody else needs while there is one
+    answer: a model's head is with llama.cpp on the last server's core.
     """
     half, (quant, dtype) = layers // 2, flags
     common = ("--model", f"{directory}=bench", "--quant", quant, "--dtype", dtype)
