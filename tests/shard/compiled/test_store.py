@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from mesh.models.load import load_ends
 from mesh.shard.compiled import store
 from mesh.shard.compiled.formats import BlockLinear, BlockMatrix
+from mesh.shard.compiled.head import compile_head
 from mesh.shard.compiled.runtime import CompiledRuntime
 from mesh.shard.compiled.store import GraphSpan
 from mesh.types import LayerRange
 from tests.shard.compiled.spans import span, step
-from tests.shard.spans import rows
+from tests.shard.spans import CPU, checkpoint, rows
 
 SPAN = LayerRange(1, 3)
 
@@ -32,6 +34,13 @@ def mapped(graphs: GraphSpan) -> bool:
     return all(product.stored for layer in graphs.layers for product in layer.products.values())
 
 
+def head_answer(cache_dir: Path) -> torch.Tensor:
+    manifest = checkpoint("llama")
+    ends = load_ends(manifest, dtype=torch.float32, device=CPU)
+    compile_head(ends, manifest.weights_sha256, cache_dir, 1, "int8")
+    return ends.logits(rows(3))
+
+
 @pytest.mark.parametrize("quant", ["int8", "int4"])
 def test_a_second_start_reads_what_the_first_has_rounded(tmp_path: Path, quant: str) -> None:
     expected = answer(span(quant, layers=SPAN))
@@ -43,6 +52,18 @@ def test_a_second_start_reads_what_the_first_has_rounded(tmp_path: Path, quant: 
     assert mapped(graphs)
     assert torch.equal(answer(graphs), expected)
     assert first.stat().st_mtime_ns == before
+
+
+def test_a_second_start_reads_the_head_that_the_first_has_rounded(tmp_path: Path) -> None:
+    first = head_answer(tmp_path)
+    (kept,) = files(tmp_path)
+    assert kept.name == "head.safetensors"
+    before = kept.stat().st_mtime_ns
+    assert torch.equal(head_answer(tmp_path), first)
+    assert kept.stat().st_mtime_ns == before
+    _flip_last_byte(kept)
+    assert torch.equal(head_answer(tmp_path), first)
+    assert kept.stat().st_mtime_ns != before
 
 
 def test_a_damaged_file_is_made_again(tmp_path: Path) -> None:
