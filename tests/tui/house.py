@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from mesh.api.plan import PlanBody
 from mesh.clock import SystemClock
 from mesh.errors import NotFound
 from mesh.health.eventstream import EventFeed
@@ -173,7 +174,8 @@ def deployment(
     return {
         "deployment": name, "model_id": model, "weights_sha256": weights(model), "total_layers": 16,
         "replicas": wished, "replicas_ready": ready, "dedicated": False, "quant": None,
-        "context": None, "minimum_s": 0.0, "state": state, "level": level, "missing": list(missing),
+        "context": None, "minimum_s": 0.0, "keep_alive_s": None, "nodes": [], "layers": [],
+        "resting": state == "RESTING", "state": state, "level": level, "missing": list(missing),
         "epoch": 1, "why": None, "by": "sofa", "wished_at": MOMENT.isoformat(), "spans": spans,
     }  # fmt: skip
 
@@ -292,12 +294,16 @@ class Deployments:
 
 class Plans:
     """Estimates: what is called `huge` does not fit, of `secret` nothing is known, and `slow` waits
-    until it may `proceed`."""
+    until it may `proceed`. Remembers of each what was asked for beside the defaults."""
 
     def __init__(self) -> None:
         self.asked, self.proceed = asyncio.Event(), asyncio.Event()
+        self.orders: list[dict[str, Any]] = []
 
     async def plan(self, order: dict[str, Any]) -> dict[str, Any]:
+        default = PlanBody(model=order["model"]).model_dump(by_alias=True)
+        asked = {name: said for name, said in order.items() if said != default[name]}
+        self.orders.append({"model": order["model"], **asked})
         if order["model"] == "secret":
             raise NotFound("Nobody has 'secret'.", fix="Name another.")
         if order["model"] == "slow":
