@@ -9,7 +9,7 @@ from typing import Any
 
 from mesh.api.plan import PlanBody
 from mesh.clock import SystemClock
-from mesh.errors import NotFound
+from mesh.errors import NoRoute, NotFound
 from mesh.health.eventstream import EventFeed
 from mesh.hearth.listing import LogFilter
 from mesh.types import Principal
@@ -271,16 +271,21 @@ class Hearth:
 
 
 class Deployments:
-    """The verbs of deployments, as far as the dashboard uses them; remembers what was wished."""
+    """The verbs of deployments, as far as the dashboard and the page use them; remembers what was
+    wished. What is called `nowhere` is refused."""
 
     def __init__(self) -> None:
         self.wished: list[tuple[Any, ...]] = []
+        self.orders: list[dict[str, Any]] = []
 
     def view(self) -> list[dict[str, Any]]:
         return []
 
     async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
+        if order["model"] == "nowhere":
+            raise NoRoute("no machine may hold nowhere now.", fix="Start a trusted node.")
         self.wished.append(("deploy", order["model"], order["replicas"]))
+        self.orders.append(order)
         return {"deployment": "0" * 15 + "3"}
 
     async def scale(self, model: str, replicas: int) -> dict[str, Any]:
