@@ -25,6 +25,7 @@ _STATES = {
 }
 _ON_ITS_WAY = frozenset({"PARTLY", "QUEUED", "PROVISIONING", "DEPLOYING", "LEAVING"})
 _LATE = frozenset({"wait", "bad"})
+_SETTINGS = ("quant", "context", "dedicated", "nodes", "layers")
 LEVELS = {"HOT": "HOT, on a device", "WARM": "WARM, in memory", "COLD": "COLD, on disk"}
 
 
@@ -47,6 +48,7 @@ class Deployed:
     """A deployment: a glyph's state and words for all of it, then its spans.
 
     `is_coming` while something is brought up or down; `level` is empty where it is not told.
+    `settings` are what is wished for beside replicas, in the form that `POST /mesh/v1/plan` has.
     """
 
     key: str
@@ -60,6 +62,7 @@ class Deployed:
     missing: tuple[str, ...]
     why: str
     parts: tuple[DeployedSpan, ...]
+    settings: Mapping[str, Any]
 
     @property
     def replicas(self) -> str:
@@ -159,6 +162,7 @@ def _deployed(row: Mapping[str, Any], own: str) -> Deployed:
         missing=tuple(row["missing"]),
         why=row["why"] or "",
         parts=tuple(_part(span, own) for span in row["spans"]),
+        settings={name: row[name] for name in _SETTINGS if row.get(name)},
     )
 
 

@@ -56,7 +56,7 @@ async def follow(client: Client, deployment: str, *, answering: bool = False) ->
 
 
 def in_words(span: dict[str, Any]) -> str:
-    """``is fetched, 34 %, 52.1 MB/s, 2 min left``, ``waits: needs 900 MiB, 300 MiB are free``."""
+    """``is being fetched, 34 %, 52.1 MB/s, 2 min left``, ``failed: needs 9 MiB, 3 are free``."""
     words = _WORDS.get(span["phase"], str(span["phase"]).lower())
     if span["phase"] == "PROVISIONING" and span["total_bytes"]:
         words += f", {100 * span['done_bytes'] // span['total_bytes']} %"
@@ -69,11 +69,11 @@ def in_words(span: dict[str, Any]) -> str:
 
 _WORDS = {
     "QUEUED": "waits",
-    "PROVISIONING": "is fetched",
+    "PROVISIONING": "is being fetched",
     "DEPLOYING": "is loading",
     "READY": "is ready",
     "FAILED": "failed",
-    "LEAVING": "is unloaded",
+    "LEAVING": "is being unloaded",
     "AWAY": "is away",
     "RESTING": "rests",
 }

@@ -80,6 +80,9 @@ class DeploymentRows:
             "context": wish.context or None,
             "minimum_s": wish.minimum_s,
             "keep_alive_s": wish.keep_alive_s or None,
+            # As an order may name them: by ids, which two machines never share.
+            "nodes": [str(node) for node in wish.nodes],
+            "layers": [f"{pin.node}={pin.layers}" for pin in wish.pins],
             "level": self._level(deployment).value,
             "resting": not deployment.is_wanted,
             "state": _state(spans, missing, deployment),

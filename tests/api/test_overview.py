@@ -15,6 +15,7 @@ from mesh.api.overview import NodeParts, Overview
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.discovery.directory import NodeInfo, ShardStore
+from mesh.discovery.weights import Arriving, HeldWeights
 from mesh.errors import NotEnoughMemory
 from mesh.health.detector import Verdict
 from mesh.health.eventstream import EventFeed
@@ -27,7 +28,7 @@ from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.transfers.supervisor import FetcherSupervisor
-from mesh.types import LayerRange, ModelId
+from mesh.types import Endpoint, LayerRange, ModelId
 from tests import secure
 from tests.discovery.network import advertised, new_id
 from tests.pipeline.test_supervisor import Owner
@@ -100,6 +101,20 @@ async def started(askers: Sequence[AskerSupervisor]) -> None:
     for asker in askers:
         asker.start()
     await asyncio.gather(*(asker.wait_ready() for asker in askers), return_exceptions=True)
+
+
+async def test_what_others_fetch_is_told_of_those_that_are_there(home: Household) -> None:
+    held = HeldWeights(ModelId("phi"), WEIGHTS, LAYERS, (), ends=False, endpoint=Endpoint(""))
+    arriving = replace(held, arriving=Arriving(600, 2000, 100))
+    home.store.update(NodeInfo(PEER, "kitchen", "192.168.1.2:7700", "0.1"), [], weights=[arriving])
+    idle = NodeInfo(new_id(), "attic", "192.168.1.3:7700", "0.1")
+    home.store.update(idle, [], weights=[held])
+    assert home.overview.status()["weights"]["elsewhere"] == [
+        {"node_id": PEER, "node": "kitchen", "model_id": "phi", "weights_sha256": WEIGHTS,
+         "done_bytes": 600, "total_bytes": 2000, "bytes_per_s": 100, "eta_s": 14.0}
+    ]  # fmt: skip
+    home.store.offline(PEER)
+    assert home.overview.status()["weights"]["elsewhere"] == []
 
 
 @pytest.mark.slow

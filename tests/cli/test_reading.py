@@ -11,6 +11,7 @@ import pytest
 
 from tests.api.conftest import Served, serving, with_key
 from tests.cli.conftest import Run
+from tests.tui.house import whole
 
 HEAVY = (
     "torch", "transformers", "textual", "starlette", "uvicorn", "httpx", "pydantic", "numpy",
@@ -19,6 +20,16 @@ HEAVY = (
 LIST_MODULES = (
     "import sys; from mesh.cli.main import main\ntry: main()\nfinally: print(*sys.modules)"
 )
+
+
+async def test_status_says_of_every_span_how_far_it_is(daemon: Served, hearthnet: Run) -> None:
+    plain, house = daemon.view.status, whole()
+    parts = {name: house[name] for name in ("deployments", "weights")}
+    daemon.view.status = lambda: {**plain(), **parts}  # type: ignore[method-assign]
+    text = " ".join((await hearthnet("status")).out.split())
+    assert "qwen PROVISIONING (WARM) 0 of 2 kitchen 0-11 is ready" in text
+    assert "sofa 12-15 is being fetched, 34 %" in text
+    assert "study 0-3 failed: needs 900 MiB, 300 MiB are free" in text
 
 
 async def test_help_loads_nothing_heavy(environment: dict[str, str]) -> None:

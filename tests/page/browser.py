@@ -52,6 +52,21 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
+    def click(self, selector: str) -> None:
+        """What a click there does."""
+        self.eval(f"document.querySelector({json.dumps(selector)}).click()")
+
+    def type(self, text: str) -> None:
+        """Into what has the focus, in place of what it holds."""
+        self.eval("document.activeElement.select()")
+        self.do("Input.insertText", text=text)
+
+    def enter(self) -> None:
+        """The key."""
+        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13}
+        self.do("Input.dispatchKeyEvent", type="keyDown", text="\r", **key)
+        self.do("Input.dispatchKeyEvent", type="keyUp", **key)
+
     def text(self, selector: str) -> str:
         """What is read there."""
         said: str = self.eval(f"document.querySelector({json.dumps(selector)}).innerText")

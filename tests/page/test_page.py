@@ -107,7 +107,10 @@ async def test_what_comes_up_and_what_is_fetched_is_shown() -> None:
             page.says("#downloads", "52.1 MB/s · 3 min left · from attic, the hub")
             page.says("#downloads", "10.0 MB/s · 2 min left · to attic")
             assert page.eval("document.querySelectorAll('#downloads progress').length") == 2
+            # Without a key it only shows; `tests.page.test_deployed` has one.
             assert page.eval("document.querySelectorAll('#deployed button').length") == 0
+            page.says("#deployed", "HOT")
+            page.says("#deployed", "WARM")
             assert page.complaints == []
             page.size(390, 844)
             assert page.eval("document.documentElement.scrollWidth") <= 390

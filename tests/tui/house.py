@@ -7,8 +7,9 @@ from collections.abc import AsyncGenerator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from mesh.api.plan import PlanBody
 from mesh.clock import SystemClock
-from mesh.errors import NotFound
+from mesh.errors import NoRoute, NotFound
 from mesh.health.eventstream import EventFeed
 from mesh.hearth.listing import LogFilter
 from mesh.types import Principal
@@ -173,7 +174,8 @@ def deployment(
     return {
         "deployment": name, "model_id": model, "weights_sha256": weights(model), "total_layers": 16,
         "replicas": wished, "replicas_ready": ready, "dedicated": False, "quant": None,
-        "context": None, "minimum_s": 0.0, "state": state, "level": level, "missing": list(missing),
+        "context": None, "minimum_s": 0.0, "keep_alive_s": None, "nodes": [], "layers": [],
+        "resting": state == "RESTING", "state": state, "level": level, "missing": list(missing),
         "epoch": 1, "why": None, "by": "sofa", "wished_at": MOMENT.isoformat(), "spans": spans,
     }  # fmt: skip
 
@@ -269,16 +271,21 @@ class Hearth:
 
 
 class Deployments:
-    """The verbs of deployments, as far as the dashboard uses them; remembers what was wished."""
+    """The verbs of deployments, as far as the dashboard and the page use them; remembers what was
+    wished. What is called `nowhere` is refused."""
 
     def __init__(self) -> None:
         self.wished: list[tuple[Any, ...]] = []
+        self.orders: list[dict[str, Any]] = []
 
     def view(self) -> list[dict[str, Any]]:
         return []
 
     async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
+        if order["model"] == "nowhere":
+            raise NoRoute("no machine may hold nowhere now.", fix="Start a trusted node.")
         self.wished.append(("deploy", order["model"], order["replicas"]))
+        self.orders.append(order)
         return {"deployment": "0" * 15 + "3"}
 
     async def scale(self, model: str, replicas: int) -> dict[str, Any]:
@@ -292,12 +299,16 @@ class Deployments:
 
 class Plans:
     """Estimates: what is called `huge` does not fit, of `secret` nothing is known, and `slow` waits
-    until it may `proceed`."""
+    until it may `proceed`. Remembers of each what was asked for beside the defaults."""
 
     def __init__(self) -> None:
         self.asked, self.proceed = asyncio.Event(), asyncio.Event()
+        self.orders: list[dict[str, Any]] = []
 
     async def plan(self, order: dict[str, Any]) -> dict[str, Any]:
+        default = PlanBody(model=order["model"]).model_dump(by_alias=True)
+        asked = {name: said for name, said in order.items() if said != default[name]}
+        self.orders.append({"model": order["model"], **asked})
         if order["model"] == "secret":
             raise NotFound("Nobody has 'secret'.", fix="Name another.")
         if order["model"] == "slow":

@@ -11,6 +11,7 @@ import pytest
 
 from mesh.cli.local_node import LocalNode
 from mesh.client import Client, client_of
+from mesh.units import memory_size
 from tests.checkpoints import make_checkpoint
 from tests.tui.conftest import running
 
@@ -119,3 +120,39 @@ async def test_a_model_is_deployed_and_evicted_from_the_dashboard(sofa: LocalNod
         await top.press("y")
         await top.until("toy is evicted.")
         await top.until(lambda: "1 of 1" not in top.text())
+
+
+async def test_a_deployment_is_scaled_from_the_dashboard_as_it_was_wished(sofa: LocalNode) -> None:
+    async with client_of(sofa.record) as client, asyncio.timeout(3 * LOADING_S):
+        own = (await client.status())["node"]["id"]
+        wish = {"quant": "none", "context": 1 << 16, "nodes": [own], "layers": [f"{own}=0-3"]}
+        plain = await need_of(client)
+        row = await client.deploy("toy", **wish)
+        assert {name: row[name] for name in wish} == wish
+        async with running(lambda: client_of(sofa.record), (120, 40)) as top:
+            await top.until("working · builtin")
+            await top.press("3")
+            await top.until("● sofa 0-3 · ready", LOADING_S)
+            await top.press("s")
+            await top.until("Scale toy")
+            await top.press("backspace", "0", "enter")
+            await top.until("No replica stays loaded")
+            await top.press("enter")
+            await top.until("0 of 0", LOADING_S)
+            await top.press("s")
+            await top.until("Scale toy")
+            await top.press("backspace", "1", "enter")
+            need = await need_of(client, **wish)
+            assert need != plain
+            assert f"sofa 0-3: needs {need}" in await top.until("replica 1: about")
+            await top.press("enter")
+            await top.until("● sofa 0-3 · ready", LOADING_S)
+            assert "1 of 1" in top.text()
+        await client.evict("toy")
+
+
+async def need_of(client: Client, **settings: Any) -> str:
+    """What all of the checkpoint takes of the machine."""
+    plan = await client.plan("toy", **settings)
+    (shard,) = plan["replicas"][0]["shards"]
+    return memory_size(shard["need"]["total"])

@@ -16,7 +16,7 @@ from textual.widgets import Button, DataTable, Input
 from mesh.client import Client
 from mesh.errors import NotRunning
 from tests.tui.conftest import Daemon, running
-from tests.tui.house import ATTIC, STUDY, whole
+from tests.tui.house import ATTIC, SOFA, STUDY, whole
 from tui.app import TopApp
 from tui.commands import HERE
 from tui.screens.chat import ChatScreen
@@ -210,6 +210,54 @@ async def test_replicas_are_scaled_up_and_to_none(daemon: Daemon) -> None:
         await top.press("enter")
         await top.until("0 replica(s) are wished for")
         assert daemon.deployments.wished == [("scale", "0" * 15 + "1", 0)]
+
+
+async def test_an_estimate_is_of_the_settings_that_are_deployed(daemon: Daemon) -> None:
+    wish = {"quant": "int8", "context": 8192, "dedicated": True, "nodes": [SOFA, ATTIC],
+            "layers": [f"{SOFA}=0-7"]}  # fmt: skip
+    llama, qwen = whole()["deployments"]
+    daemon.house.change(deployments=[{**llama, **wish}, qwen])
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("3", "s")
+        await top.until("Scale llama")
+        await top.press("backspace", "3", "enter")
+        await top.until("replica 3: about")
+        await top.press("escape", "n")
+        await top.until("Deploy a model")
+        await top.press(*"llama", "enter")
+        await top.until("replica 1: about")
+        await top.press("escape", "down", "s")
+        await top.until("Scale qwen")
+        await top.press("enter")
+        await top.until("replica 2: about")
+    assert daemon.plans.orders == [
+        {"model": "llama", "replicas": 3, **wish},
+        {"model": "llama", **wish},
+        {"model": "qwen", "replicas": 2},
+    ]
+
+
+async def test_levels_and_what_others_fetch_are_shown(daemon: Daemon) -> None:
+    llama, qwen = whole()["deployments"]
+    cold = {**llama, "deployment": "0" * 15 + "3", "model_id": "phi", "state": "RESTING",
+            "level": "COLD"}  # fmt: skip
+    daemon.house.change(deployments=[llama, qwen, cold])
+    async with running(daemon.connect, (120, 40)) as top:
+        await top.until("working")
+        there = "phi · 30 % (0.6 of 2.0 GB) · 10.0 MB/s · 2 min left · to attic"
+        assert f"fetching {there}" in await top.until("to attic")
+        await top.press("3")
+        text = await top.until(there)
+        assert [" ".join(line.split()) for line in text.splitlines()[2:5]] == [
+            "llama 1 of 1 ● ready HOT, on a device",
+            "qwen 0 of 2 ◌ fetching WARM, in memory",
+            "phi 1 of 1 ○ resting COLD, on disk",
+        ]
+        daemon.house.change(weights={**whole()["weights"], "elsewhere": []})
+        await top.until(lambda: "to attic" not in top.text())
+        await top.press("1")
+        assert "to attic" not in await top.until("working")
 
 
 async def test_evicting_says_what_ends_and_asks_first(daemon: Daemon) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 from rich.text import Text
@@ -66,7 +67,7 @@ class ModelsScreen(TopScreen):
                 self._deploy(wanted)
 
         known = known_models(self.picture)
-        self.app.push_screen(WishScreen(self._plan, "Deploy a model", known), answered)
+        self.app.push_screen(WishScreen(self._plan_deploy, "Deploy a model", known), answered)
 
     def action_scale(self) -> None:
         """Have another number of replicas of the chosen deployment."""
@@ -78,7 +79,8 @@ class ModelsScreen(TopScreen):
             if wanted is not None:
                 self._scale(chosen.key, wanted)
 
-        screen = WishScreen(self._plan, f"Scale {chosen.model}", before=_wish(chosen))
+        plan = partial(self._plan, chosen.settings)
+        screen = WishScreen(plan, f"Scale {chosen.model}", before=_wish(chosen))
         self.app.push_screen(screen, answered)
 
     def action_evict(self) -> None:
@@ -94,11 +96,16 @@ class ModelsScreen(TopScreen):
         question = what_ends(chosen, self.picture)
         self.app.push_screen(ConfirmScreen(question, "evict it"), answered)
 
-    async def _plan(self, wanted: ReplicaWish) -> Mapping[str, Any]:
+    async def _plan_deploy(self, wanted: ReplicaWish) -> Mapping[str, Any]:
+        """What is deployed already keeps its settings. Raises MeshError."""
+        same = (each for each in deployed(self.picture) if wanted.model in (each.key, each.model))
+        before = next(same, None)
+        return await self._plan(before.settings if before else {}, wanted)
+
+    async def _plan(self, settings: Mapping[str, Any], wanted: ReplicaWish) -> Mapping[str, Any]:
         """Raises MeshError."""
-        plan: Mapping[str, Any] = clean(
-            await self.daemon().plan(wanted.model, replicas=wanted.replicas)
-        )
+        answer = await self.daemon().plan(wanted.model, replicas=wanted.replicas, **settings)
+        plan: Mapping[str, Any] = clean(answer)
         return plan
 
     @work(exclusive=True, group="wish", exit_on_error=False)

@@ -1,4 +1,4 @@
-"""`/`: the mesh in a browser. Three files that ask for nothing from anywhere else.
+"""`/`: the mesh in a browser. A few files that ask for nothing from anywhere else.
 
 They hold no secret and are open to all; what the page shows comes from the endpoints that a
 caller's key, or none, lets it ask.
@@ -12,10 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+_SCRIPTS = ("page.js", "deployed.js", "daemon.js", "elements.js")
 PATHS = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    **{f"/{name}": (name, "text/javascript; charset=utf-8") for name in _SCRIPTS},
 }
 _HEADERS = {
     "Content-Security-Policy": (

@@ -1,74 +1,36 @@
 "use strict";
-// Everything that comes from the daemon is put in as text: names of nodes are their owners' choice.
+// The mesh at a glance, who asks, the chat and the jobs.
 
-const at = (id) => document.getElementById(id);
+import { administers, ask, events, hasKey, refusal, useKey } from "./daemon.js";
+import { allowChanges, drawDeployed } from "./deployed.js";
+import { at, come, dim, made, ms, pace, row } from "./elements.js";
+
 const status = {};
 const happened = [];
-let key = "";
 let lastId = null;
-
-function made(tag, classes, ...inside) {
-  const element = document.createElement(tag);
-  if (classes) element.className = classes;
-  element.append(...inside.filter((each) => each !== null && each !== undefined).map(
-    (each) => (each instanceof Node ? each : String(each))));
-  return element;
-}
-const row = (...inside) => made("div", "row", ...inside);
-const dim = (text) => made("span", "dim", text);
-const ms = (value) => (value >= 10 ? `${value.toFixed(0)} ms` : `${value.toFixed(1)} ms`);
-
-function ask(path, options = {}) {
-  const headers = { ...(options.headers || {}) };
-  if (key) headers.Authorization = `Bearer ${key}`;
-  return fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
-}
-
-async function refusal(response) {
-  try {
-    const error = (await response.json()).error;
-    return [error.message, error.fix].filter(Boolean).join(" ");
-  } catch {
-    return `the daemon answered ${response.status}`;
-  }
-}
-
-// One object for each event of a stream, as it comes.
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let text = "";
-  try {
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
-      text += value;
-      const parts = text.split("\n\n");
-      text = parts.pop();
-      for (const part of parts) {
-        const data = part.split("\n").filter((line) => line.startsWith("data: "))
-          .map((line) => line.slice(6)).join("\n");
-        if (data && data !== "[DONE]") yield JSON.parse(data);
-      }
-    }
-  } finally {
-    reader.cancel().catch(() => {});
-  }
-}
+let following = new AbortController();
+const ABOUT_KEYS = "`hearthnet keys create --scope admin` makes one that may deploy, scale and evict."
+  + " It is kept in this tab only.";
 
 // Following the daemon
 
-async function follow() {
-  for (let wait = 1; ; wait = Math.min(2 * wait, 15)) {
+async function follow(signal) {
+  for (let wait = 1; !signal.aborted; wait = Math.min(2 * wait, 15)) {
     let why = "it ended the connection";
     try {
       const headers = lastId === null ? {} : { "Last-Event-ID": String(lastId) };
-      const response = await ask("mesh/v1/events?with=status", { headers });
+      const response = await ask("mesh/v1/events?with=status", { headers, signal });
       if (response.status === 401 || response.status === 403) {
-        needKey(await refusal(response));
+        const said = await refusal(response);
+        if (!signal.aborted) needKey(said);
         return;
       }
       if (!response.ok) throw new Error(await refusal(response));
+      const may = await administers(signal);
+      if (signal.aborted) return;
+      allow(may);
       for await (const update of events(response)) {
+        if (signal.aborted) return;
         if (update.error) throw new Error(update.error.message);
         wait = 1;
         take(update);
@@ -76,27 +38,59 @@ async function follow() {
     } catch (error) {
       why = error.message;
     }
+    if (signal.aborted) return;
     document.body.classList.add("stale");
-    for (let left = wait; left > 0; left -= 1) {
+    for (let left = wait; left > 0 && !signal.aborted; left -= 1) {
       headline("bad", `✖ the daemon does not answer (${why}); trying again in ${left} s`);
       await new Promise((resolve) => setTimeout(resolve, 1000));
     }
   }
 }
 
-function needKey(said) {
-  headline("wait", "◌ this daemon wants a key");
-  at("key-said").textContent = `${said} \`hearthnet keys create\` makes one. It is kept in this tab only.`;
-  at("key-form").hidden = false;
-  at("key").focus();
+// Anew, as whoever has this key; without one, as anybody.
+function begin(given) {
+  following.abort();
+  following = new AbortController();
+  useKey(given);
+  delete status.jobs;
+  allowChanges(false);
+  showKeyForm(false, "");
+  at("key-open").hidden = false;
+  at("key-open").textContent = hasKey() ? "Forget the key" : "Use a key";
+  follow(following.signal);
 }
 
+function allow(may) {
+  allowChanges(may);
+  if (hasKey()) {
+    at("key-said").textContent = may ? "" : "This key has no scope `admin`: nothing is changed with it.";
+  }
+}
+
+function needKey(said) {
+  headline("wait", "◌ this daemon wants a key");
+  allowChanges(false);
+  showKeyForm(true, `${said} \`hearthnet keys create\` makes one. It is kept in this tab only.`);
+  at("key-open").hidden = true;
+}
+
+function showKeyForm(isShown, said) {
+  at("key-form").hidden = !isShown;
+  at("key-open").setAttribute("aria-expanded", String(isShown));
+  at("key-said").textContent = said;
+  if (isShown) at("key").focus();
+}
+
+at("key-open").addEventListener("click", () => {
+  if (hasKey()) begin("");
+  else showKeyForm(at("key-form").hidden, at("key-form").hidden ? ABOUT_KEYS : "");
+});
 at("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  key = at("key").value.trim();
+  const given = at("key").value.trim();
   at("key").value = "";
-  at("key-form").hidden = true;
-  follow();
+  begin(given);
+  at("key-open").focus();
 });
 
 function take(update) {
@@ -140,7 +134,7 @@ function draw() {
       model.runnable ? "● ready" : `✖ ${model.reason || "cannot be asked"}`)), bar(model, nodes)]));
   at("answers").replaceChildren(...(status.generations.length
     ? status.generations.map(answer) : [dim("none runs")]), ...status.loads.map(loading));
-  drawDeployed();
+  drawDeployed(status);
   drawDownloads();
   drawChoice();
   drawJobs();
@@ -151,56 +145,6 @@ function draw() {
 function loading(load) {
   const done = load.total_bytes ? ` · ${Math.floor(100 * load.done_bytes / load.total_bytes)} %` : "";
   return dim(`◌ loading ${load.name}${done}`);
-}
-
-const PHASES = {
-  READY: ["ok", "●", "ready"], PARTLY: ["wait", "◌", "answers, not all is up"],
-  QUEUED: ["wait", "◌", "waiting"], PROVISIONING: ["wait", "◌", "fetching"],
-  DEPLOYING: ["wait", "◌", "loading"], LEAVING: ["wait", "◌", "unloading"],
-  FAILED: ["bad", "✖", "failed"], AWAY: ["bad", "✖", "its node is away"],
-  RESTING: ["dim", "○", "resting"],
-};
-
-function phase(name, more = "") {
-  const [state, glyph, words] = PHASES[name] || ["wait", "◌", String(name).toLowerCase()];
-  return made("span", state, `${glyph} ${words}${more}`);
-}
-
-function bytes(number) {
-  return number >= 1e9 ? `${(number / 1e9).toFixed(1)} GB` : `${(number / 1e6).toFixed(1)} MB`;
-}
-
-// Rounded down: all of it is said only when all of it is here.
-function come(done, total) {
-  if (!total) return [];
-  const bar = made("progress", "");
-  bar.max = total;
-  bar.value = done;
-  const percent = `${Math.floor(100 * Math.min(done, total) / total)} %`;
-  bar.setAttribute("aria-label", percent);
-  return [bar, dim(`${percent} (${bytes(done)} of ${bytes(total)})`)];
-}
-
-function drawDeployed() {
-  const rows = status.deployments || [];
-  at("deployed").replaceChildren(...(rows.length ? rows.flatMap(deployment) : [dim("nothing")]));
-}
-
-function deployment(wish) {
-  const many = wish.replicas === 1 ? "replica" : "replicas";
-  return [row(made("strong", "", wish.model_id), phase(wish.state),
-    dim(`${wish.replicas_ready} of ${wish.replicas} ${many}`), wish.level ? dim(wish.level) : null),
-  ...wish.spans.map((span) => {
-    // How far another node is, only that one knows.
-    const isFar = span.phase === "QUEUED" && !span.reason && span.node_id !== status.node.id;
-    return row(dim(`${span.node} ${span.layers}`),
-      isFar ? made("span", "wait", "◌ not up yet")
-        : phase(span.phase, span.reason ? `: ${span.reason}` : ""),
-      ...(span.phase === "PROVISIONING"
-        ? [...come(span.done_bytes, span.total_bytes), dim(pace(span).join(" · "))] : []));
-  }),
-  ...(wish.missing.length
-    ? [row(made("span", "bad", `nobody serves layers ${wish.missing.join(", ")}`))] : [])];
 }
 
 const UNDER_WAY = { waiting: "waiting", looking: "looking for who has it" };
@@ -215,17 +159,6 @@ function drawDownloads() {
       dim([UNDER_WAY[transfer.state], ...pace(transfer), names ? `from ${names}` : "",
         transfer.node ? `to ${transfer.node}` : "", transfer.note].filter(Boolean).join(" · ")));
   }) : [dim("none")]));
-}
-
-function pace(moved) {
-  return [moved.bytes_per_s ? `${bytes(moved.bytes_per_s)}/s` : "",
-    moved.eta_s === null || moved.eta_s === undefined ? "" : `${lasting(moved.eta_s)} left`]
-    .filter(Boolean);
-}
-
-function lasting(seconds) {
-  if (seconds < 120) return `${seconds.toFixed(0)} s`;
-  return seconds < 7200 ? `${(seconds / 60).toFixed(0)} min` : `${(seconds / 3600).toFixed(0)} h`;
 }
 
 function drawHeadline(nodes) {
@@ -384,4 +317,4 @@ at("text").addEventListener("keydown", (event) => {
   }
 });
 
-follow();
+begin("");

@@ -1,0 +1,61 @@
+"use strict";
+// Asking the daemon. The key is kept here and nowhere else: it is gone with the tab.
+
+let key = "";
+
+export function useKey(given) {
+  key = given;
+}
+export const hasKey = () => key !== "";
+
+export function ask(path, options = {}) {
+  const headers = { ...(options.headers || {}) };
+  if (key) headers.Authorization = `Bearer ${key}`;
+  return fetch(path, { ...options, headers, credentials: "omit", cache: "no-store" });
+}
+
+// What is answered to a JSON body; an Error with the daemon's sentence and fix where it refuses.
+export async function send(method, path, body, signal) {
+  const response = await ask(path, { method, signal, body: JSON.stringify(body),
+    headers: { "Content-Type": "application/json" } });
+  if (!response.ok) throw new Error(await refusal(response));
+  return response.json();
+}
+
+// Whether the key may change what is deployed. Without one nobody may, wherever that is asked.
+export async function administers(signal) {
+  if (!hasKey()) return false;
+  const response = await ask("whoami", { signal });
+  return response.ok && (await response.json()).tags.includes("admin");
+}
+
+export async function refusal(response) {
+  try {
+    const error = (await response.json()).error;
+    return [error.message, error.fix].filter(Boolean).join(" ");
+  } catch {
+    return `the daemon answered ${response.status}`;
+  }
+}
+
+// One object for each event of a stream, as it comes.
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      text += value;
+      const parts = text.split("\n\n");
+      text = parts.pop();
+      for (const part of parts) {
+        const data = part.split("\n").filter((each) => each.startsWith("data: "))
+          .map((each) => each.slice(6)).join("\n");
+        if (data && data !== "[DONE]") yield JSON.parse(data);
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
