@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from mesh.capacity import Device, Speed
+from mesh.deployments.formats import LoadedFormat, is_as_wished
 from mesh.deployments.placement import (
     UNKNOWN,
     AvailableNode,
@@ -26,13 +27,15 @@ from mesh.deployments.reconcile import (
     View,
     reconcile,
 )
-from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
+from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live
 from mesh.errors import MeshError
 from mesh.routing.gaps import beside, fill
 from mesh.routing.machines import Demand, Machine, ModelShape
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
 
 LAYER_MB = 10
+OWN_QUANT = "none"
+DTYPES = {"none": "bf16", "int8": "int8", "int4": "int4", "auto": "int8"}
 WEIGHTS = "ab" * 32
 
 
@@ -70,6 +73,8 @@ class SimulatedHouse:
         ]
         self.deployments: dict[str, Deployment] = {}
         self.gaps: list[DropAction] = []
+        self.replaced: list[DropAction] = []
+        """Gaps for the sake of the same layers in another format."""
         self._events = 0
 
     @property
@@ -88,6 +93,10 @@ class SimulatedHouse:
 
     def scale(self, deployment: Deployment, replicas: int) -> bool:
         return self.wish(replace(deployment.wish, replicas=replicas), deployment.plan)
+
+    def change(self, deployment: Deployment, quant: Quant, context: int) -> bool:
+        wish = replace(deployment.wish, quant=quant, context=context)
+        return self.wish(wish, deployment.plan)
 
     def evict(self, deployment: Deployment) -> bool:
         wish = replace(deployment.wish, evicted=True)
@@ -169,16 +178,23 @@ class SimulatedHouse:
 
     def decide(self, node: SimulatedNode) -> Decision:
         served = [
-            ServedShard(other.node, held.model_id, held.weights_sha256, held.layers)
+            ServedShard(
+                other.node,
+                held.model_id,
+                held.weights_sha256,
+                held.layers,
+                replace(held.loaded, quant=""),
+            )
             for other in self.up
             if other is not node
             for held in other.ready
         ]
         return reconcile(
             View(
-                node.node, self.deployments, list(node.held.values()), served, node.free_mb, need_mb
+                node.node, self.deployments, list(node.held.values()), served, node.free_mb,
+                need_mb, own_quant=OWN_QUANT,
             )
-        )
+        )  # fmt: skip
 
     def step(self, node: SimulatedNode) -> bool:
         """One turn of a node: what was loading is ready, then one decision; whether it did
@@ -205,7 +221,9 @@ class SimulatedHouse:
     def _mature(self, node: SimulatedNode) -> bool:
         """What was loading is ready; whether anything was."""
         loading = [each for each in node.held.values() if each.state is ShardStage.LOADING]
-        node.held |= {each.shard: replace(each, state=ShardStage.READY) for each in loading}
+        for each in loading:
+            loaded = replace(each.loaded, dtype=DTYPES[each.loaded.quant])
+            node.held[each.shard] = replace(each, state=ShardStage.READY, loaded=loaded)
         return bool(loading)
 
     def _obey(self, node: SimulatedNode, decision: Decision) -> None:
@@ -215,11 +233,13 @@ class SimulatedHouse:
             self._load(node, decision.load)
 
     def _load(self, node: SimulatedNode, load: LoadAction) -> None:
-        deployment = self.deployments[load.deployment]
+        wish = self.deployments[load.deployment].wish
         assert load.shard not in node.held
+        loaded = LoadedFormat(quant=wish.quant or OWN_QUANT, kv_tokens=max(wish.context, 16))
         node.held[load.shard] = OwnShard(
-            load.shard, deployment.wish.model_id, WEIGHTS, load.layers, load.mb, ShardStage.LOADING
-        )
+            load.shard, wish.model_id, WEIGHTS, load.layers, load.mb, ShardStage.LOADING,
+            loaded=loaded,
+        )  # fmt: skip
         assert node.free_mb >= 0, "never over memory"
 
     def _drop(self, node: SimulatedNode, drop: DropAction) -> None:
@@ -233,7 +253,15 @@ class SimulatedHouse:
         del node.held[drop.shard]
         if not wishing:
             return
-        if drop.gap:
+        is_replaced = any(
+            drop.shard in each.shards_of(node.node)
+            and not is_as_wished(held.loaded, each.wish, OWN_QUANT)
+            for each in wishing
+        )
+        if is_replaced:
+            assert drop.gap == (held.state is ShardStage.READY), "a gap is told"
+            self.replaced.append(drop)
+        elif drop.gap:
             assert all(each.plan is not None and each.plan.asked for each in wishing)
             self.gaps.append(drop)
         else:
@@ -245,4 +273,6 @@ class SimulatedHouse:
 
 
 def need_mb(deployment: Deployment, layers: LayerRange) -> int:
-    return deployment.wish.layers_mb * len(layers) // deployment.wish.total_layers
+    wish = deployment.wish
+    mb = wish.layers_mb * len(layers) // wish.total_layers
+    return mb if DTYPES[wish.quant or OWN_QUANT] == "bf16" else mb // 2

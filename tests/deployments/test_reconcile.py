@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mesh.deployments.formats import LoadedFormat, is_as_wished
 from mesh.deployments.reconcile import (
     LoadAction,
     OwnShard,
@@ -17,16 +19,25 @@ from mesh.deployments.reconcile import (
     reconcile,
     wishes_of,
 )
-from mesh.deployments.wishes import Deployment, Plan, Replica, Span, Wish, live
-from mesh.types import LayerRange, ModelId, NodeId, shard_id
-from tests.deployments.house import LAYER_MB, WEIGHTS, SimulatedHouse, need_mb
+from mesh.deployments.wishes import Deployment, Plan, Quant, Replica, Span, Wish, live
+from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
+from tests.deployments.house import (
+    LAYER_MB,
+    OWN_QUANT,
+    WEIGHTS,
+    SimulatedHouse,
+    SimulatedNode,
+    need_mb,
+)
 
 AMPLE_MB = 100 * LAYER_MB
 LIMIT_S = 10.0
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["deploy", "scale", "evict", "kill", "back", "wait", "step", "step"]),
+        st.sampled_from(
+            ["deploy", "scale", "change", "evict", "kill", "back", "wait", "step", "step"]
+        ),
         st.integers(0, 7),
         st.integers(0, 3),
     ),
@@ -47,6 +58,9 @@ def run(  # noqa: C901 - a table of what may happen
                 house.deploy(f"m{which % 3}", 4 + which % 3, max(1, count))
             case "scale" if chosen is not None:
                 house.scale(chosen, count)
+            case "change" if chosen is not None:
+                quant: Quant = ("none", "int8", "auto", "none")[count]
+                house.change(chosen, quant, 100 * (which % 3))
             case "evict" if chosen is not None:
                 house.evict(chosen)
             case "kill" if node.is_up and len(house.up) > 1:
@@ -61,6 +75,21 @@ def run(  # noqa: C901 - a table of what may happen
             case "step" if node.is_up:
                 house.step(node)
         house.replan(LIMIT_S)
+
+
+def as_wished(house: SimulatedHouse, node: SimulatedNode) -> set[ShardId]:
+    """What a node holds of what it is to hold, in the format of the first deployment that wants
+    it."""
+    wishes = {
+        shard: each.wish
+        for each in live(house.deployments)[::-1]
+        for shard in each.shards_of(node.node)
+    }
+    return {
+        held.shard
+        for held in node.held.values()
+        if held.shard in wishes and is_as_wished(held.loaded, wishes[held.shard], OWN_QUANT)
+    }
 
 
 @settings(max_examples=150, deadline=None)
@@ -78,6 +107,7 @@ def test_with_room_everybody_ends_with_exactly_what_is_wished(
     for node in house.up:
         wanted = {s for d in live(house.deployments) for s in d.shards_of(node.node)}
         assert set(node.held) == wanted
+        assert as_wished(house, node) == wanted
     for deployment in live(house.deployments):
         if deployment.wish.replicas:
             assert house.served(deployment.wish.model_id) >= set(
@@ -100,7 +130,7 @@ def test_without_room_it_comes_to_rest_and_says_what_waits(
     for node in house.up:
         decision = house.decide(node)
         wanted = {s for d in live(house.deployments) for s in d.shards_of(node.node)}
-        assert set(decision.waiting or {}) == wanted - set(node.held)
+        assert set(decision.waiting or {}) == wanted - as_wished(house, node)
 
 
 def test_a_gap_goes_to_the_fastest_machines_with_room_and_not_to_who_holds_least() -> None:
@@ -191,3 +221,70 @@ def test_what_is_held_by_hand_is_never_dropped() -> None:
     wanted = view(deployment(("me", "0-3")), holding("0-3", by_hand=True), free_mb=0)
     assert reconcile(wanted).is_idle
     assert set(wishes_of(wanted)) == {"m:0-3"}
+
+
+def loaded_as(held: OwnShard, dtype: str, quant: str, kv_tokens: int = 4096) -> OwnShard:
+    return replace(held, loaded=LoadedFormat(dtype, quant, kv_tokens))
+
+
+def wished_as(deployed: Deployment, quant: Quant, context: int = 0) -> Deployment:
+    return replace(deployed, wish=replace(deployed.wish, quant=quant, context=context))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quant", "wished", "context", "fulfils"),
+    [
+        ("bf16", "none", "int8", 0, False), ("int8", "int8", "none", 0, False),
+        ("int8", "int8", "int4", 0, False), ("int8", "auto", "int8", 0, True),
+        ("int8", "auto", "auto", 0, True), ("bf16", "auto", "auto", 0, True),
+        ("bf16", "none", "auto", 0, False), ("fp32", "auto", "none", 0, True),
+        ("bf16", "none", "", 0, True), ("int8", "int8", "", 0, False),
+        ("bf16", "none", "none", 4096, True), ("bf16", "none", "none", 4097, False),
+    ],
+)  # fmt: skip
+def test_what_is_loaded_otherwise_than_is_wished_is_loaded_anew(
+    dtype: str, quant: str, wished: Quant, context: int, fulfils: bool
+) -> None:
+    deployed = wished_as(deployment(("me", "0-3")), wished, context)
+    held = loaded_as(holding("0-3"), dtype, quant)
+    seen = replace(view(deployed, held, free_mb=0), own_quant="none")
+    first = reconcile(seen)
+    assert [(drop.shard, drop.gap) for drop in first.drops] == [("m:0-3", True)] * (not fulfils)
+    assert first.load is None
+    if not fulfils:
+        leaving = replace(seen, held=[replace(held, state=ShardStage.LEAVING)])
+        assert reconcile(leaving).is_idle
+        then = reconcile(replace(seen, held=[], free_mb=40))
+        assert then.load is not None
+        assert then.load.shard == held.shard
+
+
+def test_what_would_not_fit_in_its_own_place_stays_and_says_so() -> None:
+    deployed = wished_as(deployment(("me", "0-3")), "none")
+    held = replace(loaded_as(holding("0-3"), "int8", "int8"), mb=20)
+    decision = reconcile(view(deployed, held, free_mb=15))
+    assert decision.is_idle
+    assert decision.waiting == {"m:0-3": "needs 40 MiB instead of 20 MiB, 15 MiB are free"}
+    assert decision.lacking == {"m:0-3"}
+    assert reconcile(view(deployed, held, free_mb=20)).drops
+
+
+def test_parts_are_loaded_anew_one_after_the_other_and_what_is_held_by_hand_is_not() -> None:
+    both = deployment(("me", "0-1"), ("me", "2-3"))
+    deployed = wished_as(both, "int8")
+    parts = [loaded_as(holding(layers), "bf16", "none") for layers in ("0-1", "2-3")]
+    assert [drop.shard for drop in reconcile(view(deployed, *parts, free_mb=40)).drops] == ["m:0-1"]
+    by_hand = replace(parts[0], by_hand=True)
+    decision = reconcile(view(deployed, by_hand, free_mb=40))
+    assert not decision.drops
+    assert "by hand" in (decision.waiting or {})[by_hand.shard]
+
+
+def test_layers_in_another_format_do_not_stand_in_for_what_is_wished() -> None:
+    deployed = wished_as(deployment(("you", "0-3")), "int8")
+    mine = loaded_as(holding("0-1"), "bf16", "none")
+    old = ServedShard(NodeId("you"), mine.model_id, WEIGHTS, LayerRange(0, 4), LoadedFormat("bf16"))
+    before = View(NodeId("me"), {deployed.id: deployed}, [mine], [old], 0, need_mb)
+    assert reconcile(before).is_idle
+    new = replace(old, loaded=LoadedFormat("int8"))
+    assert [drop.shard for drop in reconcile(replace(before, served=[new])).drops] == ["m:0-1"]
