@@ -169,7 +169,8 @@ class DeploymentControl(Protocol):
     """What the hearth wishes to have loaded; the verbs may raise MeshError."""
 
     def view(self) -> list[dict[str, Any]]:
-        """``{"deployment", "model_id", "weights_sha256", "total_layers", "replicas",
+        """``{"deployment", "merged": [ids of deployments that it stands for as well], "model_id",
+        "weights_sha256", "total_layers", "replicas",
         "replicas_ready", "dedicated", "quant", "context", "minimum_s", "keep_alive_s", "level":
         HOT, WARM or COLD, "resting", "state", "missing", "epoch", "why", "by", "wished_at",
         "spans": [{"replica", "node_id", "node", "layers", "phase", "done_bytes", "total_bytes",

@@ -28,7 +28,7 @@ from mesh.deployments.reconcile import (
     wishes_of,
 )
 from mesh.deployments.weights import WeightsSource, local_model
-from mesh.deployments.wishes import Deployment, live
+from mesh.deployments.wishes import Deployment, live, merged
 from mesh.errors import MeshError
 from mesh.models.local import LocalModel
 from mesh.processes.tasks import end, spawn
@@ -276,9 +276,9 @@ class Reconciler:
             placed = each.plan is not None and here in each.plan.nodes
             if not each.is_wanted:
                 resting.add(each.wish.model_id)
-            elif placed or each.author == here or each.id in self._called_for:
+            elif placed or each.author == here or self._called_for & _names(deployments, each):
                 wanted.setdefault(each.wish.model_id, each)
-        self._called_for &= {each.id for each in live(deployments)}
+        self._called_for &= {name for d in live(deployments) for name in _names(deployments, d)}
         asked = self._world.asked()
         for model_id, deployment in wanted.items():
             name = _ends(deployment)
@@ -319,6 +319,11 @@ class Reconciler:
         if now.phase is not Phase.QUEUED:
             self._hooks.tell("deployment_span", shard_id=shard, **now.row())
         self._hooks.changed()
+
+
+def _names(deployments: Mapping[str, Deployment], deployment: Deployment) -> set[str]:
+    """Its id, and those that were merged into it."""
+    return {deployment.id, *(each.id for each in merged(deployments, deployment.id))}
 
 
 def _ends(deployment: Deployment) -> ShardId:

@@ -16,7 +16,7 @@ from mesh.deployments.phases import Phases
 from mesh.deployments.placement import AvailableNode, Laid, make_plan
 from mesh.deployments.room import Standing, room_of_others, to_rest
 from mesh.deployments.weights import WeightsSource
-from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live
+from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live, merged
 from mesh.errors import BadRequest, Forbidden, NotFound
 from mesh.types import LayerRange, NodeId
 
@@ -151,8 +151,8 @@ class Deploying:
         self._house.require_operator()
         found = [
             each
-            for each in live(self._house.deployments())
-            if model in (each.id, each.wish.model_id)
+            for standing in self._named(model)
+            for each in (standing, *merged(self._house.deployments(), standing.id))
         ]
         if not found:
             raise self._not_found(model)
@@ -253,12 +253,15 @@ class Deploying:
         ]
         return found[0] if found else None
 
+    def _named(self, model: str) -> list[Deployment]:
+        """Those that stand and are called so: by their model, their id, or that of one that is
+        merged into them."""
+        known = self._house.deployments()
+        into = known[model].merged_into if model in known else ""
+        return [each for each in live(known) if {each.id, each.wish.model_id} & {model, into}]
+
     def _find(self, model: str) -> Deployment | None:
-        found = [
-            each
-            for each in live(self._house.deployments())
-            if model in (each.id, each.wish.model_id)
-        ]
+        found = self._named(model)
         if len(found) > 1:
             raise BadRequest(
                 f"{model} is deployed {len(found)} times.",

@@ -15,7 +15,7 @@ from mesh.deployments.formats import is_as_wished
 from mesh.deployments.levels import Level
 from mesh.deployments.phases import Phase, PhaseProgress, Phases
 from mesh.deployments.reconcile import ServedShard
-from mesh.deployments.wishes import Deployment, Replica, Span, Wish
+from mesh.deployments.wishes import Deployment, Replica, Span, Wish, merged
 from mesh.discovery.weights import HeldWeights
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
 
@@ -71,6 +71,7 @@ class DeploymentRows:
         missing = self._missing(deployment) if deployment.is_wanted else []
         return {
             "deployment": wish.deployment,
+            "merged": [each.id for each in merged(self._seen.deployments(), deployment.id)],
             "model_id": str(wish.model_id),
             "weights_sha256": wish.weights_sha256,
             "total_layers": wish.total_layers,
