@@ -177,13 +177,15 @@ class DeploymentControl(Protocol):
         "bytes_per_s", "eta_s", "reason"}]}`` of each."""
 
     async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Of the fields of `mesh.api.deployments.DeployBody` that were given: its row of `view`."""
+        """Of the fields of `mesh.api.deployments.DeployBody` that were given: its row of `view`,
+        with "gaps": [{"node", "drops", "loads"}], layers that a machine drops before it loads
+        others, so that nobody serves them in between."""
 
     async def wake(self, model: str, *, may_wake: bool) -> bool:
         """Have up what rests, for who may; whether it rested."""
 
     async def scale(self, model: str, replicas: int) -> dict[str, Any]:
-        """Its row of `view`."""
+        """As `deploy`."""
 
     async def evict(self, model: str) -> list[dict[str, Any]]:
         """``{"deployment", "model_id", "evicted": true}`` of each that ends."""

@@ -58,6 +58,15 @@ async def follow(client: Client, deployment: str, *, answering: bool = False) ->
         await asyncio.sleep(POLL_S)
 
 
+def warn_of_gaps(row: dict[str, Any]) -> None:
+    """Say what a wish takes away for a moment; `row` is what `deploy` and `scale` answer."""
+    for gap in row["gaps"]:
+        note(
+            f"{row['model_id']} is away for a moment: {gap['node']} drops layers {gap['drops']}"
+            f" before it loads layers {gap['loads']}"
+        )
+
+
 def _of(rows: list[dict[str, Any]], deployment: str) -> dict[str, Any]:
     """The row of a deployment, or of the one that it was merged into. Raises NotFound."""
     for row in rows:

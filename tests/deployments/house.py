@@ -27,6 +27,7 @@ from mesh.deployments.reconcile import (
     View,
     reconcile,
 )
+from mesh.deployments.room import Change, absences
 from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live
 from mesh.errors import MeshError
 from mesh.routing.gaps import beside, fill
@@ -72,9 +73,11 @@ class SimulatedHouse:
             SimulatedNode(NodeId(f"n{number}"), total) for number, total in enumerate(memories_mb)
         ]
         self.deployments: dict[str, Deployment] = {}
-        self.gaps: list[DropAction] = []
-        self.replaced: list[DropAction] = []
+        self.gaps: list[tuple[NodeId, DropAction]] = []
+        self.replaced: list[tuple[NodeId, DropAction]] = []
         """Gaps for the sake of the same layers in another format."""
+        self.foretold: set[tuple[str, str]] = set()
+        """Machines, and layers that the last wish would have them drop before others are there."""
         self._events = 0
 
     @property
@@ -109,6 +112,8 @@ class SimulatedHouse:
             plan = make_plan(wish, event, self.machines(), before, asked=True)
         except MeshError:
             return False  # as the verb, which signs nothing then
+        known = self.deployments.get(wish.deployment)
+        self.foretold = self._absences(wish, plan, known if known and known.is_wanted else None)
         self.deployments[wish.deployment] = Deployment(wish, plan, event, NodeId("op"), 0)
         return True
 
@@ -218,6 +223,21 @@ class SimulatedHouse:
 
     # Private
 
+    def _absences(self, wish: Wish, plan: Plan, before: Deployment | None) -> set[tuple[str, str]]:
+        there = set() if before is None or before.plan is None else plan.spans & before.plan.spans
+        anew = {
+            span
+            for span in there
+            for node in self.up
+            for held in node.ready
+            if (node.node, held.layers) == (span.node, span.layers)
+            and held.model_id == wish.model_id
+            and not is_as_wished(held.loaded, wish, OWN_QUANT)
+        }
+        change = Change(wish, plan, before, frozenset(anew))
+        found = absences(change, (), (), self.machines(), mb_of)
+        return {(each.machine, str(each.drops)) for each in found}
+
     def _mature(self, node: SimulatedNode) -> bool:
         """What was loading is ready; whether anything was."""
         loading = [each for each in node.held.values() if each.state is ShardStage.LOADING]
@@ -260,10 +280,10 @@ class SimulatedHouse:
         )
         if is_replaced:
             assert drop.gap == (held.state is ShardStage.READY), "a gap is told"
-            self.replaced.append(drop)
+            self.replaced.append((node.node, drop))
         elif drop.gap:
             assert all(each.plan is not None and each.plan.asked for each in wishing)
-            self.gaps.append(drop)
+            self.gaps.append((node.node, drop))
         else:
             assert self.served(held.model_id) == before, "never a gap by its own move"
 
@@ -273,6 +293,9 @@ class SimulatedHouse:
 
 
 def need_mb(deployment: Deployment, layers: LayerRange) -> int:
-    wish = deployment.wish
+    return mb_of(deployment.wish, layers)
+
+
+def mb_of(wish: Wish, layers: LayerRange) -> int:
     mb = wish.layers_mb * len(layers) // wish.total_layers
     return mb if DTYPES[wish.quant or OWN_QUANT] == "bf16" else mb // 2

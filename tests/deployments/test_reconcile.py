@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mesh.deployments.formats import LoadedFormat, is_as_wished
@@ -131,6 +131,35 @@ def test_without_room_it_comes_to_rest_and_says_what_waits(
         decision = house.decide(node)
         wanted = {s for d in live(house.deployments) for s in d.shards_of(node.node)}
         assert set(decision.waiting or {}) == wanted - as_wished(house, node)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(2, 14).map(lambda layers: layers * LAYER_MB), min_size=1, max_size=3),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.lists(st.integers(0, 2), max_size=2),
+    st.sampled_from(["none", "int8"]),
+)
+def test_the_gaps_of_a_change_are_known_beforehand(
+    memories: list[int], before: int, after: int, nodes: list[int], quant: Quant
+) -> None:
+    house = SimulatedHouse(memories)
+    assume(house.deploy("m", 6, before))
+    assert house.settle()
+    (deployed,) = live(house.deployments)
+    assume(not any(house.decide(node).waiting for node in house.nodes))
+    assert not house.gaps
+    only = tuple({house.nodes[which % len(memories)].node for which in nodes})
+    wish = replace(deployed.wish, replicas=after, quant=quant, nodes=only)
+    assume(house.wish(wish, deployed.plan))
+    assert house.settle()
+    assume(not any(house.decide(node).waiting for node in house.nodes))
+    opened = {
+        (node, str(drop.shard).rpartition(":")[2]) for node, drop in [*house.gaps, *house.replaced]
+    }
+    assert opened <= house.foretold, "nobody is surprised"
+    assert bool(opened) == bool(house.foretold), "nobody is warned for nothing"
 
 
 def test_a_gap_goes_to_the_fastest_machines_with_room_and_not_to_who_holds_least() -> None:

@@ -158,6 +158,10 @@ def test_a_deployment_from_nothing_to_its_end(house: dict[str, LocalNode], model
     ):
         changed = hearthnet("deploy", MODEL, *change, "--wait", node=attic)
         assert changed.returncode == 0, changed.stderr
+        for node, part in zip(house.values(), parts, strict=True):
+            layers = min(part).rpartition(":")[2]
+            gap = f"{node.name} drops layers {layers} before it loads layers {layers}"
+            assert f"{MODEL} is away for a moment: {gap}" in changed.stderr, changed.stderr
         ready(attic, kitchen, study)
         assert all(loaded(node) == is_loaded for node in house.values())
         assert len(answer(study, 4)) == 4
