@@ -33,48 +33,67 @@ from tests.deployments.house import (
 AMPLE_MB = 100 * LAYER_MB
 LIMIT_S = 10.0
 
+WISHES = ("deploy", "scale", "change", "pin", "rest", "evict")
+HAPPENINGS = ("kill", "back", "join", "short", "recover", "wait", "step", "step", "step", "step")
 OPERATIONS = st.lists(
-    st.tuples(
-        st.sampled_from(
-            ["deploy", "scale", "change", "evict", "kill", "back", "wait", "step", "step"]
-        ),
-        st.integers(0, 7),
-        st.integers(0, 3),
-    ),
+    st.tuples(st.sampled_from(WISHES + HAPPENINGS), st.integers(0, 7), st.integers(0, 3)),
     max_size=40,
 )
+MAX_NODES = 6
 
 
-def run(  # noqa: C901 - a table of what may happen
-    house: SimulatedHouse, operations: list[tuple[str, int, int]]
-) -> None:
+def run(house: SimulatedHouse, operations: list[tuple[str, int, int]]) -> None:
     """Do these things to a house, with turns of single nodes in between."""
     for what, which, count in operations:
-        node = house.nodes[which % len(house.nodes)]
         deployed = live(house.deployments)
-        chosen = deployed[which % len(deployed)] if deployed else None
-        match what:
-            case "deploy" if len(deployed) < 3:
-                house.deploy(f"m{which % 3}", 4 + which % 3, max(1, count))
-            case "scale" if chosen is not None:
-                house.scale(chosen, count)
-            case "change" if chosen is not None:
-                quant: Quant = ("none", "int8", "auto", "none")[count]
-                house.change(chosen, quant, 100 * (which % 3))
-            case "evict" if chosen is not None:
-                house.evict(chosen)
-            case "kill" if node.is_up and len(house.up) > 1:
-                house.kill(node)
-            case "back" if not node.is_up:
-                house.bring_back(node)
-            case "wait":
-                for away in house.nodes:
-                    away.gone_s += 0.0 if away.is_up else LIMIT_S
-            case "step" if not count:
-                house.together()
-            case "step" if node.is_up:
-                house.step(node)
+        if what == "deploy" and len(deployed) < 3:
+            house.deploy(f"m{which % 3}", 4 + which % 3, max(1, count))
+        elif deployed:
+            wish_otherwise(house, what, deployed[which % len(deployed)], which, count)
+        happen(house, what, which, count)
         house.replan(LIMIT_S)
+
+
+def wish_otherwise(
+    house: SimulatedHouse, what: str, chosen: Deployment, which: int, count: int
+) -> None:
+    """What somebody may wish of a deployment."""
+    match what:
+        case "scale":
+            house.scale(chosen, count)
+        case "change":
+            quant: Quant = ("none", "int8", "auto", "none")[count]
+            house.change(chosen, quant, 100 * (which % 3))
+        case "pin":
+            node = house.nodes[which % len(house.nodes)].node
+            house.pin(chosen, Span(node, LayerRange(count % 3, count % 3 + 1)))
+        case "rest":
+            house.rest(chosen)
+        case "evict":
+            house.evict(chosen)
+
+
+def happen(house: SimulatedHouse, what: str, which: int, count: int) -> None:
+    """What may happen to machines."""
+    node = house.nodes[which % len(house.nodes)]
+    match what:
+        case "kill" if node.is_up and len(house.up) > 1:
+            house.kill(node)
+        case "back" if not node.is_up:
+            house.bring_back(node)
+        case "join" if len(house.nodes) < MAX_NODES:
+            house.join(node.total_mb)
+        case "short":
+            house.runs_short(node)
+        case "recover":
+            house.recovers(node)
+        case "wait":
+            for away in house.nodes:
+                away.gone_s += 0.0 if away.is_up else LIMIT_S
+        case "step" if not count:
+            house.together()
+        case "step" if node.is_up:
+            house.step(node)
 
 
 def as_wished(house: SimulatedHouse, node: SimulatedNode) -> set[ShardId]:
@@ -99,8 +118,12 @@ def test_with_room_everybody_ends_with_exactly_what_is_wished(
 ) -> None:
     house = SimulatedHouse([AMPLE_MB] * nodes, is_measured=is_measured)
     run(house, operations)
+    pinned = {pin.node for each in live(house.deployments) for pin in each.wish.pins}
     for node in house.nodes:
+        house.recovers(node)
         node.gone_s += 0.0 if node.is_up else 2 * LIMIT_S
+        if node.node in pinned and not node.is_up:
+            house.bring_back(node)
     house.replan(LIMIT_S)
     assert house.settle()
     assert not house.gaps
@@ -109,7 +132,10 @@ def test_with_room_everybody_ends_with_exactly_what_is_wished(
         assert set(node.held) == wanted
         assert as_wished(house, node) == wanted
     for deployment in live(house.deployments):
-        if deployment.wish.replicas:
+        first = [r for r in deployment.plan.replicas if r.number == 0] if deployment.plan else []
+        if deployment.is_wanted and first:
+            assert set(deployment.wish.pins) <= set(first[0].spans)
+        if deployment.is_wanted:
             assert house.served(deployment.wish.model_id) >= set(
                 range(deployment.wish.total_layers)
             )
@@ -317,3 +343,8 @@ def test_layers_in_another_format_do_not_stand_in_for_what_is_wished() -> None:
     assert reconcile(before).is_idle
     new = replace(old, loaded=LoadedFormat("int8"))
     assert [drop.shard for drop in reconcile(replace(before, served=[new])).drops] == ["m:0-1"]
+    # Nor does what goes to be loaded anew here.
+    both = wished_as(deployment(("me", "0-3")), "int8")
+    anew = loaded_as(holding("0-3"), "bf16", "none")
+    decision = reconcile(view(both, mine, anew, free_mb=0))
+    assert [drop.shard for drop in decision.drops] == [anew.shard]
