@@ -150,7 +150,8 @@ class ShardDescriptor:
     (architecture, dtype, kernels, threads, library versions). `vram_required_mb` is what it takes
     of its device when its caches are full (`ShardMemory.total_mb`). `embeds`: its sessions from
     layer 0 on may take token ids; `head`: those up to the last layer may answer with the strongest
-    next tokens. Both are for askers that hold no ends.
+    next tokens. Both are for askers that hold no ends. `kv_tokens` is how many positions its caches
+    have, 0 where its host does not say.
     """
 
     shard_id: ShardId
@@ -168,6 +169,7 @@ class ShardDescriptor:
     advertised_at: datetime
     embeds: bool = False
     head: bool = False
+    kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

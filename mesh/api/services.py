@@ -169,21 +169,24 @@ class DeploymentControl(Protocol):
     """What the hearth wishes to have loaded; the verbs may raise MeshError."""
 
     def view(self) -> list[dict[str, Any]]:
-        """``{"deployment", "model_id", "weights_sha256", "total_layers", "replicas",
-        "replicas_ready", "dedicated", "quant", "context", "minimum_s", "keep_alive_s", "nodes":
-        [ids], "layers": [pins], "level": HOT, WARM or COLD, "resting", "state", "missing", "epoch",
-        "why", "by", "wished_at", "spans": [{"replica", "node_id", "node", "layers", "phase",
-        "done_bytes", "total_bytes", "bytes_per_s", "eta_s", "reason"}]}`` of each; what `nodes`
-        and `layers` say is as an order may have it."""
+        """``{"deployment", "merged": [ids of deployments that it stands for as well], "model_id",
+        "weights_sha256", "total_layers", "replicas", "replicas_ready", "dedicated", "quant",
+        "context", "minimum_s", "keep_alive_s", "nodes": [ids], "layers": [pins], "level": HOT, WARM
+        or COLD, "resting", "state", "missing", "epoch", "why", "by", "wished_at", "spans":
+        [{"replica", "node_id", "node", "layers", "phase", "done_bytes", "total_bytes",
+        "bytes_per_s", "eta_s", "reason"}]}`` of each; what `nodes` and `layers` say is as an order
+        may have it."""
 
     async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Of the fields of `mesh.api.deployments.DeployBody` that were given: its row of `view`."""
+        """Of the fields of `mesh.api.deployments.DeployBody` that were given: its row of `view`,
+        with "gaps": [{"node", "drops", "loads"}], layers that a machine drops before it loads
+        others, so that nobody serves them in between."""
 
     async def wake(self, model: str, *, may_wake: bool) -> bool:
         """Have up what rests, for who may; whether it rested."""
 
     async def scale(self, model: str, replicas: int) -> dict[str, Any]:
-        """Its row of `view`."""
+        """As `deploy`."""
 
     async def evict(self, model: str) -> list[dict[str, Any]]:
         """``{"deployment", "model_id", "evicted": true}`` of each that ends."""

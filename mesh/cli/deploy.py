@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.deploying import follow, pins, shown
+from mesh.cli.deploying import follow, pins, shown, warn_of_gaps
 from mesh.cli.estimate import print_plan
 from mesh.cli.options import AskedDaemon, asks
 
@@ -88,6 +88,7 @@ def deploy(  # noqa: PLR0913 - flags
 
     async def question(client: Client) -> dict[str, Any]:
         row = await client.deploy(model, **order)
+        warn_of_gaps(row)
         return await follow(client, row["deployment"]) if wait else row
 
     daemon.show(daemon.ask(question), shown)

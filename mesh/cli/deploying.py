@@ -28,10 +28,13 @@ async def follow(client: Client, deployment: str, *, answering: bool = False) ->
     told: dict[tuple[int, str, str], str] = {}
     failing_since: float | None = None
     while True:
-        found = [row for row in await client.deployments() if row["deployment"] == deployment]
-        if not found:
-            raise NotFound("It was evicted meanwhile.", fix="Deploy it again.")
-        row = found[0]
+        row = _of(await client.deployments(), deployment)
+        if row["deployment"] != deployment:
+            note(
+                f"{row['model_id']} was deployed by {row['by']} at the same moment; that deployment"
+                f" counts, with its settings ({row['deployment']})"
+            )
+            deployment = row["deployment"]
         for span in row["spans"]:
             key, words = (span["replica"], span["node"], span["layers"]), in_words(span)
             if told.get(key) != words:
@@ -53,6 +56,23 @@ async def follow(client: Client, deployment: str, *, answering: bool = False) ->
                 " `hearthnet evict`.",
             )
         await asyncio.sleep(POLL_S)
+
+
+def warn_of_gaps(row: dict[str, Any]) -> None:
+    """Say what a wish takes away for a moment; `row` is what `deploy` and `scale` answer."""
+    for gap in row["gaps"]:
+        note(
+            f"{row['model_id']} is away for a moment: {gap['node']} drops layers {gap['drops']}"
+            f" before it loads layers {gap['loads']}"
+        )
+
+
+def _of(rows: list[dict[str, Any]], deployment: str) -> dict[str, Any]:
+    """The row of a deployment, or of the one that it was merged into. Raises NotFound."""
+    for row in rows:
+        if deployment in (row["deployment"], *row["merged"]):
+            return row
+    raise NotFound("It was evicted meanwhile.", fix="Deploy it again.")
 
 
 def in_words(span: dict[str, Any]) -> str:

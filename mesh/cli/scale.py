@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mesh.cli.deploying import follow, shown
+from mesh.cli.deploying import follow, shown, warn_of_gaps
 from mesh.cli.options import AskedDaemon, asks
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def scale(
 
     async def question(client: Client) -> dict[str, Any]:
         row = await client.scale(model, replicas)
+        warn_of_gaps(row)
         return await follow(client, row["deployment"]) if wait and replicas else row
 
     daemon.show(daemon.ask(question), shown)

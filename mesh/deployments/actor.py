@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from mesh.deployments.reconcile import (
     wishes_of,
 )
 from mesh.deployments.weights import WeightsSource, local_model
-from mesh.deployments.wishes import Deployment, live
+from mesh.deployments.wishes import Deployment, live, merged
 from mesh.errors import MeshError
 from mesh.models.local import LocalModel
 from mesh.processes.tasks import end, spawn
@@ -60,6 +60,10 @@ class World(Protocol):
 
     def free_mb(self) -> int | None:
         """What is free on the device; None while nobody knows."""
+
+    @property
+    def own_quant(self) -> str:
+        """The number format of this node's own settings."""
 
     def need_mb(self, deployment: Deployment, layers: LayerRange) -> int:
         """What these layers would take."""
@@ -158,6 +162,8 @@ class Reconciler:
                 self._begin(self._drops, shard, self._let_go(DropAction(shard, "it failed")))
         decision = reconcile(view)
         for drop in decision.drops:
+            if drop.shard in self._loads:
+                self._loads[drop.shard].cancel()
             if drop.shard not in self._drops and drop.shard not in self._loads:
                 self._begin(self._drops, drop.shard, self._drop(drop))
         if decision.load is not None and decision.load.shard not in self._drops:
@@ -181,9 +187,7 @@ class Reconciler:
         for shard, state in busy:
             known = held.get(shard) or _unborn(shard, deployments, world)
             if known is not None:
-                held[shard] = OwnShard(
-                    shard, known.model_id, known.weights_sha256, known.layers, known.mb, state
-                )
+                held[shard] = replace(known, state=state)
         return View(
             world.node,
             deployments,
@@ -192,6 +196,7 @@ class Reconciler:
             world.free_mb(),
             world.need_mb,
             not_yet=self.phases.not_yet(_now()),
+            own_quant=world.own_quant,
         )
 
     def _note(
@@ -201,11 +206,13 @@ class Reconciler:
         decision: Decision,
     ) -> None:
         """Say how far each span is."""
+        waiting = decision.waiting or {}
         for held in view.held:
-            if held.shard in wanted and held.state is ShardStage.READY:
+            is_ready = held.state is ShardStage.READY and held.shard not in waiting
+            if held.shard in wanted and is_ready:
                 self.phases.ready(held.shard)
         failing = view.not_yet or {}
-        for shard, reason in (decision.waiting or {}).items():
+        for shard, reason in waiting.items():
             if shard not in failing:
                 lacks = shard in decision.lacking
                 self.phases.put(shard, Phase.QUEUED, reason, lacks_memory=lacks)
@@ -223,7 +230,8 @@ class Reconciler:
             self.phases.put(shard, Phase.PROVISIONING)
             await self._world.ask(await self._provide(deployment, shard))
             self.phases.put(shard, Phase.DEPLOYING)
-            await self._world.serve(deployment, load.layers)
+            wished = self._world.deployments().get(deployment.id, deployment)
+            await self._world.serve(wished, load.layers)  # as it is wished by now
             self.phases.ready(shard)
         except MeshError as error:
             logger.warning("deployment=%s shard=%s: %s", deployment.id, shard, error)
@@ -268,9 +276,9 @@ class Reconciler:
             placed = each.plan is not None and here in each.plan.nodes
             if not each.is_wanted:
                 resting.add(each.wish.model_id)
-            elif placed or each.author == here or each.id in self._called_for:
+            elif placed or each.author == here or self._called_for & _names(deployments, each):
                 wanted.setdefault(each.wish.model_id, each)
-        self._called_for &= {each.id for each in live(deployments)}
+        self._called_for &= {name for d in live(deployments) for name in _names(deployments, d)}
         asked = self._world.asked()
         for model_id, deployment in wanted.items():
             name = _ends(deployment)
@@ -311,6 +319,11 @@ class Reconciler:
         if now.phase is not Phase.QUEUED:
             self._hooks.tell("deployment_span", shard_id=shard, **now.row())
         self._hooks.changed()
+
+
+def _names(deployments: Mapping[str, Deployment], deployment: Deployment) -> set[str]:
+    """Its id, and those that were merged into it."""
+    return {deployment.id, *(each.id for each in merged(deployments, deployment.id))}
 
 
 def _ends(deployment: Deployment) -> ShardId:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from mesh.deployments.formats import is_as_wished
 from mesh.deployments.listing import DeploymentRows, DeploymentsSeen
 from mesh.deployments.phases import Phases
 from mesh.deployments.placement import AvailableNode, Laid, make_plan
-from mesh.deployments.room import Standing, room_of_others, to_rest
+from mesh.deployments.reconcile import ServedShard
+from mesh.deployments.room import Change, Standing, absences, room_of_others, to_rest
 from mesh.deployments.weights import WeightsSource
-from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live
+from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live, merged
 from mesh.errors import BadRequest, Forbidden, NotFound
 from mesh.types import LayerRange, NodeId
 
@@ -89,7 +91,7 @@ class Deploying:
 
     async def deploy(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Wish for a model, or change the wish for one that is deployed; `given` are the fields of
-        an `Order`.
+        an `Order`. Its row, with the `gaps` that making the change will open.
 
         Raises ModelNotFound, NoRoute, BadRequest naming the field, UntrustedPeer, and what signing
         raises.
@@ -151,8 +153,8 @@ class Deploying:
         self._house.require_operator()
         found = [
             each
-            for each in live(self._house.deployments())
-            if model in (each.id, each.wish.model_id)
+            for standing in self._named(model)
+            for each in (standing, *merged(self._house.deployments(), standing.id))
         ]
         if not found:
             raise self._not_found(model)
@@ -186,8 +188,9 @@ class Deploying:
             wish = replace(wish, quant=laid.quant)
         machines = self._house.machines()
         plan = make_plan(wish, "0" * 64, machines, plan_before, asked=True, laid=laid)
-        was_up = None if before is None or not before.is_wanted else plan_before
-        going = to_rest(wish, plan, was_up, others.values(), machines, need)
+        change = self._change(wish, plan, before)
+        going = to_rest(change, others.values(), machines, need)
+        away = absences(change, others.values(), going, machines, need)
         for name in going:
             await self._house.publish_wish(replace(others[name].deployment.wish, resting=True))
         if before is None or wish != before.wish:
@@ -196,7 +199,26 @@ class Deploying:
             signed = before
         if plan_before is None or plan_before.replicas != plan.replicas or not signed.is_planned:
             await self._house.publish_plan(replace(plan, wish=signed.event))
-        return self.require(wish.deployment)
+        gaps = [
+            {"node": each.machine, "drops": str(each.drops), "loads": str(each.loads)}
+            for each in away
+        ]
+        return {**self.require(wish.deployment), "gaps": gaps}
+
+    def _change(self, wish: Wish, plan: Plan, before: Deployment | None) -> Change:
+        """What a wish changes of what is up."""
+        if before is None or before.plan is None or not before.is_wanted:
+            return Change(wish, plan)
+        there = [*self._house.served(), *self._house.serves()]
+        is_anyhow = wish.quant == "auto" != before.wish.quant  # what that will be nobody knows
+        anew = {
+            span
+            for span in plan.spans & before.plan.spans
+            for each in there
+            if each == ServedShard(span.node, wish.model_id, wish.weights_sha256, span.layers)
+            and (is_anyhow or not is_as_wished(each.loaded, wish))
+        }
+        return Change(wish, plan, before, frozenset(anew))
 
     def _ordered(self, wish: Wish, order: Order) -> Wish:
         """The wish with what is ordered in it."""
@@ -253,12 +275,15 @@ class Deploying:
         ]
         return found[0] if found else None
 
+    def _named(self, model: str) -> list[Deployment]:
+        """Those that stand and are called so: by their model, their id, or that of one that is
+        merged into them."""
+        known = self._house.deployments()
+        into = known[model].merged_into if model in known else ""
+        return [each for each in live(known) if {each.id, each.wish.model_id} & {model, into}]
+
     def _find(self, model: str) -> Deployment | None:
-        found = [
-            each
-            for each in live(self._house.deployments())
-            if model in (each.id, each.wish.model_id)
-        ]
+        found = self._named(model)
         if len(found) > 1:
             raise BadRequest(
                 f"{model} is deployed {len(found)} times.",

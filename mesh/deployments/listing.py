@@ -11,10 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
+from mesh.deployments.formats import is_as_wished
 from mesh.deployments.levels import Level
 from mesh.deployments.phases import Phase, PhaseProgress, Phases
 from mesh.deployments.reconcile import ServedShard
-from mesh.deployments.wishes import Deployment, Replica, Span, Wish
+from mesh.deployments.wishes import Deployment, Replica, Span, Wish, merged
 from mesh.discovery.weights import HeldWeights
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
 
@@ -70,6 +71,7 @@ class DeploymentRows:
         missing = self._missing(deployment) if deployment.is_wanted else []
         return {
             "deployment": wish.deployment,
+            "merged": [each.id for each in merged(self._seen.deployments(), deployment.id)],
             "model_id": str(wish.model_id),
             "weights_sha256": wish.weights_sha256,
             "total_layers": wish.total_layers,
@@ -110,16 +112,15 @@ class DeploymentRows:
         self, deployment: Deployment, replica: Replica, span: Span, names: Mapping[NodeId, str]
     ) -> dict[str, Any]:
         wish = deployment.wish
-        now: PhaseProgress | None = None
-        if span.node == self._seen.node:
-            now = self._phases.get(deployment.shard(span.layers))
-        served = ServedShard(span.node, wish.model_id, wish.weights_sha256, span.layers)
-        if served in self._here():
+        shard, is_own = deployment.shard(span.layers), span.node == self._seen.node
+        now = self._phases.get(shard) if is_own else self._seen.told(span.node, shard)
+        if self._serves(span, wish) and (now is None or now.phase is Phase.READY):
             now = PhaseProgress(Phase.READY)
         elif span.node not in self._seen.alive():
             now = PhaseProgress(Phase.AWAY)
-        elif span.node != self._seen.node:
-            now = self._seen.told(span.node, deployment.shard(span.layers))
+        elif is_own and now is not None and now.phase is Phase.READY:
+            now = None  # as it was wished before
+        elif not is_own:
             now = now or _fetched(wish, span, self._seen.on_disk(span.node, wish.weights_sha256))
         if not deployment.is_wanted:
             now = PhaseProgress(Phase.RESTING)
@@ -145,6 +146,11 @@ class DeploymentRows:
 
     def _here(self) -> list[ServedShard]:
         return [*self._seen.served(), *self._seen.serves()]
+
+    def _serves(self, span: Span, wish: Wish) -> bool:
+        """Whether its machine serves a span as it is wished."""
+        wanted = ServedShard(span.node, wish.model_id, wish.weights_sha256, span.layers)
+        return any(each == wanted and is_as_wished(each.loaded, wish) for each in self._here())
 
     def _missing(self, deployment: Deployment) -> list[str]:
         wish = deployment.wish

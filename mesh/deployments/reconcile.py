@@ -10,6 +10,10 @@ whatever has to wait. Asked again after each, it ends with nothing to do. The ru
 - Where memory does not allow that, the old goes first if an operator asked for the change; the
   order is the seed's (delete, then create), and the gap is told. A plan that a node made by itself
   never opens a gap: then the new one waits.
+- A shard of the wished layers in another number format, or with caches for fewer positions, is not
+  what is wished. Its name is that of the one to come, so that it goes first, one at a time, and the
+  gap is told: another format is always an operator's wish, whoever made the plan. Where the new one
+  would not fit in its place, it stays.
 - Never over memory: a load is let in only when it fits what is free, one at a time.
 - What is held by hand (`--model`, `--layers`) is neither loaded nor dropped here.
 
@@ -19,9 +23,10 @@ Knows no clock, no log and no process.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from mesh.deployments.formats import UNTOLD, LoadedFormat, is_as_wished
 from mesh.deployments.wishes import Deployment, live
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
 
@@ -46,16 +51,18 @@ class OwnShard:
     mb: int
     state: ShardStage = ShardStage.READY
     by_hand: bool = False
+    loaded: LoadedFormat = UNTOLD
 
 
 @dataclass(frozen=True, slots=True)
 class ServedShard:
-    """A shard that another node serves now."""
+    """A shard that another node serves now; it is the same one however it is `loaded`."""
 
     node: NodeId
     model_id: ModelId
     weights_sha256: str
     layers: LayerRange
+    loaded: LoadedFormat = field(default=UNTOLD, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,7 @@ class View:
     `free_mb` is what is free beside all that is held or loading, None where nobody knows; then
     what loads is let in and refused by its process. `need_mb` says what some layers would take.
     `not_yet` are shards whose last try failed and that wait for the next, with the reason.
+    `own_quant` is the number format of the node's own settings.
     """
 
     node: NodeId
@@ -74,6 +82,7 @@ class View:
     free_mb: int | None
     need_mb: Callable[[Deployment, LayerRange], int]
     not_yet: Mapping[ShardId, str] | None = None
+    own_quant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +130,11 @@ def reconcile(view: View) -> Decision:
         if not held.by_hand and held.shard not in wanted and held.state is not ShardStage.LEAVING
     ]
     drops = [drop for held in surplus if (drop := _may_go(view, wanted, held)) is not None]
-    going = {drop.shard for drop in drops}
-    here = {held.shard: held for held in view.held}
     waiting: dict[ShardId, str] = {}
     lacking: set[ShardId] = set()
+    drops += _replaced(view, wanted, waiting, lacking)
+    going = {drop.shard for drop in drops}
+    here = {held.shard: held for held in view.held}
     load: LoadAction | None = None
     busy = [h.shard for h in view.held if h.state is ShardStage.LOADING and h.shard in wanted]
     for shard, (deployment, layers) in wanted.items():
@@ -164,6 +174,47 @@ def wishes_of(view: View) -> dict[ShardId, tuple[Deployment, LayerRange]]:
         for shard, layers in deployment.shards_of(view.node).items():
             wanted.setdefault(shard, (deployment, layers))
     return wanted
+
+
+def _replaced(
+    view: View,
+    wanted: Mapping[ShardId, tuple[Deployment, LayerRange]],
+    waiting: dict[ShardId, str],
+    lacking: set[ShardId],
+) -> list[DropAction]:
+    """What goes to be loaded anew as it is wished now; what of that has to wait is noted."""
+    held_here = {held.shard: held for held in view.held}
+    changing = [held.shard for held in view.held if held.state is not ShardStage.READY]
+    changing = [shard for shard in changing if shard in wanted]
+    drops: list[DropAction] = []
+    for shard, (deployment, layers) in wanted.items():
+        held = held_here.get(shard)
+        if held is None or held.state is ShardStage.LEAVING:
+            continue
+        if held.weights_sha256 != deployment.wish.weights_sha256:
+            continue
+        if is_as_wished(held.loaded, deployment.wish, view.own_quant):
+            continue
+        if held.by_hand:
+            waiting[shard] = "it is held by hand here, loaded otherwise than is wished"
+        elif held.state is ShardStage.LOADING:
+            drops.append(DropAction(shard, "it is wished otherwise now"))
+        elif changing:
+            waiting[shard] = f"it is loaded anew after {changing[0]}"
+        elif _fits_instead(view, held, need := view.need_mb(deployment, layers)):
+            waiting[shard] = "it is loaded anew, as it is wished now"
+            drops.append(DropAction(shard, "it is loaded anew, as it is wished now", gap=True))
+            changing.append(shard)
+        else:
+            waiting[shard] = (
+                f"needs {need} MiB instead of {held.mb} MiB, {view.free_mb} MiB are free"
+            )
+            lacking.add(shard)
+    return drops
+
+
+def _fits_instead(view: View, held: OwnShard, need: int) -> bool:
+    return view.free_mb is None or need <= view.free_mb + held.mb
 
 
 def _may_go(
@@ -206,18 +257,27 @@ def _is_covered(
         each.layers
         for each in view.served
         if (each.node, each.layers) in planned and each.node != view.node and _same(each, held)
+        if any(is_as_wished(each.loaded, one.wish) for one in wishing)
     ]
     ready += [
         each.layers
         for each in view.held
         if each.state is ShardStage.READY
-        and (each.shard in wanted or each.by_hand)
+        and (each.by_hand or _is_wanted(view, wanted, each))
         and _same(each, held)
     ]
     return all(
         any(layer in layers for layers in ready)
         for layer in range(held.layers.start, held.layers.stop)
     )
+
+
+def _is_wanted(
+    view: View, wanted: Mapping[ShardId, tuple[Deployment, LayerRange]], held: OwnShard
+) -> bool:
+    """Whether it is wished for just as it is."""
+    deployment, _ = wanted.get(held.shard, (None, None))
+    return deployment is not None and is_as_wished(held.loaded, deployment.wish, view.own_quant)
 
 
 def _same(one: OwnShard | ServedShard, other: OwnShard) -> bool:

@@ -3,7 +3,10 @@
 Two facts. The wish is an operator's: which checkpoint, how many replicas, within what. The plan
 says which node holds which layers; whoever changes a wish makes one for it, and one node makes
 another when a machine stays away. So a plan that was made at the same moment never undoes a wish.
-A deployment's id is never used again; evicting it is a wish like any other, and its last.
+A deployment's id is never used again; evicting it is its last wish, and counts whatever was wished
+at the same moment. Of several deployments of one checkpoint, which is what operators make who had
+not heard of each other, the one with the lowest id stands, with its settings; the others are merged
+into it, and nothing is loaded for them.
 
 Pure data and its strict form; nothing here knows the log, the network or what a node holds.
 """
@@ -158,7 +161,8 @@ class Plan:
 class Deployment:
     """A wish with the plan that counts for it. `event` is the wish's, by `author` at `wall_ms`.
 
-    A plan that was made for an earlier wish is followed until there is one for this.
+    A plan that was made for an earlier wish is followed until there is one for this. `merged_into`
+    is the deployment of the same checkpoint that stands in its place, '' where it stands itself.
     """
 
     wish: Wish
@@ -166,6 +170,7 @@ class Deployment:
     event: str
     author: NodeId
     wall_ms: int
+    merged_into: str = ""
 
     @property
     def is_planned(self) -> bool:
@@ -175,7 +180,8 @@ class Deployment:
     @property
     def is_wanted(self) -> bool:
         """Whether anything is to be loaded for it."""
-        return not (self.wish.evicted or self.wish.resting or self.wish.replicas == 0)
+        wish = self.wish
+        return not (self.merged_into or wish.evicted or wish.resting or wish.replicas == 0)
 
     @property
     def id(self) -> str:
@@ -194,8 +200,10 @@ class Deployment:
 
 
 def read(wishes: Mapping[str, Fact], plans: Mapping[str, Sequence[Fact]]) -> dict[str, Deployment]:
-    """Every deployment by its id, evicted ones too; what is of no form known here is left out."""
+    """Every deployment by its id, evicted and merged ones too; what is of no form known here is
+    left out."""
     found: dict[str, Deployment] = {}
+    standing: dict[tuple[ModelId, str], str] = {}
     for name, fact in sorted(wishes.items()):
         wish = read_wish(fact.payload)
         if wish is None:
@@ -205,13 +213,26 @@ def read(wishes: Mapping[str, Fact], plans: Mapping[str, Sequence[Fact]]) -> dic
         made = [(plan.wish == event, plan.epoch, at, plan) for at, plan in known if plan]
         best = max(made, key=lambda row: row[:3], default=None)
         plan = None if best is None else best[3]
-        found[name] = Deployment(wish, plan, event, fact.author, fact.wall_ms)
+        first = name
+        if not wish.evicted:
+            first = standing.setdefault((wish.model_id, wish.weights_sha256), name)
+        merged_into = "" if first == name else first
+        found[name] = Deployment(wish, plan, event, fact.author, fact.wall_ms, merged_into)
     return found
 
 
 def live(deployments: Mapping[str, Deployment]) -> list[Deployment]:
-    """Those that were not evicted, by id."""
-    return [each for _, each in sorted(deployments.items()) if not each.wish.evicted]
+    """Those that stand, by id: neither evicted nor merged into another."""
+    standing = [each for each in deployments.values() if not each.wish.evicted]
+    return sorted((each for each in standing if not each.merged_into), key=lambda each: each.id)
+
+
+def merged(deployments: Mapping[str, Deployment], into: str) -> list[Deployment]:
+    """Those that are merged into this one, by id."""
+    return sorted(
+        (each for each in deployments.values() if each.merged_into == into),
+        key=lambda each: each.id,
+    )
 
 
 # The strict form of the events' payloads. Keys that this version does not know are let pass.

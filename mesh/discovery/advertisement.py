@@ -98,8 +98,8 @@ class _Health:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An advertisement as it travels. `embeds` and `head` are optional: earlier versions have
-    neither."""
+    """An advertisement as it travels. `embeds`, `head` and `kv_tokens` are optional: earlier
+    versions have none of them."""
 
     shard_id: Text
     model_id: Text
@@ -117,6 +117,7 @@ class _Entry:
     health: _Health
     embeds: bool | UnsetType = UNSET
     head: bool | UnsetType = UNSET
+    kv_tokens: Count | UnsetType = UNSET
 
 
 def encode(advertisement: Advertisement) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def encode(advertisement: Advertisement) -> dict[str, Any]:
             shard.total_layers, shard.vram_required_mb, shard.max_concurrent_streams, shard.host,
             shard.node_name, shard.endpoint, shard.dtype, shard.determinism_class,
             shard.advertised_at.isoformat(), said, shard.embeds or UNSET,
-            shard.head or UNSET,
+            shard.head or UNSET, shard.kv_tokens or UNSET,
         )
     )  # fmt: skip
 
@@ -160,6 +161,7 @@ def decode(data: object, *, host: NodeId) -> Advertisement:
         entry.vram_required_mb, entry.max_concurrent_streams, host, entry.node_name,
         Endpoint(entry.endpoint), entry.dtype, entry.determinism_class, _utc(entry.advertised_at),
         entry.embeds is True, entry.head is True,
+        0 if entry.kv_tokens is UNSET else entry.kv_tokens,
     )  # fmt: skip
     memory = None if said.memory is UNSET else ShardMemory(*astuple(said.memory))
     health = ShardHealth(

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mesh.events.rules import Membership
-from mesh.events.state import SUBJECT_FIELDS, AuthorFold, Fact, State, Subject
+from mesh.events.state import SUBJECT_FIELDS, AuthorFold, Fact, State, Subject, outranks
 from mesh.events.types import Event, Place
 from mesh.types import NodeId
 
@@ -107,6 +107,9 @@ def _extend(state: State, author: NodeId, before: AuthorFold, chain: Iterable[Ev
         if named is None or not isinstance(payload, dict):
             continue
         name = payload.get(named)
-        if isinstance(name, str) and state.membership.admits(event):
-            facts[event.type, name] = Fact(event.order, event.id, event.wall_ms, payload)
+        if not isinstance(name, str) or not state.membership.admits(event):
+            continue
+        subject, fact = (event.type, name), Fact(event.order, event.id, event.wall_ms, payload)
+        if subject not in facts or outranks(event.type, fact, facts[subject]):
+            facts[subject] = fact
     return AuthorFold(before.standing, *place, facts)

@@ -1,8 +1,9 @@
 """What the log says, as a value: per author the newest event about each subject, and who is in.
 
 Authors are folded apart, because within one chain events never come late; what is newest overall
-is the largest in canonical order. So no late event ever makes another one be undone, and the state
-does not depend on the order of arrival. Plain data: how it changes is `mesh.events.apply`.
+is the largest in canonical order, and last words count before all else. So no late event ever makes
+another one be undone, and the state does not depend on the order of arrival. Plain data: how it
+changes is `mesh.events.apply`.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ SUBJECT_FIELDS: Mapping[str, str] = {
 }
 """For each type that is applied, the payload's field that says what the event is about."""
 
+_LAST_WORDS: Mapping[str, str] = {PLACEMENT_WISHED: "evicted"}
+"""For types whose subjects may end for good, the payload's field that is true when they do."""
+
 Subject = tuple[str, str]
 """An event type and the subject's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """The newest event about a subject. `payload` keeps keys that this version does not know."""
+    """The event about a subject that counts. `payload` keeps keys that nobody here knows."""
 
     order: Order
     event_id: EventId
@@ -53,6 +57,14 @@ class Fact:
     def author(self) -> NodeId:
         """Who says so."""
         return self.order[1]
+
+
+def outranks(kind: str, fact: Fact, other: Fact) -> bool:
+    """Whether of two facts of a type about one subject the first counts: a last word before any
+    other, else the newer."""
+    field_name = _LAST_WORDS.get(kind, "")
+    is_last, other_is_last = (each.payload.get(field_name) is True for each in (fact, other))
+    return (is_last, fact.order) > (other_is_last, other.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +108,8 @@ class State:
         return self._newest(STEERING_PUBLISHED)
 
     def wishes(self) -> dict[str, Fact]:
-        """The newest wish of each deployment, by its id; one that was evicted says so."""
+        """The newest wish of each deployment, by its id; of one that was evicted the wish that said
+        so, whatever was wished by who had not heard of it."""
         return self._newest(PLACEMENT_WISHED)
 
     def plans(self) -> dict[str, list[Fact]]:
@@ -143,6 +156,6 @@ class State:
         newest: dict[str, Fact] = {}
         for fold in self.authors.values():
             for (kind, name), fact in fold.facts.items():
-                if kind == wanted and (name not in newest or newest[name].order < fact.order):
+                if kind == wanted and (name not in newest or outranks(kind, fact, newest[name])):
                     newest[name] = fact
         return newest

@@ -15,7 +15,7 @@ from mesh.deployments.control import Deploying
 from mesh.deployments.listing import DeploymentRows
 from mesh.deployments.phases import Phase, PhaseProgress
 from mesh.deployments.placement import AvailableNode, Laid
-from mesh.deployments.reconcile import OwnShard, ServedShard, ShardStage
+from mesh.deployments.reconcile import OwnShard, ServedShard
 from mesh.deployments.replan import Replanner
 from mesh.deployments.waking import Sleeper, Use, Waker
 from mesh.deployments.weights import LocalWeights
@@ -41,6 +41,7 @@ from mesh.models.local import LocalModel, require_within
 from mesh.node.fetched_weights import FetchedWeights
 from mesh.node.holdings import Holdings
 from mesh.node.layouts import Layouts
+from mesh.node.shards_as_seen import own_shards, served_shard
 from mesh.node.weights import Weights
 from mesh.paths import StatePaths, cache_dir
 from mesh.processes.headroom import ram
@@ -211,7 +212,7 @@ class House:
     def served(self) -> list[ServedShard]:
         """See `World`."""
         return [
-            ServedShard(d.host, d.model_id, d.weights_sha256, d.layer_range)
+            served_shard(d)
             for view in self._store.nodes()
             if view.online and view.info.node_id != self.node
             for shard in view.shards
@@ -221,33 +222,13 @@ class House:
 
     def serves(self) -> Collection[ServedShard]:
         """See `DeployingNode`."""
-        return [
-            ServedShard(self.node, d.model_id, d.weights_sha256, d.layer_range)
-            for shard in self._held.host.serving
-            for d in (shard.descriptor,)
-        ]
+        return [served_shard(shard.descriptor) for shard in self._held.host.serving]
 
     # What this node holds
 
     def held(self) -> list[OwnShard]:
         """See `World`."""
-        host, found = self._held.host, []
-        for request in host.requests:
-            name, model = request.shard_id, self._held.models.get(request.model_id)
-            shard = host.shards.get(name) if host.is_up else None
-            memory = shard.health.memory if shard is not None else None
-            found.append(
-                OwnShard(
-                    name,
-                    request.model_id,
-                    model.weights_sha256 if model is not None else "",
-                    request.layers,
-                    memory.total_mb if memory is not None else 0,
-                    ShardStage.LOADING if shard is None else ShardStage.READY,
-                    by_hand=name in self._by_hand,
-                )
-            )
-        return found
+        return own_shards(self._held, self._by_hand)
 
     def failed(self) -> Mapping[ShardId, MeshError]:
         """See `World`."""
@@ -258,6 +239,11 @@ class House:
         """See `World`."""
         memory = self._held.host.memory
         return ram().free_mb if memory is None else memory.free_mb
+
+    @property
+    def own_quant(self) -> str:
+        """See `World`."""
+        return self._config.quant
 
     def need_mb(self, deployment: Deployment, layers: LayerRange) -> int:
         """See `World`."""

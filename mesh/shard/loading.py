@@ -331,4 +331,5 @@ def _describe(plan: LoadPlan, runtime: Runtime) -> ShardDescriptor:
         advertised_at=datetime.now(UTC),
         embeds=manifest.has_ends and plan.request.layers.start == 0,
         head=manifest.has_ends and plan.request.layers.stop == manifest.total_layers,
+        kv_tokens=settings.kv_tokens,
     )

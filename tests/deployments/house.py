@@ -7,14 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from mesh.capacity import Device, Speed
+from mesh.deployments.formats import LoadedFormat, is_as_wished
 from mesh.deployments.placement import (
-    UNKNOWN,
     AvailableNode,
     Laid,
     gaps,
     make_plan,
     planner,
     stale,
+    without,
 )
 from mesh.deployments.reconcile import (
     Decision,
@@ -26,25 +27,34 @@ from mesh.deployments.reconcile import (
     View,
     reconcile,
 )
-from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
+from mesh.deployments.room import Change, absences
+from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live
 from mesh.errors import MeshError
 from mesh.routing.gaps import beside, fill
 from mesh.routing.machines import Demand, Machine, ModelShape
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
 
 LAYER_MB = 10
+OWN_QUANT = "none"
+DTYPES = {"none": "bf16", "int8": "int8", "int4": "int4", "auto": "int8"}
 WEIGHTS = "ab" * 32
 
 
 @dataclass
 class SimulatedNode:
-    """One machine: what it holds, by shard."""
+    """One machine: what it holds, by shard.
+
+    It has no room after all for what it `will_refuse`, as its process says once it loads that; what
+    it `refused` it does not try again by itself.
+    """
 
     node: NodeId
     total_mb: int
     is_up: bool = True
     gone_s: float = 0.0
     held: dict[ShardId, OwnShard] = field(default_factory=dict)
+    will_refuse: set[ShardId] = field(default_factory=set)
+    refused: set[ShardId] = field(default_factory=set)
 
     @property
     def free_mb(self) -> int:
@@ -69,7 +79,11 @@ class SimulatedHouse:
             SimulatedNode(NodeId(f"n{number}"), total) for number, total in enumerate(memories_mb)
         ]
         self.deployments: dict[str, Deployment] = {}
-        self.gaps: list[DropAction] = []
+        self.gaps: list[tuple[NodeId, DropAction]] = []
+        self.replaced: list[tuple[NodeId, DropAction]] = []
+        """Gaps for the sake of the same layers in another format."""
+        self.foretold: set[tuple[str, str]] = set()
+        """Machines, and layers that the last wish would have them drop before others are there."""
         self._events = 0
 
     @property
@@ -87,7 +101,20 @@ class SimulatedHouse:
         return self.wish(Wish(name, ModelId(model), WEIGHTS, layers, mb, replicas), None)
 
     def scale(self, deployment: Deployment, replicas: int) -> bool:
-        return self.wish(replace(deployment.wish, replicas=replicas), deployment.plan)
+        wish = replace(deployment.wish, replicas=replicas, resting=False)
+        return self.wish(wish, deployment.plan)
+
+    def pin(self, deployment: Deployment, span: Span) -> bool:
+        return self.wish(replace(deployment.wish, pins=(span,), resting=False), deployment.plan)
+
+    def rest(self, deployment: Deployment) -> None:
+        """What the one node does that has it rest; its plan says where it comes up again."""
+        wish = replace(deployment.wish, resting=True)
+        self.deployments[deployment.id] = replace(deployment, wish=wish, event=self._event())
+
+    def change(self, deployment: Deployment, quant: Quant, context: int) -> bool:
+        wish = replace(deployment.wish, quant=quant, context=context, resting=False)
+        return self.wish(wish, deployment.plan)
 
     def evict(self, deployment: Deployment) -> bool:
         wish = replace(deployment.wish, evicted=True)
@@ -100,6 +127,8 @@ class SimulatedHouse:
             plan = make_plan(wish, event, self.machines(), before, asked=True)
         except MeshError:
             return False  # as the verb, which signs nothing then
+        known = self.deployments.get(wish.deployment)
+        self.foretold = self._absences(wish, plan, known if known and known.is_wanted else None)
         self.deployments[wish.deployment] = Deployment(wish, plan, event, NodeId("op"), 0)
         return True
 
@@ -109,23 +138,39 @@ class SimulatedHouse:
         gone = {node.node: node.gone_s for node in self.nodes if not node.is_up}
         everybody = {node.node for node in self.nodes}
         for deployment in live(self.deployments):
+            refused = self._refused(deployment)
             why = stale(deployment, gone, everybody, limit_s, {})
+            why = why or ("no room" if refused else None)
             if why is None or planner(deployment, alive) is None:
                 continue
+            plan, before = deployment.plan, without(deployment.plan, refused)
+            asked = not deployment.is_planned or (bool(refused) and plan is not None and plan.asked)
             try:
-                plan = make_plan(
-                    deployment.wish, deployment.event, self.machines(), deployment.plan,
-                    asked=False, why=why, laid=self.laid(deployment),
+                new = make_plan(
+                    deployment.wish, deployment.event, self.machines(), before, asked=asked,
+                    why=why, laid=self.laid(deployment, before, {span.node for span in refused}),
                 )  # fmt: skip
             except MeshError:
                 continue
-            self.deployments[deployment.id] = replace(deployment, plan=plan)
+            self.deployments[deployment.id] = replace(deployment, plan=new)
 
-    def laid(self, deployment: Deployment) -> Laid:
-        """Where the planner puts what the plan lacks. A megabyte here is a gigabyte there, so that
-        what it keeps free beside everything is small."""
+    def _refused(self, deployment: Deployment) -> set[Span]:
+        """The spans of its plan for which their machines say that they have no room."""
+        if deployment.plan is None or not (deployment.is_wanted and deployment.is_planned):
+            return set()
+        told = {(node.node, shard) for node in self.up for shard in node.refused}
+        return {
+            span
+            for span in deployment.plan.spans
+            if (span.node, deployment.shard(span.layers)) in told
+            and span not in deployment.wish.pins
+        }
+
+    def laid(self, deployment: Deployment, before: Plan | None, full: set[NodeId]) -> Laid:
+        """Where the planner puts what the plan lacks, on machines that are not `full`. A megabyte
+        here is a gigabyte there, so that what it keeps free beside everything is small."""
         if not self.is_measured:
-            return UNKNOWN
+            return Laid(rooms=dict.fromkeys(full, 0))
         wish = deployment.wish
         shape = ModelShape(
             wish.model_id, WEIGHTS, (LAYER_MB << 30,) * wish.total_layers, "fp32", 0, 0, 1, 0
@@ -137,21 +182,35 @@ class SimulatedHouse:
                     Speed("fp32", 10.0 / (1 + number), 1.0),
                 )),),
             )
-            for number, node in enumerate(self.nodes) if node.is_up
+            for number, node in enumerate(self.nodes) if node.is_up and node.node not in full
         ]  # fmt: skip
         filled = {}
-        for gap in gaps(wish, deployment.plan, {node.node for node in self.up}):
+        for gap in gaps(wish, before, {node.node for node in self.up}):
             shards = fill(shape, machines, gap.layers, Demand(quant="none", context=1))
             if shards is not None:
                 machines = beside(machines, shards)
                 filled[gap] = tuple(Span(shard.node_id, shard.layers) for shard in shards)
                 self.filled += 1
-        return Laid((), filled)
+        return Laid((), filled, rooms=dict.fromkeys(full, 0))
 
     # Machines
 
+    def join(self, total_mb: int) -> None:
+        """A machine comes that nobody knew; its id is among the others' by chance."""
+        number = hashlib.sha256(str(len(self.nodes)).encode()).hexdigest()[:4]
+        self.nodes.append(SimulatedNode(NodeId(f"j{number}{len(self.nodes)}"), total_mb))
+
     def kill(self, node: SimulatedNode) -> None:
-        node.is_up, node.held = False, {}
+        node.is_up, node.held, node.refused = False, {}, set()
+
+    def runs_short(self, node: SimulatedNode) -> None:
+        """It has no room after all for what it is given and does not have."""
+        wanted = {s for d in live(self.deployments) for s in d.shards_of(node.node)}
+        node.will_refuse = wanted - set(node.held)
+
+    def recovers(self, node: SimulatedNode) -> None:
+        """It has room again, and tries what it refused."""
+        node.will_refuse, node.refused = set(), set()
 
     def bring_back(self, node: SimulatedNode) -> None:
         node.is_up, node.gone_s = True, 0.0
@@ -169,16 +228,24 @@ class SimulatedHouse:
 
     def decide(self, node: SimulatedNode) -> Decision:
         served = [
-            ServedShard(other.node, held.model_id, held.weights_sha256, held.layers)
+            ServedShard(
+                other.node,
+                held.model_id,
+                held.weights_sha256,
+                held.layers,
+                replace(held.loaded, quant=""),
+            )
             for other in self.up
             if other is not node
             for held in other.ready
         ]
         return reconcile(
             View(
-                node.node, self.deployments, list(node.held.values()), served, node.free_mb, need_mb
+                node.node, self.deployments, list(node.held.values()), served, node.free_mb,
+                need_mb, not_yet=dict.fromkeys(node.refused, "no room after all"),
+                own_quant=OWN_QUANT,
             )
-        )
+        )  # fmt: skip
 
     def step(self, node: SimulatedNode) -> bool:
         """One turn of a node: what was loading is ready, then one decision; whether it did
@@ -202,10 +269,27 @@ class SimulatedHouse:
 
     # Private
 
+    def _absences(self, wish: Wish, plan: Plan, before: Deployment | None) -> set[tuple[str, str]]:
+        there = set() if before is None or before.plan is None else plan.spans & before.plan.spans
+        anew = {
+            span
+            for span in there
+            for node in self.up
+            for held in node.ready
+            if (node.node, held.layers) == (span.node, span.layers)
+            and held.model_id == wish.model_id
+            and not is_as_wished(held.loaded, wish, OWN_QUANT)
+        }
+        change = Change(wish, plan, before, frozenset(anew))
+        found = absences(change, (), (), self.machines(), mb_of)
+        return {(each.machine, str(each.drops)) for each in found}
+
     def _mature(self, node: SimulatedNode) -> bool:
         """What was loading is ready; whether anything was."""
         loading = [each for each in node.held.values() if each.state is ShardStage.LOADING]
-        node.held |= {each.shard: replace(each, state=ShardStage.READY) for each in loading}
+        for each in loading:
+            loaded = replace(each.loaded, dtype=DTYPES[each.loaded.quant])
+            node.held[each.shard] = replace(each, state=ShardStage.READY, loaded=loaded)
         return bool(loading)
 
     def _obey(self, node: SimulatedNode, decision: Decision) -> None:
@@ -215,11 +299,17 @@ class SimulatedHouse:
             self._load(node, decision.load)
 
     def _load(self, node: SimulatedNode, load: LoadAction) -> None:
-        deployment = self.deployments[load.deployment]
+        wish = self.deployments[load.deployment].wish
         assert load.shard not in node.held
+        assert load.shard not in node.refused
+        if load.shard in node.will_refuse:
+            node.refused.add(load.shard)
+            return
+        loaded = LoadedFormat(quant=wish.quant or OWN_QUANT, kv_tokens=max(wish.context, 16))
         node.held[load.shard] = OwnShard(
-            load.shard, deployment.wish.model_id, WEIGHTS, load.layers, load.mb, ShardStage.LOADING
-        )
+            load.shard, wish.model_id, WEIGHTS, load.layers, load.mb, ShardStage.LOADING,
+            loaded=loaded,
+        )  # fmt: skip
         assert node.free_mb >= 0, "never over memory"
 
     def _drop(self, node: SimulatedNode, drop: DropAction) -> None:
@@ -227,15 +317,23 @@ class SimulatedHouse:
         wishing = [
             each
             for each in live(self.deployments)
-            if each.wish.model_id == held.model_id and each.wish.replicas
+            if each.wish.model_id == held.model_id and each.is_wanted
         ]
         before = self.served(held.model_id)
         del node.held[drop.shard]
         if not wishing:
             return
-        if drop.gap:
+        is_replaced = any(
+            drop.shard in each.shards_of(node.node)
+            and not is_as_wished(held.loaded, each.wish, OWN_QUANT)
+            for each in wishing
+        )
+        if is_replaced:
+            assert drop.gap == (held.state is ShardStage.READY), "a gap is told"
+            self.replaced.append((node.node, drop))
+        elif drop.gap:
             assert all(each.plan is not None and each.plan.asked for each in wishing)
-            self.gaps.append(drop)
+            self.gaps.append((node.node, drop))
         else:
             assert self.served(held.model_id) == before, "never a gap by its own move"
 
@@ -245,4 +343,9 @@ class SimulatedHouse:
 
 
 def need_mb(deployment: Deployment, layers: LayerRange) -> int:
-    return deployment.wish.layers_mb * len(layers) // deployment.wish.total_layers
+    return mb_of(deployment.wish, layers)
+
+
+def mb_of(wish: Wish, layers: LayerRange) -> int:
+    mb = wish.layers_mb * len(layers) // wish.total_layers
+    return mb if DTYPES[wish.quant or OWN_QUANT] == "bf16" else mb // 2

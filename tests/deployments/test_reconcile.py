@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from mesh.deployments.formats import LoadedFormat, is_as_wished
 from mesh.deployments.reconcile import (
     LoadAction,
     OwnShard,
@@ -17,50 +19,96 @@ from mesh.deployments.reconcile import (
     reconcile,
     wishes_of,
 )
-from mesh.deployments.wishes import Deployment, Plan, Replica, Span, Wish, live
-from mesh.types import LayerRange, ModelId, NodeId, shard_id
-from tests.deployments.house import LAYER_MB, WEIGHTS, SimulatedHouse, need_mb
+from mesh.deployments.wishes import Deployment, Plan, Quant, Replica, Span, Wish, live
+from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
+from tests.deployments.house import (
+    LAYER_MB,
+    OWN_QUANT,
+    WEIGHTS,
+    SimulatedHouse,
+    SimulatedNode,
+    need_mb,
+)
 
 AMPLE_MB = 100 * LAYER_MB
 LIMIT_S = 10.0
 
+WISHES = ("deploy", "scale", "change", "pin", "rest", "evict")
+HAPPENINGS = ("kill", "back", "join", "short", "recover", "wait", "step", "step", "step", "step")
 OPERATIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["deploy", "scale", "evict", "kill", "back", "wait", "step", "step"]),
-        st.integers(0, 7),
-        st.integers(0, 3),
-    ),
+    st.tuples(st.sampled_from(WISHES + HAPPENINGS), st.integers(0, 7), st.integers(0, 3)),
     max_size=40,
 )
+MAX_NODES = 6
 
 
-def run(  # noqa: C901 - a table of what may happen
-    house: SimulatedHouse, operations: list[tuple[str, int, int]]
-) -> None:
+def run(house: SimulatedHouse, operations: list[tuple[str, int, int]]) -> None:
     """Do these things to a house, with turns of single nodes in between."""
     for what, which, count in operations:
-        node = house.nodes[which % len(house.nodes)]
         deployed = live(house.deployments)
-        chosen = deployed[which % len(deployed)] if deployed else None
-        match what:
-            case "deploy" if len(deployed) < 3:
-                house.deploy(f"m{which % 3}", 4 + which % 3, max(1, count))
-            case "scale" if chosen is not None:
-                house.scale(chosen, count)
-            case "evict" if chosen is not None:
-                house.evict(chosen)
-            case "kill" if node.is_up and len(house.up) > 1:
-                house.kill(node)
-            case "back" if not node.is_up:
-                house.bring_back(node)
-            case "wait":
-                for away in house.nodes:
-                    away.gone_s += 0.0 if away.is_up else LIMIT_S
-            case "step" if not count:
-                house.together()
-            case "step" if node.is_up:
-                house.step(node)
+        if what == "deploy" and len(deployed) < 3:
+            house.deploy(f"m{which % 3}", 4 + which % 3, max(1, count))
+        elif deployed:
+            wish_otherwise(house, what, deployed[which % len(deployed)], which, count)
+        happen(house, what, which, count)
         house.replan(LIMIT_S)
+
+
+def wish_otherwise(
+    house: SimulatedHouse, what: str, chosen: Deployment, which: int, count: int
+) -> None:
+    """What somebody may wish of a deployment."""
+    match what:
+        case "scale":
+            house.scale(chosen, count)
+        case "change":
+            quant: Quant = ("none", "int8", "auto", "none")[count]
+            house.change(chosen, quant, 100 * (which % 3))
+        case "pin":
+            node = house.nodes[which % len(house.nodes)].node
+            house.pin(chosen, Span(node, LayerRange(count % 3, count % 3 + 1)))
+        case "rest":
+            house.rest(chosen)
+        case "evict":
+            house.evict(chosen)
+
+
+def happen(house: SimulatedHouse, what: str, which: int, count: int) -> None:
+    """What may happen to machines."""
+    node = house.nodes[which % len(house.nodes)]
+    match what:
+        case "kill" if node.is_up and len(house.up) > 1:
+            house.kill(node)
+        case "back" if not node.is_up:
+            house.bring_back(node)
+        case "join" if len(house.nodes) < MAX_NODES:
+            house.join(node.total_mb)
+        case "short":
+            house.runs_short(node)
+        case "recover":
+            house.recovers(node)
+        case "wait":
+            for away in house.nodes:
+                away.gone_s += 0.0 if away.is_up else LIMIT_S
+        case "step" if not count:
+            house.together()
+        case "step" if node.is_up:
+            house.step(node)
+
+
+def as_wished(house: SimulatedHouse, node: SimulatedNode) -> set[ShardId]:
+    """What a node holds of what it is to hold, in the format of the first deployment that wants
+    it."""
+    wishes = {
+        shard: each.wish
+        for each in live(house.deployments)[::-1]
+        for shard in each.shards_of(node.node)
+    }
+    return {
+        held.shard
+        for held in node.held.values()
+        if held.shard in wishes and is_as_wished(held.loaded, wishes[held.shard], OWN_QUANT)
+    }
 
 
 @settings(max_examples=150, deadline=None)
@@ -70,16 +118,24 @@ def test_with_room_everybody_ends_with_exactly_what_is_wished(
 ) -> None:
     house = SimulatedHouse([AMPLE_MB] * nodes, is_measured=is_measured)
     run(house, operations)
+    pinned = {pin.node for each in live(house.deployments) for pin in each.wish.pins}
     for node in house.nodes:
+        house.recovers(node)
         node.gone_s += 0.0 if node.is_up else 2 * LIMIT_S
+        if node.node in pinned and not node.is_up:
+            house.bring_back(node)
     house.replan(LIMIT_S)
     assert house.settle()
     assert not house.gaps
     for node in house.up:
         wanted = {s for d in live(house.deployments) for s in d.shards_of(node.node)}
         assert set(node.held) == wanted
+        assert as_wished(house, node) == wanted
     for deployment in live(house.deployments):
-        if deployment.wish.replicas:
+        first = [r for r in deployment.plan.replicas if r.number == 0] if deployment.plan else []
+        if deployment.is_wanted and first:
+            assert set(deployment.wish.pins) <= set(first[0].spans)
+        if deployment.is_wanted:
             assert house.served(deployment.wish.model_id) >= set(
                 range(deployment.wish.total_layers)
             )
@@ -100,7 +156,36 @@ def test_without_room_it_comes_to_rest_and_says_what_waits(
     for node in house.up:
         decision = house.decide(node)
         wanted = {s for d in live(house.deployments) for s in d.shards_of(node.node)}
-        assert set(decision.waiting or {}) == wanted - set(node.held)
+        assert set(decision.waiting or {}) == wanted - as_wished(house, node)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(2, 14).map(lambda layers: layers * LAYER_MB), min_size=1, max_size=3),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.lists(st.integers(0, 2), max_size=2),
+    st.sampled_from(["none", "int8"]),
+)
+def test_the_gaps_of_a_change_are_known_beforehand(
+    memories: list[int], before: int, after: int, nodes: list[int], quant: Quant
+) -> None:
+    house = SimulatedHouse(memories)
+    assume(house.deploy("m", 6, before))
+    assert house.settle()
+    (deployed,) = live(house.deployments)
+    assume(not any(house.decide(node).waiting for node in house.nodes))
+    assert not house.gaps
+    only = tuple({house.nodes[which % len(memories)].node for which in nodes})
+    wish = replace(deployed.wish, replicas=after, quant=quant, nodes=only)
+    assume(house.wish(wish, deployed.plan))
+    assert house.settle()
+    assume(not any(house.decide(node).waiting for node in house.nodes))
+    opened = {
+        (node, str(drop.shard).rpartition(":")[2]) for node, drop in [*house.gaps, *house.replaced]
+    }
+    assert opened <= house.foretold, "nobody is surprised"
+    assert bool(opened) == bool(house.foretold), "nobody is warned for nothing"
 
 
 def test_a_gap_goes_to_the_fastest_machines_with_room_and_not_to_who_holds_least() -> None:
@@ -191,3 +276,75 @@ def test_what_is_held_by_hand_is_never_dropped() -> None:
     wanted = view(deployment(("me", "0-3")), holding("0-3", by_hand=True), free_mb=0)
     assert reconcile(wanted).is_idle
     assert set(wishes_of(wanted)) == {"m:0-3"}
+
+
+def loaded_as(held: OwnShard, dtype: str, quant: str, kv_tokens: int = 4096) -> OwnShard:
+    return replace(held, loaded=LoadedFormat(dtype, quant, kv_tokens))
+
+
+def wished_as(deployed: Deployment, quant: Quant, context: int = 0) -> Deployment:
+    return replace(deployed, wish=replace(deployed.wish, quant=quant, context=context))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quant", "wished", "context", "fulfils"),
+    [
+        ("bf16", "none", "int8", 0, False), ("int8", "int8", "none", 0, False),
+        ("int8", "int8", "int4", 0, False), ("int8", "auto", "int8", 0, True),
+        ("int8", "auto", "auto", 0, True), ("bf16", "auto", "auto", 0, True),
+        ("bf16", "none", "auto", 0, False), ("fp32", "auto", "none", 0, True),
+        ("bf16", "none", "", 0, True), ("int8", "int8", "", 0, False),
+        ("bf16", "none", "none", 4096, True), ("bf16", "none", "none", 4097, False),
+    ],
+)  # fmt: skip
+def test_what_is_loaded_otherwise_than_is_wished_is_loaded_anew(
+    dtype: str, quant: str, wished: Quant, context: int, fulfils: bool
+) -> None:
+    deployed = wished_as(deployment(("me", "0-3")), wished, context)
+    held = loaded_as(holding("0-3"), dtype, quant)
+    seen = replace(view(deployed, held, free_mb=0), own_quant="none")
+    first = reconcile(seen)
+    assert [(drop.shard, drop.gap) for drop in first.drops] == [("m:0-3", True)] * (not fulfils)
+    assert first.load is None
+    if not fulfils:
+        leaving = replace(seen, held=[replace(held, state=ShardStage.LEAVING)])
+        assert reconcile(leaving).is_idle
+        then = reconcile(replace(seen, held=[], free_mb=40))
+        assert then.load is not None
+        assert then.load.shard == held.shard
+
+
+def test_what_would_not_fit_in_its_own_place_stays_and_says_so() -> None:
+    deployed = wished_as(deployment(("me", "0-3")), "none")
+    held = replace(loaded_as(holding("0-3"), "int8", "int8"), mb=20)
+    decision = reconcile(view(deployed, held, free_mb=15))
+    assert decision.is_idle
+    assert decision.waiting == {"m:0-3": "needs 40 MiB instead of 20 MiB, 15 MiB are free"}
+    assert decision.lacking == {"m:0-3"}
+    assert reconcile(view(deployed, held, free_mb=20)).drops
+
+
+def test_parts_are_loaded_anew_one_after_the_other_and_what_is_held_by_hand_is_not() -> None:
+    both = deployment(("me", "0-1"), ("me", "2-3"))
+    deployed = wished_as(both, "int8")
+    parts = [loaded_as(holding(layers), "bf16", "none") for layers in ("0-1", "2-3")]
+    assert [drop.shard for drop in reconcile(view(deployed, *parts, free_mb=40)).drops] == ["m:0-1"]
+    by_hand = replace(parts[0], by_hand=True)
+    decision = reconcile(view(deployed, by_hand, free_mb=40))
+    assert not decision.drops
+    assert "by hand" in (decision.waiting or {})[by_hand.shard]
+
+
+def test_layers_in_another_format_do_not_stand_in_for_what_is_wished() -> None:
+    deployed = wished_as(deployment(("you", "0-3")), "int8")
+    mine = loaded_as(holding("0-1"), "bf16", "none")
+    old = ServedShard(NodeId("you"), mine.model_id, WEIGHTS, LayerRange(0, 4), LoadedFormat("bf16"))
+    before = View(NodeId("me"), {deployed.id: deployed}, [mine], [old], 0, need_mb)
+    assert reconcile(before).is_idle
+    new = replace(old, loaded=LoadedFormat("int8"))
+    assert [drop.shard for drop in reconcile(replace(before, served=[new])).drops] == ["m:0-1"]
+    # Nor does what goes to be loaded anew here.
+    both = wished_as(deployment(("me", "0-3")), "int8")
+    anew = loaded_as(holding("0-3"), "bf16", "none")
+    decision = reconcile(view(both, mine, anew, free_mb=0))
+    assert [drop.shard for drop in decision.drops] == [anew.shard]

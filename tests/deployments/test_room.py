@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mesh.deployments.placement import AvailableNode, make_plan
-from mesh.deployments.room import Standing, room_of_others, to_rest
-from mesh.deployments.wishes import Deployment, Plan, Wish
+from mesh.deployments.room import Absence, Change, Standing, absences, room_of_others, to_rest
+from mesh.deployments.wishes import Deployment, Plan, Replica, Span, Wish
 from mesh.errors import NotEnoughMemory
 from mesh.types import LayerRange, ModelId, NodeId
 
@@ -33,7 +35,7 @@ def need(asked: Wish, layers: LayerRange) -> int:
 
 def rest(new: Wish, free_mb: int | None, *others: Standing) -> tuple[str, ...]:
     machines = [AvailableNode(ATTIC, "attic", free_mb)]
-    return to_rest(new, planned(new), None, others, machines, need)
+    return to_rest(Change(new, planned(new)), others, machines, need)
 
 
 def test_nobody_rests_where_there_is_room_or_nobody_knows() -> None:
@@ -69,7 +71,53 @@ def test_what_the_plan_before_held_makes_room() -> None:
     before = make_plan(
         new, "cd" * 32, [*machines, AvailableNode(other, "kitchen", 10)], None, asked=True
     )
-    assert to_rest(new, before, before, (), machines, need) == ()
-    assert to_rest(new, planned(new), before, (), [AvailableNode(ATTIC, "attic", 20)], need) == ()
+    stays = Change(new, before, Deployment(new, before, "cd" * 32, ATTIC, 0))
+    assert to_rest(stays, (), machines, need) == ()
+    moves = replace(stays, plan=planned(new))
+    assert to_rest(moves, (), [AvailableNode(ATTIC, "attic", 20)], need) == ()
     with pytest.raises(NotEnoughMemory):
-        to_rest(new, planned(new), before, (), machines, need)
+        to_rest(moves, (), machines, need)
+
+
+def test_another_format_needs_room_in_the_place_of_what_is_there() -> None:
+    old = wish("f", 40)
+    plan = planned(old)
+    before = Deployment(old, plan, "cd" * 32, ATTIC, 0)
+    larger = Change(replace(old, layers_mb=60), plan, before, frozenset(plan.spans))
+    assert to_rest(larger, (), [AvailableNode(ATTIC, "attic", 20)], need) == ()
+    with pytest.raises(NotEnoughMemory, match="needs 60 MiB, 59 MiB are free"):
+        to_rest(larger, (), [AvailableNode(ATTIC, "attic", 19)], need)
+
+
+def away(
+    before: list[tuple[str, str]], after: list[tuple[str, str]], free_mb: int, *anew: str
+) -> list[Absence]:
+    """What is away when one replica of ten MiB a layer moves so, over machines with so much free;
+    these layers are loaded `anew`."""
+    asked = wish("f", 40)
+    plans = []
+    for rows in (before, after):
+        spans = tuple(Span(NodeId(node), LayerRange.parse(layers)) for node, layers in rows)
+        plans.append(Plan(asked.deployment, "cd" * 32, 0, (Replica(0, spans),), 1, asked=True))
+    change = Change(
+        asked, plans[1], Deployment(asked, plans[0], "cd" * 32, ATTIC, 0),
+        frozenset(span for span in plans[1].spans if str(span.layers) in anew),
+    )  # fmt: skip
+    machines = [AvailableNode(NodeId(name), name, free_mb) for name in ("a", "b")]
+    return absences(change, (), (), machines, need)
+
+
+def test_what_is_away_before_the_new_is_there_is_known_beforehand() -> None:
+    whole, half = LayerRange(0, 4), LayerRange(0, 2)
+    alone, shared = [("a", "0-3")], [("a", "0-1"), ("b", "2-3")]
+    assert away(shared, alone, 40) == [], "there is room for both"
+    assert away(shared, alone, 39) == [Absence("a", half, whole)]
+    # `b` keeps its part until `a` has it; `a` needs no room for what it only drops.
+    assert away(alone, [("b", "0-3")], 40) == []
+    assert away(alone, shared, 20) == []
+    assert away(alone, shared, 19) == [Absence("a", whole, half)]
+    # What stands elsewhere meanwhile is not away.
+    twice = [("a", "0-1"), ("b", "0-3")]
+    assert away(twice, [("a", "2-3"), ("b", "0-3")], 0) == []
+    # In another format it goes by the same name.
+    assert away(shared, shared, 100, "2-3") == [Absence("b", LayerRange(2, 4), LayerRange(2, 4))]

@@ -62,6 +62,7 @@ def advertisements(draw: st.DrawFn) -> Advertisement:
         dtype=draw(texts),
         determinism_class=draw(texts),
         advertised_at=draw(moments),
+        kv_tokens=draw(counts),
     )
     health = ShardHealth(
         identifier, draw(st.booleans()), draw(moments), draw(durations), draw(durations),

@@ -22,6 +22,8 @@ MODEL = "toy"
 LAYERS = 6
 PROMPT = list(range(5, 35))
 PATIENCE_S = 60.0
+KV_TOKENS = 16384
+"""What a shard's caches have unless more is wished."""
 EVEN = {"HEARTHNET_DEPLOYMENTS__PLACEMENT": "even"}
 """So that each machine gets a part, however quick one of them is."""
 
@@ -119,6 +121,12 @@ def held(node: LocalNode) -> set[str]:
     return {shard["shard_id"] for shard in node.get("/mesh/v1/status")["shards"]}
 
 
+def loaded(node: LocalNode) -> set[tuple[str, int]]:
+    """The formats and caches that a node's shards say that they have."""
+    shards = node.get("/mesh/v1/status")["shards"]
+    return {(shard["dtype"], shard["kv_tokens"]) for shard in shards}
+
+
 def test_a_deployment_from_nothing_to_its_end(house: dict[str, LocalNode], models: Path) -> None:
     attic, kitchen, study = house.values()
     expected, _ = hugging_face(models / MODEL, PROMPT, 16)
@@ -138,6 +146,26 @@ def test_a_deployment_from_nothing_to_its_end(house: dict[str, LocalNode], model
     assert hearthnet("scale", MODEL, "1", node=study).returncode == 0
     ready(*house.values())
     until(lambda: all(len(held(n)) == 1 for n in house.values()), "one span each", attic)
+    assert answer(kitchen) == expected
+
+    # Another format, and longer caches, are loaded anew in the place of what is there.
+    parts = [held(node) for node in house.values()]
+    whole = loaded(attic)
+    for change, is_loaded in (
+        (("--quant", "int8"), {("int8", KV_TOKENS)}),
+        (("--context", "20000"), {("int8", 20000)}),
+        (("--quant", "none", "--context", "20000"), {(dtype, 20000) for dtype, _ in whole}),
+    ):
+        changed = hearthnet("deploy", MODEL, *change, "--wait", node=attic)
+        assert changed.returncode == 0, changed.stderr
+        for node, part in zip(house.values(), parts, strict=True):
+            layers = min(part).rpartition(":")[2]
+            gap = f"{node.name} drops layers {layers} before it loads layers {layers}"
+            assert f"{MODEL} is away for a moment: {gap}" in changed.stderr, changed.stderr
+        ready(attic, kitchen, study)
+        assert all(loaded(node) == is_loaded for node in house.values())
+        assert len(answer(study, 4)) == 4
+    assert parts == [held(node) for node in house.values()]
     assert answer(kitchen) == expected
 
     # A machine that comes back takes up its part again.

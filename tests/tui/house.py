@@ -173,9 +173,10 @@ def deployment(
     ready, wished = replicas
     return {
         "deployment": name, "model_id": model, "weights_sha256": weights(model), "total_layers": 16,
-        "replicas": wished, "replicas_ready": ready, "dedicated": False, "quant": None,
-        "context": None, "minimum_s": 0.0, "keep_alive_s": None, "nodes": [], "layers": [],
-        "resting": state == "RESTING", "state": state, "level": level, "missing": list(missing),
+        "merged": [], "replicas": wished, "replicas_ready": ready, "dedicated": False,
+        "quant": None, "context": None, "minimum_s": 0.0, "keep_alive_s": None, "nodes": [],
+        "layers": [], "resting": state == "RESTING", "state": state, "level": level,
+        "missing": list(missing),
         "epoch": 1, "why": None, "by": "sofa", "wished_at": MOMENT.isoformat(), "spans": spans,
     }  # fmt: skip
 

@@ -1,0 +1,42 @@
+"""Shards as `mesh.deployments` sees them, out of what processes and neighbours say of them.
+
+Part of the composition root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from mesh.deployments.formats import LoadedFormat
+from mesh.deployments.reconcile import OwnShard, ServedShard, ShardStage
+from mesh.node.holdings import Holdings
+from mesh.types import ShardDescriptor, ShardId
+
+
+def own_shards(held: Holdings, by_hand: Collection[ShardId]) -> list[OwnShard]:
+    """What this node serves or is loading to serve; some of it `by_hand`."""
+    host, found = held.host, []
+    for request in host.requests:
+        name, model = request.shard_id, held.models.get(request.model_id)
+        shard = host.shards.get(name) if host.is_up else None
+        memory = shard.health.memory if shard is not None else None
+        dtype = shard.descriptor.dtype if shard is not None else ""
+        found.append(
+            OwnShard(
+                name,
+                request.model_id,
+                model.weights_sha256 if model is not None else "",
+                request.layers,
+                memory.total_mb if memory is not None else 0,
+                ShardStage.LOADING if shard is None else ShardStage.READY,
+                by_hand=name in by_hand,
+                loaded=LoadedFormat(dtype, request.quant, request.settings.kv_tokens),
+            )
+        )
+    return found
+
+
+def served_shard(shard: ShardDescriptor) -> ServedShard:
+    """A shard that is advertised."""
+    loaded = LoadedFormat(shard.dtype, kv_tokens=shard.kv_tokens)
+    return ServedShard(shard.host, shard.model_id, shard.weights_sha256, shard.layer_range, loaded)
