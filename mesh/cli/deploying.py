@@ -56,9 +56,10 @@ async def follow(client: Client, deployment: str, *, answering: bool = False) ->
 
 
 def in_words(span: dict[str, Any]) -> str:
-    """``is fetched, 34 %, 52.1 MB/s, 2 min left``, ``waits: needs 900 MiB, 300 MiB are free``."""
+    """``is fetched, 34 %, 52.1 MB/s, 2 min left``, ``is loading, 60 %``, ``waits: needs 900 MiB,
+    300 MiB are free``."""
     words = _WORDS.get(span["phase"], str(span["phase"]).lower())
-    if span["phase"] == "PROVISIONING" and span["total_bytes"]:
+    if span["phase"] in ("PROVISIONING", "DEPLOYING") and span["total_bytes"]:
         words += f", {100 * span['done_bytes'] // span['total_bytes']} %"
         if span["bytes_per_s"]:
             words += f", {data_size(span['bytes_per_s'])}/s"
