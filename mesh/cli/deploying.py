@@ -76,9 +76,10 @@ def _of(rows: list[dict[str, Any]], deployment: str) -> dict[str, Any]:
 
 
 def in_words(span: dict[str, Any]) -> str:
-    """``is being fetched, 34 %, 52.1 MB/s, 2 min left``, ``failed: needs 9 MiB, 3 are free``."""
+    """``is being fetched, 34 %, 52.1 MB/s, 2 min left``, ``is loading, 60 %``, ``failed: needs 9
+    MiB, 3 are free``."""
     words = _WORDS.get(span["phase"], str(span["phase"]).lower())
-    if span["phase"] == "PROVISIONING" and span["total_bytes"]:
+    if span["phase"] in ("PROVISIONING", "DEPLOYING") and span["total_bytes"]:
         words += f", {100 * span['done_bytes'] // span['total_bytes']} %"
         if span["bytes_per_s"]:
             words += f", {data_size(span['bytes_per_s'])}/s"

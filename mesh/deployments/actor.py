@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from mesh.deployments.reconcile import (
     reconcile,
     wishes_of,
 )
-from mesh.deployments.weights import WeightsSource, local_model
+from mesh.deployments.weights import OnProgress, WeightsSource, local_model
 from mesh.deployments.wishes import Deployment, live, merged
 from mesh.errors import MeshError
 from mesh.models.local import LocalModel
@@ -83,7 +84,9 @@ class World(Protocol):
     async def ask_no_more(self, model_id: ModelId, *, forget: bool) -> None:
         """Ask this model no longer, and perhaps know nothing of it any more."""
 
-    async def serve(self, deployment: Deployment, layers: LayerRange) -> None:
+    async def serve(
+        self, deployment: Deployment, layers: LayerRange, on_progress: OnProgress
+    ) -> None:
         """Load these layers and serve them; returns once they are served."""
 
     async def unserve(self, shard: ShardId) -> int:
@@ -231,7 +234,8 @@ class Reconciler:
             await self._world.ask(await self._provide(deployment, shard))
             self.phases.put(shard, Phase.DEPLOYING)
             wished = self._world.deployments().get(deployment.id, deployment)
-            await self._world.serve(wished, load.layers)  # as it is wished by now
+            far = partial(self.phases.bytes, shard)
+            await self._world.serve(wished, load.layers, far)  # as it is wished by now
             self.phases.ready(shard)
         except MeshError as error:
             logger.warning("deployment=%s shard=%s: %s", deployment.id, shard, error)
@@ -245,7 +249,7 @@ class Reconciler:
             wish.model_id,
             wish.weights_sha256,
             layers,
-            lambda *far: self.phases.bytes(shard, *far),
+            partial(self.phases.bytes, shard),
         )
         return await asyncio.to_thread(
             local_model, directory, wish.model_id, wish.weights_sha256, self._cache_dir

@@ -39,8 +39,8 @@ class Phase(StrEnum):
 @dataclass(frozen=True, slots=True)
 class PhaseProgress:
     """A span's phase. `done` of `total` bytes are there while it is provisioned, and more come at
-    `bytes_per_s`; `reason` says what it waits for or why it failed. `lacks_memory`: its machine has
-    no room for it."""
+    `bytes_per_s`; while it is deployed they count what it is at: reading, packing. `reason` says
+    what it waits for or why it failed. `lacks_memory`: its machine has no room for it."""
 
     phase: Phase
     done: int = 0
@@ -105,9 +105,9 @@ class Phases:
             self._on_change(shard, now)
 
     def bytes(self, shard: ShardId, done: int, total: int, bytes_per_s: float) -> None:
-        """So much of its weights is here, and the rest comes so fast."""
+        """So much of its weights is here or loaded, and the rest comes so fast."""
         before = self._now.get(shard)
-        if before is not None and before.phase is Phase.PROVISIONING:
+        if before is not None and before.phase in (Phase.PROVISIONING, Phase.DEPLOYING):
             self._now[shard] = replace(
                 before, done=min(done, total), total=total, bytes_per_s=bytes_per_s
             )

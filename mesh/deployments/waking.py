@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mesh.deployments.listing import ON_ITS_WAY
+from mesh.deployments.phases import Phase
 from mesh.deployments.wishes import Deployment, Wish, live
 from mesh.errors import MeshError, NoRoute, PipelineStalled
 from mesh.processes.tasks import end, spawn
@@ -23,6 +24,11 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 LOOK_EVERY_S = 0.2
+
+_FIRST_TOLD = (Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
+_COMING = {each.value: each for each in ON_ITS_WAY} | {Phase.LEAVING.value: Phase.QUEUED}
+"""What a span that is to come is in, and what is told of it: one that was woken while it was still
+going to rest has to be gone before it is loaded anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +188,27 @@ class Waker:
                 fix="It goes on coming up; see `hearthnet status`, and ask again.",
             ) from None
 
+    async def on_its_way(self, model: ModelId, *, may_wake: bool) -> BringingUp | None:
+        """How far a model is that is being brought up, woken first where it rests; None where all
+        its layers are offered, or nothing of what is missing is on its way.
+
+        Raises Forbidden when it rests and may not be woken, and NoRoute as `bring_up`.
+        """
+        await self._verbs.wake(model, may_wake=may_wake)
+        wanted = [row for row in self._rows(model) if not row["resting"]]
+        if not wanted or not all(row["missing"] for row in wanted):
+            return None
+        return _progress(model, wanted)
+
     def _rows(self, model: str) -> list[dict[str, Any]]:
         return [row for row in self._verbs.view() if row["model_id"] == model]
 
 
 def _progress(model: ModelId, rows: Sequence[dict[str, Any]]) -> BringingUp | None:
-    """How far the spans are together; None where none of what is missing is on its way."""
+    """How far the spans are together, those that are fetched before those that are loaded; None
+    where none of what is missing is on its way."""
     spans = [span for row in rows for span in row["spans"]]
-    waiting = [span for span in spans if span["phase"] in ON_ITS_WAY]
+    waiting = [span for span in spans if span["phase"] in _COMING]
     failed = [span for span in spans if span["phase"] == "FAILED"]
     if failed and any(row["missing"] for row in rows):
         raise NoRoute(
@@ -199,13 +218,12 @@ def _progress(model: ModelId, rows: Sequence[dict[str, Any]]) -> BringingUp | No
         )
     if not waiting and any(row["missing"] for row in rows):
         return None
-    phases = {span["phase"] for span in waiting}
-    phase = next((each for each in ON_ITS_WAY[::-1] if each in phases), "DEPLOYING")
-    if "PROVISIONING" in phases:
-        phase = "PROVISIONING"
-    total = sum(span["total_bytes"] for span in spans)
-    done = sum(span["done_bytes"] for span in spans)
-    return BringingUp(model, phase, done * 100 // total if total else None)
+    phases = {_COMING[span["phase"]] for span in waiting}
+    phase = next((each for each in _FIRST_TOLD if each in phases), Phase.DEPLOYING)
+    told = [span for span in waiting if span["phase"] == phase]
+    total = sum(span["total_bytes"] for span in told)
+    done = sum(span["done_bytes"] for span in told)
+    return BringingUp(model, phase.value, done * 100 // total if total else None)
 
 
 def _now() -> float:

@@ -18,7 +18,7 @@ from mesh.deployments.placement import AvailableNode, Laid
 from mesh.deployments.reconcile import OwnShard, ServedShard
 from mesh.deployments.replan import Replanner
 from mesh.deployments.waking import Sleeper, Use, Waker
-from mesh.deployments.weights import LocalWeights
+from mesh.deployments.weights import LocalWeights, OnProgress
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live, read
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
@@ -285,10 +285,14 @@ class House:
         """See `World`."""
         await self._held.ask_no_more(model_id, forget=forget)
 
-    async def serve(self, deployment: Deployment, layers: LayerRange) -> None:
+    async def serve(
+        self, deployment: Deployment, layers: LayerRange, on_progress: OnProgress
+    ) -> None:
         """See `World`."""
         wish = deployment.wish
-        await self._held.serve(wish.model_id, layers, quant=wish.quant, context=wish.context)
+        await self._held.serve(
+            wish.model_id, layers, quant=wish.quant, context=wish.context, on_progress=on_progress
+        )
 
     async def unserve(self, shard: ShardId) -> int:
         """See `World`."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from mesh.config import Config
+from mesh.deployments.weights import OnProgress
 from mesh.errors import BadRequest, WeightsMismatch
 from mesh.identity.keys import NodeKey
 from mesh.identity.tls import TlsMaterial
@@ -20,6 +21,7 @@ from mesh.node import wiring
 from mesh.node.held_models import HeldModels
 from mesh.node.home_layers import HomeLayers, load_at_home
 from mesh.pipeline.supervisor import AskerOwner, AskerSupervisor
+from mesh.processes.tasks import end, spawn
 from mesh.routing.cover import Candidate, missing_layers
 from mesh.shard.commands import KeepResident
 from mesh.shard.supervisor import LocalShard, ShardSupervisor
@@ -67,12 +69,18 @@ class Holdings:
     # What comes and goes
 
     async def serve(
-        self, model_id: ModelId, layers: LayerRange, *, quant: str = "", context: int = 0
+        self,
+        model_id: ModelId,
+        layers: LayerRange,
+        *,
+        quant: str,
+        context: int,
+        on_progress: OnProgress,
     ) -> LocalShard:
         """Serve these layers of a model whose files are here. Raises what loading raises.
 
         `quant` is the number format and `context` the positions of its cache, '' and 0 for what
-        the configuration says.
+        the configuration says. `on_progress` is told how far the load is, without a rate.
         """
         request = wiring.shard(self._config, self._model(model_id), layers)
         if quant:
@@ -80,7 +88,12 @@ class Holdings:
         if context:
             tokens = max(context, request.settings.kv_tokens)
             request = replace(request, settings=replace(request.settings, kv_tokens=tokens))
-        return await self.host.serve(request)
+        name = request.shard_id
+        telling = spawn(self._tell_load(name, on_progress), f"progress of loading {name}")
+        try:
+            return await self.host.serve(request)
+        finally:
+            await end([telling])
 
     async def unserve(self, shard: ShardId) -> int:
         """Serve a shard no longer: sessions get `drain_seconds` to move, then its memory is given
@@ -186,6 +199,13 @@ class Holdings:
         return f"distributed inference is switched off and {model_id} is not held here as a whole."
 
     # Private
+
+    async def _tell_load(self, name: ShardId, on_progress: OnProgress) -> None:
+        while True:
+            load = self.host.load()
+            if load is not None and load["name"] == name and load["total_bytes"]:
+                on_progress(load["done_bytes"], load["total_bytes"], 0.0)
+            await asyncio.sleep(_LOOK_EVERY_S)
 
     def _model(self, model_id: ModelId) -> LocalModel:
         model = self.models.get(model_id)

@@ -56,7 +56,7 @@ from mesh.processes.supervisor import Supervisor
 from mesh.research.harvest.control import Harvests
 from mesh.research.steering.control import Steering
 from mesh.runtime import DaemonRecord
-from mesh.types import Done, LayerRange, ModelId, NodeId, RouteHop, ShardId, StreamFrame
+from mesh.types import BringingUp, Done, LayerRange, ModelId, NodeId, RouteHop, ShardId, StreamFrame
 from mesh.wire.limits import DEFAULT_LIMITS
 
 logger = logging.getLogger(__name__)
@@ -256,10 +256,6 @@ class Node:
 
     # What the parts ask
 
-    @property
-    def _is_distributed(self) -> bool:
-        return self._config.is_distributed
-
     def _facts(self) -> dict[str, Any]:
         network, api = self._network, self._api
         hearth = network.hearth if network is not None else None
@@ -273,7 +269,7 @@ class Node:
             "endpoint": network.address if network is not None else None,
             "state_dir": str(self._config.state_dir),
             "hearth": {"id": hearth.id, "name": hearth.roster.name} if hearth else None,
-            "enabled": self._is_distributed,
+            "enabled": self._config.is_distributed,
             "paused": self._is_paused,
         }
 
@@ -309,10 +305,15 @@ class Node:
     def routable(self, model_id: ModelId) -> list[Offer]:
         """The shards that an asker may route to now."""
         home = [Offer(shard) for shard in self._held.home.shards(model_id)]
-        if not self._is_distributed:
+        if not self._config.is_distributed:
             own = [s for s in self._served() if s.descriptor.model_id == model_id]
             return home + [Offer(shard) for shard in own]
         return home + (self._offers.of(model_id) if self._offers is not None else [])
+
+    async def on_its_way(self, model_id: ModelId, *, may_wake: bool) -> BringingUp | None:
+        """How far a model is that jobs wait for; see `Waker.on_its_way`."""
+        here = self._deployments
+        return await here.waker.on_its_way(model_id, may_wake=may_wake) if here else None
 
     def latencies(self, shards: dict[ShardId, list[float]]) -> None:
         """Take in milliseconds of steps per shard."""

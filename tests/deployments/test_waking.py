@@ -112,7 +112,8 @@ class Verbs:
         self.called: list[str] = []
         self.rows = [
             {
-                "deployment": "d", "model_id": "m", "missing": ["0-3"] if missing else [],
+                "deployment": "d", "model_id": "m", "resting": False,
+                "missing": ["0-3"] if missing else [],
                 "spans": [
                     {"phase": phase, "done_bytes": 30, "total_bytes": 40, "node": "attic",
                      "layers": "0-3", "reason": "needs 900 MiB"}
@@ -141,6 +142,31 @@ async def test_who_waits_is_told_how_far_it_is() -> None:
     assert await brought_up(verbs, 3) == [BringingUp(MODEL, "PROVISIONING", 75)]
     assert verbs.woken == [True]
     assert verbs.called == ["d"]
+
+
+async def test_how_far_a_model_is_is_told_until_all_its_layers_are_offered() -> None:
+    verbs = Verbs("DEPLOYING", "QUEUED", "READY")
+    waker = Waker(verbs, lambda model: False, verbs.called.append, 5.0)
+    far = await waker.on_its_way(MODEL, may_wake=True)
+    assert far == BringingUp(MODEL, "DEPLOYING", 75)
+    assert verbs.woken == [True]
+    spans: Any = verbs.rows[0]["spans"]
+    spans[0] |= {"phase": "PROVISIONING", "done_bytes": 10}
+    assert await waker.on_its_way(MODEL, may_wake=False) == BringingUp(MODEL, "PROVISIONING", 25)
+    verbs.rows[0]["missing"] = []
+    assert await waker.on_its_way(MODEL, may_wake=False) is None
+    assert await waker.on_its_way(ModelId("another"), may_wake=False) is None
+    with pytest.raises(NoRoute, match="needs 900 MiB"):
+        await Waker(Verbs("FAILED"), lambda model: False, print, 5.0).on_its_way(
+            MODEL, may_wake=True
+        )
+
+
+async def test_what_was_still_going_to_rest_when_it_was_woken_is_waited_for() -> None:
+    assert await brought_up(Verbs("LEAVING"), 3) == [BringingUp(MODEL, "QUEUED")]
+    assert await brought_up(Verbs("LEAVING", "DEPLOYING"), 3) == [
+        BringingUp(MODEL, "DEPLOYING", 75)
+    ]
 
 
 async def test_what_can_be_asked_or_is_not_deployed_is_not_waited_for() -> None:

@@ -10,12 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
+from nnsight.intervention.backends.remote import RemoteError
 
 from mesh.cli.local_node import LocalNode
 from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.spread import hugging_face
 from tests.mesh_e2e.test_daemons import hearthnet, refused
+from tests.ndif import client
 
 pytestmark = pytest.mark.slow
 MODEL = "toy"
@@ -229,7 +231,15 @@ def test_run_brings_a_model_up_on_machines_that_hold_nothing(house: dict[str, Lo
         until(lambda node=node: not held(node) and not rows(node), "it is gone", node)
 
 
-def test_a_deployment_rests_without_use_and_who_may_wakes_it(house: dict[str, LocalNode]) -> None:
+def made_key(node: LocalNode, *, trusted: bool) -> str:
+    order = {"name": "lab", "scopes": ["chat", "interventions"], "trusted": trusted}
+    key: str = node.post("/mesh/v1/keys", order).json()["key"]
+    return key
+
+
+def test_a_deployment_rests_without_use_and_who_may_wakes_it(
+    house: dict[str, LocalNode], models: Path
+) -> None:
     attic, kitchen, study = house.values()
     order = {"model": MODEL, "keep_alive_s": 2.0, "minimum_s": 0.0, "nodes": ["attic", "kitchen"]}
     assert kitchen.post("/mesh/v1/deployments", order).status_code == 202
@@ -244,22 +254,36 @@ def test_a_deployment_rests_without_use_and_who_may_wakes_it(house: dict[str, Lo
     status = kitchen.get("/status")["deployments"][MODEL]
     assert (status["deployment_level"], status["application_state"]) == ("COLD", "NOT_STARTED")
 
-    # Who has no key, or one that is not trusted, does not wake it.
+    # Who has no key, or one that is not trusted, does not wake it, neither by a chat nor by a job.
     question = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0,
                 "ignore_eos": True, "wire_dtype": "fp32"}  # fmt: skip
-    keyless = httpx.post(
-        f"{kitchen.url}/v1/completions", json=question, trust_env=False, timeout=60
-    )
-    assert keyless.status_code == 403, keyless.text
-    assert "COLD" in keyless.json()["error"]["message"]
+    guest, lab = (made_key(kitchen, trusted=trusted) for trusted in (False, True))
+    for key in ("", guest):
+        refusal = httpx.post(
+            f"{kitchen.url}/v1/completions", json=question, trust_env=False, timeout=60,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+        )  # fmt: skip
+        assert refusal.status_code == 403, refusal.text
+        assert "COLD" in refusal.json()["error"]["message"]
+        with pytest.raises(RemoteError, match="COLD"):
+            client.logits_of(models / MODEL, MODEL, "The kettle", kitchen.url, key)
+    assert rests()
 
-    made = kitchen.post(
-        "/mesh/v1/keys", {"name": "lab", "scopes": ["chat", "interventions"], "trusted": True}
-    ).json()
+    # A job of a trusted key does, and is told how far it is before it runs.
+    logits, via = client.logits_of(models / MODEL, MODEL, "The kettle", kitchen.url, lab)
+    assert logits.shape[-1] == 384
+    heard = [(each.status.value, each.description) for each in via.seen]
+    assert any("not up yet" in said for _, said in heard), heard
+    assert [status for status, _ in heard][-3:] == ["DISPATCHED", "RUNNING", "COMPLETED"], heard
+    assert {status for status, said in heard if "not up yet" in said} <= {
+        "QUEUED", "PROVISIONING", "DEPLOYING",
+    }  # fmt: skip
+
+    until(rests, "it rests again", attic)
     events = []
     with httpx.stream(
         "POST", f"{kitchen.url}/v1/completions", json={**question, "stream": True},
-        headers={"Authorization": f"Bearer {made['key']}"}, trust_env=False, timeout=60,
+        headers={"Authorization": f"Bearer {lab}"}, trust_env=False, timeout=60,
     ) as response:  # fmt: skip
         chunks = [
             json.loads(line.removeprefix("data: "))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from mesh.cli.local_node import LocalNode
 from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.conftest import StartNode
+from tests.ndif import client
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 LAYERS = 8
@@ -112,14 +114,39 @@ def test_what_is_not_served_can_be_removed(own_node: StartNode, tmp_path: Path) 
 
 
 def test_a_deployment_fetches_what_it_needs(own_node: StartNode, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", "llama", layers=LAYERS)
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "llama", layers=LAYERS, hidden=128)
+    slow = {"HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__HOST__TRANSFER_MB_PER_SECOND": "0.5"}
     attic = own_node("attic", "--model", f"{checkpoint}=toy", "--layers", "none")
-    sofa = own_node("sofa", "--layers", "none")
+    sofa = own_node("sofa", "--layers", "none", environment=slow)
     sofa.wait_up()
     wait_for(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
     spans = ("--layers", "attic=0-3", "--layers", "sofa=4-7")
-    deployed = verb(sofa, "deploy", "toy", *spans, "--wait")
+    deployed = verb(sofa, "deploy", "toy", *spans)
     assert deployed.returncode == 0, deployed.stderr
+    wait_for(lambda: attic.get("/mesh/v1/deployments")["deployments"])
+
+    # A job that comes meanwhile is told how far it is.
+    key = attic.record.api_key
+    assert key is not None
+    _, via = client.logits_of(checkpoint, "toy", "The kettle", attic.url, key)
+    heard = [each.status.value for each in via.seen]
+    assert [status for status, _ in itertools.groupby(heard)][-4:] == [
+        "DEPLOYING",
+        "DISPATCHED",
+        "RUNNING",
+        "COMPLETED",
+    ], [each.description for each in via.seen]
+    fetched = [
+        each.meta["percent"]
+        for each in via.seen
+        if each.status.value == "PROVISIONING" and each.meta
+    ]
+    assert len(set(fetched)) > 1, [each.description for each in via.seen]
+    assert fetched == sorted(fetched)
+    assert 0 <= fetched[0] < fetched[-1] <= 100
+
+    waited = verb(sofa, "deploy", "toy", "--wait")
+    assert waited.returncode == 0, waited.stderr
     for node in (attic, sofa):
         wait_for(lambda node=node: served_by(node) == {"attic", "sofa"})
         wait_for(lambda node=node: "toy" not in str(httpx.get(f"{node.url}/readyz").json()))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -69,6 +70,17 @@ class Recording(RemoteBackend):
 def backend(url: str, **more: Any) -> Recording:
     """A blocking backend unless told otherwise."""
     return Recording(KEY, host=url, **more)
+
+
+def logits_of(directory: Path, name: str, prompt: str, url: str, key: str) -> tuple[Any, Recording]:
+    """Ask a node for the logits of the checkpoint in `directory`, which it knows as `name`, as the
+    owner of `key`; waits. Raises RemoteError. The backend tells what was heard meanwhile."""
+    via = Recording(KEY.replace("builtin", name), host=url, api_key=key)
+    with _BUILDING:
+        asked = TransformersModel(str(directory), task="text-generation")
+    with asked.trace(prompt, backend=via):
+        logits = asked.output.logits.save()
+    return logits, via
 
 
 def ask(url: str, words: str, **more: Any) -> tuple[dict[str, Any], Recording]:

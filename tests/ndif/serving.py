@@ -25,13 +25,13 @@ from mesh.api.server import ApiServer, serve_api
 from mesh.api.services import ApiSettings
 from mesh.api.tls import ApiTls
 from mesh.clock import Clock, SystemClock
-from mesh.errors import Busy, JobFailed, NoRoute
+from mesh.errors import Busy, JobFailed, MeshError, NoRoute
 from mesh.identity.api_keys import ApiKeys
 from mesh.interventions.jobs.queue.service import JobQueue, QueueSettings
 from mesh.interventions.jobs.queue.spool import Spool
 from mesh.interventions.jobs.types import JobReport, JobSpec
 from mesh.models.builtin import checkpoint_dir
-from mesh.types import ModelId
+from mesh.types import BringingUp, ModelId
 from tests.fakes import ScriptedGenerations, ScriptedView
 
 MODEL = ModelId("builtin")
@@ -51,12 +51,20 @@ class ScriptedRunner:
         self.most_running = 0
         self.ended_by_cancel: list[str] = []
         self.obstacle: str | None = None
+        self.coming: BringingUp | MeshError | None = None
+        self.woken: list[bool] = []
         self.refusals = 0
         self.is_full: Callable[[], bool] = lambda: False
         self.refused = 0
 
     def why_not(self, model_id: ModelId) -> str | None:
         return self.obstacle
+
+    async def on_its_way(self, model_id: ModelId, *, may_wake: bool) -> BringingUp | None:
+        self.woken.append(may_wake)
+        if isinstance(self.coming, MeshError):
+            raise self.coming
+        return self.coming
 
     async def run(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
         payload = await asyncio.to_thread(spec.payload.read_bytes)

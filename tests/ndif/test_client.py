@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,10 +17,13 @@ from nnsight.intervention.backends.remote import RemoteError
 from websockets.asyncio.client import connect
 
 from mesh.api.services import LOADING
+from mesh.errors import Forbidden
+from mesh.interventions.jobs.queue.lane import JobTicket
 from mesh.interventions.jobs.queue.service import QueueSettings
+from mesh.types import BringingUp
 from tests.ndif import client
 from tests.ndif.client import in_thread
-from tests.ndif.serving import Node, OwnView, serving
+from tests.ndif.serving import MODEL, Node, OwnView, serving
 
 
 @pytest.fixture
@@ -252,6 +256,82 @@ async def test_a_model_that_nobody_ever_serves_is_an_error(tmp_path: Path) -> No
         assert not node.runner.specs
 
 
+def coming_up() -> list[BringingUp]:
+    """How a model comes up, step by step."""
+    return [
+        BringingUp(MODEL, "QUEUED"),
+        *(BringingUp(MODEL, "PROVISIONING", percent) for percent in (10, 60)),
+        *(BringingUp(MODEL, "DEPLOYING", percent) for percent in (30, 90)),
+    ]
+
+
+async def told(node: Node, coming: BringingUp) -> None:
+    """Have the model be so far, and wait until its jobs were told."""
+    node.runner.coming = coming
+    meta = None if coming.percent is None else {"percent": coming.percent}
+    await until(
+        lambda: all(
+            (ticket.latest.status, ticket.latest.meta) == (coming.phase, meta)
+            for ticket in node.queue.unended
+        )
+    )
+
+
+async def test_who_waits_for_a_model_that_is_brought_up_hears_how_far_it_is(
+    tmp_path: Path,
+) -> None:
+    # All of it takes longer than the patience, no step does.
+    async with serving(tmp_path, settings=QueueSettings(patience_s=1.0)) as node:
+        node.runner.coming = coming_up()[0]
+        asking = in_thread(client.ask, node.url, "at last")
+        await until(lambda: node.queue.unended)
+        for step in coming_up():
+            await told(node, step)
+            await asyncio.sleep(0.3)
+        node.runner.coming = None
+        result, via = await asking
+        assert result["words"] == "at last"
+        heard = [
+            (each.status.value, (each.meta or {}).get("percent"))
+            for each in via.seen
+            if "not up yet" in each.description
+        ]
+        assert heard == [(each.phase, each.percent) for each in coming_up()]
+        assert [each.status.value for each in via.seen[-3:]] == [
+            "DISPATCHED",
+            "RUNNING",
+            "COMPLETED",
+        ]
+
+
+async def test_a_model_that_comes_no_nearer_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    async with serving(tmp_path, settings=QueueSettings(patience_s=1.0)) as node:
+        node.runner.coming = coming_up()[-1]
+        asking = in_thread(client.ask, node.url, "in vain")
+        await until(lambda: node.queue.unended)
+        again = itertools.cycle(coming_up())  # it fails, and is fetched and loaded anew
+        while not asking.done():
+            node.runner.coming = next(again)
+            await asyncio.sleep(0.1)
+        with pytest.raises(RemoteError, match=r"After 1 s of waiting: builtin is not up yet"):
+            await asking
+        assert not node.runner.specs
+
+
+async def test_who_may_not_wake_a_model_that_rests_again_is_told(narrow: Node) -> None:
+    await in_thread(client.submit, narrow.url, "wait")
+    await narrow.runner.began.get()
+    asking = in_thread(client.ask, narrow.url, "too late")
+    await until(lambda: narrow.queue.counts() == (1, 1))
+    narrow.runner.coming = Forbidden("builtin is COLD.", fix="Use a trusted key.")
+    narrow.runner.proceed.set()
+    with pytest.raises(RemoteError, match=r"builtin is COLD. Use a trusted key."):
+        await asking
+    assert not any(narrow.runner.woken)
+    narrow.runner.coming = None
+    assert (await in_thread(client.ask, narrow.url, "awake"))[0]["words"] == "awake"
+
+
 async def test_a_job_that_could_not_be_begun_is_begun_later(node: Node) -> None:
     node.runner.refusals = 3
     result, via = await in_thread(client.ask, node.url, "again")
@@ -290,7 +370,7 @@ async def many(node: Node, clients: int, each: int) -> None:
     await until(lambda: not any((node.root / "jobs/payloads").iterdir()))
 
 
-def tickets(node: Node) -> list[object]:
+def tickets(node: Node) -> list[JobTicket]:
     return list(node.queue.unended)
 
 

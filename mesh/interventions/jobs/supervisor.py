@@ -29,7 +29,7 @@ from mesh.pipeline.commands import Offer
 from mesh.processes.lifecycle import ChildEnding, SilenceLimits
 from mesh.processes.messages import Cancel, Failed, Handlers
 from mesh.processes.supervisor import Supervisor
-from mesh.types import ModelId
+from mesh.types import BringingUp, ModelId
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,9 @@ class JobsOwner(Protocol):
 
     def routable(self, model_id: ModelId) -> Sequence[Offer]:
         """The shards that may be routed to now."""
+
+    async def on_its_way(self, model_id: ModelId, *, may_wake: bool) -> BringingUp | None:
+        """See `JobRunner`."""
 
 
 @dataclass(slots=True)
@@ -77,6 +80,10 @@ class JobsSupervisor(Supervisor):
             return None
         known = ", ".join(sorted(self._directories)) or "none"
         return f"this node has no files of {model_id!r}; it can run jobs of: {known}."
+
+    async def on_its_way(self, model_id: ModelId, *, may_wake: bool) -> BringingUp | None:
+        """See `JobRunner`."""
+        return await self._owner.on_its_way(model_id, may_wake=may_wake)
 
     async def run(self, spec: JobSpec, on_text: Callable[[str], None]) -> JobReport:
         """Run a job in the process to its end. Raises as `JobRunner.run`."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from mesh.interventions.jail.limits import JobLimits
 from mesh.pipeline.commands import Offer
-from mesh.types import ModelId
+from mesh.types import BringingUp, ModelId
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +74,7 @@ class JobRunner(Protocol):
 
     def why_not(self, model_id: ModelId) -> str | None:
         """Why jobs of this model cannot run on this node, in words; None when they can."""
+
+    async def on_its_way(self, model_id: ModelId, *, may_wake: bool) -> BringingUp | None:
+        """How far a model is that is being brought up, woken first where it rests; None where a job
+        may be tried. Raises Forbidden when it may not be woken, and MeshError."""

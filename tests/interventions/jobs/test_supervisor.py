@@ -58,6 +58,9 @@ class Here:
             return self.offers
         return served(self.host, family=model_id, spans=ROUTES[2])
 
+    async def on_its_way(self, model_id: ModelId, *, may_wake: bool) -> None:
+        """It is up."""
+
     def _on_text(self, text: str) -> None:
         self.lines += text.split("\n")
         self.spoke.set()

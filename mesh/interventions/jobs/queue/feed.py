@@ -33,10 +33,8 @@ class Feed:
             said = f"({self._dropped} lines were dropped: the client reads too slowly)"
             self._dropped = 0
             self._waiting.append(Update(update.job_id, Status.LOG, said))
-        if update.status in _PASSING and self._waiting:
-            last = self._waiting[-1]
-            if last.status in _PASSING and last.job_id == update.job_id:
-                self._waiting.pop()  # where it stood a moment ago interests nobody
+        if self._waiting and _is_passed(self._waiting[-1], update):
+            self._waiting.pop()  # where it stood a moment ago interests nobody
         self._waiting.append(update)
         self._news.set()
 
@@ -46,3 +44,9 @@ class Feed:
             self._news.clear()
             await self._news.wait()
         return self._waiting.popleft()
+
+
+def _is_passed(last: Update, update: Update) -> bool:
+    """Whether an update says anew what the last said of the same job."""
+    both = {last.status, update.status}
+    return last.job_id == update.job_id and (both <= _PASSING or both == {Status.DEPLOYING})

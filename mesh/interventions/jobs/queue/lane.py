@@ -13,7 +13,9 @@ from mesh.interventions.jobs.queue.feed import Feed
 from mesh.interventions.jobs.queue.printed import Printed
 from mesh.interventions.jobs.queue.types import Job, Status, Update
 from mesh.interventions.jobs.types import JobReport
-from mesh.types import ModelId
+from mesh.types import BringingUp, ModelId
+
+_ON_ITS_WAY = (Status.QUEUED, Status.PROVISIONING, Status.DEPLOYING)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +64,7 @@ class Lane:
         self.running: set[str] = set()
         self.workers: list[asyncio.Task[None]] = []
         self.held_since_s: float | None = None
+        self._nearest = (-1, 0)
         self.is_closed = False
         self.is_warm = False
         self._news = asyncio.Event()
@@ -75,6 +78,18 @@ class Lane:
         """Have a job wait again, before the others."""
         self.line.put_back(ticket.job.asked.owner, ticket.job_id)
         self._news.set()
+
+    def comes_nearer(self, coming: BringingUp) -> bool:
+        """Whether the model is further on its way up than it was since its jobs wait for that; what
+        failed and begins again is not."""
+        now = (_ON_ITS_WAY.index(Status(coming.phase)), coming.percent or 0)
+        is_nearer = now > self._nearest
+        self._nearest = max(now, self._nearest)
+        return is_nearer
+
+    def release(self) -> None:
+        """Its jobs can be run: nothing holds them."""
+        self.held_since_s, self._nearest = None, (-1, 0)
 
     async def wait(self) -> None:
         """Until somebody waits; for ever once the lane is closed."""

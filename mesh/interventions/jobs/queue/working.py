@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any, Protocol
 
 from mesh.clock import Clock
-from mesh.errors import Busy, JobFailed, MeshError, NoRoute, StorageFull
+from mesh.errors import Busy, Forbidden, JobFailed, MeshError, NoRoute, StorageFull
 from mesh.interventions.jobs.queue.lane import JobTicket, Lane
 from mesh.interventions.jobs.queue.spool import Spool
 from mesh.interventions.jobs.queue.types import Job, Status, Update
 from mesh.interventions.jobs.types import JobReport, JobRunner, JobSpec
-from mesh.types import shown_id
+from mesh.types import BringingUp, shown_id
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 _LONGEST_BUSY_PAUSE_S = 15.0
 """Asking full shards costs them and us more than looking whether somebody serves the model."""
+
+_COMING_PAUSE_S = 0.2
 
 _CANCEL_TIMEOUT_S = 5.0
 _UNFORESEEN = "The node failed in a way nobody foresaw; its log has the details."
@@ -85,7 +87,7 @@ class RunLoop:
         pause_s = _FIRST_PAUSE_S
         while True:
             await self._lane.wait()
-            obstacle: Exception | None
+            obstacle: Exception | BringingUp | None
             try:
                 async with self._work.slots:
                     obstacle = await self._run_next()
@@ -99,16 +101,22 @@ class RunLoop:
             if obstacle is None:
                 pause_s = _FIRST_PAUSE_S
                 continue
+            if isinstance(obstacle, BringingUp):
+                await asyncio.sleep(_COMING_PAUSE_S)
+                continue
             await asyncio.sleep(pause_s)
             is_busy = isinstance(obstacle, Busy)
             pause_s = min(2 * pause_s, _LONGEST_BUSY_PAUSE_S if is_busy else _LONGEST_PAUSE_S)
 
-    async def _run_next(self) -> MeshError | None:
+    async def _run_next(self) -> MeshError | BringingUp | None:
         """Run the next job to its end; what kept it from being begun, if anything did."""
         lane, work = self._lane, self._work
         why = work.runner.why_not(lane.model_id)
         if why is not None:
             return NoRoute(f"{why}.", fix="")
+        coming = await self._coming()
+        if coming is not None:
+            return coming
         try:
             work.spool.reserve(self._settings.max_result_bytes)
         except StorageFull as error:
@@ -118,6 +126,22 @@ class RunLoop:
             return None if job_id is None else await self._run_to_its_end(self._tickets[job_id])
         finally:
             work.spool.release(self._settings.max_result_bytes)
+
+    async def _coming(self) -> MeshError | BringingUp | None:
+        """How far the model is that the jobs wait for, or why it does not come; None where the next
+        can be tried. Those who may not have it brought up are over."""
+        line = self._lane.line
+        while line:
+            ticket = self._tickets[line.order()[0]]
+            asked = ticket.job.asked
+            try:
+                return await self._work.runner.on_its_way(asked.model_id, may_wake=asked.trusted)
+            except Forbidden as error:
+                if line.remove(ticket.job_id):
+                    await self._work.finish(ticket, Status.ERROR, _words(error))
+            except MeshError as error:
+                return error
+        return None
 
     async def _run_to_its_end(self, ticket: JobTicket) -> MeshError | None:
         try:
@@ -190,14 +214,14 @@ class RunLoop:
             return None
         error = run.exception()
         if error is None:
-            self._lane.held_since_s = None
+            self._lane.release()
             await self._complete(ticket, run.result())
         elif isinstance(error, Busy | NoRoute) and ticket.ending is None:
             ticket.job = replace(ticket.job, status=Status.QUEUED, attempts=ticket.job.attempts - 1)
             self._lane.put_back(ticket)
             return error
         elif isinstance(error, MeshError):
-            self._lane.held_since_s = None
+            self._lane.release()
             if isinstance(error, JobFailed) and error.took:
                 took = _used(error.took)
             await finish(ticket, Status.ERROR, _words(error), took)
@@ -224,26 +248,48 @@ class RunLoop:
         meta = {**_used(asdict(report)), "result_bytes": size_bytes}
         await self._work.finish(ticket, Status.COMPLETED, "The job is done.", meta, size_bytes)
 
-    async def _hold(self, obstacle: MeshError) -> None:
-        """Tell everybody in the line why nothing happens; end those who waited long enough."""
+    async def _hold(self, obstacle: MeshError | BringingUp) -> None:
+        """Tell everybody in the line why nothing happens; end those who waited long enough. While a
+        model that is brought up comes nearer, that is nobody."""
         lane, now_s = self._lane, self._clock.monotonic()
         if isinstance(obstacle, Busy) and lane.running:
             return  # room comes when one of our own ends, which has a limit
+        if isinstance(obstacle, BringingUp) and lane.comes_nearer(obstacle):
+            lane.held_since_s = now_s
         if lane.held_since_s is None:
             lane.held_since_s = now_s
+        status, why, meta = _told(obstacle)
         spent: list[tuple[JobTicket, float]] = []
         for job_id in lane.line.order():
             ticket = self._tickets[job_id]
             waited_s = now_s - max(lane.held_since_s, ticket.admitted_s)
             if waited_s < self._settings.patience_s:
-                ticket.tell(Update(job_id, Status.PROVISIONING, obstacle.message))
+                ticket.tell(Update(job_id, status, why, meta))
             else:
                 spent.append((ticket, waited_s))
         for ticket, waited_s in spent:
             # While one is ended, a kill or another worker may take the next from the line.
             if lane.line.remove(ticket.job_id):
-                said = f"After {waited_s:.0f} s of waiting: {_words(obstacle)}"
+                words = why if isinstance(obstacle, BringingUp) else _words(obstacle)
+                said = f"After {waited_s:.0f} s of waiting: {words}"
                 await self._work.finish(ticket, Status.ERROR, said)
+
+
+def _told(obstacle: MeshError | BringingUp) -> tuple[Status, str, dict[str, Any] | None]:
+    """What jobs are told that wait for it."""
+    if not isinstance(obstacle, BringingUp):
+        return Status.PROVISIONING, obstacle.message, None
+    status, percent = Status(obstacle.phase), obstacle.percent
+    far = "" if percent is None else f", {percent} %"
+    said = f"{obstacle.model} is not up yet: {_COMING[status]}{far}."
+    return status, said, None if percent is None else {"percent": percent}
+
+
+_COMING = {
+    Status.QUEUED: "it waits for room or for its turn to be loaded",
+    Status.PROVISIONING: "its weights are fetched",
+    Status.DEPLOYING: "it is loading",
+}
 
 
 def _is_being_ended() -> bool:

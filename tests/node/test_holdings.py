@@ -1,0 +1,64 @@
+"""What a node says of the layers that it loads to serve."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from mesh.config import Config
+from mesh.deployments.phases import Phase, PhaseProgress, Phases
+from mesh.errors import Busy
+from mesh.models.local import LocalModel
+from mesh.node.holdings import Holdings
+from mesh.shard.commands import ShardRequest
+from mesh.shard.supervisor import LocalShard, ShardSupervisor
+from mesh.types import LayerRange, ModelId, ShardId
+from tests import secure
+from tests.pipeline.test_supervisor import Owner
+
+MODEL = LocalModel(ModelId("toy"), "/nowhere", "ab" * 32, 4, None, None, 40)
+SHARD = ShardId("toy:2-3")
+FAR = ((0, 0), (10, 40), (30, 40))
+"""Bytes done, of how many; before anything is read it is not known of how many."""
+
+
+class SlowHost(ShardSupervisor):
+    """A shard process that is in the middle of one load after the other, and serves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(None, (), lambda: None)
+        self._now = ("", 0, 0)
+
+    def load(self) -> dict[str, Any]:
+        name, done, total = self._now
+        return {"name": name, "done_bytes": done, "total_bytes": total}
+
+    async def serve(self, request: ShardRequest) -> LocalShard:
+        another = ("toy:0-1", 5, 9)
+        for now in (another, *((request.shard_id, *far) for far in FAR)):
+            self._now = now
+            await asyncio.sleep(0.5)
+        raise Busy("It is full.", fix="Wait.")
+
+
+async def test_how_far_a_load_is_is_told_while_it_lasts() -> None:
+    config = await asyncio.to_thread(Config)
+    held = Holdings(config, secure.KEY, [MODEL], Owner())
+    held.host = SlowHost()
+    phases, told = Phases(lambda *_: None), list[PhaseProgress | None]()
+    phases.put(SHARD, Phase.DEPLOYING)
+
+    def on_progress(done: int, total: int, bytes_per_s: float) -> None:
+        phases.bytes(SHARD, done, total, bytes_per_s)
+        told.append(phases.get(SHARD))
+
+    with pytest.raises(Busy):
+        await held.serve(
+            MODEL.model_id, LayerRange(2, 4), quant="", context=0, on_progress=on_progress
+        )
+    assert list(dict.fromkeys(told)) == [PhaseProgress(Phase.DEPLOYING, *far) for far in FAR[1:]]
+    count = len(told)
+    await asyncio.sleep(0.5)
+    assert len(told) == count
