@@ -16,7 +16,7 @@ from mesh.coordination.custom_resource import resource_name
 from mesh.coordination.direct import DirectRecords
 from mesh.coordination.kubernetes import KubernetesStore
 from mesh.coordination.layered import LayeredRecords, StoreTimes
-from mesh.coordination.ready import ReadySignal
+from mesh.coordination.ready import ReadyFlags, ReadySignal
 from mesh.coordination.records import ModelRef
 from mesh.coordination.redis import RedisStore, record_key
 from mesh.coordination.sqlite import SqliteStore
@@ -32,9 +32,13 @@ PACE = StoreTimes(visit_s=5.0, refresh_s=0.1, first_retry_s=0.05, last_retry_s=0
 
 @asynccontextmanager
 async def layered(
-    store: RecordStore | None, told: Told | None = None, pace: StoreTimes = PACE
+    store: RecordStore | None,
+    told: Told | None = None,
+    pace: StoreTimes = PACE,
+    flags: ReadyFlags | None = None,
 ) -> AsyncIterator[LayeredRecords]:
-    records = LayeredRecords(store, lambda: None, told or Told(), pace)
+    flags = flags or ReadyFlags(SystemClock())
+    records = LayeredRecords(store, flags, told or Told(), pace)
     records.start()
     try:
         yield records
@@ -209,17 +213,31 @@ async def test_kubernetes_tells_of_changes_and_shows_who_is_ready(tmp_path: Path
         def store() -> KubernetesStore:
             return KubernetesStore("kavin", kubeconfig, SystemClock())
 
-        async with layered(store(), pace=pace) as one, layered(store(), pace=pace) as two:
+        flags = ReadyFlags(SystemClock())
+        async with (
+            layered(store(), pace=pace, flags=flags) as one,
+            layered(store(), pace=pace) as two,
+        ):
             await asyncio.gather(read_back(one), read_back(two))
             await one.publish(MODEL, [worker(1)])
-            await one.show_ready(MODEL, {1: ready, 7: ready})
+            flags.set(MODEL, 1, ready)
+            await one.show_ready(MODEL, [1, 7])
             await until(lambda: _is(ranks(two), [1]))
             await until(lambda: _phase(server, "Ready"))
-            await two.show_ready(MODEL, {1: replace(ready, ready=False)})  # not its own
+            await two.show_ready(MODEL, [1])  # not its own
             await two.publish(OTHER, [worker(2)])
             await until(lambda: _written(two))
             await until(lambda: _is(ranks(one, OTHER), [2]))
             assert await _phase(server, "Ready")
+            # What is lost there, and so written anew, is shown as it was.
+            server.resources.clear()
+            await two.withdraw(OTHER, [2])
+            await two.publish(OTHER, [worker(2)])  # which is told of
+            await until(lambda: _phase(server, "Ready"))
+            # Another run of it is not ready, whatever was said of the one before.
+            flags.clear(MODEL, 1)
+            await one.publish(MODEL, [worker(1, at=1_900_000_000)])
+            await until(lambda: _phase(server, "Stale"))
         async with layered(store(), pace=pace) as again:
             await read_back(again)
             assert await ranks(again) == [1]
