@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from mesh.coordination.layered import Records
 from mesh.coordination.ready import ReadyFlags, ReadySignal
-from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker, WorkerKind, merged
+from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker, merged
 from mesh.errors import NotReady, StoreUnavailable
 from mesh.types import LayerRange
 
@@ -40,7 +40,8 @@ class Coordination(Protocol):
 
     async def mark_ready(self, model: ModelRef, rank: int, signal: ReadySignal) -> None:
         """Say that a worker serves, and whether a test inference on it has succeeded. Counts for
-        `READY_LIMIT_S`, unless it is said again."""
+        `READY_LIMIT_S`, unless it is said again; also where the store, which shows it, fails and
+        CoordinationError is raised."""
 
     async def wait_ready(
         self,
@@ -99,7 +100,7 @@ class Coordinator:
     async def mark_ready(self, model: ModelRef, rank: int, signal: ReadySignal) -> None:
         """See `Coordination`."""
         self._flags.set(model, rank, signal)
-        await self._records.show_ready(model, {rank: signal})
+        await self._records.show_ready(model, [rank])
 
     def hear(self, offered: Mapping[ModelRef, Sequence[ModelWorker]], session: str) -> None:
         """All that neighbours offer now, in the place of what they offered before.
@@ -157,10 +158,10 @@ class Coordinator:
         if layers is not None:
             covered = {n for each in ready.workers for n in _numbers(each.place.layers)}
             return ready, _named("layer", sorted(set(_numbers(layers)) - covered))
-        computing = {w.worker_rank for w in record.workers if w.place.kind is WorkerKind.SHARD}
-        if not computing:
+        serving = {w.worker_rank for w in record.workers if w.place.kind.serves}
+        if not serving:
             return ready, "every worker"
-        return ready, _named("worker", sorted(computing - {w.worker_rank for w in ready.workers}))
+        return ready, _named("worker", sorted(serving - {w.worker_rank for w in ready.workers}))
 
     def ready(self, record: ModelRecord) -> ModelRecord:
         """The record with its ready workers only."""

@@ -67,6 +67,7 @@ class Condition(msgspec.Struct, frozen=True, rename="camel"):
 class ModelMetadataStatus(msgspec.Struct, frozen=True, rename="camel"):
     """``status`` of a ModelMetadata."""
 
+    phase: Text = ""
     workers: Annotated[tuple[WorkerStatus, ...], Meta(max_length=MAX_WORKERS)] = ()
     conditions: Annotated[tuple[Condition, ...], Meta(max_length=32)] = ()
 
@@ -154,32 +155,47 @@ def with_workers(
 def with_signals(
     status: ModelMetadataStatus, signals: Mapping[int, ReadySignal]
 ) -> ModelMetadataStatus:
-    """The status with these workers' readiness. One that was verified once stays so, and is not
-    ready any more."""
+    """The status with these workers' readiness."""
 
     def changed(worker: WorkerStatus) -> WorkerStatus:
         signal = signals.get(worker.worker_rank)
         if signal is None:
             return worker
-        verified = signal.stability_verified or (worker.stability_verified and not signal.ready)
-        return msgspec.structs.replace(worker, ready=signal.ready, stability_verified=verified)
+        return msgspec.structs.replace(
+            worker, ready=signal.ready, stability_verified=signal.stability_verified
+        )
 
     return msgspec.structs.replace(status, workers=tuple(map(changed, status.workers)))
 
 
-def phase(status: ModelMetadataStatus, expected: int | None) -> str:
-    """``Pending`` without workers, ``Ready`` when all are, ``Stale`` when one was and is no more,
-    else ``Initializing``."""
-    workers = status.workers
-    if not workers:
-        return "Pending"
-    if any(each.stability_verified and not each.ready for each in workers):
-        return "Stale"
-    if len(workers) >= (expected or 1) and all(
-        each.ready and each.stability_verified for each in workers
-    ):
+def phase(
+    before: ModelMetadataStatus, after: ModelMetadataStatus, expected_workers: int | None
+) -> str:
+    """Of the workers that serve: ``Ready`` when all that are expected are, ``Stale`` from when one
+    that was is no more until all are again, else ``Initializing``; ``Pending`` without any."""
+    serving = _serving(after)
+    ready = _ready_ranks(serving)
+    if len(ready) == len(serving) >= (expected_workers or 1):
         return "Ready"
-    return "Initializing"
+    if before.phase == "Stale" or not _ready_ranks(_serving(before)) <= ready:
+        return "Stale"
+    return "Initializing" if serving else "Pending"
+
+
+def _serving(status: ModelMetadataStatus) -> list[WorkerStatus]:
+    return [each for each in status.workers if _serves(each)]
+
+
+def _serves(worker: WorkerStatus) -> bool:
+    """So does one whose place is not written as here: it is of another maker, who has no others."""
+    try:
+        return place_of(worker.nixl_metadata).kind.serves
+    except Fault:
+        return True
+
+
+def _ready_ranks(workers: Iterable[WorkerStatus]) -> set[int]:
+    return {each.worker_rank for each in workers if each.ready and each.stability_verified}
 
 
 def status_map(
@@ -187,9 +203,10 @@ def status_map(
 ) -> dict[str, Any]:
     """What is sent as ``status``: workers, and what follows from them."""
     expected = resource.spec.expected_workers
+    now_in = phase(resource.status, status, expected)
     now_is = {
-        "AllWorkersPublished": len(status.workers) >= (expected or 1),
-        "StabilityVerified": phase(status, expected) == "Ready",
+        "AllWorkersPublished": len(_serving(status)) >= (expected or 1),
+        "StabilityVerified": now_in == "Ready",
     }
     before = {each.type: each for each in resource.status.conditions}
     conditions = []
@@ -200,7 +217,7 @@ def status_map(
         conditions.append({"type": name, "status": text, "lastTransitionTime": since})
     newest = max((each.published_at for each in status.workers), default=now)
     return {
-        "phase": phase(status, expected),
+        "phase": now_in,
         "workers": [_worker_map(each) for each in status.workers],
         "conditions": conditions,
         "observedGeneration": resource.metadata.generation,

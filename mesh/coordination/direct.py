@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from mesh.clock import Clock
 from mesh.coordination.layered import Warn
-from mesh.coordination.ready import ReadySignal
+from mesh.coordination.ready import ReadyFlags
 from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker
 from mesh.coordination.store import ReadyMirror, RecordStore
 from mesh.errors import CoordinationError, StoreUnavailable
@@ -30,9 +30,15 @@ class DirectRecords:
     """See `mesh.coordination.layered.Records`. A call takes `timeout_s` at the most."""
 
     def __init__(
-        self, store: RecordStore, clock: Clock, warn: Warn, timeout_s: float = 10.0
+        self,
+        store: RecordStore,
+        flags: ReadyFlags,
+        clock: Clock,
+        warn: Warn,
+        timeout_s: float = 10.0,
     ) -> None:
         self._store = store
+        self._flags = flags
         self._clock = clock
         self._warn = warn
         self._timeout_s = timeout_s
@@ -69,14 +75,12 @@ class DirectRecords:
         """See `Records`."""
         return await self._visit(self._store.models)
 
-    async def show_ready(self, model: ModelRef, signals: dict[int, ReadySignal]) -> None:
-        """See `Records`."""
+    async def show_ready(self, model: ModelRef, ranks: Collection[int]) -> None:
+        """See `Records`; in the store when it returns."""
         store = self._store
         if isinstance(store, ReadyMirror):
-            try:
-                await self._visit(lambda: store.mirror_ready(model, signals))
-            except CoordinationError as error:
-                logger.warning("records=%s does not show who is ready: %s", store.name, error)
+            signals = {rank: self._flags.of(model, rank) for rank in ranks}
+            await self._visit(lambda: store.mirror_ready(model, signals))
 
     def state(self) -> dict[str, Any]:
         """See `Records`."""

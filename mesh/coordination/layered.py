@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mesh.coordination.ready import ReadySignal
+from mesh.coordination.ready import ReadyFlags
 from mesh.coordination.records import ModelRecord, ModelRef, ModelWorker
 from mesh.coordination.store import MemoryRecords, ReadyMirror, RecordStore
 from mesh.errors import CoordinationError, StoreUnavailable
@@ -26,6 +26,7 @@ Warn = Callable[[str], None]
 
 _Entry = tuple[str, int]
 """A model's key and a worker's rank."""
+_Work = Callable[[ModelRef, list[int]], Awaitable[None]]
 
 
 class Records(Protocol):
@@ -49,8 +50,9 @@ class Records(Protocol):
     async def models(self) -> list[ModelRef]:
         """The models that have a record. Raises CoordinationError."""
 
-    async def show_ready(self, model: ModelRef, signals: dict[int, ReadySignal]) -> None:
-        """Let people see readiness where the store shows it; best effort."""
+    async def show_ready(self, model: ModelRef, ranks: Collection[int]) -> None:
+        """Let people see where the store shows it who of these is ready. Raises as
+        `publish`."""
 
     def state(self) -> dict[str, Any]:
         """``{"store", "reachable", "error": why not | None, "unwritten": workers}``."""
@@ -71,19 +73,19 @@ class StoreTimes:
 class LayeredRecords:
     """See `Records`. Without a `store` it is memory alone.
 
-    `on_change` is called when the records have changed, `warn` once per outage and for each worker
-    that the store will not take.
+    `flags` say who is ready, and tell whoever waits when the records have changed. `warn` is called
+    once per outage and for each worker that the store will not take.
     """
 
     def __init__(
         self,
         store: RecordStore | None,
-        on_change: Callable[[], None],
+        flags: ReadyFlags,
         warn: Warn,
         pace: StoreTimes = StoreTimes(),
     ) -> None:
         self._store = store
-        self._on_change = on_change
+        self._flags = flags
         self._warn = warn
         self._pace = pace
         self._memory = MemoryRecords()
@@ -92,7 +94,8 @@ class LayeredRecords:
         self._unwritten: dict[_Entry, ModelRef] = {}
         """Workers that memory and store differ in; memory is right. No more than memory holds and
         has held of its own."""
-        self._unshown: dict[_Entry, tuple[ModelRef, ReadySignal]] = {}
+        self._unshown: dict[_Entry, ModelRef] = {}
+        """Own workers of which the store may show something else than the flags say."""
         self._warned: set[str] = set()
         self._due = asyncio.Event()
         self._is_read_back = False
@@ -142,13 +145,12 @@ class LayeredRecords:
         """See `Records`; from memory."""
         return self._memory.models()
 
-    async def show_ready(self, model: ModelRef, signals: dict[int, ReadySignal]) -> None:
-        """See `Records`."""
+    async def show_ready(self, model: ModelRef, ranks: Collection[int]) -> None:
+        """See `Records`; own workers only, the store follows."""
         store = self._store
         if store is not None and isinstance(store, ReadyMirror):
-            for rank, signal in signals.items():
-                if (model.key, rank) in self._own:
-                    self._unshown[model.key, rank] = model, signal
+            own = [rank for rank in ranks if (model.key, rank) in self._own]
+            self._unshown |= {(model.key, rank): model for rank in own}
             self._due.set()
 
     def state(self) -> dict[str, Any]:
@@ -166,7 +168,7 @@ class LayeredRecords:
         if self._store is not None:
             self._unwritten |= {(model.key, rank): model for rank in ranks}
             self._due.set()
-        self._on_change()
+        self._flags.stir()
 
     async def _keep(self, store: RecordStore) -> None:
         while True:
@@ -245,7 +247,7 @@ class LayeredRecords:
                 raise
             except CoordinationError as error:
                 self._warn_once(f"read {key}", f"a record cannot be read back: {error}")
-        self._on_change()
+        self._flags.stir()
 
     def _take(self, model: ModelRef, found: ModelRecord | None) -> None:
         here = self._memory.get(model)
@@ -265,27 +267,40 @@ class LayeredRecords:
         self._memory.put(ModelRecord(model, tuple(workers)))
 
     async def _write(self, store: RecordStore) -> None:
-        while self._unwritten:
-            (key, _), model = next(iter(self._unwritten.items()))
-            ranks = [rank for other, rank in self._unwritten if other == key]
+        await self._work_off(
+            self._unwritten,
+            lambda model, ranks: self._write_model(store, model, ranks),
+            f"{store.name} does not take what is held",
+        )
+        if isinstance(store, ReadyMirror):
+            mirror = store
+            await self._work_off(
+                self._unshown,
+                lambda model, ranks: self._show(mirror, model, ranks),
+                f"{store.name} does not show who is ready",
+            )
+
+    async def _work_off(self, due: dict[_Entry, ModelRef], work: _Work, fails: str) -> None:
+        """Do the `work` of all workers that are `due`, model by model; they are again where it is
+        broken off."""
+        while due:
+            (key, _), model = next(iter(due.items()))
+            ranks = [rank for other, rank in due if other == key]
             for rank in ranks:
-                del self._unwritten[key, rank]
+                del due[key, rank]
             is_over = False
             try:
-                await self._write_model(store, model, ranks)
+                await work(model, ranks)
                 is_over = True
-                self._warned.discard(f"write {key}")
+                self._warned.discard(f"{fails} {key}")
             except StoreUnavailable:
                 raise
             except CoordinationError as error:
                 is_over = True
-                why = f"{store.name} does not take what is held of {model.name}: {error}"
-                self._warn_once(f"write {key}", why)
+                self._warn_once(f"{fails} {key}", f"{fails} of {model.name}: {error}")
             finally:
                 if not is_over:  # memory may change meanwhile; what it holds then is written
-                    self._unwritten |= {(key, rank): model for rank in ranks}
-        if isinstance(store, ReadyMirror):
-            await self._show(store)
+                    due |= {(key, rank): model for rank in ranks}
 
     def _warn_once(self, about: str, why: str) -> None:
         if about not in self._warned:
@@ -299,12 +314,13 @@ class LayeredRecords:
             await self._visit(store.withdraw(model, gone))
         if new := [here[rank] for rank in ranks if rank in here]:
             await self._visit(store.publish(model, new))
+            # Written anew, they are shown as not ready, whatever was shown before.
+            ready = [each.worker_rank for each in new if self._is_ready(model, each)]
+            await self.show_ready(model, ready)
 
-    async def _show(self, store: ReadyMirror) -> None:
-        while self._unshown:
-            (key, _), (model, _) = next(iter(self._unshown.items()))
-            signals = {r: signal for (k, r), (_, signal) in self._unshown.items() if k == key}
-            await self._visit(store.mirror_ready(model, signals))
-            for rank, signal in signals.items():
-                if self._unshown.get((key, rank)) == (model, signal):
-                    del self._unshown[key, rank]
+    def _is_ready(self, model: ModelRef, worker: ModelWorker) -> bool:
+        return self._flags.of(model, worker.worker_rank).ready
+
+    async def _show(self, store: ReadyMirror, model: ModelRef, ranks: list[int]) -> None:
+        signals = {rank: self._flags.of(model, rank) for rank in ranks}
+        await self._visit(store.mirror_ready(model, signals))

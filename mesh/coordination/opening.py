@@ -28,9 +28,9 @@ def open_coordinator(
     flags = ReadyFlags(clock)
     store = _store(settings, file, clock)
     if store is not None and settings.store.endswith("-only"):
-        return Coordinator(DirectRecords(store, clock, warn), flags)
+        return Coordinator(DirectRecords(store, flags, clock, warn), flags)
     pace = replace(StoreTimes(), refresh_s=settings.refresh_seconds)
-    return Coordinator(LayeredRecords(store, flags.stir, warn, pace), flags)
+    return Coordinator(LayeredRecords(store, flags, warn, pace), flags)
 
 
 def _store(settings: CoordinationSection, file: Path, clock: Clock) -> RecordStore | None:

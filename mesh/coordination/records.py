@@ -35,6 +35,11 @@ class WorkerKind(StrEnum):
     CHECKPOINT = "checkpoint"
     """Files on its disk, from which others may take them."""
 
+    @property
+    def serves(self) -> bool:
+        """Whether it computes, and so can be ready; files on a disk never are."""
+        return self is WorkerKind.SHARD
+
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:

@@ -28,7 +28,7 @@ from mesh.coordination.records import (
 )
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
-from mesh.errors import CoordinationError, MeshError
+from mesh.errors import CoordinationError, MeshError, StoreUnavailable
 from mesh.health.eventstream import EventFeed
 from mesh.hearth.network import Network
 from mesh.models.local import LocalModel
@@ -97,6 +97,8 @@ class CoordinationHere:
             config.coordination, file, self._clock, self._warn
         )
         self._published: dict[_Entry, _Published] = {}
+        self._refused: set[_Entry] = set()
+        """What the records would not take when it was tried last."""
         self._on_disk: dict[LocalModel, tuple[LayerRange, ...]] = {}
         """The runs of layers of which every byte is here, in checkpoints that were read."""
         self._tidied_at = -_TIDY_S
@@ -134,16 +136,37 @@ class CoordinationHere:
             (each.model, worker_rank(each.place)): each
             for each in (await asyncio.to_thread(self._all_held) if self._is_distributed else ())
         }
-        for key in self._published.keys() - held.keys():
-            await self.coordinator.withdraw(key[0], [key[1]])
-            del self._published[key]
-        for key, each in held.items():
-            await self._publish(key, each)
+        self._refused &= self._published.keys() | held.keys()
+        for key in self._published.keys() | held.keys():
+            await self._settle(key, held.get(key))
         now = self._clock.monotonic()
-        # Before the store is read back there is nothing to find.
-        if now - self._tidied_at >= _TIDY_S and self.coordinator.state()["reachable"]:
+        if now - self._tidied_at < _TIDY_S:
+            return
+        await self._tidy()
+        if self.coordinator.state()["reachable"]:  # before, there is nothing to find
             self._tidied_at = now
-            await self._tidy()
+            self._on_disk = {
+                model: runs
+                for model, runs in self._on_disk.items()
+                if runs == (LayerRange(0, model.total_layers),)
+            }
+
+    async def _settle(self, key: _Entry, held: OwnPart | None) -> None:
+        """Publish or withdraw one thing. Where that fails it is tried again at the next look."""
+        model, rank = key
+        try:
+            if held is not None:
+                await self._publish(key, held)
+            else:
+                await self.coordinator.withdraw(model, [rank])
+                del self._published[key]
+            self._refused.discard(key)
+        except StoreUnavailable as error:
+            logger.debug("coordination=%s failed: %s", model.name, error)  # the records have warned
+        except CoordinationError as error:
+            if key not in self._refused:
+                self._refused.add(key)
+                self._warn(f"what is held here of {model.name} is not in the records: {error}")
 
     async def _publish(self, key: _Entry, held: OwnPart) -> None:
         (model, rank), now = key, self._clock.monotonic()
@@ -162,22 +185,17 @@ class CoordinationHere:
             known.renewed_at = now
 
     async def _tidy(self) -> None:
-        """Withdraw what an earlier run of this node has published and this one does not hold."""
-        self._on_disk = {
-            model: runs
-            for model, runs in self._on_disk.items()
-            if runs == (LayerRange(0, model.total_layers),)
-        }
-        for model in await self.coordinator.models():
+        """Withdraw what an earlier run of this node has published and this one does not hold, and
+        have published again what is in the records no more."""
+        for model in {*await self.coordinator.models(), *(model for model, _ in self._published)}:
             record = await self.coordinator.lookup(model)
-            gone = [
-                worker.worker_rank
-                for worker in (record.workers if record is not None else ())
-                if worker.place.holder == self._own
-                and (model, worker.worker_rank) not in self._published
-            ]
-            if gone:
-                await self.coordinator.withdraw(model, gone)
+            workers = record.workers if record is not None else ()
+            there = {each.worker_rank for each in workers if each.place.holder == self._own}
+            mine = {rank for other, rank in self._published if other == model}
+            if there - mine:
+                await self.coordinator.withdraw(model, there - mine)
+            for rank in mine - there:
+                del self._published[model, rank]
 
     def _all_held(self) -> list[OwnPart]:
         """In a thread: a checkpoint's layers are read from its headers."""

@@ -118,7 +118,10 @@ class RedisServer:
 @asynccontextmanager
 async def redis_server(directory: Path, password: str = "") -> AsyncIterator[RedisServer]:
     if shutil.which("redis-server") is None:
-        pytest.skip("no redis-server here (Debian: apt install redis-server)")
+        pytest.skip(
+            "a real Redis is what this tests, and there is no program redis-server on the PATH"
+            " (Debian: apt install redis-server)"
+        )
     server = RedisServer(directory, password=password)
     await asyncio.to_thread(server.start)
     try:

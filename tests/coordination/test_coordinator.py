@@ -30,7 +30,7 @@ def clock() -> ManualClock:
 @pytest.fixture
 def coordinator(clock: ManualClock) -> Coordinator:
     flags = ReadyFlags(clock)
-    return Coordinator(LayeredRecords(None, flags.stir, Told()), flags)
+    return Coordinator(LayeredRecords(None, flags, Told()), flags)
 
 
 async def test_who_waits_goes_on_when_the_last_worker_is_ready(coordinator: Coordinator) -> None:

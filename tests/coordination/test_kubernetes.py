@@ -17,7 +17,7 @@ from mesh.clock import Clock, SystemClock
 from mesh.coordination.custom_resource import resource_name
 from mesh.coordination.kubernetes import KubernetesStore
 from mesh.coordination.ready import ReadySignal
-from mesh.coordination.records import ModelRef
+from mesh.coordination.records import ModelRef, WorkerKind
 from mesh.errors import BadRecord, StoreRefused, StoreUnavailable
 from mesh.types import ModelId
 from tests.coordination.api_server import CRD, PLURAL, ROLE, ApiServer, api_server
@@ -139,10 +139,34 @@ async def _phases(server: ApiServer, store: KubernetesStore) -> None:
     assert status_of(server)["observedGeneration"] == 1
     await store.mirror_ready(MODEL, {2: GONE})
     assert status_of(server)["phase"] == "Stale"
-    await store.publish(MODEL, [worker(2)])
-    assert status_of(server)["phase"] == "Initializing"
+    await store.publish(MODEL, [worker(2)])  # another run of it
+    assert status_of(server)["phase"] == "Stale"
+    await store.mirror_ready(MODEL, {2: READY})
+    assert status_of(server)["phase"] == "Ready"
+    await store.withdraw(MODEL, [2])
+    assert status_of(server)["phase"] == "Stale"
     await store.mirror_ready(OTHER, {2: READY})  # nobody has published it
     assert len(server.resources) == 1
+
+
+async def test_files_on_a_disk_count_neither_as_published_nor_as_not_ready(
+    server: ApiServer, store: KubernetesStore
+) -> None:
+    files = replace(worker(5), place=replace(worker(5).place, kind=WorkerKind.CHECKPOINT))
+    await store.publish(MODEL, [files])
+    assert status_of(server)["phase"] == "Pending"
+    assert conditions(server) == {"AllWorkersPublished": "False", "StabilityVerified": "False"}
+    await store.publish(MODEL, [worker(1)])
+    assert status_of(server)["phase"] == "Initializing"
+    await store.mirror_ready(MODEL, {1: READY})
+    assert status_of(server)["phase"] == "Ready"
+    assert conditions(server) == {"AllWorkersPublished": "True", "StabilityVerified": "True"}
+    # A worker of another maker, whose place says nothing here.
+    status_of(server)["workers"][1] |= {"nixlMetadata": "bm9uc2Vuc2U=", "ready": False}
+    await store.mirror_ready(MODEL, {1: READY})
+    assert status_of(server)["phase"] == "Initializing"
+    await store.withdraw(MODEL, [1])
+    assert status_of(server)["phase"] == "Stale"
 
 
 async def test_who_was_slower_reads_again_and_loses_nothing(

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from redis.asyncio import Redis
 
 from mesh.clock import SystemClock
+from mesh.config.sections import CoordinationSection
+from mesh.coordination.coordinator import Coordinator
 from mesh.coordination.custom_resource import resource_name
 from mesh.coordination.direct import DirectRecords
 from mesh.coordination.kubernetes import KubernetesStore
 from mesh.coordination.layered import LayeredRecords, StoreTimes
-from mesh.coordination.ready import ReadySignal
+from mesh.coordination.opening import open_coordinator
+from mesh.coordination.ready import ReadyFlags, ReadySignal
 from mesh.coordination.records import ModelRef
 from mesh.coordination.redis import RedisStore, record_key
 from mesh.coordination.sqlite import SqliteStore
@@ -30,11 +34,94 @@ from tests.health.clock import ManualClock
 PACE = StoreTimes(visit_s=5.0, refresh_s=0.1, first_retry_s=0.05, last_retry_s=0.2, stop_s=5.0)
 
 
+@dataclass
+class SharedStore:
+    """A server of records that several nodes share; `settings` lead there."""
+
+    settings: dict[str, Any]
+    open: Callable[[], RecordStore]
+    """A store on it, not connected."""
+    stop: Callable[[], Awaitable[None]]
+    start: Callable[[], Awaitable[None]]
+    spoil: Callable[[ModelRef], Awaitable[None]]
+    """Make a model's record one that cannot be read."""
+
+
+@asynccontextmanager
+async def shared_store(kind: str, directory: Path) -> AsyncIterator[SharedStore]:
+    """A real Redis, or a stand-in API server that refuses every request while it is stopped."""
+    async with _redis(directory) if kind == "redis" else _kubernetes(directory) as found:
+        yield found
+
+
+@asynccontextmanager
+async def _redis(directory: Path) -> AsyncIterator[SharedStore]:
+    async with redis_server(directory) as server:
+
+        async def start() -> None:
+            await asyncio.to_thread(server.start)
+            await server.wait_up()
+
+        async def spoil(model: ModelRef) -> None:
+            async with Redis.from_url(server.url) as somebody:
+                await somebody.set(record_key(model), "{}")
+
+        yield SharedStore(
+            {"redis_url": server.url},
+            lambda: RedisStore(server.url),
+            lambda: asyncio.to_thread(server.stop),
+            start,
+            spoil,
+        )
+
+
+@asynccontextmanager
+async def _kubernetes(directory: Path) -> AsyncIterator[SharedStore]:
+    server = ApiServer()
+    async with api_server(directory, server) as kubeconfig:
+
+        async def turn(*, unavailable: bool) -> None:
+            server.unavailable = unavailable
+
+        async def spoil(model: ModelRef) -> None:
+            workers = server.resources[resource_name(model)]["status"]["workers"]
+            workers[0]["nixlMetadata"] = "bm9uc2Vuc2U="
+
+        yield SharedStore(
+            {"namespace": server.namespace, "kubeconfig": kubeconfig},
+            lambda: KubernetesStore(server.namespace, kubeconfig, SystemClock()),
+            lambda: turn(unavailable=True),
+            lambda: turn(unavailable=False),
+            spoil,
+        )
+
+
+@pytest.fixture(params=["redis", "kubernetes"])
+async def shared(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SharedStore]:
+    async with shared_store(request.param, tmp_path) as found:
+        yield found
+
+
+@asynccontextmanager
+async def opened(shared: SharedStore) -> AsyncIterator[RecordStore]:
+    """The store as somebody else sees it."""
+    store = shared.open()
+    await store.connect()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
 @asynccontextmanager
 async def layered(
-    store: RecordStore | None, told: Told | None = None, pace: StoreTimes = PACE
+    store: RecordStore | None,
+    told: Told | None = None,
+    pace: StoreTimes = PACE,
+    flags: ReadyFlags | None = None,
 ) -> AsyncIterator[LayeredRecords]:
-    records = LayeredRecords(store, lambda: None, told or Told(), pace)
+    flags = flags or ReadyFlags(SystemClock())
+    records = LayeredRecords(store, flags, told or Told(), pace)
     records.start()
     try:
         yield records
@@ -104,51 +191,42 @@ async def test_what_is_published_before_the_store_is_read_back_stays(tmp_path: P
         assert record.workers == (newer, worker(3))
 
 
-async def test_two_nodes_see_each_other_through_redis(tmp_path: Path) -> None:
-    async with (
-        redis_server(tmp_path) as server,
-        layered(RedisStore(server.url)) as one,
-        layered(RedisStore(server.url)) as two,
-    ):
+async def test_two_nodes_see_each_other_through_a_store(shared: SharedStore) -> None:
+    async with layered(shared.open()) as one, layered(shared.open()) as two:
         await asyncio.gather(one.publish(MODEL, [worker(1)]), two.publish(MODEL, [worker(2)]))
         for records in (one, two):
             await until(lambda records=records: _is(ranks(records), [1, 2]))  # type: ignore[misc]
         await one.withdraw(MODEL, [1])
         await until(lambda: _is(ranks(two), [2]))
-        # Somebody empties the Redis: who holds something says so again.
-        store = RedisStore(server.url)
-        await store.connect()
-        await store.withdraw(MODEL, [1, 2])
-        await until(lambda: _is(ranks(store), [2]))
-        await store.close()
+        # Somebody empties the store: who holds something says so again.
+        async with opened(shared) as store:
+            await store.withdraw(MODEL, [1, 2])
+            await until(lambda: _is(ranks(store), [2]))
 
 
 async def _is(wanted: Awaitable[list[int]], value: list[int]) -> bool:
     return await wanted == value
 
 
-async def test_a_store_that_is_down_costs_a_warning_and_nothing_else(tmp_path: Path) -> None:
+async def test_a_store_that_is_down_costs_a_warning_and_nothing_else(shared: SharedStore) -> None:
     told = Told()
-    async with redis_server(tmp_path) as server:
-        async with layered(RedisStore(server.url), told) as records:
-            await read_back(records)
-            await asyncio.to_thread(server.stop)
-            async with asyncio.timeout(1):
-                await records.publish(MODEL, [worker(1)])
-                assert await ranks(records) == [1]
-            await until(lambda: _answers(records, reachable=False))
-            await records.publish(MODEL, [worker(2)])
-            await asyncio.sleep(0.5)
-            assert [why for why in told.warnings if "memory only" in why] == told.warnings
-            assert len(told.warnings) == 1
-            assert records.state()["unwritten"] == 2
-            await asyncio.to_thread(server.start)
-            await until(lambda: _answers(records, reachable=True))
-            await until(lambda: _written(records))
-        store = RedisStore(server.url)
-        await store.connect()
+    async with layered(shared.open(), told) as records:
+        await read_back(records)
+        await shared.stop()
+        async with asyncio.timeout(1):
+            await records.publish(MODEL, [worker(1)])
+            assert await ranks(records) == [1]
+        await until(lambda: _answers(records, reachable=False))
+        await records.publish(MODEL, [worker(2)])
+        await asyncio.sleep(0.5)
+        assert [why for why in told.warnings if "memory only" in why] == told.warnings
+        assert len(told.warnings) == 1
+        assert records.state()["unwritten"] == 2
+        await shared.start()
+        await until(lambda: _answers(records, reachable=True))
+        await until(lambda: _written(records))
+    async with opened(shared) as store:
         assert await ranks(store) == [1, 2]
-        await store.close()
 
 
 async def read_back(records: LayeredRecords) -> None:
@@ -164,13 +242,11 @@ async def _written(records: LayeredRecords) -> bool:
     return records.state()["unwritten"] == 0
 
 
-async def test_one_record_that_cannot_be_written_keeps_no_other_back(tmp_path: Path) -> None:
+async def test_one_record_that_cannot_be_written_keeps_no_other_back(shared: SharedStore) -> None:
     told = Told()
-    async with redis_server(tmp_path) as server:
-        store = RedisStore(server.url)
-        await store.connect()
+    async with opened(shared) as store:
         await store.publish(MODEL, [worker(1, holder="study")])
-        async with layered(RedisStore(server.url), told) as records:
+        async with layered(shared.open(), told) as records:
             await records.publish(MODEL, [worker(1)])
             await records.publish(OTHER, [worker(2)])
             await until(lambda: _is(ranks(store, OTHER), [2]))
@@ -180,24 +256,19 @@ async def test_one_record_that_cannot_be_written_keeps_no_other_back(tmp_path: P
         record = await store.get(MODEL)
         assert record is not None
         assert record.workers == (worker(1, holder="study"),)
-        await store.close()
 
 
-async def test_one_record_that_cannot_be_read_keeps_no_other_back(tmp_path: Path) -> None:
+async def test_one_record_that_cannot_be_read_keeps_no_other_back(shared: SharedStore) -> None:
     told = Told()
-    async with redis_server(tmp_path) as server:
-        store = RedisStore(server.url)
-        await store.connect()
+    async with opened(shared) as store:
         await store.publish(MODEL, [worker(1)])
         await store.publish(OTHER, [worker(2)])
-        async with Redis.from_url(server.url) as somebody:
-            await somebody.set(record_key(MODEL), "{}")
-        async with layered(RedisStore(server.url), told) as records:
+        await shared.spoil(MODEL)
+        async with layered(shared.open(), told) as records:
             await read_back(records)
             assert await ranks(records, OTHER) == [2]
             await asyncio.sleep(0.3)
         assert len(told.warnings) == 1
-        await store.close()
 
 
 async def test_kubernetes_tells_of_changes_and_shows_who_is_ready(tmp_path: Path) -> None:
@@ -209,17 +280,31 @@ async def test_kubernetes_tells_of_changes_and_shows_who_is_ready(tmp_path: Path
         def store() -> KubernetesStore:
             return KubernetesStore("kavin", kubeconfig, SystemClock())
 
-        async with layered(store(), pace=pace) as one, layered(store(), pace=pace) as two:
+        flags = ReadyFlags(SystemClock())
+        async with (
+            layered(store(), pace=pace, flags=flags) as one,
+            layered(store(), pace=pace) as two,
+        ):
             await asyncio.gather(read_back(one), read_back(two))
             await one.publish(MODEL, [worker(1)])
-            await one.show_ready(MODEL, {1: ready, 7: ready})
+            flags.set(MODEL, 1, ready)
+            await one.show_ready(MODEL, [1, 7])
             await until(lambda: _is(ranks(two), [1]))
             await until(lambda: _phase(server, "Ready"))
-            await two.show_ready(MODEL, {1: replace(ready, ready=False)})  # not its own
+            await two.show_ready(MODEL, [1])  # not its own
             await two.publish(OTHER, [worker(2)])
             await until(lambda: _written(two))
             await until(lambda: _is(ranks(one, OTHER), [2]))
             assert await _phase(server, "Ready")
+            # What is lost there, and so written anew, is shown as it was.
+            server.resources.clear()
+            await two.withdraw(OTHER, [2])
+            await two.publish(OTHER, [worker(2)])  # which is told of
+            await until(lambda: _phase(server, "Ready"))
+            # Another run of it is not ready, whatever was said of the one before.
+            flags.clear(MODEL, 1)
+            await one.publish(MODEL, [worker(1, at=1_900_000_000)])
+            await until(lambda: _phase(server, "Stale"))
         async with layered(store(), pace=pace) as again:
             await read_back(again)
             assert await ranks(again) == [1]
@@ -231,12 +316,11 @@ async def _phase(server: ApiServer, phase: str) -> bool:
 
 
 class TestDirect:
-    async def test_every_call_goes_to_the_store(self, tmp_path: Path) -> None:
-        async with redis_server(tmp_path) as server:
-            records = DirectRecords(RedisStore(server.url), SystemClock(), Told())
-            await records.publish(MODEL, [worker(1)])
-            other = RedisStore(server.url)
-            await other.connect()
+    async def test_every_call_goes_to_the_store(self, shared: SharedStore) -> None:
+        flags = ReadyFlags(SystemClock())
+        records = DirectRecords(shared.open(), flags, SystemClock(), Told())
+        await records.publish(MODEL, [worker(1)])
+        async with opened(shared) as other:
             await other.publish(MODEL, [worker(2)])
             record = await records.get(MODEL)
             assert record is not None
@@ -244,25 +328,73 @@ class TestDirect:
             assert await records.models() == [MODEL]
             await records.withdraw(MODEL, [1, 2])
             assert await records.get(MODEL) is None
-            assert records.state()["store"] == "redis-only"
-            await other.close()
-            await records.stop()
+            assert records.state()["store"] == f"{other.name}-only"
+        await records.stop()
 
-    async def test_a_store_that_is_down_is_left_alone_for_a_while(self, tmp_path: Path) -> None:
+    async def test_a_store_that_is_down_is_left_alone_for_a_while(
+        self, shared: SharedStore
+    ) -> None:
         clock, told = ManualClock(), Told()
-        async with redis_server(tmp_path) as server:
-            records = DirectRecords(RedisStore(server.url), clock, told)
-            assert await records.get(MODEL) is None
-            await asyncio.to_thread(server.stop)
-            with pytest.raises(StoreUnavailable) as first:
-                await records.get(MODEL)
-            await asyncio.to_thread(server.start)
-            await server.wait_up()
-            with pytest.raises(StoreUnavailable) as second:
-                await records.get(MODEL)
-            assert second.value is first.value
-            clock.time += 2.0
-            assert await records.get(MODEL) is None
-            assert records.state()["reachable"]
-            assert len(told.warnings) == 1
-            await records.stop()
+        records = DirectRecords(shared.open(), ReadyFlags(clock), clock, told)
+        assert await records.get(MODEL) is None
+        await shared.stop()
+        with pytest.raises(StoreUnavailable):
+            await records.get(MODEL)
+        clock.time += 2.0
+        with pytest.raises(StoreUnavailable) as first:
+            await records.get(MODEL)
+        await shared.start()
+        with pytest.raises(StoreUnavailable) as second:
+            await records.get(MODEL)
+        assert second.value is first.value
+        clock.time += 3.0
+        assert await records.get(MODEL) is None
+        assert records.state()["reachable"]
+        assert len(told.warnings) == 1
+        await records.stop()
+
+
+MODES = ("memory", "sqlite", "redis", "kubernetes", "redis-only", "kubernetes-only")
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_each_mode_keeps_records_where_its_name_says(mode: str, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        shared = None
+        if mode not in {"memory", "sqlite"}:
+            kind = mode.removesuffix("-only")
+            shared = await stack.enter_async_context(shared_store(kind, tmp_path))
+        where = shared.settings if shared is not None else {}
+        settings = CoordinationSection.model_validate({"store": mode, **where})
+        one, two = (
+            open_coordinator(settings, tmp_path / "records.db", SystemClock(), Told())
+            for _ in range(2)
+        )
+        one.start()
+        await one.publish(MODEL, [worker(1)])
+        await until(lambda: _is_written(one))
+        assert one.state()["store"] == mode
+        if shared is not None:
+            await shared.stop()
+            if mode.endswith("-only"):
+                with pytest.raises(StoreUnavailable):
+                    await one.lookup(MODEL)
+            else:
+                assert await one.lookup(MODEL) is not None
+            await shared.start()
+        await one.stop()
+        two.start()
+        if mode.endswith("-only"):
+            assert await two.lookup(MODEL) is not None
+        await until(lambda: _is_written(two))
+        record = await two.lookup(MODEL)
+        assert (record is None) is (mode == "memory")
+        await two.stop()
+
+
+def test_every_mode_is_tried() -> None:
+    assert get_args(CoordinationSection.model_fields["store"].annotation) == MODES
+
+
+async def _is_written(coordinator: Coordinator) -> bool:
+    return bool(coordinator.state()["reachable"]) and not coordinator.state()["unwritten"]
