@@ -171,9 +171,11 @@ class DeploymentControl(Protocol):
     def view(self) -> list[dict[str, Any]]:
         """``{"deployment", "model_id", "weights_sha256", "total_layers", "replicas",
         "replicas_ready", "dedicated", "quant", "context", "minimum_s", "keep_alive_s", "level":
-        HOT, WARM or COLD, "resting", "state", "missing", "epoch", "why", "by", "wished_at",
-        "spans": [{"replica", "node_id", "node", "layers", "phase", "done_bytes", "total_bytes",
-        "bytes_per_s", "eta_s", "reason"}]}`` of each."""
+        HOT, WARM or COLD, "resting", "state", "missing", "epoch", "why", "error", "by",
+        "wished_at", "spans": [{"replica", "node_id", "node", "layers", "phase", "done_bytes",
+        "total_bytes", "bytes_per_s", "eta_s", "reason"}]}`` of each. Those that are still to be
+        wished for, as their models are read first, are among them; `error` says why that did not
+        come to it."""
 
     async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
         """Of the fields of `mesh.api.deployments.DeployBody` that were given: its row of `view`."""
