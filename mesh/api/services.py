@@ -172,10 +172,11 @@ class DeploymentControl(Protocol):
         """``{"deployment", "merged": [ids of deployments that it stands for as well], "model_id",
         "weights_sha256", "total_layers", "replicas", "replicas_ready", "dedicated", "quant",
         "context", "minimum_s", "keep_alive_s", "nodes": [ids], "layers": [pins], "level": HOT, WARM
-        or COLD, "resting", "state", "missing", "epoch", "why", "by", "wished_at", "spans":
+        or COLD, "resting", "state", "missing", "epoch", "why", "error", "by", "wished_at", "spans":
         [{"replica", "node_id", "node", "layers", "phase", "done_bytes", "total_bytes",
         "bytes_per_s", "eta_s", "reason"}]}`` of each; what `nodes` and `layers` say is as an order
-        may have it."""
+        may have it. Those that are still to be wished for, as their models are read first, are
+        among them; `error` says why that did not come to it."""
 
     async def deploy(self, order: dict[str, Any]) -> dict[str, Any]:
         """Of the fields of `mesh.api.deployments.DeployBody` that were given: its row of `view`,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mesh.cli.output import note, print_table, say
-from mesh.errors import BadRequest, NotEnoughMemory, NotFound
+from mesh.errors import BadRequest, NotEnoughMemory, NotFound, from_dict
 from mesh.units import data_size, lasting
 
 if TYPE_CHECKING:
@@ -19,27 +19,31 @@ REPLANNED_S = 15.0
 async def follow(client: Client, deployment: str, *, answering: bool = False) -> dict[str, Any]:
     """Its row once all of it is up, or, if that is enough, once it can be asked.
 
-    Raises NotFound when somebody evicts it meanwhile, and the reason when a span has failed for
-    longer than it takes to plan it anew.
+    Raises NotFound when somebody evicts it meanwhile, why its model could not be read, and the
+    reason when a span has failed for longer than it takes to plan it anew.
     """
     import asyncio
     import time
 
-    told: dict[tuple[int, str, str], str] = {}
+    told: dict[tuple[int, str, str], object] = {}
+    model_id = ""
     failing_since: float | None = None
     while True:
-        row = _of(await client.deployments(), deployment)
+        row = _of(await client.deployments(), deployment, model_id)
         if row["deployment"] != deployment:
             note(
                 f"{row['model_id']} was deployed by {row['by']} at the same moment; that deployment"
                 f" counts, with its settings ({row['deployment']})"
             )
-            deployment = row["deployment"]
+        deployment, model_id = row["deployment"], row["model_id"]
         for span in row["spans"]:
-            key, words = (span["replica"], span["node"], span["layers"]), in_words(span)
-            if told.get(key) != words:
-                told[key] = words
-                note(f"{span['node']}: layers {span['layers']} {words}")
+            key = span["replica"], span["node"], span["layers"]
+            far = span["phase"], _percent(span), span["reason"]
+            if told.get(key) != far:
+                told[key] = far
+                note(f"{span['node']}: layers {span['layers']} {in_words(span)}")
+        if row["error"] is not None:
+            raise from_dict(row["error"])
         is_up = row["state"] == "READY" or (answering and not row["missing"])
         if is_up:
             return row
@@ -67,10 +71,14 @@ def warn_of_gaps(row: dict[str, Any]) -> None:
         )
 
 
-def _of(rows: list[dict[str, Any]], deployment: str) -> dict[str, Any]:
-    """The row of a deployment, or of the one that it was merged into. Raises NotFound."""
+def _of(rows: list[dict[str, Any]], deployment: str, model_id: str) -> dict[str, Any]:
+    """The row of a deployment, or of the one that it was merged into, or that another machine
+    wished for while this one read the model. Raises NotFound."""
     for row in rows:
         if deployment in (row["deployment"], *row["merged"]):
+            return row
+    for row in rows:
+        if row["model_id"] == model_id:
             return row
     raise NotFound("It was evicted meanwhile.", fix="Deploy it again.")
 
@@ -80,12 +88,16 @@ def in_words(span: dict[str, Any]) -> str:
     MiB, 3 are free``."""
     words = _WORDS.get(span["phase"], str(span["phase"]).lower())
     if span["phase"] in ("PROVISIONING", "DEPLOYING") and span["total_bytes"]:
-        words += f", {100 * span['done_bytes'] // span['total_bytes']} %"
+        words += f", {_percent(span)} %"
         if span["bytes_per_s"]:
             words += f", {data_size(span['bytes_per_s'])}/s"
         if span["eta_s"] is not None:
             words += f", {lasting(span['eta_s'])} left"
     return words + (f": {span['reason']}" if span["reason"] else "")
+
+
+def _percent(span: dict[str, Any]) -> int:
+    return int(100 * span["done_bytes"] // span["total_bytes"]) if span["total_bytes"] else 0
 
 
 _WORDS = {

@@ -15,9 +15,10 @@ from mesh.deployments.formats import is_as_wished
 from mesh.deployments.listing import DeploymentRows, DeploymentsSeen
 from mesh.deployments.phases import Phases
 from mesh.deployments.placement import AvailableNode, Laid, make_plan
+from mesh.deployments.reading import ReadingModels
 from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.room import Change, Standing, absences, room_of_others, to_rest
-from mesh.deployments.weights import WeightsSource
+from mesh.deployments.weights import Checkpoint, WeightsSource
 from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live, merged
 from mesh.errors import BadRequest, Forbidden, NotFound
 from mesh.types import LayerRange, NodeId
@@ -80,45 +81,44 @@ class Deploying:
         long one has been up."""
         self._house = house
         self._weights = weights
-        self._rows = DeploymentRows(house, phases)
+        rows = self._rows = DeploymentRows(house, phases)
+        self._reading = ReadingModels(weights, rows, house.node)
         self._call_for = call_for
         self._up_s = up_s
 
     def view(self) -> list[dict[str, Any]]:
-        """A row for each deployment that was not evicted, by model."""
-        rows = [self._rows.row(each) for each in live(self._house.deployments())]
+        """A row for each deployment that was not evicted or is still to be wished for, by model."""
+        wished = live(self._house.deployments())
+        rows = [self._rows.row(each) for each in wished]
+        names = {each.id for each in wished}
+        rows += [row for row in self._reading.view() if row["deployment"] not in names]
         return sorted(rows, key=lambda row: (row["model_id"], row["deployment"]))
 
     async def deploy(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Wish for a model, or change the wish for one that is deployed; `given` are the fields of
         an `Order`. Its row, with the `gaps` that making the change will open.
 
-        Raises ModelNotFound, NoRoute, BadRequest naming the field, UntrustedPeer, and what signing
-        raises.
+        A model whose hash nobody knows is read first: that goes on after the answer, and is in the
+        `view`. Raises ModelNotFound, NoRoute, BadRequest naming the field, UntrustedPeer, Busy, and
+        what signing raises.
         """
         order = Order(**given)
         self._house.require_operator()
         known = self._find(order.model)
-        if known is None:
-            found = await self._weights.find(order.model)
-            known = self._of(found.model_id, found.weights_sha256)
-            before = (
-                Wish(
-                    secrets.token_hex(8),
-                    found.model_id,
-                    found.weights_sha256,
-                    found.total_layers,
-                    found.layers_mb,
-                )
-                if known is None
-                else known.wish
-            )
-        else:
-            before = known.wish
-        wish = self._ordered(before, order)
-        row = await self._wish(wish, known)
-        self._call_for(wish.deployment)
-        return row
+        if known is not None:
+            return await self._deploy(self._ordered(known.wish, order), known)
+        found = await self._weights.find(order.model)
+        if found.weights_sha256:
+            return await self._deploy_found(order, secrets.token_hex(8), found)
+        wish = self._ordered(_new_wish(secrets.token_hex(8), found), order)
+        await self._planned(wish, None)  # what has no room is refused before it is read
+
+        async def then(read: Checkpoint) -> None:
+            await self._deploy_found(order, name, read)
+
+        name = self._reading.begin(wish, then)
+        row = next(row for row in self._reading.view() if row["deployment"] == name)
+        return {**row, "gaps": []}
 
     async def wake(self, model: str, *, may_wake: bool) -> bool:
         """Have a model up whose deployments all rest; whether that had to be wished for.
@@ -156,30 +156,41 @@ class Deploying:
             for standing in self._named(model)
             for each in (standing, *merged(self._house.deployments(), standing.id))
         ]
-        if not found:
+        ended = {wish.deployment: wish for wish in self._reading.end(model)}
+        if not found and not ended:
             raise self._not_found(model)
         for each in found:
             await self._house.publish_wish(replace(each.wish, evicted=True))
+            ended[each.id] = each.wish
         return [
-            {"deployment": each.id, "model_id": each.wish.model_id, "evicted": True}
-            for each in found
+            {"deployment": name, "model_id": wish.model_id, "evicted": True}
+            for name, wish in ended.items()
         ]
 
     def require(self, model: str) -> dict[str, Any]:
         """The row of one deployment, by its id or model. Raises NotFound."""
         return self._rows.row(self._require(model))
 
+    async def close(self) -> None:
+        """Read no model any more."""
+        await self._reading.close()
+
     # Private
 
-    async def _wish(self, wish: Wish, before: Deployment | None) -> dict[str, Any]:
-        """Plan first: a wish that cannot be met is not signed. Who makes room rests before."""
-        plan_before = None if before is None else before.plan
-        others = {
-            each.id: Standing(each, self._up_s(each.id))
-            for each in live(self._house.deployments())
-            if each.is_wanted and each.id != wish.deployment
-        }
-        need = self._house.need_of
+    async def _deploy_found(self, order: Order, name: str, found: Checkpoint) -> dict[str, Any]:
+        """Wish for it under a new name, or change the wish that there is for it."""
+        known = self._of(found.model_id, found.weights_sha256)
+        wish = _new_wish(name, found) if known is None else known.wish
+        return await self._deploy(self._ordered(wish, order), known)
+
+    async def _deploy(self, wish: Wish, before: Deployment | None) -> dict[str, Any]:
+        row = await self._wish(wish, before)
+        self._call_for(wish.deployment)
+        return row
+
+    async def _planned(self, wish: Wish, plan_before: Plan | None) -> tuple[Wish, Plan]:
+        """A plan for it, and the wish in the format that was planned with. Raises NoRoute."""
+        need, others = self._house.need_of, self._others(wish)
         laid = await self._house.laid_out(wish, plan_before, {})
         freed_mb = room_of_others(wish, others.values(), need)
         if laid.refusal is not None and freed_mb:
@@ -187,7 +198,22 @@ class Deploying:
         if laid.quant:  # machines of several kinds would each take their own, and share no route
             wish = replace(wish, quant=laid.quant)
         machines = self._house.machines()
-        plan = make_plan(wish, "0" * 64, machines, plan_before, asked=True, laid=laid)
+        return wish, make_plan(wish, "0" * 64, machines, plan_before, asked=True, laid=laid)
+
+    def _others(self, wish: Wish) -> dict[str, Standing]:
+        """The other deployments that are wanted."""
+        return {
+            each.id: Standing(each, self._up_s(each.id))
+            for each in live(self._house.deployments())
+            if each.is_wanted and each.id != wish.deployment
+        }
+
+    async def _wish(self, wish: Wish, before: Deployment | None) -> dict[str, Any]:
+        """Plan first: a wish that cannot be met is not signed. Who makes room rests before."""
+        plan_before = None if before is None else before.plan
+        others = self._others(wish)
+        wish, plan = await self._planned(wish, plan_before)
+        need, machines = self._house.need_of, self._house.machines()
         change = self._change(wish, plan, before)
         going = to_rest(change, others.values(), machines, need)
         away = absences(change, others.values(), going, machines, need)
@@ -304,6 +330,10 @@ class Deploying:
             f"{model!r} is not deployed; {', '.join(known) or 'nothing'} is.",
             fix="See `hearthnet status`; `hearthnet deploy MODEL` brings one up.",
         )
+
+
+def _new_wish(name: str, found: Checkpoint) -> Wish:
+    return Wish(name, found.model_id, found.weights_sha256, found.total_layers, found.layers_mb)
 
 
 def _bad_layers(why: str) -> BadRequest:

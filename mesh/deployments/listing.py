@@ -17,6 +17,7 @@ from mesh.deployments.phases import Phase, PhaseProgress, Phases
 from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.wishes import Deployment, Replica, Span, Wish, merged
 from mesh.discovery.weights import HeldWeights
+from mesh.errors import MeshError
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
 
 _STATES = (Phase.FAILED, Phase.AWAY, Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
@@ -91,9 +92,22 @@ class DeploymentRows:
             "missing": missing,
             "epoch": None if plan is None else plan.epoch,
             "why": None if plan is None else plan.why or None,
+            "error": None,
             "by": names.get(deployment.author, deployment.author),
             "wished_at": datetime.fromtimestamp(deployment.wall_ms / 1000, UTC).isoformat(),
             "spans": spans,
+        }
+
+    def reading(
+        self, deployment: Deployment, far: PhaseProgress, error: MeshError | None
+    ) -> dict[str, Any]:
+        """The row of one that is still to be wished for: this node reads the model first."""
+        span = Span(self._seen.node, deployment.wish.whole)
+        name = self._seen.names().get(span.node, span.node)
+        return self.row(deployment) | {
+            "state": far.phase.value,
+            "error": None if error is None else error.to_dict(),
+            "spans": [_span_row(0, span, name, far)],
         }
 
     def is_on_its_way(self, deployment: Deployment) -> bool:
@@ -124,13 +138,8 @@ class DeploymentRows:
             now = now or _fetched(wish, span, self._seen.on_disk(span.node, wish.weights_sha256))
         if not deployment.is_wanted:
             now = PhaseProgress(Phase.RESTING)
-        return {
-            "replica": replica.number,
-            "node_id": span.node,
-            "node": names.get(span.node, span.node),
-            "layers": str(span.layers),
-            **(now or PhaseProgress(Phase.QUEUED)).row(),
-        }
+        now = now or PhaseProgress(Phase.QUEUED)
+        return _span_row(replica.number, span, names.get(span.node, span.node), now)
 
     def _level(self, deployment: Deployment) -> Level:
         """HOT while any of its layers is on a device, WARM while they are offered, else COLD."""
@@ -169,6 +178,16 @@ class DeploymentRows:
                 missing.append(str(LayerRange(start, layer)))
                 start = None
         return missing
+
+
+def _span_row(replica: int, span: Span, name: str, now: PhaseProgress) -> dict[str, Any]:
+    return {
+        "replica": replica,
+        "node_id": span.node,
+        "node": name,
+        "layers": str(span.layers),
+        **now.row(),
+    }
 
 
 def _fetched(wish: Wish, span: Span, there: HeldWeights | None) -> PhaseProgress:

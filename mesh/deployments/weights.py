@@ -27,7 +27,7 @@ OnProgress = Callable[[int, int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that can be deployed."""
+    """A checkpoint that can be deployed; its `weights_sha256` is '' until somebody has read it."""
 
     model_id: ModelId
     weights_sha256: str
@@ -41,7 +41,12 @@ class WeightsSource(Protocol):
     """Finds checkpoints and brings what is needed of them to this machine."""
 
     async def find(self, model: str) -> Checkpoint:
-        """What somebody means by a name or a directory. Raises ModelNotFound and BadCheckpoint."""
+        """What somebody means by a name or a directory, without fetching weights. Raises
+        ModelNotFound, BadCheckpoint, and UnsupportedFamily."""
+
+    async def read(self, model: str, on_progress: OnProgress) -> Checkpoint:
+        """The same with its hash, for which all of it is read where nobody knows it. Raises
+        MeshError; `on_progress` never lies."""
 
     async def ensure(
         self,
@@ -77,6 +82,10 @@ class LocalWeights:
                 held.model_id, held.weights_sha256, held.total_layers, held.context, held.layers_mb
             )
         return checkpoint(await asyncio.to_thread(self._manifest, model))
+
+    async def read(self, model: str, on_progress: OnProgress) -> Checkpoint:
+        """See `WeightsSource`: what is here was read when it was found."""
+        return await self.find(model)
 
     async def manifest(self, model: str) -> Manifest:
         """Of the checkpoint that `find` finds. Raises as that."""

@@ -158,12 +158,6 @@ def family_of(manifest: Manifest) -> Family:
             fix="Download the file again, from the same revision as the weights.",
         ) from error
     text = whole.get_text_config(decoder=True)
-    if (quantised := getattr(whole, "quantization_config", None)) is not None:
-        method = str(dict(quantised).get("quant_method", "in an unknown way"))[:40]
-        raise UnsupportedFamily(
-            f"The weights of {manifest.model_id} are stored quantised ({method}), and not read.",
-            fix="Use its original checkpoint, or a GGUF file of it.",
-        )
     reason = _refusal(whole, text)
     if reason:
         raise _unsupported(str(text.model_type), reason)

@@ -23,7 +23,8 @@ from mesh.models.gguf.contents import only_model, read_gguf
 from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.header import TensorEntry, read_header
 from mesh.models.hub_cache import checkpoint_name
-from mesh.models.partial import read_partial
+from mesh.models.partial import Partial, read_partial
+from mesh.models.quantised import require_unquantised
 from mesh.types import LayerRange, ModelId
 
 _INDEX = "model.safetensors.index.json"
@@ -115,25 +116,28 @@ class _Contents(NamedTuple):
 
 
 def read_manifest(
-    path: Path, *, model_id: ModelId | None = None, cache_dir: Path | None = None
+    path: Path,
+    *,
+    model_id: ModelId | None = None,
+    cache_dir: Path | None = None,
+    is_hashed: bool = True,
 ) -> Manifest:
     """Read the checkpoint that `path` is, a directory or a GGUF file; `model_id` is
     `checkpoint_name` unless given.
 
     Blocks: the first time it reads every byte of the weights, afterwards (with a `cache_dir`) only
-    the headers; of a partial checkpoint never more than those. Raises ModelNotFound when nothing is
+    the headers; of a partial checkpoint never more than those, nor of one that is not to be hashed,
+    whose `weights_sha256` is '' then. Raises ModelNotFound when nothing is
     there, BadCheckpoint when it cannot be used, with the file and the reason, and UnsupportedFamily
-    for a model that is not read from GGUF.
+    for weights that are stored quantised and for a model that is not read from GGUF.
     """
     directory, config, stored, has_tokenizer, eos_ids, gguf = _read(path)
     text = config.get("text_config") or config
     prefix, total_layers = _find_layers(directory, list(stored), text)
     partial = read_partial(directory) if gguf is None else None
     if partial is not None:
-        tensors, bytes_hashed = partial.mark(stored), 0
         model_id = model_id or ModelId(partial.record.model_id)
-    else:
-        tensors, bytes_hashed = hash_tensors(stored, cache_dir=cache_dir)
+    tensors, bytes_hashed = _hashed(stored, partial, cache_dir) if is_hashed else (stored, 0)
 
     def embedding() -> TensorEntry:
         return _largest_end(directory, tensors, prefix)
@@ -154,13 +158,22 @@ def read_manifest(
         layer_bytes=_layer_bytes(tensors, prefix, total_layers),
         ends_bytes=sum(e.nbytes for e in tensors.values() if _is_end(e.name, prefix)),
         tied=not any(map(is_head, tensors)),
-        weights_sha256=weights_sha256(tensors.values()),
+        weights_sha256=weights_sha256(tensors.values()) if is_hashed else "",
         has_tokenizer=has_tokenizer,
         eos_ids=eos_ids,
         bytes_hashed=bytes_hashed,
         cache_dir=cache_dir,
         gguf=gguf,
     )
+
+
+def _hashed(
+    stored: Mapping[str, TensorEntry], partial: Partial | None, cache_dir: Path | None
+) -> tuple[Mapping[str, TensorEntry], int]:
+    """With their hashes, and how many bytes were read for those."""
+    if partial is not None:
+        return partial.mark(stored), 0
+    return hash_tensors(stored, cache_dir=cache_dir)
 
 
 def looks_like_checkpoint(path: Path) -> bool:
@@ -184,6 +197,7 @@ def _read(path: Path) -> _Contents:
         if gguf is not None:
             return _read_gguf(gguf)
     config = _read_object(path / "config.json")
+    require_unquantised(config, checkpoint_name(path))
     text = config.get("text_config") or config
     has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_FILES)
     eos_ids = _eos_ids(path, config, text)

@@ -38,7 +38,18 @@ def create_partial(
 
     `small` are the other files. Does nothing where there is one already. Raises DiskFull.
     """
-    if (directory / RECORD).exists():
+    record_file = json.dumps(asdict(record)).encode()
+    create_sparse(directory, sparse, {**small, RECORD: record_file}, RECORD)
+
+
+def create_sparse(
+    directory: Path, sparse: Mapping[str, SparseFile], small: Mapping[str, bytes], mark: str
+) -> None:
+    """Make a directory of these files; all of it appears at once, or nothing.
+
+    Does nothing where there is one that has the file `mark`. Raises DiskFull.
+    """
+    if (directory / mark).exists():
         return
     # Beside the checkpoints, where nobody takes for one what a crash left behind.
     drafts = directory.parent / _DRAFTS
@@ -50,13 +61,12 @@ def create_partial(
             _write(draft / name, content)
         for name, file in sparse.items():
             _write(draft / name, file.header, size=file.size)
-        _write(draft / RECORD, json.dumps(asdict(record)).encode())
         _sync_directory(draft)
         with suppress(FileExistsError):
             draft.rename(directory)
         _sync_directory(directory.parent)
     except OSError as error:
-        if (directory / RECORD).exists():
+        if (directory / mark).exists():
             return  # somebody else was quicker
         raise refused_by_disk(directory, error) from error
     finally:

@@ -362,6 +362,7 @@ class DeploymentsHere:
 
     async def stop(self) -> None:
         """Follow it no more."""
+        await self.control.close()
         await self._replanner.stop()
         await self._sleeper.stop()
         await self.reconciler.stop()

@@ -64,8 +64,8 @@ class Estimates:
     def __init__(self, house: EstimateContext, weights: FetchedWeights) -> None:
         self._house = house
         self._weights = weights
-        self._shapes: dict[str, ModelShape] = {}
-        """By the weights' hash: of what was asked about last."""
+        self._shapes: dict[tuple[str, str], ModelShape] = {}
+        """By name and the weights' hash: of what was asked about last."""
 
     async def plan(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """See `PlanControl`. Raises ModelNotFound, BadCheckpoint, and BadRequest for nodes that
@@ -122,7 +122,7 @@ class Estimates:
     def need_mb(self, wish: Wish, layers: LayerRange) -> int | None:
         """What these layers take of this machine, caches and all, as a shard counts it before it
         loads; None while nobody has asked about the model."""
-        model = self._shapes.get(wish.weights_sha256)
+        model = self._shapes.get((wish.model_id, wish.weights_sha256))
         if model is None:
             return None
         own = [each for each in self.machines(model) if each.node_id == self._house.node]
@@ -148,8 +148,9 @@ class Estimates:
     async def _shape(self, name: str, context: int) -> ModelShape:
         manifest = await self._weights.manifest(name)
         shape = await asyncio.to_thread(shape_of, manifest, context)
-        self._shapes.pop(shape.weights_sha256, None)
-        self._shapes[shape.weights_sha256] = shape
+        key = shape.model_id, shape.weights_sha256
+        self._shapes.pop(key, None)
+        self._shapes[key] = shape
         if len(self._shapes) > _MAX_SHAPES:
             del self._shapes[next(iter(self._shapes))]
         return shape

@@ -37,20 +37,34 @@ class FetchedWeights:
     async def manifest(self, model: str) -> Manifest:
         """Of what somebody means by a name or a directory.
 
-        A repository of the hub whose hashes nobody knows is fetched. Raises as `find`.
+        Of a repository of the hub that nobody has read only the headers are fetched: its manifest
+        is not hashed. Raises as `find`.
         """
         try:
             return await self._local.manifest(model)
         except ModelNotFound:
             known = self._weights.known(model)
             fetcher = self._weights.fetcher
-            if known is not None:
-                directory = await fetcher.ensure(*known, (), ends=False)
-            elif "/" in model and REPOSITORY.fullmatch(model) is not None:
-                directory = await fetcher.pull(model, (), ends=False)
-            else:
+            if known is None and "/" in model and REPOSITORY.fullmatch(model) is not None:
+                headers = await fetcher.headers(model)
+                return await asyncio.to_thread(read_manifest, headers, is_hashed=False)
+            if known is None:
                 raise
+            directory = await fetcher.ensure(*known, (), ends=False)
         return await asyncio.to_thread(read_manifest, directory, cache_dir=self._cache_dir)
+
+    async def read(self, model: str, on_progress: OnProgress) -> Checkpoint:
+        """See `WeightsSource`."""
+        found = await self.find(model)
+        if found.weights_sha256:
+            return found
+        telling = spawn(self._tell(model, "", on_progress), f"progress of {model}")
+        try:
+            directory = await self._weights.fetcher.pull(model, (), ends=False)
+        finally:
+            await end([telling])
+        manifest = await asyncio.to_thread(read_manifest, directory, cache_dir=self._cache_dir)
+        return checkpoint(manifest)
 
     async def ensure(
         self,
@@ -67,7 +81,9 @@ class FetchedWeights:
                 return directory
         except ModelNotFound:
             pass
-        telling = spawn(self._tell(weights_sha256, on_progress), f"progress of {model_id}")
+        telling = spawn(
+            self._tell(model_id, weights_sha256, on_progress), f"progress of {model_id}"
+        )
         try:
             return await self._weights.fetcher.ensure(model_id, weights_sha256, layers)
         finally:
@@ -78,10 +94,12 @@ class FetchedWeights:
         names = wanted_tensors(manifest, layers, ends=True)
         return all(manifest.tensors[name].present for name in names)
 
-    async def _tell(self, weights_sha256: str, on_progress: OnProgress) -> None:
+    async def _tell(self, model: str, weights_sha256: str, on_progress: OnProgress) -> None:
+        """`weights_sha256` is '' of what is read for its hash."""
         while True:
             for transfer in self._weights.fetcher.transfers:
-                if transfer.weights_sha256 == weights_sha256 and transfer.total_bytes:
+                which = (transfer.model_id, transfer.weights_sha256)
+                if which == (model, weights_sha256) and transfer.total_bytes:
                     far = (transfer.done_bytes, transfer.total_bytes, transfer.bytes_per_s)
                     on_progress(*far)
             await asyncio.sleep(_LOOK_S)

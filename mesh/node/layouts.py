@@ -24,7 +24,8 @@ from mesh.routing.machines import ITEMSIZE
 from mesh.types import LayerRange, NodeId, ShardId
 
 LAYOUT_S = 20.0
-"""A checkpoint that is looked at for the first time is read whole; that is not waited for."""
+"""A checkpoint of this disk that is looked at for the first time is read whole; that is not waited
+for."""
 
 logger = logging.getLogger(__name__)
 

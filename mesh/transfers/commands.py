@@ -111,6 +111,14 @@ class PullRepository(ProcessMessage, frozen=True):
     drop: bool = False
 
 
+class FetchHeaders(ProcessMessage, frozen=True):
+    """Have config and headers of a repository of the hub in the cache, see `hub_files`."""
+
+    id: str
+    repository: str
+    hub: HubSettings
+
+
 class Peers(ProcessMessage, frozen=True):
     """All that other nodes advertise now; replaces what was said before. `neighbours` counts the
     nodes that are up, whether they have anything or not."""

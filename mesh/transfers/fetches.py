@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mesh.errors import Busy, MeshError
+from mesh.errors import Busy, MeshError, UnsupportedFamily
 from mesh.models.manifest import read_manifest
 from mesh.models.partial import RECORD, partial_directory, read_record
 from mesh.processes.tasks import end, spawn
@@ -178,6 +178,8 @@ class Fetches:
                 try:
                     files = agreed_files(having)
                     await prepare(directory, sha256, peer, self._dial, files)
+                except UnsupportedFamily:
+                    raise  # no other peer's are of use
                 except MeshError as error:
                     errors[peer.node_name] = error.message
                     logger.info("peer=%s does not say: %s", peer.node_name, error)

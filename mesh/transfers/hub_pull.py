@@ -14,35 +14,26 @@ import json
 import logging
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from mesh import codec
-from mesh.codec import Fault
-from mesh.errors import BadCheckpoint, DiskFull, TransferFailed
+from mesh.errors import DiskFull, TransferFailed
 from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.manifest import read_tensors
 from mesh.models.partial import JOURNAL, RECORD, PartialRecord, partial_directory
 from mesh.models.partial_draft import refused_by_disk
 from mesh.models.partial_writer import lock_directory
-from mesh.transfers.documents import SMALL_FILES
 from mesh.transfers.hub import Hub, HubFile, Repository
+from mesh.transfers.hub_files import read_small, weights_files, write_small
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
 
 logger = logging.getLogger(__name__)
 
 _STAGING = ".hub"
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _TRIES = 2
 _SPARE_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Index:
-    weight_map: dict[str, str]
 
 
 class HubPull:
@@ -67,14 +58,16 @@ class HubPull:
     async def run(self) -> Path:
         """The directory of the checkpoint, once it is complete.
 
-        Raises BadCheckpoint for a repository without safetensors, DiskFull, TransferFailed for
-        bytes that are wrong twice, Busy while another process of this user does it, and what the
-        hub raises.
+        Raises BadCheckpoint for a repository without safetensors, UnsupportedFamily for one whose
+        weights are stored quantised, DiskFull, TransferFailed for bytes that are wrong twice, Busy
+        while another process of this user does it, and what the hub raises.
         """
+        small = await read_small(self._hub, self._repository)
+        weights = weights_files(self._repository, small)
         await asyncio.to_thread(_make, self.staging)
         lock = await asyncio.to_thread(lock_directory, self.staging)
         try:
-            weights = await self._small_files()
+            await asyncio.to_thread(write_small, self.staging, small)
             meter = self._meter
             meter.total = sum(file.length for file in weights)
             meter.done = await asyncio.to_thread(self._here, weights)
@@ -84,26 +77,6 @@ class HubPull:
             return await asyncio.to_thread(self._finish)
         finally:
             os.close(lock)
-
-    async def _small_files(self) -> list[HubFile]:
-        """Fetch those, and name the weights files."""
-        files = self._repository.files
-        for name in sorted(SMALL_FILES & files.keys()):
-            content = await self._hub.read(self._repository, name, 0, files[name].length)
-            files[name].check(content)
-            await asyncio.to_thread(_write, self.staging / name, content)
-        if _INDEX in files:
-            index = await asyncio.to_thread(_index, self.staging / _INDEX)
-            names = sorted(set(index.weight_map.values()))
-        else:
-            names = [_SINGLE]
-        lacking = [name for name in names if name not in files or files[name].lfs is None]
-        if lacking:
-            raise BadCheckpoint(
-                f"{self._repository.id} has no {lacking[0]}: its weights are not safetensors.",
-                fix="Use a repository that has them; pickles run code when they are loaded.",
-            )
-        return [files[name] for name in names]
 
     def _here(self, weights: list[HubFile]) -> int:
         found = [self.staging / file.rfilename for file in weights]
@@ -164,8 +137,8 @@ class HubPull:
         if (directory / RECORD).exists():  # a part of it came from a neighbour before
             shutil.rmtree(directory)
         facts = "".join(f"c {index}\n" for index in range(len(names)))
-        _write(self.staging / JOURNAL, facts.encode())
-        _write(self.staging / RECORD, json.dumps(asdict(record)).encode())
+        write_small(self.staging, {JOURNAL: facts.encode()})
+        write_small(self.staging, {RECORD: json.dumps(asdict(record)).encode()})
         self.staging.rename(directory)
         return directory
 
@@ -188,23 +161,6 @@ def _require_room(directory: Path, need: int) -> None:
             f"{directory} needs {need / 1e6:.0f} MB; the disk has {free / 1e6:.0f} MB free.",
             fix="Free some room, or remove models with `hearthnet rm`.",
         )
-
-
-def _index(file: Path) -> _Index:
-    try:
-        return codec.read_file(file, _Index, 64 << 20)
-    except Fault as fault:
-        raise BadCheckpoint(f"{file.name} is unusable: {fault.why}.", fix="Use another.") from fault
-
-
-def _write(file: Path, content: bytes) -> None:
-    try:
-        with file.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        raise refused_by_disk(file.parent, error) from error
 
 
 def _append(fd: int, chunk: bytes, digest: hashlib._Hash) -> None:

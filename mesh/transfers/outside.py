@@ -19,10 +19,17 @@ from mesh.errors import MeshError
 from mesh.models.manifest import read_tensors
 from mesh.models.partial import read_record
 from mesh.models.partial_writer import PartialWriter
-from mesh.transfers.commands import Ensure, PeerHolding, PullRepository, Transfer
+from mesh.transfers.commands import (
+    Ensure,
+    FetchHeaders,
+    PeerHolding,
+    PullRepository,
+    Transfer,
+)
 from mesh.transfers.fetches import Fetches, kept_in
 from mesh.transfers.fetching import Fetch, WantedLayers
 from mesh.transfers.hub import Hub, HubSource, Repository, parse_origin
+from mesh.transfers.hub_files import fetch_headers
 from mesh.transfers.hub_pull import HubPull
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
@@ -113,6 +120,14 @@ class Outside:
                 await self._fetches.news(_LOOK_S)
         finally:
             del self._running[order.id]
+            await hub.close()
+
+    async def headers(self, order: FetchHeaders, cache_dir: Path) -> Path:
+        """The directory with the headers of a repository, see `fetch_headers`. Raises MeshError."""
+        hub = Hub(order.hub)
+        try:
+            return await fetch_headers(hub, await hub.repository(order.repository), cache_dir)
+        finally:
             await hub.close()
 
     async def feed(self, order: Ensure, fetch: Fetch) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mesh.errors import BadCheckpoint, MeshError, TransferFailed
+from mesh.errors import BadCheckpoint, MeshError, TransferFailed, UnsupportedFamily
 from mesh.models.manifest import read_manifest
 from mesh.models.partial import PartialRecord
 from mesh.models.partial_draft import SparseFile, create_partial
@@ -62,7 +62,8 @@ async def prepare(
     """Make the partial checkpoint, without a tensor, from what this peer says of it.
 
     Raises BadCheckpoint for what is not the checkpoint, or has another `files_sha256` than this
-    (see `agreed_files`), and what the link raises.
+    (see `agreed_files`), UnsupportedFamily for weights that are stored quantised, and what the link
+    raises.
     """
     link = await dial(peer)
     try:
@@ -92,7 +93,7 @@ def _create(
     create_partial(directory, record, sparse, small)
     try:
         read_manifest(directory)
-    except BadCheckpoint:
+    except (BadCheckpoint, UnsupportedFamily):
         shutil.rmtree(directory, ignore_errors=True)  # else it would be taken for what it is not
         raise
 

@@ -43,6 +43,7 @@ from mesh.transfers.commands import (
     Ensure,
     FetcherDone,
     FetcherListening,
+    FetchHeaders,
     Holds,
     Idle,
     LocalCheckpoint,
@@ -104,6 +105,7 @@ class FetcherProcess(Worker):
             StartFetcher: self._begin,
             Ensure: self._ensure,
             PullRepository: self._pull,
+            FetchHeaders: self._read_headers,
             Peers: self._hear,
             MakeWay: lambda command: self._share.make_way(command.is_on),
             ServeCheckpoint: self._offer,
@@ -177,6 +179,12 @@ class FetcherProcess(Worker):
             self._refuse(order.id, BadRequest("The fetcher has not started.", fix="Wait."))
         else:
             self._obey(order.id, self._outside.pull(order))
+
+    def _read_headers(self, order: FetchHeaders) -> None:
+        if self._outside is None or self._start_command is None:
+            self._refuse(order.id, BadRequest("The fetcher has not started.", fix="Wait."))
+        else:
+            self._obey(order.id, self._outside.headers(order, self._start_command.cache_dir))
 
     def _hear(self, command: Peers) -> None:
         self._peers = command

@@ -24,6 +24,7 @@ from mesh.transfers.commands import (
     Ensure,
     FetcherDone,
     FetcherListening,
+    FetchHeaders,
     Holds,
     Idle,
     Lied,
@@ -121,6 +122,15 @@ class FetcherSupervisor(RestingSupervisor):
         return await self._order(
             lambda name: PullRepository(name, repository, revision, spans, ends, hub, drop)
         )
+
+    async def headers(self, repository: str) -> Path:
+        """A directory with the config of a repository of the hub and its weights' headers, and no
+        weights: for a manifest that is not hashed.
+
+        Raises HubRefused, ModelNotFound, BadCheckpoint, UnsupportedFamily, and TransferFailed.
+        """
+        hub = await asyncio.to_thread(self._hub)
+        return await self._order(lambda name: FetchHeaders(name, repository, hub))
 
     async def remove(self, directory: Path) -> None:
         """Delete a checkpoint that was fetched. Raises ModelInUse, ModelNotFound."""

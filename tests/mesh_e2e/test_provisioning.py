@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from tests.mesh_e2e.test_deployments import (
     peers,
     ready,
     row,
+    rows,
     until,
 )
 from tests.transfers.hub_standin import HubStandin
@@ -81,3 +84,56 @@ def test_run_brings_up_what_only_the_hub_has_and_each_byte_of_it_comes_once(
         assert facts["token_ids"] == hugging_face(checkpoint, prompt, 4)[0]
         # A header is asked for before the file is.
         assert weights.stat().st_size <= hub.sent[weights.name] < 1.1 * weights.stat().st_size
+
+
+def test_a_model_of_the_hub_is_estimated_unread_and_then_read_in_sight(
+    own_node: StartNode, tmp_path: Path
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "toy", "llama", layers=LAYERS, hidden=256, vocab=9000)
+    weights = checkpoint / "model.safetensors"
+    size = weights.stat().st_size
+    with HubStandin(checkpoint) as hub:
+        node = own_node("attic", environment={"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"})
+        node.wait_up()
+        estimated = hearthnet("deploy", "org/toy", "--estimate", "--json", node=node)
+        assert estimated.returncode == 0, estimated.stderr
+        plan = json.loads(estimated.stdout)
+        assert (plan["model_id"], plan["total_layers"]) == ("org/toy", LAYERS)
+        assert 0 < hub.sent[weights.name] < 20_000  # a header
+
+        hub.mischief.suffix, hub.mischief.bytes_per_s = weights.suffix, size / 300
+        begin = time.monotonic()
+        asked = node.post("/mesh/v1/deployments", {"model": "org/toy"})
+        assert time.monotonic() - begin < 10  # all of it would take 300 s
+        assert (asked.status_code, asked.json()["state"]) == (202, "PROVISIONING")
+        until(lambda: row(node)["spans"][0]["done_bytes"] > 0, "it is being read", node)
+        assert hearthnet("evict", "org/toy", node=node).returncode == 0
+        assert rows(node) == []
+
+        hub.mischief.bytes_per_s = size / 6
+        deployed = hearthnet("deploy", "org/toy", "--wait", node=node)
+        assert deployed.returncode == 0, deployed.stderr
+        said = [int(part) for part in re.findall(r"is fetched, (\d+) %", deployed.stderr)]
+        assert said == sorted(said)
+        assert len(set(said) & set(range(1, 100))) >= 4
+        ready(node)
+        assert row(node)["deployment"] == deployed.stdout.partition("(")[2].partition(")")[0]
+
+
+def test_what_the_hub_cannot_give_is_said_where_it_was_asked_for(
+    own_node: StartNode, tmp_path: Path
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "toy", "llama", layers=2, hidden=256, vocab=9000)
+    with HubStandin(checkpoint) as hub:
+        node = own_node("attic", environment={"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"})
+        node.wait_up()
+        hub.mischief.wrong = 99
+        ran = hearthnet("run", "org/toy", "The kettle", node=node)
+        assert ran.returncode != 0
+        assert "transfer_failed" in ran.stderr
+        assert "other bytes than the hub says" in ran.stderr
+        assert (row(node)["state"], row(node)["error"]["code"]) == ("FAILED", "transfer_failed")
+        hub.mischief.wrong = 0
+        deployed = hearthnet("deploy", "org/toy", "--wait", node=node)
+        assert deployed.returncode == 0, deployed.stderr
+        ready(node)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,23 +19,60 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
-COMMIT = "c0ffee" * 6 + "abcd"
+WEIGHTS = (".safetensors", ".gguf")
+SLOW_STEP_S = 0.05
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 
 @dataclass
 class Mischief:
-    """What goes wrong; each count is one less each time."""
+    """What goes wrong; each count is one less each time.
+
+    What files meet with, those meet with whose names end so (`suffix`); with '' the listing, too.
+    """
 
     token: str = ""
     """Who does not show it is refused."""
+    suffix: str = ""
     throttled: int = 0
+    """Answers that are 429, with this header, once so many bytes of the file were given."""
+    retry_after: str = "1"
+    throttled_after_bytes: int = 0
     cut: int = 0
     """Answers that end after half of their bytes."""
     wrong: int = 0
-    """Answers of weights whose first byte is another one."""
+    """Answers of weights whose last byte is another one."""
+    bytes_per_s: float = 0.0
+    """No answer is given faster; 0: as fast as it goes."""
     knows_ranges: bool = True
     gated: bool = False
+
+    def throttles(self, name: str, given: int) -> bool:
+        """Whether this request for a file is one to be made later."""
+        if not self.throttled or not name.endswith(self.suffix):
+            return False
+        if given < self.throttled_after_bytes:
+            return False
+        self.throttled -= 1
+        return True
+
+    def cuts(self, name: str) -> bool:
+        """Whether this answer ends early."""
+        if not self.cut or not name.endswith(self.suffix):
+            return False
+        self.cut -= 1
+        return True
+
+
+@dataclass(frozen=True)
+class Given:
+    """An answer about a file: when it began, as `time.monotonic` has it, and what was asked."""
+
+    at: float
+    name: str
+    status: int
+    start: int
+    stop: int
 
 
 @dataclass
@@ -47,6 +85,8 @@ class HubStandin:
     """Bytes given of each file."""
     asked: Counter[str] = field(default_factory=Counter)
     """Requests by kind: ``api``, ``resolve``, ``bytes``."""
+    given: list[Given] = field(default_factory=list)
+    """Every answer of bytes, or that there are none now."""
     host: str = "127.0.0.1"
 
     def __enter__(self) -> Self:
@@ -82,13 +122,21 @@ class HubStandin:
         """For HF_ENDPOINT."""
         return f"http://{self.host}:{self._server.server_address[1]}"
 
+    @property
+    def commit(self) -> str:
+        """Another one whenever a file is."""
+        files = [(each.name, each.stat()) for each in sorted(self.directory.iterdir())]
+        said = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
+        return hashlib.sha1(repr(said).encode()).hexdigest()  # noqa: S324 - as long as git's
+
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         """One request, as the hub would or as its mischief has it."""
         path = unquote(urlsplit(request.path).path)
         mischief = self.mischief
-        if mischief.throttled > 0:
-            mischief.throttled -= 1
-            _plain(request, 429, b"slow down", {"Retry-After": "1"})
+        name = path.rpartition("/")[2]
+        if mischief.throttles(name, self.sent[name]):
+            self.given.append(Given(time.monotonic(), name, 429, 0, 0))
+            _plain(request, 429, b"slow down", {"Retry-After": mischief.retry_after})
         elif mischief.token and request.headers.get("Authorization") != f"Bearer {mischief.token}":
             if path.startswith("/bytes/"):
                 self._give(request, path.removeprefix("/bytes/"))  # signed by its address
@@ -98,9 +146,8 @@ class HubStandin:
         elif path.startswith("/api/models/org/toy/revision/"):
             self.asked["api"] += 1
             _plain(request, 200, json.dumps(self._listing()).encode())
-        elif path.startswith(f"/org/toy/resolve/{COMMIT}/"):
+        elif path.startswith(f"/org/toy/resolve/{self.commit}/"):
             self.asked["resolve"] += 1
-            name = path.rpartition("/")[2]
             _plain(request, 302, b"", {"Location": f"{self.url}/bytes/{name}"})
         elif path.startswith("/bytes/"):
             self._give(request, path.removeprefix("/bytes/"))
@@ -115,11 +162,11 @@ class HubStandin:
             entry: dict[str, Any] = {
                 "rfilename": file.name, "size": len(content), "blobId": blob,
             }  # fmt: skip
-            if file.suffix == ".safetensors":
+            if file.suffix in WEIGHTS:
                 sha256 = hashlib.sha256(content).hexdigest()
                 entry["lfs"] = {"sha256": sha256, "size": len(content), "pointerSize": 135}
             siblings.append(entry)
-        return {"id": "org/toy", "sha": COMMIT, "siblings": siblings, "private": False}
+        return {"id": "org/toy", "sha": self.commit, "siblings": siblings, "private": False}
 
     def _give(self, request: BaseHTTPRequestHandler, name: str) -> None:
         self.asked["bytes"] += 1
@@ -133,23 +180,33 @@ class HubStandin:
         if found is not None and mischief.knows_ranges:
             start, stop, status = int(found[1]), min(int(found[2]) + 1, stop), 206
         body = bytearray(content[start:stop])
-        if mischief.wrong > 0 and file.suffix == ".safetensors" and len(body) > 10_000:
+        if mischief.wrong > 0 and file.suffix in WEIGHTS and len(body) > 10_000:
             mischief.wrong -= 1
             body[-1] ^= 1
+        self.given.append(Given(time.monotonic(), name, status, start, stop))
         request.send_response(status)
         request.send_header("Content-Length", str(len(body)))
         if status == 206:
             request.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
         request.end_headers()
-        if mischief.cut > 0 and len(body) > 1:
-            mischief.cut -= 1
+        if len(body) > 1 and mischief.cuts(name):
             body = body[: len(body) // 2]
             request.close_connection = True
         try:
-            request.wfile.write(body)
-            self.sent[name] += len(body)
+            self._send(request, name, memoryview(body))
         except OSError:
             request.close_connection = True
+
+    def _send(self, request: BaseHTTPRequestHandler, name: str, body: memoryview) -> None:
+        rate = self.mischief.bytes_per_s
+        step = max(1, int(rate * SLOW_STEP_S)) if rate else len(body) or 1
+        begin = time.monotonic()
+        for place in range(0, len(body), step):
+            if rate:
+                time.sleep(max(0.0, begin + place / rate - time.monotonic()))
+            chunk = body[place : place + step]
+            request.wfile.write(chunk)
+            self.sent[name] += len(chunk)
 
 
 def _plain(

@@ -17,7 +17,7 @@ from mesh.transfers.hub import HubSettings
 from mesh.types import LayerRange
 from tests.checkpoints import make_checkpoint
 from tests.transfers.house import MODEL, Fetcher, House, house, up
-from tests.transfers.hub_standin import COMMIT, HubStandin
+from tests.transfers.hub_standin import HubStandin
 from tests.transfers.test_fetcher import progress, right, weights_bytes
 
 
@@ -59,7 +59,7 @@ async def test_it_is_read_once_for_the_whole_house(
             assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
             record = await asyncio.to_thread(read_record, directory)
             assert record.weights_sha256 == whole.weights_sha256
-            assert record.origin == f"org/toy@{COMMIT}"
+            assert record.origin == f"org/toy@{hub.commit}"
         part = await three.supervisor.pull("org/toy", [LayerRange(2, 4)], ends=False)
         names = {entry.name for entry in whole.layer_tensors(LayerRange(2, 4))}
         assert await asyncio.to_thread(right, part, whole) == names
@@ -92,6 +92,32 @@ async def test_what_no_neighbour_kept_comes_by_ranges(
         gossip.cancel()
 
 
+async def test_wrong_bytes_of_a_range_are_refused_and_not_kept(
+    tmp_path: Path, whole: Manifest, hub: HubStandin
+) -> None:
+    async with house(tmp_path, "one", "two") as made:
+        made.hub = HubSettings(hub.url)
+        one, two = made.start("one"), made.start("two", patience_s=8.0)
+        await up(one, two)
+        gossip = asyncio.create_task(keep_introducing(made))
+        await one.supervisor.pull("org/toy", [LayerRange(0, 4)], drop=True)
+        hub.mischief.wrong = 10**6
+        with pytest.raises(TransferFailed, match="No node that is up has"):
+            await two.supervisor.pull("org/toy", [LayerRange(4, 6)], ends=False)
+        (directory,) = await asyncio.to_thread(lambda: list((made.root / "two/models").glob("*@*")))
+        kept = await asyncio.to_thread(right, directory, whole)
+        assert not kept & {
+            e.name for e in whole.layer_tensors(LayerRange(4, 6)) if e.nbytes > 10_000
+        }
+        ((kind, fields), *_) = two.events
+        assert (kind, fields["name"]) == ("weights_lied", "hub")
+        hub.mischief.wrong = 0
+        await two.supervisor.pull("org/toy", [LayerRange(4, 6)], ends=False)
+        kept = await asyncio.to_thread(right, directory, whole)
+        assert kept >= {e.name for e in whole.layer_tensors(LayerRange(4, 6))}
+        gossip.cancel()
+
+
 async def pulled(
     tmp_path: Path, whole: Manifest, hub: HubStandin, token: str | None = None
 ) -> Fetcher:
@@ -105,9 +131,47 @@ async def pulled(
 
 
 async def test_it_is_patient(tmp_path: Path, whole: Manifest, hub: HubStandin) -> None:
+    """With the listing and the small files."""
     hub.mischief.throttled = 2
     hub.mischief.cut = 3
     await pulled(tmp_path, whole, hub)
+
+
+async def test_weights_go_on_when_the_hub_says_and_where_they_broke_off(
+    tmp_path: Path, whole: Manifest, hub: HubStandin
+) -> None:
+    hub.mischief.suffix = ".safetensors"
+    hub.mischief.cut, hub.mischief.throttled = 2, 1
+    hub.mischief.throttled_after_bytes, hub.mischief.retry_after = 1, "3"
+    await pulled(tmp_path, whole, hub)
+    answers = [each for each in hub.given if each.name == "model.safetensors"]
+    assert [each.status for each in answers] == [206, 429, 206, 206]
+    assert answers[2].at - answers[1].at >= 2.9
+    size = await asyncio.to_thread(lambda: (whole.directory / "model.safetensors").stat().st_size)
+    # What came before it broke off is not asked for again: no byte is given twice.
+    assert hub.sent["model.safetensors"] == size
+    assert [each.start for each in answers if each.status == 206] == [
+        0, size // 2, size // 2 + (size - size // 2) // 2
+    ]  # fmt: skip
+
+
+async def test_a_slow_hub_is_said_to_be_as_slow_as_it_is(
+    tmp_path: Path, whole: Manifest, hub: HubStandin
+) -> None:
+    rate = hub.mischief.bytes_per_s = 2e6
+    hub.mischief.suffix = ".safetensors"
+    async with house(tmp_path, "one") as made:
+        made.hub = HubSettings(hub.url)
+        one = made.start("one")
+        await up(one)
+        pull = asyncio.create_task(one.supervisor.pull("org/toy"))
+        await progress(one, 3.5 * rate / weights_bytes(whole))
+        (row,) = one.supervisor.transfers
+        assert row.bytes_per_s == pytest.approx(rate, rel=0.3)
+        assert row.eta_s == pytest.approx((row.total_bytes - row.done_bytes) / rate, rel=0.4)
+        pull.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pull
 
 
 async def test_without_ranges_it_goes_on_all_the_same(

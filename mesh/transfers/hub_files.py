@@ -1,0 +1,131 @@
+"""The small files of a repository of the hub, and which of its files are the weights.
+
+Whatever speaks against a repository is found here, before a byte of its weights is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mesh import codec
+from mesh.codec import Fault
+from mesh.errors import BadCheckpoint
+from mesh.models.header import MAX_HEADER_BYTES
+from mesh.models.partial_draft import SparseFile, create_sparse, refused_by_disk
+from mesh.models.quantised import require_unquantised
+from mesh.transfers.documents import SMALL_FILES
+from mesh.transfers.hub import Hub, HubFile, Repository
+
+_CONFIG = "config.json"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_FOR_PLANS = frozenset({_CONFIG, "generation_config.json", _INDEX})
+_AT_ONCE = 8
+"""Headers that are asked for at the same time."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    weight_map: dict[str, str]
+
+
+async def read_small(
+    hub: Hub, repository: Repository, names: Collection[str] = SMALL_FILES
+) -> dict[str, bytes]:
+    """Those of the small files of these names that there are, config first.
+
+    Raises UnsupportedFamily for weights that are stored quantised, TransferFailed for bytes that
+    are not the file's, and what the hub raises.
+    """
+    files = repository.files
+    found: dict[str, bytes] = {}
+    for name in sorted(names & files.keys(), key=lambda name: (name != _CONFIG, name)):
+        content = found[name] = await hub.read(repository, name, 0, files[name].length)
+        files[name].check(content)
+        if name == _CONFIG:
+            require_unquantised(_parsed(name, content, dict[str, Any]), repository.id)
+    return found
+
+
+def weights_files(repository: Repository, small: dict[str, bytes]) -> list[HubFile]:
+    """The files that hold the weights. Raises BadCheckpoint for those that are not safetensors."""
+    files = repository.files
+    if _INDEX in small:
+        index = _parsed(_INDEX, small[_INDEX], _Index)
+        names = sorted(set(index.weight_map.values()))
+    else:
+        names = [_SINGLE]
+    lacking = [
+        name
+        for name in names
+        if name not in files or files[name].lfs is None or Path(name).name != name
+    ]
+    if lacking:
+        raise BadCheckpoint(
+            f"{repository.id} has no {lacking[0]}: its weights are not safetensors.",
+            fix="Use a repository that has them; pickles run code when they are loaded.",
+        )
+    return [files[name] for name in names]
+
+
+async def fetch_headers(hub: Hub, repository: Repository, cache_dir: Path) -> Path:
+    """A directory with config, index and the headers of the weights' files, and no weights.
+
+    Enough for a manifest that is not hashed, and so for a plan. Its path is that of a snapshot of
+    the hub, which tells the model's name; a commit never changes, so it is kept. Raises as
+    `read_small` and `weights_files`, DiskFull, and BadCheckpoint for what is no header.
+    """
+    folder = f"models--{repository.id.replace('/', '--')}"
+    directory = cache_dir / "hub-headers" / folder / "snapshots" / repository.sha
+    if (directory / _CONFIG).exists():
+        return directory
+    small = await read_small(hub, repository, _FOR_PLANS)
+    files = weights_files(repository, small)
+    room = asyncio.Semaphore(_AT_ONCE)
+
+    async def header(file: HubFile) -> SparseFile:
+        async with room:
+            return await _header(hub, repository, file)
+
+    headers = await asyncio.gather(*map(header, files))
+    sparse = {file.rfilename: head for file, head in zip(files, headers, strict=True)}
+    await asyncio.to_thread(create_sparse, directory, sparse, small, _CONFIG)
+    return directory
+
+
+async def _header(hub: Hub, repository: Repository, file: HubFile) -> SparseFile:
+    name, size = file.rfilename, file.length
+    length = await hub.read(repository, name, 0, min(8, size))
+    end = 8 + int.from_bytes(length, "little")
+    if end > min(size, 8 + MAX_HEADER_BYTES):
+        raise BadCheckpoint(
+            f"{name} of {repository.id} does not begin as a safetensors file does.",
+            fix="Use another repository.",
+        )
+    return SparseFile(length + await hub.read(repository, name, 8, end), size)
+
+
+def write_small(directory: Path, small: dict[str, bytes]) -> None:
+    """Put them there, safely on the disk. Blocks. Raises DiskFull."""
+    try:
+        for name, content in small.items():
+            with (directory / name).open("wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+    except OSError as error:
+        raise refused_by_disk(directory, error) from error
+
+
+def _parsed(name: str, content: bytes, form: type[T]) -> T:
+    try:
+        return codec.convert(codec.parse_json(content), form)
+    except Fault as fault:
+        raise BadCheckpoint(f"{name} is unusable: {fault.why}.", fix="Use another.") from fault
