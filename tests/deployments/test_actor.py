@@ -12,7 +12,7 @@ from mesh.deployments.actor import Reconciler, ReconcilerHooks
 from mesh.deployments.formats import LoadedFormat
 from mesh.deployments.phases import Phase
 from mesh.deployments.reconcile import OwnShard, ServedShard
-from mesh.deployments.weights import Checkpoint, LocalWeights
+from mesh.deployments.weights import Checkpoint, LocalWeights, OnProgress
 from mesh.deployments.wishes import Deployment, Plan, Quant, Replica, Span, Wish
 from mesh.errors import MeshError
 from mesh.models.builtin import checkpoint_dir
@@ -66,7 +66,9 @@ class World:
     async def ask_no_more(self, model_id: ModelId, *, forget: bool) -> None:
         self.models = []
 
-    async def serve(self, deployment: Deployment, layers: LayerRange) -> None:
+    async def serve(
+        self, deployment: Deployment, layers: LayerRange, on_progress: OnProgress
+    ) -> None:
         wish = deployment.wish
         name, quant = shard_id(wish.model_id, layers), wish.quant or self.own_quant
         self.has[name] = OwnShard(
