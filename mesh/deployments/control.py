@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from mesh.deployments.formats import is_as_wished
 from mesh.deployments.listing import DeploymentRows, DeploymentsSeen
-from mesh.deployments.phases import Phases
 from mesh.deployments.placement import AvailableNode, Laid, make_plan
 from mesh.deployments.reading import ReadingModels
 from mesh.deployments.reconcile import ServedShard
@@ -67,13 +66,13 @@ class DeployingNode(DeploymentsSeen, Protocol):
 
 
 class Deploying:
-    """The verbs. `phases` are how far this node's own spans are."""
+    """The verbs."""
 
     def __init__(
         self,
         house: DeployingNode,
         weights: WeightsSource,
-        phases: Phases,
+        rows: DeploymentRows,
         call_for: Callable[[str], None],
         up_s: Callable[[str], float],
     ) -> None:
@@ -81,7 +80,7 @@ class Deploying:
         long one has been up."""
         self._house = house
         self._weights = weights
-        rows = self._rows = DeploymentRows(house, phases)
+        self._rows = rows
         self._reading = ReadingModels(weights, rows, house.node)
         self._call_for = call_for
         self._up_s = up_s

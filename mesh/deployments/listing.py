@@ -14,11 +14,12 @@ from typing import Any, Protocol
 from mesh.deployments.formats import is_as_wished
 from mesh.deployments.levels import Level
 from mesh.deployments.phases import Phase, PhaseProgress, Phases
+from mesh.deployments.placement import uncovered
 from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.wishes import Deployment, Replica, Span, Wish, merged
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import MeshError
-from mesh.types import LayerRange, ModelId, NodeId, ShardId
+from mesh.types import ModelId, NodeId, ShardId
 
 _STATES = (Phase.FAILED, Phase.AWAY, Phase.PROVISIONING, Phase.DEPLOYING, Phase.QUEUED)
 """What a deployment is said to be in when its spans are in several, most telling first."""
@@ -163,21 +164,12 @@ class DeploymentRows:
 
     def _missing(self, deployment: Deployment) -> list[str]:
         wish = deployment.wish
-        covered = {
-            layer
+        served = [
+            each.layers
             for each in self._here()
             if (each.model_id, each.weights_sha256) == (wish.model_id, wish.weights_sha256)
-            for layer in range(each.layers.start, each.layers.stop)
-        }
-        missing, start = [], None
-        for layer in range(wish.total_layers + 1):
-            lacks = layer < wish.total_layers and layer not in covered
-            if lacks and start is None:
-                start = layer
-            if not lacks and start is not None:
-                missing.append(str(LayerRange(start, layer)))
-                start = None
-        return missing
+        ]
+        return [str(layers) for layers in uncovered(wish.whole, served)]
 
 
 def _span_row(replica: int, span: Span, name: str, now: PhaseProgress) -> dict[str, Any]:

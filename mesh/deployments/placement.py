@@ -64,7 +64,7 @@ def gaps(wish: Wish, before: Plan | None, nodes: Collection[NodeId]) -> list[Gap
     found = []
     for replica in () if before is None else before.replicas[: wish.replicas]:
         spans = _standing(_kept(replica, wish, usable), wish)
-        lacking = _gaps(wish.whole, [span.layers for span in spans])
+        lacking = uncovered(wish.whole, [span.layers for span in spans])
         found += [Gap(replica.number, layers, len(spans)) for layers in lacking]
     return found
 
@@ -233,7 +233,7 @@ def _around(
     """What is not pinned, in even parts over the machines in their order; None where `rooms` are
     too small for it."""
     spans = list(pins)
-    for gap in _gaps(wish.whole, [pin.layers for pin in pins]):
+    for gap in uncovered(wish.whole, [pin.layers for pin in pins]):
         free = [m for m in order if all(m.node != span.node for span in spans)] or list(order)
         nodes = [machine.node for machine in free]
         parts = _split(gap, nodes) if rooms is None else _split_within(gap, nodes, spans, rooms)
@@ -309,7 +309,7 @@ def _filled(
     least and have room."""
     spans = _standing(replica, wish)
     kept = len(spans)
-    for layers in _gaps(wish.whole, [span.layers for span in spans]):
+    for layers in uncovered(wish.whole, [span.layers for span in spans]):
         found = laid.gaps.get(Gap(replica.number, layers, kept))
         if found is None:
             found = _least_loaded(wish, layers, machines, load, rooms)
@@ -338,7 +338,7 @@ def _least_loaded(
     return tuple(parts)
 
 
-def _gaps(whole: LayerRange, covered: Iterable[LayerRange]) -> list[LayerRange]:
+def uncovered(whole: LayerRange, covered: Iterable[LayerRange]) -> list[LayerRange]:
     """The ranges of `whole` that none of these cover, in order."""
     gaps, at = [], whole.start
     for layers in sorted(covered):

@@ -14,7 +14,7 @@ from mesh.deployments.actor import Reconciler, ReconcilerHooks
 from mesh.deployments.control import Deploying
 from mesh.deployments.listing import DeploymentRows
 from mesh.deployments.phases import Phase, PhaseProgress
-from mesh.deployments.placement import AvailableNode, Laid
+from mesh.deployments.placement import AvailableNode, Laid, uncovered
 from mesh.deployments.reconcile import OwnShard, ServedShard
 from mesh.deployments.replan import Replanner
 from mesh.deployments.waking import Sleeper, Use, Waker
@@ -150,13 +150,12 @@ class House:
         model, asker = self._held.models.get(model_id), self._held.askers.get(model_id)
         if model is None or asker is None or not asker.is_ready:
             return False
-        layers = {
-            layer
+        offered = [
+            each.descriptor.layer_range
             for each in self._store.shards(model_id, model.weights_sha256)
             if self._network.may_serve(each.descriptor.host)
-            for layer in range(each.descriptor.layer_range.start, each.descriptor.layer_range.stop)
-        }
-        return len(layers) == model.total_layers
+        ]
+        return not uncovered(LayerRange(0, model.total_layers), offered)
 
     def _shards(self, model_id: ModelId, weights_sha256: str) -> list[Advertisement]:
         """Those that are offered now, here and elsewhere, in one order."""
@@ -336,9 +335,7 @@ class DeploymentsHere:
         reconciler = self.reconciler
         rows = DeploymentRows(house, reconciler.phases)
         sleeper = self._sleeper = Sleeper(house, events.emit, rows.is_on_its_way)
-        self.control = Deploying(
-            house, weights, reconciler.phases, reconciler.call_for, sleeper.up_s
-        )
+        self.control = Deploying(house, weights, rows, reconciler.call_for, sleeper.up_s)
         self._replanner = Replanner(house, config.deployments.replan_seconds, events.emit)
         patience_s = config.deployments.patience_seconds
         self.waker = Waker(self.control, house.is_askable, reconciler.call_for, patience_s)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mesh.deployments.actor import Reconciler, ReconcilerHooks
 from mesh.deployments.formats import LoadedFormat
 from mesh.deployments.phases import Phase
-from mesh.deployments.reconcile import OwnShard, ServedShard
+from mesh.deployments.reconcile import OwnShard, ServedShard, ShardStage
 from mesh.deployments.weights import Checkpoint, LocalWeights, OnProgress
 from mesh.deployments.wishes import Deployment, Plan, Quant, Replica, Span, Wish
 from mesh.errors import MeshError
@@ -24,7 +26,7 @@ MB = 10
 
 
 class World:
-    """A node that has whatever it serves at once. `free_mb` is its memory beside that."""
+    """A node of so much memory. Loading takes until `is_quick` is set, which it is."""
 
     def __init__(self, total_mb: int) -> None:
         self.node, self.own_quant = HERE, "none"
@@ -32,6 +34,9 @@ class World:
         self.log: dict[str, Deployment] = {}
         self.has: dict[ShardId, OwnShard] = {}
         self.models: list[ModelId] = []
+        self.loads: list[str] = []
+        self.is_quick = asyncio.Event()
+        self.is_quick.set()
 
     def deployments(self) -> dict[str, Deployment]:
         return self.log
@@ -71,10 +76,19 @@ class World:
     ) -> None:
         wish = deployment.wish
         name, quant = shard_id(wish.model_id, layers), wish.quant or self.own_quant
-        self.has[name] = OwnShard(
-            name, wish.model_id, wish.weights_sha256, layers, MB * len(layers),
-            loaded=LoadedFormat(quant if quant != "none" else "fp32", quant),
+        loading = OwnShard(
+            name, wish.model_id, wish.weights_sha256, layers, MB * len(layers), ShardStage.LOADING,
+            loaded=LoadedFormat(quant=quant),
         )  # fmt: skip
+        self.has[name] = loading
+        self.loads.append(quant)
+        try:
+            await self.is_quick.wait()
+        except asyncio.CancelledError:
+            del self.has[name]
+            raise
+        loaded = LoadedFormat(quant if quant != "none" else "fp32", quant)
+        self.has[name] = replace(loading, state=ShardStage.READY, loaded=loaded)
 
     async def unserve(self, shard: ShardId) -> int:
         del self.has[shard]
@@ -84,6 +98,25 @@ class World:
         """Nothing leaves its device here."""
 
 
+class SlowDisk(LocalWeights):
+    """Has a checkpoint's files once it is told so, which it is."""
+
+    def __init__(self, cache: Path) -> None:
+        super().__init__({}, [], cache)
+        self.is_there = asyncio.Event()
+        self.is_there.set()
+
+    async def ensure(
+        self,
+        model_id: ModelId,
+        weights_sha256: str,
+        layers: Sequence[LayerRange],
+        on_progress: OnProgress,
+    ) -> Path:
+        await self.is_there.wait()
+        return await super().ensure(model_id, weights_sha256, layers, on_progress)
+
+
 class Watched:
     """A reconciler of a world in which one deployment is wished, and what it tells."""
 
@@ -91,8 +124,10 @@ class Watched:
         self.world = World(total_layers_mb)
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.checkpoint = checkpoint
+        self._events = 0
         hooks = ReconcilerHooks(self.tell, lambda: None)
-        self.loop = Reconciler(self.world, LocalWeights({}, [], cache), hooks, cache)
+        self.disk = SlowDisk(cache)
+        self.loop = Reconciler(self.world, self.disk, hooks, cache)
 
     def tell(self, kind: str, **fields: Any) -> None:
         self.told.append((kind, fields))
@@ -100,7 +135,8 @@ class Watched:
     def wish(self, layers: Sequence[str], quant: Quant = "") -> Deployment:
         """Have these layers here."""
         here = self.checkpoint
-        event = f"{len(self.told):064x}"
+        self._events += 1
+        event = f"{self._events:064x}"
         wish = Wish("0" * 16, here.model_id, here.weights_sha256, here.total_layers, 40)
         spans = tuple(Span(HERE, LayerRange.parse(each)) for each in layers)
         plan = Plan(wish.deployment, event, 0, (Replica(0, spans),), 1, asked=True)
@@ -115,9 +151,13 @@ class Watched:
             (shard_id(self.checkpoint.model_id, LayerRange.parse(each)), quant)
             for each, quant in loaded
         }
-        async with asyncio.timeout(20):
-            while not self._is(wanted):  # noqa: ASYNC110 - it says so to nobody
-                await asyncio.sleep(0.01)
+        await holds(lambda: self._is(wanted))
+
+    async def until_phase(self, layers: str, phase: Phase) -> None:
+        """Until they are so far."""
+        shard = shard_id(self.checkpoint.model_id, LayerRange.parse(layers))
+        phases = self.loop.phases.all
+        await holds(lambda: shard in phases() and phases()[shard].phase is phase)
 
     def _is(self, wanted: set[tuple[ShardId, str]]) -> bool:
         phases = self.loop.phases.all()
@@ -129,21 +169,57 @@ class Watched:
         return [str(fields["shard_id"]) for kind, fields in self.told if kind == "deployment_gap"]
 
 
-async def test_a_gap_that_a_change_opens_is_told_and_no_other_one(tmp_path: Path) -> None:
+async def holds(what: Callable[[], bool]) -> None:
+    """Wait until it does."""
+    async with asyncio.timeout(20):
+        while not what():  # noqa: ASYNC110 - nobody says so
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
     found = await LocalWeights({}, [], tmp_path).find(f"{checkpoint_dir()}=builtin")
-    watched = Watched(MB * 6, found, tmp_path)
-    watched.loop.start()
-    try:
-        watched.wish(["0-1"])
-        await watched.until(("0-1", "none"))
-        watched.wish(["0-3"])
-        await watched.until(("0-3", "none"))
-        assert watched.gaps() == [], "there was room for both"
-        watched.wish(["0-2"])
-        await watched.until(("0-2", "none"))
-        assert watched.gaps() == ["builtin:0-3"], "four layers and three are more than six"
-        watched.wish(["0-2"], "int8")
-        await watched.until(("0-2", "int8"))
-        assert watched.gaps() == ["builtin:0-3", "builtin:0-2"], "both have one name"
-    finally:
-        await watched.loop.stop()
+    watching = Watched(MB * 6, found, tmp_path)
+    watching.loop.start()
+    yield watching
+    await watching.loop.stop()
+
+
+async def test_a_gap_that_a_change_opens_is_told_and_no_other_one(watched: Watched) -> None:
+    watched.wish(["0-1"])
+    await watched.until(("0-1", "none"))
+    watched.wish(["0-3"])
+    await watched.until(("0-3", "none"))
+    assert watched.gaps() == [], "there was room for both"
+    watched.wish(["0-2"])
+    await watched.until(("0-2", "none"))
+    assert watched.gaps() == ["builtin:0-3"], "four layers and three are more than six"
+    watched.wish(["0-2"], "int8")
+    await watched.until(("0-2", "int8"))
+    assert watched.gaps() == ["builtin:0-3", "builtin:0-2"], "both have one name"
+
+
+async def test_what_is_wished_otherwise_while_it_loads_is_loaded_as_it_is_wished_now(
+    watched: Watched,
+) -> None:
+    watched.world.is_quick.clear()
+    watched.wish(["0-3"])
+    await watched.until_phase("0-3", Phase.DEPLOYING)
+    watched.wish(["0-3"], "int8")
+    await holds(lambda: watched.world.loads == ["none", "int8"])
+    watched.world.is_quick.set()
+    await watched.until(("0-3", "int8"))
+    assert watched.gaps() == []
+
+
+async def test_what_is_wished_otherwise_while_it_is_fetched_is_loaded_once(
+    watched: Watched,
+) -> None:
+    watched.disk.is_there.clear()
+    watched.wish(["0-3"])
+    await watched.until_phase("0-3", Phase.PROVISIONING)
+    watched.wish(["0-3"], "int8")
+    await asyncio.sleep(0)
+    watched.disk.is_there.set()
+    await watched.until(("0-3", "int8"))
+    assert watched.world.loads == ["int8"]

@@ -1,0 +1,207 @@
+"""The verbs over a household in memory: who rests for whom, what is refused, what is signed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mesh.deployments.control import Deploying
+from mesh.deployments.listing import DeploymentRows
+from mesh.deployments.phases import PhaseProgress, Phases
+from mesh.deployments.placement import UNKNOWN, AvailableNode, Laid
+from mesh.deployments.reconcile import ServedShard
+from mesh.deployments.weights import Checkpoint, OnProgress
+from mesh.deployments.wishes import Deployment, Plan, Wish
+from mesh.discovery.weights import HeldWeights
+from mesh.errors import NotEnoughMemory, NotFound
+from mesh.types import LayerRange, ModelId, NodeId, ShardId
+from tests.deployments.house import LAYER_MB, WEIGHTS, SimulatedHouse, mb_of
+
+HOUR = 3600.0
+
+
+class Here:
+    """A household as one of its nodes sees it; what it signs, everybody has at once."""
+
+    def __init__(self, house: SimulatedHouse) -> None:
+        self.house = house
+        self.node = house.nodes[0].node
+        self.signed: list[Wish | Plan] = []
+        self._events = 0
+
+    def deployments(self) -> dict[str, Deployment]:
+        return dict(self.house.deployments)
+
+    def names(self) -> Mapping[NodeId, str]:
+        return {node.node: str(node.node) for node in self.house.nodes}
+
+    def served(self) -> list[ServedShard]:
+        return [shard for node in self.house.up[1:] for shard in _served(self.house, node.node)]
+
+    def serves(self) -> Collection[ServedShard]:
+        return _served(self.house, self.node)
+
+    def alive(self) -> Collection[NodeId]:
+        return {node.node for node in self.house.up}
+
+    def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
+        return True
+
+    def told(self, node: NodeId, shard: ShardId) -> PhaseProgress | None:
+        return None
+
+    def on_disk(self, node: NodeId, weights_sha256: str) -> HeldWeights | None:
+        return None
+
+    def machines(self) -> Sequence[AvailableNode]:
+        return self.house.machines()
+
+    def need_of(self, wish: Wish, layers: LayerRange) -> int:
+        return mb_of(wish, layers)
+
+    async def laid_out(
+        self, wish: Wish, before: Plan | None, freed_mb: Mapping[NodeId, int]
+    ) -> Laid:
+        return UNKNOWN
+
+    def require_operator(self) -> None:
+        """This one may."""
+
+    async def publish_wish(self, wish: Wish) -> Deployment:
+        self.signed.append(wish)
+        self._events += 1
+        known = self.house.deployments.get(wish.deployment)
+        plan = known.plan if known is not None else None
+        made = Deployment(wish, plan, f"{self._events:064x}", self.node, 0)
+        self.house.deployments[wish.deployment] = made
+        return made
+
+    async def publish_plan(self, plan: Plan) -> None:
+        self.signed.append(plan)
+        known = self.house.deployments[plan.deployment]
+        self.house.deployments[plan.deployment] = replace(known, plan=plan)
+
+
+def _served(house: SimulatedHouse, node: NodeId) -> list[ServedShard]:
+    (found,) = [each for each in house.up if each.node == node]
+    return [
+        ServedShard(node, held.model_id, held.weights_sha256, held.layers, held.loaded)
+        for held in found.ready
+    ]
+
+
+class Models:
+    """Checkpoints that are called after how many layers they have."""
+
+    async def find(self, model: str) -> Checkpoint:
+        layers = int(model.rpartition("-")[2])
+        return Checkpoint(ModelId(model), WEIGHTS, layers, None, layers * LAYER_MB)
+
+    async def ensure(
+        self,
+        model_id: ModelId,
+        weights_sha256: str,
+        layers: Sequence[LayerRange],
+        on_progress: OnProgress,
+    ) -> Path:
+        raise AssertionError("nothing is loaded here")
+
+
+class Verbs:
+    """The verbs of a household of such memories, all of whose deployments have been `up_s` up."""
+
+    def __init__(self, *memories_mb: int, up_s: float = HOUR) -> None:
+        self.house = SimulatedHouse(memories_mb)
+        self.here = Here(self.house)
+        rows = DeploymentRows(self.here, Phases(lambda shard, now: None))
+        self.verbs = Deploying(self.here, Models(), rows, lambda name: None, lambda name: up_s)
+
+    def signed(self) -> list[str]:
+        """What was signed since this was asked last."""
+        words = [_in_words(each, self.here.deployments()) for each in self.here.signed]
+        self.here.signed.clear()
+        return words
+
+    def held(self) -> set[ModelId]:
+        """What is loaded when everybody has done what there is to do, within memory."""
+        assert self.house.settle()
+        return {held.model_id for node in self.house.nodes for held in node.held.values()}
+
+
+def _in_words(signed: Wish | Plan, known: Mapping[str, Deployment]) -> str:
+    model = known[signed.deployment].wish.model_id
+    if isinstance(signed, Plan):
+        return f"plan {model}"
+    return f"{'rest' if signed.resting else 'wish'} {model}"
+
+
+async def test_who_makes_room_rests_before_the_new_is_wished_and_comes_back_in_its_turn() -> None:
+    home = Verbs(100, 100)
+    await home.verbs.deploy({"model": "small-4"})
+    await home.verbs.deploy({"model": "middle-10"})
+    assert home.held() == {"small-4", "middle-10"}
+    assert home.signed() == ["wish small-4", "plan small-4", "wish middle-10", "plan middle-10"]
+
+    # The smaller one alone would not be enough, on either machine.
+    row = await home.verbs.deploy({"model": "large-16"})
+    assert home.signed() == [
+        "rest small-4", "rest middle-10", "wish large-16", "plan large-16",
+    ]  # fmt: skip
+    assert row["gaps"] == [], "who rests leaves no gap in what comes"
+    assert home.held() == {"large-16"}
+    states = {each["model_id"]: each["state"] for each in home.verbs.view()}
+    assert states == {"large-16": "READY", "small-4": "RESTING", "middle-10": "RESTING"}
+
+    assert await home.verbs.wake("small-4", may_wake=True)
+    assert home.signed() == ["wish small-4", "plan small-4"]
+    assert home.held() == {"large-16", "small-4"}
+
+
+async def test_where_nobody_may_rest_it_is_refused_and_nothing_is_signed() -> None:
+    home = Verbs(100, up_s=HOUR - 1)
+    await home.verbs.deploy({"model": "small-6"})
+    assert home.held() == {"small-6"}
+    home.signed()
+    with pytest.raises(NotEnoughMemory, match="n0 needs 80 MiB, 40 MiB are free, 60 MiB are held"):
+        await home.verbs.deploy({"model": "large-8"})
+    assert home.signed() == []
+    assert [each["model_id"] for each in home.verbs.view()] == ["small-6"]
+    # For a dedicated one the minimum time is waived, and for that nobody rests.
+    await home.verbs.deploy({"model": "large-8", "dedicated": True})
+    assert home.signed() == ["rest small-6", "wish large-8", "plan large-8"]
+    assert home.held() == {"large-8"}
+    with pytest.raises(NotEnoughMemory):
+        await home.verbs.deploy({"model": "small-6"})
+    assert home.held() == {"large-8"}
+
+
+async def test_a_change_that_opens_a_gap_says_so_and_opens_it() -> None:
+    home = Verbs(100)
+    await home.verbs.deploy({"model": "large-8"})
+    assert home.held() == {"large-8"}
+    gaps = (await home.verbs.deploy({"model": "large-8", "quant": "int8"}))["gaps"]
+    assert gaps == [{"node": "n0", "drops": "0-7", "loads": "0-7"}]
+    assert home.verbs.view()[0]["state"] != "READY", "it is not yet as it is wished"
+    assert home.held() == {"large-8"}
+    assert [drop.shard for _, drop in home.house.replaced] == ["large-8:0-7"]
+    assert home.verbs.view()[0]["state"] == "READY"
+    again = await home.verbs.deploy({"model": "large-8", "context": 8})
+    assert again["gaps"] == [], "the caches are long enough"
+
+
+async def test_what_was_merged_is_called_by_its_own_id_still_and_ends_with_the_other() -> None:
+    home = Verbs(100)
+    row = await home.verbs.deploy({"model": "m-4"})
+    known = home.house.deployments[row["deployment"]]
+    twin = replace(known, wish=replace(known.wish, deployment="f" * 16), merged_into=known.id)
+    home.house.deployments[twin.id] = twin
+    assert [each["merged"] for each in home.verbs.view()] == [[twin.id]]
+    assert (await home.verbs.scale(twin.id, 2))["deployment"] == known.id
+    ended = await home.verbs.evict("m-4")
+    assert [each["deployment"] for each in ended] == [known.id, twin.id]
+    assert home.verbs.view() == []
+    with pytest.raises(NotFound):
+        await home.verbs.scale(twin.id, 1)
