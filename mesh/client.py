@@ -177,6 +177,12 @@ class Client(Administration):
         given = {name: value for name, value in wanted.items() if value is not None}
         return await self._get(f"/mesh/v1/log?{urlencode(given)}")
 
+    async def when_ready(self, model: str, **wanted: Any) -> dict[str, Any]:
+        """`GET /mesh/v1/coordination?model=MODEL`: who serves it, once it is ready. Raises NotReady
+        when it is not within the `wait` seconds that are wanted."""
+        given = {name: value for name, value in wanted.items() if value is not None}
+        return await self._get(f"/mesh/v1/coordination?{urlencode({'model': model, **given})}")
+
     async def job_log(self, job_id: str) -> dict[str, Any]:
         """`GET /mesh/v1/jobs/ID/log`: what a job has printed lately."""
         return await self._get(f"/mesh/v1/jobs/{quoted(job_id)}/log")

@@ -66,7 +66,7 @@ def create_app(
             *require(Scope.ADMIN, administration),
             *(_jobs(jobs, view, services) if jobs is not None else []),
             *(ndif.open_routes(jobs) if jobs is not None else []),
-            *(_more(services, settings) if services is not None else []),
+            *(_more(services, settings, closing) if services is not None else []),
             *mesh.routes(view, settings, closing, feed),
             *health.routes(view),
             *page.routes(),
@@ -92,14 +92,14 @@ def _jobs(
     return require(Scope.INTERVENTIONS, ndif.routes(jobs, view, control))
 
 
-def _more(services: Services, settings: ApiSettings) -> list[Route]:
+def _more(services: Services, settings: ApiSettings, closing: asyncio.Event) -> list[Route]:
     return [
         *require(Scope.CHAT, steering.view_routes(services.steering)),
         # They change the hearth's log, and fill disks.
         *require(Scope.ADMIN, steering.routes(services.steering, settings)),
         *require(Scope.ADMIN, harvest.routes(services.harvests, settings)),
         # In this order: a route that does not take a method lets the next one look.
-        *coordination.routes(services.coordination),
+        *coordination.routes(services.coordination, closing),
         *deployments.view_routes(services.deployments),
         # It reads whatever checkpoint it is told of.
         *require(Scope.ADMIN, plan.routes(services.plans, settings)),

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from mesh.accounts.ledger import ResourceLedger
 from mesh.hearth.listing import LogFilter
 from mesh.transfers.pulls import Pulls
-from mesh.types import GenerationRequest, StreamFrame
+from mesh.types import GenerationRequest, LayerRange, StreamFrame
 
 LOADING = "loading"
 """The `reason` of a model that will be runnable by itself."""
@@ -208,6 +208,17 @@ class PlanControl(Protocol):
         MeshError."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReadyQuestion:
+    """Whether a model is ready: with these weights, or with any; these layers of it, or all. The
+    answer may take `wait_s` seconds."""
+
+    model: str
+    weights_sha256: str | None = None
+    layers: LayerRange | None = None
+    wait_s: float = 0.0
+
+
 class CoordinationView(Protocol):
     """Who holds which model, as this node knows it."""
 
@@ -217,6 +228,10 @@ class CoordinationView(Protocol):
         "holder", "kind": "shard" | "checkpoint", "layers", "endpoint", "tensor_count",
         "published_at", "ready", "stability_verified"}]}]}``. Raises CoordinationError where there
         is no memory in front of the store."""
+
+    async def when_ready(self, question: ReadyQuestion) -> dict[str, Any]:
+        """The model, as one of `view`, with its ready workers only, once it is ready. Raises
+        NotReady when it is not in time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from mesh.errors import ConfigError, MeshError
 
 FAILURE = 1
 EXIT_CODES_HELP = (
-    "Exit codes: 0 ok, 1 failure, 2 usage, 3 no daemon runs, 4 not found, 5 no memory or no route,"
-    " 6 refused, 130 interrupted."
+    "Exit codes: 0 ok, 1 failure, 2 usage, 3 no daemon runs, 4 not found, 5 no memory, no route"
+    " or not ready in time, 6 refused, 130 interrupted."
 )
 _USAGE = 2
 _EXIT_CODES = {
@@ -28,6 +28,7 @@ _EXIT_CODES = {
     "not_found": 4,
     "shard_unavailable": 5,
     "cache_full": 5,
+    "not_ready": 5,
     "unauthorized": 6,
     "forbidden": 6,
     "experimental_disabled": 6,

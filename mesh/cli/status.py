@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import aclosing
+from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,8 +19,26 @@ if TYPE_CHECKING:
     from mesh.client import Client
 
 _CLEAR = "\x1b[H\x1b[2J"
+_POLL_S = 30
+"""So long the daemon waits in one request."""
 _REDRAW_S = 0.5
 """What changes faster is drawn together."""
+
+
+WaitReady = Annotated[
+    str | None,
+    typer.Option(
+        "--wait-ready",
+        metavar="MODEL",
+        help="Wait until all of it is ready, and show where; exit code 5: not in time.",
+    ),
+]
+Layers = Annotated[
+    str | None, typer.Option(metavar="LO-HI", help="Wait for these layers, not for all.")
+]
+Timeout = Annotated[
+    float, typer.Option(min=0, max=86400, metavar="S", help="Wait so many seconds at the most.")
+]
 
 
 @asks
@@ -29,12 +48,46 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", help="Go on, and show what changes until Ctrl-C.")
     ] = False,
+    wait_ready: WaitReady = None,
+    layers: Layers = None,
+    timeout: Timeout = 600.0,
 ) -> None:
     """Show this node, its peers, models, deployments, shards and running generations."""
-    if watch:
+    if wait_ready is not None:
+        if watch:
+            raise typer.BadParameter("--watch and --wait-ready exclude each other.")
+        daemon.show(
+            daemon.ask(lambda client: _when_ready(client, wait_ready, layers, timeout)), _show_ready
+        )
+    elif layers is not None:
+        raise typer.BadParameter("--layers are those of --wait-ready MODEL.")
+    elif watch:
         daemon.ask(lambda client: _watch(client, as_json=daemon.json))
     else:
         daemon.show(daemon.ask(lambda client: client.status()), show)
+
+
+async def _when_ready(
+    client: Client, model: str, layers: str | None, timeout_s: float
+) -> dict[str, Any]:
+    """Who serves the model, once it is ready. Raises NotReady when it is not in time."""
+    import time
+
+    from mesh.errors import NotReady
+
+    until = time.monotonic() + timeout_s
+    while True:
+        left_s = max(0.0, until - time.monotonic())
+        try:
+            return await client.when_ready(model, layers=layers, wait=min(_POLL_S, ceil(left_s)))
+        except NotReady:
+            if time.monotonic() >= until:
+                raise
+
+
+def _show_ready(row: dict[str, Any]) -> None:
+    for worker in row["workers"]:
+        say(f"ready: {row['model_name']} {worker['layers']} on {worker['holder'][:6]}")
 
 
 async def _watch(client: Client, *, as_json: bool) -> None:

@@ -7,7 +7,7 @@ by name; `mesh.coordination.opening` chooses one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -20,6 +20,9 @@ from mesh.types import LayerRange
 _LOOK_S = 1.0
 """How often somebody who waits looks at records that others write."""
 _MAX_NAMED = 8
+_NOBODY = "every worker"
+_Found = tuple[ModelRecord | None, str]
+"""The ready workers of a model, and in words what lacks; empty when nothing does."""
 
 
 class Coordination(Protocol):
@@ -129,27 +132,57 @@ class Coordinator:
         layers: LayerRange | None = None,
     ) -> ModelRecord:
         """See `Coordination`."""
+        return await self._wait(lambda: self._missing(model, ranks, layers), model.name, timeout_s)
+
+    async def wait_any_ready(
+        self,
+        name: str,
+        *,
+        timeout_s: float,
+        weights_sha256: str | None,
+        layers: Callable[[ModelRef], LayerRange | None],
+    ) -> ModelRecord:
+        """As `wait_ready`, of the first checkpoint of this name that is ready: with these weights,
+        or with any. `layers` says which of a checkpoint have to be. None need be known yet."""
+
+        async def look() -> _Found:
+            found: _Found = None, _NOBODY
+            for model in await self.models():
+                if model.name == name and weights_sha256 in {None, model.weights_sha256}:
+                    found = await self._missing(model, None, layers(model))
+                    if not found[1]:
+                        break
+            return found
+
+        return await self._wait(look, name, timeout_s)
+
+    async def _wait(
+        self, look: Callable[[], Awaitable[_Found]], name: str, timeout_s: float
+    ) -> ModelRecord:
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         with self._flags.watching() as news:
             while True:
                 news.clear()
                 try:
-                    ready, missing = await self._missing(model, ranks, layers)
+                    ready, missing = await look()
+                    if ready is not None and not missing:
+                        return ready
                 except StoreUnavailable as error:
-                    ready, missing = ModelRecord(model, ()), f"the records ({error.message})"
-                if not missing:
-                    return ready
+                    missing = f"the records ({error.message})"
                 if loop.time() >= until:
-                    raise _not_ready(model, missing, timeout_s)
+                    raise NotReady(
+                        f"Not ready in time: {missing} of {name}.",
+                        fix="Wait longer, or see in `hearthnet status` what the nodes that hold it"
+                        " are doing.",
+                    )
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(min(until, loop.time() + _LOOK_S)):
                         await news.wait()
 
     async def _missing(
         self, model: ModelRef, ranks: Collection[int] | None, layers: LayerRange | None
-    ) -> tuple[ModelRecord, str]:
-        """The ready workers, and in words what lacks; empty when nothing does."""
+    ) -> _Found:
         record = await self.lookup(model) or ModelRecord(model, ())
         ready = self.ready(record)
         if ranks is not None:
@@ -160,7 +193,7 @@ class Coordinator:
             return ready, _named("layer", sorted(set(_numbers(layers)) - covered))
         serving = {w.worker_rank for w in record.workers if w.place.kind.serves}
         if not serving:
-            return ready, "every worker"
+            return ready, _NOBODY
         return ready, _named("worker", sorted(serving - {w.worker_rank for w in ready.workers}))
 
     def ready(self, record: ModelRecord) -> ModelRecord:
@@ -178,10 +211,11 @@ class Coordinator:
         for model in await self.models():
             record = await self.lookup(model)
             if record is not None:
-                rows.append(self._row(record))
+                rows.append(self.row(record))
         return {**self._records.state(), "models": rows}
 
-    def _row(self, record: ModelRecord) -> dict[str, Any]:
+    def row(self, record: ModelRecord) -> dict[str, Any]:
+        """A model of `view`."""
         return {
             "model_name": record.model.name,
             "weights_sha256": record.model.weights_sha256,
@@ -222,11 +256,3 @@ def _named(what: str, numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:_MAX_NAMED]))
     more = f" and {len(numbers) - _MAX_NAMED} more" if len(numbers) > _MAX_NAMED else ""
     return f"{what}{'s' if len(numbers) > 1 else ''} {shown}{more}"
-
-
-def _not_ready(model: ModelRef, missing: str, timeout_s: float) -> NotReady:
-    return NotReady(
-        f"After {timeout_s:g} s {missing} of {model.name} "
-        f"{'is' if missing.startswith(('worker ', 'layer ')) else 'are'} not ready.",
-        fix="Wait longer, or see in `hearthnet status` what the nodes that hold it are doing.",
-    )

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
+from mesh.api.services import ReadyQuestion
 from mesh.clock import Clock, tick
 from mesh.config import Config
 from mesh.coordination.coordinator import Coordinator
@@ -72,7 +74,7 @@ class _Published:
 
 
 class CoordinationHere:
-    """`start`, then `stop`; `coordinator` is for whoever asks. `served` gives our own shards."""
+    """`start`, then `stop`. `served` gives our own shards."""
 
     def __init__(
         self,
@@ -121,6 +123,30 @@ class CoordinationHere:
         except CoordinationError as error:
             logger.warning("coordination=withdraw failed: %s", error)
         await self.coordinator.stop()
+
+    async def view(self) -> dict[str, Any]:
+        """See `mesh.api.services.CoordinationView`."""
+        return await self.coordinator.view()
+
+    async def when_ready(self, question: ReadyQuestion) -> dict[str, Any]:
+        """See `mesh.api.services.CoordinationView`. Of a model of which nobody knows how many
+        layers it has, every worker that serves some has to be ready."""
+        ready = await self.coordinator.wait_any_ready(
+            question.model,
+            timeout_s=question.wait_s,
+            weights_sha256=question.weights_sha256,
+            layers=lambda model: question.layers or self._whole(model),
+        )
+        return self.coordinator.row(ready)
+
+    def _whole(self, model: ModelRef) -> LayerRange | None:
+        """All its layers, where it is held here or neighbours serve some of it."""
+        seen = [(v.model_id, v.weights_sha256, v.total_layers) for v in self._neighbours.models()]
+        held = [(m.model_id, m.weights_sha256, m.total_layers) for m in self._models.values()]
+        for name, digest, total_layers in seen + held:
+            if (name, digest) == (model.name, model.weights_sha256):
+                return LayerRange(0, total_layers)
+        return None
 
     async def _keep(self) -> None:
         while True:

@@ -223,7 +223,7 @@ class Node:
         keys = await asyncio.to_thread(ApiKeys.load, paths.api_keys)
         harvests, plans = Harvests(held.models, held.askers), self._planner(network, deployments)
         services = Services(
-            steering, harvests, deployments.control, plans, coordination.coordinator,
+            steering, harvests, deployments.control, plans, coordination,
             self.weights.pulls(held.models),
         )  # fmt: skip
         app = create_app(

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from tests.api.conftest import Served
-from tests.cli.conftest import COMMAND
+from tests.cli.conftest import COMMAND, Run
 from tests.cli.terminal import Terminal
 from tests.fakes import ScriptedView
 
@@ -73,3 +73,12 @@ async def test_json_is_a_line_for_each_and_the_end_of_the_daemon_its_end(
     assert first["node"] == second["node"]
     assert first["weights"] != second["weights"]
     assert process.returncode == 0
+
+
+async def test_what_does_not_go_together_is_a_usage_error(hearthnet: Run) -> None:
+    both = await hearthnet("status", "--wait-ready", "m", "--watch")
+    assert (both.code, both.out) == (2, "")
+    assert "exclude each other" in both.err
+    alone = await hearthnet("status", "--layers", "0-3")
+    assert (alone.code, alone.out) == (2, "")
+    assert "--wait-ready" in alone.err

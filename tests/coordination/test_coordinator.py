@@ -13,7 +13,7 @@ from mesh.coordination.coordinator import Coordinator
 from mesh.coordination.layered import LayeredRecords
 from mesh.coordination.opening import open_coordinator
 from mesh.coordination.ready import READY_LIMIT_S, ReadyFlags, ReadySignal
-from mesh.coordination.records import WorkerKind
+from mesh.coordination.records import ModelRecord, ModelRef, WorkerKind
 from mesh.errors import NotReady
 from mesh.types import LayerRange
 from tests.coordination.holders import MODEL, OTHER, Told, until, worker
@@ -55,12 +55,41 @@ async def test_who_waits_in_vain_is_told_for_what(coordinator: Coordinator) -> N
         await coordinator.wait_ready(MODEL, timeout_s=0.01)
     await coordinator.publish(MODEL, [worker(1, "0-3"), worker(2, "4-7")])
     await coordinator.mark_ready(MODEL, 1, READY)
-    with pytest.raises(NotReady, match=r"worker 2 of deepseek.* is not ready"):
+    with pytest.raises(NotReady, match=r"Not ready in time: worker 2 of deepseek"):
         await coordinator.wait_ready(MODEL, timeout_s=0.01)
     with pytest.raises(NotReady, match="workers 2, 3 of"):
         await coordinator.wait_ready(MODEL, timeout_s=0.01, ranks=[1, 2, 3])
     with pytest.raises(NotReady, match="layers 4, 5, 6, 7, 8, 9, 10, 11 and 4 more"):
         await coordinator.wait_ready(MODEL, timeout_s=0.01, layers=LayerRange(0, 16))
+
+
+async def test_who_knows_only_a_name_waits_for_the_first_checkpoint_of_it_that_is_ready(
+    coordinator: Coordinator,
+) -> None:
+    def all_of(model: ModelRef) -> LayerRange | None:
+        return LayerRange(0, 8) if model == MODEL else None
+
+    async def wait(timeout_s: float, digest: str | None = None) -> ModelRecord:
+        return await coordinator.wait_any_ready(
+            MODEL.name, timeout_s=timeout_s, weights_sha256=digest, layers=all_of
+        )
+
+    with pytest.raises(NotReady, match="every worker of deepseek"):
+        await wait(0.0)
+    waiting = asyncio.create_task(wait(30))  # before anybody has published it
+    await asyncio.sleep(0)
+    await coordinator.publish(MODEL, [worker(1, "0-3"), worker(2, "4-7")])
+    await coordinator.mark_ready(MODEL, 1, READY)
+    with pytest.raises(NotReady, match="layers 4, 5, 6, 7 of"):
+        await wait(0.05)
+    await coordinator.publish(OTHER, [worker(3)])
+    await coordinator.mark_ready(OTHER, 3, READY)
+    assert (await waiting).model == OTHER
+    with pytest.raises(NotReady):
+        await wait(0.05, MODEL.weights_sha256)
+    await coordinator.mark_ready(MODEL, 2, READY)
+    ready = await wait(0.0, MODEL.weights_sha256)
+    assert (ready.model, [each.worker_rank for each in ready.workers]) == (MODEL, [1, 2])
 
 
 async def test_readiness_ends_after_four_hours_with_the_run_and_with_the_worker(

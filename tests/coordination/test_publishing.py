@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mesh.accounts.ledger import ResourceLedger
+from mesh.api.services import ReadyQuestion
 from mesh.config import Config
 from mesh.coordination.custom_resource import resource_name
 from mesh.coordination.kubernetes import KubernetesStore
@@ -39,6 +40,7 @@ class Here:
     model: LocalModel
     kubeconfig: Path
     served: list[Advertisement] = field(default_factory=list)
+    own: CoordinationHere | None = None
     looks: int = 0
     clock: ManualClock = field(default_factory=ManualClock)
     events: EventFeed = field(init=False)
@@ -117,7 +119,7 @@ async def publishing(tmp_path: Path, store: str) -> AsyncIterator[Here]:
             ResourceLedger(here.clock),
         )
         await network.start()
-        own = CoordinationHere(
+        own = here.own = CoordinationHere(
             config, secure.KEY.node_id, {model.model_id: model}, network, neighbours,
             here.look, here.events,
         )  # fmt: skip
@@ -141,7 +143,16 @@ async def test_a_shard_is_ready_beside_files_on_the_disk_until_it_goes(tmp_path:
         await here.shows("Stale", 1)
         conditions = {each["type"]: each["status"] for each in here.status["conditions"]}
         assert conditions == {"AllWorkersPublished": "False", "StabilityVerified": "False"}
+        assert here.own is not None
+        question = ReadyQuestion(here.model.model_id, wait_s=30.0)
+        waiting = asyncio.create_task(here.own.when_ready(question))
+        here.serve("0-3")  # half of it
+        await here.shows("Ready", 2)
+        assert not waiting.done()
         here.serve("0-3", "4-7")
+        async with asyncio.timeout(10):
+            found = await waiting
+        assert [each["layers"] for each in found["workers"]] == ["0-3", "4-7"]
         await here.shows("Ready", 3)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -36,10 +38,39 @@ def wait_for(node: LocalNode, is_so: Callable[[Rows], bool]) -> Rows:
     return found
 
 
+def waiting_for(node: LocalNode, model: str, *more: str, timeout_s: float) -> subprocess.Popen[str]:
+    """`hearthnet status --wait-ready`, as a script runs it."""
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "mesh.cli.main", "status", "--state-dir", str(node.state_dir),
+            "--wait-ready", model, "--timeout", str(timeout_s), *more,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 def test_holders_are_published_heard_and_read_back(own_node: StartNode) -> None:
     attic = own_node("attic", "--layers", "0-4")
-    kitchen = own_node("kitchen", "--layers", "3-7")
+    attic.wait_up()
+    (model,) = (each["id"] for each in attic.get("/mesh/v1/models")["models"])
+    with waiting_for(attic, model, timeout_s=120) as waiting:
+        with waiting_for(attic, model, "--layers", "0-4", timeout_s=60) as some:
+            out, _ = some.communicate(timeout=90)
+        assert (some.returncode, out.count("ready:")) == (0, 1)
+        with waiting_for(attic, model, timeout_s=0.5) as in_vain:
+            out, err = in_vain.communicate(timeout=30)
+        assert (in_vain.returncode, out) == (5, "")
+        assert f"layers 5, 6, 7 of {model}. [not_ready]" in err
+        assert waiting.poll() is None
+        kitchen = own_node("kitchen", "--layers", "3-7")
+        out, err = waiting.communicate(timeout=180)
+        assert (waiting.returncode, err) == (0, "")
+        assert {f"ready: {model} 0-4", f"ready: {model} 3-7"} == {
+            line.partition(" on ")[0] for line in out.splitlines()
+        }
     for node in (attic, kitchen):
         node.wait_ready()
     mine, theirs = ("self", "shard", "0-4"), ("kitchen", "shard", "3-7")
