@@ -64,6 +64,11 @@ class StatePaths:
         return self.root / "epoch"
 
     @property
+    def named_checkpoints(self) -> Path:
+        """Where the checkpoints lie that were deployed by their paths."""
+        return self.root / "named-checkpoints.json"
+
+    @property
     def models_dir(self) -> Path:
         """Checkpoints that were put here for this node, a folder each, called like the model."""
         return self.root / "models"

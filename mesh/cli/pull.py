@@ -22,7 +22,10 @@ def pull(  # noqa: PLR0913 - flags
     daemon: AskedDaemon,
     model: Annotated[
         str,
-        typer.Argument(help="A neighbour's model, ORG/NAME of the hub, or a directory (./...)."),
+        typer.Argument(
+            help="A neighbour's model, ORG/NAME or ORG/NAME/FILE.gguf of the hub, or a directory"
+            " (./...)."
+        ),
     ],
     *,
     layers: Annotated[

@@ -19,7 +19,7 @@ from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.room import Change, Standing, absences, room_of_others, to_rest
 from mesh.deployments.weights import Checkpoint, WeightsSource
 from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live, merged
-from mesh.errors import BadRequest, Forbidden, NotFound
+from mesh.errors import BadRequest, Forbidden, NoRoute, NotEnoughMemory, NotFound
 from mesh.types import LayerRange, NodeId
 
 
@@ -179,8 +179,18 @@ class Deploying:
     async def _deploy_found(self, order: Order, name: str, found: Checkpoint) -> dict[str, Any]:
         """Wish for it under a new name, or change the wish that there is for it."""
         known = self._of(found.model_id, found.weights_sha256)
-        wish = _new_wish(name, found) if known is None else known.wish
-        return await self._deploy(self._ordered(wish, order), known)
+        wish = self._ordered(_new_wish(name, found) if known is None else known.wish, order)
+        if not found.copied or wish.nodes:
+            return await self._deploy(wish, known)
+        nodes = {self._house.node, *(pin.node for pin in wish.pins)}
+        try:
+            return await self._deploy(replace(wish, nodes=tuple(sorted(nodes))), known)
+        except (NoRoute, NotEnoughMemory) as error:
+            raise type(error)(
+                f"{error.message} It is a GGUF file, which other machines do not fetch from this.",
+                fix=f"Copy it to others and name them with --nodes, or: {error.fix}",
+                param=error.param,
+            ) from error
 
     async def _deploy(self, wish: Wish, before: Deployment | None) -> dict[str, Any]:
         row = await self._wish(wish, before)

@@ -16,10 +16,13 @@ from typing import Protocol
 from mesh.errors import BadCheckpoint, MeshError, ModelNotFound
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.gguf.container import SUFFIX
+from mesh.models.hashing import read_cached, write_json_atomically
 from mesh.models.hub_cache import checkpoint_name
 from mesh.models.local import BUILTIN, LocalModel
 from mesh.models.manifest import Manifest, looks_like_checkpoint, read_manifest
 from mesh.types import LayerRange, ModelId
+
+_MAX_NAMED = 256
 
 OnProgress = Callable[[int, int, float], None]
 """Is told the bytes that are here, how many there will be, and how many come in a second."""
@@ -27,7 +30,10 @@ OnProgress = Callable[[int, int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that can be deployed; its `weights_sha256` is '' until somebody has read it."""
+    """A checkpoint that can be deployed; its `weights_sha256` is '' until somebody has read it.
+
+    One that is `copied` is a GGUF file, which machines do not fetch from one another.
+    """
 
     model_id: ModelId
     weights_sha256: str
@@ -35,6 +41,7 @@ class Checkpoint:
     context: int | None
     layers_mb: int
     """All layers as they are stored."""
+    copied: bool = False
 
 
 class WeightsSource(Protocol):
@@ -67,21 +74,20 @@ class LocalWeights:
         held: Mapping[ModelId, LocalModel],
         folders: Sequence[Path],
         cache_dir: Path | None,
+        named: Path | None = None,
     ) -> None:
         """`folders` hold checkpoint directories and GGUF files, each called like its model, with
-        ``/`` as ``--``; or are the hub's cache."""
+        ``/`` as ``--``; or are the hub's cache. What lies elsewhere and was named by its path is
+        remembered in the file `named`."""
+        self._named_file = named
+        self._named: dict[str, str] | None = None
         self._held = held
         self._folders = tuple(folders)
         self._cache_dir = cache_dir
 
     async def find(self, model: str) -> Checkpoint:
         """See `WeightsSource`."""
-        held = self._held.get(ModelId(model))
-        if held is not None:
-            return Checkpoint(
-                held.model_id, held.weights_sha256, held.total_layers, held.context, held.layers_mb
-            )
-        return checkpoint(await asyncio.to_thread(self._manifest, model))
+        return checkpoint(await self.manifest(model))
 
     async def read(self, model: str, on_progress: OnProgress) -> Checkpoint:
         """See `WeightsSource`: what is here was read when it was found."""
@@ -114,7 +120,9 @@ class LocalWeights:
         directory = Path(path).expanduser()
         if looks_like_checkpoint(directory):
             model_id = ModelId(name) if name else checkpoint_name(directory)
-            return self._read(directory, model_id)
+            manifest = self._read(directory, model_id)
+            self._remember(model_id, directory.absolute())
+            return manifest
         for found in self._candidates(ModelId(model)):
             return self._read(found, ModelId(model))
         raise self._missing(model)
@@ -137,12 +145,32 @@ class LocalWeights:
     def _candidates(self, model_id: ModelId) -> Iterator[Path]:
         if model_id == BUILTIN:
             yield checkpoint_dir()
+        named = Path(self._paths().get(model_id, ""))
+        if named.is_absolute() and looks_like_checkpoint(named):
+            yield named
         plain = str(model_id).replace("/", "--")
         for folder in self._folders:
             snapshots = folder.glob(f"models--{plain}/snapshots/*")
             for path in (folder / plain, folder / f"{plain}{SUFFIX}", *snapshots):
                 if looks_like_checkpoint(path):
                     yield path
+
+    def _remember(self, model_id: ModelId, path: Path) -> None:
+        """So that it is found when the deployment is brought up, also after a restart."""
+        known = self._paths()
+        if known.get(model_id) == str(path):
+            return
+        others = [(name, each) for name, each in known.items() if name != model_id]
+        self._named = dict([*others, (str(model_id), str(path))][-_MAX_NAMED:])
+        if self._named_file is not None:
+            write_json_atomically(self._named_file, self._named)
+
+    def _paths(self) -> dict[str, str]:
+        """What was named, by model."""
+        if self._named is None:
+            file = self._named_file
+            self._named = (read_cached(file, dict[str, str]) if file is not None else None) or {}
+        return self._named
 
     def _read(self, directory: Path, model_id: ModelId) -> Manifest:
         return read_manifest(directory, model_id=model_id, cache_dir=self._cache_dir)
@@ -165,6 +193,7 @@ def checkpoint(manifest: Manifest) -> Checkpoint:
         manifest.total_layers,
         manifest.max_positions,
         sum(manifest.layer_bytes) >> 20,
+        manifest.gguf is not None,
     )
 
 

@@ -322,7 +322,11 @@ class DeploymentsHere:
         folders = [each for each in (config.models_dir, *_folders(config)) if each is not None]
         self.house = house
         weights = self.weights = FetchedWeights(
-            LocalWeights(held.models, folders, cache_dir()), fetching, cache_dir()
+            LocalWeights(
+                held.models, folders, cache_dir(), StatePaths(config.state_dir).named_checkpoints
+            ),
+            fetching,
+            cache_dir(),
         )
 
         def changed() -> None:

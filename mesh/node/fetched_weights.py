@@ -31,8 +31,15 @@ class FetchedWeights:
         self._cache_dir = cache_dir
 
     async def find(self, model: str) -> Checkpoint:
-        """See `WeightsSource`."""
-        return checkpoint(await self.manifest(model))
+        """See `WeightsSource`. What is on this disk is offered to the others from now on."""
+        try:
+            manifest = await self._local.manifest(model)
+        except ModelNotFound:
+            return checkpoint(await self.manifest(model))
+        if manifest.gguf is None:
+            offered = LocalCheckpoint(manifest.model_id, manifest.directory)
+            self._weights.fetcher.offer(offered)
+        return checkpoint(manifest)
 
     async def manifest(self, model: str) -> Manifest:
         """Of what somebody means by a name or a directory.

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
@@ -39,18 +40,21 @@ _MAX_LISTING_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class HubSettings:
-    """Where the hub is, and how one shows who one is; `offline`: it is not to be asked."""
+    """Where the hub is, and how one shows who one is; `offline`: it is not to be asked. `cache` is
+    where programs keep what they fetch of it; None: among this node's models."""
 
     endpoint: str
     token: str | None = None
     offline: bool = False
+    cache: Path | None = None
 
 
 def hub_settings() -> HubSettings:
     """As this user has them for all programs that use the hub. Reads a file; blocks."""
     from huggingface_hub import constants, get_token
 
-    return HubSettings(constants.ENDPOINT, get_token(), constants.HF_HUB_OFFLINE)
+    cache = Path(constants.HF_HUB_CACHE)
+    return HubSettings(constants.ENDPOINT, get_token(), constants.HF_HUB_OFFLINE, cache)
 
 
 @dataclass(frozen=True, slots=True)

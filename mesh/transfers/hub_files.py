@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import BadCheckpoint
+from mesh.models.gguf.container import SUFFIX
 from mesh.models.header import MAX_HEADER_BYTES
 from mesh.models.partial_draft import SparseFile, create_sparse, refused_by_disk
 from mesh.models.quantised import require_unquantised
@@ -67,12 +68,24 @@ def weights_files(repository: Repository, small: dict[str, bytes]) -> list[HubFi
         for name in names
         if name not in files or files[name].lfs is None or Path(name).name != name
     ]
+    if lacking and any(name.endswith(SUFFIX) for name in files):
+        raise BadCheckpoint(
+            f"{repository.id} has only GGUF files, which machines do not fetch from one another.",
+            fix=f"Have this machine fetch one (`hearthnet pull {repository.id}`), then deploy it"
+            " from here.",
+            param="model",
+        )
     if lacking:
         raise BadCheckpoint(
             f"{repository.id} has no {lacking[0]}: its weights are not safetensors.",
             fix="Use a repository that has them; pickles run code when they are loaded.",
         )
     return [files[name] for name in names]
+
+
+def has_safetensors(repository: Repository) -> bool:
+    """Whether its weights are there as safetensors."""
+    return bool({_INDEX, _SINGLE} & repository.files.keys())
 
 
 async def fetch_headers(hub: Hub, repository: Repository, cache_dir: Path) -> Path:

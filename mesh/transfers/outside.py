@@ -29,7 +29,9 @@ from mesh.transfers.commands import (
 from mesh.transfers.fetches import Fetches, kept_in
 from mesh.transfers.fetching import Fetch, WantedLayers
 from mesh.transfers.hub import Hub, HubSource, Repository, parse_origin
+from mesh.transfers.hub_download import HubDownload
 from mesh.transfers.hub_files import fetch_headers
+from mesh.transfers.hub_gguf import fetch_gguf, gguf_files, split_name
 from mesh.transfers.hub_pull import HubPull
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
@@ -102,8 +104,14 @@ class Outside:
         """The directory in which what is wanted is, once it is. Raises MeshError."""
         running = self._running[order.id] = _Running(order, Meter())
         hub = Hub(order.hub)
+        name, file = split_name(order.repository)
         try:
-            repository = await hub.repository(order.repository, order.revision)
+            repository = await hub.repository(name, order.revision)
+            if files := gguf_files(repository, file):
+                running.state = "hub"
+                download = HubDownload(hub, repository, self._pace, running.meter)
+                cache = order.hub.cache or self._models_dir
+                return await fetch_gguf(hub, repository, files, cache, download)
             while True:
                 known = await self._known(repository)
                 if known is not None:

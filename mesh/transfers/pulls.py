@@ -29,6 +29,7 @@ from mesh.models.manifest import read_manifest
 from mesh.processes.tasks import end, spawn
 from mesh.transfers.commands import LocalCheckpoint, PeerHolding, Transfer
 from mesh.transfers.hub import REPOSITORY
+from mesh.transfers.hub_gguf import split_name
 from mesh.transfers.shelf import Holding
 from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import LayerRange, ModelId
@@ -183,7 +184,8 @@ class Pulls:
         known = meant(wish.model, peers, () if wish.source else fetcher.holdings)
         if known is not None and wish.source != "hub":
             return fetcher.ensure(*known, wish.layers, ends=wish.ends)
-        if wish.source not in ("", "hub") or REPOSITORY.fullmatch(wish.model) is None:
+        repository, _ = split_name(wish.model)
+        if wish.source not in ("", "hub") or REPOSITORY.fullmatch(repository) is None:
             raise ModelNotFound(
                 f"No node that is up has {wish.model!r}.",
                 fix="See `hearthnet list` for what there is; the hub's models are ORG/NAME.",

@@ -39,3 +39,18 @@ async def test_a_snapshot_that_has_only_a_file_is_found(tmp_path: Path) -> None:
     write_gguf(checkpoint_dir(), snapshot / "small-f16.gguf", "F16")
     weights = LocalWeights({}, [tmp_path], None)
     assert (await weights.find("house/small")).model_id == "house/small"
+
+
+async def test_what_was_named_by_its_path_is_found_by_its_name_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    file = write_gguf(checkpoint_dir(), tmp_path / "elsewhere.gguf", "Q8_0")
+    state = tmp_path / "state.json"
+    found = await LocalWeights({}, [], None, state).find(f"{file}=mine")
+    again = LocalWeights({}, [], None, state)
+    assert await again.find("mine") == found
+    place = await again.ensure(ModelId("mine"), found.weights_sha256, _ALL, lambda *far: None)
+    assert place == file
+    file.unlink()
+    with pytest.raises(ModelNotFound):
+        await again.find("mine")

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from mesh.models.builtin import checkpoint_dir
 from tests.checkpoints import make_checkpoint
+from tests.gguf_files import write_gguf
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.spread import hugging_face
 from tests.mesh_e2e.test_daemons import hearthnet
@@ -118,6 +120,26 @@ def test_a_model_of_the_hub_is_estimated_unread_and_then_read_in_sight(
         assert len(set(said) & set(range(1, 100))) >= 4
         ready(node)
         assert row(node)["deployment"] == deployed.stdout.partition("(")[2].partition(")")[0]
+
+
+def test_a_file_that_is_copied_goes_where_it_is_unless_others_are_named(
+    own_node: StartNode, tmp_path: Path
+) -> None:
+    file = write_gguf(checkpoint_dir(), tmp_path / "small.gguf", "F16")
+    house = [own_node(name, environment=EVEN) for name in ("attic", "kitchen")]
+    for node in house:
+        node.wait_up()
+    for node in house:
+        until(lambda node=node: len(peers(node)) == 1, "they see each other")
+    kitchen = house[1]
+    deployed = hearthnet("deploy", str(file), "--wait", node=kitchen)
+    assert deployed.returncode == 0, deployed.stderr
+    assert {span["node"] for span in row(kitchen)["spans"]} == {"kitchen"}
+    assert hearthnet("evict", "small", node=kitchen).returncode == 0
+    # Where it lies on others only its owner knows.
+    spread = hearthnet("deploy", "small", "--nodes", "attic,kitchen", "--json", node=kitchen)
+    assert spread.returncode == 0, spread.stderr
+    assert {span["node"] for span in json.loads(spread.stdout)["spans"]} == {"attic", "kitchen"}
 
 
 def test_what_the_hub_cannot_give_is_said_where_it_was_asked_for(

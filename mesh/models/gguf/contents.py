@@ -50,12 +50,17 @@ def model_name(file: Path) -> str:
     return part["stem"] if part else file.name.removesuffix(SUFFIX)
 
 
+def is_projector(name: str) -> bool:
+    """Whether a file of this name holds the part of a model that looks at pictures."""
+    return name.startswith(_PROJECTOR)
+
+
 def only_model(directory: Path) -> Path | None:
     """The GGUF file of a directory, the first of several that are one model; None when it has none.
 
     Raises BadCheckpoint when it has several models.
     """
-    files = [each for each in directory.glob(f"*{SUFFIX}") if not each.name.startswith(_PROJECTOR)]
+    files = [each for each in directory.glob(f"*{SUFFIX}") if not is_projector(each.name)]
     models: dict[str, Path] = {}
     for file in sorted(files):
         models.setdefault(model_name(file), file)

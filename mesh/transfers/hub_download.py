@@ -1,0 +1,140 @@
+"""Files of the hub that are fetched whole, as the hub says that they are: their sizes and SHA-256.
+
+A file that was cut off goes on where it stopped; the first part is hashed again from the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from mesh.errors import DiskFull, TransferFailed
+from mesh.models.partial_draft import refused_by_disk
+from mesh.transfers.hub import Hub, HubFile, Repository
+from mesh.transfers.meter import Meter
+from mesh.transfers.pacing import Pace
+
+logger = logging.getLogger(__name__)
+
+_TRIES = 2
+_SPARE_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
+
+
+class HubDownload:
+    """Of one repository; `meter` counts what is here and what comes."""
+
+    def __init__(self, hub: Hub, repository: Repository, pace: Pace, meter: Meter) -> None:
+        self._hub = hub
+        self._repository = repository
+        self._pace = pace
+        self._meter = meter
+
+    async def fetch(self, files: Mapping[Path, HubFile]) -> None:
+        """Have each of these files, all of which have an `lfs`, where it says, in one file system.
+
+        Raises DiskFull, TransferFailed for bytes that are wrong twice, and what the hub raises.
+        """
+        meter, (first, *_) = self._meter, files
+        meter.total = sum(file.length for file in files.values())
+        meter.done = await asyncio.to_thread(_here, files)
+        await asyncio.to_thread(_require_room, first.parent, meter.total - meter.done)
+        for path, file in files.items():
+            await self._one(path, file)
+
+    # Private
+
+    async def _one(self, path: Path, file: HubFile) -> None:
+        if await asyncio.to_thread(path.exists):
+            return  # only what matched gets its name
+        for _ in range(_TRIES):
+            if await self._attempt(file, _part(path)):
+                await asyncio.to_thread(_part(path).rename, path)
+                return
+            self._meter.done -= file.length
+            await asyncio.to_thread(_part(path).unlink)
+            logger.warning("%s came with wrong bytes from the hub", file.rfilename)
+        raise TransferFailed(
+            f"{file.rfilename} of {self._repository.id} came with other bytes than the hub says,"
+            f" {_TRIES} times.",
+            fix="Try again later; a proxy in between may change it.",
+        )
+
+    async def _attempt(self, file: HubFile, part: Path) -> bool:
+        """Whether what is there in the end is the file."""
+        assert file.lfs is not None  # noqa: S101 - only such are asked for
+        loop = asyncio.get_running_loop()
+        digest, start = await asyncio.to_thread(_digest_of, part)
+        chunks = self._hub.stream(self._repository, file.rfilename, start, file.length)
+        fd = await asyncio.to_thread(os.open, part, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            together = bytearray()
+            try:
+                async for chunk in chunks:
+                    await self._pace.take(len(chunk))
+                    together += chunk
+                    self._meter.done += len(chunk)
+                    self._meter.arrived("hub", "the hub", len(chunk), loop.time())
+                    if len(together) >= _READ_BYTES:
+                        await asyncio.to_thread(_append, fd, bytes(together), digest)
+                        together.clear()
+            finally:
+                await asyncio.to_thread(_append, fd, bytes(together), digest)
+            await asyncio.to_thread(os.fsync, fd)
+        finally:
+            await chunks.aclose()
+            os.close(fd)
+        return digest.hexdigest() == file.lfs.sha256
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f"{path.name}.part")
+
+
+def _here(files: Iterable[Path]) -> int:
+    """How many bytes there are already."""
+    parts = [path if path.exists() else _part(path) for path in files]
+    return sum(path.stat().st_size for path in parts if path.exists())
+
+
+def make_directory(directory: Path) -> None:
+    """With all above it. Blocks. Raises DiskFull."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused_by_disk(directory, error) from error
+
+
+def _require_room(directory: Path, need: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if need + _SPARE_BYTES > free:
+        raise DiskFull(
+            f"{directory} needs {need / 1e6:.0f} MB; the disk has {free / 1e6:.0f} MB free.",
+            fix="Free some room, or remove models with `hearthnet rm`.",
+        )
+
+
+def _append(fd: int, chunk: bytes, digest: hashlib._Hash) -> None:
+    view = memoryview(chunk)
+    try:
+        while view:
+            view = view[os.write(fd, view) :]
+    except OSError as error:
+        raise refused_by_disk(Path("the models' directory"), error) from error
+    digest.update(chunk)
+
+
+def _digest_of(part: Path) -> tuple[hashlib._Hash, int]:
+    """Of what came before, and how much that is."""
+    digest, size = hashlib.sha256(), 0
+    if part.exists():
+        with part.open("rb") as stream:
+            while data := stream.read(_READ_BYTES):
+                digest.update(data)
+                size += len(data)
+    return digest, size

@@ -1,0 +1,92 @@
+"""A repository of the hub that has only GGUF files: one is fetched whole, into the hub's cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from mesh.deployments.weights import LocalWeights
+from mesh.errors import BadCheckpoint, BadRequest, ModelNotFound, TransferFailed
+from mesh.models.builtin import checkpoint_dir
+from mesh.transfers.hub import HubSettings
+from tests.gguf_files import write_gguf
+from tests.transfers.house import Fetcher, house, up
+from tests.transfers.hub_standin import HubStandin
+from tests.transfers.test_hub import weights_sent
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "repository").mkdir()
+    write_gguf(checkpoint_dir(), tmp_path / "repository" / "toy-Q8_0.gguf", "Q8_0")
+    return tmp_path / "repository"
+
+
+def sent(hub: HubStandin) -> int:
+    return sum(count for name, count in hub.sent.items() if name.endswith(".gguf"))
+
+
+@asynccontextmanager
+async def fetcher(tmp_path: Path, hub: HubStandin) -> AsyncIterator[Fetcher]:
+    async with house(tmp_path, "one") as made:
+        made.hub = HubSettings(hub.url, cache=tmp_path / "cache")
+        one = made.start("one")
+        await up(one)
+        yield one
+
+
+async def test_the_only_one_comes_whole_and_is_a_model_of_this_machine(
+    tmp_path: Path, folder: Path
+) -> None:
+    content = await asyncio.to_thread((folder / "toy-Q8_0.gguf").read_bytes)
+    with HubStandin(folder) as hub:
+        hub.mischief.suffix, hub.mischief.cut = ".gguf", 2
+        async with fetcher(tmp_path, hub) as one:
+            file = await one.supervisor.pull("org/toy")
+            assert await asyncio.to_thread(file.read_bytes) == content
+            assert sent(hub) == len(content)  # also where it broke off
+            found = await LocalWeights({}, [tmp_path / "cache"], None).find("org/toy")
+            assert (found.model_id, found.copied) == ("org/toy", True)
+            assert await one.supervisor.pull("org/toy") == file
+            assert sent(hub) == len(content)
+
+
+async def test_of_several_one_is_to_be_named(tmp_path: Path, folder: Path) -> None:
+    other = await asyncio.to_thread(write_gguf, checkpoint_dir(), folder / "toy-Q4_0.gguf", "Q4_0")
+    await asyncio.to_thread((folder / "mmproj-toy.gguf").write_bytes, b"sees pictures")
+    with HubStandin(folder) as hub:
+        async with fetcher(tmp_path, hub) as one:
+            with pytest.raises(BadRequest, match=r"2 GGUF models: toy-Q4_0.gguf, toy-Q8_0.gguf"):
+                await one.supervisor.pull("org/toy")
+            with pytest.raises(ModelNotFound, match=r"no toy-Q2_K.gguf. It has toy-Q4_0.gguf"):
+                await one.supervisor.pull("org/toy/toy-Q2_K.gguf")
+            assert sent(hub) == 0
+            file = await one.supervisor.pull("org/toy/toy-Q4_0.gguf")
+            assert file.name == other.name
+            assert await asyncio.to_thread(file.read_bytes) == other.read_bytes()
+
+
+async def test_wrong_bytes_get_no_name(tmp_path: Path, folder: Path) -> None:
+    with HubStandin(folder) as hub:
+        hub.mischief.wrong = 2
+        async with fetcher(tmp_path, hub) as one:
+            with pytest.raises(TransferFailed, match="other bytes than the hub says, 2 times"):
+                await one.supervisor.pull("org/toy")
+            assert not await asyncio.to_thread(
+                lambda: [
+                    each for each in (tmp_path / "cache").rglob("*") if each.stat().st_size > 9999
+                ]
+            )
+            await one.supervisor.pull("org/toy")
+
+
+async def test_a_deployment_says_what_to_do_first(tmp_path: Path, folder: Path) -> None:
+    with HubStandin(folder) as hub:
+        async with fetcher(tmp_path, hub) as one:
+            with pytest.raises(BadCheckpoint, match=r"only GGUF files.*`hearthnet pull org/toy`"):
+                await one.supervisor.headers("org/toy")
+        assert (sent(hub), weights_sent(hub)) == (0, 0)
