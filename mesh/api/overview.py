@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mesh.api.services import LOADING, RESTING
+from mesh.deployments.levels import level_of
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import ShardStore
 from mesh.discovery.sightings import PeerState, PeerView
@@ -24,7 +25,7 @@ from mesh.processes.supervisor import Supervisor
 from mesh.routing.cover import Candidate, missing_layers
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.transfers.supervisor import FetcherSupervisor
-from mesh.types import LayerRange, ModelId, NodeId
+from mesh.types import LayerRange, ModelId, NodeId, ShardDescriptor, ShardId
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ class Overview:
                     "missing": missing,
                     "reason": _lacks(missing) or "not held here (--model)",
                     "context": None,
+                    "level": level_of(each.health for each in view.shards).value,
                     "nodes": _nodes(view.shards),
                     "local": False,
                     "weights_sha256": view.weights_sha256,
@@ -209,7 +211,7 @@ class Overview:
         """A peer's shard with its standing at this node's asker; None when nothing is known."""
         descriptor = shard.descriptor
         asker = self._parts.askers.get(descriptor.model_id)
-        key = (descriptor.host, descriptor.shard_id)
+        key = _key(descriptor)
         standings = asker.standings if asker is not None else []
         known = [row for row in standings if (row["host"], row["shard_id"]) == key]
         return {**_shard(shard), "standing": known[0] if known else None}
@@ -226,12 +228,18 @@ class Overview:
             "missing": missing,
             "reason": reason,
             "context": model.context,
+            "level": self._level(shards),
             "nodes": _nodes(shards),
             "local": True,
             "weights_sha256": model.weights_sha256,
             "other_weights": sorted(set(conflicts) - {model.weights_sha256}),
             "directory": model.directory,
         }
+
+    def _level(self, shards: Sequence[Advertisement]) -> str:
+        """Where the weights of these are; this node knows of its own before it has said it."""
+        own = {_key(hosted.descriptor): hosted.health for hosted in self._parts.host.serving}
+        return level_of(own.get(_key(each.descriptor), each.health) for each in shards).value
 
     def _why_not(self, model: LocalModel, missing: Sequence[str]) -> str | None:
         """Why a model whose files are here cannot be asked now; None when it can."""
@@ -287,6 +295,10 @@ class Overview:
         for model_id, asker in parts.askers.items():
             reasons += [f"ends of {model_id}: {reason}" for reason in asker.reasons]
         return reasons + self._troubles() + self._not_loaded()
+
+
+def _key(shard: ShardDescriptor) -> tuple[NodeId, ShardId]:
+    return shard.host, shard.shard_id
 
 
 def _shard(shard: Advertisement) -> dict[str, Any]:

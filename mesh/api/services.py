@@ -71,8 +71,8 @@ class MeshView(Protocol):
 
     def models(self) -> list[dict[str, Any]]:
         """``{"id", "total_layers", "runnable": bool, "missing": ["8-11"], "reason": why it is not
-        runnable | None, "context": int | None, "nodes": [...], "local": bool}`` for each model
-        that anybody holds."""
+        runnable | None, "context": int | None, "level": HOT, WARM or COLD, "nodes": [...],
+        "local": bool}`` for each model that anybody holds."""
 
     def privacy(self) -> dict[str, Any]:
         """Who can see what of prompts and answers; see `mesh.api.privacy.report`."""

@@ -10,9 +10,11 @@ levels is whose business here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+from mesh.types import ShardHealth
 
 
 class Level(StrEnum):
@@ -21,6 +23,17 @@ class Level(StrEnum):
     HOT = "HOT"
     WARM = "WARM"
     COLD = "COLD"
+
+
+def level_of(offered: Iterable[ShardHealth]) -> Level:
+    """Where the weights of a model are whose shards say this of themselves, by whoever holds them.
+
+    One whose host does not say what memory it takes counts as loaded.
+    """
+    resident = [each.memory is None or each.memory.weights_mb > 0 for each in offered]
+    if not resident:
+        return Level.COLD
+    return Level.HOT if any(resident) else Level.WARM
 
 
 @dataclass(frozen=True, slots=True)

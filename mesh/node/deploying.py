@@ -12,6 +12,7 @@ from pathlib import Path
 from mesh.config import Config
 from mesh.deployments.actor import Reconciler, ReconcilerHooks
 from mesh.deployments.control import Deploying
+from mesh.deployments.levels import Level, level_of
 from mesh.deployments.listing import DeploymentRows
 from mesh.deployments.phases import Phase, PhaseProgress
 from mesh.deployments.placement import AvailableNode, Laid, uncovered
@@ -131,10 +132,8 @@ class House:
 
     def is_resident(self, model_id: ModelId, weights_sha256: str) -> bool:
         """See `DeployingNode`."""
-        return any(
-            each.health.memory is None or each.health.memory.weights_mb > 0
-            for each in self._shards(model_id, weights_sha256)
-        )
+        offered = self._shards(model_id, weights_sha256)
+        return level_of(each.health for each in offered) is Level.HOT
 
     def use(self, deployment: Deployment) -> Use:
         """See `Resting`."""

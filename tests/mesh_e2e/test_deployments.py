@@ -28,6 +28,8 @@ KV_TOKENS = 16384
 """What a shard's caches have unless more is wished."""
 EVEN = {"HEARTHNET_DEPLOYMENTS__PLACEMENT": "even"}
 """So that each machine gets a part, however quick one of them is."""
+IDLE = {"HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__HOST__SHARD_EVICTION_IDLE_SECONDS": "3"}
+"""So that weights leave their devices soon after the last session did."""
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,7 @@ def house(start_node: StartNode, models: Path) -> dict[str, LocalNode]:
         "HEARTHNET_MODELS_DIR": str(models),
         "HEARTHNET_DEPLOYMENTS__REPLAN_SECONDS": "3",
         **EVEN,
+        **IDLE,
     }
     nodes = {
         name: start_node(name, "--layers", "none", environment=settings)
@@ -119,6 +122,12 @@ def answer(node: LocalNode, count: int = 16) -> list[int]:
     return ids
 
 
+def level(node: LocalNode) -> tuple[str, str]:
+    """As this node says it of the deployment, and nnsight's clients hear it."""
+    heard = node.get("/status")["deployments"][MODEL]["deployment_level"]
+    return row(node)["level"], heard
+
+
 def held(node: LocalNode) -> set[str]:
     return {shard["shard_id"] for shard in node.get("/mesh/v1/status")["shards"]}
 
@@ -137,8 +146,13 @@ def test_a_deployment_from_nothing_to_its_end(house: dict[str, LocalNode], model
     assert deployed.returncode == 0, deployed.stderr
     ready(attic, kitchen, study)
     assert {node for _, node, _ in placed(attic)} == set(house)
+
+    # Unused, its weights leave the devices and its layers stay on offer; use brings them back.
+    until(lambda: level(study) == ("WARM", "WARM"), "nobody uses it", study)
+    ready(*house.values())
     for node in house.values():
         assert answer(node) == expected
+    until(lambda: level(study) == ("HOT", "HOT"), "it is used", study)
 
     # Replicas up and down; numbers are not used again.
     assert hearthnet("scale", MODEL, "3", "--wait", node=kitchen).returncode == 0
@@ -209,6 +223,22 @@ def test_a_deployment_from_nothing_to_its_end(house: dict[str, LocalNode], model
     assert error["code"] == "model_not_found"
 
 
+def test_layers_that_are_held_by_hand_have_a_level_too(own_node: StartNode) -> None:
+    node = own_node("solo", environment=IDLE)
+    node.wait_ready()
+
+    def level() -> str:
+        said: str = node.get("/status")["deployments"]["builtin"]["deployment_level"]
+        (model,) = node.get("/mesh/v1/models")["models"]
+        assert model["level"] == said
+        return said
+
+    until(lambda: level() == "WARM", "nobody uses it")
+    body = {"model": "builtin", "prompt": "The kettle", "max_tokens": 1}
+    assert node.post("/v1/completions", body).status_code == 200
+    until(lambda: level() == "HOT", "it is used")
+
+
 def test_run_brings_a_model_up_on_machines_that_hold_nothing(house: dict[str, LocalNode]) -> None:
     attic, kitchen, study = house.values()
     arguments = ("--raw", "--max-tokens", "4", "--ignore-eos", "--json")
@@ -244,8 +274,8 @@ def test_a_deployment_rests_without_use_and_who_may_wakes_it(
     order = {"model": MODEL, "keep_alive_s": 2.0, "minimum_s": 0.0, "nodes": ["attic", "kitchen"]}
     assert kitchen.post("/mesh/v1/deployments", order).status_code == 202
     ready(attic, kitchen)
-    until(lambda: row(kitchen)["level"] == "HOT", "it is loaded", kitchen)
     expected = answer(kitchen, 4)
+    assert level(kitchen) == ("HOT", "HOT")
 
     def rests() -> bool:
         return all(row(node)["level"] == "COLD" and not held(node) for node in house.values())

@@ -129,7 +129,8 @@ class OwnView(ScriptedView):
 
     def models(self) -> list[dict[str, Any]]:
         row = {"id": MODEL, "total_layers": 6, "runnable": True, "missing": [], "local": True}
-        return [{**row, "context": 512, "nodes": ["here"], "directory": str(checkpoint_dir())}]
+        more = {"level": "HOT", "context": 512, "nodes": ["here"]}
+        return [{**row, **more, "directory": str(checkpoint_dir())}]
 
 
 @dataclass

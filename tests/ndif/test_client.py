@@ -158,12 +158,13 @@ async def test_a_model_that_cannot_run_says_why(
                 row = (await http.get("/status")).json()["deployments"]["builtin"]
             seen = (await in_thread(nnsight.status)).deployments["builtin"]
             assert seen["state"] == row["application_state"]
+            assert row["deployment_level"] == half.lacks.get("level", "HOT")
             return row["application_state"], row.get("reason", "")
 
         assert await told() == ("RUNNING", "")
         half.lacks = {"runnable": False, "reason": LOADING}
         assert await told() == ("DEPLOYING", "The model is loading.")
-        half.lacks = {"runnable": False, "missing": ["2-3", "5-5"]}
+        half.lacks = {"runnable": False, "missing": ["2-3", "5-5"], "level": "WARM"}
         assert await told() == ("NOT_STARTED", "No node serves layers 2-3, 5-5.")
         half.lacks = {"runnable": False, "reason": "failed: The checkpoint is cut off."}
         assert await told() == ("UNHEALTHY", "failed: The checkpoint is cut off.")

@@ -48,15 +48,9 @@ class Deployments:
             return False
         return await self._control.wake(model_id, may_wake=caller.may_wake)
 
-    def _levels(self) -> dict[str, str]:
-        """The level of each deployed model; of several deployments the best."""
-        rows = self._control.view() if self._control is not None else []
-        ranked = sorted(rows, key=lambda row: ("COLD", "WARM", "HOT").index(row["level"]))
-        return {row["model_id"]: row["level"] for row in ranked}
-
     async def listing(self) -> dict[str, dict[str, Any]]:
         """``/status``'s deployments by model id."""
-        served, levels = await self.served(), self._levels()
+        served = await self.served()
         rows = {row["id"]: row for row in self._view.models()}
         return {
             model.model_id: {
@@ -65,7 +59,7 @@ class Deployments:
                 "revision": "main",
                 "task": TASK,
                 "trust_remote_code": False,
-                "deployment_level": levels.get(model.model_id, "HOT"),
+                "deployment_level": rows[model.model_id]["level"],
                 **self._state(rows[model.model_id]),
             }
             for model in served
