@@ -96,6 +96,11 @@ class SimulatedHouse:
     # Operators
 
     def deploy(self, model: str, layers: int, replicas: int = 1) -> bool:
+        """A model that is deployed already is scaled, as by the verb: there is one deployment of
+        a checkpoint."""
+        for known in live(self.deployments):
+            if known.wish.model_id == model:
+                return self.scale(known, replicas)
         name = hashlib.sha256(f"{model}{self._events}".encode()).hexdigest()[:16]
         mb = layers * LAYER_MB
         return self.wish(Wish(name, ModelId(model), WEIGHTS, layers, mb, replicas), None)
