@@ -70,7 +70,6 @@ class Fetches:
         self._changed = asyncio.Event()
         self._turns: dict[str, asyncio.Lock] = {}
         self._running: dict[str, _Running] = {}
-        self._liars: set[tuple[NodeId, str]] = set()
 
     def update(self, peers: Sequence[PeerHolding], neighbours: int = 0) -> None:
         """All that other nodes advertise now, and how many are up."""
@@ -198,14 +197,10 @@ class Fetches:
         return None
 
     def _having(self, sha256: str) -> list[PeerHolding]:
-        return [
-            peer
-            for peer in self._peers
-            if peer.weights_sha256 == sha256 and (peer.node, sha256) not in self._liars
-        ]
+        return [peer for peer in self._peers if peer.weights_sha256 == sha256]
 
     def _lied(self, order: Ensure, node: NodeId, tensor: str) -> None:
-        self._liars.add((node, order.weights_sha256))
+        """Whoever hears it leaves that node out of what it tells from now on."""
         name = next((peer.node_name for peer in self._peers if peer.node == node), node)
         self._on_lie(Lied(node, name, order.weights_sha256, tensor))
 

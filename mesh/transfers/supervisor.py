@@ -41,10 +41,13 @@ from mesh.transfers.commands import (
 )
 from mesh.transfers.hub import HubSettings, hub_settings
 from mesh.transfers.shelf import Holding
-from mesh.types import LayerRange, ModelId
+from mesh.types import LayerRange, ModelId, NodeId
 from mesh.wire.websocket import ANY_ADDRESS, BACKLOG
 
 logger = logging.getLogger(__name__)
+
+MAX_LIARS = 1024
+"""That are remembered; those found first are forgotten first."""
 
 Notify = Callable[[str, dict[str, Any]], None]
 
@@ -79,6 +82,8 @@ class FetcherSupervisor(RestingSupervisor):
         self._is_used = is_used
         self._makes_way = False
         self._peers = Peers(())
+        self._liars: dict[tuple[NodeId, str], None] = {}
+        """Who gave wrong bytes, and of which checkpoint: of that it is asked no more."""
         self._numbers = itertools.count(1)
         self._orders: dict[str, tuple[ProcessMessage, asyncio.Future[Path]]] = {}
 
@@ -160,7 +165,8 @@ class FetcherSupervisor(RestingSupervisor):
 
     def hear(self, peers: Sequence[PeerHolding], neighbours: int = 0) -> None:
         """What other nodes advertise now, and how many of those are up."""
-        if self._peers != (now := Peers(tuple(peers), neighbours)):
+        honest = [peer for peer in peers if (peer.node, peer.weights_sha256) not in self._liars]
+        if self._peers != (now := Peers(tuple(honest), neighbours)):
             self._peers = now
             self.tell(now)
 
@@ -276,6 +282,10 @@ class FetcherSupervisor(RestingSupervisor):
 
     def _lied(self, answer: Lied) -> None:
         logger.error("%s gave wrong bytes of %s", answer.node_name, answer.tensor)
+        while len(self._liars) >= MAX_LIARS:
+            del self._liars[next(iter(self._liars))]
+        self._liars[answer.node, answer.weights_sha256] = None
+        self.hear(self._peers.peers, self._peers.neighbours)
         self._notify(
             "weights_lied",
             {

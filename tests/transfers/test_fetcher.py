@@ -14,8 +14,8 @@ import pytest
 
 from mesh.errors import TransferFailed
 from mesh.models.manifest import Manifest, read_manifest
-from mesh.models.partial import PIECE_BYTES
-from mesh.models.partial_writer import PartialWriter
+from mesh.models.partial import PIECE_BYTES, read_journal
+from mesh.models.partial_writer import PartialWriter, pieces_of
 from mesh.transfers.fetching import Fetch, WantedLayers
 from mesh.transfers.pacing import Pace
 from mesh.transfers.piece_picker import MAX_IN_HAND
@@ -122,6 +122,34 @@ async def test_a_liar_is_named_and_asked_no_more(tmp_path: Path, whole: Manifest
         assert await sent(liar) == given
 
 
+async def test_a_liar_is_remembered_when_the_fetcher_has_rested(
+    tmp_path: Path, whole: Manifest
+) -> None:
+    copy = await asyncio.to_thread(shutil.copytree, whole.directory, tmp_path / "copy")
+    async with house(tmp_path, "honest", "liar", "empty") as made:
+        liar = made.start("liar", copy)
+        honest = made.start("honest", whole.directory)
+        empty = made.start("empty", idle_s=0.5, unasked_s=0.5)
+        await up(honest, liar, empty)
+        await asyncio.to_thread(spoil, copy)
+        empty.supervisor.hear(liar.holding())
+        first = empty.supervisor.ensure(MODEL, whole.weights_sha256, [LayerRange(0, 2)])
+        fetch = asyncio.create_task(first)
+        async with asyncio.timeout(40):
+            while not empty.events:  # noqa: ASYNC110 - a process has no event for it
+                await asyncio.sleep(0.02)
+            empty.supervisor.hear([*liar.holding(), *honest.holding()])
+            await fetch
+            while not empty.supervisor.is_resting:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.05)
+        given, starts = await sent(liar), empty.supervisor.starts
+        directory = await empty.supervisor.ensure(MODEL, whole.weights_sha256)
+        assert empty.supervisor.starts > starts
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+        assert await sent(liar) == given
+        assert len(empty.events) == 1
+
+
 async def test_who_alone_has_another_tokenizer_is_not_believed(
     tmp_path: Path, whole: Manifest
 ) -> None:
@@ -160,37 +188,71 @@ async def test_a_giver_that_dies_is_replaced(tmp_path: Path, whole: Manifest) ->
 
 @pytest.mark.slow
 async def test_kills_cost_no_complete_tensor(tmp_path: Path, whole: Manifest) -> None:
-    """The fetching process is killed 20 times: bytes are equal, and no complete tensor came twice.
+    """The fetching process is killed 20 times: bytes are equal, and what it had noted of them when
+    it was killed, complete tensors and pieces of others, is not given to it again.
 
-    A piece that was under way comes again: at most four per kill are.
+    A piece that was under way is: what a kill costs is at most what may be under way.
     """
     rng, kills = random.Random(7), 20
     async with house(tmp_path, "full", "empty") as made:
         full = made.start("full", whole.directory, bytes_per_s=12e6)
         empty = made.start("empty")
-        empty.supervisor.restart_delays_s = (0.0,)
+        empty.supervisor.restart_delays_s = (1.5,)  # the giver has counted, and gives nothing
         await up(full, empty)
         made.introduce()
         fetch = asyncio.create_task(empty.supervisor.ensure(MODEL, whole.weights_sha256))
         complete: set[str] = set()
+        lost = 0
         while empty.supervisor.starts <= kills and not fetch.done():
             await up(empty)
             await asyncio.sleep(rng.uniform(0.0, 0.4))
             starts = empty.supervisor.starts
             assert empty.supervisor.pid is not None
             os.kill(empty.supervisor.pid, signal.SIGKILL)
+            given = await sent(full)
+            assert empty.supervisor.starts == starts
             for record in await asyncio.to_thread(list, (made.root / "empty/models").glob("toy@*")):
                 now = await asyncio.to_thread(right, record, whole)
                 assert now >= complete  # what was complete is so for ever
                 complete = now
+                costs = given - await asyncio.to_thread(noted, record, whole) - lost
+                assert 0 <= costs <= MAX_IN_HAND * PIECE_BYTES
+                lost += costs
             async with asyncio.timeout(20):
                 while empty.supervisor.starts == starts:  # noqa: ASYNC110 - as above
                     await asyncio.sleep(0.02)
         directory = await fetch
         assert empty.supervisor.starts > 10
         assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
-        again = await sent(full) - weights_bytes(whole)
-        assert again <= kills * MAX_IN_HAND * PIECE_BYTES
+        assert await sent(full) == weights_bytes(whole) + lost
+
+
+def noted(directory: Path, whole: Manifest) -> int:
+    """How many bytes of weights its journal says are there."""
+    present = read_journal(directory, sorted(whole.tensors))
+    total = sum(whole.tensors[name].nbytes for name in present.complete)
+    for name, numbers in present.pieces.items():
+        pieces = pieces_of(whole.tensors[name].nbytes)
+        total += sum(stop - start for start, stop in (pieces[number] for number in numbers))
+    return total
+
+
+async def test_no_faster_than_it_may(tmp_path: Path, whole: Manifest) -> None:
+    """In either direction, by the clock of whoever waits for it."""
+    rate = 8e6
+    for limited in ("full", "empty"):
+        async with house(tmp_path / limited, "full", "empty") as made:
+            full, empty = (
+                made.start(name, *have, bytes_per_s=rate if name == limited else 0.0)
+                for name, have in (("full", (whole.directory,)), ("empty", ()))
+            )
+            await up(full, empty)
+            made.introduce()
+            begin = asyncio.get_running_loop().time()
+            await empty.supervisor.ensure(MODEL, whole.weights_sha256)
+            took_s = asyncio.get_running_loop().time() - begin
+            # A bucket begins with no more than a tenth of a second's worth, or one piece.
+            assert weights_bytes(whole) - PIECE_BYTES <= took_s * rate
 
 
 def weights_bytes(manifest: Manifest) -> int:
