@@ -1,4 +1,4 @@
-"""What people are told of a fetch, with a hand on the clock: how fast it was lately, no more."""
+"""What people are told of a fetch, with a hand on the clock: how fast it was of late, not ever."""
 
 from __future__ import annotations
 
