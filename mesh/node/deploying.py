@@ -336,8 +336,9 @@ class DeploymentsHere:
         folders = [each for each in (config.models_dir, *_folders(config)) if each is not None]
         self.house = house
         weights = self.weights = FetchedWeights(
-            LocalWeights(held.models, folders, cache_dir()), fetching, cache_dir()
-        )
+            LocalWeights(held.models, folders, cache_dir()), fetching, cache_dir(),
+            thin=config.distributed.thin == "always",
+        )  # fmt: skip
 
         def changed() -> None:
             events.stir()
