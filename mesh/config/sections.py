@@ -82,8 +82,9 @@ class DistributedInferenceSection(BaseModel):
     node where that pays; the answer is the same. Empty: none."""
     thin: Literal["auto", "never", "always"] = "auto"
     """Whether a model's embedding and head are left to the nodes with its first and last layers,
-    which then see the prompt and the answer as text. ``auto``: where they are not on this disk.
-    ``never``: they have to be; ``always``: also where they are. See docs/explanation/privacy.md."""
+    which then see the prompt and the answer as text. ``auto``: where they are not on this disk;
+    deployments fetch them. ``never``: they have to be; ``always``: also where they are, and no
+    deployment fetches them but with the first or last layers. See docs/explanation/privacy.md."""
     allow_self_as_shard: bool = False
     """Prefer this node's own layers like anybody else's, instead of other nodes first."""
     max_concurrent_pipelines: int = Field(default=8, ge=1, le=1024)

@@ -245,11 +245,13 @@ class Reconciler:
         """The files of what this node is to hold of it, on this disk."""
         wish = deployment.wish
         layers = list(deployment.shards_of(self._world.node).values())
+        last = wish.total_layers - 1
         directory = await self._weights.ensure(
             wish.model_id,
             wish.weights_sha256,
             layers,
             partial(self.phases.bytes, shard),
+            runs_ends=any(0 in span or last in span for span in layers),
         )
         return await asyncio.to_thread(
             local_model, directory, wish.model_id, wish.weights_sha256, self._cache_dir

@@ -61,13 +61,19 @@ class WeightsSource(Protocol):
         weights_sha256: str,
         layers: Sequence[LayerRange],
         on_progress: OnProgress,
+        *,
+        runs_ends: bool,
     ) -> Path:
-        """The directory that has config, tokenizer, the ends and these layers of a checkpoint,
-        fetched first where that is possible. Raises MeshError; `on_progress` never lies."""
+        """The directory that has config, tokenizer and these layers of a checkpoint, fetched first
+        where that is possible; and its ends, unless this node leaves them to others.
+
+        `runs_ends`: it holds the first or the last layers, and so runs the ends for who does that.
+        Raises MeshError; `on_progress` never lies.
+        """
 
 
 class LocalWeights:
-    """A `WeightsSource` of what lies on this machine's disks."""
+    """What lies on this machine's disks, for a `WeightsSource`."""
 
     def __init__(
         self,
@@ -107,7 +113,7 @@ class LocalWeights:
         layers: Sequence[LayerRange],
         on_progress: OnProgress,
     ) -> Path:
-        """See `WeightsSource`: all of it is here, or nothing."""
+        """See `WeightsSource`; the whole checkpoint is here, or at least its files are."""
         held = self._held.get(model_id)
         if held is not None and held.weights_sha256 == weights_sha256:
             return Path(held.directory)

@@ -326,6 +326,7 @@ class DeploymentsHere:
             ),
             fetching,
             cache_dir(),
+            thin=config.distributed.thin == "always",
         )
 
         def changed() -> None:

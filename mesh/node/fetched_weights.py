@@ -25,7 +25,11 @@ _LOOK_S = 0.5
 class FetchedWeights:
     """A `WeightsSource`: what is on this disk, else what can be fetched."""
 
-    def __init__(self, local: LocalWeights, weights: Weights, cache_dir: Path | None) -> None:
+    def __init__(
+        self, local: LocalWeights, weights: Weights, cache_dir: Path | None, *, thin: bool
+    ) -> None:
+        """`thin`: this node leaves the ends of what it asks to the first and the last hop."""
+        self._thin = thin
         self._local = local
         self._weights = weights
         self._cache_dir = cache_dir
@@ -79,11 +83,14 @@ class FetchedWeights:
         weights_sha256: str,
         layers: Sequence[LayerRange],
         on_progress: OnProgress,
+        *,
+        runs_ends: bool,
     ) -> Path:
         """See `WeightsSource`."""
+        ends = runs_ends or not self._thin
         try:
             directory = await self._local.ensure(model_id, weights_sha256, layers, on_progress)
-            if await asyncio.to_thread(self._has, directory, model_id, tuple(layers)):
+            if await asyncio.to_thread(self._has, directory, model_id, tuple(layers), ends):
                 self._weights.fetcher.offer(LocalCheckpoint(model_id, directory))
                 return directory
         except ModelNotFound:
@@ -92,13 +99,15 @@ class FetchedWeights:
             self._tell(model_id, weights_sha256, on_progress), f"progress of {model_id}"
         )
         try:
-            return await self._weights.fetcher.ensure(model_id, weights_sha256, layers)
+            return await self._weights.fetcher.ensure(model_id, weights_sha256, layers, ends=ends)
         finally:
             await end([telling])
 
-    def _has(self, directory: Path, model_id: ModelId, layers: tuple[LayerRange, ...]) -> bool:
+    def _has(
+        self, directory: Path, model_id: ModelId, layers: tuple[LayerRange, ...], ends: bool
+    ) -> bool:
         manifest = read_manifest(directory, model_id=model_id, cache_dir=self._cache_dir)
-        names = wanted_tensors(manifest, layers, ends=True)
+        names = wanted_tensors(manifest, layers, ends=ends)
         return all(manifest.tensors[name].present for name in names)
 
     async def _tell(self, model: str, weights_sha256: str, on_progress: OnProgress) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mesh.cli.local_node import LocalNode
+from tests.checkpoints import make_checkpoint
 from tests.cli.terminal import Terminal
 
 
@@ -59,3 +60,34 @@ async def test_a_question_its_route_and_why(environment: dict[str, str], node: L
         assert 2 <= len(others) <= 4, "top five, less the one that was taken"
         assert chosen >= max(others), "at temperature 0 the likeliest is taken"
         assert math.fsum([chosen, *others]) < 101
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Iterator[LocalNode]:
+    make_checkpoint(tmp_path / "models" / "toy", "llama", layers=4)
+    found_in = {"HEARTHNET_MODELS_DIR": str(tmp_path / "models")}
+    with LocalNode("bare", tmp_path / "bare", ("--layers", "none"), found_in) as started:
+        started.wait_up()
+        yield started
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_run_without_a_prompt_brings_a_model_up_and_opens_the_chat(
+    environment: dict[str, str], bare: LocalNode
+) -> None:
+    known = {key: value for key, value in environment.items() if key != "COLUMNS"}
+    screen = known | {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    flags = ("--state-dir", str(bare.state_dir), "--max-tokens", "4", "--verbose")
+    async with Terminal(screen, "run", "toy", *flags) as terminal:
+        await terminal.until("toy is not up here; deploying it")
+        await terminal.until("bare: layers 0-3")
+        await terminal.until("is ready")
+        await terminal.prompt()
+        terminal.type("Hello, who are you?\r")
+        await terminal.until("total ")
+        await terminal.prompt()
+        terminal.type("/bye\r")
+        assert await asyncio.wait_for(terminal.process.wait(), 20) == 0
+    row = (await asyncio.to_thread(bare.get, "/mesh/v1/deployments"))["deployments"][0]
+    assert (row["model_id"], row["state"]) == ("toy", "READY")

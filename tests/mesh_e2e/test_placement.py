@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from mesh.cli.local_node import LocalNode
 from tests.mesh_e2e.conftest import StartNode
 from tests.mesh_e2e.test_daemons import hearthnet
 from tests.mesh_e2e.test_deployments import peers, ready, row, until
@@ -13,11 +15,17 @@ from tests.mesh_e2e.test_deployments import peers, ready, row, until
 pytestmark = pytest.mark.slow
 
 
-def test_replicas_go_where_the_estimate_put_them(start_node: StartNode) -> None:
-    attic, study = house = [start_node(name, "--layers", "none") for name in ("attic", "study")]
-    for node in house:
+@pytest.fixture(scope="module")
+def house(start_node: StartNode) -> tuple[LocalNode, LocalNode]:
+    attic, study = (start_node(name, "--layers", "none") for name in ("attic", "study"))
+    for node in (attic, study):
         node.wait_up()
         until(lambda node=node: len(peers(node)) == 1, "they see each other")
+    return attic, study
+
+
+def test_replicas_go_where_the_estimate_put_them(house: tuple[LocalNode, LocalNode]) -> None:
+    attic, study = house
 
     def estimated() -> dict[str, Any] | None:
         found = attic.post("/mesh/v1/plan", {"model": "builtin", "replicas": 2})
@@ -34,3 +42,96 @@ def test_replicas_go_where_the_estimate_put_them(start_node: StartNode) -> None:
     assert deployed.returncode == 0, deployed.stderr
     ready(*house, replicas=2)
     assert {span["node"]: span["layers"] for span in row(study)["spans"]} == laid
+    assert hearthnet("evict", "builtin", node=attic).returncode == 0
+
+
+def estimate(node: LocalNode, *flags: str) -> dict[str, Any]:
+    """The plan that the command line prints."""
+    asked = hearthnet("deploy", "builtin", *flags, "--json", node=node)
+    assert asked.returncode == 0, asked.stderr
+    plan: dict[str, Any] = json.loads(asked.stdout)
+    return plan
+
+
+def lies(plan: dict[str, Any]) -> set[str]:
+    """On which machines."""
+    return {shard["node"] for replica in plan["replicas"] for shard in replica["shards"]}
+
+
+def test_each_flag_of_an_estimate_reaches_it(house: tuple[LocalNode, LocalNode]) -> None:
+    attic, _ = house
+    kinds = ("--streams", "3", "--dedicated", "--quant", "int8", "--context", "512")
+    plan = estimate(attic, "--estimate", *kinds)
+    known = ("streams", "dedicated", "quant", "context")
+    assert [plan[name] for name in known] == [3, True, "int8", 512]
+    assert lies(estimate(attic, "--estimate", "--nodes", "study")) == {"study"}
+    pinned = estimate(attic, "--estimate", "--layers", "attic=0-2", "--layers", "study=3-7")
+    laid = {s["node"]: s["layers"] for r in pinned["replicas"] for s in r["shards"]}
+    assert laid == {"attic": "0-2", "study": "3-7"}
+    beyond = estimate(attic, "--estimate", "--layers", "attic=5-9")
+    assert "has layers 0-7, not 5-9" in beyond["refusal"]["message"]
+    # Without the flag of that name as well, what is supposed is only estimated.
+    assert lies(estimate(attic, "--without", "attic")) == {"study"}
+    bought = estimate(attic, "--with", "van=64:100", "--without", "attic", "--without", "study")
+    assert lies(bought) == {"van"}
+    said = hearthnet("deploy", "builtin", "--with", "van=64:100", node=attic)
+    assert "van" in said.stdout, said
+    found = attic.post(
+        "/mesh/v1/plan",
+        {"model": "builtin", "streams": 3, "dedicated": True, "quant": "int8", "context": 512,
+         "nodes": ["study"], "layers": ["study=0-7"], "with": ["van=64:100"], "without": ["attic"]},
+    )  # fmt: skip
+    assert [found.json()[name] for name in known] == [3, True, "int8", 512]
+    assert lies(found.json()) == {"study"}
+    assert attic.get("/mesh/v1/deployments")["deployments"] == []
+
+
+def test_each_flag_of_a_deployment_reaches_the_wish(house: tuple[LocalNode, LocalNode]) -> None:
+    attic, study = house
+    flags = ("--quant", "none", "--context", "600", "--dedicated", "--minimum-seconds", "5",
+             "--keep-alive", "90", "--nodes", "attic,study", "--layers", "study=0-4")  # fmt: skip
+    deployed = hearthnet("deploy", "builtin", *flags, "--wait", node=attic)
+    assert deployed.returncode == 0, deployed.stderr
+    ready(*house)
+    wished = row(study)
+    known = ("quant", "context", "dedicated", "minimum_s", "keep_alive_s", "replicas")
+    assert [wished[name] for name in known] == ["none", 600, True, 5.0, 90.0, 1]
+    assert {(s["node"], s["layers"]) for s in wished["spans"]} == {
+        ("attic", "5-7"),
+        ("study", "0-4"),
+    }
+    # What is not said stays as it is.
+    changed = hearthnet("deploy", "builtin", "--shared", "--keep-alive", "0", node=study)
+    assert changed.returncode == 0, changed.stderr
+    until(lambda: not row(attic)["dedicated"], "it is heard")
+    assert [row(attic)[name] for name in known] == ["none", 600, False, 5.0, None, 1]
+    assert hearthnet("evict", "builtin", node=attic).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--quant", "int3"), "quant"),
+        (("--context", "0"), "--context"),
+        (("--streams", "0"), "--streams"),
+        (("--keep-alive", "-1"), "--keep-alive"),
+        (("--nodes", "cellar"), "no member is called 'cellar'"),
+        (("--layers", "attic=5-9"), "layers"),
+        (("--layers", "attic"), "layers"),
+        (("--layers", "attic=0-3", "--layers", "study=3-7"), "overlaps"),
+        (("--estimate", "--quant", "int3"), "quant"),
+        (("--estimate", "--nodes", "cellar"), "cellar"),
+        (("--without", "cellar"), "cellar"),
+        (("--with", "van=much"), "van"),
+    ],
+    ids=str,
+)
+def test_a_wrong_flag_is_refused_with_its_name(
+    house: tuple[LocalNode, LocalNode], flags: tuple[str, ...], said: str
+) -> None:
+    attic, _ = house
+    refused = hearthnet("deploy", "builtin", *flags, node=attic)
+    assert refused.returncode != 0, refused.stdout
+    assert said in refused.stderr, refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert attic.get("/mesh/v1/deployments")["deployments"] == []

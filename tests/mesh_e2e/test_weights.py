@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from mesh.cli.local_node import LocalNode
+from mesh.models.manifest import read_manifest
 from tests.checkpoints import make_checkpoint
 from tests.mesh_e2e.conftest import StartNode
 from tests.ndif import client
@@ -53,6 +54,13 @@ def answer(node: LocalNode) -> dict[str, Any]:
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()
     return found
+
+
+def fetched(node: LocalNode) -> Path:
+    """Where it has what it fetched of the model."""
+    models = node.get("/mesh/v1/models")["models"]
+    (directory,) = [model["directory"] for model in models if model["id"] == "toy"]
+    return Path(directory)
 
 
 def served_by(node: LocalNode) -> set[str]:
@@ -120,6 +128,9 @@ def test_a_deployment_fetches_what_it_needs(own_node: StartNode, tmp_path: Path)
     sofa = own_node("sofa", "--layers", "none", environment=slow)
     sofa.wait_up()
     wait_for(lambda: [n["id"] for n in sofa.get("/mesh/v1/weights")["neighbours"]] == ["toy"])
+    thin = {"HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__THIN": "always"}
+    den = own_node("den", "--layers", "none", environment=thin)
+    den.wait_up()
     spans = ("--layers", "attic=0-3", "--layers", "sofa=4-7")
     deployed = verb(sofa, "deploy", "toy", *spans)
     assert deployed.returncode == 0, deployed.stderr
@@ -136,20 +147,28 @@ def test_a_deployment_fetches_what_it_needs(own_node: StartNode, tmp_path: Path)
         "RUNNING",
         "COMPLETED",
     ], [each.description for each in via.seen]
-    fetched = [
+    percents = [
         each.meta["percent"]
         for each in via.seen
         if each.status.value == "PROVISIONING" and each.meta
     ]
-    assert len(set(fetched)) > 1, [each.description for each in via.seen]
-    assert fetched == sorted(fetched)
-    assert 0 <= fetched[0] < fetched[-1] <= 100
+    assert len(set(percents)) > 1, [each.description for each in via.seen]
+    assert percents == sorted(percents)
+    assert 0 <= percents[0] < percents[-1] <= 100
+
+    # Who leaves the ends to others fetches none, and asks all the same.
+    asked = verb(den, "run", "toy", "The kettle sings", "--max-tokens", "24", "--json")
+    assert asked.returncode == 0, asked.stderr
+    hops = {hop["node"]: hop["layers"] for hop in json.loads(asked.stdout)["hearthnet"]["route"]}
+    assert hops == {"attic": "0-3", "sofa": "4-7"}
 
     waited = verb(sofa, "deploy", "toy", "--wait")
     assert waited.returncode == 0, waited.stderr
-    for node in (attic, sofa):
+    for node in (attic, sofa, den):
         wait_for(lambda node=node: served_by(node) == {"attic", "sofa"})
         wait_for(lambda node=node: "toy" not in str(httpx.get(f"{node.url}/readyz").json()))
-    assert answer(sofa)["choices"] == answer(attic)["choices"]
+    assert answer(sofa)["choices"] == answer(attic)["choices"] == answer(den)["choices"]
+    assert not any(entry.present for entry in read_manifest(fetched(den)).tensors.values())
+    assert read_manifest(fetched(sofa)).has_ends
     held = {row["id"]: row for row in sofa.get("/mesh/v1/weights")["models"]}
     assert (held["toy"]["layers"], held["toy"]["in_use"]) == (["4-7"], True)
