@@ -287,7 +287,7 @@ def _told(obstacle: MeshError | BringingUp) -> tuple[Status, str, dict[str, Any]
 
 _COMING = {
     Status.QUEUED: "it waits for room or for its turn to be loaded",
-    Status.PROVISIONING: "its weights are fetched",
+    Status.PROVISIONING: "its weights are being fetched",
     Status.DEPLOYING: "it is loading",
 }
 
