@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from mesh.deployments.phases import Phase, Phases
+from mesh.deployments.phases import Phase, Phases, unforeseen
 from mesh.deployments.reconcile import (
     Decision,
     DropAction,
@@ -30,7 +30,7 @@ from mesh.deployments.reconcile import (
 )
 from mesh.deployments.weights import OnProgress, WeightsSource, local_model
 from mesh.deployments.wishes import Deployment, live, merged
-from mesh.errors import MeshError
+from mesh.errors import MeshError, as_mesh_error
 from mesh.models.local import LocalModel
 from mesh.processes.tasks import end, spawn
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
@@ -227,19 +227,26 @@ class Reconciler:
     async def _load(self, deployment: Deployment, load: LoadAction) -> None:
         shard = load.shard
         try:
-            refusal = self._world.refusal(deployment, load.layers)
-            if refusal is not None:
-                raise refusal
-            self.phases.put(shard, Phase.PROVISIONING)
-            await self._world.ask(await self._provide(deployment, shard))
-            self.phases.put(shard, Phase.DEPLOYING)
-            wished = self._world.deployments().get(deployment.id, deployment)
-            far = partial(self.phases.bytes, shard)
-            await self._world.serve(wished, load.layers, far)  # as it is wished by now
+            await as_mesh_error(self._bring_up(deployment, load), f"loading {shard}", unforeseen)
             self.phases.ready(shard)
         except MeshError as error:
             logger.warning("deployment=%s shard=%s: %s", deployment.id, shard, error)
             self.phases.failed(shard, error, _now())
+
+    async def _bring_up(self, deployment: Deployment, load: LoadAction) -> None:
+        shard = load.shard
+        refusal = self._world.refusal(deployment, load.layers)
+        if refusal is not None:
+            raise refusal
+        self.phases.put(shard, Phase.PROVISIONING)
+        await self._ask_here(deployment, shard)
+        self.phases.put(shard, Phase.DEPLOYING)
+        wished = self._world.deployments().get(deployment.id, deployment)
+        far = partial(self.phases.bytes, shard)
+        await self._world.serve(wished, load.layers, far)  # as it is wished by now
+
+    async def _ask_here(self, deployment: Deployment, shard: ShardId) -> None:
+        await self._world.ask(await self._provide(deployment, shard))
 
     async def _provide(self, deployment: Deployment, shard: ShardId) -> LocalModel:
         """The files of what this node is to hold of it, on this disk."""
@@ -298,7 +305,7 @@ class Reconciler:
 
     async def _ask(self, deployment: Deployment, name: ShardId) -> None:
         try:
-            await self._world.ask(await self._provide(deployment, name))
+            await as_mesh_error(self._ask_here(deployment, name), f"asking {name}", unforeseen)
         except MeshError as error:
             logger.warning("deployment=%s cannot be asked here: %s", deployment.id, error)
             self.phases.failed(name, error, _now())

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from mesh.errors import MeshError, NotEnoughMemory
+from mesh.errors import InternalError, MeshError, NotEnoughMemory
 from mesh.types import ShardId
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 300.0
@@ -144,3 +144,8 @@ class Phases:
         for known in (self._now, self._failures):
             for shard in [each for each in known if each not in shards]:
                 del known[shard]
+
+
+def unforeseen(error: Exception) -> MeshError:
+    """What a phase says of an error that nobody foresaw."""
+    return InternalError(f"The model cannot be deployed: {error}.", fix="See the log.")

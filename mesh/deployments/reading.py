@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mesh.deployments.listing import DeploymentRows
-from mesh.deployments.phases import Phase, PhaseProgress
+from mesh.deployments.phases import Phase, PhaseProgress, unforeseen
 from mesh.deployments.weights import Checkpoint, WeightsSource
 from mesh.deployments.wishes import Deployment, Wish
-from mesh.errors import Busy, InternalError, MeshError, as_mesh_error
+from mesh.errors import Busy, MeshError, as_mesh_error
 from mesh.processes.tasks import end, spawn
 from mesh.types import NodeId
 
@@ -100,12 +100,12 @@ class ReadingModels:
         model = reading.wish.model_id
         try:
             found = await as_mesh_error(
-                self._weights.read(model, heard), "reading a model", _unforeseen
+                self._weights.read(model, heard), "reading a model", unforeseen
             )
             then: Then | None = None
             while reading.then is not then:  # somebody may wish for it otherwise meanwhile
                 then = reading.then
-                await as_mesh_error(then(found), "deploying what was read", _unforeseen)
+                await as_mesh_error(then(found), "deploying what was read", unforeseen)
         except MeshError as error:
             reading.error = error
             reason = f"{error.message} {error.fix}".strip()
@@ -123,7 +123,3 @@ class ReadingModels:
     def _row(self, reading: _Reading) -> dict[str, Any]:
         deployment = Deployment(reading.wish, None, "", self._node, reading.wall_ms)
         return self._rows.reading(deployment, reading.far, reading.error)
-
-
-def _unforeseen(error: Exception) -> MeshError:
-    return InternalError(f"The model cannot be deployed: {error}.", fix="See the log.")

@@ -37,6 +37,7 @@ class World:
         self.loads: list[str] = []
         self.is_quick = asyncio.Event()
         self.is_quick.set()
+        self.is_broken = False
 
     def deployments(self) -> dict[str, Deployment]:
         return self.log
@@ -74,6 +75,9 @@ class World:
     async def serve(
         self, deployment: Deployment, layers: LayerRange, on_progress: OnProgress
     ) -> None:
+        if self.is_broken:
+            self.loads.append("broken")
+            raise RuntimeError("a mistake of ours")
         wish = deployment.wish
         name, quant = shard_id(wish.model_id, layers), wish.quant or self.own_quant
         loading = OwnShard(
@@ -112,6 +116,8 @@ class SlowDisk(LocalWeights):
         weights_sha256: str,
         layers: Sequence[LayerRange],
         on_progress: OnProgress,
+        *,
+        runs_ends: bool = True,
     ) -> Path:
         await self.is_there.wait()
         return await super().ensure(model_id, weights_sha256, layers, on_progress)
@@ -223,3 +229,15 @@ async def test_what_is_wished_otherwise_while_it_is_fetched_is_loaded_once(
     watched.disk.is_there.set()
     await watched.until(("0-3", "int8"))
     assert watched.world.loads == ["int8"]
+
+
+async def test_what_nobody_foresaw_is_tried_again_later_and_not_at_once(watched: Watched) -> None:
+    watched.world.is_broken = True
+    watched.wish(["0-1"])
+    await watched.until_phase("0-1", Phase.FAILED)
+    for _ in range(20):
+        watched.loop.look()
+        await asyncio.sleep(0.01)
+    assert watched.world.loads == ["broken"]
+    watched.world.is_broken = False
+    await watched.until(("0-1", "none"))

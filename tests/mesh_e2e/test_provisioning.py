@@ -115,7 +115,7 @@ def test_a_model_of_the_hub_is_estimated_unread_and_then_read_in_sight(
         hub.mischief.bytes_per_s = size / 6
         deployed = hearthnet("deploy", "org/toy", "--wait", node=node)
         assert deployed.returncode == 0, deployed.stderr
-        said = [int(part) for part in re.findall(r"is fetched, (\d+) %", deployed.stderr)]
+        said = [int(part) for part in re.findall(r"is being fetched, (\d+) %", deployed.stderr)]
         assert said == sorted(said)
         assert len(set(said) & set(range(1, 100))) >= 4
         ready(node)

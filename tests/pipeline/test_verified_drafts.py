@@ -193,7 +193,10 @@ async def test_what_is_parked_ends_with_the_answer(ending: dict[str, object]) ->
 
 async def test_a_draft_that_is_replayed_is_verified_whole_wherever_chunks_end() -> None:
     apart = 0
-    for length in range(100, 108):
+    # Where drafts come depends on what steps were measured to take: on a busy machine later.
+    for length in range(100, 127):
+        if apart >= 3:
+            break
         network, (_, lost, _) = network_of("0-3", "4-7", "4-7")
         prompt = [(5 * i) % 97 for i in range(length)]
 
