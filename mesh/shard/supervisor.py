@@ -118,6 +118,8 @@ class ShardSupervisor(Supervisor):
         self._attempts = attempts or Attempts()
         self._loading: dict[ShardId, asyncio.Future[LocalShard]] = {}
         self._leaving: dict[ShardId, asyncio.Future[int]] = {}
+        self._asked: dict[ShardId, ShardRequest] = {}
+        """How each was asked for last."""
 
     @property
     def serving(self) -> list[LocalShard]:
@@ -164,6 +166,9 @@ class ShardSupervisor(Supervisor):
         """
         if (name := request.shard_id) in self._leaving:
             raise Busy(f"{name} is being unloaded.", fix="Wait until it is.")
+        is_private = name not in self.wanted() and (name in self.private or name in self._loading)
+        if is_private and self._asked.get(name) != request:
+            await self.drop(name, 0.0)  # this node alone wanted it otherwise
         if name not in self.wanted():
             self.requests = (*self.requests, request)
         if (here := self.private.pop(name, None)) is not None:
@@ -347,6 +352,7 @@ class ShardSupervisor(Supervisor):
         """Ask for it unless that was done: asked twice, the process refuses what it just loaded."""
         name = request.shard_id
         if name not in self._loading:
+            self._asked[name] = request
             self._loading[name] = asyncio.get_running_loop().create_future()
             if self._why_not(traces_of(name)) is not None:  # its weights once more were too many
                 request = dataclasses.replace(request, max_tap_sessions=0)
@@ -374,6 +380,7 @@ class ShardSupervisor(Supervisor):
         self.shards.pop(name, None)
         self.private.pop(name, None)
         self.failed.pop(name, None)
+        self._asked.pop(name, None)
 
     def _left(self, name: ShardId, sessions: int) -> None:
         leaving = self._leaving.pop(name, None)

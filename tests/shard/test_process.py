@@ -190,6 +190,22 @@ async def test_a_shard_that_is_wanted_at_home_while_it_loads_is_served_all_the_s
         await host.stop()
 
 
+async def test_what_was_loaded_at_home_is_served_only_where_it_is_asked_for_just_so(
+    served: tuple[dict[str, Any], TorchRuntime],
+) -> None:
+    shard, _ = served
+    few, more = (secure.request(**(shard | {"kv_tokens": tokens})) for tokens in (300, 600))
+    async with secure.hosting(None) as host, asyncio.timeout(TIMEOUT_S):
+        private = await host.ensure(few)
+        assert await host.serve(few) is private
+        await host.drop(few.shard_id, 0.0)
+        await host.ensure(few)
+        longer = await host.serve(more)
+        assert longer.descriptor.kv_tokens == 600
+        assert host.shards == {few.shard_id: longer}
+        assert not host.private
+
+
 BROKEN: dict[str, tuple[dict[str, Any], type[MeshError]]] = {
     "refused by its own class": ({"num_attention_heads": 5}, BadCheckpoint),
     "divides by nothing": ({"num_key_value_heads": 0}, DeviceFailed),
