@@ -24,7 +24,8 @@ from mesh.pipeline.supervisor import AskerOwner, AskerSupervisor
 from mesh.processes.tasks import end, spawn
 from mesh.routing.cover import Candidate, missing_layers
 from mesh.shard.commands import KeepResident
-from mesh.shard.supervisor import LocalShard, ShardSupervisor
+from mesh.shard.local_shard import LocalShard
+from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange, ModelId, RouteHop, ShardId
 
 _LOOK_EVERY_S = 0.2

@@ -18,7 +18,8 @@ from mesh.models.local import LocalModel, require_within
 from mesh.node import wiring
 from mesh.processes.tasks import end, spawn
 from mesh.routing.cover import home_layers
-from mesh.shard.supervisor import LocalShard, ShardSupervisor
+from mesh.shard.local_shard import LocalShard
+from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange, ModelId, ShardId, shard_id
 
 logger = logging.getLogger(__name__)

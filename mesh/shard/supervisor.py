@@ -10,10 +10,9 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from msgspec import structs, to_builtins
+from msgspec import structs
 
 from mesh.errors import Busy, InternalError, MeshError, PortInUse, WeightsCorrupted
 from mesh.processes.attempts import Attempts
@@ -37,8 +36,9 @@ from mesh.shard.commands import (
     Withdrawn,
     traces_of,
 )
+from mesh.shard.local_shard import LocalShard
 from mesh.shard.room import Memory
-from mesh.types import ShardDescriptor, ShardHealth, ShardId
+from mesh.types import ShardId
 
 logger = logging.getLogger(__name__)
 
@@ -46,42 +46,6 @@ START_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
 _NOTABLE_MB = 64
 """A footprint that changed by more is advertised at once."""
-
-
-@dataclass(slots=True)
-class LocalShard:
-    """A shard of this node: what is advertised of it and what loading it took."""
-
-    loaded: Loaded
-    report: ShardReport | None = None
-    rss_mb: float = 0.0
-
-    @property
-    def descriptor(self) -> ShardDescriptor:
-        """What is advertised of it."""
-        return self.loaded.descriptor
-
-    @property
-    def health(self) -> ShardHealth:
-        """As it was said last."""
-        if self.report is not None:
-            return self.report.health
-        shard = self.descriptor
-        return ShardHealth(shard.shard_id, True, shard.advertised_at, 0.0, 0.0, 0, 0)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What loading it took and how it does, as the status shows it."""
-        facts = {
-            "bytes_read": self.loaded.bytes_read,
-            "load_ms": self.loaded.load_ms,
-            "reasons": list(self.loaded.reasons),
-        }
-        if self.report is not None:
-            health = to_builtins(self.report.health)
-            del health["last_seen"]
-            facts |= {**health, "rss_mb": self.rss_mb, **to_builtins(self.report.load)}
-        return facts
 
 
 class ShardSupervisor(Supervisor):

@@ -13,7 +13,8 @@ from mesh.errors import Busy
 from mesh.models.local import LocalModel
 from mesh.node.holdings import Holdings
 from mesh.shard.commands import ShardRequest
-from mesh.shard.supervisor import LocalShard, ShardSupervisor
+from mesh.shard.local_shard import LocalShard
+from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import LayerRange, ModelId, ShardId
 from tests import secure
 from tests.pipeline.test_supervisor import Owner

@@ -14,7 +14,8 @@ import torch
 from mesh.errors import WeightsCorrupted
 from mesh.models.manifest import read_manifest
 from mesh.processes.attempts import MAX_RELOADS
-from mesh.shard.supervisor import LocalShard, ShardSupervisor
+from mesh.shard.local_shard import LocalShard
+from mesh.shard.supervisor import ShardSupervisor
 from mesh.types import ShardId, WireDtype
 from tests import secure
 from tests.checkpoints import make_checkpoint

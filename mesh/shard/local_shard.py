@@ -1,0 +1,47 @@
+"""A shard of this node, as its daemon knows it. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import to_builtins
+
+from mesh.shard.commands import Loaded, ShardReport
+from mesh.types import ShardDescriptor, ShardHealth
+
+
+@dataclass(slots=True)
+class LocalShard:
+    """A shard of this node: what is advertised of it and what loading it took."""
+
+    loaded: Loaded
+    report: ShardReport | None = None
+    rss_mb: float = 0.0
+
+    @property
+    def descriptor(self) -> ShardDescriptor:
+        """What is advertised of it."""
+        return self.loaded.descriptor
+
+    @property
+    def health(self) -> ShardHealth:
+        """As it was said last."""
+        if self.report is not None:
+            return self.report.health
+        shard = self.descriptor
+        return ShardHealth(shard.shard_id, True, shard.advertised_at, 0.0, 0.0, 0, 0)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What loading it took and how it does, as the status shows it."""
+        facts = {
+            "bytes_read": self.loaded.bytes_read,
+            "load_ms": self.loaded.load_ms,
+            "reasons": list(self.loaded.reasons),
+        }
+        if self.report is not None:
+            health = to_builtins(self.report.health)
+            del health["last_seen"]
+            facts |= {**health, "rss_mb": self.rss_mb, **to_builtins(self.report.load)}
+        return facts
