@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,25 +80,44 @@ def mesh_run(asker: LocalNode, ids: list[int], count: int) -> dict[str, Any]:
     return facts
 
 
+def start_halves(
+    layers: int,
+    root: Path,
+    common: tuple[str, ...],
+    stack: contextlib.ExitStack,
+    environment: Mapping[str, str] | None = None,
+    asker_threads: str = "1",
+) -> list[LocalNode]:
+    """Two nodes with half of the layers and one core each, and one with none that asks them, ready;
+    `common` are flags of all three."""
+    half = layers // 2
+    spans = (
+        ("first", f"0-{half - 1}", "1"),
+        ("second", f"{half}-{layers - 1}", "1"),
+        ("asker", "none", asker_threads),
+    )
+    nodes = [
+        LocalNode(
+            name,
+            root.with_name(f"{root.name}-{name}"),
+            (*common, "--layers", span, "--threads", threads),
+            {**(environment or {}), "OMP_NUM_THREADS": threads},
+        )
+        for name, span, threads in spans
+    ]
+    start_hearth(nodes, stack)
+    for node in nodes:
+        node.wait_ready()
+    for node, core in zip(nodes[:2], (0, 1), strict=True):
+        assert node.process is not None
+        pin(node.process.pid, core)
+    return nodes
+
+
 def measure_one(shape: str, dtype: str, directory: Path, root: Path) -> dict[str, Any]:
-    layers, half = SHAPES[shape], SHAPES[shape] // 2
-    environment = {"OMP_NUM_THREADS": "1"}
-    common = ("--model", f"{directory}=bench", "--dtype", dtype, "--threads", "1")
+    common = ("--model", f"{directory}=bench", "--dtype", dtype)
     with contextlib.ExitStack() as stack:
-        nodes = [
-            LocalNode(
-                name, root / f"{shape}-{dtype}-{name}", (*common, "--layers", span), environment
-            )
-            for name, span in (
-                ("first", f"0-{half - 1}"), ("second", f"{half}-{layers - 1}"), ("asker", "none"),
-            )
-        ]  # fmt: skip
-        start_hearth(nodes, stack)
-        for node in nodes:
-            node.wait_ready()
-        for node, core in zip(nodes[:2], (0, 1), strict=True):
-            assert node.process is not None
-            pin(node.process.pid, core)
+        nodes = start_halves(SHAPES[shape], root / f"{shape}-{dtype}", common, stack)
         reference = Reference(directory, dtype, 0)
         stack.callback(reference.close)
         return {

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from mesh.cli.local_node import LocalNode, start_hearth
+from mesh.cli.local_node import LocalNode
 from mesh.shard.attention import row_exact_attention_of, rule_mask
 from mesh.shard.commands import ShardRequest
 from mesh.shard.loading import HostedOn, load_shard, plan_shard
 from mesh.shard.runtime import KeyValueCache, Runtime, StepInput
 from mesh.types import Endpoint, LayerRange, ModelId, NodeId
-from tests.bench.mesh_speed import SHAPES, mesh_run, pin
+from tests.bench.mesh_speed import SHAPES, mesh_run, pin, start_halves
 from tests.bench.noise import wait_for_idle
 from tests.checkpoints import make_large_checkpoint
 
@@ -162,28 +162,9 @@ def _by_onnxruntime(keys: torch.Tensor, values: torch.Tensor, context: int) -> C
 
 def measure_one(directory: Path, quant: str, root: Path) -> dict[str, Any]:
     """Milliseconds a token, by context, and what they tell; medians of ratios."""
-    layers, half = SHAPES[SHAPE], SHAPES[SHAPE] // 2
-    spans = (
-        ("first", f"0-{half - 1}", "1"),
-        ("second", f"{half}-{layers - 1}", "1"),
-        ("asker", "none", "1"),
-    )
+    common = ("--model", f"{directory}=bench", "--quant", quant)
     with contextlib.ExitStack() as stack:
-        nodes = [
-            LocalNode(
-                name, root / f"{quant}-{name}",
-                ("--model", f"{directory}=bench", "--quant", quant, "--layers", span,
-                 "--threads", threads),
-                {"OMP_NUM_THREADS": threads},
-            )
-            for name, span, threads in spans
-        ]  # fmt: skip
-        start_hearth(nodes, stack)
-        for node in nodes:
-            node.wait_ready()
-        for node, core in zip(nodes[:2], (0, 1), strict=True):
-            assert node.process is not None
-            pin(node.process.pid, core)
+        nodes = start_halves(SHAPES[SHAPE], root / quant, common, stack)
         alone = OneProcess(directory, quant, root / "cache")
         stack.callback(alone.close)
         return _rounds(nodes[2], alone)

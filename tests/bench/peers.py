@@ -28,9 +28,9 @@ from pathlib import Path
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
-from mesh.cli.local_node import LocalNode, start_hearth
+from mesh.cli.local_node import LocalNode
 from tests.bench.gguf_file import write_gguf
-from tests.bench.mesh_speed import PREFILL_PROMPT, SHAPES, mesh_run, pin
+from tests.bench.mesh_speed import PREFILL_PROMPT, SHAPES, mesh_run, pin, start_halves
 from tests.bench.noise import wait_for_idle
 from tests.checkpoints import make_large_checkpoint
 
@@ -158,33 +158,15 @@ def mesh(directory: Path, root: Path, layers: int, flags: tuple[str, str]) -> It
     Its own part, embedding and head, has both cores, which nobody else needs while there is one
     answer: a model's head is with llama.cpp on the last server's core.
     """
-    half, (quant, dtype) = layers // 2, flags
+    quant, dtype = flags
     common = ("--model", f"{directory}=bench", "--quant", quant, "--dtype", dtype)
     environment = {
         "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__HOST__MAX_CONCURRENT_STREAMS": "16",
         "HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__MAX_CONCURRENT_PIPELINES": "16",
     }
-    spans = (
-        ("first", f"0-{half - 1}", "1"),
-        ("second", f"{half}-{layers - 1}", "1"),
-        ("asker", "none", "2"),
-    )
+    folder = root / f"{directory.name}-{quant}"
     with contextlib.ExitStack() as stack:
-        nodes = [
-            LocalNode(
-                name,
-                root / f"{directory.name}-{quant}-{name}",
-                (*common, "--layers", span, "--threads", threads),
-                environment | {"OMP_NUM_THREADS": threads},
-            )
-            for name, span, threads in spans
-        ]
-        start_hearth(nodes, stack)
-        for node in nodes:
-            node.wait_ready()
-        for node, core in zip(nodes[:2], (0, 1), strict=True):
-            assert node.process is not None
-            pin(node.process.pid, core)
+        nodes = start_halves(layers, folder, common, stack, environment, asker_threads="2")
         mesh_run(nodes[2], list(range(3, 11)), 4)
         yield nodes[2]
 

@@ -106,6 +106,8 @@ class Models:
         weights_sha256: str,
         layers: Sequence[LayerRange],
         on_progress: OnProgress,
+        *,
+        runs_ends: bool,
     ) -> Path:
         raise AssertionError("nothing is loaded here")
 
