@@ -43,7 +43,7 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 256,
 }
-_LLAMA3 = {
+LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
@@ -190,7 +190,7 @@ def _base_settings(layers: int, hidden: int, vocab: int) -> dict[str, Any]:
 def _special(family: str, layers: int, hidden: int) -> dict[str, Any]:
     head = {"head_dim": hidden // 4}
     by_family: dict[str, dict[str, Any]] = {
-        "llama": {"rope_parameters": _LLAMA3},
+        "llama": {"rope_parameters": LLAMA3_ROPE},
         "qwen2": {"rope_parameters": _YARN},
         "qwen3": head,
         "qwen3_moe": head

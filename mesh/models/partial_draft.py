@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mesh.errors import DiskFull
@@ -22,10 +22,12 @@ _OLD_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class SparseFile:
-    """A safetensors file as it is to look: its header with the length before it, and its size."""
+    """A file of weights as it is to look: its header, its size, and what else of it is there, by
+    where that begins."""
 
     header: bytes
     size: int
+    pieces: Mapping[int, bytes] = field(default_factory=dict)
 
 
 def create_partial(
@@ -58,9 +60,9 @@ def create_sparse(
         _sweep(drafts)
         draft.mkdir(parents=True)
         for name, content in small.items():
-            _write(draft / name, content)
+            _write(draft / name, {0: content}, len(content))
         for name, file in sparse.items():
-            _write(draft / name, file.header, size=file.size)
+            _write(draft / name, {0: file.header, **file.pieces}, file.size)
         _sync_directory(draft)
         with suppress(FileExistsError):
             draft.rename(directory)
@@ -94,11 +96,12 @@ def _sweep(drafts: Path) -> None:
                 shutil.rmtree(draft, ignore_errors=True)
 
 
-def _write(file: Path, content: bytes, *, size: int | None = None) -> None:
+def _write(file: Path, pieces: Mapping[int, bytes], size: int) -> None:
     with file.open("wb") as stream:
-        stream.write(content)
-        if size is not None:
-            stream.truncate(size)
+        for offset, content in pieces.items():
+            stream.seek(offset)
+            stream.write(content)
+        stream.truncate(size)
         stream.flush()
         os.fsync(stream.fileno())
 

@@ -11,12 +11,14 @@ from pathlib import Path
 
 from mesh.deployments.weights import Checkpoint, LocalWeights, OnProgress, checkpoint
 from mesh.errors import ModelNotFound
+from mesh.models.gguf.container import SUFFIX
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.node.weights import Weights
 from mesh.processes.tasks import end, spawn
 from mesh.transfers.commands import LocalCheckpoint
 from mesh.transfers.documents import wanted_tensors
 from mesh.transfers.hub import REPOSITORY
+from mesh.transfers.hub_gguf import split_name
 from mesh.types import LayerRange, ModelId
 
 _LOOK_S = 0.5
@@ -56,9 +58,13 @@ class FetchedWeights:
         except ModelNotFound:
             known = self._weights.known(model)
             fetcher = self._weights.fetcher
-            if known is None and "/" in model and REPOSITORY.fullmatch(model) is not None:
+            repository, _ = split_name(model)
+            if known is None and "/" in model and REPOSITORY.fullmatch(repository) is not None:
                 headers = await fetcher.headers(model)
-                return await asyncio.to_thread(read_manifest, headers, is_hashed=False)
+                name = ModelId(model) if headers.suffix == SUFFIX else None
+                return await asyncio.to_thread(
+                    read_manifest, headers, model_id=name, is_hashed=False
+                )
             if known is None:
                 raise
             directory = await fetcher.ensure(*known, (), ends=False)
@@ -71,10 +77,12 @@ class FetchedWeights:
             return found
         telling = spawn(self._tell(model, "", on_progress), f"progress of {model}")
         try:
-            directory = await self._weights.fetcher.pull(model, (), ends=False)
+            path = await self._weights.fetcher.pull(model, (), ends=False)
         finally:
             await end([telling])
-        manifest = await asyncio.to_thread(read_manifest, directory, cache_dir=self._cache_dir)
+        if path.suffix == SUFFIX:
+            return await self._local.find(f"{path}={model}")
+        manifest = await asyncio.to_thread(read_manifest, path, cache_dir=self._cache_dir)
         return checkpoint(manifest)
 
     async def ensure(

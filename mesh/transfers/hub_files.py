@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import BadCheckpoint
-from mesh.models.gguf.container import SUFFIX
 from mesh.models.header import MAX_HEADER_BYTES
 from mesh.models.partial_draft import SparseFile, create_sparse, refused_by_disk
 from mesh.models.quantised import require_unquantised
@@ -68,13 +67,6 @@ def weights_files(repository: Repository, small: dict[str, bytes]) -> list[HubFi
         for name in names
         if name not in files or files[name].lfs is None or Path(name).name != name
     ]
-    if lacking and any(name.endswith(SUFFIX) for name in files):
-        raise BadCheckpoint(
-            f"{repository.id} has only GGUF files, which machines do not fetch from one another.",
-            fix=f"Have this machine fetch one (`hearthnet pull {repository.id}`), then deploy it"
-            " from here.",
-            param="model",
-        )
     if lacking:
         raise BadCheckpoint(
             f"{repository.id} has no {lacking[0]}: its weights are not safetensors.",
@@ -88,6 +80,12 @@ def has_safetensors(repository: Repository) -> bool:
     return bool({_INDEX, _SINGLE} & repository.files.keys())
 
 
+def headers_directory(repository: Repository, cache_dir: Path) -> Path:
+    """Where what is kept for plans of a repository lies, in the form of a snapshot of the hub."""
+    folder = f"models--{repository.id.replace('/', '--')}"
+    return cache_dir / "hub-headers" / folder / "snapshots" / repository.sha
+
+
 async def fetch_headers(hub: Hub, repository: Repository, cache_dir: Path) -> Path:
     """A directory with config, index and the headers of the weights' files, and no weights.
 
@@ -95,8 +93,7 @@ async def fetch_headers(hub: Hub, repository: Repository, cache_dir: Path) -> Pa
     the hub, which tells the model's name; a commit never changes, so it is kept. Raises as
     `read_small` and `weights_files`, DiskFull, and BadCheckpoint for what is no header.
     """
-    folder = f"models--{repository.id.replace('/', '--')}"
-    directory = cache_dir / "hub-headers" / folder / "snapshots" / repository.sha
+    directory = headers_directory(repository, cache_dir)
     if (directory / _CONFIG).exists():
         return directory
     small = await read_small(hub, repository, _FOR_PLANS)

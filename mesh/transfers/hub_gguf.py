@@ -14,13 +14,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from mesh.errors import BadRequest, ModelNotFound
-from mesh.models.gguf.container import SUFFIX
+from mesh.models.gguf.container import SUFFIX, header_of_beginning
 from mesh.models.gguf.contents import is_projector, model_name
-from mesh.models.partial_draft import refused_by_disk
+from mesh.models.gguf.rotary import SIDE_TENSORS
+from mesh.models.partial_draft import SparseFile, create_sparse, refused_by_disk
 from mesh.models.partial_writer import lock_directory
 from mesh.transfers.hub import Hub, HubFile, Repository
 from mesh.transfers.hub_download import HubDownload, make_directory
-from mesh.transfers.hub_files import has_safetensors
+from mesh.transfers.hub_files import has_safetensors, headers_directory
+
+_FIRST_BYTES = 1 << 20
+"""Of a file's beginning at first: it has a vocabulary in it, of a few MB for most."""
+_MAX_SETTING_BYTES = 1 << 20
 
 _NAMED = re.compile(rf"(?P<repository>[^/]+/[^/]+)/(?P<file>[^/]+{re.escape(SUFFIX)})")
 
@@ -81,6 +86,38 @@ async def fetch_gguf(
     finally:
         os.close(lock)
     return snapshot / files[0].rfilename
+
+
+async def fetch_gguf_headers(
+    hub: Hub, repository: Repository, files: list[HubFile], cache_dir: Path
+) -> Path:
+    """The first of these files as it looks without weights: its header, and tensors that are
+    settings. Enough for a manifest that is not hashed, as `hub_files.fetch_headers`.
+
+    Raises as that.
+    """
+    names = [file.rfilename for file in files]
+    directory = headers_directory(repository, cache_dir) / model_name(Path(names[0]))
+    if not (directory / names[0]).exists():
+        heads = [await _head(hub, repository, file) for file in files]
+        sparse = dict(zip(names, heads, strict=True))
+        await asyncio.to_thread(create_sparse, directory, sparse, {}, names[0])
+    return directory / names[0]
+
+
+async def _head(hub: Hub, repository: Repository, file: HubFile) -> SparseFile:
+    name, size = file.rfilename, file.length
+    beginning, header = b"", None
+    while header is None:
+        stop = min(size, max(_FIRST_BYTES, 4 * len(beginning)))
+        beginning += await hub.read(repository, name, len(beginning), stop)
+        header = await asyncio.to_thread(header_of_beginning, Path(name), beginning, size)
+    pieces = {
+        each.offset: await hub.read(repository, name, each.offset, each.offset + each.nbytes)
+        for each in header.tensors.values()
+        if each.name in SIDE_TENSORS and each.nbytes <= _MAX_SETTING_BYTES
+    }
+    return SparseFile(beginning, size, pieces)
 
 
 def _link(file: Path, sha256: str) -> None:

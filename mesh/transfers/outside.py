@@ -31,7 +31,7 @@ from mesh.transfers.fetching import Fetch, WantedLayers
 from mesh.transfers.hub import Hub, HubSource, Repository, parse_origin
 from mesh.transfers.hub_download import HubDownload
 from mesh.transfers.hub_files import fetch_headers
-from mesh.transfers.hub_gguf import fetch_gguf, gguf_files, split_name
+from mesh.transfers.hub_gguf import fetch_gguf, fetch_gguf_headers, gguf_files, split_name
 from mesh.transfers.hub_pull import HubPull
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
@@ -131,10 +131,14 @@ class Outside:
             await hub.close()
 
     async def headers(self, order: FetchHeaders, cache_dir: Path) -> Path:
-        """The directory with the headers of a repository, see `fetch_headers`. Raises MeshError."""
+        """What is a checkpoint without its weights, see `fetch_headers`. Raises MeshError."""
         hub = Hub(order.hub)
+        name, file = split_name(order.repository)
         try:
-            return await fetch_headers(hub, await hub.repository(order.repository), cache_dir)
+            repository = await hub.repository(name)
+            if files := gguf_files(repository, file):
+                return await fetch_gguf_headers(hub, repository, files, cache_dir)
+            return await fetch_headers(hub, repository, cache_dir)
         finally:
             await hub.close()
 

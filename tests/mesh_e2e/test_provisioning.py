@@ -122,6 +122,38 @@ def test_a_model_of_the_hub_is_estimated_unread_and_then_read_in_sight(
         assert row(node)["deployment"] == deployed.stdout.partition("(")[2].partition(")")[0]
 
 
+def test_run_brings_up_a_repository_that_has_only_gguf_files(
+    own_node: StartNode, tmp_path: Path
+) -> None:
+    (tmp_path / "repository").mkdir()
+    files = [tmp_path / "repository" / f"toy-{kind}.gguf" for kind in ("Q8_0", "Q4_0")]
+    for file, kind in zip(files, ("Q8_0", "Q4_0"), strict=True):
+        write_gguf(checkpoint_dir(), file, kind)
+    more = ("Oats", "--raw", "--max-tokens", "8", "--ignore-eos", "--json")
+    with HubStandin(tmp_path / "repository") as hub:
+        settings = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+        node = own_node("attic", environment=settings)
+        node.wait_up()
+        refused = hearthnet("run", "org/toy", *more, node=node)
+        assert "2 GGUF models: toy-Q4_0.gguf, toy-Q8_0.gguf" in refused.stderr
+        named = "org/toy/toy-Q8_0.gguf"
+        estimated = hearthnet("deploy", named, "--estimate", "--json", node=node)
+        assert json.loads(estimated.stdout)["total_layers"] == 8, estimated.stderr
+        assert hub.sent[files[0].name] < files[0].stat().st_size  # a header
+        ran = hearthnet("run", named, *more, node=node)
+        assert ran.returncode == 0, ran.stderr
+        assert len(json.loads(ran.stdout)["hearthnet"]["token_ids"]) == 8
+    # It is here now, under the name that it was asked by.
+    again = hearthnet("run", named, *more, node=node)
+    assert json.loads(again.stdout)["text"] == json.loads(ran.stdout)["text"], again.stderr
+    node.stop()
+    node.start()
+    node.wait_up()
+    ready(node)
+    again = hearthnet("run", named, *more, node=node)
+    assert json.loads(again.stdout)["text"] == json.loads(ran.stdout)["text"], again.stderr
+
+
 def test_a_file_that_is_copied_goes_where_it_is_unless_others_are_named(
     own_node: StartNode, tmp_path: Path
 ) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mesh.deployments.shape import shape_of
 from mesh.deployments.weights import LocalWeights
 from mesh.errors import BadCheckpoint, BadRequest, ModelNotFound, TransferFailed
 from mesh.models.builtin import checkpoint_dir
+from mesh.models.manifest import read_manifest
 from mesh.transfers.hub import HubSettings
+from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
 from tests.gguf_files import write_gguf
 from tests.transfers.house import Fetcher, house, up
 from tests.transfers.hub_standin import HubStandin
-from tests.transfers.test_hub import weights_sent
 
 
 @pytest.fixture
@@ -84,9 +87,35 @@ async def test_wrong_bytes_get_no_name(tmp_path: Path, folder: Path) -> None:
             await one.supervisor.pull("org/toy")
 
 
-async def test_a_deployment_says_what_to_do_first(tmp_path: Path, folder: Path) -> None:
+@pytest.mark.parametrize("named", ["org/toy", "org/toy/toy-Q8_0.gguf"])
+async def test_plans_are_made_of_its_header_and_of_what_is_a_setting(
+    named: str, tmp_path: Path, folder: Path
+) -> None:
+    shape = {"layers": 4, "hidden": 256, "vocab": 9000}
+    checkpoint = make_checkpoint(tmp_path / "long", "llama", **shape, rope_parameters=LLAMA3_ROPE)
+    file = folder / "toy-Q8_0.gguf"  # longer before its tensors than what is asked for at first
+    write_gguf(checkpoint, file, "F16", edit=lambda made: made.add_description("-" * 1_500_000))
+    whole = await asyncio.to_thread(read_manifest, file)
     with HubStandin(folder) as hub:
         async with fetcher(tmp_path, hub) as one:
-            with pytest.raises(BadCheckpoint, match=r"only GGUF files.*`hearthnet pull org/toy`"):
+            head = await one.supervisor.headers(named)
+            found = await asyncio.to_thread(read_manifest, head, is_hashed=False)
+            assert found.config == whole.config  # and so how its frequencies are scaled
+            assert shape_of(found, 256) == replace(shape_of(whole, 256), weights_sha256="")
+            asked = sent(hub)
+            assert 1_500_000 < asked < whole.tensors["lm_head.weight"].nbytes + 1_500_000
+            assert await one.supervisor.headers(named) == head
+            assert sent(hub) == asked
+            with pytest.raises(ModelNotFound):  # what is kept for plans is no model
+                await LocalWeights({}, [tmp_path / "cache"], None).find("org/toy")
+
+
+async def test_what_is_no_gguf_file_is_refused_before_it_comes(
+    tmp_path: Path, folder: Path
+) -> None:
+    await asyncio.to_thread((folder / "toy-Q8_0.gguf").write_bytes, b"-" * 5_000_000)
+    with HubStandin(folder) as hub:
+        async with fetcher(tmp_path, hub) as one:
+            with pytest.raises(BadCheckpoint, match=r"does not begin as a GGUF file does"):
                 await one.supervisor.headers("org/toy")
-        assert (sent(hub), weights_sent(hub)) == (0, 0)
+            assert sent(hub) <= 1 << 20

@@ -66,13 +66,28 @@ class GgufHeader:
     tensors: Mapping[str, TensorEntry]
 
 
+class _CutShort(Exception):
+    """What is there of the file ends within its header."""
+
+
 def read_gguf_header(file: Path) -> GgufHeader:
     """Read it. Raises BadCheckpoint, naming the file and what is wrong with it."""
     try:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as m:
-            return _Cursor(file, m).header()
+            return _Cursor(file, m, len(m)).header()
     except (OSError, ValueError) as error:  # an empty file is a ValueError
         raise BadCheckpoint(f"{file} cannot be read: {error}.", fix=_COPY_AGAIN) from error
+
+
+def header_of_beginning(file: Path, beginning: bytes, size: int) -> GgufHeader | None:
+    """Of a file of `size` bytes that begins so; None where the header is longer than that.
+
+    Raises BadCheckpoint, naming the file, which need not be there.
+    """
+    try:
+        return _Cursor(file, beginning, size).header()
+    except _CutShort:
+        return None
 
 
 @cache
@@ -89,15 +104,16 @@ def _types() -> Mapping[int, tuple[str, int, int]]:
 
 @dataclass(slots=True)
 class _Cursor:
-    """A place in a file that nobody vouches for."""
+    """A place in a file that nobody vouches for; `area` is the beginning of its `size` bytes."""
 
     file: Path
-    area: mmap.mmap
+    area: mmap.mmap | bytes
+    size: int
     place: int = 0
     limit: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.limit = min(len(self.area), _MAX_HEADER_BYTES)
+        self.limit = min(self.size, _MAX_HEADER_BYTES)
 
     def header(self) -> GgufHeader:
         if self.take(4) != _MAGIC:
@@ -121,9 +137,11 @@ class _Cursor:
     def take(self, count: int) -> bytes:
         end = self.place + count
         if end > self.limit:
-            if end > len(self.area):
-                self.refuse(f"it is truncated: {end} bytes are needed, it has {len(self.area)}")
+            if end > self.size:
+                self.refuse(f"it is truncated: {end} bytes are needed, it has {self.size}")
             self.refuse(f"its header is longer than {_MAX_HEADER_BYTES} bytes")
+        if end > len(self.area):
+            raise _CutShort
         begin, self.place = self.place, end
         return self.area[begin:end]
 
@@ -200,10 +218,10 @@ class _Cursor:
             if not all(shape) or shape[-1] % elements:
                 self.refuse(f"tensor {name} of {list(shape)} is not made of blocks of {elements}")
             nbytes = math.prod(shape) // elements * size
-            if start + offset + nbytes > len(self.area):
+            if start + offset + nbytes > self.size:
                 self.refuse(
                     f"it is truncated: tensor {name} ends at byte {start + offset + nbytes},"
-                    f" it has {len(self.area)}"
+                    f" it has {self.size}"
                 )
             found[name] = TensorEntry(name, self.file, dtype, shape, start + offset, nbytes)
         check_overlap(self.file, list(found.values()))
