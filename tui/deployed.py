@@ -24,6 +24,8 @@ _STATES = {
     "RESTING": ("other", "resting"),
 }
 _ON_ITS_WAY = frozenset({"PARTLY", "QUEUED", "PROVISIONING", "DEPLOYING", "LEAVING"})
+_COUNTED = frozenset({"PROVISIONING", "DEPLOYING"})
+"""Phases of which bytes are told: those that come, or that are loaded."""
 _LATE = frozenset({"wait", "bad"})
 _SETTINGS = ("quant", "context", "dedicated", "nodes", "layers")
 LEVELS = {"HOT": "HOT, on a device", "WARM": "WARM, in memory", "COLD": "COLD, on disk"}
@@ -143,6 +145,15 @@ def what_ends(found: Deployed, picture: Picture) -> str:
     return text + "What is on disk stays."
 
 
+def gaps(wished: Mapping[str, Any]) -> list[str]:
+    """What a wish takes away for a moment; `wished` is what deploying and scaling answer."""
+    return [
+        f"{wished['model_id']} is away for a moment: {gap['node']} drops layers {gap['drops']}"
+        f" before it loads layers {gap['loads']}."
+        for gap in wished["gaps"]
+    ]
+
+
 def _noun(replicas: int) -> str:
     return "replica" if replicas == 1 else "replicas"
 
@@ -171,12 +182,13 @@ def _part(span: Mapping[str, Any], own: str) -> DeployedSpan:
     if span["phase"] == "QUEUED" and span["node_id"] != own and not span["reason"]:
         words = "not up yet"  # how far it is, only that node knows
     briefly = words
-    if span["phase"] == "PROVISIONING" and span["total_bytes"]:
+    is_counted = span["phase"] in _COUNTED and span["total_bytes"]
+    if is_counted:
         far = share(span["done_bytes"], span["total_bytes"])
         words = " · ".join([words, far, *pace(span)])
     if span["reason"]:
         words += f": {span['reason']}"
-    come = _come(span) if span["phase"] == "PROVISIONING" else None
+    come = _come(span) if is_counted else None
     if come is not None:
         briefly += f" {int(100 * come)} %"
     return DeployedSpan(span["replica"], span["node"], span["layers"], state, words, briefly, come)

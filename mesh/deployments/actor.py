@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from mesh.deployments.phases import Phase, Phases, unforeseen
+from mesh.deployments.phases import FIRST_WAIT_S, LONGEST_WAIT_S, Phase, Phases, unforeseen
 from mesh.deployments.reconcile import (
     Decision,
     DropAction,
@@ -273,12 +273,21 @@ class Reconciler:
         if drop.why != "it failed":
             self.phases.put(drop.shard, Phase.LEAVING, drop.why)
         logger.info("shard=%s is unloaded: %s", drop.shard, drop.why)
+        wait_s = FIRST_WAIT_S
+        while not await self._is_unserved(drop):
+            await asyncio.sleep(wait_s)
+            wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
+
+    async def _is_unserved(self, drop: DropAction) -> bool:
+        """Serve it no more; False where that failed, and it is still held."""
+        unserving = self._world.unserve(drop.shard)
         try:
-            ended = await self._world.unserve(drop.shard)
+            ended = await as_mesh_error(unserving, f"unloading {drop.shard}", unforeseen)
         except MeshError as error:
-            logger.warning("shard=%s: %s", drop.shard, error)
-            return
+            logger.warning("shard=%s cannot be unloaded: %s", drop.shard, error)
+            return all(held.shard != drop.shard for held in self._world.held())
         self._hooks.tell("shard_unloaded", shard_id=drop.shard, reason=drop.why, ended=ended)
+        return True
 
     # Asking
 

@@ -147,5 +147,5 @@ class Phases:
 
 
 def unforeseen(error: Exception) -> MeshError:
-    """What a phase says of an error that nobody foresaw."""
-    return InternalError(f"The model cannot be deployed: {error}.", fix="See the log.")
+    """What is said of an error that nobody foresaw."""
+    return InternalError(f"Something failed that should not: {error}.", fix="See the log.")

@@ -38,6 +38,7 @@ class World:
         self.is_quick = asyncio.Event()
         self.is_quick.set()
         self.is_broken = False
+        self.drops = 0
 
     def deployments(self) -> dict[str, Deployment]:
         return self.log
@@ -95,6 +96,9 @@ class World:
         self.has[name] = replace(loading, state=ShardStage.READY, loaded=loaded)
 
     async def unserve(self, shard: ShardId) -> int:
+        self.drops += 1
+        if self.is_broken:
+            raise RuntimeError("a mistake of ours")
         del self.has[shard]
         return 0
 
@@ -241,3 +245,17 @@ async def test_what_nobody_foresaw_is_tried_again_later_and_not_at_once(watched:
     assert watched.world.loads == ["broken"]
     watched.world.is_broken = False
     await watched.until(("0-1", "none"))
+
+
+async def test_so_is_unloading(watched: Watched) -> None:
+    watched.wish(["0-1"])
+    await watched.until(("0-1", "none"))
+    watched.world.is_broken = True
+    watched.wish([])
+    await holds(lambda: watched.world.drops == 1)
+    for _ in range(20):
+        watched.loop.look()
+        await asyncio.sleep(0.01)
+    assert watched.world.drops == 1
+    watched.world.is_broken = False
+    await watched.until()

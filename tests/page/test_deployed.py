@@ -12,7 +12,7 @@ import pytest
 
 from tests.page.browser import CHROMIUM, Page, browsing
 from tests.tui.conftest import OWNER, Daemon
-from tests.tui.house import ATTIC, SOFA, whole
+from tests.tui.house import ATTIC, GAP, SOFA, whole
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium (Debian: chromium)")
 VERBS = "[...document.querySelectorAll('#deployed button')].map(each => each.ariaLabel).join()"
@@ -189,6 +189,7 @@ async def test_a_deployment_is_scaled_with_the_estimate_of_its_own_settings(daem
         "layers": [f"{SOFA}=0-7"],
     }  # fmt: skip
     daemon.house.change(deployments=[{**llama, **wish}, qwen])
+    daemon.deployments.gaps = [GAP]
 
     def look(page: Page) -> None:
         page.click("[aria-label='Scale llama']")
@@ -200,7 +201,11 @@ async def test_a_deployment_is_scaled_with_the_estimate_of_its_own_settings(daem
         page.says("#wish-said", "● replica 3: about")
         page.until(f"{FOCUS} === 'wish-send'")
         page.enter()
-        page.says("#deployed-said", "● llama: 3 replica(s) are wished for.")
+        page.says(
+            "#deployed-said",
+            "● llama: 3 replica(s) are wished for. It is away for a moment:"
+            " attic drops layers 8-15 before it loads layers 8-11.",
+        )
         page.click("[aria-label='Scale qwen']")
         page.until(f"{FOCUS} === 'wish-replicas'")
         page.type("0")

@@ -273,11 +273,12 @@ class Hearth:
 
 class Deployments:
     """The verbs of deployments, as far as the dashboard and the page use them; remembers what was
-    wished. What is called `nowhere` is refused."""
+    wished. What is called `nowhere` is refused; `gaps` come of all else."""
 
     def __init__(self) -> None:
         self.wished: list[tuple[Any, ...]] = []
         self.orders: list[dict[str, Any]] = []
+        self.gaps: list[dict[str, str]] = []
 
     def view(self) -> list[dict[str, Any]]:
         return []
@@ -287,15 +288,18 @@ class Deployments:
             raise NoRoute("no machine may hold nowhere now.", fix="Start a trusted node.")
         self.wished.append(("deploy", order["model"], order["replicas"]))
         self.orders.append(order)
-        return {"deployment": "0" * 15 + "3"}
+        return {"deployment": "0" * 15 + "3", "model_id": order["model"], "gaps": self.gaps}
 
     async def scale(self, model: str, replicas: int) -> dict[str, Any]:
         self.wished.append(("scale", model, replicas))
-        return {"deployment": model}
+        return {"deployment": model, "model_id": "llama", "gaps": self.gaps}
 
     async def evict(self, model: str) -> list[dict[str, Any]]:
         self.wished.append(("evict", model))
         return [{"deployment": model, "model_id": model, "evicted": True}]
+
+
+GAP = {"node": "attic", "drops": "8-15", "loads": "8-11"}
 
 
 class Plans:

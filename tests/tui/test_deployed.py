@@ -59,9 +59,11 @@ def test_how_far_another_node_is_is_not_claimed() -> None:
 def test_a_part_is_never_said_to_have_come_before_it_has(
     come: tuple[int, int], words: str, briefly: str
 ) -> None:
-    rows = [row("PROVISIONING", span(0, SOFA, "sofa", "0-3", "PROVISIONING", come))]
-    (part,) = deployed(picture(deployments=rows))[0].parts
-    assert (part.words, part.briefly) == (words, briefly)
+    for phase, word in (("PROVISIONING", "fetching"), ("DEPLOYING", "loading")):
+        rows = [row(phase, span(0, SOFA, "sofa", "0-3", phase, come))]
+        (part,) = deployed(picture(deployments=rows))[0].parts
+        as_said = words.replace("fetching", word), briefly.replace("fetching", word)
+        assert (part.words, part.briefly) == as_said
 
 
 @pytest.mark.parametrize(("come", "full"), [(0.0, 0), (0.05, 0), (0.5, 8), (0.999, 15), (1.0, 16)])

@@ -16,7 +16,7 @@ from textual.widgets import Button, DataTable, Input
 from mesh.client import Client
 from mesh.errors import NotRunning
 from tests.tui.conftest import Daemon, running
-from tests.tui.house import ATTIC, SOFA, STUDY, whole
+from tests.tui.house import ATTIC, GAP, SOFA, STUDY, whole
 from tui.app import TopApp
 from tui.commands import HERE
 from tui.screens.chat import ChatScreen
@@ -210,6 +210,20 @@ async def test_replicas_are_scaled_up_and_to_none(daemon: Daemon) -> None:
         await top.press("enter")
         await top.until("0 replica(s) are wished for")
         assert daemon.deployments.wished == [("scale", "0" * 15 + "1", 0)]
+
+
+async def test_who_scales_is_told_of_layers_that_nobody_serves_for_a_moment(daemon: Daemon) -> None:
+    daemon.deployments.gaps = [GAP]
+    async with running(daemon.connect) as top:
+        await top.until("working")
+        await top.press("3", "s")
+        await top.until("Scale llama")
+        await top.press("backspace", "3", "enter")
+        await top.until(lambda: top.app.screen.query_one("#yes").has_focus)
+        await top.press("enter")
+        text = await top.until("away for a moment")
+        words = " ".join(text.split())
+        assert "attic drops layers 8-15 before it loads layers 8-11." in words
 
 
 async def test_an_estimate_is_of_the_settings_that_are_deployed(daemon: Daemon) -> None:

@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable
 
-from tui.deployed import Deployed, deployed, known_models, what_ends
+from tui.deployed import Deployed, deployed, gaps, known_models, what_ends
 from tui.picture import Picture
 from tui.screens.confirm import ConfirmScreen
 from tui.screens.screen import TopScreen
@@ -112,20 +112,24 @@ class ModelsScreen(TopScreen):
     async def _deploy(self, wanted: ReplicaWish) -> None:
         row = await self.ask(lambda client: client.deploy(wanted.model, replicas=wanted.replicas))
         if row is not None:
-            self.notify(f"{wanted.model} is wished for; it comes up by itself.", markup=False)
+            self._tell(f"{wanted.model} is wished for; it comes up by itself.", row)
 
     @work(exclusive=True, group="wish", exit_on_error=False)
     async def _scale(self, deployment: str, wanted: ReplicaWish) -> None:
         row = await self.ask(lambda client: client.scale(deployment, wanted.replicas))
         if row is not None:
-            words = f"{wanted.model}: {wanted.replicas} replica(s) are wished for."
-            self.notify(words, markup=False)
+            self._tell(f"{wanted.model}: {wanted.replicas} replica(s) are wished for.", row)
 
     @work(exclusive=True, group="wish", exit_on_error=False)
     async def _evict(self, chosen: Deployed) -> None:
         ended = await self.ask(lambda client: client.evict(chosen.key))
         if ended is not None:
             self.notify(f"{chosen.model} is evicted.", markup=False)
+
+    def _tell(self, words: str, wished: Mapping[str, Any]) -> None:
+        self.notify(words, markup=False)
+        for gap in gaps(clean(wished)):
+            self.notify(gap, severity="warning", markup=False)
 
     def _chosen(self) -> Deployed | None:
         key = self.query_one(Table).chosen

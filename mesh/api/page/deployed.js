@@ -13,6 +13,7 @@ const PHASES = {
   FAILED: ["bad", "✖", "failed"], AWAY: ["bad", "✖", "its node is away"],
   RESTING: ["dim", "○", "resting"],
 };
+const COUNTED = ["PROVISIONING", "DEPLOYING"];  // bytes that come, or that are loaded
 const boxes = new Map();
 let status = {};
 let mayChange = false;
@@ -70,7 +71,7 @@ function factsOf(wish) {
     return row(dim(`${span.node} ${span.layers}`),
       isFar ? made("span", "wait", "◌ not up yet")
         : phase(span.phase, span.reason ? `: ${span.reason}` : ""),
-      ...(span.phase === "PROVISIONING"
+      ...(COUNTED.includes(span.phase)
         ? [...come(span.done_bytes, span.total_bytes), dim(pace(span).filter(Boolean).join(" · "))]
         : []));
   }),
@@ -206,6 +207,9 @@ function needs(shard) {
     + (shard.gap ? ", with a gap: old and new do not fit at once" : "");
 }
 
+const away = (gap) => `It is away for a moment: ${gap.node} drops layers ${gap.drops} before it loads `
+  + `layers ${gap.loads}.`;
+
 async function confirmed() {
   const { model, ...order } = ordered();
   const asked = scaled
@@ -214,8 +218,8 @@ async function confirmed() {
   at("wish").close();
   tell("wait", `◌ ${model}: it is being asked for …`);
   try {
-    await asked;
-    tell("ok", `● ${model}: ${order.replicas} replica(s) are wished for.`);
+    const { gaps } = await asked;
+    tell("ok", [`● ${model}: ${order.replicas} replica(s) are wished for.`, ...gaps.map(away)].join(" "));
   } catch (error) {
     tell("bad", `✖ ${error.message}`);
   }
