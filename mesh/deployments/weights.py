@@ -155,8 +155,12 @@ class LocalWeights:
         if named.is_absolute() and looks_like_checkpoint(named):
             yield named
         plain = str(model_id).replace("/", "--")
+        snapshot = f"models--{plain}/snapshots/*"
+        if model_id.endswith(SUFFIX):  # one file of a repository
+            repository, _, file = model_id.rpartition("/")
+            snapshot = f"models--{repository.replace('/', '--')}/snapshots/*/{file}"
         for folder in self._folders:
-            snapshots = folder.glob(f"models--{plain}/snapshots/*")
+            snapshots = folder.glob(snapshot)
             for path in (folder / plain, folder / f"{plain}{SUFFIX}", *snapshots):
                 if looks_like_checkpoint(path):
                     yield path

@@ -71,6 +71,11 @@ async def test_of_several_one_is_to_be_named(tmp_path: Path, folder: Path) -> No
             file = await one.supervisor.pull("org/toy/toy-Q4_0.gguf")
             assert file.name == other.name
             assert await asyncio.to_thread(file.read_bytes) == other.read_bytes()
+            await one.supervisor.pull("org/toy/toy-Q8_0.gguf")
+    here = LocalWeights({}, [tmp_path / "cache"], None)
+    found = [await here.find(f"org/toy/toy-{kind}.gguf") for kind in ("Q4_0", "Q8_0")]
+    assert [each.model_id for each in found] == ["org/toy/toy-Q4_0.gguf", "org/toy/toy-Q8_0.gguf"]
+    assert found[0].weights_sha256 != found[1].weights_sha256
 
 
 async def test_wrong_bytes_get_no_name(tmp_path: Path, folder: Path) -> None:
