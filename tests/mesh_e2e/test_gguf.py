@@ -122,7 +122,10 @@ def test_blocks_over_two_nodes_are_those_on_one(tmp_path: Path) -> None:
     for held in ({"attic": (file, "0-3"), "barn": (file, "4-7")}, {"solo": (file, "0-7")}):
         with starter(tmp_path / "-".join(held)) as start:
             asker = _house(start, held, file, "--quant", "int8")
-            facts, _, ids, text = stream(asker, 10**9, lambda: None, max_tokens=COUNT)
+            # In fp16 what goes from one to the other is rounded, which may turn a near tie.
+            facts, _, ids, text = stream(
+                asker, 10**9, lambda: None, max_tokens=COUNT, wire_dtype="fp32"
+            )
             assert [hop["node"] for hop in facts["route"]] == list(held)
             answers.append((ids, text))
     assert answers[0] == answers[1]
