@@ -17,7 +17,7 @@ from mesh.errors import BadCheckpoint, MeshError, ModelNotFound
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.gguf.container import SUFFIX
 from mesh.models.hashing import read_cached, write_json_atomically
-from mesh.models.hub_cache import checkpoint_name
+from mesh.models.hub_cache import cache_folder, checkpoint_name, split_name
 from mesh.models.local import BUILTIN, LocalModel
 from mesh.models.manifest import Manifest, looks_like_checkpoint, read_manifest
 from mesh.types import LayerRange, ModelId
@@ -155,10 +155,8 @@ class LocalWeights:
         if named.is_absolute() and looks_like_checkpoint(named):
             yield named
         plain = str(model_id).replace("/", "--")
-        snapshot = f"models--{plain}/snapshots/*"
-        if model_id.endswith(SUFFIX):  # one file of a repository
-            repository, _, file = model_id.rpartition("/")
-            snapshot = f"models--{repository.replace('/', '--')}/snapshots/*/{file}"
+        repository, file = split_name(model_id)
+        snapshot = f"{cache_folder(repository)}/snapshots/*/{file}".rstrip("/")
         for folder in self._folders:
             snapshots = folder.glob(snapshot)
             for path in (folder / plain, folder / f"{plain}{SUFFIX}", *snapshots):

@@ -1,4 +1,4 @@
-"""Snapshots in the Hugging Face hub's cache: model id and revision, read from their paths.
+"""Names of the Hugging Face hub: repositories and their files, and where its cache has them.
 
 A snapshot is ``models--<org>--<name>/snapshots/<commit>``, without ``<org>--`` for the oldest
 models. Reads no file.
@@ -16,6 +16,20 @@ from mesh.types import ModelId
 
 # The hub allows no "--" in a name.
 _FOLDER = re.compile(r"models--(?:(?P<org>(?:(?!--).)+)--)?(?P<name>(?:(?!--).)+)")
+
+
+_FILE_OF = re.compile(rf"(?P<repository>[^/]+/[^/]+)/(?P<file>[^/]+{re.escape(SUFFIX)})")
+
+
+def split_name(model: str) -> tuple[str, str]:
+    """Repository and file of ``ORG/NAME/FILE.gguf``; the file is '' where none is named."""
+    named = _FILE_OF.fullmatch(model)
+    return (named["repository"], named["file"]) if named else (model, "")
+
+
+def cache_folder(repository: str) -> str:
+    """What the cache calls the folder of a repository."""
+    return f"models--{repository.replace('/', '--')}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from pathlib import Path
 from mesh.deployments.weights import Checkpoint, LocalWeights, OnProgress, checkpoint
 from mesh.errors import ModelNotFound
 from mesh.models.gguf.container import SUFFIX
+from mesh.models.hub_cache import split_name
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.node.weights import Weights
 from mesh.processes.tasks import end, spawn
 from mesh.transfers.commands import LocalCheckpoint
 from mesh.transfers.documents import wanted_tensors
 from mesh.transfers.hub import REPOSITORY
-from mesh.transfers.hub_gguf import split_name
 from mesh.types import LayerRange, ModelId
 
 _LOOK_S = 0.5

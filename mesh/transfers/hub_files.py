@@ -16,6 +16,7 @@ from mesh import codec
 from mesh.codec import Fault
 from mesh.errors import BadCheckpoint
 from mesh.models.header import MAX_HEADER_BYTES
+from mesh.models.hub_cache import cache_folder
 from mesh.models.partial_draft import SparseFile, create_sparse, refused_by_disk
 from mesh.models.quantised import require_unquantised
 from mesh.transfers.documents import SMALL_FILES
@@ -82,8 +83,7 @@ def has_safetensors(repository: Repository) -> bool:
 
 def headers_directory(repository: Repository, cache_dir: Path) -> Path:
     """Where what is kept for plans of a repository lies, in the form of a snapshot of the hub."""
-    folder = f"models--{repository.id.replace('/', '--')}"
-    return cache_dir / "hub-headers" / folder / "snapshots" / repository.sha
+    return cache_dir / "hub-headers" / cache_folder(repository.id) / "snapshots" / repository.sha
 
 
 async def fetch_headers(hub: Hub, repository: Repository, cache_dir: Path) -> Path:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from mesh.errors import BadRequest, ModelNotFound
 from mesh.models.gguf.container import SUFFIX, header_of_beginning
 from mesh.models.gguf.contents import is_projector, model_name
 from mesh.models.gguf.rotary import SIDE_TENSORS
+from mesh.models.hub_cache import cache_folder
 from mesh.models.partial_draft import SparseFile, create_sparse, refused_by_disk
 from mesh.models.partial_writer import lock_directory
 from mesh.transfers.hub import Hub, HubFile, Repository
@@ -26,14 +26,6 @@ from mesh.transfers.hub_files import has_safetensors, headers_directory
 _FIRST_BYTES = 1 << 20
 """Of a file's beginning at first: it has a vocabulary in it, of a few MB for most."""
 _MAX_SETTING_BYTES = 1 << 20
-
-_NAMED = re.compile(rf"(?P<repository>[^/]+/[^/]+)/(?P<file>[^/]+{re.escape(SUFFIX)})")
-
-
-def split_name(model: str) -> tuple[str, str]:
-    """Repository and file of ``ORG/NAME/FILE.gguf``; the file is '' where none is named."""
-    named = _NAMED.fullmatch(model)
-    return (named["repository"], named["file"]) if named else (model, "")
 
 
 def gguf_files(repository: Repository, wanted: str) -> list[HubFile]:
@@ -73,7 +65,7 @@ async def fetch_gguf(
 
     Raises as `HubDownload.fetch`, and Busy while another process of this user does it.
     """
-    folder = cache / f"models--{repository.id.replace('/', '--')}"
+    folder = cache / cache_folder(repository.id)
     blobs, snapshot = folder / "blobs", folder / "snapshots" / repository.sha
     for directory in (blobs, snapshot):
         await asyncio.to_thread(make_directory, directory)

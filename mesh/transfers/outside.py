@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mesh.errors import MeshError
+from mesh.models.hub_cache import split_name
 from mesh.models.manifest import read_tensors
 from mesh.models.partial import read_record
 from mesh.models.partial_writer import PartialWriter
@@ -31,7 +32,7 @@ from mesh.transfers.fetching import Fetch, WantedLayers
 from mesh.transfers.hub import Hub, HubSource, Repository, parse_origin
 from mesh.transfers.hub_download import HubDownload
 from mesh.transfers.hub_files import fetch_headers
-from mesh.transfers.hub_gguf import fetch_gguf, fetch_gguf_headers, gguf_files, split_name
+from mesh.transfers.hub_gguf import fetch_gguf, fetch_gguf_headers, gguf_files
 from mesh.transfers.hub_pull import HubPull
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace

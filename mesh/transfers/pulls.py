@@ -25,11 +25,11 @@ from mesh.errors import (
     ModelNotFound,
     as_mesh_error,
 )
+from mesh.models.hub_cache import split_name
 from mesh.models.manifest import read_manifest
 from mesh.processes.tasks import end, spawn
 from mesh.transfers.commands import LocalCheckpoint, PeerHolding, Transfer
 from mesh.transfers.hub import REPOSITORY
-from mesh.transfers.hub_gguf import split_name
 from mesh.transfers.shelf import Holding
 from mesh.transfers.supervisor import FetcherSupervisor
 from mesh.types import LayerRange, ModelId

@@ -247,7 +247,7 @@ async def test_what_nobody_foresaw_is_tried_again_later_and_not_at_once(watched:
     await watched.until(("0-1", "none"))
 
 
-async def test_so_is_unloading(watched: Watched) -> None:
+async def test_what_cannot_be_unloaded_is_tried_again_later_as_well(watched: Watched) -> None:
     watched.wish(["0-1"])
     await watched.until(("0-1", "none"))
     watched.world.is_broken = True
