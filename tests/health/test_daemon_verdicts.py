@@ -72,7 +72,8 @@ def test_a_daemon_that_is_stopped_becomes_suspect_then_lost_then_healthy(tmp_pat
         eventually(lambda: standing() is not None, 10)
         found = standing()
         assert found is not None
-        assert found["checks"] == {"unchecked": 1}, "nobody else holds these layers, and it says so"
+        # A newcomer's session is checked once, and again at each step that is drawn.
+        assert {*found["checks"]} == {"unchecked"}, "nobody else holds these layers, and it says so"
         assert found["p50_ms"] > 0
         assert found["avoided_for_s"] == 0
 
