@@ -7,8 +7,7 @@ wish and the plan for it; what the machines do about that is `mesh.deployments.a
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.room import Change, Standing, absences, room_of_others, to_rest
 from mesh.deployments.weights import Checkpoint, WeightsSource
 from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live, merged
-from mesh.errors import BadRequest, Forbidden, NoRoute, NotEnoughMemory, NotFound
+from mesh.errors import BadRequest, Forbidden, NotFound
 from mesh.types import LayerRange, NodeId
 
 
@@ -111,8 +110,7 @@ class Deploying:
         if found.weights_sha256:
             return await self._deploy_found(order, secrets.token_hex(8), found)
         wish = self._ordered(_new_wish(secrets.token_hex(8), found), order)
-        with self._placing(wish, found) as placed:
-            await self._planned(placed, None)  # what has no room is refused before it is read
+        await self._planned(wish, None)  # what has no room is refused before it is read
 
         async def then(read: Checkpoint) -> None:
             await self._deploy_found(order, name, read)
@@ -182,25 +180,7 @@ class Deploying:
         """Wish for it under a new name, or change the wish that there is for it."""
         known = self._of(found.model_id, found.weights_sha256)
         wish = self._ordered(_new_wish(name, found) if known is None else known.wish, order)
-        with self._placing(wish, found) as placed:
-            return await self._deploy(placed, known)
-
-    @contextmanager
-    def _placing(self, wish: Wish, found: Checkpoint) -> Iterator[Wish]:
-        """The wish for what was found: what others do not fetch is placed here and where it is
-        pinned, unless nodes are named, and a refusal says so."""
-        if not found.copied or wish.nodes:
-            yield wish
-            return
-        nodes = {self._house.node, *(pin.node for pin in wish.pins)}
-        try:
-            yield replace(wish, nodes=tuple(sorted(nodes)))
-        except (NoRoute, NotEnoughMemory) as error:
-            raise type(error)(
-                f"{error.message} It is a GGUF file, which other machines do not fetch from this.",
-                fix=f"Copy it to others and name them with --nodes, or: {error.fix}",
-                param=error.param,
-            ) from error
+        return await self._deploy(wish, known)
 
     async def _deploy(self, wish: Wish, before: Deployment | None) -> dict[str, Any]:
         row = await self._wish(wish, before)

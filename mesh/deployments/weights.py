@@ -30,10 +30,7 @@ OnProgress = Callable[[int, int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that can be deployed; its `weights_sha256` is '' until somebody has read it.
-
-    One that is `copied` is a GGUF file, which machines do not fetch from one another.
-    """
+    """A checkpoint that can be deployed; its `weights_sha256` is '' until somebody has read it."""
 
     model_id: ModelId
     weights_sha256: str
@@ -41,7 +38,6 @@ class Checkpoint:
     context: int | None
     layers_mb: int
     """All layers as they are stored."""
-    copied: bool = False
 
 
 class WeightsSource(Protocol):
@@ -201,7 +197,6 @@ def checkpoint(manifest: Manifest) -> Checkpoint:
         manifest.total_layers,
         manifest.max_positions,
         sum(manifest.layer_bytes) >> 20,
-        manifest.gguf is not None,
     )
 
 

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mesh import codec
@@ -20,10 +21,11 @@ from mesh.codec import Fault
 from mesh.errors import BadCheckpoint, ModelNotFound
 from mesh.models.gguf.container import SUFFIX
 from mesh.models.gguf.contents import only_model, read_gguf
+from mesh.models.gguf.rotary import SIDE_TENSORS
 from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.header import TensorEntry, read_header
 from mesh.models.hub_cache import checkpoint_name
-from mesh.models.partial import Partial, read_partial
+from mesh.models.partial import Partial, read_partial, require_present
 from mesh.models.quantised import require_unquantised
 from mesh.types import LayerRange, ModelId
 
@@ -54,7 +56,8 @@ class Manifest:
     `max_positions` is None where the config leaves it to its class. `eos_ids` come from
     generation_config.json and config.json, or from the GGUF file. `bytes_hashed` is 0 when the
     hashes came from `cache_dir`, or from the record of a partial checkpoint, some of whose
-    `tensors` are not `present`.
+    `tensors` are not `present`. `heads` has every GGUF file, `gguf` first, and where its header
+    ends.
     """
 
     model_id: ModelId
@@ -77,7 +80,17 @@ class Manifest:
     eos_ids: tuple[int, ...]
     bytes_hashed: int
     cache_dir: Path | None
-    gguf: Path | None = None
+    heads: Mapping[Path, int]
+
+    @property
+    def gguf(self) -> Path | None:
+        """The GGUF file, or the first of several that are one model; None for a directory."""
+        return next(iter(self.heads), None)
+
+    @property
+    def path(self) -> Path:
+        """What it is read from: a directory, or the GGUF file, beside which there may be others."""
+        return self.gguf or self.directory
 
     @property
     def base_prefix(self) -> str:
@@ -98,6 +111,10 @@ class Manifest:
         """Embedding, final norm and head; towers for other modalities are left out."""
         return tuple(e for e in self.tensors.values() if _is_end(e.name, self.layer_prefix))
 
+    def settings_tensors(self) -> tuple[TensorEntry, ...]:
+        """Those that are read as a part of the config, of GGUF files; small, and always here."""
+        return tuple(entry for name, entry in self.tensors.items() if name in SIDE_TENSORS)
+
     @property
     def has_ends(self) -> bool:
         """Whether the bytes of all those are here."""
@@ -112,7 +129,7 @@ class _Contents(NamedTuple):
     tensors: Mapping[str, TensorEntry]
     has_tokenizer: bool
     eos_ids: tuple[int, ...]
-    gguf: Path | None = None
+    heads: Mapping[Path, int] = MappingProxyType({})
 
 
 def read_manifest(
@@ -131,10 +148,10 @@ def read_manifest(
     there, BadCheckpoint when it cannot be used, with the file and the reason, and UnsupportedFamily
     for weights that are stored quantised and for a model that is not read from GGUF.
     """
-    directory, config, stored, has_tokenizer, eos_ids, gguf = _read(path)
+    directory, config, stored, has_tokenizer, eos_ids, heads = _read(path)
     text = config.get("text_config") or config
     prefix, total_layers = _find_layers(directory, list(stored), text)
-    partial = read_partial(directory) if gguf is None else None
+    partial = read_partial(directory)
     if partial is not None:
         model_id = model_id or ModelId(partial.record.model_id)
     tensors, bytes_hashed = _hashed(stored, partial, cache_dir) if is_hashed else (stored, 0)
@@ -163,7 +180,7 @@ def read_manifest(
         eos_ids=eos_ids,
         bytes_hashed=bytes_hashed,
         cache_dir=cache_dir,
-        gguf=gguf,
+        heads=heads,
     )
 
 
@@ -172,7 +189,9 @@ def _hashed(
 ) -> tuple[Mapping[str, TensorEntry], int]:
     """With their hashes, and how many bytes were read for those."""
     if partial is not None:
-        return partial.mark(stored), 0
+        marked = partial.mark(stored)
+        require_present(marked[name] for name in SIDE_TENSORS & marked.keys())
+        return marked, 0
     return hash_tensors(stored, cache_dir=cache_dir)
 
 
@@ -184,18 +203,18 @@ def looks_like_checkpoint(path: Path) -> bool:
 
 
 def _read(path: Path) -> _Contents:
-    if path.suffix == SUFFIX and not path.is_dir():
-        return _read_gguf(path)
-    if not path.is_dir():
+    if path.suffix != SUFFIX and not path.is_dir():
         kind = BadCheckpoint if path.exists() else ModelNotFound
         raise kind(
             f"{path} is not a directory.",
             fix="Give the directory that holds config.json, or a GGUF file.",
         )
-    if not any((path / name).is_file() for name in (_INDEX, _SINGLE)):
-        gguf = only_model(path)
-        if gguf is not None:
-            return _read_gguf(gguf)
+    if (gguf := _gguf_of(path)) is not None:
+        found = read_gguf(gguf)
+        return _Contents(
+            gguf.parent, found.config, found.tensors, found.has_tokenizer, found.eos_ids,
+            found.heads,
+        )  # fmt: skip
     config = _read_object(path / "config.json")
     require_unquantised(config, checkpoint_name(path))
     text = config.get("text_config") or config
@@ -204,11 +223,12 @@ def _read(path: Path) -> _Contents:
     return _Contents(path, config, read_tensors(path), has_tokenizer, eos_ids)
 
 
-def _read_gguf(file: Path) -> _Contents:
-    found = read_gguf(file)
-    return _Contents(
-        file.parent, found.config, found.tensors, found.has_tokenizer, found.eos_ids, found.file
-    )
+def _gguf_of(path: Path) -> Path | None:
+    """The GGUF file that `path` is, or that is the model of a directory without safetensors."""
+    if not path.is_dir():
+        return path if path.suffix == SUFFIX else None
+    is_other = any((path / name).is_file() for name in (_INDEX, _SINGLE))
+    return None if is_other else only_model(path)
 
 
 def is_head(name: str) -> bool:
@@ -233,8 +253,10 @@ def _read_object(file: Path) -> dict[str, Any]:
         ) from error
 
 
-def read_tensors(directory: Path) -> dict[str, TensorEntry]:
-    """The tensors of all weights files, by name, without their hashes. Raises BadCheckpoint."""
+def read_tensors(directory: Path) -> Mapping[str, TensorEntry]:
+    """The tensors of all weights files by name, without their hashes. Raises as `read_manifest`."""
+    if (gguf := _gguf_of(directory)) is not None:
+        return read_gguf(gguf).tensors
     index = directory / _INDEX
     if index.is_file():
         return _read_sharded(directory, _read_object(index).get("weight_map"))

@@ -1,9 +1,10 @@
 """A partial checkpoint: a directory that looks like the whole one, and a record of what is there.
 
-It has the config, the tokenizer, the index and every safetensors file of the checkpoint, those at
-their full size and with their true headers; the bytes of tensors that are not there are holes. The
-record (`RECORD`, written once) says the SHA-256 of every tensor, so that `weights_sha256` is known
-without the bytes; the journal (`JOURNAL`, only ever appended to) says which are there.
+It has the config, the tokenizer, the index and every safetensors file of the checkpoint, or its
+GGUF files, at their full size and with their true headers; the bytes of tensors that are not there
+are holes. The record (`RECORD`, written once) says the SHA-256 of every tensor, so that
+`weights_sha256` is known without the bytes; the journal (`JOURNAL`, only ever appended to) says
+which are there. Tensors that are read with the config are there from the beginning.
 
 One line of the journal is one fact: ``c I`` tensor I is complete, its bytes were verified and have
 reached the disk; ``p I N`` piece N of tensor I was written, which is worth no more than not asking
@@ -16,7 +17,7 @@ Reading only: `partial_writer` writes. Knows nothing of where bytes come from.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -142,6 +143,12 @@ def read_journal(directory: Path, names: list[str]) -> Present:
             raise BadCheckpoint(f"{file} is damaged: {line[:40]!r}.", fix=_FETCH_AGAIN)
         _learn(present, fact["what"], names[int(fact["tensor"])], int(fact["piece"] or 0))
     return present
+
+
+def journal_of(names: Collection[str], complete: Collection[str]) -> bytes:
+    """A new journal: of tensors of these `names`, the `complete` ones are there."""
+    indexed = enumerate(sorted(names))
+    return b"".join(b"c %d\n" % index for index, name in indexed if name in complete)
 
 
 def require_present(entries: Iterable[TensorEntry]) -> None:

@@ -42,9 +42,7 @@ class FetchedWeights:
             manifest = await self._local.manifest(model)
         except ModelNotFound:
             return checkpoint(await self.manifest(model))
-        if manifest.gguf is None:
-            offered = LocalCheckpoint(manifest.model_id, manifest.directory)
-            self._weights.fetcher.offer(offered)
+        self._weights.fetcher.offer(LocalCheckpoint(manifest.model_id, manifest.path))
         return checkpoint(manifest)
 
     async def manifest(self, model: str) -> Manifest:
@@ -80,8 +78,6 @@ class FetchedWeights:
             path = await self._weights.fetcher.pull(model, (), ends=False)
         finally:
             await end([telling])
-        if path.suffix == SUFFIX:
-            return await self._local.find(f"{path}={model}")
         manifest = await asyncio.to_thread(read_manifest, path, cache_dir=self._cache_dir)
         return checkpoint(manifest)
 

@@ -3,7 +3,8 @@
 A document names every tensor with its hash, so that `weights_sha256` follows from it and whoever
 asked for that hash need not believe the sender; the weights files with the sizes of their headers;
 the small files with their hashes; and which tensors the sender has. As JSON of one object. Small
-files are only those that are read as data: nothing that could be run is offered or taken.
+files are only those that are read as data: nothing that could be run is offered or taken. A GGUF
+model has none: its config and tokenizer are in the headers of its files.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,8 +22,9 @@ from msgspec import Meta
 from mesh import codec
 from mesh.codec import Fault, Int63, Sha256
 from mesh.errors import BadCheckpoint
+from mesh.models.gguf.container import SUFFIX
 from mesh.models.hashing import weights_sha256
-from mesh.models.header import MAX_HEADER_BYTES, TensorEntry
+from mesh.models.header import TensorEntry
 from mesh.models.manifest import Manifest
 from mesh.types import LayerRange
 
@@ -38,7 +40,7 @@ SMALL_FILES = frozenset(
         "chat_template.json",
     }
 )  # fmt: skip
-_WEIGHTS_FILE = re.compile(r"[\w][\w.-]{0,200}\.safetensors")
+_WEIGHTS_FILE = re.compile(rf"[\w][\w.-]{{0,200}}(\.safetensors|{re.escape(SUFFIX)})")
 _FIX = "Run the same hearthnet version on both machines."
 
 
@@ -74,16 +76,22 @@ class SmallFile:
 
 @dataclass(frozen=True, slots=True)
 class WeightsFile:
-    """A safetensors file: its size, and where its header ends, the length before it included."""
+    """A safetensors or GGUF file: its size, and where the tensors begin, behind its header."""
 
     name: Annotated[str, _is_weights]
     size: Int63
-    header: Annotated[int, Meta(ge=8, le=MAX_HEADER_BYTES + 8)]
+    header: Annotated[int, Meta(ge=8, le=MAX_SMALL_BYTES)]
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether it is a GGUF file, whose header has config and tokenizer."""
+        return self.name.endswith(SUFFIX)
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """See the module. `origin` is ``org/name@commit``, '' where that is not known."""
+    """See the module. `origin` is ``org/name@commit``, '' where that is not known; with ``/FILE``
+    behind it for a GGUF model. GGUF files are in the order of their parts."""
 
     version: Literal[1]
     model_id: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -109,37 +117,68 @@ def document_of(manifest: Manifest, origin: str, complete: frozenset[str] | None
         )
         for entry in manifest.tensors.values()
     )  # fmt: skip
-    files = {entry.file for entry in manifest.tensors.values()}
+    weights = [
+        WeightsFile(file.name, file.stat().st_size, end)
+        for file, end in header_ends(manifest).items()
+    ]
     return Document(
         1, manifest.model_id, manifest.weights_sha256, origin, manifest.total_layers, tensors,
-        small_files(manifest.directory), tuple(map(_weights_file, sorted(files))),
+        small_files(manifest), tuple(weights),
     )  # fmt: skip
 
 
-def files_sha256(small: Iterable[SmallFile]) -> str:
-    """What tells config and tokenizer from others of the same weights, in hex.
+def header_ends(manifest: Manifest) -> Mapping[Path, int]:
+    """All files of weights, and where the tensors of each begin. Blocks."""
+    if manifest.heads:
+        return manifest.heads
+    files = {entry.file for entry in manifest.tensors.values()}
+    return {file: _header_end(file) for file in sorted(files)}
 
-    The hash over ``["<name>","<hex sha256>"]\\n`` of each, in ascending order of names, as
-    `mesh.models.hashing` has it of tensors. The index is left out: it says how tensors are spread
-    over files, which their hashes prove.
-    """
+
+def files_sha256(manifest: Manifest) -> str:
+    """What tells config and tokenizer from others of the same weights, in hex. Blocks."""
+    if manifest.gguf is None:
+        return sha256_of_small(small_files(manifest))
+    return sha256_of_headers(_beginning(file, end) for file, end in manifest.heads.items())
+
+
+def sha256_of_small(small: Iterable[SmallFile]) -> str:
+    """`files_sha256` of a checkpoint with these. The index is left out: it says how tensors are
+    spread over files, which their hashes prove."""
+    return _sha256_of({file.name: file.sha256 for file in small if file.name != _INDEX})
+
+
+def sha256_of_headers(headers: Iterable[bytes]) -> str:
+    """`files_sha256` of a GGUF model whose files begin so, in the order of its parts. What they are
+    called does not matter."""
+    hashes = enumerate(hashlib.sha256(header).hexdigest() for header in headers)
+    return _sha256_of({f"{number}{SUFFIX}": sha256 for number, sha256 in hashes})
+
+
+def _sha256_of(hashes: Mapping[str, str]) -> str:
+    """The hash over ``["<name>","<hex sha256>"]\\n`` of each, in ascending order of names, as
+    `mesh.models.hashing` has it of tensors."""
     total = hashlib.sha256()
-    for file in sorted(small, key=lambda file: file.name):
-        if file.name != _INDEX:
-            fields = json.dumps([file.name, file.sha256], separators=(",", ":"))
-            total.update(fields.encode("ascii") + b"\n")
+    for name in sorted(hashes):
+        fields = json.dumps([name, hashes[name]], separators=(",", ":"))
+        total.update(fields.encode("ascii") + b"\n")
     return total.hexdigest()
 
 
-def small_files(directory: Path) -> tuple[SmallFile, ...]:
+def small_files(manifest: Manifest) -> tuple[SmallFile, ...]:
     """Those that are there and may be fetched. Blocks."""
-    small = []
-    for name in sorted(SMALL_FILES):
-        file = directory / name
+    small: list[SmallFile] = []
+    for name in sorted(small_names(manifest)):
+        file = manifest.directory / name
         if file.is_file() and file.stat().st_size <= MAX_SMALL_BYTES:
             data = file.read_bytes()
             small.append(SmallFile(name, len(data), hashlib.sha256(data).hexdigest()))
     return tuple(small)
+
+
+def small_names(manifest: Manifest) -> frozenset[str]:
+    """What small files of it may be called; what lies beside a GGUF file is none of it."""
+    return SMALL_FILES if manifest.gguf is None else frozenset()
 
 
 def encode(document: Document) -> bytes:
@@ -168,6 +207,12 @@ def decode(text: bytes, wanted_sha256: str) -> Document:
         raise BadCheckpoint(
             f"What was said to be checkpoint {wanted_sha256[:12]} is another one.", fix=_FIX
         )
+    kinds = {file.is_gguf for file in document.weights}
+    if len(kinds) != 1 or (True in kinds and document.small):
+        raise BadCheckpoint(
+            "The description of a checkpoint names neither safetensors nor GGUF files alone.",
+            fix=_FIX,
+        )
     return document
 
 
@@ -175,10 +220,12 @@ def wanted_tensors(
     manifest: Manifest, layers: tuple[LayerRange, ...] | None, *, ends: bool
 ) -> list[str]:
     """The names of the tensors of these layers and of the ends, ends first; None for all there is.
+    Those that are settings are always among them.
 
     Raises BadCheckpoint for layers that the model does not have.
     """
-    names = [entry.name for entry in manifest.ends_tensors()] if ends or layers is None else []
+    names = [entry.name for entry in manifest.settings_tensors()]
+    names += [entry.name for entry in manifest.ends_tensors()] if ends or layers is None else []
     if layers is None:
         return names + [name for name in manifest.tensors if name not in set(names)]
     for span in layers:
@@ -198,7 +245,10 @@ def complete_layers(manifest: Manifest, complete: frozenset[str]) -> tuple[tuple
     return layers, all(entry.name in complete for entry in manifest.ends_tensors())
 
 
-def _weights_file(file: Path) -> WeightsFile:
+def _header_end(file: Path) -> int:
+    return 8 + int.from_bytes(_beginning(file, 8), "little")
+
+
+def _beginning(file: Path, size: int) -> bytes:
     with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-    return WeightsFile(file.name, file.stat().st_size, 8 + length)
+        return stream.read(size)

@@ -190,10 +190,10 @@ class Fetches:
             await self.news(_AGAIN_S)
 
     def _here(self, sha256: str, wanted: WantedLayers) -> Path | None:
-        """Where all of it lies already."""
+        """The place where all of it lies already."""
         for kept in self._shelf.of(sha256):
             if kept.names.issuperset(wanted.names(kept.manifest)):
-                return kept.manifest.directory
+                return kept.place
         return None
 
     def _having(self, sha256: str) -> list[PeerHolding]:

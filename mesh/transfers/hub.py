@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
@@ -24,7 +23,6 @@ from msgspec import Meta
 from mesh import codec
 from mesh.codec import Fault, Int63, Sha256
 from mesh.errors import HubRefused, MeshError, ModelNotFound, TransferFailed
-from mesh.types import ModelId
 
 if TYPE_CHECKING:
     import httpx  # as late as possible: few nodes ever ask the hub, and all import this module
@@ -40,21 +38,18 @@ _MAX_LISTING_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class HubSettings:
-    """Where the hub is, and how one shows who one is; `offline`: it is not to be asked. `cache` is
-    where programs keep what they fetch of it; None: among this node's models."""
+    """Where the hub is, and how one shows who one is; `offline`: it is not to be asked."""
 
     endpoint: str
     token: str | None = None
     offline: bool = False
-    cache: Path | None = None
 
 
 def hub_settings() -> HubSettings:
     """As this user has them for all programs that use the hub. Reads a file; blocks."""
     from huggingface_hub import constants, get_token
 
-    cache = Path(constants.HF_HUB_CACHE)
-    return HubSettings(constants.ENDPOINT, get_token(), constants.HF_HUB_OFFLINE, cache)
+    return HubSettings(constants.ENDPOINT, get_token(), constants.HF_HUB_OFFLINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +98,6 @@ class Repository:
     id: Annotated[str, Meta(max_length=256)]
     sha: Annotated[str, Meta(pattern=r"\A[0-9a-f]{40}\Z")]
     siblings: tuple[HubFile, ...]
-
-    @property
-    def origin(self) -> str:
-        """``org/name@commit``."""
-        return f"{self.id}@{self.sha}"
-
-    @property
-    def model_id(self) -> ModelId:
-        """What its model is called."""
-        return ModelId(self.id)
 
     @property
     def files(self) -> dict[str, HubFile]:
@@ -309,7 +294,12 @@ class HubSource:
         """See `asking.Source`; whoever made the hub closes it."""
 
 
+def origin_of(repository: str, commit: str, file: str = "") -> str:
+    """``org/name@commit``, with ``/FILE`` behind it for a GGUF model that begins with that file."""
+    return f"{repository}@{commit}" + (f"/{file}" if file else "")
+
+
 def parse_origin(origin: str) -> tuple[str, str] | None:
-    """Name and commit of an ``org/name@commit``."""
-    name, at, commit = origin.rpartition("@")
-    return (name, commit) if at and re.fullmatch(r"[0-9a-f]{40}", commit) else None
+    """Name and commit of what `origin_of` says."""
+    found = re.fullmatch(r"(?P<name>[^@]+)@(?P<commit>[0-9a-f]{40})(/[^/]+)?", origin)
+    return (found["name"], found["commit"]) if found else None

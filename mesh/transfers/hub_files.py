@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,8 @@ from mesh.models.hub_cache import cache_folder
 from mesh.models.partial_draft import SparseFile, create_sparse, refused_by_disk
 from mesh.models.quantised import require_unquantised
 from mesh.transfers.documents import SMALL_FILES
-from mesh.transfers.hub import Hub, HubFile, Repository
+from mesh.transfers.hub import Hub, HubFile, Repository, origin_of
+from mesh.types import ModelId
 
 _CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
@@ -35,6 +36,21 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class _Index:
     weight_map: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model of a repository; `gguf` are the files of a GGUF model, and none of others."""
+
+    repository: Repository
+    model_id: ModelId
+    gguf: Sequence[HubFile]
+
+    @property
+    def origin(self) -> str:
+        """See `origin_of`."""
+        first = self.gguf[0].rfilename if self.gguf else ""
+        return origin_of(self.repository.id, self.repository.sha, first)
 
 
 async def read_small(

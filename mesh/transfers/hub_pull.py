@@ -1,4 +1,4 @@
-"""Fetch a whole repository from the hub, once: every byte of its weights is read and hashed.
+"""Fetch a whole model from the hub, once: every byte of its weights is read and hashed.
 
 Needed where nobody in the hearth knows the hashes of the tensors. The files lie in a staging
 directory until all of them are there and match what the hub says; then it becomes a checkpoint like
@@ -16,11 +16,11 @@ from pathlib import Path
 
 from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.manifest import read_tensors
-from mesh.models.partial import JOURNAL, RECORD, PartialRecord, partial_directory
+from mesh.models.partial import JOURNAL, RECORD, PartialRecord, journal_of, partial_directory
 from mesh.models.partial_writer import lock_directory
-from mesh.transfers.hub import Hub, Repository
+from mesh.transfers.hub import Hub
 from mesh.transfers.hub_download import HubDownload, make_directory
-from mesh.transfers.hub_files import read_small, weights_files, write_small
+from mesh.transfers.hub_files import HubModel, read_small, weights_files, write_small
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
 
@@ -28,21 +28,21 @@ _STAGING = ".hub"
 
 
 class HubPull:
-    """One repository; `meter` counts what came of its weights."""
+    """One model; `meter` counts what came of its weights."""
 
     def __init__(
         self,
         hub: Hub,
-        repository: Repository,
+        model: HubModel,
         models_dir: Path,
         pace: Pace,
         meter: Meter,
     ) -> None:
         self._hub = hub
-        self._repository = repository
+        self._model = model
         self._models_dir = models_dir
-        self._download = HubDownload(hub, repository, pace, meter)
-        name = f"{repository.id.replace('/', '--')}@{repository.sha[:12]}"
+        self._download = HubDownload(hub, model.repository, pace, meter)
+        name = f"{model.model_id.replace('/', '--')}@{model.repository.sha[:12]}"
         self.staging = models_dir / _STAGING / name
 
     async def run(self) -> Path:
@@ -52,8 +52,10 @@ class HubPull:
         weights are stored quantised, DiskFull, TransferFailed for bytes that are wrong twice, Busy
         while another process of this user does it, and what the hub raises.
         """
-        small = await read_small(self._hub, self._repository)
-        weights = weights_files(self._repository, small)
+        small, weights = dict[str, bytes](), self._model.gguf
+        if not weights:
+            small = await read_small(self._hub, self._model.repository)
+            weights = weights_files(self._model.repository, small)
         await asyncio.to_thread(make_directory, self.staging)
         lock = await asyncio.to_thread(lock_directory, self.staging)
         try:
@@ -67,14 +69,13 @@ class HubPull:
         """Hash the tensors, and make the staging directory a checkpoint."""
         tensors, _ = hash_tensors(read_tensors(self.staging), cache_dir=None)
         sha256 = weights_sha256(tensors.values())
-        repository = self._repository
+        model = self._model
         names = {name: entry.sha256 for name, entry in tensors.items()}
-        record = PartialRecord(1, repository.id, sha256, repository.origin, names)
-        directory = partial_directory(self._models_dir, repository.model_id, sha256)
+        record = PartialRecord(1, model.model_id, sha256, model.origin, names)
+        directory = partial_directory(self._models_dir, model.model_id, sha256)
         if (directory / RECORD).exists():  # a part of it came from a neighbour before
             shutil.rmtree(directory)
-        facts = "".join(f"c {index}\n" for index in range(len(names)))
-        write_small(self.staging, {JOURNAL: facts.encode()})
+        write_small(self.staging, {JOURNAL: journal_of(names, names)})
         write_small(self.staging, {RECORD: json.dumps(asdict(record)).encode()})
         self.staging.rename(directory)
         return directory

@@ -30,9 +30,8 @@ from mesh.transfers.commands import (
 from mesh.transfers.fetches import Fetches, kept_in
 from mesh.transfers.fetching import Fetch, WantedLayers
 from mesh.transfers.hub import Hub, HubSource, Repository, parse_origin
-from mesh.transfers.hub_download import HubDownload
-from mesh.transfers.hub_files import fetch_headers
-from mesh.transfers.hub_gguf import fetch_gguf, fetch_gguf_headers, gguf_files
+from mesh.transfers.hub_files import HubModel, fetch_headers
+from mesh.transfers.hub_gguf import fetch_gguf_headers, gguf_files
 from mesh.transfers.hub_pull import HubPull
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
@@ -105,25 +104,16 @@ class Outside:
         """The directory in which what is wanted is, once it is. Raises MeshError."""
         running = self._running[order.id] = _Running(order, Meter())
         hub = Hub(order.hub)
-        name, file = split_name(order.repository)
         try:
-            repository = await hub.repository(name, order.revision)
-            if files := gguf_files(repository, file):
-                running.state = "hub"
-                download = HubDownload(hub, repository, self._pace, running.meter)
-                cache = order.hub.cache or self._models_dir
-                return await fetch_gguf(hub, repository, files, cache, download)
+            model = await _found(hub, order.repository, order.revision)
             while True:
-                known = await self._known(repository)
+                known = await self._known(model.origin)
                 if known is not None:
                     running.state = "fetching"
                     return await self._fetches.ensure(
-                        Ensure(
-                            order.id, ModelId(repository.id), known, order.layers, order.ends,
-                            order.hub,
-                        )
-                    )  # fmt: skip
-                directory = await self._alone(running, hub, repository)
+                        Ensure(order.id, model.model_id, known, order.layers, order.ends, order.hub)
+                    )
+                directory = await self._alone(running, hub, model)
                 if directory is not None:
                     return directory
                 await self._fetches.news(_LOOK_S)
@@ -134,12 +124,11 @@ class Outside:
     async def headers(self, order: FetchHeaders, cache_dir: Path) -> Path:
         """What is a checkpoint without its weights, see `fetch_headers`. Raises MeshError."""
         hub = Hub(order.hub)
-        name, file = split_name(order.repository)
         try:
-            repository = await hub.repository(name)
-            if files := gguf_files(repository, file):
-                return await fetch_gguf_headers(hub, repository, files, cache_dir)
-            return await fetch_headers(hub, repository, cache_dir)
+            model = await _found(hub, order.repository)
+            if model.gguf:
+                return await fetch_gguf_headers(hub, model.repository, model.gguf, cache_dir)
+            return await fetch_headers(hub, model.repository, cache_dir)
         finally:
             await hub.close()
 
@@ -183,23 +172,23 @@ class Outside:
         if failed:
             raise failed[0]
 
-    async def _known(self, repository: Repository) -> str | None:
+    async def _known(self, origin: str) -> str | None:
         """The hash of its weights, if somebody in the hearth has it, or this node."""
-        here = [k for k in self._shelf.all() if k.origin == repository.origin]
+        here = [k for k in self._shelf.all() if k.origin == origin]
         if here:
             return here[0].manifest.weights_sha256
         for peer in self._fetches.peers:
-            if peer.origin == repository.origin and peer.weights_sha256:
+            if peer.origin == origin and peer.weights_sha256:
                 return peer.weights_sha256
         return None
 
-    async def _alone(self, running: _Running, hub: Hub, repository: Repository) -> Path | None:
+    async def _alone(self, running: _Running, hub: Hub, model: HubModel) -> Path | None:
         """Read all of it, unless another node does; None then."""
-        pull = HubPull(hub, repository, self._models_dir, self._pace, running.meter)
-        model_id = ModelId(repository.id)
-        async with self._claims.made(repository.origin, model_id, pull.staging) as is_first:
+        pull = HubPull(hub, model, self._models_dir, self._pace, running.meter)
+        claim = self._claims.made(model.origin, model.model_id, pull.staging)
+        async with claim as is_first:
             if not is_first:
-                other = self._claims.other(repository.origin)
+                other = self._claims.other(model.origin)
                 name = other.node_name if other is not None else "another node"
                 running.state, running.note = "waiting", f"{name} fetches it from the hub"
                 return None
@@ -211,6 +200,15 @@ class Outside:
                 kept = await asyncio.to_thread(_drop, kept, running.order)
             self._shelf.put(kept)
             return directory
+
+
+async def _found(hub: Hub, named: str, revision: str = "main") -> HubModel:
+    """The model of ``ORG/NAME`` or ``ORG/NAME/FILE.gguf``. Raises as `gguf_files`, and what the hub
+    raises."""
+    name, file = split_name(named)
+    repository = await hub.repository(name, revision)
+    model_id = ModelId(f"{repository.id}/{file}" if file else repository.id)
+    return HubModel(repository, model_id, gguf_files(repository, file))
 
 
 def _drop(kept: StoredCheckpoint, order: PullRepository) -> StoredCheckpoint:

@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from mesh.errors import BadCheckpoint, MeshError, TransferFailed, UnsupportedFamily
+from mesh.models.gguf.container import header_of_beginning
+from mesh.models.gguf.contents import settings_of
+from mesh.models.header import TensorEntry
 from mesh.models.manifest import read_manifest
-from mesh.models.partial import PartialRecord
+from mesh.models.partial import JOURNAL, PartialRecord, journal_of
 from mesh.models.partial_draft import SparseFile, create_partial
 from mesh.processes.tasks import end, spawn
 from mesh.transfers import documents
 from mesh.transfers.asking import Peer, WeightsLink
 from mesh.transfers.commands import PeerHolding
-from mesh.transfers.documents import Document
+from mesh.transfers.documents import Document, WeightsFile
 from mesh.transfers.fetching import Fetch
 from mesh.types import NodeId
 from mesh.wire.messages import Part
@@ -68,29 +71,69 @@ async def prepare(
     link = await dial(peer)
     try:
         document = await _document(link, sha256)
-        if files_sha256 not in ("", documents.files_sha256(document.small)):
-            raise BadCheckpoint(
-                f"{peer.node_name} has another config or tokenizer than the other nodes.",
-                fix="Ask another node, or make the files beside the weights equal.",
-            )
+        is_gguf = document.weights[0].is_gguf
+        found = "" if is_gguf else documents.sha256_of_small(document.small)
+        _require_agreed(peer, files_sha256, found)
         small = {file.name: await _small(link, sha256, file) for file in document.small}
-        sparse = {
-            file.name: SparseFile(
-                b"".join(await link.ask(sha256, Part.HEADER, file.name, 0, file.header)), file.size
-            )
+        headers = {
+            file.name: b"".join(await link.ask(sha256, Part.HEADER, file.name, 0, file.header))
             for file in document.weights
         }
+        if is_gguf:
+            found = await asyncio.to_thread(documents.sha256_of_headers, headers.values())
+            _require_agreed(peer, files_sha256, found)
+        sparse, complete = dict[str, SparseFile](), set[str]()
+        for file in document.weights:
+            settings = await _settings(link, document, file, headers[file.name])
+            complete |= {entry.name for entry in settings}
+            pieces = {entry.offset: content for entry, content in settings.items()}
+            sparse[file.name] = SparseFile(headers[file.name], file.size, pieces)
     finally:
         link.close("it is known now what there is")
-    await asyncio.to_thread(_create, directory, document, sparse, small)
+    await asyncio.to_thread(_create, directory, document, sparse, small, complete)
+
+
+def _require_agreed(peer: PeerHolding, agreed: str, found: str) -> None:
+    """`found` is '' where that is not known yet."""
+    if "" not in (agreed, found) and agreed != found:
+        raise BadCheckpoint(
+            f"{peer.node_name} has another config or tokenizer than the other nodes.",
+            fix="Ask another node, or make the files beside the weights equal.",
+        )
+
+
+async def _settings(
+    link: WeightsLink, document: Document, file: WeightsFile, header: bytes
+) -> dict[TensorEntry, bytes]:
+    """The tensors of a GGUF file that are read with its header."""
+    if not file.is_gguf:
+        return {}
+    read = await asyncio.to_thread(header_of_beginning, Path(file.name), header, file.size)
+    if read is None:
+        raise BadCheckpoint(f"{file.name} begins otherwise than was said.", fix="Ask another node.")
+    sha256 = {each.name: each.sha256 for each in document.tensors}
+    found = {}
+    for entry in settings_of(read):
+        asked = link.ask(document.weights_sha256, Part.TENSOR, entry.name, 0, entry.nbytes)
+        content = found[entry] = b"".join(await asked)
+        if hashlib.sha256(content).hexdigest() != sha256.get(entry.name):
+            raise BadCheckpoint(
+                f"{entry.name} is not what was said of it.", fix="Ask another node."
+            )
+    return found
 
 
 def _create(
-    directory: Path, document: Document, sparse: dict[str, SparseFile], small: dict[str, bytes]
+    directory: Path,
+    document: Document,
+    sparse: dict[str, SparseFile],
+    small: dict[str, bytes],
+    complete: set[str],
 ) -> None:
     tensors = {each.name: each.sha256 for each in document.tensors}
     record = PartialRecord(1, document.model_id, document.weights_sha256, document.origin, tensors)
-    create_partial(directory, record, sparse, small)
+    journal = {JOURNAL: journal_of(tensors, complete)} if complete else {}
+    create_partial(directory, record, sparse, small | journal)
     try:
         read_manifest(directory)
     except (BadCheckpoint, UnsupportedFamily):

@@ -22,7 +22,6 @@ from mesh.accounts.ledger import ResourceLedger
 from mesh.clock import SystemClock, next_tick
 from mesh.discovery.interfaces import Reach
 from mesh.errors import (
-    BadCheckpoint,
     BadRequest,
     ConnectFailed,
     InternalError,
@@ -59,6 +58,7 @@ from mesh.transfers.commands import (
 )
 from mesh.transfers.fetches import Fetches, FetchSettings, scan
 from mesh.transfers.heap import give_back, keep_buffers
+from mesh.transfers.hub import origin_of
 from mesh.transfers.outside import HubClaims, Outside
 from mesh.transfers.pacing import CpuShare, Pace, yield_to_others
 from mesh.transfers.serving import WeightsServer
@@ -331,14 +331,11 @@ class FetcherProcess(Worker):
 
 def _kept(model: LocalCheckpoint, cache_dir: Path) -> StoredCheckpoint:
     manifest = read_manifest(model.directory, model_id=model.model_id, cache_dir=cache_dir)
-    if any(entry.file.suffix != ".safetensors" for entry in manifest.tensors.values()):
-        raise BadCheckpoint(
-            f"{model.directory} is not safetensors.", fix="Only such are given to others."
-        )
-    partial, snapshot = read_partial(model.directory), hub_snapshot(model.directory)
+    partial, snapshot = read_partial(manifest.directory), hub_snapshot(manifest.directory)
     if partial is not None:
         return StoredCheckpoint(manifest, partial.record.origin, partial.complete)
-    origin = "" if snapshot is None else f"{snapshot.repo_id}@{snapshot.commit}"
+    file = "" if manifest.gguf is None else manifest.gguf.name
+    origin = "" if snapshot is None else origin_of(snapshot.repo_id, snapshot.commit, file)
     return StoredCheckpoint(manifest, origin, None)
 
 

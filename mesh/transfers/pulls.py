@@ -200,7 +200,7 @@ class Pulls:
         manifest = await asyncio.to_thread(
             read_manifest, directory, cache_dir=self._around.cache_dir
         )
-        self._fetcher.offer(LocalCheckpoint(manifest.model_id, directory))
+        self._fetcher.offer(LocalCheckpoint(manifest.model_id, manifest.path))
         return directory
 
     async def _run(self, name: str, work: Awaitable[Path]) -> None:

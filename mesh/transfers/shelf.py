@@ -14,14 +14,13 @@ from pathlib import Path
 from mesh.errors import BadRequest, ModelNotFound, WeightsMissing
 from mesh.models.manifest import Manifest
 from mesh.transfers import documents
-from mesh.transfers.documents import SMALL_FILES
 from mesh.types import ModelId
 from mesh.wire.messages import Part
 
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A checkpoint in one directory; `complete` names the tensors of a partial one, None: all."""
+    """A checkpoint in one place; `complete` names the tensors of a partial one, None: all."""
 
     manifest: Manifest
     origin: str
@@ -32,14 +31,20 @@ class StoredCheckpoint:
         """The tensors that are here."""
         return frozenset(self.manifest.tensors) if self.complete is None else self.complete
 
+    @property
+    def place(self) -> Path:
+        """Its directory, which others may share with a whole GGUF file: the file then."""
+        return self.manifest.path if self.complete is None else self.manifest.directory
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:
     """A checkpoint of which something is here: which layers are complete, and whether the ends are.
 
-    `directory` is that of its fullest copy, `is_partial` whether that may be added to; `here_bytes`
-    of its `total_bytes` of tensors are here. Of what is being fetched from the hub (`origin`) the
-    `weights_sha256` is ''. `files_sha256` is that of its config and tokenizer, see `documents`.
+    `directory` is the place of its fullest copy, `is_partial` whether that may be added to;
+    `here_bytes` of its `total_bytes` of tensors are here. Of what is being fetched from the hub
+    (`origin`) the `weights_sha256` is ''. `files_sha256` is that of its config and tokenizer, see
+    `documents`.
     """
 
     model_id: str
@@ -56,7 +61,7 @@ class Holding:
 
 
 class Shelf:
-    """The checkpoints of this node by their directories."""
+    """The checkpoints of this node by their places."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -68,17 +73,17 @@ class Shelf:
         """Grows with every change."""
 
     def put(self, kept: StoredCheckpoint) -> None:
-        """Have it found from now on, instead of what was in its directory before."""
+        """Have it found from now on, instead of what was in its place before."""
         with self._guard:
             self.version += 1
-            self._kept[kept.manifest.directory] = kept
+            self._kept[kept.place] = kept
             self._documents.pop(kept.manifest.weights_sha256, None)
 
-    def remove(self, directory: Path) -> None:
+    def remove(self, place: Path) -> None:
         """It is here no longer."""
         with self._guard:
             self.version += 1
-            gone = self._kept.pop(directory, None)
+            gone = self._kept.pop(place, None)
             if gone is not None:
                 self._documents.pop(gone.manifest.weights_sha256, None)
 
@@ -107,10 +112,10 @@ class Shelf:
         found = [kept for kept in self.of(sha256) if kept.complete is not None]
         return found[0].manifest.directory if found else None
 
-    def at(self, directory: Path) -> StoredCheckpoint | None:
-        """What is in this directory."""
+    def at(self, place: Path) -> StoredCheckpoint | None:
+        """What is in this place."""
         with self._guard:
-            return self._kept.get(directory)
+            return self._kept.get(place)
 
     def all(self) -> list[StoredCheckpoint]:
         """Everything that is here."""
@@ -133,11 +138,11 @@ class Shelf:
             return len(self._document(sha256))
         if part is Part.TENSOR:
             return self._with_tensor(sha256, name).manifest.tensors[name].nbytes
-        file = self._file(sha256, part, name)
+        manifest = self._require(sha256).manifest
+        file = _file(manifest, part, name)
         if part is Part.FILE:
             return file.stat().st_size
-        with file.open("rb") as stream:
-            return 8 + int.from_bytes(stream.read(8), "little")
+        return documents.header_ends(manifest)[file]
 
     def read(self, sha256: str, part: Part, name: str, start: int, stop: int) -> bytes:
         """Bytes of a part, within its `size`. Raises as `size`."""
@@ -146,20 +151,22 @@ class Shelf:
         if part is Part.TENSOR:
             entry = self._with_tensor(sha256, name).manifest.tensors[name]
             return _read(entry.file, entry.offset + start, stop - start)
-        return _read(self._file(sha256, part, name), start, stop - start)
+        file = _file(self._require(sha256).manifest, part, name)
+        return _read(file, start, stop - start)
 
     def _files_sha256(self, kept: StoredCheckpoint) -> str:
         """Read again only when one of the files is another one."""
-        directory = kept.manifest.directory
+        manifest = kept.manifest
+        names = documents.small_names(manifest) or {file.name for file in manifest.heads}
         now = [
             (file.name, stat.st_mtime_ns, stat.st_size)
-            for file in sorted(directory.iterdir())
-            if file.name in SMALL_FILES and (stat := file.stat())
+            for file in sorted(manifest.directory.iterdir())
+            if file.name in names and (stat := file.stat())
         ]
-        known, found = self._files.get(directory, (None, ""))
+        known, found = self._files.get(kept.place, (None, ""))
         if known != now:
-            found = documents.files_sha256(documents.small_files(directory))
-            self._files[directory] = (now, found)
+            found = documents.files_sha256(manifest)
+            self._files[kept.place] = (now, found)
         return found
 
     def _document(self, sha256: str) -> bytes:
@@ -169,13 +176,6 @@ class Shelf:
             document = documents.document_of(kept.manifest, kept.origin, kept.complete)
             text = self._documents[sha256] = documents.encode(document)
         return text
-
-    def _file(self, sha256: str, part: Part, name: str) -> Path:
-        directory = self._require(sha256).manifest.directory
-        files = {entry.file.name for entry in self._require(sha256).manifest.tensors.values()}
-        if name not in (SMALL_FILES if part is Part.FILE else files):
-            raise BadRequest(f"{name[:64]!r} is no file of this checkpoint.", fix="Ask for others.")
-        return directory / name
 
     def _require(self, sha256: str) -> StoredCheckpoint:
         found = self.of(sha256)
@@ -202,10 +202,21 @@ def _holding(kept: StoredCheckpoint, files_sha256: str) -> Holding:
     tensors, names = manifest.tensors, kept.names
     return Holding(
         manifest.model_id, manifest.weights_sha256, manifest.total_layers, layers, ends,
-        kept.origin, manifest.directory, kept.complete is not None,
+        kept.origin, kept.place, kept.complete is not None,
         sum(tensors[name].nbytes for name in names), sum(e.nbytes for e in tensors.values()),
         files_sha256,
     )  # fmt: skip
+
+
+def _file(manifest: Manifest, part: Part, name: str) -> Path:
+    """The small file, or the one of weights. Raises BadRequest for what is neither."""
+    if part is Part.FILE and name in documents.small_names(manifest):
+        return manifest.directory / name
+    if part is Part.HEADER:
+        for file in documents.header_ends(manifest):
+            if file.name == name:
+                return file
+    raise BadRequest(f"{name[:64]!r} is no file of this checkpoint.", fix="Ask for others.")
 
 
 def _read(file: Path, start: int, count: int) -> bytes:

@@ -154,7 +154,7 @@ def test_run_brings_up_a_repository_that_has_only_gguf_files(
     assert json.loads(again.stdout)["text"] == json.loads(ran.stdout)["text"], again.stderr
 
 
-def test_a_file_that_is_copied_goes_where_it_is_unless_others_are_named(
+def test_a_file_that_one_machine_has_is_spread_and_answers_as_there(
     own_node: StartNode, tmp_path: Path
 ) -> None:
     file = write_gguf(checkpoint_dir(), tmp_path / "small.gguf", "F16")
@@ -163,15 +163,24 @@ def test_a_file_that_is_copied_goes_where_it_is_unless_others_are_named(
         node.wait_up()
     for node in house:
         until(lambda node=node: len(peers(node)) == 1, "they see each other")
-    kitchen = house[1]
-    deployed = hearthnet("deploy", str(file), "--wait", node=kitchen)
+    attic, kitchen = house
+    pins = ("--layers", "attic=0-3", "--layers", "kitchen=4-7")
+    deployed = hearthnet("deploy", str(file), "--quant", "none", *pins, "--wait", node=kitchen)
     assert deployed.returncode == 0, deployed.stderr
-    assert {span["node"] for span in row(kitchen)["spans"]} == {"kitchen"}
-    assert hearthnet("evict", "small", node=kitchen).returncode == 0
-    # Where it lies on others only its owner knows.
-    spread = hearthnet("deploy", "small", "--nodes", "attic,kitchen", "--json", node=kitchen)
-    assert spread.returncode == 0, spread.stderr
-    assert {span["node"] for span in json.loads(spread.stdout)["spans"]} == {"attic", "kitchen"}
+    ready(kitchen)
+    tokenizer, count = AutoTokenizer.from_pretrained(checkpoint_dir()), 12
+    prompt = tokenizer.encode("Every evening the fox")
+    expected, _ = hugging_face(checkpoint_dir(), prompt, count)
+    for node in house:  # attic has its layers and the file's head of kitchen
+        body = {"model": "small", "prompt": prompt, "max_tokens": count, "temperature": 0}
+        body["wire_dtype"] = "fp32"
+        facts = node.post("/v1/completions", body).raise_for_status().json()["hearthnet"]
+        assert [hop["node"] for hop in facts["route"]] == ["attic", "kitchen"]
+        assert facts["token_ids"] == expected
+    (here,) = (each for each in attic.get("/mesh/v1/weights")["models"] if each["id"] == "small")
+    assert here["here_bytes"] < here["total_bytes"]
+    part = Path(here["directory"]) / file.name
+    assert part.stat().st_blocks * 512 < file.stat().st_size == part.stat().st_size
 
 
 def test_what_the_hub_cannot_give_is_said_where_it_was_asked_for(

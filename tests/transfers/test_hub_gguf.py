@@ -1,4 +1,4 @@
-"""A repository of the hub that has only GGUF files: one is fetched whole, into the hub's cache."""
+"""A repository of the hub that has only GGUF files: which is meant, and what plans need of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from mesh.deployments.shape import shape_of
-from mesh.deployments.weights import LocalWeights
 from mesh.errors import BadCheckpoint, BadRequest, ModelNotFound, TransferFailed
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.manifest import read_manifest
@@ -36,26 +35,28 @@ def sent(hub: HubStandin) -> int:
 @asynccontextmanager
 async def fetcher(tmp_path: Path, hub: HubStandin) -> AsyncIterator[Fetcher]:
     async with house(tmp_path, "one") as made:
-        made.hub = HubSettings(hub.url, cache=tmp_path / "cache")
+        made.hub = HubSettings(hub.url)
         one = made.start("one")
         await up(one)
         yield one
 
 
-async def test_the_only_one_comes_whole_and_is_a_model_of_this_machine(
-    tmp_path: Path, folder: Path
-) -> None:
+async def test_the_only_one_comes_whole_and_is_removed_as_any(tmp_path: Path, folder: Path) -> None:
     content = await asyncio.to_thread((folder / "toy-Q8_0.gguf").read_bytes)
     with HubStandin(folder) as hub:
         hub.mischief.suffix, hub.mischief.cut = ".gguf", 2
         async with fetcher(tmp_path, hub) as one:
-            file = await one.supervisor.pull("org/toy")
+            directory = await one.supervisor.pull("org/toy")
+            file = directory / "toy-Q8_0.gguf"
             assert await asyncio.to_thread(file.read_bytes) == content
             assert sent(hub) == len(content)  # also where it broke off
-            found = await LocalWeights({}, [tmp_path / "cache"], None).find("org/toy")
-            assert (found.model_id, found.copied) == ("org/toy", True)
-            assert await one.supervisor.pull("org/toy") == file
+            (held,) = one.supervisor.holdings
+            assert (held.model_id, held.directory, held.is_partial) == ("org/toy", directory, True)
+            assert held.here_bytes == held.total_bytes
+            assert await one.supervisor.pull("org/toy") == directory
             assert sent(hub) == len(content)
+            await one.supervisor.remove(directory)
+            assert not await asyncio.to_thread(directory.exists)
 
 
 async def test_of_several_one_is_to_be_named(tmp_path: Path, folder: Path) -> None:
@@ -68,14 +69,14 @@ async def test_of_several_one_is_to_be_named(tmp_path: Path, folder: Path) -> No
             with pytest.raises(ModelNotFound, match=r"no toy-Q2_K.gguf. It has toy-Q4_0.gguf"):
                 await one.supervisor.pull("org/toy/toy-Q2_K.gguf")
             assert sent(hub) == 0
-            file = await one.supervisor.pull("org/toy/toy-Q4_0.gguf")
-            assert file.name == other.name
-            assert await asyncio.to_thread(file.read_bytes) == other.read_bytes()
+            directory = await one.supervisor.pull("org/toy/toy-Q4_0.gguf")
+            assert (
+                await asyncio.to_thread((directory / other.name).read_bytes) == other.read_bytes()
+            )
             await one.supervisor.pull("org/toy/toy-Q8_0.gguf")
-    here = LocalWeights({}, [tmp_path / "cache"], None)
-    found = [await here.find(f"org/toy/toy-{kind}.gguf") for kind in ("Q4_0", "Q8_0")]
-    assert [each.model_id for each in found] == ["org/toy/toy-Q4_0.gguf", "org/toy/toy-Q8_0.gguf"]
-    assert found[0].weights_sha256 != found[1].weights_sha256
+            held = {each.model_id: each.weights_sha256 for each in one.supervisor.holdings}
+    assert held.keys() == {"org/toy/toy-Q4_0.gguf", "org/toy/toy-Q8_0.gguf"}
+    assert len({*held.values()}) == 2
 
 
 async def test_wrong_bytes_get_no_name(tmp_path: Path, folder: Path) -> None:
@@ -84,11 +85,7 @@ async def test_wrong_bytes_get_no_name(tmp_path: Path, folder: Path) -> None:
         async with fetcher(tmp_path, hub) as one:
             with pytest.raises(TransferFailed, match="other bytes than the hub says, 2 times"):
                 await one.supervisor.pull("org/toy")
-            assert not await asyncio.to_thread(
-                lambda: [
-                    each for each in (tmp_path / "cache").rglob("*") if each.stat().st_size > 9999
-                ]
-            )
+            assert one.supervisor.holdings == ()
             await one.supervisor.pull("org/toy")
 
 
@@ -111,8 +108,7 @@ async def test_plans_are_made_of_its_header_and_of_what_is_a_setting(
             assert 1_500_000 < asked < whole.tensors["lm_head.weight"].nbytes + 1_500_000
             assert await one.supervisor.headers(named) == head
             assert sent(hub) == asked
-            with pytest.raises(ModelNotFound):  # what is kept for plans is no model
-                await LocalWeights({}, [tmp_path / "cache"], None).find("org/toy")
+            assert one.supervisor.holdings == ()  # what is kept for plans is no model
 
 
 async def test_what_is_no_gguf_file_is_refused_before_it_comes(

@@ -58,12 +58,14 @@ class Long:
 class GgufHeader:
     """One file. `metadata` has numbers, texts, lists of numbers, and `Long` for everything else.
 
-    `tensors` have the names and types of GGUF, and shapes as torch has them, rows first.
+    `tensors` have the names and types of GGUF, and shapes as torch has them, rows first. The header
+    ends, and the tensors begin, at byte `end`.
     """
 
     file: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
+    end: int
 
 
 class _CutShort(Exception):
@@ -132,7 +134,8 @@ class _Cursor:
                 self.refuse(f"it says {key} twice")
             metadata[key] = self.value(self.number("I"))
         infos = [self.tensor() for _ in range(tensor_count)]
-        return GgufHeader(self.file, metadata, self.entries(infos, self.start(metadata)))
+        end = self.end(metadata)
+        return GgufHeader(self.file, metadata, self.entries(infos, end), min(end, self.size))
 
     def take(self, count: int) -> bytes:
         end = self.place + count
@@ -195,8 +198,8 @@ class _Cursor:
         shape = struct.unpack(f"<{dimensions}Q", self.take(8 * dimensions))
         return name, tuple(reversed(shape)), self.number("I"), self.number("Q")
 
-    def start(self, metadata: Mapping[str, Any]) -> int:
-        """Where the data begins."""
+    def end(self, metadata: Mapping[str, Any]) -> int:
+        """Where the header ends and the tensors begin."""
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment.bit_count() > 1:
             self.refuse(f"its alignment is {alignment!r}, and no power of two")

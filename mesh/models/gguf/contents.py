@@ -26,6 +26,7 @@ _PROJECTOR = "mmproj"
 """What the names of files begin with that hold the part of a model that looks at pictures."""
 
 _MAX_EXPERTS = 4096
+_MAX_SETTING_BYTES = 1 << 20
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _PARTS_AGAIN = "Download all files of the model again, from the same place."
 
@@ -34,10 +35,10 @@ _PARTS_AGAIN = "Download all files of the model again, from the same place."
 class GgufContents:
     """`config` is what config.json would say; `tensors` have the names that they have in the model.
 
-    `file` is the one with the metadata, which is the first of several.
+    `heads` says of each of the files where its header ends; the first is the one with the metadata.
     """
 
-    file: Path
+    heads: Mapping[Path, int]
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
     has_tokenizer: bool
@@ -48,6 +49,19 @@ def model_name(file: Path) -> str:
     """What a model is called that is a file: as the file, without what says that it is one."""
     part = _PART.fullmatch(file.name)
     return part["stem"] if part else file.name.removesuffix(SUFFIX)
+
+
+def settings_of(header: GgufHeader) -> list[TensorEntry]:
+    """The tensors of a file that are read with its metadata. BadCheckpoint for large ones."""
+    found = [entry for name, entry in header.tensors.items() if name in SIDE_TENSORS]
+    for entry in found:
+        if entry.nbytes > _MAX_SETTING_BYTES:
+            raise BadCheckpoint(
+                f"{header.file} cannot be used: tensor {entry.name}, a setting, has"
+                f" {entry.nbytes} bytes; the limit is {_MAX_SETTING_BYTES}.",
+                fix="Download the file again.",
+            )
+    return found
 
 
 def is_projector(name: str) -> bool:
@@ -98,9 +112,9 @@ def read_gguf(file: Path) -> GgufContents:
             if named.name in tensors:
                 raise unreadable(file, kind, f"it holds {named.name} twice")
             tensors[named.name] = named
-    ids = _ids(metadata)
+    ids, heads = _ids(metadata), {header.file: header.end for header in headers}
     return GgufContents(
-        first.file, config | ids, tensors, _has_tokenizer(metadata), tuple(ids["eos_token_id"])
+        heads, config | ids, tensors, _has_tokenizer(metadata), tuple(ids["eos_token_id"])
     )
 
 

@@ -1,0 +1,233 @@
+"""GGUF files as fetchers move them: layers of them, their heads, and what is not believed."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mesh.errors import BadCheckpoint, BadRequest, TransferFailed, WeightsMissing
+from mesh.models.load import load_span
+from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.partial import JOURNAL, journal_of, read_partial, read_record
+from mesh.transfers import documents
+from mesh.transfers.hub import HubSettings
+from mesh.transfers.shelf import Shelf, StoredCheckpoint
+from mesh.types import LayerRange
+from mesh.wire.messages import Part
+from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
+from tests.gguf_files import write_gguf
+from tests.transfers.house import MODEL, house, up
+from tests.transfers.hub_standin import HubStandin
+from tests.transfers.test_fetcher import right, sent, stored, weights_bytes
+from tests.transfers.test_hub import keep_introducing
+
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its rotary embedding is scaled, which a GGUF file says by a tensor."""
+    return make_checkpoint(
+        tmp_path_factory.mktemp("checkpoint"), "llama", layers=LAYERS, hidden=256, vocab=9000,
+        rope_parameters=LLAMA3_ROPE,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """In two files, beside another model, and beside what is of neither."""
+    folder = tmp_path_factory.mktemp("files")
+    file = write_gguf(checkpoint, folder / "toy.gguf", "Q8_0", parts=2)
+    write_gguf(checkpoint, folder / "other.gguf", "Q4_0")
+    (folder / "tokenizer.json").write_text("of another")
+    return read_manifest(file, model_id=MODEL)
+
+
+async def test_layers_then_the_rest_come_from_a_neighbour(tmp_path: Path, whole: Manifest) -> None:
+    other = await asyncio.to_thread(read_manifest, whole.directory / "other.gguf")
+    async with house(tmp_path, "full", "empty", "late") as made:
+        full = made.start("full", whole.path, other.path)
+        empty, late = made.start("empty"), made.start("late")
+        await up(full, empty, late)
+        held = {each.weights_sha256: each for each in full.supervisor.holdings}
+        assert held.keys() == {whole.weights_sha256, other.weights_sha256}
+        assert [each.directory for each in held.values()] == [whole.path, other.path]
+        made.introduce()
+        sha, settings = whole.weights_sha256, {entry.name for entry in whole.settings_tensors()}
+        assert settings == {"rope_freqs.weight"}
+        directory = await empty.supervisor.ensure(MODEL, sha, [LayerRange(2, 4)], ends=False)
+        layers = {entry.name for entry in whole.layer_tensors(LayerRange(2, 4))}
+        assert await asyncio.to_thread(right, directory, whole) == layers | settings
+        part = await asyncio.to_thread(read_manifest, directory)
+        assert (part.config, part.weights_sha256) == (whole.config, sha)
+        with pytest.raises(WeightsMissing):  # else it would compute with zeros
+            await asyncio.to_thread(span, part, 0, 2)
+        ours, theirs = [await asyncio.to_thread(span, each, 2, 4) for each in (part, whole)]
+        for name, weight in theirs.items():
+            assert torch.equal(ours[name], weight), name
+        assert await empty.supervisor.ensure(MODEL, sha) == directory
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+        assert await sent(full) == weights_bytes(whole)
+        # Who has fetched gives as well.
+        (held_now,) = empty.holding()
+        assert held_now.files_sha256 == held[sha].files_sha256
+        late.supervisor.hear([held_now])
+        directory = await late.supervisor.ensure(MODEL, sha, [LayerRange(0, 1)])
+        assert await asyncio.to_thread(right, directory, whole) > settings
+        await late.supervisor.remove(directory)
+        assert late.supervisor.holdings == ()
+
+
+def span(manifest: Manifest, first: int, stop: int) -> dict[str, torch.Tensor]:
+    layers, cpu = LayerRange(first, stop), torch.device("cpu")
+    loaded = load_span(manifest, layers, dtype=torch.float32, device=cpu)
+    return {name: weight.clone() for name, weight in loaded.module.state_dict().items()}
+
+
+async def test_who_alone_says_another_head_is_not_believed(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    """Its weights are the same: their hash does not prove what the template is."""
+    files = []
+    for name, said in (("one", "as it is"), ("two", "as it is"), ("liar", "obey the neighbour")):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "toy.gguf"
+        files.append(
+            await asyncio.to_thread(
+                lambda file=file, said=said: write_gguf(
+                    checkpoint, file, "Q8_0", edit=lambda made: made.add_description(said)
+                )
+            )
+        )
+    manifests = [await asyncio.to_thread(read_manifest, file) for file in files]
+    assert len({each.weights_sha256 for each in manifests}) == 1
+    sha = manifests[0].weights_sha256
+    async with house(tmp_path, "one", "two", "liar", "empty") as made:
+        one, two, liar = (made.start(file.parent.name, file) for file in files)
+        empty = made.start("empty", patience_s=0.5)
+        await up(one, two, liar, empty)
+        empty.supervisor.hear([*liar.holding(), *one.holding()])
+        with pytest.raises(TransferFailed, match="other configs or tokenizers"):
+            await empty.supervisor.ensure(MODEL, sha)
+        empty.supervisor.hear([*liar.holding(), *one.holding(), *two.holding()])
+        directory = await empty.supervisor.ensure(MODEL, sha)
+        assert await asyncio.to_thread(right, directory, manifests[0]) == set(manifests[0].tensors)
+        # Nor is one who says the hash of the others and gives its own.
+        (pretender,) = liar.holding()
+        agreed = one.holding()[0].files_sha256
+        await empty.supervisor.remove(directory)
+        empty.supervisor.hear([replace(pretender, files_sha256=agreed)])
+        with pytest.raises(TransferFailed, match="another config or tokenizer"):
+            await empty.supervisor.ensure(MODEL, sha)
+
+
+async def test_a_setting_that_is_another_is_refused(tmp_path: Path, checkpoint: Path) -> None:
+    (tmp_path / "liar").mkdir()
+    file = tmp_path / "liar" / "toy.gguf"
+    await asyncio.to_thread(write_gguf, checkpoint, file, "Q8_0")
+    manifest = await asyncio.to_thread(read_manifest, file)
+    async with house(tmp_path, "liar", "empty") as made:
+        liar, empty = made.start("liar", file), made.start("empty", patience_s=0.5)
+        await up(liar, empty)
+        made.introduce()
+        await asyncio.to_thread(change, manifest, "rope_freqs.weight")
+        with pytest.raises(TransferFailed, match=r"rope_freqs\.weight is not what was said of it"):
+            await empty.supervisor.ensure(MODEL, manifest.weights_sha256)
+        assert empty.supervisor.holdings == ()
+
+
+def change(manifest: Manifest, name: str) -> None:
+    entry = manifest.tensors[name]
+    with entry.file.open("r+b") as stream:
+        stream.seek(entry.offset)
+        stream.write(bytes(each ^ 1 for each in stored(manifest, name)))
+
+
+async def test_without_its_settings_it_is_not_read(tmp_path: Path, whole: Manifest) -> None:
+    async with house(tmp_path, "full", "empty") as made:
+        full, empty = made.start("full", whole.path), made.start("empty")
+        await up(full, empty)
+        made.introduce()
+        directory = await empty.supervisor.ensure(MODEL, whole.weights_sha256, (), ends=False)
+    partial = await asyncio.to_thread(read_partial, directory)
+    assert partial is not None
+    assert partial.complete == {"rope_freqs.weight"}
+    journal = journal_of(whole.tensors, set(whole.tensors) - partial.complete)
+    await asyncio.to_thread((directory / JOURNAL).write_bytes, journal)
+    with pytest.raises(WeightsMissing, match="rope_freqs"):
+        await asyncio.to_thread(read_manifest, directory)
+
+
+def test_what_is_said_of_a_gguf_model_has_nothing_from_beside_it(whole: Manifest) -> None:
+    said = documents.document_of(whole, "", None)
+    assert (said.small, [file.name for file in said.weights]) == (
+        (), ["toy-00001-of-00002.gguf", "toy-00002-of-00002.gguf"],
+    )  # fmt: skip
+    assert documents.decode(documents.encode(said), whole.weights_sha256) == said
+    small = documents.SmallFile("tokenizer.json", 10, "0" * 64)
+    both = documents.encode(replace(said, small=(small,)))
+    with pytest.raises(BadCheckpoint, match="neither safetensors nor GGUF files alone"):
+        documents.decode(both, whole.weights_sha256)
+
+
+async def test_the_hub_is_asked_once_for_the_whole_house_and_then_by_ranges(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    file = await asyncio.to_thread(write_gguf, checkpoint, folder / "toy-Q8_0.gguf", "Q8_0")
+    whole = await asyncio.to_thread(read_manifest, file)
+    with HubStandin(folder) as hub:
+        async with house(tmp_path, "one", "two", "three") as made:
+            made.hub = HubSettings(hub.url)
+            one, two, three = (made.start(name) for name in ("one", "two", "three"))
+            await up(one, two, three)
+            gossip = asyncio.create_task(keep_introducing(made))
+            pulls = [fetcher.supervisor.pull("org/toy") for fetcher in (one, two)]
+            for directory in await asyncio.gather(*pulls):
+                assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+                record = await asyncio.to_thread(read_record, directory)
+                assert record.origin == f"org/toy@{hub.commit}/toy-Q8_0.gguf"
+            assert hub.sent[file.name] == file.stat().st_size
+            part = await three.supervisor.pull("org/toy", [LayerRange(0, 1)], ends=False)
+            assert hub.sent[file.name] == file.stat().st_size
+            # What no neighbour has any more is asked for by ranges.
+            for fetcher in (one, two):
+                (held,) = fetcher.supervisor.holdings
+                await fetcher.supervisor.remove(held.directory)
+            await three.supervisor.ensure(MODEL, whole.weights_sha256, [LayerRange(1, 2)])
+            here = await asyncio.to_thread(right, part, whole)
+            assert {entry.name for entry in whole.layer_tensors(LayerRange(0, 2))} < here
+            ranged = hub.sent[file.name] - file.stat().st_size
+            names = [*whole.layer_tensors(LayerRange(1, 2)), *whole.ends_tensors()]
+            assert ranged == sum(entry.nbytes for entry in names)
+            gossip.cancel()
+
+
+def test_what_lies_beside_it_is_not_given(whole: Manifest) -> None:
+    shelf = Shelf()
+    shelf.put(StoredCheckpoint(whole, "", None))
+    sha = whole.weights_sha256
+    for part, name in ((Part.FILE, "tokenizer.json"), (Part.HEADER, "other.gguf")):
+        with pytest.raises(BadRequest, match="no file of this checkpoint"):
+            shelf.size(sha, part, name)
+
+
+async def test_what_is_dropped_leaves_the_settings(tmp_path: Path, checkpoint: Path) -> None:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    file = await asyncio.to_thread(write_gguf, checkpoint, folder / "toy-Q8_0.gguf", "Q8_0")
+    whole = await asyncio.to_thread(read_manifest, file)
+    with HubStandin(folder) as hub:
+        async with house(tmp_path, "one") as made:
+            made.hub = HubSettings(hub.url)
+            one = made.start("one")
+            await up(one)
+            layers = LayerRange(0, 1)
+            part = await one.supervisor.pull("org/toy", [layers], ends=False, drop=True)
+            names = {entry.name for entry in whole.layer_tensors(layers)}
+            assert await asyncio.to_thread(right, part, whole) == names | {"rope_freqs.weight"}
