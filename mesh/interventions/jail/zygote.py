@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import inspect
 import json
 import os
 import select
@@ -100,6 +101,7 @@ def _warm(warm_up: str, argument: str) -> None:
     if "torch" in sys.modules:
         _preload(_PRELOAD_WITH_TORCH)
         _settle_torch()
+    _locate_modules()
     if threading.active_count() > 1 or _kernel_threads() > 1:
         raise RuntimeError(f"the warm-up {warm_up} left threads running; a fork would lose them")
     gc.collect()
@@ -122,6 +124,15 @@ def _settle_torch() -> None:
     # The processor is looked at on first use, through /proc, which a job cannot open.
     seen = torch.ones(2, 2, dtype=torch.bfloat16)
     torch.nn.functional.gelu(seen @ seen)
+
+
+def _locate_modules() -> None:
+    """Have `inspect` know where all modules lie, which it remembers.
+
+    It follows links for that, which a job may not: where the environment or the user's home is
+    behind one, no job would find the source of anything.
+    """
+    inspect.getmodule(compile("0", "<none>", "eval"))
 
 
 def _kernel_threads() -> int:

@@ -22,10 +22,25 @@ def warm(argument: str) -> None:
             raise OSError("the kernel says no")
 
         kernel.landlock = refused
+    if argument.startswith("/"):
+        sys.path.insert(0, argument)
+        import mdurl  # nothing else here imports it
+
+        if not mdurl.__file__.startswith(argument):
+            raise ValueError(f"it lies at {mdurl.__file__}")
     if argument == "thread":
         import threading
 
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+
+def reading_source(payload: bytes, channel: socket.socket) -> bytes:
+    """The source of a function of what `warm` has imported."""
+    import inspect
+
+    import mdurl
+
+    return inspect.getsource(mdurl.encode.__code__).encode()  # as nnsight asks for it
 
 
 def echo(payload: bytes, channel: socket.socket) -> bytes:

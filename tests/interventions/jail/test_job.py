@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -83,6 +84,19 @@ async def test_bytes_go_in_and_come_out(jail: Jail) -> None:
     assert outcome.text == ""
     assert outcome.wall_s > 0
     assert outcome.peak_memory_bytes > 1 << 20
+
+
+async def test_sources_are_found_where_the_environment_is_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(sysconfig.get_path("purelib"))
+    story = STORIES + "warm"
+    jail = await Unexamined.start(story, str(tmp_path / "link"), namespaces=False, max_jobs=1)
+    try:
+        outcome = await run(jail, "reading_source")
+        assert outcome.ending is Ending.FINISHED, outcome.text
+        assert outcome.result is not None
+        assert outcome.result.startswith(b"def encode")
+    finally:
+        await jail.stop()
 
 
 async def test_output_arrives_as_clean_lines(jail: Jail) -> None:
