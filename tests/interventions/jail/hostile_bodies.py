@@ -35,6 +35,7 @@ if os.fork() == 0:
 time.sleep(0.6)
 # raw_fork
 if syscall(57) == 0: proof(); os._exit(0)
+time.sleep(0.2)
 # raw_clone
 if syscall(56, 17, 0, 0, 0, 0) == 0: proof(); os._exit(0)
 time.sleep(0.2)

@@ -122,18 +122,11 @@ for fd in range(3, 64):
     except OSError: continue
     loot = b"grown"
 """
-REWRITTEN = """
-for fd in range(3, 64):
-    try: os.pwrite(fd, b"{", 0)
-    except OSError: continue
-    if os.pread(fd, 12, 0).startswith(b'{"traps'): loot = b"rewritten"
-"""
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("deed", [GROWN, REWRITTEN])
 async def test_seals_hold_where_a_job_has_its_files_at_hand(
-    deed: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     field = await asyncio.to_thread(TrapField)
     try:
@@ -142,7 +135,7 @@ async def test_seals_hold_where_a_job_has_its_files_at_hand(
                 if not sealed:
                     monkeypatch.setattr(result, "_seal", lambda *_: None)
                 job = await cell.start_job(
-                    RUN, field.payload(deed), trusted=True, limits=DEED_LIMITS
+                    RUN, field.payload(GROWN), trusted=True, limits=DEED_LIMITS
                 )
                 async with job:
                     reading = asyncio.create_task(read_all(job), name="read-channel")

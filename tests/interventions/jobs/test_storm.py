@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,15 @@ def test_two_hundred_jobs_of_eight_clients_of_a_daemon_do_not_mix(tmp_path: Path
         assert sorted(found) == list(range(CLIENTS * JOBS_EACH))
         for number, values in found.items():
             equal(values, expected(number), 0.0)
+        # One process stands by for the next job, and is another one after each.
         after = _memory(node)
-        assert after.keys() == before.keys()
-        grown = {pid: after[pid] - before[pid] for pid in before}
+        for _ in range(100):
+            if len(after) <= len(before):
+                break
+            time.sleep(0.1)
+            after = _memory(node)
+        assert len(after.keys() & before.keys()) >= len(before) - 1
+        assert len(after) <= len(before)
+        grown = {pid: after[pid] - before[pid] for pid in after.keys() & before.keys()}
         assert max(grown.values()) < _GROWTH_BYTES, grown
         assert node.get("/mesh/v1/jobs")["jobs"] == []
