@@ -110,12 +110,12 @@ class Deploying:
         if found.weights_sha256:
             return await self._deploy_found(order, secrets.token_hex(8), found)
         wish = self._ordered(_new_wish(secrets.token_hex(8), found), order)
-        await self._planned(wish, None)  # what has no room is refused before it is read
+        _, plan = await self._planned(wish, None)  # what has no room is refused before it is read
 
         async def then(read: Checkpoint) -> None:
             await self._deploy_found(order, name, read)
 
-        name = self._reading.begin(wish, then)
+        name = self._reading.begin(wish, plan.spans_of(self._house.node), then)
         row = next(row for row in self._reading.view() if row["deployment"] == name)
         return {**row, "gaps": []}
 

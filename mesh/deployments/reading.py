@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from mesh.deployments.weights import Checkpoint, WeightsSource
 from mesh.deployments.wishes import Deployment, Wish
 from mesh.errors import Busy, MeshError, as_mesh_error
 from mesh.processes.tasks import end, spawn
-from mesh.types import NodeId
+from mesh.types import LayerRange, NodeId
 
 MAX_READINGS = 16
 """Models that are read, or could not be, at a time."""
@@ -32,6 +32,7 @@ Then = Callable[[Checkpoint], Awaitable[None]]
 @dataclass(slots=True)
 class _Reading:
     wish: Wish
+    layers: Sequence[LayerRange]
     then: Then
     wall_ms: int
     far: PhaseProgress
@@ -48,8 +49,9 @@ class ReadingModels:
         self._node = node
         self._readings: dict[str, _Reading] = {}
 
-    def begin(self, wish: Wish, then: Then) -> str:
+    def begin(self, wish: Wish, layers: Sequence[LayerRange], then: Then) -> str:
         """Read the model of a wish, then have `then` wish for what was found; the wish's id.
+        `layers` are those that stay here where the disk has no room for all.
 
         A model that is being read is so for the latest wish, under the id of the first. Raises
         Busy when too many are.
@@ -63,7 +65,7 @@ class ReadingModels:
             del self._readings[known.wish.deployment]
         self._forget_failed()
         far = PhaseProgress(Phase.PROVISIONING, reason=_WHY)
-        reading = _Reading(wish, then, round(time.time() * 1000), far)
+        reading = _Reading(wish, layers, then, round(time.time() * 1000), far)
         self._readings[wish.deployment] = reading
         reading.task = spawn(self._read(reading), f"read {wish.model_id}")
         return wish.deployment
@@ -100,7 +102,7 @@ class ReadingModels:
         model = reading.wish.model_id
         try:
             found = await as_mesh_error(
-                self._weights.read(model, heard), "reading a model", unforeseen
+                self._weights.read(model, reading.layers, heard), "reading a model", unforeseen
             )
             then: Then | None = None
             while reading.then is not then:  # somebody may wish for it otherwise meanwhile

@@ -47,9 +47,11 @@ class WeightsSource(Protocol):
         """What somebody means by a name or a directory, without fetching weights. Raises
         ModelNotFound, BadCheckpoint, and UnsupportedFamily."""
 
-    async def read(self, model: str, on_progress: OnProgress) -> Checkpoint:
-        """The same with its hash, for which all of it is read where nobody knows it. Raises
-        MeshError; `on_progress` never lies."""
+    async def read(
+        self, model: str, layers: Sequence[LayerRange], on_progress: OnProgress
+    ) -> Checkpoint:
+        """The same with its hash, for which all of it is read where nobody knows it, and these
+        layers kept at least. Raises MeshError; `on_progress` never lies."""
 
     async def ensure(
         self,
@@ -91,7 +93,9 @@ class LocalWeights:
         """See `WeightsSource`."""
         return checkpoint(await self.manifest(model))
 
-    async def read(self, model: str, on_progress: OnProgress) -> Checkpoint:
+    async def read(
+        self, model: str, layers: Sequence[LayerRange], on_progress: OnProgress
+    ) -> Checkpoint:
         """See `WeightsSource`: what is here was read when it was found."""
         return await self.find(model)
 

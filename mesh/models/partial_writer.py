@@ -8,16 +8,14 @@ thread may call. Form of the directory: see `partial`.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import hashlib
 import logging
 import os
 import shutil
-import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -45,7 +43,6 @@ _COMMIT_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 _SPARE_BYTES = 64 << 20
 """Left free on a disk that is filled."""
-_PUNCH_HOLE, _KEEP_SIZE = 2, 1
 
 
 class WriteOutcome(Enum):
@@ -227,25 +224,6 @@ class PartialWriter:
                 for name in verified:
                     self._verified.pop(name, None)
 
-    def drop(self, names: Collection[str]) -> int:
-        """These are not needed here any more; how many bytes of the disk were given back."""
-        with self._working():
-            return self._drop(names)
-
-    def _drop(self, names: Collection[str]) -> int:
-        self._commit()
-        freed = 0
-        with self._guard:
-            gone = [name for name in names if name in self.complete]
-            self._note(*(f"d {self._index[name]}" for name in gone))
-            self.complete -= set(gone)
-            os.fdatasync(self._journal)
-        for name in gone:
-            entry = self.tensors[name]
-            if _punch(self._files[entry.file], entry.offset, entry.nbytes):
-                freed += entry.nbytes
-        return freed
-
     def close(self) -> None:
         """Let what is being put in end, note what was verified, and let others write.
 
@@ -380,12 +358,3 @@ def _open_journal(file: Path) -> int:
     if tail and not tail.endswith(b"\n"):
         os.ftruncate(fd, size - len(tail) + tail.rfind(b"\n") + 1)
     return fd
-
-
-def _punch(fd: int, start: int, size: int) -> bool:
-    """Give the disk back what lies there; False where the file system cannot."""
-    if sys.platform != "linux":
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    offset, length = ctypes.c_longlong(start), ctypes.c_longlong(size)
-    return bool(libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length) == 0)

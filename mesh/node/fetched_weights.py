@@ -68,14 +68,17 @@ class FetchedWeights:
             directory = await fetcher.ensure(*known, (), ends=False)
         return await asyncio.to_thread(read_manifest, directory, cache_dir=self._cache_dir)
 
-    async def read(self, model: str, on_progress: OnProgress) -> Checkpoint:
+    async def read(
+        self, model: str, layers: Sequence[LayerRange], on_progress: OnProgress
+    ) -> Checkpoint:
         """See `WeightsSource`."""
         found = await self.find(model)
         if found.weights_sha256:
             return found
         telling = spawn(self._tell(model, "", on_progress), f"progress of {model}")
         try:
-            path = await self._weights.fetcher.pull(model, (), ends=False)
+            ends = bool(layers) or not self._thin
+            path = await self._weights.fetcher.pull(model, layers, ends=ends)
         finally:
             await end([telling])
         manifest = await asyncio.to_thread(read_manifest, path, cache_dir=self._cache_dir)

@@ -21,9 +21,9 @@ from mesh.transfers.pacing import Pace
 
 logger = logging.getLogger(__name__)
 
-_TRIES = 2
+TRIES = 2
 _SPARE_BYTES = 64 << 20
-_READ_BYTES = 1 << 20
+READ_BYTES = 1 << 20
 
 
 class HubDownload:
@@ -36,14 +36,13 @@ class HubDownload:
         self._meter = meter
 
     async def fetch(self, files: Mapping[Path, HubFile]) -> None:
-        """Have each of these files, all of which have an `lfs`, where it says, in one file system.
+        """Have each of these files, all of which have an `lfs`, where it says, in one directory.
 
         Raises DiskFull, TransferFailed for bytes that are wrong twice, and what the hub raises.
         """
-        meter, (first, *_) = self._meter, files
+        meter = self._meter
         meter.total = sum(file.length for file in files.values())
         meter.done = await asyncio.to_thread(_here, files)
-        await asyncio.to_thread(_require_room, first.parent, meter.total - meter.done)
         for path, file in files.items():
             await self._one(path, file)
 
@@ -52,7 +51,7 @@ class HubDownload:
     async def _one(self, path: Path, file: HubFile) -> None:
         if await asyncio.to_thread(path.exists):
             return  # only what matched gets its name
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             if await self._attempt(file, _part(path)):
                 await asyncio.to_thread(_part(path).rename, path)
                 return
@@ -61,7 +60,7 @@ class HubDownload:
             logger.warning("%s came with wrong bytes from the hub", file.rfilename)
         raise TransferFailed(
             f"{file.rfilename} of {self._repository.id} came with other bytes than the hub says,"
-            f" {_TRIES} times.",
+            f" {TRIES} times.",
             fix="Try again later; a proxy in between may change it.",
         )
 
@@ -80,7 +79,7 @@ class HubDownload:
                     together += chunk
                     self._meter.done += len(chunk)
                     self._meter.arrived("hub", "the hub", len(chunk), loop.time())
-                    if len(together) >= _READ_BYTES:
+                    if len(together) >= READ_BYTES:
                         await asyncio.to_thread(_append, fd, bytes(together), digest)
                         together.clear()
             finally:
@@ -110,7 +109,15 @@ def make_directory(directory: Path) -> None:
         raise refused_by_disk(directory, error) from error
 
 
-def _require_room(directory: Path, need: int) -> None:
+def has_room(files: Mapping[Path, HubFile]) -> bool:
+    """Whether their disk has room for what is not there yet of these files. Blocks."""
+    need = sum(file.length for file in files.values()) - _here(files)
+    directory = next(iter(files)).parent
+    return need + _SPARE_BYTES <= shutil.disk_usage(directory).free
+
+
+def require_room(directory: Path, need: int) -> None:
+    """Raise DiskFull where the disk has no room for so many bytes. Blocks."""
     free = shutil.disk_usage(directory).free
     if need + _SPARE_BYTES > free:
         raise DiskFull(
@@ -134,7 +141,7 @@ def _digest_of(part: Path) -> tuple[hashlib._Hash, int]:
     digest, size = hashlib.sha256(), 0
     if part.exists():
         with part.open("rb") as stream:
-            while data := stream.read(_READ_BYTES):
+            while data := stream.read(READ_BYTES):
                 digest.update(data)
                 size += len(data)
     return digest, size

@@ -113,7 +113,15 @@ async def fetch_headers(hub: Hub, repository: Repository, cache_dir: Path) -> Pa
     if (directory / _CONFIG).exists():
         return directory
     small = await read_small(hub, repository, _FOR_PLANS)
-    files = weights_files(repository, small)
+    sparse = await safetensors_headers(hub, repository, weights_files(repository, small))
+    await asyncio.to_thread(create_sparse, directory, sparse, small, _CONFIG)
+    return directory
+
+
+async def safetensors_headers(
+    hub: Hub, repository: Repository, files: Sequence[HubFile]
+) -> dict[str, SparseFile]:
+    """Each of these files without its tensors. Raises BadCheckpoint, and what the hub raises."""
     room = asyncio.Semaphore(_AT_ONCE)
 
     async def header(file: HubFile) -> SparseFile:
@@ -121,9 +129,7 @@ async def fetch_headers(hub: Hub, repository: Repository, cache_dir: Path) -> Pa
             return await _header(hub, repository, file)
 
     headers = await asyncio.gather(*map(header, files))
-    sparse = {file.rfilename: head for file, head in zip(files, headers, strict=True)}
-    await asyncio.to_thread(create_sparse, directory, sparse, small, _CONFIG)
-    return directory
+    return {file.rfilename: head for file, head in zip(files, headers, strict=True)}
 
 
 async def _header(hub: Hub, repository: Repository, file: HubFile) -> SparseFile:

@@ -58,13 +58,20 @@ async def fetch_gguf_headers(
     names = [file.rfilename for file in files]
     directory = headers_directory(repository, cache_dir) / model_name(Path(names[0]))
     if not (directory / names[0]).exists():
-        heads = [await _head(hub, repository, file) for file in files]
-        sparse = dict(zip(names, heads, strict=True))
+        sparse = await gguf_headers(hub, repository, files)
         await asyncio.to_thread(create_sparse, directory, sparse, {}, names[0])
     return directory / names[0]
 
 
-async def _head(hub: Hub, repository: Repository, file: HubFile) -> SparseFile:
+async def gguf_headers(
+    hub: Hub, repository: Repository, files: Sequence[HubFile]
+) -> dict[str, SparseFile]:
+    """Each of these files without its tensors, but for those that are settings. Raises
+    BadCheckpoint, and what the hub raises."""
+    return {file.rfilename: await _header(hub, repository, file) for file in files}
+
+
+async def _header(hub: Hub, repository: Repository, file: HubFile) -> SparseFile:
     name, size = file.rfilename, file.length
     beginning, header = b"", None
     while header is None:

@@ -2,7 +2,8 @@
 
 Needed where nobody in the hearth knows the hashes of the tensors. The files lie in a staging
 directory until all of them are there and match what the hub says; then it becomes a checkpoint like
-any that was fetched (`mesh.models.partial`), with everything in it.
+any that was fetched (`mesh.models.partial`), with everything in it. Where the disk has no room for
+that, only what is wanted stays (`hub_passing`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,9 +20,11 @@ from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.manifest import read_tensors
 from mesh.models.partial import JOURNAL, RECORD, PartialRecord, journal_of, partial_directory
 from mesh.models.partial_writer import lock_directory
+from mesh.transfers.fetching import WantedLayers
 from mesh.transfers.hub import Hub
-from mesh.transfers.hub_download import HubDownload, make_directory
+from mesh.transfers.hub_download import HubDownload, has_room, make_directory
 from mesh.transfers.hub_files import HubModel, read_small, weights_files, write_small
+from mesh.transfers.hub_passing import HubPassing
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
 
@@ -42,11 +46,15 @@ class HubPull:
         self._model = model
         self._models_dir = models_dir
         self._download = HubDownload(hub, model.repository, pace, meter)
+        self._passing = HubPassing(hub, model, models_dir, pace, meter)
         name = f"{model.model_id.replace('/', '--')}@{model.repository.sha[:12]}"
         self.staging = models_dir / _STAGING / name
 
-    async def run(self) -> Path:
-        """The directory of the checkpoint, once it is complete.
+    async def run(
+        self, wanted: WantedLayers, *, drop: bool, on_passing: Callable[[], None]
+    ) -> Path:
+        """The directory of the checkpoint, once all of it is there; or what is `wanted`, where that
+        is to be all or the disk has no room for more, which `on_passing` hears.
 
         Raises BadCheckpoint for a repository without safetensors, UnsupportedFamily for one whose
         weights are stored quantised, DiskFull, TransferFailed for bytes that are wrong twice, Busy
@@ -57,10 +65,17 @@ class HubPull:
             small = await read_small(self._hub, self._model.repository)
             weights = weights_files(self._model.repository, small)
         await asyncio.to_thread(make_directory, self.staging)
+        files = {self.staging / each.rfilename: each for each in weights}
+        is_part = drop and wanted.layers is not None
+        if is_part or not await asyncio.to_thread(has_room, files):
+            on_passing()
+            await asyncio.to_thread(shutil.rmtree, self.staging)
+            apart = self.staging.with_name(f"{self.staging.name}.passing")
+            return await self._passing.run(apart, small, weights, wanted)
         lock = await asyncio.to_thread(lock_directory, self.staging)
         try:
             await asyncio.to_thread(write_small, self.staging, small)
-            await self._download.fetch({self.staging / each.rfilename: each for each in weights})
+            await self._download.fetch(files)
             return await asyncio.to_thread(self._finish)
         finally:
             os.close(lock)

@@ -19,7 +19,6 @@ from mesh.errors import MeshError
 from mesh.models.hub_cache import split_name
 from mesh.models.manifest import read_tensors
 from mesh.models.partial import read_record
-from mesh.models.partial_writer import PartialWriter
 from mesh.transfers.commands import (
     Ensure,
     FetchHeaders,
@@ -35,7 +34,7 @@ from mesh.transfers.hub_gguf import fetch_gguf_headers, gguf_files
 from mesh.transfers.hub_pull import HubPull
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
-from mesh.transfers.shelf import Shelf, StoredCheckpoint
+from mesh.transfers.shelf import Shelf
 from mesh.types import ModelId, NodeId
 
 logger = logging.getLogger(__name__)
@@ -43,6 +42,7 @@ logger = logging.getLogger(__name__)
 SETTLE_S = 2.5
 """A claim has reached every neighbour after so long."""
 _LOOK_S = 1.0
+_PASSES = "model=%s is read for its hashes, and only what is wanted of it is kept here"
 
 
 @dataclass(slots=True)
@@ -113,10 +113,8 @@ class Outside:
                     return await self._fetches.ensure(
                         Ensure(order.id, model.model_id, known, order.layers, order.ends, order.hub)
                     )
-                directory = await self._alone(running, hub, model)
-                if directory is not None:
-                    return directory
-                await self._fetches.news(_LOOK_S)
+                if not await self._alone(running, hub, model):
+                    await self._fetches.news(_LOOK_S)
         finally:
             del self._running[order.id]
             await hub.close()
@@ -182,8 +180,8 @@ class Outside:
                 return peer.weights_sha256
         return None
 
-    async def _alone(self, running: _Running, hub: Hub, model: HubModel) -> Path | None:
-        """Read all of it, unless another node does; None then."""
+    async def _alone(self, running: _Running, hub: Hub, model: HubModel) -> bool:
+        """Read all of it, unless another node does; False then."""
         pull = HubPull(hub, model, self._models_dir, self._pace, running.meter)
         claim = self._claims.made(model.origin, model.model_id, pull.staging)
         async with claim as is_first:
@@ -191,15 +189,15 @@ class Outside:
                 other = self._claims.other(model.origin)
                 name = other.node_name if other is not None else "another node"
                 running.state, running.note = "waiting", f"{name} fetches it from the hub"
-                return None
+                return False
             running.state, running.note = "hub", ""
-            directory = await pull.run()
-            running.state = "verifying"
-            kept = await asyncio.to_thread(kept_in, directory)
-            if running.order.drop:
-                kept = await asyncio.to_thread(_drop, kept, running.order)
-            self._shelf.put(kept)
-            return directory
+            order = running.order
+            wanted = WantedLayers(order.layers, order.ends)
+            directory = await pull.run(
+                wanted, drop=order.drop, on_passing=lambda: logger.info(_PASSES, model.model_id)
+            )
+            self._shelf.put(await asyncio.to_thread(kept_in, directory))
+            return True
 
 
 async def _found(hub: Hub, named: str, revision: str = "main") -> HubModel:
@@ -209,13 +207,6 @@ async def _found(hub: Hub, named: str, revision: str = "main") -> HubModel:
     repository = await hub.repository(name, revision)
     model_id = ModelId(f"{repository.id}/{file}" if file else repository.id)
     return HubModel(repository, model_id, gguf_files(repository, file))
-
-
-def _drop(kept: StoredCheckpoint, order: PullRepository) -> StoredCheckpoint:
-    wanted = set(WantedLayers(order.layers, order.ends).names(kept.manifest))
-    with PartialWriter(kept.manifest.directory) as writer:
-        writer.drop([name for name in kept.names if name not in wanted])
-    return kept_in(kept.manifest.directory)
 
 
 def _row(running: _Running, now: float) -> Transfer:

@@ -1,9 +1,10 @@
 """A writer of a partial checkpoint is killed at random moments; run by `test_partial`.
 
 ``python -m tests.models.partial_kills SEED ROUNDS DIRECTORY``. Each round forks a writer: several
-threads put pieces in any order, some of them twice and some of them wrong; tensors are dropped;
-one writer in a few is closed instead. After each, every tensor that is noted as complete is
-compared byte by byte, and none that was may be missing. Prints what it saw, or fails.
+threads put pieces in any order, some of them twice and some of them wrong; one writer in a few is
+closed instead. After each, every tensor that is noted as complete is compared byte by byte, and
+none that was may be missing; a checkpoint that is whole is begun anew. Prints what it saw, or
+fails.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -57,8 +59,6 @@ def write(directory: Path, contents: dict[str, bytes], seed: int) -> None:
     """What one writer does until it is killed, or done."""
     rng = random.Random(seed)
     writer = PartialWriter(directory)
-    if rng.random() < 0.3:
-        writer.drop(rng.sample(sorted(writer.complete), min(3, len(writer.complete))))
     work = pieces_to_put(writer, contents, rng)
     guard = threading.Lock()
 
@@ -138,8 +138,8 @@ def main(seed: int, rounds: int, directory: Path) -> None:
         complete = check(directory, contents)
         if len(complete) == len(contents):
             whole += 1
-            with PartialWriter(directory) as writer:
-                writer.drop(sorted(complete))
+            shutil.rmtree(directory)
+            contents = make(directory, rng)
     print(json.dumps({"killed": killed, "whole": whole}))
 
 
