@@ -367,7 +367,8 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class HopTiming:
-    """Per-step medians of one hop in milliseconds: compute there, everything else between."""
+    """Per-step medians of one hop in milliseconds: compute there, everything else between. `mb_s`
+    is at what rate long steps came and went, 0 where there were none."""
 
     shard_id: ShardId
     node: str
@@ -376,6 +377,7 @@ class HopTiming:
     p50_ms: float
     p95_ms: float
     compute_p50_ms: float
+    mb_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

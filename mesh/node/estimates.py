@@ -31,8 +31,8 @@ from mesh.routing.machines import DEFAULT_CONTEXT, Demand, HeldLayers, Machine, 
 from mesh.routing.placement import Layout, lay_out
 from mesh.types import LayerRange, ModelId, NodeId
 
-_UNMEASURED_MS = 1.0
-"""A way whose round trip nobody knows yet counts as a common one of a house."""
+_UNMEASURED_MS, _UNMEASURED_MB_S = 1.0, 100.0
+"""A way that nobody has measured yet counts as a common one of a house."""
 
 _MAX_SHAPES = 64
 
@@ -42,8 +42,8 @@ _IMAGINED = re.compile(r"([^=:]{1,64})=(\d{1,5}(?:\.\d+)?)(?::(\d{1,5}(?:\.\d+)?
 @dataclass(frozen=True, slots=True)
 class EstimateContext:
     """What is asked of the other parts of the node; `held` is what lies on its own disk. `asker_ms`
-    and `asked_ms` are what a token costs as it is asked for here, `way_ms` what the way to a node
-    did: `Machine` says how."""
+    and `asked_ms` are what a token costs as it is asked for here, `way_ms` and `mb_s` what the way
+    to a node did: `Machine` says how."""
 
     node: NodeId
     config: Config
@@ -56,6 +56,7 @@ class EstimateContext:
     asker_ms: Callable[[], float]
     asked_ms: Callable[[ModelId], float | None]
     way_ms: Callable[[NodeId], float | None]
+    mb_s: Callable[[NodeId], float | None]
 
 
 class Estimates:
@@ -208,6 +209,7 @@ class Estimates:
             asker_ms=self._house.asker_ms() if here else 0.0,
             asked_ms=self._house.asked_ms(model.model_id) if here else None,
             way_ms=self._house.way_ms(node),
+            mb_s=self._house.mb_s(node) or _UNMEASURED_MB_S,
         )
 
     def _asks(self, view: NodeView, model: ModelShape) -> bool:

@@ -99,11 +99,12 @@ class ServedSpeed:
 
 class AskedTimes:
     """What answers took at this node's askers besides computing: by model what a token cost here,
-    head, sampling and sending; by node what the way there and back cost a step."""
+    head, sampling and sending; by node what the way there and back cost a step, and its rate."""
 
     def __init__(self) -> None:
         self._own: dict[ModelId, deque[float]] = {}
         self._ways: dict[NodeId, deque[float]] = {}
+        self._rates: dict[NodeId, deque[float]] = {}
 
     def take(self, done: Done) -> None:
         """Learn from an answer that came token by token over one route."""
@@ -115,6 +116,8 @@ class AskedTimes:
         _keep(self._own, done.route[0].shard.model_id, done.asker_ms)
         for hop, took in zip(done.route, done.hops, strict=False):
             _keep(self._ways, hop.shard.host, took.p50_ms - took.compute_p50_ms)
+            if took.mb_s > 0:
+                _keep(self._rates, hop.shard.host, took.mb_s)
 
     def of(self, model: ModelId) -> float | None:
         """Milliseconds that a token of it costs at the asker, the median of the latest answers.
@@ -125,11 +128,15 @@ class AskedTimes:
         """Milliseconds of a step's way to this node and back, likewise."""
         return _usual(self._ways.get(node))
 
+    def mb_s(self, node: NodeId) -> float | None:
+        """At what rate rows go to this node and come back, in MB/s, likewise."""
+        return _usual(self._rates.get(node))
 
-def _keep(kept: dict[K, deque[float]], key: K, ms: float) -> None:
+
+def _keep(kept: dict[K, deque[float]], key: K, figure: float) -> None:
     if key not in kept and len(kept) >= _KEYS:
         kept.pop(next(iter(kept)))
-    kept.setdefault(key, deque(maxlen=_ANSWERS)).append(max(0.0, ms))
+    kept.setdefault(key, deque(maxlen=_ANSWERS)).append(max(0.0, figure))
 
 
 def _usual(known: deque[float] | None) -> float | None:

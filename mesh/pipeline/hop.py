@@ -55,6 +55,9 @@ STEPS_UNDER_WAY = 6
 TIMED_STEPS = 512
 """How many of the latest steps percentiles are taken over."""
 
+_LARGE_BYTES = 128 << 10
+"""There and back: by what such a step takes longer than others, the way's speed is known."""
+
 
 @dataclass(frozen=True, slots=True)
 class Patience:
@@ -80,7 +83,7 @@ class _Sent:
     """A step that is unanswered; `waiter` gets the answer where somebody awaits it.
 
     Of its rows the first `kept` count: those behind were cut while it was on its way. `is_row` for
-    what asks for all logits of one row.
+    what asks for all logits of one row. `nbytes` of it went out while nothing else was under way.
     """
 
     position: int
@@ -89,6 +92,7 @@ class _Sent:
     waiter: asyncio.Future[WireTensor] | None
     kept: int
     is_row: bool = False
+    nbytes: int = 0
 
     @property
     def rows(self) -> int:
@@ -128,6 +132,7 @@ class HopSession:
         self._answered_at = 0.0
         self._answers = 0
         self._timed: deque[tuple[float, float]] = deque(maxlen=TIMED_STEPS)
+        self._large: deque[tuple[int, float]] = deque(maxlen=TIMED_STEPS)
         self._unreported: deque[float] = deque(maxlen=TIMED_STEPS)
 
     # Life
@@ -262,6 +267,8 @@ class HopSession:
         """Percentiles over the latest steps, in milliseconds."""
         totals = sorted(total for total, _ in self._timed)
         computes = sorted(compute for _, compute in self._timed)
+        way_ms = percentile(totals, 0.50) - percentile(computes, 0.50)
+        rates = sorted(size / 1e3 / (ms - way_ms) for size, ms in self._large if ms > way_ms)
         return HopTiming(
             shard_id=self.hop.shard.shard_id,
             node=self.hop.shard.node_name,
@@ -270,6 +277,7 @@ class HopSession:
             p50_ms=percentile(totals, 0.50),
             p95_ms=percentile(totals, 0.95),
             compute_p50_ms=percentile(computes, 0.50),
+            mb_s=percentile(rates, 0.50),
         )
 
     def take_latencies(self) -> list[float]:
@@ -410,7 +418,9 @@ class HopSession:
             return
         self._steps += 1
         now = self._active_at = asyncio.get_running_loop().time()
-        sent = self._sent[self._steps] = _Sent(position, tensor.shape, now, waiter, rows_of(tensor))
+        nbytes = 0 if self._sent else len(tensor.data)
+        sent = _Sent(position, tensor.shape, now, waiter, rows_of(tensor), nbytes=nbytes)
+        self._sent[self._steps] = sent
         self._fed = position + sent.rows
         try:
             self._link.send(Step(self._number, self._steps, position, tensor))
@@ -435,7 +445,10 @@ class HopSession:
             self._send(*self._backlog.popleft())
         self._answers += 1
         total_ms = (now - sent.sent_at) * 1e3
-        self._timed.append((total_ms, result.compute_us / 1e3))
+        compute_ms = result.compute_us / 1e3
+        self._timed.append((total_ms, compute_ms))
+        if sent.nbytes and (moved := sent.nbytes + len(result.tensor.data)) >= _LARGE_BYTES:
+            self._large.append((moved, total_ms - compute_ms))
         self._unreported.append(total_ms)
         if sent.waiter is None:
             self._take(sent, tensor)

@@ -60,6 +60,7 @@ def made(
     store: ShardStore,
     verdict: Callable[[NodeId], Verdict] | None = None,
     asked_ms: Callable[[ModelId], float | None] | None = None,
+    mb_s: Callable[[NodeId], float | None] | None = None,
 ) -> Estimates:
     for node, free_mb in ((OWN, 1000), (NEAR, 1000), (FAR, 2000), (DOUBTED, 3000)):
         store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(free_mb))
@@ -68,6 +69,7 @@ def made(
         OWN, Config(), store, rtts.get, lambda node: node != DOUBTED,
         verdict or (lambda node: Verdict.HEALTHY), lambda model: True, tuple,
         lambda: 2.5, asked_ms or (lambda model: None), lambda node: None,
+        mb_s or (lambda node: None),
     )  # fmt: skip
     return Estimates(around, LocalWeights({}, (), None))
 
@@ -101,6 +103,17 @@ async def test_nodes_come_and_go_in_thought(estimates: Estimates) -> None:
     with_doubted = {**without, "with": ["Doubted"], "nodes": ["Doubted"]}
     assert used(await estimates.plan(with_doubted)) == {"Doubted"}
     assert used(await estimates.plan({**ASK, "with": ["tower=64:900"]})) == {"tower"}
+
+
+async def test_a_way_that_was_measured_counts_instead_of_a_common_one(store: ShardStore) -> None:
+    plans = []
+    for rate in (None, 100.0, 4.0):
+        known = {} if rate is None else {FAR: rate}
+        house = await asyncio.to_thread(made, store, mb_s=known.get)
+        plans.append(await house.plan({**ASK, "nodes": ["Far"]}))
+    unknown, common, slow = (plan["replicas"][0]["first_token_ms"] for plan in plans)
+    assert common == unknown
+    assert slow > common + 20
 
 
 async def test_pins_are_read_as_everywhere(estimates: Estimates) -> None:

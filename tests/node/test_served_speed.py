@@ -17,8 +17,8 @@ def answer(tokens_per_second: float, near_ms: float = 3.0, far_ms: float = 5.0) 
     """Of two hops, each of which computes for 2 ms."""
     route = [RouteHop(advertised(node, "0-1").descriptor, LayerRange(0, 2)) for node in (NEAR, FAR)]
     hops = [
-        HopTiming(ShardId("m:0-1"), node, "0-1", 32, ms, ms, 2.0)
-        for node, ms in ((NEAR, near_ms), (FAR, far_ms))
+        HopTiming(ShardId("m:0-1"), node, "0-1", 32, ms, ms, 2.0, mb_s)
+        for node, ms, mb_s in ((NEAR, near_ms, 0.0), (FAR, far_ms, 12.0))
     ]
     return Done(
         "length", 4, 0, 32, tuple(range(32)), tuple(route), 0, False, 10.0, tokens_per_second,
@@ -36,6 +36,8 @@ def test_a_token_s_time_is_the_asker_s_but_for_its_hops() -> None:
     assert times.way_ms(NEAR) == pytest.approx(1.5)
     assert times.way_ms(FAR) == pytest.approx(3.0)
     assert times.way_ms(NodeId("nobody")) is None
+    assert times.mb_s(FAR) == 12.0
+    assert times.mb_s(NEAR) is None, "no step was long enough to tell"
 
 
 @pytest.mark.parametrize(
