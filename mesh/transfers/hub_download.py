@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from mesh.errors import DiskFull, TransferFailed
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 TRIES = 2
 _SPARE_BYTES = 64 << 20
-READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 20
 
 
 class HubDownload:
@@ -46,6 +46,32 @@ class HubDownload:
         for path, file in files.items():
             await self._one(path, file)
 
+    async def pour(self, file: HubFile, start: int, into: Callable[[bytes], None]) -> None:
+        """Put the bytes of a file from `start` on into what takes them and blocks, in their order;
+        what came before it broke off as well. Raises what the hub and `into` raise."""
+        loop, together = asyncio.get_running_loop(), bytearray()
+        chunks = self._hub.stream(self._repository, file.rfilename, start, file.length)
+        try:
+            async for chunk in chunks:
+                await self._pace.take(len(chunk))
+                together += chunk
+                self._meter.done += len(chunk)
+                self._meter.arrived("hub", "the hub", len(chunk), loop.time())
+                if len(together) >= _READ_BYTES:
+                    await asyncio.to_thread(into, bytes(together))
+                    together.clear()
+        finally:
+            await chunks.aclose()
+            await asyncio.to_thread(into, bytes(together))
+
+    def wrong(self, file: HubFile) -> TransferFailed:
+        """The error for bytes that are other ones each time."""
+        return TransferFailed(
+            f"{file.rfilename} of {self._repository.id} came with other bytes than the hub says,"
+            f" {TRIES} times.",
+            fix="Try again later; a proxy in between may change it.",
+        )
+
     # Private
 
     async def _one(self, path: Path, file: HubFile) -> None:
@@ -58,35 +84,17 @@ class HubDownload:
             self._meter.done -= file.length
             await asyncio.to_thread(_part(path).unlink)
             logger.warning("%s came with wrong bytes from the hub", file.rfilename)
-        raise TransferFailed(
-            f"{file.rfilename} of {self._repository.id} came with other bytes than the hub says,"
-            f" {TRIES} times.",
-            fix="Try again later; a proxy in between may change it.",
-        )
+        raise self.wrong(file)
 
     async def _attempt(self, file: HubFile, part: Path) -> bool:
         """Whether what is there in the end is the file."""
         assert file.lfs is not None  # noqa: S101 - only such are asked for
-        loop = asyncio.get_running_loop()
         digest, start = await asyncio.to_thread(_digest_of, part)
-        chunks = self._hub.stream(self._repository, file.rfilename, start, file.length)
         fd = await asyncio.to_thread(os.open, part, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            together = bytearray()
-            try:
-                async for chunk in chunks:
-                    await self._pace.take(len(chunk))
-                    together += chunk
-                    self._meter.done += len(chunk)
-                    self._meter.arrived("hub", "the hub", len(chunk), loop.time())
-                    if len(together) >= READ_BYTES:
-                        await asyncio.to_thread(_append, fd, bytes(together), digest)
-                        together.clear()
-            finally:
-                await asyncio.to_thread(_append, fd, bytes(together), digest)
+            await self.pour(file, start, lambda data: _append(fd, data, digest))
             await asyncio.to_thread(os.fsync, fd)
         finally:
-            await chunks.aclose()
             os.close(fd)
         return digest.hexdigest() == file.lfs.sha256
 
@@ -141,7 +149,7 @@ def _digest_of(part: Path) -> tuple[hashlib._Hash, int]:
     digest, size = hashlib.sha256(), 0
     if part.exists():
         with part.open("rb") as stream:
-            while data := stream.read(READ_BYTES):
+            while data := stream.read(_READ_BYTES):
                 digest.update(data)
                 size += len(data)
     return digest, size

@@ -6,9 +6,10 @@ Whatever speaks against a repository is found here, before a byte of its weights
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from mesh.codec import Fault
 from mesh.errors import BadCheckpoint
 from mesh.models.header import MAX_HEADER_BYTES
 from mesh.models.hub_cache import cache_folder
+from mesh.models.partial import JOURNAL, RECORD, PartialRecord, journal_of
 from mesh.models.partial_draft import SparseFile, create_sparse, refused_by_disk
 from mesh.models.quantised import require_unquantised
 from mesh.transfers.documents import SMALL_FILES
@@ -154,6 +156,16 @@ def write_small(directory: Path, small: dict[str, bytes]) -> None:
                 os.fsync(stream.fileno())
     except OSError as error:
         raise refused_by_disk(directory, error) from error
+
+
+def become_checkpoint(
+    staging: Path, directory: Path, record: PartialRecord, complete: Collection[str]
+) -> None:
+    """Make a directory of files a partial checkpoint, of which these tensors are there, in its
+    place. Blocks. Raises DiskFull."""
+    write_small(staging, {JOURNAL: journal_of(record.tensors, complete)})
+    write_small(staging, {RECORD: json.dumps(asdict(record)).encode()})
+    staging.rename(directory)
 
 
 def _parsed(name: str, content: bytes, form: type[T]) -> T:

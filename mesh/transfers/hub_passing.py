@@ -9,46 +9,43 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mesh.codec import Sha256
-from mesh.errors import TransferFailed
 from mesh.models.hashing import read_cached, weights_sha256, write_json_atomically
 from mesh.models.header import TensorEntry
-from mesh.models.manifest import read_manifest
-from mesh.models.partial import JOURNAL, RECORD, PartialRecord, journal_of, partial_directory
+from mesh.models.manifest import Manifest, read_manifest
+from mesh.models.partial import RECORD, PartialRecord, partial_directory
 from mesh.models.partial_draft import create_sparse, refused_by_disk
 from mesh.models.partial_writer import lock_directory
 from mesh.transfers.fetching import WantedLayers
 from mesh.transfers.hub import Hub, HubFile
-from mesh.transfers.hub_download import READ_BYTES, TRIES, require_room
-from mesh.transfers.hub_files import HubModel, safetensors_headers, write_small
+from mesh.transfers.hub_download import TRIES, HubDownload, require_room
+from mesh.transfers.hub_files import HubModel, become_checkpoint, safetensors_headers
 from mesh.transfers.hub_gguf import gguf_headers
 from mesh.transfers.meter import Meter
-from mesh.transfers.pacing import Pace
 
 logger = logging.getLogger(__name__)
 
 _PASSED = "passed.json"
-"""In the staging directory: the hashes of the tensors of each file that has passed."""
+"""In the staging directory: what is known of each file that has passed."""
 
 
 class HubPassing:
     """One model; `meter` counts what has passed of its weights."""
 
     def __init__(
-        self, hub: Hub, model: HubModel, models_dir: Path, pace: Pace, meter: Meter
+        self, hub: Hub, model: HubModel, models_dir: Path, download: HubDownload, meter: Meter
     ) -> None:
         self._hub = hub
         self._model = model
         self._models_dir = models_dir
-        self._pace = pace
+        self._download = download
         self._meter = meter
 
     async def run(
@@ -60,7 +57,8 @@ class HubPassing:
     ) -> Path:
         """The directory of the checkpoint, with what is `wanted` of it; `staging` becomes that.
 
-        Where a part of it is here already that is left as it is. Raises as `HubPull.run`.
+        Less of it is there where the wish was another one as a file passed, or where a part of the
+        checkpoint was here already, which is left as it is. Raises as `HubPull.run`.
         """
         model = self._model
         headers = gguf_headers if model.gguf else safetensors_headers
@@ -73,85 +71,66 @@ class HubPassing:
             kept = set(wanted.names(manifest))
             need = sum(manifest.tensors[name].nbytes for name in kept)
             await asyncio.to_thread(require_room, staging, need)
-            passed = await asyncio.to_thread(_passed, staging)
+            passed = await asyncio.to_thread(_read_passed, staging)
             self._meter.total = sum(file.length for file in weights)
             for file in weights:
-                if file.rfilename in passed:
+                name = file.rfilename
+                if name in passed:
                     self._meter.done += file.length
                     continue
-                entries = [e for e in manifest.tensors.values() if e.file.name == file.rfilename]
-                passed[file.rfilename] = await self._one(staging, file, entries, kept)
-                await asyncio.to_thread(write_json_atomically, staging / _PASSED, passed)
-            hashes = {name: sha256 for each in passed.values() for name, sha256 in each.items()}
-            return await asyncio.to_thread(self._finish, staging, manifest.tensors, hashes, kept)
+                entries = [each for each in manifest.tensors.values() if each.file.name == name]
+                passed[name] = await self._one(staging / name, file, entries, kept)
+                await asyncio.to_thread(_write_passed, staging, passed)
+            return await asyncio.to_thread(self._finish, staging, manifest, passed.values())
         finally:
             os.close(lock)
 
     # Private
 
     async def _one(
-        self, staging: Path, file: HubFile, entries: Sequence[TensorEntry], kept: Collection[str]
-    ) -> dict[str, str]:
-        """The hashes of the tensors of a file, those that are `kept` written into `staging`."""
+        self, path: Path, file: HubFile, entries: Sequence[TensorEntry], kept: Collection[str]
+    ) -> _Passed:
         for _ in range(TRIES):
-            passing = _PassingFile(staging / file.rfilename, entries, kept)
+            passing = _PassingFile(path, entries, kept)
+            before = self._meter.done
             try:
-                await self._stream(file, passing)
+                await self._download.pour(file, 0, passing.take)
+            except BaseException:
+                self._meter.done = before
+                raise
             finally:
                 await asyncio.to_thread(passing.close)
             if file.lfs is not None and passing.sha256 == file.lfs.sha256:
-                return passing.hashes
-            self._meter.done -= file.length
-            logger.warning("%s came with wrong bytes from the hub", file.rfilename)
-        raise TransferFailed(
-            f"{file.rfilename} of {self._model.repository.id} came with other bytes than the hub"
-            f" says, {TRIES} times.",
-            fix="Try again later; a proxy in between may change it.",
-        )
-
-    async def _stream(self, file: HubFile, passing: _PassingFile) -> None:
-        loop, together = asyncio.get_running_loop(), bytearray()
-        chunks = self._hub.stream(self._model.repository, file.rfilename, 0, file.length)
-        before = self._meter.done
-        try:
-            async for chunk in chunks:
-                await self._pace.take(len(chunk))
-                together += chunk
-                self._meter.done += len(chunk)
-                self._meter.arrived("hub", "the hub", len(chunk), loop.time())
-                if len(together) >= READ_BYTES:
-                    await asyncio.to_thread(passing.take, bytes(together))
-                    together.clear()
-            await asyncio.to_thread(passing.take, bytes(together))
-        except BaseException:
+                return passing.found
             self._meter.done = before
-            raise
-        finally:
-            await chunks.aclose()
+            logger.warning("%s came with wrong bytes from the hub", file.rfilename)
+        raise self._download.wrong(file)
 
-    def _finish(
-        self,
-        staging: Path,
-        tensors: Mapping[str, TensorEntry],
-        hashes: Mapping[str, str],
-        kept: Collection[str],
-    ) -> Path:
-        model = self._model
-        sha256 = weights_sha256(replace(e, sha256=hashes[name]) for name, e in tensors.items())
+    def _finish(self, staging: Path, manifest: Manifest, passed: Collection[_Passed]) -> Path:
+        hashes = {name: sha256 for each in passed for name, sha256 in each.hashes.items()}
+        complete = {name for each in passed for name in each.kept}
+        entries = [replace(e, sha256=hashes[name]) for name, e in manifest.tensors.items()]
+        sha256, model = weights_sha256(entries), self._model
         directory = partial_directory(self._models_dir, model.model_id, sha256)
         if (directory / RECORD).exists():
             shutil.rmtree(staging)
             return directory
-        record = PartialRecord(1, model.model_id, sha256, model.origin, dict(hashes))
         (staging / _PASSED).unlink()
-        write_small(staging, {JOURNAL: journal_of(tensors, kept)})
-        write_small(staging, {RECORD: json.dumps(asdict(record)).encode()})
-        staging.rename(directory)
+        record = PartialRecord(1, model.model_id, sha256, model.origin, hashes)
+        become_checkpoint(staging, directory, record, complete)
         return directory
 
 
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """A file: the hashes of its tensors, and which of them were written."""
+
+    hashes: dict[str, Sha256]
+    kept: list[str]
+
+
 class _PassingFile:
-    """One file; everything blocks. Its `sha256` and the `hashes` of its tensors are those of the
+    """One file; everything blocks. Its `sha256`, and what is `found` of its tensors, are of the
     bytes that were taken, in their order; the tensors that are `kept` are written."""
 
     def __init__(self, path: Path, entries: Sequence[TensorEntry], kept: Collection[str]) -> None:
@@ -172,9 +151,10 @@ class _PassingFile:
         return self._whole.hexdigest()
 
     @property
-    def hashes(self) -> dict[str, str]:
+    def found(self) -> _Passed:
         """Of each tensor."""
-        return {name: digest.hexdigest() for name, digest in self._hashes.items()}
+        hashes = {name: digest.hexdigest() for name, digest in self._hashes.items()}
+        return _Passed(hashes, [name for name in hashes if name in self._kept])
 
     def take(self, data: bytes) -> None:
         """The next bytes. Raises DiskFull."""
@@ -208,5 +188,9 @@ class _PassingFile:
             raise refused_by_disk(self._path, error) from error
 
 
-def _passed(staging: Path) -> dict[str, dict[str, Sha256]]:
-    return read_cached(staging / _PASSED, dict[str, dict[str, Sha256]]) or {}
+def _read_passed(staging: Path) -> dict[str, _Passed]:
+    return read_cached(staging / _PASSED, dict[str, _Passed]) or {}
+
+
+def _write_passed(staging: Path, passed: Mapping[str, _Passed]) -> None:
+    write_json_atomically(staging / _PASSED, {name: asdict(each) for name, each in passed.items()})

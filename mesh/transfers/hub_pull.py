@@ -9,21 +9,25 @@ that, only what is wanted stays (`hub_passing`).
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.manifest import read_tensors
-from mesh.models.partial import JOURNAL, RECORD, PartialRecord, journal_of, partial_directory
+from mesh.models.partial import RECORD, PartialRecord, partial_directory
 from mesh.models.partial_writer import lock_directory
 from mesh.transfers.fetching import WantedLayers
 from mesh.transfers.hub import Hub
 from mesh.transfers.hub_download import HubDownload, has_room, make_directory
-from mesh.transfers.hub_files import HubModel, read_small, weights_files, write_small
+from mesh.transfers.hub_files import (
+    HubModel,
+    become_checkpoint,
+    read_small,
+    weights_files,
+    write_small,
+)
 from mesh.transfers.hub_passing import HubPassing
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
@@ -46,7 +50,7 @@ class HubPull:
         self._model = model
         self._models_dir = models_dir
         self._download = HubDownload(hub, model.repository, pace, meter)
-        self._passing = HubPassing(hub, model, models_dir, pace, meter)
+        self._passing = HubPassing(hub, model, models_dir, self._download, meter)
         name = f"{model.model_id.replace('/', '--')}@{model.repository.sha[:12]}"
         self.staging = models_dir / _STAGING / name
 
@@ -90,7 +94,5 @@ class HubPull:
         directory = partial_directory(self._models_dir, model.model_id, sha256)
         if (directory / RECORD).exists():  # a part of it came from a neighbour before
             shutil.rmtree(directory)
-        write_small(self.staging, {JOURNAL: journal_of(names, names)})
-        write_small(self.staging, {RECORD: json.dumps(asdict(record)).encode()})
-        self.staging.rename(directory)
+        become_checkpoint(self.staging, directory, record, names)
         return directory
