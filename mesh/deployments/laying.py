@@ -95,8 +95,8 @@ def lay(
 def rooms(
     model: ModelShape, machines: Sequence[Machine], demand: Demand, said: RoomAdjustments = NOTHING
 ) -> Laid:
-    """How many layers each machine has room for, measured or not, of further replicas as well;
-    those are left out that do not say what they have."""
+    """How many layers each machine has room for, measured or not, of further replicas as well, and
+    what lies on their disks; those are left out that do not say what they have."""
     found: dict[NodeId, int] = {}
     extra = 0
     for machine in machines:
@@ -109,7 +109,8 @@ def rooms(
             beside_bytes += bench.edge_bytes
             least = min(bench.weight_bytes) + bench.cache_bytes
             extra = max(extra, math.ceil(beside_bytes / least))
-    return Laid(rooms=found, extra=extra)
+    held = {each.node_id: tuple(part.layers for part in each.held) for each in machines}
+    return Laid(rooms=found, extra=extra, held=held)
 
 
 def _room(bench: Bench) -> int:

@@ -42,8 +42,8 @@ class Laid:
 
     `refusal` is why something found no room; None where all did, or the planner cannot say. Where
     it cannot, `rooms` are how many layers each machine has room for beside what is there; nobody
-    knows it of the others. `extra` layers fit less for each further shard on a machine. `quant`
-    is the format that fits, where machines would choose others.
+    knows it of the others. `extra` layers fit less for each further shard on a machine, and `held`
+    lie on its disk already. `quant` is the format that fits, where machines would choose others.
     """
 
     replicas: tuple[tuple[Span, ...], ...] = ()
@@ -52,6 +52,7 @@ class Laid:
     rooms: Mapping[NodeId, int] = field(default_factory=dict)
     quant: Quant = ""
     extra: int = 0
+    held: Mapping[NodeId, Sequence[LayerRange]] = field(default_factory=dict)
 
 
 UNKNOWN = Laid()
@@ -147,12 +148,24 @@ class Rooms:
 
     def __init__(self, laid: Laid, machines: Sequence[AvailableNode]) -> None:
         self.extra = laid.extra
+        self._held = laid.held
         self._left = dict(laid.rooms)
         self._machines = machines
 
     def of(self, node: NodeId) -> int | None:
         """How many; None where nobody knows."""
         return self._left.get(node)
+
+    def held(self, node: NodeId, layers: LayerRange) -> int:
+        """How many of these layers lie on the machine's disk."""
+        return sum(
+            any(layer in each for each in self._held.get(node, ()))
+            for layer in range(layers.start, layers.stop)
+        )
+
+    def first_held(self, node: NodeId) -> int:
+        """The first layer that does; one behind all where none does."""
+        return min((each.start for each in self._held.get(node, ())), default=1 << 30)
 
     def take(self, spans: Iterable[Span]) -> None:
         """These are placed now."""
@@ -191,22 +204,29 @@ def choose_placement(
 ) -> tuple[Span, ...]:
     """The spans of one new replica beside these `others`, which then take their `rooms`.
 
-    Of the ways to go round the machines, by their memory or as another replica does, the one that
-    puts the fewest layers where another replica has them already: two on one machine are one. Parts
-    are even as far as there is room. Raises NotEnoughMemory where there is not.
+    Of the ways to go round the machines, by their memory, as another replica does, or by what lies
+    on their disks, the one that puts the fewest layers where another replica has them already, as
+    two on one machine are one; then the one that needs the fewest fetched. Parts are even as far as
+    there is room. Raises NotEnoughMemory where there is not.
     """
     is_known = all(machine.free_mb is not None for machine in machines)
     ranked = sorted(machines, key=lambda m: (-(m.free_mb or 0) if is_known else 0, m.node))
     there = [span for replica in others for span in replica.spans]
     pins = () if any(replica.number == 0 for replica in others) else wish.pins
     orders = [ranked, *(_as_in(replica, ranked) for replica in others)]
+    orders.append(sorted(ranked, key=lambda m: rooms.first_held(m.node)))
     rounds = [order[k:] + order[:k] for order in orders for k in range(len(order))]
     new = {spans: [s for s in spans if s not in there] for spans in _ways(wish, pins, rounds, None)}
     ways = [spans for spans, more in new.items() if rooms.hold(more)]
     ways = ways or _ways(wish, pins, rounds, rooms)
     if not ways:
         raise rooms.refusal(wish, wish.total_layers)
-    chosen = min(ways, key=lambda spans: sum(_common(one, two) for one in spans for two in there))
+
+    def disadvantage(spans: tuple[Span, ...]) -> tuple[int, int]:
+        shared = sum(_common(one, two) for one in spans for two in there)
+        return shared, -sum(rooms.held(span.node, span.layers) for span in spans)
+
+    chosen = min(ways, key=disadvantage)
     rooms.take(span for span in chosen if span not in there)
     return chosen
 

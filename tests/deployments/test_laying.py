@@ -14,7 +14,7 @@ from mesh.deployments.refusals import RESPECTED_S, Refusals
 from mesh.deployments.wishes import Plan, Replica, Span, Wish
 from mesh.errors import NotEnoughMemory
 from mesh.routing.fitting import asking_bytes, shard_bytes
-from mesh.routing.machines import Demand, Machine, ModelShape
+from mesh.routing.machines import Demand, HeldLayers, Machine, ModelShape
 from mesh.types import LayerRange, ModelId, NodeId
 
 ATTIC, KITCHEN, STUDY = NODES = [NodeId(name) for name in ("attic", "kitchen", "study")]
@@ -87,6 +87,18 @@ def test_even_parts_are_as_large_as_there_is_room() -> None:
             replace(WISH, replicas=2), "ab" * 32, available(*house), plan, asked=True,
             laid=Laid(rooms={ATTIC: 2, KITCHEN: small}),
         )  # fmt: skip
+
+
+def test_even_parts_go_where_they_lie_on_disks() -> None:
+    order = (STUDY, ATTIC, KITCHEN)  # of their memory, the layers lie otherwise
+    house = [machine(node, 900 - at, is_measured=False) for at, node in enumerate(order)]
+    third = LAYERS // 3
+    lies = {KITCHEN: 0, STUDY: third, ATTIC: 2 * third}
+    held = {node: LayerRange(at, at + third) for node, at in lies.items()}
+    house = [replace(each, held=(HeldLayers(held[each.node_id]),)) for each in house]
+    laid = rooms(MODEL, house, ALONE)
+    plan = make_plan(WISH, "ab" * 32, available(*house), None, asked=True, laid=laid)
+    assert {span.node: span.layers for span in plan.spans} == held
 
 
 def test_replicas_of_a_small_model_share_no_machine_for_a_layer() -> None:
