@@ -93,7 +93,7 @@ def test_even_parts_go_where_they_lie_on_disks() -> None:
     order = (STUDY, ATTIC, KITCHEN)  # of their memory, the layers lie otherwise
     house = [machine(node, 900 - at, is_measured=False) for at, node in enumerate(order)]
     third = LAYERS // 3
-    lies = {KITCHEN: 0, STUDY: third, ATTIC: 2 * third}
+    lies = {KITCHEN: 0, ATTIC: third, STUDY: 2 * third}
     held = {node: LayerRange(at, at + third) for node, at in lies.items()}
     house = [replace(each, held=(HeldLayers(held[each.node_id]),)) for each in house]
     laid = rooms(MODEL, house, ALONE)
