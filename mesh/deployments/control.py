@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mesh.deployments.formats import is_as_wished
+from mesh.deployments.laid import AvailableNode, Laid
 from mesh.deployments.listing import DeploymentRows, DeploymentsSeen
-from mesh.deployments.placement import AvailableNode, Laid, make_plan
+from mesh.deployments.placement import make_plan
 from mesh.deployments.reading import ReadingModels
 from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.room import Change, Standing, absences, room_of_others, to_rest

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mesh.capacity import Device, Speed
-from mesh.deployments.placement import Gap, Laid, overlap
+from mesh.deployments.laid import Gap, Laid
+from mesh.deployments.placement import overlap
 from mesh.deployments.wishes import Plan, Quant, Span, Wish
 from mesh.errors import NotEnoughMemory
 from mesh.routing.appraisal import Appraisal

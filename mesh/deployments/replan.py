@@ -13,7 +13,8 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from mesh.deployments.placement import AvailableNode, Laid, make_plan, planner, stale, without
+from mesh.deployments.laid import AvailableNode, Laid
+from mesh.deployments.placement import make_plan, planner, stale, without
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
 from mesh.errors import MeshError
 from mesh.processes.tasks import end, spawn

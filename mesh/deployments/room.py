@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from mesh.deployments.laid import AvailableNode
 from mesh.deployments.levels import Resident, evictions, may_go
-from mesh.deployments.placement import AvailableNode
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish
 from mesh.errors import NotEnoughMemory
 from mesh.types import LayerRange, NodeId

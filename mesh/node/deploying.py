@@ -12,10 +12,11 @@ from pathlib import Path
 from mesh.config import Config
 from mesh.deployments.actor import Reconciler, ReconcilerHooks
 from mesh.deployments.control import Deploying
+from mesh.deployments.laid import AvailableNode, Laid
 from mesh.deployments.levels import Level, level_of
 from mesh.deployments.listing import DeploymentRows
 from mesh.deployments.phases import Phase, PhaseProgress
-from mesh.deployments.placement import AvailableNode, Laid, uncovered
+from mesh.deployments.placement import uncovered
 from mesh.deployments.reconcile import OwnShard, ServedShard
 from mesh.deployments.replan import Replanner
 from mesh.deployments.waking import Sleeper, Use, Waker

@@ -15,8 +15,9 @@ from typing import Any
 
 from mesh.capacity import Capacity, Device
 from mesh.config import Config
+from mesh.deployments.laid import UNKNOWN, Laid
 from mesh.deployments.laying import RoomAdjustments, lay, rooms
-from mesh.deployments.placement import UNKNOWN, Laid, gaps, leaving
+from mesh.deployments.placement import gaps, leaving
 from mesh.deployments.shape import shape_of
 from mesh.deployments.wishes import Plan, Span, Wish
 from mesh.discovery.advertisement import Advertisement
@@ -25,6 +26,7 @@ from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest
 from mesh.health.detector import Verdict
 from mesh.node.fetched_weights import FetchedWeights
+from mesh.node.served_speed import AskedTimes
 from mesh.routing.fitting import float_format, shard_bytes
 from mesh.routing.forecast import Forecast
 from mesh.routing.machines import DEFAULT_CONTEXT, Demand, HeldLayers, Machine, ModelShape, Timed
@@ -42,8 +44,8 @@ _IMAGINED = re.compile(r"([^=:]{1,64})=(\d{1,5}(?:\.\d+)?)(?::(\d{1,5}(?:\.\d+)?
 @dataclass(frozen=True, slots=True)
 class EstimateContext:
     """What is asked of the other parts of the node; `held` is what lies on its own disk. `asker_ms`
-    and `asked_ms` are what a token costs as it is asked for here, `way_ms` and `mb_s` what the way
-    to a node did: `Machine` says how."""
+    is what a token costs as it is asked for here, `asked` what answers have told of that and of the
+    ways to nodes."""
 
     node: NodeId
     config: Config
@@ -54,9 +56,7 @@ class EstimateContext:
     asks: Callable[[ModelId], bool]
     held: Callable[[], Sequence[HeldWeights]]
     asker_ms: Callable[[], float]
-    asked_ms: Callable[[ModelId], float | None]
-    way_ms: Callable[[NodeId], float | None]
-    mb_s: Callable[[NodeId], float | None]
+    asked: AskedTimes
 
 
 class Estimates:
@@ -207,9 +207,9 @@ class Estimates:
             held=tuple(held),
             has_ends=self._asks(view, model),
             asker_ms=self._house.asker_ms() if here else 0.0,
-            asked_ms=self._house.asked_ms(model.model_id) if here else None,
-            way_ms=self._house.way_ms(node),
-            mb_s=self._house.mb_s(node) or _UNMEASURED_MB_S,
+            asked_ms=self._house.asked.of(model.model_id) if here else None,
+            way_ms=self._house.asked.way_ms(node),
+            mb_s=self._house.asked.mb_s(node) or _UNMEASURED_MB_S,
         )
 
     def _asks(self, view: NodeView, model: ModelShape) -> bool:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from mesh.config import Config
+from mesh.deployments.laid import UNKNOWN, Laid
 from mesh.deployments.laying import RoomAdjustments
 from mesh.deployments.phases import Phase, PhaseProgress
-from mesh.deployments.placement import UNKNOWN, Laid
 from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.refusals import Refusals
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live

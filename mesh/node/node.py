@@ -248,8 +248,7 @@ class Node:
         around = EstimateContext(
             self._key.node_id, self._config, self._store, self._rtt_ms, network.may_serve,
             self._watch.verdict, self._held.askers.__contains__, self.weights.held,
-            self._capacity.asker_ms, self._capacity.asked.of, self._capacity.asked.way_ms,
-            self._capacity.asked.mb_s,
+            self._capacity.asker_ms, self._capacity.asked,
         )  # fmt: skip
         estimates = Estimates(around, deployments.weights)
         deployments.house.layouts.planner = estimates

@@ -8,15 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from mesh.capacity import Device, Speed
 from mesh.deployments.formats import LoadedFormat, is_as_wished
-from mesh.deployments.placement import (
-    AvailableNode,
-    Laid,
-    gaps,
-    make_plan,
-    planner,
-    stale,
-    without,
-)
+from mesh.deployments.laid import AvailableNode, Laid
+from mesh.deployments.placement import gaps, make_plan, planner, stale, without
 from mesh.deployments.reconcile import (
     Decision,
     DropAction,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from mesh.deployments.control import Deploying
+from mesh.deployments.laid import UNKNOWN, AvailableNode, Laid
 from mesh.deployments.listing import DeploymentRows
 from mesh.deployments.phases import PhaseProgress, Phases
-from mesh.deployments.placement import UNKNOWN, AvailableNode, Laid
 from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.weights import Checkpoint, OnProgress
 from mesh.deployments.wishes import Deployment, Plan, Wish

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from mesh.capacity import Device, Speed
+from mesh.deployments.laid import AvailableNode, Laid
 from mesh.deployments.laying import RoomAdjustments, lay, rooms
-from mesh.deployments.placement import AvailableNode, Laid, gaps, make_plan, without
+from mesh.deployments.placement import gaps, make_plan, without
 from mesh.deployments.refusals import RESPECTED_S, Refusals
 from mesh.deployments.wishes import Plan, Replica, Span, Wish
 from mesh.errors import NotEnoughMemory

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mesh.deployments.placement import AvailableNode, make_plan
+from mesh.deployments.laid import AvailableNode
+from mesh.deployments.placement import make_plan
 from mesh.deployments.room import Absence, Change, Standing, absences, room_of_others, to_rest
 from mesh.deployments.wishes import Deployment, Plan, Replica, Span, Wish
 from mesh.errors import NotEnoughMemory

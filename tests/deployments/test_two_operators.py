@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesh.deployments.placement import AvailableNode, make_plan
+from mesh.deployments.laid import AvailableNode
+from mesh.deployments.placement import make_plan
 from mesh.deployments.wishes import Deployment, Wish, live, merged, read, read_wish
 from mesh.events.snapshot import dump, load
 from mesh.events.state import State

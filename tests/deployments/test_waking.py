@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mesh.deployments.placement import AvailableNode, make_plan
+from mesh.deployments.laid import AvailableNode
+from mesh.deployments.placement import make_plan
 from mesh.deployments.waking import Sleeper, Use, Waker
 from mesh.deployments.wishes import Deployment, Wish
 from mesh.errors import NoRoute, PipelineStalled

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mesh.deployments.placement import AvailableNode, make_plan, planner, stale
+from mesh.deployments.laid import AvailableNode
+from mesh.deployments.placement import make_plan, planner, stale
 from mesh.deployments.wishes import (
     Deployment,
     Plan,

@@ -14,8 +14,9 @@ from mesh.cli.estimate import print_plan
 from mesh.clock import SystemClock
 from mesh.config import Config
 from mesh.config.sections import HostSection
+from mesh.deployments.laid import AvailableNode, Gap, Laid
 from mesh.deployments.laying import NOTHING, RoomAdjustments
-from mesh.deployments.placement import AvailableNode, Gap, Laid, gaps, make_plan
+from mesh.deployments.placement import gaps, make_plan
 from mesh.deployments.shape import shape_of
 from mesh.deployments.weights import LocalWeights
 from mesh.deployments.wishes import Plan, Replica, Span, Wish
@@ -26,11 +27,12 @@ from mesh.health.detector import Verdict
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.manifest import read_manifest
 from mesh.node.estimates import EstimateContext, Estimates
+from mesh.node.served_speed import AskedTimes
 from mesh.routing.fitting import benches
 from mesh.routing.machines import Demand, Machine
 from mesh.shard.compiled.formats import bytes_per_weight
 from mesh.shard.footprint import ends_mb, estimate
-from mesh.types import Endpoint, LayerRange, ModelId, NodeId
+from mesh.types import Done, Endpoint, HopTiming, LayerRange, ModelId, NodeId, RouteHop
 from tests.discovery.network import advertised
 
 OWN, NEAR, FAR, DOUBTED = map(NodeId, ("own", "near", "far", "doubted"))
@@ -59,8 +61,7 @@ def estimates(store: ShardStore) -> Estimates:
 def made(
     store: ShardStore,
     verdict: Callable[[NodeId], Verdict] | None = None,
-    asked_ms: Callable[[ModelId], float | None] | None = None,
-    mb_s: Callable[[NodeId], float | None] | None = None,
+    asked: AskedTimes | None = None,
 ) -> Estimates:
     for node, free_mb in ((OWN, 1000), (NEAR, 1000), (FAR, 2000), (DOUBTED, 3000)):
         store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(free_mb))
@@ -68,10 +69,23 @@ def made(
     around = EstimateContext(
         OWN, Config(), store, rtts.get, lambda node: node != DOUBTED,
         verdict or (lambda node: Verdict.HEALTHY), lambda model: True, tuple,
-        lambda: 2.5, asked_ms or (lambda model: None), lambda node: None,
-        mb_s or (lambda node: None),
+        lambda: 2.5, asked or AskedTimes(),
     )  # fmt: skip
     return Estimates(around, LocalWeights({}, (), None))
+
+
+def told(host: NodeId, asker_ms: float, *, mb_s: float = 0.0) -> AskedTimes:
+    """What two answers over a hop of 3 ms told: what a token cost here, and the rate of the way."""
+    shard = replace(advertised(host, "0-1").descriptor, model_id=ModelId("builtin"))
+    hop = HopTiming(shard.shard_id, host, "0-1", 32, 3.0, 3.0, 2.0, mb_s)
+    done = Done(
+        "length", 4, 0, 32, tuple(range(32)), (RouteHop(shard, LayerRange(0, 2)),), 0, False, 10.0,
+        1000 / (asker_ms + hop.p50_ms), (hop,),
+    )  # fmt: skip
+    asked = AskedTimes()
+    for _ in range(2):
+        asked.take(done)
+    return asked
 
 
 def used(answer: dict[str, Any]) -> set[str]:
@@ -107,9 +121,8 @@ async def test_nodes_come_and_go_in_thought(estimates: Estimates) -> None:
 
 async def test_a_way_that_was_measured_counts_instead_of_a_common_one(store: ShardStore) -> None:
     plans = []
-    for rate in (None, 100.0, 4.0):
-        known = {} if rate is None else {FAR: rate}
-        house = await asyncio.to_thread(made, store, mb_s=known.get)
+    for mb_s in (0.0, 100.0, 4.0):
+        house = await asyncio.to_thread(made, store, asked=told(FAR, 4.0, mb_s=mb_s))
         plans.append(await house.plan({**ASK, "nodes": ["Far"]}))
     unknown, common, slow = (plan["replicas"][0]["first_token_ms"] for plan in plans)
     assert common == unknown
@@ -193,7 +206,7 @@ async def test_what_asking_takes_is_part_of_a_token(
     hops = sum(shard["decode_ms"] + shard["hop_ms"] for shard in calibrated["shards"])
     assert calibrated["token_ms"] == pytest.approx(hops + calibrated["head_ms"] + 2.5)
     # What tokens of this very model took counts first, and the head is within it.
-    known = await asyncio.to_thread(made, store, asked_ms=lambda model: 4.0)
+    known = await asyncio.to_thread(made, store, asked=told(NodeId("elsewhere"), 4.0))
     (seen,) = (await known.plan(ASK))["replicas"]
     assert seen["head_ms"] + seen["asker_ms"] == pytest.approx(4.0)
     assert seen["token_ms"] == pytest.approx(hops + 4.0)

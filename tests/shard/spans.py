@@ -31,9 +31,13 @@ _DIRECTORY = tempfile.TemporaryDirectory(prefix="hearthnet-shards-")
 
 @cache
 def checkpoint(family: str = "llama", layers: int = 4) -> Manifest:
-    """The manifest of a random fp32 checkpoint."""
-    directory = Path(_DIRECTORY.name) / f"{family}-{layers}"
-    return read_manifest(make_checkpoint(directory, family, layers=layers))
+    """The manifest of a random fp32 checkpoint. A family may say how many heads it has, and how
+    many have keys: ``qwen3/5x1``."""
+    directory = Path(_DIRECTORY.name) / f"{family.replace('/', '-')}-{layers}"
+    family, _, heads = family.partition("/")
+    names = ("num_attention_heads", "num_key_value_heads")
+    changes = dict(zip(names, map(int, heads.split("x")), strict=True)) if heads else {}
+    return read_manifest(make_checkpoint(directory, family, layers=layers, **changes))
 
 
 def runtime(

@@ -1,16 +1,9 @@
 """A decoder layer as three ONNX graphs over onnxruntime's fused operators.
 
 Before attention and behind it, rows of any sessions are computed together, as a matrix is read once
-for all of them; attention is computed for one session at a time, over its own keys and values.
+for all of them; attention is computed for one session at a time (`attention_graph`).
 
 - `front_model`: ``x`` (1, rows, hidden) to ``projected`` (1, rows, (heads + 2 kv heads) * width).
-- `attention_model`: ``projected`` of one session to ``attended`` (1, rows, heads * width), with
-  ``last`` (1,) int32, where the last row stands, the padding's included, ``total`` () int32, one
-  more than that, ``queries`` (1,) int32, how many rows attention takes, ``keys`` and ``values``
-  (1, kv heads, capacity, width), ``padding`` (6,) int64 and ``rows`` (1,) int64 (see `padding`),
-  and, for layers that turn by position, ``cos`` and ``sin`` (positions, half the turned width). Its
-  outputs ``new_keys`` and ``new_values`` are to be bound to the memory of ``keys`` and ``values``:
-  the rows are written into them in place.
 - `back_model`: ``attended`` and ``x`` of the same rows to ``y``, as ``x``.
 
 Floats are fp32 throughout.
@@ -32,12 +25,9 @@ from onnx import TensorProto, helper, numpy_helper
 from mesh.shard.compiled.formats import BLOCK, BlockMatrix
 from mesh.shard.compiled.parts import Attention, FeedForward, LayerParts, Norm
 
-_FLOAT = TensorProto.FLOAT
+FLOAT = TensorProto.FLOAT
 _CONTRIB = "com.microsoft"
-_QUERIES = 16
-"""Which input of the attention operator says how many rows it takes of each session."""
-
-_OPSET = 21
+_OPSET = 24
 _IR = 10
 
 INT8_PRODUCTS = 4
@@ -67,17 +57,6 @@ class Product:
     stored: Mapping[str, Stored] | None = None
 
 
-def padding(rows: int) -> int:
-    """How many rows of zeros attention gets behind `rows` of each session, 0 or 1.
-
-    It computes rows in tiles of an even number, and one that is alone in a tile by another kernel,
-    with other last bits, than those that are not. With a row to keep it company its bits are the
-    same in whatever chunk it comes; rounded to 8 bit behind it, they would otherwise differ by much
-    more than the last. Its keys and values are written behind the session's end, where nothing is.
-    """
-    return rows % 2
-
-
 QKV, OUTPUT, UP, DOWN = "qkv", "output", "up", "down"
 PRODUCTS = (QKV, OUTPUT, UP, DOWN)
 """The products of a layer."""
@@ -88,8 +67,8 @@ def front_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
 
     What it refers to is looked for in its products' folder.
     """
-    graph, attention = _Graph(products), parts.attention
-    x = graph.norm(graph.input("x", _FLOAT, [1, "rows", parts.hidden]), parts.before_attention)
+    graph, attention = Graph(products), parts.attention
+    x = graph.norm(graph.input("x", FLOAT, [1, "rows", parts.hidden]), parts.before_attention)
     projected = graph.product(x, QKV)
     keys = attention.kv_heads * attention.width
     queries = attention.heads * attention.width
@@ -101,50 +80,12 @@ def front_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
     return graph.serialised()
 
 
-def attention_model(attention: Attention) -> bytes:
-    """The serialised graph of attention; the same bytes for layers that differ in weights only."""
-    heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
-    graph = _Graph({})
-    packed = (heads + 2 * kv_heads) * width
-    projected = graph.input("projected", _FLOAT, [1, "rows", packed])
-    projected = graph.op("Pad", [projected, graph.input("padding", TensorProto.INT64, [6])])
-    shape: list[int | str] = [1, kv_heads, "capacity", width]
-    for name in ("keys", "values"):
-        graph.input(name, _FLOAT, shape)
-        graph.output(f"new_{name}", shape)
-    inputs = [projected, "", "", "keys", "values"]
-    inputs.append(graph.input("last", TensorProto.INT32, [1]))
-    inputs.append(graph.input("total", TensorProto.INT32, []))
-    turns = attention.table is not None
-    if turns:
-        inputs += [graph.input(n, _FLOAT, ["positions", "turned"]) for n in ("cos", "sin")]
-    inputs += [""] * (_QUERIES - len(inputs))
-    inputs.append(graph.input("queries", TensorProto.INT32, [1]))
-    y = graph.op(
-        "GroupQueryAttention",
-        inputs,
-        outputs=["with_padding", "new_keys", "new_values"],
-        contrib=True,
-        num_heads=heads,
-        kv_num_heads=kv_heads,
-        scale=attention.scale,
-        softcap=attention.softcap,
-        local_window_size=attention.window or -1,
-        do_rotary=int(turns),
-    )
-    start, axis = graph.constant(np.array([0])), graph.constant(np.array([1]))
-    stop = graph.input("rows", TensorProto.INT64, [1])
-    graph.op("Slice", [y, start, stop, axis], outputs=["attended"])
-    graph.output("attended", [1, "rows", heads * width])
-    return graph.serialised()
-
-
 def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
     """The serialised graph of what stands behind attention; its products as in `front_model`."""
-    graph, attention = _Graph(products), parts.attention
-    x = graph.input("x", _FLOAT, [1, "rows", parts.hidden])
+    graph, attention = Graph(products), parts.attention
+    x = graph.input("x", FLOAT, [1, "rows", parts.hidden])
     attended: list[int | str] = [1, "rows", attention.heads * attention.width]
-    y = graph.product(graph.input("attended", _FLOAT, attended), OUTPUT)
+    y = graph.product(graph.input("attended", FLOAT, attended), OUTPUT)
     x = graph.add(x, parts.multiplier, graph.norm(y, parts.after_attention))
     y = _feed_forward(graph, parts.feed_forward, graph.norm(x, parts.before_feed_forward))
     y = graph.add(x, parts.multiplier, graph.norm(y, parts.after_feed_forward))
@@ -155,14 +96,14 @@ def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
 
 def product_model(product: Product, rows: int, columns: int) -> bytes:
     """The serialised graph of one product: ``x`` (rows, columns) to ``y`` (rows, out)."""
-    graph = _Graph({"product": product})
-    graph.input("x", _FLOAT, ["rows", columns])
+    graph = Graph({"product": product})
+    graph.input("x", FLOAT, ["rows", columns])
     graph.op("Identity", [graph.product("x", "product")], outputs=["y"])
     graph.output("y", ["rows", rows])
     return graph.serialised()
 
 
-class _Graph:
+class Graph:
     """Collects the nodes of one graph."""
 
     def __init__(self, products: Mapping[str, Product]) -> None:
@@ -179,7 +120,7 @@ class _Graph:
 
     def output(self, name: str, shape: Sequence[int | str]) -> None:
         """Declare one; floats."""
-        self._outputs.append(helper.make_tensor_value_info(name, _FLOAT, shape))
+        self._outputs.append(helper.make_tensor_value_info(name, FLOAT, shape))
 
     def op(
         self,
@@ -204,6 +145,15 @@ class _Graph:
         name = f"constant.{len(self._constants)}"
         self._constants.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
         return name
+
+    def numbers(self, *values: int) -> str:
+        """Hold a few, as int64."""
+        return self.constant(np.array(values, np.int64))
+
+    def by_head(self, x: str, heads: int, width: int) -> str:
+        """(1, rows, heads * width) as (1, heads, rows, width)."""
+        x = self.op("Reshape", [x, self.numbers(1, -1, heads, width)])
+        return self.op("Transpose", [x], perm=[0, 2, 1, 3])
 
     def norm(self, x: str, norm: Norm | None) -> str:
         """`x` normalised over its last axis."""
@@ -290,7 +240,7 @@ class _Graph:
         return name
 
 
-def _normed(graph: _Graph, attention: Attention, q: str, k: str) -> tuple[str, str]:
+def _normed(graph: Graph, attention: Attention, q: str, k: str) -> tuple[str, str]:
     if attention.norm_whole:
         return graph.norm(q, attention.query_norm), graph.norm(k, attention.key_norm)
     width = attention.width
@@ -300,7 +250,7 @@ def _normed(graph: _Graph, attention: Attention, q: str, k: str) -> tuple[str, s
     )
 
 
-def _feed_forward(graph: _Graph, part: FeedForward, x: str) -> str:
+def _feed_forward(graph: Graph, part: FeedForward, x: str) -> str:
     up = graph.product(x, UP)
     if not part.is_gated:
         return graph.product(_activated(graph, up, part.activation), DOWN)
@@ -309,7 +259,7 @@ def _feed_forward(graph: _Graph, part: FeedForward, x: str) -> str:
     return graph.product(active, DOWN)
 
 
-def _activated(graph: _Graph, x: str, activation: str) -> str:
+def _activated(graph: Graph, x: str, activation: str) -> str:
     if activation == "silu":
         return graph.op("QuickGelu", [x], contrib=True, alpha=1.0)
     if activation == "gelu_tanh":

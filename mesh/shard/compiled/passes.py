@@ -12,17 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
+from mesh.shard.compiled.attention_graph import attention_model, grouped_model, padding
 from mesh.shard.compiled.engine import Binding, compiled
-from mesh.shard.compiled.graph import attention_model, back_model, front_model, padding
+from mesh.shard.compiled.graph import back_model, front_model
+from mesh.shard.compiled.lone_rows import is_grouped
 from mesh.shard.compiled.parts import Attention
 from mesh.shard.compiled.slots import Bank
 from mesh.shard.compiled.store import GraphSpan
 
-Int32 = npt.NDArray[np.int32]
+Ints = npt.NDArray[Any]
 Tables = Mapping[str, torch.Tensor]
 
 KEPT_ROWS = 128
@@ -34,10 +35,12 @@ _KEPT_SESSIONS = 512
 
 @dataclass(frozen=True, slots=True)
 class LayerSessions:
-    """One layer's three graphs, and what turns its queries and keys."""
+    """One layer's graphs, and what turns its queries and keys. `alone` is attention of a session
+    that has a single row in a pass, `attention` of any other."""
 
     front: Any
     attention: Any
+    alone: Any
     back: Any
     tables: Tables
     kv_heads: int
@@ -51,11 +54,18 @@ def layer_sessions(span: GraphSpan, threads: int, tables: Sequence[Tables]) -> l
     """Those of each layer; layers whose attention is the same share its session."""
     attending: dict[bytes, Any] = {}
 
-    def attention_of(attention: Attention) -> Any:
-        model = attention_model(attention)
+    def session(model: bytes) -> Any:
         if model not in attending:
             attending[model] = compiled(model, threads)
         return attending[model]
+
+    def attention_of(attention: Attention, tables: Tables) -> tuple[Any, Any]:
+        if not is_grouped(attention):
+            any_rows = session(attention_model(attention))
+            return any_rows, any_rows
+        turned = 2 * tables["cos"].shape[1] if tables else 0
+        several, one = (grouped_model(attention, turned, alone=alone) for alone in (False, True))
+        return session(several), session(one)
 
     found = []
     for layer, turned in zip(span.layers, tables, strict=True):
@@ -67,7 +77,8 @@ def layer_sessions(span: GraphSpan, threads: int, tables: Sequence[Tables]) -> l
         attended = attention.heads * attention.width
         projected = attended + 2 * attention.kv_heads * attention.width
         shape = attention.kv_heads, attention.width, projected, attended
-        found.append(LayerSessions(front, attention_of(attention), back, turned, *shape))
+        sessions = front, *attention_of(attention, turned), back
+        found.append(LayerSessions(*sessions, turned, *shape))
     return found
 
 
@@ -87,7 +98,7 @@ class PassPlace:
 
     @property
     def given(self) -> int:
-        """How many rows attention gets."""
+        """How many rows attention gets, unless it computes a single one by itself."""
         return self.rows + padding(self.rows)
 
 
@@ -96,13 +107,21 @@ class Attending:
     """One session's attention in each layer, at its place in the buffers."""
 
     bindings: tuple[Binding, ...]
-    last: Int32
-    total: Int32
+    place: PassPlace
+    last: Ints
+    total: Ints
+    at: Ints
+    end: Ints
+    positions: Ints
     """Memory of the tensors of those names: writing through numpy takes a tenth of the time."""
 
-    def stand(self, length: int) -> None:
-        """Its slot holds so many positions, those of the rows and the padding's included."""
-        self.last[0], self.total[0] = length - 1, length
+    def stand(self, before: int) -> None:
+        """Its slot holds so many positions before these rows."""
+        place = self.place
+        total = before + place.given
+        self.last[0], self.total[0] = total - 1, total
+        self.at[0], self.end[0] = before, total if place.rows > 1 else before + 1
+        self.positions[0] = range(before, before + self.positions.shape[1])
 
 
 @dataclass(slots=True)
@@ -175,7 +194,11 @@ class Workspace:
     def _attend(self, place: PassPlace) -> Attending:
         last, queries = (torch.full((1,), place.given, dtype=torch.int32) for _ in range(2))
         total = torch.zeros(1, dtype=torch.int32)
+        at, end = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        is_alone = place.rows == 1
+        positions = torch.zeros(1, 1 if is_alone else place.given, dtype=torch.int64)
         inputs = {"queries": queries, "last": last, "total": total[0]} | row_shape(place.rows)
+        inputs |= {"at": at, "end": end, "positions": positions}
         bindings = []
         for number, layer in enumerate(self.layers):
             projected, attended = self._between(layer, place.start, place.rows)
@@ -184,8 +207,10 @@ class Workspace:
             given = {**inputs, **layer.tables}
             given |= {"keys": keys, "values": values, "projected": projected}
             results = {"attended": attended, "new_keys": keys, "new_values": values}
-            bindings.append(Binding.of(layer.attention, given, results))
-        return Attending(tuple(bindings), last.numpy(), total.numpy())
+            session = layer.alone if is_alone else layer.attention
+            bindings.append(Binding.of(session, given, results))
+        told = [each.numpy() for each in (last, total, at, end, positions)]
+        return Attending(tuple(bindings), place, *told)
 
 
 def row_shape(rows: int) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from mesh.shard.compiled.canary import CanaryCheck
-from mesh.shard.compiled.lone_rows import fewest_rows
+from mesh.shard.compiled.lone_rows import fewest_rows, is_grouped
 from mesh.shard.compiled.parts import LayerParts, NotCompilable
 from mesh.shard.compiled.passes import KEPT_ROWS, Attending, PassPlace, Workspace, layer_sessions
 from mesh.shard.compiled.slots import SPARE, Bank, Banks, CacheShape, SlotCache
@@ -63,8 +63,10 @@ class CompiledRuntime:
         )
         self._kept = self._workspace(KEPT_ROWS)
         self.batch_rows = 0 if batch_invariant else _BATCH_ROWS
-        alone = "" if self.batch_rows else "+alone"
-        self.kernels = f"onnxruntime-{onnxruntime.__version__}+{span.quant or 'fp32'}{alone}"
+        how = "" if self.batch_rows else "+alone"
+        if any(is_grouped(each.attention) for each in parts):
+            how += "+grouped"
+        self.kernels = f"onnxruntime-{onnxruntime.__version__}+{span.quant or 'fp32'}{how}"
         self.weight_bytes = span.weight_bytes
         size = f"{self.weight_bytes / 2**20:.0f} MiB"
         self.reasons: tuple[str, ...] = (
@@ -101,7 +103,7 @@ class CompiledRuntime:
         workspace.state(0, rows)[:] = torch.linspace(-1, 1, self.hidden_size)
         place = PassPlace(Bank(replace(self._banks.shape, layers=1, positions=SPARE)), 0, 0, 1)
         attending = workspace.attending(place)
-        attending.stand(place.given)
+        attending.stand(0)
         self._run_layer(workspace, 0, rows, [attending])
         return workspace.state(1, 1)
 
@@ -136,8 +138,8 @@ class CompiledRuntime:
         if rows > count:
             workspace.state(begin, rows)[:, count:] = 0.0
         attending = [workspace.attending(place) for place in places]
-        for each, step, place in zip(attending, steps, places, strict=True):
-            each.stand(step.cache.length + place.given)
+        for each, step in zip(attending, steps, strict=True):
+            each.stand(step.cache.length)
         hooks = [
             (p.slice, hook) for step, p in zip(steps, places, strict=True) for hook in step.hooks
         ]
