@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -68,36 +67,37 @@ def _is_alike(heads: int, kv_heads: int, width: int, scale: float, softcap: floa
         (), nothing, heads, kv_heads, width, scale, softcap, None, None, None, None,
         norm_whole=False,
     )  # fmt: skip
+    models = (grouped_model(attention, 0, alone=alone) for alone in (True, False))
+    return have_same_rows(attention, *models)
+
+
+def have_same_rows(attention: Attention, alone: bytes, several: bytes) -> bool:
+    """Whether a row of attention has the same bits by the graph for one that is alone as by that
+    for pieces of a prompt, neither of which turns by position."""
+    heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
     source = torch.Generator().manual_seed(0)
-    packed = (heads + 2 * kv_heads) * width
-    rows = torch.randn(1, _POSITIONS, packed, generator=source)
-    both = [compiled(grouped_model(attention, 0, alone=alone), 1) for alone in (True, False)]
-    cache_of = torch.zeros(2, 1, kv_heads, _POSITIONS + 1, width)
-    start, found = 0, []
-    for piece in _PIECES:
-        found.append(_attended(both[piece > 1], rows[:, start : start + piece], start, cache_of))
-        start += piece
-    together = torch.cat(found, 1)
-    return all(
-        torch.equal(
-            _attended(both[0], rows[:, at : at + 1], at, cache_of), together[:, at : at + 1]
-        )
-        for at in range(0, _POSITIONS, _EACH)
-    )
+    rows = torch.randn(1, _POSITIONS, (heads + 2 * kv_heads) * width, generator=source)
+    memory = torch.zeros(2, 1, kv_heads, _POSITIONS + 1, width)
+    one, any_rows = compiled(alone, 1), compiled(several, 1)
 
+    def attended(start: int, count: int) -> torch.Tensor:
+        """Of rows from `start` on; their keys and values are written, the same each time."""
+        given = count + padding(count) if count > 1 else 1
+        keys, values = memory
+        inputs = {
+            "projected": rows[:, start : start + count].contiguous(), "keys": keys,
+            "values": values, "at": torch.tensor([start]), "end": torch.tensor([start + given]),
+            "rows": torch.tensor([count]), "padding": torch.tensor([0, 0, 0, 0, given - count, 0]),
+        }  # fmt: skip
+        found = torch.empty(1, count, heads * width)
+        outputs = {"attended": found, "new_keys": keys, "new_values": values}
+        Binding.of(any_rows if count > 1 else one, inputs, outputs).run()
+        return found
 
-def _attended(session: Any, rows: torch.Tensor, at: int, cache_of: torch.Tensor) -> torch.Tensor:
-    """What attention makes of rows that stand at `at` and behind; it writes their keys and values,
-    which are the same each time."""
-    count = rows.shape[1]
-    given = count + padding(count) if count > 1 else 1
-    keys, values = cache_of
-    inputs = {
-        "projected": rows.contiguous(), "keys": keys, "values": values,
-        "at": torch.tensor([at]), "end": torch.tensor([at + given]),
-        "rows": torch.tensor([count]), "padding": torch.tensor([0, 0, 0, 0, given - count, 0]),
-    }  # fmt: skip
-    heads = rows.shape[2] // values.shape[3] - 2 * values.shape[1]
-    found = torch.empty(1, count, heads * values.shape[3])
-    Binding.of(session, inputs, {"attended": found, "new_keys": keys, "new_values": values}).run()
-    return found
+    pieces, start = [], 0
+    for count in _PIECES:
+        pieces.append(attended(start, count))
+        start += count
+    together = torch.cat(pieces, 1)
+    looked_at = range(0, _POSITIONS, _EACH)
+    return all(torch.equal(attended(at, 1), together[:, at : at + 1]) for at in looked_at)
