@@ -8,8 +8,8 @@ rows, as binding them takes about as long as a small layer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy.typing as npt
@@ -95,6 +95,11 @@ class PassPlace:
     def slice(self) -> slice:
         """Its rows."""
         return slice(self.start, self.start + self.rows)
+
+    def pieces(self, most: int) -> Iterator[PassPlace]:
+        """The same rows, so many at a time: one piece sees those before it, and no other."""
+        for first in range(0, self.rows, most):
+            yield replace(self, start=self.start + first, rows=min(most, self.rows - first))
 
     @property
     def given(self) -> int:

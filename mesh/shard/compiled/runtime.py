@@ -30,6 +30,10 @@ from mesh.shard.torch_runtime import TorchRuntime
 from mesh.shard.views import layer_list_name
 from mesh.types import LayerRange
 
+_SCORES_BYTES = 32 << 20
+"""What a piece of a prompt may take at once in attention that holds all its weights over positions:
+half of what a shard has to spare."""
+
 _BATCH_ROWS = 1024
 """A row has the same bits whatever it is computed with, so pieces of prompts may join as well."""
 
@@ -64,7 +68,9 @@ class CompiledRuntime:
         self._kept = self._workspace(KEPT_ROWS)
         self.batch_rows = 0 if batch_invariant else _BATCH_ROWS
         how = "" if self.batch_rows else "+alone"
-        if any(is_grouped(each.attention) for each in parts):
+        grouped = [each.attention.heads for each in parts if is_grouped(each.attention)]
+        self._most_heads = max(grouped, default=0)
+        if grouped:
             how += "+grouped"
         self.kernels = f"onnxruntime-{onnxruntime.__version__}+{span.quant or 'fp32'}{how}"
         self.weight_bytes = span.weight_bytes
@@ -137,9 +143,12 @@ class CompiledRuntime:
             workspace.state(begin, rows)[:, place.slice] = step.hidden
         if rows > count:
             workspace.state(begin, rows)[:, count:] = 0.0
-        attending = [workspace.attending(place) for place in places]
-        for each, step in zip(attending, steps, strict=True):
-            each.stand(step.cache.length)
+        attending = []
+        for step, place in zip(steps, places, strict=True):
+            before = step.cache.length
+            for piece in place.pieces(self._rows_at_once(before + place.rows)):
+                attending.append(workspace.attending(piece))
+                attending[-1].stand(before + piece.start - place.start)
         hooks = [
             (p.slice, hook) for step, p in zip(steps, places, strict=True) for hook in step.hooks
         ]
@@ -152,6 +161,14 @@ class CompiledRuntime:
                 _call(hooks, at, "output", workspace.state(number + 1, rows))
         found = workspace.state(end, rows)
         return [found[:, place.slice].clone() for place in places]
+
+    def _rows_at_once(self, positions: int) -> int:
+        """Rows whose weights over so many positions are held at once by attention that is grouped;
+        an even number, as `padding` asks for."""
+        if not self._most_heads:
+            return 1 << 30
+        rows = max(2, _SCORES_BYTES // (4 * self._most_heads * positions))
+        return 1 << (rows.bit_length() - 1)  # few lengths, so that few are bound
 
     @staticmethod
     def _run_layer(

@@ -10,6 +10,8 @@ import torch
 from mesh.shard.compiled.attention_graph import grouped_model
 from mesh.shard.compiled.lone_rows import have_same_rows, is_grouped
 from mesh.shard.compiled.parts import Attention
+from mesh.shard.compiled.passes import PassPlace
+from mesh.shard.compiled.slots import Bank, CacheShape
 from tests.shard.compiled.spans import GROUPED, compiled
 
 SHARED = Attention(
@@ -41,3 +43,11 @@ def test_one_bit_of_a_row_that_is_alone_is_seen() -> None:
     several = grouped_model(SHARED, 0, alone=False)
     nearly = replace(SHARED, scale=float(torch.nextafter(torch.tensor(0.125), torch.tensor(1.0))))
     assert not have_same_rows(SHARED, grouped_model(nearly, 0, alone=True), several)
+
+
+def test_a_long_piece_is_computed_in_parts_that_see_those_before() -> None:
+    bank = Bank(CacheShape(layers=1, kv_heads=1, width=4, positions=8))
+    whole = PassPlace(bank, 2, 10, 7)
+    parts = [(part.slot, part.start, part.rows) for part in whole.pieces(4)]
+    assert parts == [(2, 10, 4), (2, 14, 3)]
+    assert list(whole.pieces(8)) == [whole]
