@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -118,8 +118,8 @@ def document_of(manifest: Manifest, origin: str, complete: frozenset[str] | None
         for entry in manifest.tensors.values()
     )  # fmt: skip
     weights = [
-        WeightsFile(file.name, file.stat().st_size, end)
-        for file, end in header_ends(manifest).items()
+        WeightsFile(file.name, file.stat().st_size, header_end(manifest, file))
+        for file in weights_files(manifest)
     ]
     return Document(
         1, manifest.model_id, manifest.weights_sha256, origin, manifest.total_layers, tensors,
@@ -127,12 +127,15 @@ def document_of(manifest: Manifest, origin: str, complete: frozenset[str] | None
     )  # fmt: skip
 
 
-def header_ends(manifest: Manifest) -> Mapping[Path, int]:
-    """All files of weights, and where the tensors of each begin. Blocks."""
-    if manifest.heads:
-        return manifest.heads
-    files = {entry.file for entry in manifest.tensors.values()}
-    return {file: _header_end(file) for file in sorted(files)}
+def weights_files(manifest: Manifest) -> Sequence[Path]:
+    """All files of weights; those of a GGUF model in the order of its parts."""
+    return list(manifest.heads) or sorted({entry.file for entry in manifest.tensors.values()})
+
+
+def header_end(manifest: Manifest, file: Path) -> int:
+    """Where the tensors of one of its files begin. Blocks."""
+    known = manifest.heads.get(file)
+    return 8 + int.from_bytes(_beginning(file, 8), "little") if known is None else known
 
 
 def files_sha256(manifest: Manifest) -> str:
@@ -243,10 +246,6 @@ def complete_layers(manifest: Manifest, complete: frozenset[str]) -> tuple[tuple
     }
     layers = tuple(layer for layer in range(manifest.total_layers) if str(layer) not in lacking)
     return layers, all(entry.name in complete for entry in manifest.ends_tensors())
-
-
-def _header_end(file: Path) -> int:
-    return 8 + int.from_bytes(_beginning(file, 8), "little")
 
 
 def _beginning(file: Path, size: int) -> bytes:

@@ -117,11 +117,14 @@ def make_directory(directory: Path) -> None:
         raise refused_by_disk(directory, error) from error
 
 
-def has_room(files: Mapping[Path, HubFile]) -> bool:
+def has_room_for(files: Mapping[Path, HubFile]) -> bool:
     """Whether their disk has room for what is not there yet of these files. Blocks."""
     need = sum(file.length for file in files.values()) - _here(files)
-    directory = next(iter(files)).parent
-    return need + _SPARE_BYTES <= shutil.disk_usage(directory).free
+    try:
+        require_room(next(iter(files)).parent, need)
+    except DiskFull:
+        return False
+    return True
 
 
 def require_room(directory: Path, need: int) -> None:

@@ -61,6 +61,9 @@ class HubPassing:
         checkpoint was here already, which is left as it is. Raises as `HubPull.run`.
         """
         model = self._model
+        logger.info(
+            "model=%s is read for its hashes; only what is wanted of it is kept", model.model_id
+        )
         headers = gguf_headers if model.gguf else safetensors_headers
         sparse = await headers(self._hub, model.repository, weights)
         first = weights[0].rfilename

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from mesh.models.hashing import hash_tensors, weights_sha256
@@ -20,7 +19,7 @@ from mesh.models.partial import RECORD, PartialRecord, partial_directory
 from mesh.models.partial_writer import lock_directory
 from mesh.transfers.fetching import WantedLayers
 from mesh.transfers.hub import Hub
-from mesh.transfers.hub_download import HubDownload, has_room, make_directory
+from mesh.transfers.hub_download import HubDownload, has_room_for, make_directory
 from mesh.transfers.hub_files import (
     HubModel,
     become_checkpoint,
@@ -54,11 +53,9 @@ class HubPull:
         name = f"{model.model_id.replace('/', '--')}@{model.repository.sha[:12]}"
         self.staging = models_dir / _STAGING / name
 
-    async def run(
-        self, wanted: WantedLayers, *, drop: bool, on_passing: Callable[[], None]
-    ) -> Path:
+    async def run(self, wanted: WantedLayers, *, drop: bool) -> Path:
         """The directory of the checkpoint, once all of it is there; or what is `wanted`, where that
-        is to be all or the disk has no room for more, which `on_passing` hears.
+        is to be all or the disk has no room for more.
 
         Raises BadCheckpoint for a repository without safetensors, UnsupportedFamily for one whose
         weights are stored quantised, DiskFull, TransferFailed for bytes that are wrong twice, Busy
@@ -71,18 +68,17 @@ class HubPull:
         await asyncio.to_thread(make_directory, self.staging)
         files = {self.staging / each.rfilename: each for each in weights}
         is_part = drop and wanted.layers is not None
-        if is_part or not await asyncio.to_thread(has_room, files):
-            on_passing()
-            await asyncio.to_thread(shutil.rmtree, self.staging)
-            apart = self.staging.with_name(f"{self.staging.name}.passing")
-            return await self._passing.run(apart, small, weights, wanted)
         lock = await asyncio.to_thread(lock_directory, self.staging)
         try:
-            await asyncio.to_thread(write_small, self.staging, small)
-            await self._download.fetch(files)
-            return await asyncio.to_thread(self._finish)
+            if not is_part and await asyncio.to_thread(has_room_for, files):
+                await asyncio.to_thread(write_small, self.staging, small)
+                await self._download.fetch(files)
+                return await asyncio.to_thread(self._finish)
+            await asyncio.to_thread(shutil.rmtree, self.staging)
         finally:
             os.close(lock)
+        apart = self.staging.with_name(f"{self.staging.name}.passing")
+        return await self._passing.run(apart, small, weights, wanted)
 
     def _finish(self) -> Path:
         """Hash the tensors, and make the staging directory a checkpoint."""

@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 SETTLE_S = 2.5
 """A claim has reached every neighbour after so long."""
 _LOOK_S = 1.0
-_PASSES = "model=%s is read for its hashes, and only what is wanted of it is kept here"
 
 
 @dataclass(slots=True)
@@ -193,9 +192,7 @@ class Outside:
             running.state, running.note = "hub", ""
             order = running.order
             wanted = WantedLayers(order.layers, order.ends)
-            directory = await pull.run(
-                wanted, drop=order.drop, on_passing=lambda: logger.info(_PASSES, model.model_id)
-            )
+            directory = await pull.run(wanted, drop=order.drop)
             self._shelf.put(await asyncio.to_thread(kept_in, directory))
             return True
 

@@ -72,16 +72,20 @@ async def prepare(
     try:
         document = await _document(link, sha256)
         is_gguf = document.weights[0].is_gguf
-        found = "" if is_gguf else documents.sha256_of_small(document.small)
-        _require_agreed(peer, files_sha256, found)
-        small = {file.name: await _small(link, sha256, file) for file in document.small}
         headers = {
             file.name: b"".join(await link.ask(sha256, Part.HEADER, file.name, 0, file.header))
             for file in document.weights
         }
         if is_gguf:
             found = await asyncio.to_thread(documents.sha256_of_headers, headers.values())
-            _require_agreed(peer, files_sha256, found)
+        else:
+            found = documents.sha256_of_small(document.small)
+        if files_sha256 not in ("", found):
+            raise BadCheckpoint(
+                f"{peer.node_name} has another config or tokenizer than the other nodes.",
+                fix="Ask another node, or make the files beside the weights equal.",
+            )
+        small = {file.name: await _small(link, sha256, file) for file in document.small}
         sparse, complete = dict[str, SparseFile](), set[str]()
         for file in document.weights:
             settings = await _settings(link, document, file, headers[file.name])
@@ -91,15 +95,6 @@ async def prepare(
     finally:
         link.close("it is known now what there is")
     await asyncio.to_thread(_create, directory, document, sparse, small, complete)
-
-
-def _require_agreed(peer: PeerHolding, agreed: str, found: str) -> None:
-    """`found` is '' where that is not known yet."""
-    if "" not in (agreed, found) and agreed != found:
-        raise BadCheckpoint(
-            f"{peer.node_name} has another config or tokenizer than the other nodes.",
-            fix="Ask another node, or make the files beside the weights equal.",
-        )
 
 
 async def _settings(

@@ -142,7 +142,7 @@ class Shelf:
         file = _file(manifest, part, name)
         if part is Part.FILE:
             return file.stat().st_size
-        return documents.header_ends(manifest)[file]
+        return documents.header_end(manifest, file)
 
     def read(self, sha256: str, part: Part, name: str, start: int, stop: int) -> bytes:
         """Bytes of a part, within its `size`. Raises as `size`."""
@@ -213,7 +213,7 @@ def _file(manifest: Manifest, part: Part, name: str) -> Path:
     if part is Part.FILE and name in documents.small_names(manifest):
         return manifest.directory / name
     if part is Part.HEADER:
-        for file in documents.header_ends(manifest):
+        for file in documents.weights_files(manifest):
             if file.name == name:
                 return file
     raise BadRequest(f"{name[:64]!r} is no file of this checkpoint.", fix="Ask for others.")
