@@ -137,10 +137,9 @@ def _by_torch(keys: torch.Tensor, values: torch.Tensor, context: int) -> Callabl
 
 def _by_onnxruntime(keys: torch.Tensor, values: torch.Tensor, context: int) -> Callable[[], Any]:
     # Not above: it takes its time to import, and memory.
-    from mesh.shard.compiled.attention_graph import attention_model, padding
+    from mesh.shard.compiled.attention_graph import attention_model, padding, row_shape
     from mesh.shard.compiled.engine import Binding, compiled
     from mesh.shard.compiled.parts import Attention
-    from mesh.shard.compiled.passes import row_shape
 
     _, heads, positions, width = keys.shape
     nothing = torch.nn.Identity()

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from onnx import TensorProto
 
-from mesh.shard.compiled.graph import FLOAT, Graph
+from mesh.shard.compiled.graph import FLOAT, GraphBuilder
 from mesh.shard.compiled.parts import Attention
 
 _QUERIES = 16
@@ -43,10 +44,18 @@ def padding(rows: int) -> int:
     return rows % 2
 
 
+def row_shape(rows: int) -> dict[str, torch.Tensor]:
+    """What tells a graph how many rows there are, and how many attention gets beyond them."""
+    return {
+        "padding": torch.tensor([0, 0, 0, 0, padding(rows), 0]),
+        "rows": torch.tensor([rows]),
+    }
+
+
 def attention_model(attention: Attention) -> bytes:
     """The serialised graph of attention; the same bytes for layers that differ in weights only."""
     heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
-    graph = Graph({})
+    graph = GraphBuilder({})
     packed = (heads + 2 * kv_heads) * width
     projected = graph.input("projected", FLOAT, [1, "rows", packed])
     projected = graph.op("Pad", [projected, graph.input("padding", TensorProto.INT64, [6])])
@@ -92,10 +101,10 @@ def grouped_model(attention: Attention, turned: int, *, alone: bool) -> bytes:
 
     The operator of `attention_model` packs them for each query. Here a row that is `alone` gives a
     matrix of queries to each key head; of several rows each head has one of its own. The bits are
-    the same where `lone_rows.is_grouped_alike` says so.
+    the same where `lone_rows.is_grouped` says so.
     """
     heads, kv_heads, width = attention.heads, attention.kv_heads, attention.width
-    graph = Graph({})
+    graph = GraphBuilder({})
     x = graph.input("projected", FLOAT, [1, "rows", (heads + 2 * kv_heads) * width])
     if not alone:
         x = graph.op("Pad", [x, graph.input("padding", TensorProto.INT64, [6])])
@@ -116,29 +125,31 @@ def grouped_model(attention: Attention, turned: int, *, alone: bool) -> bytes:
         written = graph.op("TensorScatter", given, outputs=[f"new_{name}"], axis=-2)
         graph.output(written, shape)
         seen.append(graph.op("Slice", [written, graph.numbers(0), end, graph.numbers(2)]))
-    attend = _attend_alone if alone else _attend_several
-    attend(graph, attention, q, seen, end)
+    if alone:
+        _attend_alone(graph, attention, q, seen)
+    else:
+        _attend_several(graph, attention, q, seen, end)
     graph.output("attended", [1, "rows", heads * width])
     return graph.serialised()
 
 
-def _attend_alone(
-    graph: Graph, attention: Attention, q: str, seen: Sequence[str], end: str
-) -> None:
+def _attend_alone(graph: GraphBuilder, attention: Attention, q: str, seen: Sequence[str]) -> None:
     """A row: the queries that share a key are rows of a matrix, as many as `padding` asks for."""
     share = attention.heads // attention.kv_heads
     q = graph.op("Reshape", [q, graph.numbers(1, attention.kv_heads, share, attention.width)])
-    q = graph.op("Pad", [q, graph.numbers(0, 0, 0, 0, 0, 0, padding(share), 0)])
+    if more := padding(share):
+        q = graph.op("Pad", [q, graph.numbers(0, 0, 0, 0, 0, 0, more, 0)])
     y = graph.op(
         "Attention", [q, *seen], is_causal=0, scale=attention.scale, softcap=attention.softcap
     )
-    y = graph.op("Slice", [y, graph.numbers(0), graph.numbers(share), graph.numbers(2)])
+    if more:
+        y = graph.op("Slice", [y, graph.numbers(0), graph.numbers(share), graph.numbers(2)])
     flat = graph.numbers(1, 1, attention.heads * attention.width)
     graph.op("Reshape", [y, flat], outputs=["attended"])
 
 
 def _attend_several(
-    graph: Graph, attention: Attention, q: str, seen: Sequence[str], end: str
+    graph: GraphBuilder, attention: Attention, q: str, seen: Sequence[str], end: str
 ) -> None:
     """Rows that see one another as well."""
     q = graph.by_head(q, attention.heads, attention.width)

@@ -67,7 +67,7 @@ def front_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
 
     What it refers to is looked for in its products' folder.
     """
-    graph, attention = Graph(products), parts.attention
+    graph, attention = GraphBuilder(products), parts.attention
     x = graph.norm(graph.input("x", FLOAT, [1, "rows", parts.hidden]), parts.before_attention)
     projected = graph.product(x, QKV)
     keys = attention.kv_heads * attention.width
@@ -82,7 +82,7 @@ def front_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
 
 def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
     """The serialised graph of what stands behind attention; its products as in `front_model`."""
-    graph, attention = Graph(products), parts.attention
+    graph, attention = GraphBuilder(products), parts.attention
     x = graph.input("x", FLOAT, [1, "rows", parts.hidden])
     attended: list[int | str] = [1, "rows", attention.heads * attention.width]
     y = graph.product(graph.input("attended", FLOAT, attended), OUTPUT)
@@ -96,14 +96,14 @@ def back_model(parts: LayerParts, products: Mapping[str, Product]) -> bytes:
 
 def product_model(product: Product, rows: int, columns: int) -> bytes:
     """The serialised graph of one product: ``x`` (rows, columns) to ``y`` (rows, out)."""
-    graph = Graph({"product": product})
+    graph = GraphBuilder({"product": product})
     graph.input("x", FLOAT, ["rows", columns])
     graph.op("Identity", [graph.product("x", "product")], outputs=["y"])
     graph.output("y", ["rows", rows])
     return graph.serialised()
 
 
-class Graph:
+class GraphBuilder:
     """Collects the nodes of one graph."""
 
     def __init__(self, products: Mapping[str, Product]) -> None:
@@ -240,7 +240,7 @@ class Graph:
         return name
 
 
-def _normed(graph: Graph, attention: Attention, q: str, k: str) -> tuple[str, str]:
+def _normed(graph: GraphBuilder, attention: Attention, q: str, k: str) -> tuple[str, str]:
     if attention.norm_whole:
         return graph.norm(q, attention.query_norm), graph.norm(k, attention.key_norm)
     width = attention.width
@@ -250,7 +250,7 @@ def _normed(graph: Graph, attention: Attention, q: str, k: str) -> tuple[str, st
     )
 
 
-def _feed_forward(graph: Graph, part: FeedForward, x: str) -> str:
+def _feed_forward(graph: GraphBuilder, part: FeedForward, x: str) -> str:
     up = graph.product(x, UP)
     if not part.is_gated:
         return graph.product(_activated(graph, up, part.activation), DOWN)
@@ -259,7 +259,7 @@ def _feed_forward(graph: Graph, part: FeedForward, x: str) -> str:
     return graph.product(active, DOWN)
 
 
-def _activated(graph: Graph, x: str, activation: str) -> str:
+def _activated(graph: GraphBuilder, x: str, activation: str) -> str:
     if activation == "silu":
         return graph.op("QuickGelu", [x], contrib=True, alpha=1.0)
     if activation == "gelu_tanh":

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from mesh.shard.alike_rows import alike_rows
-from mesh.shard.compiled.attention_graph import grouped_model, may_group, padding
+from mesh.shard.compiled.attention_graph import grouped_model, may_group, padding, row_shape
 from mesh.shard.compiled.engine import Binding, compiled
 from mesh.shard.compiled.formats import BITS, BlockMatrix, quantise
 from mesh.shard.compiled.graph import Product, product_model
@@ -84,10 +84,9 @@ def have_same_rows(attention: Attention, alone: bytes, several: bytes) -> bool:
         """Of rows from `start` on; their keys and values are written, the same each time."""
         given = count + padding(count) if count > 1 else 1
         keys, values = memory
-        inputs = {
+        inputs = row_shape(count) | {
             "projected": rows[:, start : start + count].contiguous(), "keys": keys,
             "values": values, "at": torch.tensor([start]), "end": torch.tensor([start + given]),
-            "rows": torch.tensor([count]), "padding": torch.tensor([0, 0, 0, 0, given - count, 0]),
         }  # fmt: skip
         found = torch.empty(1, count, heads * width)
         outputs = {"attended": found, "new_keys": keys, "new_values": values}

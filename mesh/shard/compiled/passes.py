@@ -15,7 +15,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from mesh.shard.compiled.attention_graph import attention_model, grouped_model, padding
+from mesh.shard.compiled.attention_graph import attention_model, grouped_model, padding, row_shape
 from mesh.shard.compiled.engine import Binding, compiled
 from mesh.shard.compiled.graph import back_model, front_model
 from mesh.shard.compiled.lone_rows import is_grouped
@@ -98,6 +98,9 @@ class PassPlace:
 
     def pieces(self, most: int) -> Iterator[PassPlace]:
         """The same rows, so many at a time: one piece sees those before it, and no other."""
+        if self.rows <= most:
+            yield self
+            return
         for first in range(0, self.rows, most):
             yield replace(self, start=self.start + first, rows=min(most, self.rows - first))
 
@@ -216,11 +219,3 @@ class Workspace:
             bindings.append(Binding.of(session, given, results))
         told = [each.numpy() for each in (last, total, at, end, positions)]
         return Attending(tuple(bindings), place, *told)
-
-
-def row_shape(rows: int) -> dict[str, torch.Tensor]:
-    """What tells a graph how many rows there are, and how many attention gets beyond them."""
-    return {
-        "padding": torch.tensor([0, 0, 0, 0, padding(rows), 0]),
-        "rows": torch.tensor([rows]),
-    }

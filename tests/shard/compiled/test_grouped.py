@@ -19,21 +19,23 @@ SHARED = Attention(
 )
 
 
-ON_THIS_CPU = have_same_rows(
-    SHARED, *(grouped_model(SHARED, 0, alone=alone) for alone in (True, False))
-)
+@pytest.fixture(scope="module")
+def on_this_cpu() -> bool:
+    """Whether a row alone has the bits here that it has in a piece of a prompt."""
+    both = (grouped_model(SHARED, 0, alone=alone) for alone in (True, False))
+    return have_same_rows(SHARED, *both)
 
 
 @pytest.mark.parametrize("family", GROUPED)
-def test_where_many_queries_share_a_key_kernels_say_so(family: str) -> None:
-    if not ON_THIS_CPU:
+def test_where_many_queries_share_a_key_kernels_say_so(family: str, on_this_cpu: bool) -> None:
+    if not on_this_cpu:
         pytest.skip("a row alone has other bits than in a piece of a prompt here")
     assert compiled("int8", family).kernels.endswith("+int8+grouped")
 
 
-def test_few_queries_to_a_key_and_windows_are_computed_as_ever() -> None:
+def test_few_queries_to_a_key_and_windows_are_computed_as_ever(on_this_cpu: bool) -> None:
     assert "grouped" not in compiled("int8", "llama").kernels
-    assert is_grouped(SHARED) == ON_THIS_CPU
+    assert is_grouped(SHARED) == on_this_cpu
     assert not is_grouped(replace(SHARED, kv_heads=7))
     assert not is_grouped(replace(SHARED, window=128))
 
