@@ -103,6 +103,28 @@ async def house(root: Path, *names: str) -> AsyncIterator[House]:
         await asyncio.gather(*(f.supervisor.stop() for f in made.fetchers.values()))
 
 
+@asynccontextmanager
+async def hub_house(
+    root: Path, url: str, *names: str, **changes: Any
+) -> AsyncIterator[tuple[House, list[Fetcher]]]:
+    """Fetchers that are up, may ask the hub at `url`, and keep hearing what the others have."""
+
+    async def keep_introducing() -> None:
+        while True:
+            made.introduce()
+            await asyncio.sleep(0.1)
+
+    async with house(root, *names) as made:
+        made.hub = HubSettings(url)
+        fetchers = [made.start(name, **changes) for name in names]
+        await up(*fetchers)
+        gossip = asyncio.create_task(keep_introducing())
+        try:
+            yield made, fetchers
+        finally:
+            gossip.cancel()
+
+
 async def up(*fetchers: Fetcher) -> None:
     """Until they are ready."""
     async with asyncio.timeout(60):

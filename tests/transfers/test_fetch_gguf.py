@@ -20,10 +20,9 @@ from mesh.types import LayerRange
 from mesh.wire.messages import Part
 from tests.checkpoints import LLAMA3_ROPE, make_checkpoint
 from tests.gguf_files import write_gguf
-from tests.transfers.house import MODEL, house, up
+from tests.transfers.house import MODEL, house, hub_house, up
 from tests.transfers.hub_standin import HubStandin
 from tests.transfers.test_fetcher import right, sent, stored, weights_bytes
-from tests.transfers.test_hub import keep_introducing
 
 LAYERS = 4
 
@@ -182,11 +181,7 @@ async def test_the_hub_is_asked_once_for_the_whole_house_and_then_by_ranges(
     file = await asyncio.to_thread(write_gguf, checkpoint, folder / "toy-Q8_0.gguf", "Q8_0")
     whole = await asyncio.to_thread(read_manifest, file)
     with HubStandin(folder) as hub:
-        async with house(tmp_path, "one", "two", "three") as made:
-            made.hub = HubSettings(hub.url)
-            one, two, three = (made.start(name) for name in ("one", "two", "three"))
-            await up(one, two, three)
-            gossip = asyncio.create_task(keep_introducing(made))
+        async with hub_house(tmp_path, hub.url, "one", "two", "three") as (_, (one, two, three)):
             pulls = [fetcher.supervisor.pull("org/toy") for fetcher in (one, two)]
             for directory in await asyncio.gather(*pulls):
                 assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
@@ -205,7 +200,6 @@ async def test_the_hub_is_asked_once_for_the_whole_house_and_then_by_ranges(
             ranged = hub.sent[file.name] - file.stat().st_size
             names = [*whole.layer_tensors(LayerRange(1, 2)), *whole.ends_tensors()]
             assert ranged == sum(entry.nbytes for entry in names)
-            gossip.cancel()
 
 
 def test_what_lies_beside_it_is_not_given(whole: Manifest) -> None:

@@ -16,7 +16,7 @@ from mesh.models.partial import read_record
 from mesh.transfers.hub import HubSettings
 from mesh.types import LayerRange
 from tests.checkpoints import make_checkpoint
-from tests.transfers.house import MODEL, Fetcher, House, house, up
+from tests.transfers.house import MODEL, Fetcher, house, hub_house, up
 from tests.transfers.hub_standin import HubStandin
 from tests.transfers.test_fetcher import progress, right, weights_bytes
 
@@ -39,21 +39,10 @@ def weights_sent(hub: HubStandin) -> int:
     return sum(count for name, count in hub.sent.items() if name.endswith(".safetensors"))
 
 
-async def keep_introducing(made: House) -> None:
-    """Advertise as daemons do, until cancelled."""
-    while True:
-        made.introduce()
-        await asyncio.sleep(0.1)
-
-
 async def test_it_is_read_once_for_the_whole_house(
     tmp_path: Path, whole: Manifest, hub: HubStandin
 ) -> None:
-    async with house(tmp_path, "one", "two", "three") as made:
-        made.hub = HubSettings(hub.url)
-        one, two, three = (made.start(name) for name in ("one", "two", "three"))
-        await up(one, two, three)
-        gossip = asyncio.create_task(keep_introducing(made))
+    async with hub_house(tmp_path, hub.url, "one", "two", "three") as (_, (one, two, three)):
         pulls = [fetcher.supervisor.pull("org/toy") for fetcher in (one, two)]
         for directory in await asyncio.gather(*pulls):
             assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
@@ -67,17 +56,12 @@ async def test_it_is_read_once_for_the_whole_house(
             await asyncio.to_thread(os.stat, whole.directory / "model.safetensors")
         ).st_size
         assert weights_sent(hub) == file_size
-        gossip.cancel()
 
 
 async def test_what_no_neighbour_kept_comes_by_ranges(
     tmp_path: Path, whole: Manifest, hub: HubStandin
 ) -> None:
-    async with house(tmp_path, "one", "two") as made:
-        made.hub = HubSettings(hub.url)
-        one, two = made.start("one"), made.start("two")
-        await up(one, two)
-        gossip = asyncio.create_task(keep_introducing(made))
+    async with hub_house(tmp_path, hub.url, "one", "two") as (_, (one, two)):
         directory = await one.supervisor.pull("org/toy", [LayerRange(0, 4)], drop=True)
         kept = {entry.name for entry in whole.layer_tensors(LayerRange(0, 4))}
         kept |= {entry.name for entry in whole.ends_tensors()}
@@ -89,17 +73,12 @@ async def test_what_no_neighbour_kept_comes_by_ranges(
         assert weights_sent(hub) - before == sum(
             entry.nbytes for entry in whole.layer_tensors(LayerRange(4, 6))
         )
-        gossip.cancel()
 
 
 async def test_wrong_bytes_of_a_range_are_refused_and_not_kept(
     tmp_path: Path, whole: Manifest, hub: HubStandin
 ) -> None:
-    async with house(tmp_path, "one", "two") as made:
-        made.hub = HubSettings(hub.url)
-        one, two = made.start("one"), made.start("two", patience_s=8.0)
-        await up(one, two)
-        gossip = asyncio.create_task(keep_introducing(made))
+    async with hub_house(tmp_path, hub.url, "one", "two", patience_s=8.0) as (made, (one, two)):
         await one.supervisor.pull("org/toy", [LayerRange(0, 4)], drop=True)
         hub.mischief.wrong = 10**6
         with pytest.raises(TransferFailed, match="No node that is up has"):
@@ -115,7 +94,6 @@ async def test_wrong_bytes_of_a_range_are_refused_and_not_kept(
         await two.supervisor.pull("org/toy", [LayerRange(4, 6)], ends=False)
         kept = await asyncio.to_thread(right, directory, whole)
         assert kept >= {e.name for e in whole.layer_tensors(LayerRange(4, 6))}
-        gossip.cancel()
 
 
 async def pulled(
