@@ -69,9 +69,11 @@ class Overview:
             "processes": [process.row() for process in parts.processes()],
             "sessions": parts.host.sessions,
             "generations": [
-                {**_generation(live), **parts.counts.row(live.id)}
+                {**_generation(live), **counted}
                 for asker in parts.askers.values()
                 for live in asker.generations
+                # What an asker said last may be older than the end of a generation.
+                if (counted := parts.counts.row(live.id)) is not None
             ],
             "deployments": parts.deployments(),
             "loads": self._loads(),

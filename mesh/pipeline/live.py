@@ -81,8 +81,8 @@ class LiveCounts:
             self._counts.pop(name, None)
             self._on_change()
 
-    def row(self, name: str) -> dict[str, Any]:
+    def row(self, name: str) -> dict[str, Any] | None:
         """``{"prompt_tokens", "tokens", "tokens_per_second", "first_token_ms", "age_s"}`` of the
-        generation that is shown by this name; empty when none is."""
+        generation that is shown by this name; None once it has ended."""
         counts = self._counts.get(name)
-        return {} if counts is None else counts.row(self._clock.monotonic())
+        return None if counts is None else counts.row(self._clock.monotonic())

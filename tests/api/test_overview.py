@@ -24,11 +24,12 @@ from mesh.identity.tls import TlsMaterial
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
 from mesh.node.wiring import start_asker
+from mesh.pipeline.commands import LiveGeneration
 from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
 from mesh.shard.supervisor import ShardSupervisor
 from mesh.transfers.supervisor import FetcherSupervisor
-from mesh.types import Endpoint, LayerRange, ModelId
+from mesh.types import Endpoint, GenerationRequest, LayerRange, ModelId, shown_id
 from tests import secure
 from tests.discovery.network import advertised, new_id
 from tests.pipeline.test_supervisor import Owner
@@ -50,6 +51,7 @@ class Household:
     store: ShardStore = field(default_factory=lambda: ShardStore(SystemClock(), expiry_s=600))
     host: ShardSupervisor = field(default_factory=lambda: ShardSupervisor(None, (), lambda: None))
     lacking: list[str] = field(default_factory=list)
+    counts: LiveCounts = field(default_factory=lambda: LiveCounts(SystemClock(), lambda: None))
 
     def hold(self, name: str, directory: Path, layers: LayerRange | None = None) -> AskerSupervisor:
         """A model of which this node has the files; its asker is not started."""
@@ -78,7 +80,7 @@ class Household:
                 host=self.host, events=EventFeed(SystemClock()), metrics=Metrics(),
                 verdict=lambda _: Verdict.HEALTHY, privacy=dict, lacking=lambda: self.lacking,
                 processes=lambda: [self.host],
-                accounts=list, deployments=list, counts=LiveCounts(SystemClock(), lambda: None),
+                accounts=list, deployments=list, counts=self.counts,
                 weights=FetcherSupervisor(None),
             )
         )  # fmt: skip
@@ -115,6 +117,16 @@ async def test_what_others_fetch_is_told_of_those_that_are_there(home: Household
     ]  # fmt: skip
     home.store.offline(PEER)
     assert home.overview.status()["weights"]["elsewhere"] == []
+
+
+async def test_a_generation_that_has_ended_is_not_shown_without_its_counts(home: Household) -> None:
+    asker = await asyncio.to_thread(home.hold, "good", checkpoint_dir())
+    request = GenerationRequest("a", ModelId("good"), prompt="x")
+    asker.generations = (LiveGeneration(shown_id("a"), ModelId("good"), (), 0),)
+    with home.counts.counting(request):
+        (row,) = home.overview.status()["generations"]
+        assert (row["id"], row["tokens"], row["first_token_ms"]) == (shown_id("a"), 0, None)
+    assert home.overview.status()["generations"] == []
 
 
 @pytest.mark.slow

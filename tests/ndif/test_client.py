@@ -79,8 +79,10 @@ async def test_a_failed_job_raises_with_its_own_words(node: Node) -> None:
     with pytest.raises(RemoteError, match="ZeroDivisionError: no") as caught:
         await in_thread(client.ask, node.url, "fail")
     assert "x = 1 / 0" in str(caught.value)
-    kind, fields = node.events[-1]
-    assert (kind, fields["status"]) == ("job_ended", "ERROR")
+    # The client is told first, then the files are removed, then the event comes.
+    await until(lambda: node.events[-1][0] == "job_ended")
+    fields = node.events[-1][1]
+    assert fields["status"] == "ERROR"
     took = {"wall_s": 0.25, "cpu_s": 0.125, "peak_memory_bytes": 4096, "hops": ["attic", "kitchen"]}
     assert took.items() <= fields.items()
 

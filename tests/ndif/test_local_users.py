@@ -122,6 +122,7 @@ class TestOnOtherSystems:
     async def test_what_happens_is_told_without_the_ids_that_open_it(self, node: Node) -> None:
         await in_thread(client.ask, node.url, "told")
         (job_id,) = [spec.job_id for spec in node.runner.specs]
+        await until(lambda: node.events[-1][0] == "job_ended")
         kinds = [kind for kind, _ in node.events]
         assert kinds == ["job_started", "job_ended"]
         assert job_id not in json.dumps(node.events)

@@ -176,7 +176,8 @@ async def test_limits_end_a_job(jail: Jail) -> None:
     outcome = await run(jail, "spinning", limits=JobLimits(wall_s=20, cpu_s=1))
     assert outcome.ending is Ending.CPU_LIMIT
     assert outcome.text == "The job was ended after 1 s of computing, its limit."
-    assert 0.9 < outcome.cpu_s < 2
+    # The kernel counts the limit in ticks and what was used exactly: they may differ by some.
+    assert 0.5 <= outcome.cpu_s < 2
 
 
 async def test_a_result_over_its_limit_is_an_error(jail: Jail) -> None:
