@@ -70,6 +70,8 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The devices that a node computes on, the one that its askers use first."""
+    """The devices that a node computes on, the one that its askers use first, and what weights
+    may take on the disk that they are fetched to; None where that is not said."""
 
     devices: Annotated[tuple[Device, ...], Meta(max_length=MAX_DEVICES)] = ()
+    disk_free_bytes: Int63 | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from mesh.errors import InternalError, MeshError, NotEnoughMemory
+from mesh.errors import DiskFull, InternalError, MeshError, NotEnoughMemory
 from mesh.types import ShardId
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 2.0, 300.0
@@ -40,7 +40,8 @@ class Phase(StrEnum):
 class PhaseProgress:
     """A span's phase. `done` of `total` bytes are there while it is provisioned, and more come at
     `bytes_per_s`; while it is deployed they count what it is at: reading, packing. `reason` says
-    what it waits for or why it failed. `lacks_memory`: its machine has no room for it."""
+    what it waits for or why it failed. `lacks_memory`: its machine has no room for it, in memory or
+    on its disk."""
 
     phase: Phase
     done: int = 0
@@ -119,7 +120,7 @@ class Phases:
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(count - 1, 16))
         reason = f"{error.message} {error.fix}".strip()
         self._failures[shard] = _Failure(reason, now + wait_s, count)
-        lacks = error.code == NotEnoughMemory.code
+        lacks = error.code in (NotEnoughMemory.code, DiskFull.code)
         self.put(shard, Phase.FAILED, reason, lacks_memory=lacks)
 
     def ready(self, shard: ShardId) -> None:

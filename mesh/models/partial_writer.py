@@ -13,7 +13,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,8 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Self
 
-from mesh.errors import BadCheckpoint, Busy, DiskFull, MeshError
+from mesh.errors import BadCheckpoint, Busy, MeshError
+from mesh.models.disk_room import require_room
 from mesh.models.header import TensorEntry
 from mesh.models.manifest import read_tensors
 from mesh.models.partial import (
@@ -41,8 +41,6 @@ _LOCK = "hearthnet-partial.lock"
 _COMMIT_BYTES = 64 << 20
 """So much is verified at most before it is flushed and noted."""
 _READ_BYTES = 1 << 20
-_SPARE_BYTES = 64 << 20
-"""Left free on a disk that is filled."""
 
 
 class WriteOutcome(Enum):
@@ -124,13 +122,7 @@ class PartialWriter:
     def require_room(self, names: Iterable[str]) -> None:
         """Raise DiskFull when the disk has no room for what is missing of these."""
         need = sum(stop - start for name in names for start, stop in self.missing(name))
-        free = shutil.disk_usage(self.directory).free
-        if need and need + _SPARE_BYTES > free:
-            raise DiskFull(
-                f"{self.directory} needs {need / 1e6:.0f} MB more; the disk has"
-                f" {free / 1e6:.0f} MB free.",
-                fix="Free some room, remove models with `hearthnet rm`, or fetch fewer layers.",
-            )
+        require_room(self.directory, need)
 
     def put(self, name: str, start: int, parts: Sequence[Buffer]) -> WriteOutcome:
         """Write one piece of a tensor, whose bytes are `parts` in a row; verify the tensor when it

@@ -110,7 +110,7 @@ class Estimates:
             quant=self._quant(wish.quant, machines),
             context=positions,
             max_shards=self._house.config.distributed.max_shards_per_request,
-            thin=self._house.config.distributed.thin == "always",
+            thin=self._is_thin,
         )
         going = leaving(wish, before, alive)
         freed = {each.node_id: _freed_mb(each, going) for each in machines}
@@ -146,6 +146,11 @@ class Estimates:
         """Every node that is known, with what it has of the model."""
         return [self._machine(view, model) for view in self._house.store.nodes()]
 
+    @property
+    def _is_thin(self) -> bool:
+        """Whether who takes layers has no use for the ends, but with the first and the last."""
+        return self._house.config.distributed.thin == "always"
+
     async def _shape(self, name: str, context: int) -> ModelShape:
         manifest = await self._weights.manifest(name)
         shape = await asyncio.to_thread(shape_of, manifest, context)
@@ -173,19 +178,23 @@ class Estimates:
             context=order["context"],
             streams=order["streams"],
             max_shards=self._house.config.distributed.max_shards_per_request,
-            thin=self._house.config.distributed.thin == "always",
+            thin=self._is_thin,
         )
         return known, demand
 
     def _machine(self, view: NodeView, model: ModelShape) -> Machine:
         node, devices = view.info.node_id, (view.capacity or Capacity()).devices
         here = node == self._house.node
-        held = [
-            HeldLayers(layers)
+        own = [
+            each
             for each in (self._house.held() if here else view.weights)
             if (each.model_id, each.weights_sha256) == (model.model_id, model.weights_sha256)
-            for layers in each.layers
         ]
+        held = [HeldLayers(layers) for each in own for layers in each.layers]
+        has_ends_here = any(each.ends for each in own)
+        free = view.capacity.disk_free_bytes if view.capacity is not None else None
+        if free is not None and not (has_ends_here or self._is_thin):
+            free = max(0, free - model.ends_bytes)
         rtt_ms, timed = self._house.rtt_ms(node), []
         for shard in view.shards:
             said, health = shard.descriptor, shard.health
@@ -210,6 +219,7 @@ class Estimates:
             asked_ms=self._house.asked.of(model.model_id) if here else None,
             way_ms=self._house.asked.way_ms(node),
             mb_s=self._house.asked.mb_s(node) or _UNMEASURED_MB_S,
+            disk_bytes=free,
         )
 
     def _asks(self, view: NodeView, model: ModelShape) -> bool:

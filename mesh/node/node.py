@@ -83,7 +83,7 @@ class Node:
         detector = FailureDetector(self._clock, expected_s=expected_s, ceiling_s=timeout_s)
         self._watch = PeerWatch(detector, self._silences, self._on_verdict)
         self._held = Holdings(config, key, models, self)
-        looks = (self._is_idle, self._served, self.asker_changed)
+        looks = (self._is_idle, self._served, self.asker_changed, wiring.models_disk(config))
         hooks = OwnHooks(lambda: self._held.host.memory, *looks)
         self._capacity = OwnCapacity(wiring.measure(config), capacity_dir(), hooks)
         self.weights = Weights(

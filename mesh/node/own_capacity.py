@@ -59,6 +59,8 @@ _NEWS = 0.1
 """A corrected speed is told when it has moved by so much."""
 _NEWS_FREE = 1 / 50
 """What is free is told when it has moved by so much of all there is."""
+_NEWS_DISK_BYTES = 64 << 20
+"""Of a disk, by so much at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +89,14 @@ class KeptMeasurement:
 class OwnHooks:
     """`memory` is what the shard process last said is free, None without one; `is_idle` whether
     nothing loads or computes; `shards` are those that are served; `on_change` is told when speeds
-    or what is free become known or move."""
+    or what is free become known or move; `disk` reads what weights may take on theirs, in bytes,
+    and may block and raise OSError."""
 
     memory: Callable[[], Memory | None]
     is_idle: Callable[[], bool]
     shards: Callable[[], Sequence[Advertisement]]
     on_change: Callable[[], None]
+    disk: Callable[[], int | None] = lambda: None
 
 
 async def measured(order: Measure) -> Measurement:
@@ -164,8 +168,9 @@ class OwnCapacity:
         self._measured: Measurement | None = None
         self._served = ServedSpeed()
         self.asked = AskedTimes()
-        self._told: Device | None = None
+        self._told: Capacity | None = None
         self._main: Headroom | None = None
+        self._disk_bytes: int | None = None
         self._is_cpu = False
         """Whether it is known, without measuring, that the device is the processor."""
         self._card: Device | None = None
@@ -202,7 +207,8 @@ class OwnCapacity:
             free_mb, total_mb = self._card.free_bytes >> 20, self._card.total_bytes >> 20
         else:
             return None
-        return Capacity((replace(device, free_bytes=free_mb << 20, total_bytes=total_mb << 20),))
+        device = replace(device, free_bytes=free_mb << 20, total_bytes=total_mb << 20)
+        return Capacity((device,), self._disk_bytes)
 
     def asker_ms(self) -> float:
         """What a token costs here where it is asked for, besides head and hops; 0 while nobody
@@ -219,6 +225,7 @@ class OwnCapacity:
         try:
             while True:
                 with contextlib.suppress(OSError):  # what was known last has to do
+                    self._disk_bytes = await asyncio.to_thread(self._hooks.disk)
                     self._main = await asyncio.to_thread(self._main_memory)
                 self._look()
                 await asyncio.sleep(self._pace.look_s)
@@ -232,9 +239,8 @@ class OwnCapacity:
         capacity = self.now()
         if capacity is None:
             return
-        (device,) = capacity.devices
-        if self._told is None or _differ(device, self._told):
-            self._told = device
+        if self._told is None or _differ(capacity, self._told):
+            self._told = capacity
             self._hooks.on_change()
 
     async def _watch_card(self) -> None:
@@ -326,9 +332,19 @@ def _is_cpu(order: Measure) -> bool:
     return order.device == "cpu" or (order.device == "auto" and not has_card)
 
 
-def _differ(one: Device, other: Device) -> bool:
+def _differ(now: Capacity, told: Capacity) -> bool:
     """Whether there is clearly more or less free, a format is clearly faster or slower, or there
     are others."""
+    now_free, told_free = now.disk_free_bytes, told.disk_free_bytes
+    if now_free is None or told_free is None:
+        if now_free is not told_free:
+            return True
+    elif abs(now_free - told_free) > max(_NEWS_DISK_BYTES, _NEWS_FREE * told_free):
+        return True
+    return any(map(_device_differs, now.devices, told.devices))
+
+
+def _device_differs(one: Device, other: Device) -> bool:
     if abs(one.free_bytes - other.free_bytes) > _NEWS_FREE * max(one.total_bytes, 1):
         return True
     pairs = list(zip(one.speeds, other.speeds, strict=False))

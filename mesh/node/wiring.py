@@ -5,7 +5,8 @@ Starts nothing and owns nothing; `mesh.node.node` does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from mesh import __version__
@@ -15,6 +16,7 @@ from mesh.identity.tls import TlsMaterial
 from mesh.interventions.jail.limits import JobLimits
 from mesh.interventions.jobs.commands import StartJobs
 from mesh.interventions.jobs.types import RunnerSettings
+from mesh.models.disk_room import free_bytes
 from mesh.models.local import LocalModel, local_directory
 from mesh.paths import StatePaths, cache_dir, models_dir
 from mesh.pipeline.commands import AskerOptions, EngineSettings, RouteLimits, StartAsker
@@ -48,6 +50,11 @@ def start_shards(config: Config, key: NodeKey, address: str, tls: TlsMaterial) -
 def measure(config: Config) -> Measure:
     """What this machine is to be measured with: what its shards would compute with."""
     return Measure(config.device, _threads(config), StatePaths(config.state_dir).threads_dir)
+
+
+def models_disk(config: Config) -> Callable[[], int]:
+    """What tells how many bytes weights may still take where they are fetched to."""
+    return partial(free_bytes, config.models_dir or models_dir())
 
 
 def shard(config: Config, model: LocalModel, layers: LayerRange) -> ShardRequest:

@@ -6,12 +6,12 @@ Decides nothing; looks at what was decided.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mesh.routing.fitting import Bench, benches, ends_lack
+from mesh.routing.fitting import UNKNOWN_DISK_BYTES, Bench, benches, ends_lack
 from mesh.routing.forecast import with_one_more
 from mesh.routing.machines import Demand, Machine, ModelShape, Quant
-from mesh.routing.seating import layers_within
+from mesh.routing.seating import Seat, layers_within
 from mesh.types import LayerRange, NodeId
 from mesh.units import memory_size
 
@@ -118,6 +118,15 @@ def _in_all(
             f"See why below. {fix}",
         )
     held = sum(layers_within(bench.seat(None)) for bench in found)
+    if held < wanted <= sum(layers_within(_on_any_disk(bench)) for bench in found):
+        missing = (wanted - held) * max(model.layer_bytes)
+        return Refusal(
+            "not_enough_memory",
+            f"the disks of the machines that may be used have room for {held} of {wanted} layers;"
+            f" {memory_size(missing)} are missing there.",
+            f"Free room on the disks (`hearthnet rm` there), or let another machine join. {fix}",
+            missing,
+        )
     a_layer = max(sum(b.weight_bytes) / len(b.weight_bytes) + b.cache_bytes for b in found)
     lacking = max(1, wanted - held)
     copies = "" if demand.replicas == 1 else f" of {demand.replicas} copies"
@@ -149,9 +158,7 @@ def _why(
         return f"its speed in {quant} on {kinds} is not known"
     fitting = [(bench, most) for bench in found if (most := layers_within(bench.seat(None)))]
     if not fitting:
-        least = min(bench.need(LayerRange(0, 1)).total for bench in found)
-        have = max(0, *(bench.have_bytes for bench in found))
-        return f"no memory: one layer needs {memory_size(least)}, {memory_size(have)} are free"
+        return _no_room(model, machine, found)
     if not laid:
         return ""
     before = sum(bench.cost(layers) for bench, layers in laid[0])
@@ -159,6 +166,22 @@ def _why(
     if more <= 1e-9:
         return "as fast without it"
     return f"faster without it: {before:.1f} ms a token, at best {before + more:.1f} with it"
+
+
+def _no_room(model: ModelShape, machine: Machine, found: Sequence[Bench]) -> str:
+    if any(layers_within(_on_any_disk(bench)) for bench in found):
+        least, have = min(model.layer_bytes), machine.disk_bytes or 0
+        return (
+            f"no room on its disk: one layer is {memory_size(least)}, {memory_size(have)} are free"
+        )
+    least = min(bench.need(LayerRange(0, 1)).total for bench in found)
+    have = max(0, *(bench.have_bytes for bench in found))
+    return f"no memory: one layer needs {memory_size(least)}, {memory_size(have)} are free"
+
+
+def _on_any_disk(bench: Bench) -> Seat:
+    """What the memory alone has room for."""
+    return replace(bench.seat(None), disk_bytes=UNKNOWN_DISK_BYTES)
 
 
 def _barred(machine: Machine, demand: Demand) -> str:

@@ -28,6 +28,9 @@ STAY_SHARE = 0.03
 
 PREFILL_ROWS = 512
 
+UNKNOWN_DISK_BYTES = 1 << 62
+"""A disk that nobody knows is believed to have room."""
+
 
 @dataclass(frozen=True, slots=True)
 class Need:
@@ -51,7 +54,8 @@ class Bench:
     of this very model, less what asking for it takes. `layer_bytes` is the largest layer in the
     numbers that are computed in, as which it is held for a while beside the others. `edge_bytes`
     come with the first and with the last layer, once for a shard with both. `prefill_ms` are those
-    of 512 rows of each layer.
+    of 512 rows of each layer. `fetch_bytes` are what each takes on the disk, as stored, where it is
+    not there yet.
     """
 
     machine: Machine
@@ -64,6 +68,7 @@ class Bench:
     decode_ms: tuple[float, ...]
     prefill_ms: tuple[float, ...]
     have_bytes: int
+    fetch_bytes: tuple[int, ...]
     edge_bytes: int = 0
 
     @property
@@ -101,16 +106,15 @@ class Bench:
         sizes = [size + self.cache_bytes for size in self.weight_bytes]
         sizes[0] += self.edge_bytes
         sizes[-1] += self.edge_bytes
-        return Seat(self.key, self.hop_ms, self.decode_ms, tuple(sizes), max(0, within), pin)
+        disk_bytes = self.machine.disk_bytes
+        return Seat(
+            self.key, self.hop_ms, self.decode_ms, tuple(sizes), max(0, within), self.fetch_bytes,
+            UNKNOWN_DISK_BYTES if disk_bytes is None else disk_bytes, pin,
+        )  # fmt: skip
 
-    def fetched(self, layers: LayerRange, model: ModelShape) -> int:
+    def fetched(self, layers: LayerRange) -> int:
         """Bytes, as stored, that have to be brought here first."""
-        here = [held.layers for held in self.machine.held]
-        return sum(
-            model.layer_bytes[layer]
-            for layer in range(layers.start, layers.stop)
-            if not any(layer in held for held in here)
-        )
+        return sum(self.fetch_bytes[layers.start : layers.stop])
 
     def replaces(self, layers: LayerRange) -> int:
         """Bytes of this model loaded on the device that make room for these layers."""
@@ -215,6 +219,11 @@ def _bench(
         prefill.append(rows_ms)
     cached = 4.0 if quant != "none" else ITEMSIZE[name]
     positions = demand.context * max(1, demand.streams)
+    here = [held.layers for held in machine.held]
+    lacking = tuple(
+        0 if any(layer in held for held in here) else size
+        for layer, size in enumerate(model.layer_bytes)
+    )
     return Bench(
         machine,
         device,
@@ -226,6 +235,7 @@ def _bench(
         tuple(decode),
         tuple(prefill),
         _have(model, machine, device, demand),
+        lacking,
         ends_bytes(model, device) - SPARE_BYTES if demand.thin else 0,
     )
 

@@ -146,7 +146,7 @@ def _placed(model: ModelShape, bench: Bench, layers: LayerRange) -> Placed:
         bench.have_bytes,
         sum(bench.decode_ms[layers.start : layers.stop]),
         bench.hop_ms,
-        bench.fetched(layers, model),
+        bench.fetched(layers),
         gap=replaced > 0 and need.total > bench.have_bytes - replaced,
     )
 

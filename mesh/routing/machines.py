@@ -89,7 +89,8 @@ class Machine:
     `refusal` is why it may not take any, for people; empty where it may. `has_ends` where the
     model is asked for already, its ends loaded. As the asker it takes `asker_ms` for a token
     besides head and hops; `asked_ms`, head included, is what tokens of this very model took there,
-    and counts first, as `way_ms` does, which is what steps lately took besides computing.
+    and counts first, as `way_ms` does, which is what steps lately took besides computing. Layers
+    that it has to fetch may take `disk_bytes`; None where nobody knows.
     """
 
     node_id: NodeId
@@ -104,6 +105,7 @@ class Machine:
     asker_ms: float = 0.0
     asked_ms: float | None = None
     way_ms: float | None = None
+    disk_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

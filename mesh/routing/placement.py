@@ -239,7 +239,7 @@ def _seats(
             yield bench.seat(None, used.get(bench.key, 0))
     for node, layers in sorted(pins.items()):
         own = [b.seat(layers, used.get(b.key, 0)) for b in found if b.machine.node_id == node]
-        fitting = [each for each in own if each.takes(layers) <= each.room_bytes]
+        fitting = [each for each in own if each.has_room_for(layers)]
         if fitting:
             yield min(fitting, key=lambda each: (each.cost(layers), each.key))
 

@@ -28,7 +28,8 @@ class Seat:
     """A device as a place for layers.
 
     `hop_ms` is what it costs to use it at all, `layer_ms` and `layer_bytes` what each layer of the
-    model would cost and take there, `room_bytes` what there is. With a `pin` it takes exactly those
+    model would cost and take there, `room_bytes` what there is. `fetch_bytes` are what each would
+    take on the disk, `disk_bytes` what there is of that. With a `pin` it takes exactly those
     layers. `key` tells it from others and decides between equals.
     """
 
@@ -37,11 +38,15 @@ class Seat:
     layer_ms: tuple[float, ...]
     layer_bytes: tuple[int, ...]
     room_bytes: int
+    fetch_bytes: tuple[int, ...]
+    disk_bytes: int
     pin: LayerRange | None = None
     _ms: tuple[float, ...] = field(init=False, repr=False, compare=False)
     _bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _fetched: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_fetched", tuple(accumulate(self.fetch_bytes, initial=0)))
         object.__setattr__(self, "_ms", tuple(accumulate(self.layer_ms, initial=0.0)))
         object.__setattr__(self, "_bytes", tuple(accumulate(self.layer_bytes, initial=0)))
 
@@ -49,14 +54,18 @@ class Seat:
         """Milliseconds of a decode step through these layers, the way there included."""
         return self.hop_ms + self._ms[layers.stop] - self._ms[layers.start]
 
-    def takes(self, layers: LayerRange) -> int:
-        """Bytes of these layers."""
-        return self._bytes[layers.stop] - self._bytes[layers.start]
+    def has_room_for(self, layers: LayerRange) -> bool:
+        """Whether these layers fit, in memory and on the disk."""
+        taken = self._bytes[layers.stop] - self._bytes[layers.start]
+        fetched = self._fetched[layers.stop] - self._fetched[layers.start]
+        return taken <= self.room_bytes and fetched <= self.disk_bytes
 
     @property
     def is_even(self) -> bool:
         """Whether all layers are alike to it."""
-        return self.pin is None and len({*self.layer_ms}) == len({*self.layer_bytes}) == 1
+        if self.pin is not None or len({*self.layer_ms}) > 1 or len({*self.layer_bytes}) > 1:
+            return False
+        return self._fetched[-1] <= self.disk_bytes or len({*self.fetch_bytes}) == 1
 
     def extend(self, best: Sequence[float], extra_ms: float) -> tuple[list[float], list[int]]:
         """The costs of covering the first k layers with this seat behind the others, which need
@@ -65,11 +74,12 @@ class Seat:
         if self.pin is not None:
             costs, starts = [float("inf")] * (total + 1), [-1] * (total + 1)
             start, stop = self.pin.start, self.pin.stop
-            if stop <= total and self.takes(self.pin) <= self.room_bytes:
+            if stop <= total and self.has_room_for(self.pin):
                 costs[stop], starts[stop] = best[start] + self.cost(self.pin) + extra_ms, start
             return costs, starts
         costs, starts = list(best), [-1] * (total + 1)
         ms, taken, room = self._ms, self._bytes, self.room_bytes
+        fetched, disk = self._fetched, self.disk_bytes
         window: deque[int] = deque()  # starts that may still be the best, the best one first
         for stop in range(1, total + 1):
             start = stop - 1
@@ -78,6 +88,8 @@ class Seat:
                 window.pop()
             window.append(start)
             while window and taken[stop] - taken[window[0]] > room:
+                window.popleft()
+            while window and fetched[stop] - fetched[window[0]] > disk:
                 window.popleft()
             if window:
                 cost = best[window[0]] - ms[window[0]] + ms[stop] + charge
@@ -120,11 +132,13 @@ def seat(seats: Iterable[Seat], total_layers: int, most: int) -> Seating | None:
 
 def layers_within(each: Seat) -> int:
     """How many layers in a row fit a seat, at its best place."""
-    best, start, taken = 0, 0, 0
+    best, start, taken, fetched = 0, 0, 0, 0
     for stop, size in enumerate(each.layer_bytes, 1):
         taken += size
-        while taken > each.room_bytes:
+        fetched += each.fetch_bytes[stop - 1]
+        while taken > each.room_bytes or fetched > each.disk_bytes:
             taken -= each.layer_bytes[start]
+            fetched -= each.fetch_bytes[start]
             start += 1
         best = max(best, stop - start)
     return best

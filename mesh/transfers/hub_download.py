@@ -9,11 +9,11 @@ import asyncio
 import hashlib
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from mesh.errors import DiskFull, TransferFailed
+from mesh.models.disk_room import require_room
 from mesh.models.partial_draft import refused_by_disk
 from mesh.transfers.hub import Hub, HubFile, Repository
 from mesh.transfers.meter import Meter
@@ -22,7 +22,6 @@ from mesh.transfers.pacing import Pace
 logger = logging.getLogger(__name__)
 
 TRIES = 2
-_SPARE_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
 
 
@@ -125,16 +124,6 @@ def has_room_for(files: Mapping[Path, HubFile]) -> bool:
     except DiskFull:
         return False
     return True
-
-
-def require_room(directory: Path, need: int) -> None:
-    """Raise DiskFull where the disk has no room for so many bytes. Blocks."""
-    free = shutil.disk_usage(directory).free
-    if need + _SPARE_BYTES > free:
-        raise DiskFull(
-            f"{directory} needs {need / 1e6:.0f} MB; the disk has {free / 1e6:.0f} MB free.",
-            fix="Free some room, or remove models with `hearthnet rm`.",
-        )
 
 
 def _append(fd: int, chunk: bytes, digest: hashlib._Hash) -> None:

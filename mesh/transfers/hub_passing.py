@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mesh.codec import Sha256
+from mesh.models.disk_room import require_room
 from mesh.models.hashing import read_cached, weights_sha256, write_json_atomically
 from mesh.models.header import TensorEntry
 from mesh.models.manifest import Manifest, read_manifest
@@ -25,7 +26,7 @@ from mesh.models.partial_draft import create_sparse, refused_by_disk
 from mesh.models.partial_writer import lock_directory
 from mesh.transfers.fetching import WantedLayers
 from mesh.transfers.hub import Hub, HubFile
-from mesh.transfers.hub_download import TRIES, HubDownload, require_room
+from mesh.transfers.hub_download import TRIES, HubDownload
 from mesh.transfers.hub_files import HubModel, become_checkpoint, safetensors_headers
 from mesh.transfers.hub_gguf import gguf_headers
 from mesh.transfers.meter import Meter

@@ -74,6 +74,26 @@ def made(
     return Estimates(around, LocalWeights({}, (), None))
 
 
+async def test_a_machine_whose_disk_is_full_is_left_out_and_says_so(
+    store: ShardStore, estimates: Estimates
+) -> None:
+    for node in (OWN, NEAR):
+        full = replace(cpu(1000), disk_free_bytes=1 << 10)
+        store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=full)
+    answer = await estimates.plan(ASK)
+    assert used(answer) == {"Far"}
+    why = {row["node"]: row["why"] for row in answer["machines"]}
+    assert why["Own"].startswith("no room on its disk")
+    manifest = await asyncio.to_thread(read_manifest, checkpoint_dir())
+    shape = shape_of(manifest, 256)
+    held = HeldWeights(
+        ModelId("builtin"), shape.weights_sha256, shape.total_layers,
+        (LayerRange(0, shape.total_layers),), ends=True, endpoint=Endpoint(""),
+    )  # fmt: skip
+    store.update(NodeInfo(NEAR, "Near", "", "test"), (), capacity=full, weights=[held])
+    assert used(await estimates.plan(ASK)) == {"Near"}
+
+
 def told(host: NodeId, asker_ms: float, *, mb_s: float = 0.0) -> AskedTimes:
     """What two answers over a hop of 3 ms told: what a token cost here, and the rate of the way."""
     shard = replace(advertised(host, "0-1").descriptor, model_id=ModelId("builtin"))

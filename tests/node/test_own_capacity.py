@@ -274,6 +274,32 @@ async def test_what_is_free_is_told_before_anything_is_measured_and_when_it_move
     assert told == [(370, ()), (270, ())]  # 10 MB less are no news; promised caches are not free
 
 
+async def test_what_is_free_on_the_disk_of_the_models_is_told_when_it_moves(tmp_path: Path) -> None:
+    free, told = [900 << 20], list[int | None]()
+
+    def changed() -> None:
+        capacity = own.now()
+        assert capacity is not None
+        told.append(capacity.disk_free_bytes)
+
+    memory = Headroom(400, 1000, "here")
+    hooks = OwnHooks(lambda: None, lambda: False, list, changed, lambda: free[0])
+    own = OwnCapacity(CPU, tmp_path, hooks, QUICK, memory=lambda: memory)
+    own.start()
+    try:
+        async with asyncio.timeout(10):
+            for now in (900 << 20, 899 << 20, 100 << 20):
+                free[0] = now
+                seen = own.now()
+                while seen is None or seen.disk_free_bytes != now:
+                    await asyncio.sleep(0.01)
+                    seen = own.now()
+                await asyncio.sleep(0.05)
+    finally:
+        await own.stop()
+    assert told == [900 << 20, 100 << 20]
+
+
 def shard_that_took(ms: float) -> Advertisement:
     shard = advertised(NodeId("own"), "0-1")
     health = replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, permutations
@@ -59,6 +60,25 @@ def test_what_one_cannot_hold_is_split_and_the_quick_one_gets_what_fits() -> Non
     most = {row.name: row.layers_that_fit for row in found.machines}
     shares = {shard.name: len(shard.layers) for shard in found.replicas[0].shards}
     assert shares == {"b": most["b"], "a": 16 - most["b"]}
+
+
+def test_a_full_disk_takes_what_it_holds_and_no_more() -> None:
+    full = replace(machine("b", 9, 40), disk_bytes=100 << 20)
+    found = lay_out(model(), [machine("a", 9), full], Demand(asker=ASKER, quant="none"))
+    assert places(found) == [("a", "0-15")]
+    assert reason(found, "b") == ("no room on its disk: one layer is 200 MiB, 100 MiB are free")
+    holds = replace(full, held=(HeldLayers(LayerRange(4, 16)),))
+    found = lay_out(model(), [machine("a", 9), holds], Demand(asker=ASKER, quant="none"))
+    assert places(found) == [("a", "0-3"), ("b", "4-15")]
+
+
+def test_disks_that_are_too_full_are_named() -> None:
+    machines = [replace(machine(name, 9), disk_bytes=900 << 20) for name in "ab"]
+    refusal = lay_out(model(), machines, Demand(asker=ASKER, quant="none")).refusal
+    assert refusal is not None
+    assert "the disks of the machines that may be used have room for 8 of 16" in refusal.message
+    assert refusal.missing_bytes == 8 * (200 << 20)
+    assert "hearthnet rm" in refusal.fix
 
 
 def test_a_slow_machine_gets_no_layers() -> None:
@@ -274,12 +294,16 @@ def test_streams_together_are_faster_than_one_and_never_faster_than_the_slowest_
 
 # Against all ways there are.
 
+Drawn = tuple[float, float, float, int, int | None]
+"""Of a machine: GiB, GB/s, ms, how many layers it holds, MiB of its disk."""
+
 HOUSES = st.lists(
     st.tuples(
         st.sampled_from((0.0, 1.0, 1.5, 2.2, 4.0)),
         st.sampled_from((1.0, 9.0, 10.0, 40.0)),
         st.sampled_from((0.0, 0.3, 5.0)),
         st.integers(0, 3),
+        st.sampled_from((None, None, 0, 220, 400)),
     ),
     min_size=1,
     max_size=4,
@@ -287,12 +311,15 @@ HOUSES = st.lists(
 LAYERS = st.lists(st.sampled_from((100, 100, 100, 250)), min_size=1, max_size=7)
 
 
-def house(drawn: Sequence[tuple[float, float, float, int]], layers: int) -> list[Machine]:
+def house(drawn: Sequence[Drawn], layers: int) -> list[Machine]:
     machines = []
-    for index, (gb, gb_s, rtt_ms, has) in enumerate(drawn):
+    for index, (gb, gb_s, rtt_ms, has, disk_mb) in enumerate(drawn):
         held = (HeldLayers(LayerRange(0, min(has, layers))),) if has else ()
-        one = Machine(NodeId(f"n{index}"), f"n{index}", (cpu(gb, gb_s),), rtt_ms, held=held)
-        machines.append(one)
+        disk = None if disk_mb is None else disk_mb << 20
+        node = f"n{index}"
+        machines.append(
+            Machine(NodeId(node), node, (cpu(gb, gb_s),), rtt_ms, held=held, disk_bytes=disk)
+        )
     return machines
 
 
@@ -306,9 +333,14 @@ def all_ways(
             for chosen in permutations(found, count):
                 parts = list(zip(chosen, spans, strict=True))
                 fits = all(b.need(span).total <= b.have_bytes for b, span in parts)
+                fits = fits and all(b.fetched(span) <= disk_of(b.machine) for b, span in parts)
                 there = {b.machine.node_id: span for b, span in parts}
                 if fits and all(there.get(NodeId(n)) == span for n, span in pins.items()):
                     yield parts
+
+
+def disk_of(one: Machine) -> float:
+    return math.inf if one.disk_bytes is None else one.disk_bytes
 
 
 def layers_ms(replica: Forecast) -> float:
@@ -318,7 +350,7 @@ def layers_ms(replica: Forecast) -> float:
 @settings(max_examples=150, deadline=None)
 @given(HOUSES, LAYERS, st.integers(0, 3), st.integers(0, 2**32))
 def test_a_plan_is_as_good_as_any(
-    drawn: list[tuple[float, float, float, int]], sizes: list[int], pinned: int, seed: int
+    drawn: list[Drawn], sizes: list[int], pinned: int, seed: int
 ) -> None:
     shape = replace(model(), layer_bytes=tuple(mb << 20 for mb in sizes))
     machines = house(drawn, len(sizes))
@@ -364,6 +396,7 @@ def test_a_plan_is_as_good_as_any(
             st.sampled_from((1.0, 9.0, 10.0, 40.0)),
             st.sampled_from((0.3, 5.0)),
             st.integers(0, 3),
+            st.sampled_from((None, None, 0, 500)),
         ),
         min_size=6,
         max_size=12,
@@ -372,17 +405,19 @@ def test_a_plan_is_as_good_as_any(
     st.integers(1, 3),
 )
 def test_many_machines_are_never_filled_beyond_their_memory(
-    drawn: list[tuple[float, float, float, int]], replicas: int, most: int
+    drawn: list[Drawn], replicas: int, most: int
 ) -> None:
     machines = house(drawn, 20)
     found = lay_out(
         model(20, 150), machines, Demand(replicas=replicas, quant="none", max_shards=most)
     )
     taken: dict[str, int] = {}
+    disks = {each.node_id: disk_of(each) for each in machines}
     for replica in found.replicas:
         assert len(replica.shards) <= most
         assert sum(len(shard.layers) for shard in replica.shards) == 20
         for shard in replica.shards:
             taken[shard.node_id] = taken.get(shard.node_id, 0) + shard.need.total
+            assert shard.fetch_bytes <= disks[shard.node_id]
     assert all(taken.get(m.node_id, 0) <= m.devices[0].free_bytes for m in machines)
     assert bool(found.replicas) == (found.refusal is None)
