@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mesh.errors import DiskFull
+from mesh.errors import BadCheckpoint, DiskFull
 from mesh.models.partial import RECORD, PartialRecord
 
 _DRAFTS = ".drafts"
@@ -38,7 +38,8 @@ def create_partial(
 ) -> None:
     """Make a partial checkpoint without any tensor; all of it appears at once, or nothing.
 
-    `small` are the other files. Does nothing where there is one already. Raises DiskFull.
+    `small` are the other files. Does nothing where there is one already. Raises DiskFull, and
+    BadCheckpoint where something else is in its place.
     """
     record_file = json.dumps(asdict(record)).encode()
     create_sparse(directory, sparse, {**small, RECORD: record_file}, RECORD)
@@ -49,7 +50,7 @@ def create_sparse(
 ) -> None:
     """Make a directory of these files; all of it appears at once, or nothing.
 
-    Does nothing where there is one that has the file `mark`. Raises DiskFull.
+    Does nothing where there is one that has the file `mark`. Raises as `create_partial`.
     """
     if (directory / mark).exists():
         return
@@ -65,7 +66,7 @@ def create_sparse(
             _write(draft / name, {0: file.header, **file.pieces}, file.size)
         _sync_directory(draft)
         with suppress(FileExistsError):
-            draft.rename(directory)
+            take_place(draft, directory)
         _sync_directory(directory.parent)
     except OSError as error:
         if (directory / mark).exists():
@@ -73,6 +74,30 @@ def create_sparse(
         raise refused_by_disk(directory, error) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def take_place(draft: Path, directory: Path) -> None:
+    """Give a finished directory its name. Blocks. Raises BadCheckpoint where something that is no
+    checkpoint has that already, OSError."""
+    try:
+        draft.rename(directory)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY or (directory / RECORD).exists():
+            raise
+        raise BadCheckpoint(
+            f"{directory} is in the way: it holds files, and no record of a checkpoint.",
+            fix="Move it elsewhere or delete it, then try again.",
+        ) from error
+
+
+def discard(directory: Path) -> None:
+    """Delete a directory that is beside the drafts. What is left when this is cut short is not
+    taken for a checkpoint, is in nobody's way and is swept up later. Blocks. Raises OSError."""
+    drafts = directory.parent / _DRAFTS
+    drafts.mkdir(parents=True, exist_ok=True)
+    gone = drafts / f"{directory.name}.{os.getpid()}.{threading.get_ident()}.gone"
+    directory.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)  # somebody may be sweeping it up already
 
 
 def refused_by_disk(directory: Path, error: OSError) -> DiskFull:

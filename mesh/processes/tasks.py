@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,20 @@ async def end(tasks: Iterable[asyncio.Task[None]], timeout_s: float = 5.0) -> No
         task.cancel()
     if waiting:
         await asyncio.wait(waiting, timeout=timeout_s)
+
+
+async def to_its_end(work: Callable[..., T], *args: Any) -> T:
+    """What `work` returns, from a thread. Who is cancelled meanwhile hears so once it has ended:
+    nothing that it uses is taken from under it. Raises what it raises."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not running.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        running.exception()  # it was cancelled: an error of the work is of no interest any more
+        raise
 
 
 def _report(task: asyncio.Task[None]) -> None:

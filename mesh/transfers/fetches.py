@@ -192,7 +192,9 @@ class Fetches:
     def _here(self, sha256: str, wanted: WantedLayers) -> Path | None:
         """The place where all of it lies already."""
         for kept in self._shelf.of(sha256):
-            if kept.names.issuperset(wanted.names(kept.manifest)):
+            if not kept.place.exists():  # whoever offered it has deleted it
+                self._shelf.remove(kept.place)
+            elif kept.names.issuperset(wanted.names(kept.manifest)):
                 return kept.place
         return None
 

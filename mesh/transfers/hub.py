@@ -11,7 +11,8 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -123,13 +124,9 @@ class Hub:
             raise ModelNotFound(f"{name!r} is no repository's name.", fix="Give ORG/NAME.")
         quoted = quote(revision, safe="")
         url = f"{self._settings.endpoint}/api/models/{name}/revision/{quoted}"
-        body = bytearray()
-        async for chunk in self._get(f"{url}?blobs=true", name, 0, None):
-            body += chunk
-            if len(body) > _MAX_LISTING_BYTES:
-                raise HubRefused(f"{name} has too many files.", fix="Use another repository.")
+        body = await self._whole(f"{url}?blobs=true", name)
         try:
-            return codec.convert(codec.parse_json(bytes(body)), Repository)
+            return codec.convert(codec.parse_json(body), Repository)
         except Fault as fault:
             raise HubRefused(
                 f"What the hub says of {name} is not understood: {fault.field} {fault.why}.",
@@ -152,13 +149,38 @@ class Hub:
         """
         quoted = quote(file)
         url = f"{self._settings.endpoint}/{repository.id}/resolve/{repository.sha}/{quoted}"
-        async for chunk in self._get(url, repository.id, start, stop):
-            yield chunk
+        failures = 0
+        while start < stop:
+            with self._failing() as failure:
+                async for chunk in self._once(url, repository.id, start, stop):
+                    start += len(chunk)
+                    failures = 0
+                    yield chunk
+            if start < stop:
+                failures += 1
+                await _pause(failures, failure, repository.id, start)
 
-    async def _get(
-        self, url: str, name: str, start: int, stop: int | None
-    ) -> AsyncGenerator[bytes, None]:
-        """Without a `stop` the whole, which is then not taken up in the middle."""
+    async def _whole(self, url: str, name: str) -> bytes:
+        """What it answers, from one connection: what breaks off is asked for from its beginning."""
+        failures = 0
+        while True:
+            body, is_all = bytearray(), False
+            with self._failing() as failure:
+                async for chunk in self._once(url, name, 0, None):
+                    body += chunk
+                    if len(body) > _MAX_LISTING_BYTES:
+                        raise HubRefused(
+                            f"{name} has too many files.", fix="Use another repository."
+                        )
+                is_all = True
+            if is_all:
+                return bytes(body)
+            failures += 1
+            await _pause(failures, failure, name, 0)
+
+    @contextmanager
+    def _failing(self) -> Iterator[_Failure]:
+        """What goes wrong and is to be tried again is put down, and no error any more."""
         if self._settings.offline:
             raise HubRefused(
                 "The hub is not to be asked: HF_HUB_OFFLINE is set.",
@@ -166,31 +188,13 @@ class Hub:
             )
         import httpx
 
-        failures = 0
-        while stop is None or start < stop:
-            try:
-                async for chunk in self._once(url, name, start, stop):
-                    start += len(chunk)
-                    failures = 0
-                    yield chunk
-                if stop is None or start >= stop:
-                    return
-                wait_s, why = 0.0, "it ended early"
-            except _Wait as wait:
-                wait_s, why = wait.seconds, wait.why
-            except httpx.TransportError as error:
-                wait_s, why = 0.0, str(error) or type(error).__name__
-                if stop is None:
-                    start = 0
-            failures += 1
-            if failures > len(_RETRY_S):
-                raise TransferFailed(
-                    f"The hub did not give {name}: {why}.",
-                    fix="Check the connection to the internet, then pull it again; what came is"
-                    " kept.",
-                )
-            logger.info("hub: %s for %s; going on at byte %d", why, name, start)
-            await asyncio.sleep(max(wait_s, _RETRY_S[failures - 1]))
+        failure = _Failure()
+        try:
+            yield failure
+        except _Wait as wait:
+            failure.wait_s, failure.why = wait.seconds, wait.why
+        except httpx.TransportError as error:
+            failure.why = str(error) or type(error).__name__
 
     async def _once(
         self, url: str, name: str, start: int, stop: int | None
@@ -224,6 +228,25 @@ class Hub:
             # Sent on to no other host: what stores the files is not told who asks.
             self._http = httpx.AsyncClient(headers=headers, timeout=timeout, follow_redirects=True)
         return self._http
+
+
+@dataclass(slots=True)
+class _Failure:
+    """Why a try did not succeed, and how long the next one is to wait at least."""
+
+    why: str = "it ended early"
+    wait_s: float = 0.0
+
+
+async def _pause(failures: int, failure: _Failure, name: str, at: int) -> None:
+    """Wait for the next try after so many in vain; raises TransferFailed after the last."""
+    if failures > len(_RETRY_S):
+        raise TransferFailed(
+            f"The hub did not give {name}: {failure.why}.",
+            fix="Check the connection to the internet, then pull it again; what came is kept.",
+        )
+    logger.info("hub: %s for %s; going on at byte %d", failure.why, name, at)
+    await asyncio.sleep(max(failure.wait_s, _RETRY_S[failures - 1]))
 
 
 class _Wait(Exception):

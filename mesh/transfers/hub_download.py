@@ -15,6 +15,7 @@ from pathlib import Path
 from mesh.errors import DiskFull, TransferFailed
 from mesh.models.disk_room import require_room
 from mesh.models.partial_draft import refused_by_disk
+from mesh.processes.tasks import to_its_end
 from mesh.transfers.hub import Hub, HubFile, Repository
 from mesh.transfers.meter import Meter
 from mesh.transfers.pacing import Pace
@@ -57,11 +58,12 @@ class HubDownload:
                 self._meter.done += len(chunk)
                 self._meter.arrived("hub", "the hub", len(chunk), loop.time())
                 if len(together) >= _READ_BYTES:
-                    await asyncio.to_thread(into, bytes(together))
-                    together.clear()
+                    data = bytes(together)
+                    together.clear()  # once only, also when this is cancelled now
+                    await to_its_end(into, data)
         finally:
             await chunks.aclose()
-            await asyncio.to_thread(into, bytes(together))
+            await to_its_end(into, bytes(together))
 
     def wrong(self, file: HubFile) -> TransferFailed:
         """The error for bytes that are other ones each time."""
@@ -117,13 +119,18 @@ def make_directory(directory: Path) -> None:
 
 
 def has_room_for(files: Mapping[Path, HubFile]) -> bool:
-    """Whether their disk has room for what is not there yet of these files. Blocks."""
-    need = sum(file.length for file in files.values()) - _here(files)
+    """Whether `require_room_for` raises nothing. Blocks."""
     try:
-        require_room(next(iter(files)).parent, need)
+        require_room_for(files)
     except DiskFull:
         return False
     return True
+
+
+def require_room_for(files: Mapping[Path, HubFile]) -> None:
+    """Raise DiskFull where the disk has no room for what is not there yet of these. Blocks."""
+    need = sum(file.length for file in files.values()) - _here(files)
+    require_room(next(iter(files)).parent, need)
 
 
 def _append(fd: int, chunk: bytes, digest: hashlib._Hash) -> None:

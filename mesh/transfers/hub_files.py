@@ -19,7 +19,7 @@ from mesh.errors import BadCheckpoint
 from mesh.models.header import MAX_HEADER_BYTES
 from mesh.models.hub_cache import cache_folder
 from mesh.models.partial import JOURNAL, RECORD, PartialRecord, journal_of
-from mesh.models.partial_draft import SparseFile, create_sparse, refused_by_disk
+from mesh.models.partial_draft import SparseFile, create_sparse, refused_by_disk, take_place
 from mesh.models.quantised import require_unquantised
 from mesh.transfers.documents import SMALL_FILES
 from mesh.transfers.hub import Hub, HubFile, Repository, origin_of
@@ -162,10 +162,13 @@ def become_checkpoint(
     staging: Path, directory: Path, record: PartialRecord, complete: Collection[str]
 ) -> None:
     """Make a directory of files a partial checkpoint, of which these tensors are there, in its
-    place. Blocks. Raises DiskFull."""
+    place. Blocks. Raises DiskFull, and BadCheckpoint where something else is in that."""
     write_small(staging, {JOURNAL: journal_of(record.tensors, complete)})
     write_small(staging, {RECORD: json.dumps(asdict(record)).encode()})
-    staging.rename(directory)
+    try:
+        take_place(staging, directory)
+    except OSError as error:
+        raise refused_by_disk(directory, error) from error
 
 
 def _parsed(name: str, content: bytes, form: type[T]) -> T:

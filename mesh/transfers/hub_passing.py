@@ -51,12 +51,13 @@ class HubPassing:
 
     async def run(
         self,
-        staging: Path,
+        whole: Path,
         small: Mapping[str, bytes],
         weights: Sequence[HubFile],
         wanted: WantedLayers,
     ) -> Path:
-        """The directory of the checkpoint, with what is `wanted` of it; `staging` becomes that.
+        """The directory of the checkpoint, with what is `wanted` of it. What was staged in `whole`,
+        to have all of it, goes once it is sure that there is room without that.
 
         Less of it is there where the wish was another one as a file passed, or where a part of the
         checkpoint was here already, which is left as it is. Raises as `HubPull.run`.
@@ -65,6 +66,7 @@ class HubPassing:
         logger.info(
             "model=%s is read for its hashes; only what is wanted of it is kept", model.model_id
         )
+        staging = whole.with_name(f"{whole.name}.passing")
         headers = gguf_headers if model.gguf else safetensors_headers
         sparse = await headers(self._hub, model.repository, weights)
         first = weights[0].rfilename
@@ -73,9 +75,10 @@ class HubPassing:
         try:
             manifest = await asyncio.to_thread(read_manifest, staging, is_hashed=False)
             kept = set(wanted.names(manifest))
-            need = sum(manifest.tensors[name].nbytes for name in kept)
-            await asyncio.to_thread(require_room, staging, need)
             passed = await asyncio.to_thread(_read_passed, staging)
+            ahead = [e for name, e in manifest.tensors.items() if name in kept]
+            need = sum(each.nbytes for each in ahead if each.file.name not in passed)
+            await asyncio.to_thread(_make_room, whole, need)
             self._meter.total = sum(file.length for file in weights)
             for file in weights:
                 name = file.rfilename
@@ -190,6 +193,14 @@ class _PassingFile:
                 piece, at = piece[count:], at + count
         except OSError as error:
             raise refused_by_disk(self._path, error) from error
+
+
+def _make_room(whole: Path, need: int) -> None:
+    """Remove what is staged there; raises DiskFull, with all of it left, where that is not enough
+    for so many bytes."""
+    staged = sum(file.stat().st_size for file in whole.iterdir())
+    require_room(whole.parent, need - staged)
+    shutil.rmtree(whole)
 
 
 def _read_passed(staging: Path) -> dict[str, _Passed]:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 from pathlib import Path
 
 from mesh.models.hashing import hash_tensors, weights_sha256
 from mesh.models.manifest import read_tensors
 from mesh.models.partial import RECORD, PartialRecord, partial_directory
+from mesh.models.partial_draft import discard
 from mesh.models.partial_writer import lock_directory
 from mesh.transfers.fetching import WantedLayers
 from mesh.transfers.hub import Hub
-from mesh.transfers.hub_download import HubDownload, has_room_for, make_directory
+from mesh.transfers.hub_download import HubDownload, has_room_for, make_directory, require_room_for
 from mesh.transfers.hub_files import (
     HubModel,
     become_checkpoint,
@@ -67,18 +67,17 @@ class HubPull:
             weights = weights_files(self._model.repository, small)
         await asyncio.to_thread(make_directory, self.staging)
         files = {self.staging / each.rfilename: each for each in weights}
-        is_part = drop and wanted.layers is not None
+        is_part = wanted.layers is not None
         lock = await asyncio.to_thread(lock_directory, self.staging)
         try:
-            if not is_part and await asyncio.to_thread(has_room_for, files):
-                await asyncio.to_thread(write_small, self.staging, small)
-                await self._download.fetch(files)
-                return await asyncio.to_thread(self._finish)
-            await asyncio.to_thread(shutil.rmtree, self.staging)
+            if is_part and (drop or not await asyncio.to_thread(has_room_for, files)):
+                return await self._passing.run(self.staging, small, weights, wanted)
+            await asyncio.to_thread(require_room_for, files)
+            await asyncio.to_thread(write_small, self.staging, small)
+            await self._download.fetch(files)
+            return await asyncio.to_thread(self._finish)
         finally:
             os.close(lock)
-        apart = self.staging.with_name(f"{self.staging.name}.passing")
-        return await self._passing.run(apart, small, weights, wanted)
 
     def _finish(self) -> Path:
         """Hash the tensors, and make the staging directory a checkpoint."""
@@ -89,6 +88,6 @@ class HubPull:
         record = PartialRecord(1, model.model_id, sha256, model.origin, names)
         directory = partial_directory(self._models_dir, model.model_id, sha256)
         if (directory / RECORD).exists():  # a part of it came from a neighbour before
-            shutil.rmtree(directory)
+            discard(directory)
         become_checkpoint(self.staging, directory, record, names)
         return directory

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import shutil
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from mesh.errors import (
 from mesh.models.hub_cache import hub_snapshot
 from mesh.models.manifest import read_manifest
 from mesh.models.partial import RECORD, read_partial
+from mesh.models.partial_draft import discard
 from mesh.processes.child import listener_of_parent
 from mesh.processes.dialing import connect_to
 from mesh.processes.messages import Cancel, Failed, Handlers
@@ -212,10 +212,11 @@ class FetcherProcess(Worker):
     async def _answer(self, name: str, work: Coroutine[Any, Any, Path]) -> None:
         try:
             directory = await as_mesh_error(work, "a fetch", _unforeseen)
+            # Who hears that it has ended finds what is here told.
+            await as_mesh_error(self._tell_holdings(), "telling what is here", _unforeseen)
         except MeshError as error:
             self._refuse(name, error)
         else:
-            await self._tell_holdings()
             self.say(FetcherDone(name, directory))
 
     def _refuse(self, name: str, error: MeshError) -> None:
@@ -233,9 +234,7 @@ class FetcherProcess(Worker):
         if fetches.is_fetching(directory):
             raise ModelInUse(f"{directory} is being fetched.", fix="Wait until that has ended.")
         self._shelf.remove(directory)
-        # The record goes first: what is left when this is cut short is not taken for a model.
-        await asyncio.to_thread((directory / RECORD).unlink)
-        await asyncio.to_thread(shutil.rmtree, directory)
+        await asyncio.to_thread(discard, directory)
         return directory
 
     # What is here

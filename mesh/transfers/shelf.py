@@ -6,6 +6,7 @@ reads files blocks.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from mesh.models.manifest import Manifest
 from mesh.transfers import documents
 from mesh.types import ModelId
 from mesh.wire.messages import Part
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +130,15 @@ class Shelf:
         fullest: dict[str, StoredCheckpoint] = {}
         for kept in sorted(self.all(), key=lambda kept: len(kept.names)):
             fullest[kept.manifest.weights_sha256] = kept
-        held = [_holding(kept, self._files_sha256(kept)) for kept in fullest.values()]
-        return [*held, *self._claims.values()]
+        held = []
+        for kept in fullest.values():
+            try:
+                held.append(_holding(kept, self._files_sha256(kept)))
+            except OSError as error:
+                logger.warning("%s is not offered any more: %s", kept.place, error)
+                self.remove(kept.place)
+        with self._guard:
+            return [*held, *self._claims.values()]
 
     # For others
 
@@ -170,11 +180,15 @@ class Shelf:
         return found
 
     def _document(self, sha256: str) -> bytes:
-        text = self._documents.get(sha256)
+        with self._guard:
+            text, version = self._documents.get(sha256), self.version
         if text is None:
             kept = self._require(sha256)
             document = documents.document_of(kept.manifest, kept.origin, kept.complete)
-            text = self._documents[sha256] = documents.encode(document)
+            text = documents.encode(document)
+            with self._guard:
+                if version == self.version:  # else more may have come meanwhile
+                    self._documents[sha256] = text
         return text
 
     def _require(self, sha256: str) -> StoredCheckpoint:

@@ -40,6 +40,8 @@ class Mischief:
     throttled_after_bytes: int = 0
     cut: int = 0
     """Answers that end after half of their bytes."""
+    cut_listings: int = 0
+    """Listings that end after half of their bytes."""
     wrong: int = 0
     """Answers of weights whose last byte is another one."""
     bytes_per_s: float = 0.0
@@ -145,7 +147,10 @@ class HubStandin:
                 _plain(request, 401, b"who are you", headers)
         elif path.startswith("/api/models/org/toy/revision/"):
             self.asked["api"] += 1
-            _plain(request, 200, json.dumps(self._listing()).encode())
+            listing = json.dumps(self._listing()).encode()
+            is_cut = mischief.cut_listings > 0
+            mischief.cut_listings -= is_cut
+            _plain(request, 200, listing, is_cut=is_cut)
         elif path.startswith(f"/org/toy/resolve/{self.commit}/"):
             self.asked["resolve"] += 1
             _plain(request, 302, b"", {"Location": f"{self.url}/bytes/{name}"})
@@ -210,11 +215,17 @@ class HubStandin:
 
 
 def _plain(
-    request: BaseHTTPRequestHandler, status: int, body: bytes, headers: dict[str, str] | None = None
+    request: BaseHTTPRequestHandler,
+    status: int,
+    body: bytes,
+    headers: dict[str, str] | None = None,
+    *,
+    is_cut: bool = False,
 ) -> None:
     request.send_response(status)
     for name, value in (headers or {}).items():
         request.send_header(name, value)
     request.send_header("Content-Length", str(len(body)))
     request.end_headers()
-    request.wfile.write(body)
+    request.wfile.write(body[: len(body) // 2] if is_cut else body)
+    request.close_connection = request.close_connection or is_cut

@@ -20,6 +20,14 @@ from tests.transfers.hub_standin import HubStandin
 from tests.transfers.test_fetcher import right
 
 
+def stage(disk: Path, hub: HubStandin, weights: str) -> Path:
+    """What an earlier pull of all of it has left."""
+    part = disk / f"one/models/.hub/org--toy@{hub.commit[:12]}/{weights}.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes((hub.directory / weights).read_bytes()[: 10 << 20])
+    return part
+
+
 async def main(disk: Path, checkpoint: Path) -> dict[str, Any]:
     whole = await asyncio.to_thread(read_manifest, checkpoint, model_id=MODEL)
     weights = "model.safetensors"
@@ -29,12 +37,15 @@ async def main(disk: Path, checkpoint: Path) -> dict[str, Any]:
             one, two = made.start("one"), made.start("two")
             await up(one, two)
             seen: dict[str, Any] = {}
+            staged = await asyncio.to_thread(stage, disk, hub, weights)
             try:
                 await one.supervisor.pull("org/toy")
             except DiskFull as error:
                 seen["refused"] = error.message
             seen["before_refusal"] = hub.sent[weights]
+            seen["staged"] = await asyncio.to_thread(lambda: staged.stat().st_size)
             directory = await one.supervisor.pull("org/toy", [LayerRange(0, 2)], ends=False)
+            seen["made_way"] = not await asyncio.to_thread(staged.exists)
             seen["passed"] = hub.sent[weights] - seen["before_refusal"]
             seen["kept"] = sorted(await asyncio.to_thread(right, directory, whole))
             (held,) = one.supervisor.holdings

@@ -16,11 +16,12 @@ from mesh.errors import TransferFailed
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import PIECE_BYTES, read_journal
 from mesh.models.partial_writer import PartialWriter, pieces_of
+from mesh.transfers.commands import LocalCheckpoint
 from mesh.transfers.fetching import Fetch, WantedLayers
 from mesh.transfers.pacing import Pace
 from mesh.transfers.piece_picker import MAX_IN_HAND
 from mesh.transfers.shelf import Shelf
-from mesh.types import LayerRange
+from mesh.types import LayerRange, ModelId
 from tests.checkpoints import make_checkpoint
 from tests.models.test_partial import empty_copy
 from tests.transfers.house import MODEL, Fetcher, house, up
@@ -32,6 +33,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
         tmp_path_factory.mktemp("whole"), "llama", layers=8, hidden=256, vocab=9000
     )
     return read_manifest(directory, model_id=MODEL)
+
+
+def small_checkpoint(directory: Path) -> Path:
+    return make_checkpoint(directory, "llama", layers=2, hidden=64, vocab=300)
 
 
 async def test_layers_then_the_rest_come_from_a_neighbour(tmp_path: Path, whole: Manifest) -> None:
@@ -48,6 +53,17 @@ async def test_layers_then_the_rest_come_from_a_neighbour(tmp_path: Path, whole:
         assert await empty.supervisor.ensure(MODEL, sha) == directory
         assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
         assert await sent(full) == weights_bytes(whole)
+        # Somebody deletes what was offered; whatever is asked for next is answered all the same.
+        gone = await asyncio.to_thread(small_checkpoint, tmp_path / "gone")
+        empty.supervisor.offer(LocalCheckpoint(ModelId("gone"), gone))
+        async with asyncio.timeout(20):
+            while len(empty.supervisor.holdings) < 2:  # noqa: ASYNC110 - it says so by itself
+                await asyncio.sleep(0.05)
+            await asyncio.to_thread(shutil.rmtree, gone)
+            await empty.supervisor.remove(directory)
+        assert empty.supervisor.holdings == ()
+        left = await asyncio.to_thread(lambda: [*directory.parent.glob("*/*")])
+        assert left == [], "nothing is left that could be in the way"
 
 
 async def test_a_fetch_cancelled_as_it_begins_keeps_nobody_out(

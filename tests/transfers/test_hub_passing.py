@@ -50,6 +50,8 @@ def test_a_disk_without_room_for_all_keeps_what_is_wanted(tmp_path: Path, whole:
     assert size > (_DISK_MB - 64) << 20
     assert "MB free" in seen["refused"]
     assert seen["before_refusal"] < 20_000, "a header"
+    assert seen["staged"] == 10 << 20, "it is kept where nothing can be had for it"
+    assert seen["made_way"]
     assert size <= seen["passed"] < size + 20_000, "once"
     layers = [entry.name for entry in whole.layer_tensors(LayerRange(0, 2))]
     assert (seen["kept"], seen["is_known"]) == (sorted(layers), True)

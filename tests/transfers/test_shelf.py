@@ -1,0 +1,62 @@
+"""What a node says of its checkpoints while they change under it."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from mesh.models.manifest import Manifest, read_manifest
+from mesh.transfers import documents
+from mesh.transfers.shelf import Shelf, StoredCheckpoint
+from mesh.wire.messages import Part
+from tests.checkpoints import make_checkpoint
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    return read_manifest(make_checkpoint(tmp_path / "toy", "llama", layers=4, hidden=64, vocab=300))
+
+
+class SlowNames(frozenset[str]):
+    """Tensor names that are looked through slowly: until `proceed`, once somebody has `begun`."""
+
+    def __new__(cls, names: frozenset[str]) -> SlowNames:
+        made = super().__new__(cls, names)
+        made.begun, made.proceed = threading.Event(), threading.Event()
+        return made
+
+    begun: threading.Event
+    proceed: threading.Event
+
+    def __contains__(self, name: object) -> bool:
+        self.begun.set()
+        assert self.proceed.wait(20)
+        return super().__contains__(name)
+
+
+def test_what_comes_while_it_is_told_is_told_to_the_next_who_asks(manifest: Manifest) -> None:
+    shelf, names = Shelf(), frozenset(manifest.tensors)
+    few = SlowNames(frozenset(sorted(names)[:3]))
+    shelf.put(StoredCheckpoint(manifest, "", few))
+    sha256 = manifest.weights_sha256
+    asking = threading.Thread(target=shelf.size, args=(sha256, Part.DOCUMENT, ""))
+    asking.start()
+    assert few.begun.wait(20)
+    shelf.put(StoredCheckpoint(manifest, "", names))
+    few.proceed.set()
+    asking.join(20)
+    size = shelf.size(sha256, Part.DOCUMENT, "")
+    text = shelf.read(sha256, Part.DOCUMENT, "", 0, size)
+    assert documents.decode(text, sha256).here == names
+
+
+def test_what_its_owner_has_deleted_is_not_told_any_more(manifest: Manifest) -> None:
+    shelf = Shelf()
+    shelf.put(StoredCheckpoint(manifest, "", None))
+    assert [held.weights_sha256 for held in shelf.holdings()] == [manifest.weights_sha256]
+    shutil.rmtree(manifest.directory)
+    assert shelf.holdings() == []
+    assert shelf.all() == []
