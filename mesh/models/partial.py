@@ -49,7 +49,8 @@ class PartialRecord:
     """What never changes of a partial checkpoint.
 
     `origin` is the repository and commit that it came from (``org/name@commit``), '' if that is
-    not known. `tensors` are the hex SHA-256 of all, also of those that are not there.
+    not known; `is_read` where this machine has read all of it there, others have only said so.
+    `tensors` are the hex SHA-256 of all, also of those that are not there.
     """
 
     version: Literal[1]
@@ -57,6 +58,7 @@ class PartialRecord:
     weights_sha256: Sha256
     origin: Annotated[str, Meta(max_length=512)]
     tensors: dict[str, Sha256]
+    is_read: bool = False
 
 
 @dataclass(slots=True)

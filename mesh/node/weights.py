@@ -125,12 +125,7 @@ def _said(holding: Holding, endpoint: Endpoint, arriving: Arriving | None) -> He
 
 def _arriving(holding: Holding, moving: Sequence[Transfer]) -> Arriving | None:
     """How far all fetches of it are together."""
-    of_it = [
-        each
-        for each in moving
-        if each.total_bytes
-        and (each.model_id, each.weights_sha256) == (holding.model_id, holding.weights_sha256)
-    ]
+    of_it = [each for each in moving if each.total_bytes and _is_of(each, holding)]
     if not of_it:
         return None
     return Arriving(
@@ -138,6 +133,14 @@ def _arriving(holding: Holding, moving: Sequence[Transfer]) -> Arriving | None:
         sum(each.total_bytes for each in of_it),
         round(sum(each.bytes_per_s for each in of_it)),
     )
+
+
+def _is_of(transfer: Transfer, holding: Holding) -> bool:
+    """A repository that is read for its hash has one model, or several that are named below it."""
+    if transfer.weights_sha256 != holding.weights_sha256:
+        return False
+    is_below = not transfer.weights_sha256 and holding.model_id.startswith(f"{transfer.model_id}/")
+    return transfer.model_id == holding.model_id or is_below
 
 
 def _lasting(held: Sequence[HeldWeights]) -> list[tuple[HeldWeights, bool]]:
@@ -149,4 +152,5 @@ def _heard(node: NodeId, name: str, held: HeldWeights) -> PeerHolding:
     return PeerHolding(
         node, name, held.endpoint, held.model_id, held.weights_sha256, held.total_layers,
         held.layers, held.ends, held.origin, held.files_sha256,
+        0 if held.arriving is None else held.arriving.done_bytes,
     )  # fmt: skip

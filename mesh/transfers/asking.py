@@ -25,6 +25,8 @@ MAX_PARTS = 256
 """Of one answer: a part of a few bytes takes much more memory than these."""
 SILENCE_S = 15.0
 """A source that owes bytes and sends none for so long is given up."""
+LEAST_BYTES_S = 16 << 10
+"""And so is one that sends them slower than that."""
 
 
 class Source(Protocol):
@@ -52,8 +54,12 @@ class _Question:
 class WeightsLink:
     """A `LinkHandler` and what is asked over it. `attach` before the first question."""
 
-    def __init__(self, host: NodeId) -> None:
+    def __init__(
+        self, host: NodeId, *, silence_s: float = SILENCE_S, least_bytes_s: float = LEAST_BYTES_S
+    ) -> None:
         self.host = host
+        self._silence_s = silence_s
+        self._least_bytes_s = least_bytes_s
         self.bytes_received = 0
         self._link: Link | None = None
         self._numbers = itertools.count(1)
@@ -75,8 +81,8 @@ class WeightsLink:
     ) -> Parts:
         """The bytes of a part that there are of [start, stop).
 
-        Raises LinkLost, PipelineStalled when nothing comes for `SILENCE_S`, TransferFailed for an
-        answer of another form, and what the other side refuses with.
+        Raises LinkLost, PipelineStalled when nothing comes for `SILENCE_S` or all of it too slowly,
+        TransferFailed for an answer of another form, and what the other side refuses with.
         """
         if self._error is not None:
             raise self._error
@@ -86,13 +92,23 @@ class WeightsLink:
         loop = asyncio.get_running_loop()
         question = self._questions[number] = _Question(stop - start, loop.create_future())
         self._heard_at = loop.time()
+        ahead = sum(each.limit for each in self._questions.values())  # it is answered after them
+        give_up_at = loop.time() + self._silence_s + ahead / self._least_bytes_s
         try:
             self._link.send(WeightsAsk(number, sha256, part, name, start, stop))
             while not question.done.done():
-                await asyncio.wait([question.done], timeout=SILENCE_S)
-                if not question.done.done() and loop.time() - self._heard_at >= SILENCE_S:
+                await asyncio.wait([question.done], timeout=self._silence_s)
+                if question.done.done():
+                    break
+                if loop.time() - self._heard_at >= self._silence_s:
                     raise PipelineStalled(
-                        f"Nothing came for {SILENCE_S:g} s.", fix="It is asked of another node."
+                        f"Nothing came for {self._silence_s:g} s.",
+                        fix="It is asked of another node.",
+                    )
+                if loop.time() >= give_up_at:
+                    raise PipelineStalled(
+                        f"It came slower than {self._least_bytes_s / 1024:g} KiB/s.",
+                        fix="It is asked of another node.",
                     )
             return question.done.result()
         finally:
@@ -112,7 +128,6 @@ class WeightsLink:
 
     def message(self, message: Message) -> None:
         """A part of an answer, or why there is none."""
-        self._heard_at = asyncio.get_running_loop().time()
         if isinstance(message, Failure):
             error = from_dict(message.error)
             if message.session is None:
@@ -123,6 +138,8 @@ class WeightsLink:
             self.bytes_received += len(message.data)
             question = self._questions.get(message.session)
             if question is not None and not question.done.done():
+                if message.data:  # what nobody has asked for proves nothing
+                    self._heard_at = asyncio.get_running_loop().time()
                 self._take(question, message)
 
     def closed(self, error: MeshError | None) -> None:

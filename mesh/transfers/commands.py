@@ -27,6 +27,7 @@ class PeerHolding:
 
     `weights_sha256` is '' while it fetches it from the hub (`origin`), as the hash is not known
     before the end of that. `files_sha256` is that of config and tokenizer, '' where it says none.
+    `arrived_bytes` have come so far of what it fetches now.
     """
 
     node: NodeId
@@ -39,6 +40,7 @@ class PeerHolding:
     ends: bool
     origin: str
     files_sha256: str = ""
+    arrived_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,8 @@ class Ensure(ProcessMessage, frozen=True):
 
 class PullRepository(ProcessMessage, frozen=True):
     """The same for a repository of the hub, whose hashes need not be known: if they are not, all of
-    it is read once. What is not wanted of that is kept for others unless it is to `drop`."""
+    it is read once. What is not wanted of that is kept for others unless it is to `drop`. With
+    `hub_alone` nobody else is believed what they are."""
 
     id: str
     repository: str
@@ -109,6 +112,7 @@ class PullRepository(ProcessMessage, frozen=True):
     ends: bool
     hub: HubSettings
     drop: bool = False
+    hub_alone: bool = False
 
 
 class FetchHeaders(ProcessMessage, frozen=True):

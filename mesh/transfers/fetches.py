@@ -222,7 +222,8 @@ def kept_in(directory: Path) -> StoredCheckpoint:
     """A partial checkpoint as it is on the disk. Raises BadCheckpoint. Blocks."""
     manifest = read_manifest(directory)
     complete = frozenset(name for name, entry in manifest.tensors.items() if entry.present)
-    return StoredCheckpoint(manifest, read_record(directory).origin, complete)
+    record = read_record(directory)
+    return StoredCheckpoint(manifest, record.origin, complete, record.is_read)
 
 
 def _row(running: _Running, now: float) -> Transfer:

@@ -86,6 +86,7 @@ class Fetch:
         self._writer: PartialWriter | None = None
         self._manifest: Manifest | None = None
         self._error: MeshError | None = None
+        self._given_up: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._room = asyncio.Semaphore(_MAX_PIECES)
         self._keeping: set[asyncio.Task[None]] = set()
@@ -123,6 +124,10 @@ class Fetch:
         if self._plan is not None and name in self._asked:
             self._plan.join(name, holds)
             self._dispatch()
+
+    def note(self, source: str, why: str) -> None:
+        """Why a source gives nothing now, for whoever is told that something is missing."""
+        self._given_up[source] = why
 
     def leave(self, name: str) -> None:
         """A source is gone."""
@@ -185,9 +190,10 @@ class Fetch:
             if len(unheld) == 0 or any(asked.tasks for asked in self._asked.values()):
                 helped_at = loop.time()
             elif loop.time() - helped_at > self._patience_s:
+                said = "".join(f" {name}: {why}" for name, why in self._given_up.items())
                 raise TransferFailed(
                     f"No node that is up has {len(unheld)} of the tensors that are missing,"
-                    f" {unheld[0]} among them.",
+                    f" {unheld[0]} among them.{said}",
                     fix="Start the node that has them, or pull the model from the hub. What was"
                     " fetched is kept.",
                 )
@@ -195,8 +201,9 @@ class Fetch:
     def _put_on_shelf(self) -> None:
         if self._writer is not None and self._manifest is not None:
             kept = StoredCheckpoint(
-                self._manifest, self._writer.record.origin, frozenset(self._writer.complete)
-            )
+                self._manifest, self._writer.record.origin, frozenset(self._writer.complete),
+                self._writer.record.is_read,
+            )  # fmt: skip
             before = self._shelf.at(self.directory)
             if before is None or before.complete != kept.complete:
                 self._shelf.put(kept)
@@ -238,6 +245,7 @@ class Fetch:
                 self._asked.pop(name)
                 self._leave_plan(name)
                 asked.source.close()
+                self.note(asked.source.name, error.message)
                 asked.on_error(error)
             return None
         assert self._plan is not None  # noqa: S101 - whoever asks has one

@@ -78,14 +78,16 @@ class HubFile:
             )
         return size
 
+    def is_content(self, content: bytes) -> bool:
+        """Whether this is the file."""
+        if self.lfs is not None:
+            return hashlib.sha256(content).hexdigest() == self.lfs.sha256
+        blob = b"blob %d\0" % len(content) + content
+        return hashlib.sha1(blob, usedforsecurity=False).hexdigest() == self.blobId
+
     def check(self, content: bytes) -> None:
         """Raise TransferFailed unless this is the file."""
-        if self.lfs is not None:
-            is_right = hashlib.sha256(content).hexdigest() == self.lfs.sha256
-        else:
-            blob = b"blob %d\0" % len(content) + content
-            is_right = hashlib.sha1(blob, usedforsecurity=False).hexdigest() == self.blobId
-        if not is_right:
+        if not self.is_content(content):
             raise TransferFailed(
                 f"{self.rfilename} came from the hub with other bytes than it says.",
                 fix="Try again; a proxy in between may have changed it.",

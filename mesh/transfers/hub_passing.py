@@ -21,7 +21,7 @@ from mesh.models.disk_room import require_room
 from mesh.models.hashing import read_cached, weights_sha256, write_json_atomically
 from mesh.models.header import TensorEntry
 from mesh.models.manifest import Manifest, read_manifest
-from mesh.models.partial import RECORD, PartialRecord, partial_directory
+from mesh.models.partial import RECORD, PartialRecord, partial_directory, read_record
 from mesh.models.partial_draft import create_sparse, refused_by_disk
 from mesh.models.partial_writer import lock_directory
 from mesh.transfers.fetching import WantedLayers
@@ -119,11 +119,13 @@ class HubPassing:
         entries = [replace(e, sha256=hashes[name]) for name, e in manifest.tensors.items()]
         sha256, model = weights_sha256(entries), self._model
         directory = partial_directory(self._models_dir, model.model_id, sha256)
+        record = PartialRecord(1, model.model_id, sha256, model.origin, hashes, is_read=True)
         if (directory / RECORD).exists():
             shutil.rmtree(staging)
+            if read_record(directory) == replace(record, is_read=False):
+                write_json_atomically(directory / RECORD, asdict(record))
             return directory
         (staging / _PASSED).unlink()
-        record = PartialRecord(1, model.model_id, sha256, model.origin, hashes)
         become_checkpoint(staging, directory, record, complete)
         return directory
 

@@ -85,7 +85,7 @@ class HubPull:
         sha256 = weights_sha256(tensors.values())
         model = self._model
         names = {name: entry.sha256 for name, entry in tensors.items()}
-        record = PartialRecord(1, model.model_id, sha256, model.origin, names)
+        record = PartialRecord(1, model.model_id, sha256, model.origin, names, is_read=True)
         directory = partial_directory(self._models_dir, model.model_id, sha256)
         if (directory / RECORD).exists():  # a part of it came from a neighbour before
             discard(directory)

@@ -9,13 +9,15 @@ reading: what no neighbour has of them is asked for by ranges.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mesh.errors import MeshError
+from mesh.errors import MeshError, TransferFailed
 from mesh.models.hub_cache import split_name
 from mesh.models.manifest import read_tensors
 from mesh.models.partial import read_record
@@ -26,6 +28,7 @@ from mesh.transfers.commands import (
     PullRepository,
     Transfer,
 )
+from mesh.transfers.documents import small_names, weights_files
 from mesh.transfers.fetches import Fetches, kept_in
 from mesh.transfers.fetching import Fetch, WantedLayers
 from mesh.transfers.hub import Hub, HubSource, Repository, parse_origin
@@ -41,7 +44,11 @@ logger = logging.getLogger(__name__)
 
 SETTLE_S = 2.5
 """A claim has reached every neighbour after so long."""
+CLAIM_PATIENCE = 3
+"""So many times the patience of a fetch a claim is respected of which nothing comes."""
 _LOOK_S = 1.0
+_AGAIN_S, _LONGEST_AGAIN_S = 10.0, 300.0
+"""The waits for a hub that could not be reached, the second and later ones twice as long."""
 
 
 @dataclass(slots=True)
@@ -55,15 +62,29 @@ class _Running:
 class HubClaims:
     """Which repositories this node asks the hub for, beside those that others do."""
 
-    def __init__(self, own: NodeId, shelf: Shelf, fetches: Fetches) -> None:
+    def __init__(self, own: NodeId, shelf: Shelf, fetches: Fetches, *, patience_s: float) -> None:
+        """Another's claim counts while its bytes grow, and `patience_s` longer."""
         self._own = own
         self._shelf = shelf
         self._fetches = fetches
+        self._patience_s = patience_s
+        self._seen: dict[tuple[NodeId, str], tuple[int, float]] = {}
+        """By node and origin: the bytes, and since when there are no more."""
 
     def other(self, origin: str) -> PeerHolding | None:
         """Who else asks for it."""
-        found = [p for p in self._fetches.peers if p.origin == origin and not p.weights_sha256]
-        return min(found, key=lambda peer: peer.node) if found else None
+        now = asyncio.get_running_loop().time()
+        claims = {(p.node, p.origin): p for p in self._fetches.peers if not p.weights_sha256}
+        for key, peer in claims.items():
+            if key not in self._seen or peer.arrived_bytes > self._seen[key][0]:
+                self._seen[key] = (peer.arrived_bytes, now)
+        self._seen = {key: seen for key, seen in self._seen.items() if key in claims}
+        found = [
+            peer
+            for key, peer in claims.items()
+            if peer.origin == origin and now - self._seen[key][1] < self._patience_s
+        ]
+        return min(found, key=lambda peer: peer.node, default=None)
 
     @asynccontextmanager
     async def made(self, origin: str, model_id: ModelId, directory: Path) -> AsyncIterator[bool]:
@@ -106,14 +127,17 @@ class Outside:
         try:
             model = await _found(hub, order.repository, order.revision)
             while True:
-                known = await self._known(model.origin)
+                known = self._known(model.origin, hub_alone=order.hub_alone)
+                known = known or await self._alone(running, hub, model)
                 if known is not None:
-                    running.state = "fetching"
-                    return await self._fetches.ensure(
+                    running.state, was_here = "fetching", bool(self._shelf.of(known))
+                    directory = await self._fetches.ensure(
                         Ensure(order.id, model.model_id, known, order.layers, order.ends, order.hub)
                     )
-                if not await self._alone(running, hub, model):
-                    await self._fetches.news(_LOOK_S)
+                    if not was_here:  # then neighbours' word is all there is
+                        await asyncio.to_thread(_require_the_hubs, model, directory)
+                    return directory
+                await self._fetches.news(_LOOK_S)
         finally:
             del self._running[order.id]
             await hub.close()
@@ -132,25 +156,33 @@ class Outside:
     async def feed(self, order: Ensure, fetch: Fetch) -> None:
         """Give a fetch whatever no neighbour has, while no other node does so for itself.
 
-        Ends when the hub refuses, or when it is not known where the checkpoint came from.
+        Ends when the hub refuses, or when it is not known where the checkpoint came from. Where it
+        cannot be reached it is tried again, after longer and longer waits.
         """
         record = await asyncio.to_thread(read_record, fetch.directory)
         place = parse_origin(record.origin)
         if order.hub is None or order.hub.offline or place is None:
             return
-        hub = Hub(order.hub)
+        hub, model_id, again_s = Hub(order.hub), ModelId(record.model_id), _AGAIN_S
         try:
             while True:
                 await self._fetches.news(_LOOK_S)
-                if fetch.lacking:
-                    model_id = ModelId(record.model_id)
-                    claim = self._claims.made(record.origin, model_id, fetch.directory)
+                if not fetch.lacking:
+                    continue
+                claim = self._claims.made(record.origin, model_id, fetch.directory)
+                try:
                     async with claim as is_first:
                         if is_first:
                             repository = await hub.repository(*place)
                             await self._give(fetch, hub, repository)
-        except MeshError as error:
-            logger.warning("the hub gives nothing of %s: %s", record.model_id, error)
+                            again_s = _AGAIN_S
+                except MeshError as error:
+                    logger.warning("the hub gives nothing of %s: %s", model_id, error)
+                    fetch.note("the hub", f"{error.message} {error.fix}")
+                    if not isinstance(error, TransferFailed):
+                        return
+                    await asyncio.sleep(again_s)
+                    again_s = min(_LONGEST_AGAIN_S, 2 * again_s)
         finally:
             await hub.close()
 
@@ -169,32 +201,37 @@ class Outside:
         if failed:
             raise failed[0]
 
-    async def _known(self, origin: str) -> str | None:
-        """The hash of its weights, if somebody in the hearth has it, or this node."""
+    def _known(self, origin: str, *, hub_alone: bool) -> str | None:
+        """The hash of its weights, where this node has read it, or more than half of those say so
+        who say one; None where it has to be read."""
         here = [k for k in self._shelf.all() if k.origin == origin]
-        if here:
-            return here[0].manifest.weights_sha256
-        for peer in self._fetches.peers:
-            if peer.origin == origin and peer.weights_sha256:
-                return peer.weights_sha256
-        return None
+        read = next((kept for kept in here if kept.is_read), None)
+        if read is not None:
+            return read.manifest.weights_sha256
+        if hub_alone:
+            return None
+        said = {p.node: p.weights_sha256 for p in self._fetches.peers if p.origin == origin}
+        votes = Counter([*filter(None, said.values()), *(k.manifest.weights_sha256 for k in here)])
+        sha256, count = votes.most_common(1)[0] if votes else ("", 0)
+        return sha256 if 2 * count > votes.total() else None
 
-    async def _alone(self, running: _Running, hub: Hub, model: HubModel) -> bool:
-        """Read all of it, unless another node does; False then."""
+    async def _alone(self, running: _Running, hub: Hub, model: HubModel) -> str | None:
+        """The hash of its weights, after reading all of it; None where another node does that."""
         pull = HubPull(hub, model, self._models_dir, self._pace, running.meter)
         claim = self._claims.made(model.origin, model.model_id, pull.staging)
         async with claim as is_first:
-            if not is_first:
+            order = running.order
+            if not is_first and not order.hub_alone:
                 other = self._claims.other(model.origin)
                 name = other.node_name if other is not None else "another node"
                 running.state, running.note = "waiting", f"{name} fetches it from the hub"
-                return False
+                return None
             running.state, running.note = "hub", ""
-            order = running.order
             wanted = WantedLayers(order.layers, order.ends)
             directory = await pull.run(wanted, drop=order.drop)
-            self._shelf.put(await asyncio.to_thread(kept_in, directory))
-            return True
+            kept = await asyncio.to_thread(kept_in, directory)
+            self._shelf.put(kept)
+            return kept.manifest.weights_sha256
 
 
 async def _found(hub: Hub, named: str, revision: str = "main") -> HubModel:
@@ -204,6 +241,34 @@ async def _found(hub: Hub, named: str, revision: str = "main") -> HubModel:
     repository = await hub.repository(name, revision)
     model_id = ModelId(f"{repository.id}/{file}" if file else repository.id)
     return HubModel(repository, model_id, gguf_files(repository, file))
+
+
+def _require_the_hubs(model: HubModel, directory: Path) -> None:
+    """Raise TransferFailed where files are not those of the repository, as far as they are whole.
+    Blocks."""
+    manifest, files = kept_in(directory).manifest, model.repository.files
+    wrong = [
+        name
+        for name in small_names(manifest) & files.keys()
+        if (file := directory / name).exists() and not files[name].is_content(file.read_bytes())
+    ]
+    partly = {entry.file for entry in manifest.tensors.values() if not entry.present}
+    for file in weights_files(manifest):
+        said = files.get(file.name)
+        lfs = said.lfs if said is not None else None
+        if lfs is None or (file not in partly and _sha256(file) != lfs.sha256):
+            wrong.append(file.name)
+    if wrong:
+        raise TransferFailed(
+            f"{wrong[0]}, as neighbours have it, is not that of {model.repository.id} on the hub.",
+            fix=f"Remove it (`hearthnet rm {model.model_id}`), then read it from the hub itself:"
+            f" `hearthnet pull {model.model_id} --from hub`.",
+        )
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _row(running: _Running, now: float) -> Transfer:

@@ -59,7 +59,7 @@ from mesh.transfers.commands import (
 from mesh.transfers.fetches import Fetches, FetchSettings, scan
 from mesh.transfers.heap import give_back, keep_buffers
 from mesh.transfers.hub import origin_of
-from mesh.transfers.outside import HubClaims, Outside
+from mesh.transfers.outside import CLAIM_PATIENCE, HubClaims, Outside
 from mesh.transfers.pacing import CpuShare, Pace, yield_to_others
 from mesh.transfers.serving import WeightsServer
 from mesh.transfers.shelf import Shelf, StoredCheckpoint
@@ -133,7 +133,10 @@ class FetcherProcess(Worker):
         settings = FetchSettings(command.models_dir, command.patience_s)
         self._fetches = Fetches(settings, self._shelf, self._dial, self._fetching_pace, self.say)
         self._fetches.update(self._peers.peers, self._peers.neighbours)
-        claims = HubClaims(NodeId(command.hello.node_id), self._shelf, self._fetches)
+        claims = HubClaims(
+            NodeId(command.hello.node_id), self._shelf, self._fetches,
+            patience_s=CLAIM_PATIENCE * command.patience_s,
+        )  # fmt: skip
         self._outside = Outside(
             command.models_dir, self._shelf, self._fetches, claims, self._fetching_pace
         )
@@ -332,10 +335,11 @@ def _kept(model: LocalCheckpoint, cache_dir: Path) -> StoredCheckpoint:
     manifest = read_manifest(model.directory, model_id=model.model_id, cache_dir=cache_dir)
     partial, snapshot = read_partial(manifest.directory), hub_snapshot(manifest.directory)
     if partial is not None:
-        return StoredCheckpoint(manifest, partial.record.origin, partial.complete)
+        record = partial.record
+        return StoredCheckpoint(manifest, record.origin, partial.complete, record.is_read)
     file = "" if manifest.gguf is None else manifest.gguf.name
     origin = "" if snapshot is None else origin_of(snapshot.repo_id, snapshot.commit, file)
-    return StoredCheckpoint(manifest, origin, None)
+    return StoredCheckpoint(manifest, origin, None, is_read=snapshot is not None)
 
 
 def _unforeseen(error: Exception) -> MeshError:

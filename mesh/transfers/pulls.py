@@ -192,8 +192,9 @@ class Pulls:
                 param="model",
             )
         return fetcher.pull(
-            wish.model, wish.layers, revision=wish.revision, ends=wish.ends, drop=wish.drop
-        )
+            wish.model, wish.layers, revision=wish.revision, ends=wish.ends, drop=wish.drop,
+            hub_alone=wish.source == "hub",
+        )  # fmt: skip
 
     async def _offer(self, directory: Path) -> Path:
         """A directory is here already: only its hashes are needed, and others may have it."""

@@ -23,11 +23,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A checkpoint in one place; `complete` names the tensors of a partial one, None: all."""
+    """A checkpoint in one place; `complete` names the tensors of a partial one, None: all.
+    `is_read`: this machine has read it at its `origin` itself."""
 
     manifest: Manifest
     origin: str
     complete: frozenset[str] | None
+    is_read: bool = False
 
     @property
     def names(self) -> frozenset[str]:

@@ -115,17 +115,21 @@ class FetcherSupervisor(RestingSupervisor):
         revision: str = "main",
         ends: bool = True,
         drop: bool = False,
+        hub_alone: bool = False,
     ) -> Path:
         """The same for a repository of the hub, from neighbours as far as they have it.
 
         Where nobody knows the hashes of its tensors, all of it is read once, by one node of the
-        hearth, and kept for the others unless what is not wanted is to `drop`. Raises HubRefused
-        and ModelNotFound beside what `ensure` raises.
+        hearth, and kept for the others unless what is not wanted is to `drop`. With `hub_alone`
+        nobody's word is taken for the hashes but that of the hub's bytes. Raises HubRefused and
+        ModelNotFound beside what `ensure` raises.
         """
         spans = None if layers is None else tuple(layers)
         hub = await asyncio.to_thread(self._hub)
         return await self._order(
-            lambda name: PullRepository(name, repository, revision, spans, ends, hub, drop)
+            lambda name: PullRepository(
+                name, repository, revision, spans, ends, hub, drop, hub_alone
+            )
         )
 
     async def headers(self, repository: str) -> Path:

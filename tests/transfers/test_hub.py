@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ import pytest
 from mesh.errors import HubRefused, MeshError, ModelNotFound, TransferFailed
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import read_record
+from mesh.transfers.commands import PeerHolding
 from mesh.transfers.hub import HubSettings
-from mesh.types import LayerRange
+from mesh.types import Endpoint, LayerRange, ModelId, NodeId
 from tests.checkpoints import make_checkpoint
 from tests.transfers.house import MODEL, Fetcher, house, hub_house, up
 from tests.transfers.hub_standin import HubStandin
@@ -216,3 +218,81 @@ async def test_a_kill_costs_little(tmp_path: Path, whole: Manifest, hub: HubStan
         directory = await pull
         assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
         assert weights_sent(hub) < 1.5 * weights_bytes(whole)
+
+
+async def test_a_commit_that_leaves_the_weights_alone_is_read_once_more_at_most(
+    tmp_path: Path,
+) -> None:
+    checkpoint = await asyncio.to_thread(
+        make_checkpoint, tmp_path / "whole", "llama", layers=4, hidden=64, vocab=300
+    )
+    size = (await asyncio.to_thread(os.stat, checkpoint / "model.safetensors")).st_size
+    with HubStandin(checkpoint) as hub:
+        async with hub_house(tmp_path / "house", hub.url, "one") as (_, (one,)):
+            layers = [LayerRange(0, 1)]
+            first = await one.supervisor.pull("org/toy", layers, ends=False, drop=True)
+            await asyncio.to_thread((checkpoint / "README.md").write_text, "edited")
+            layers = [LayerRange(2, 4)]
+            async with asyncio.timeout(30):
+                second = await one.supervisor.pull("org/toy", layers, ends=False, drop=True)
+            assert second == first
+            (held,) = one.supervisor.holdings
+            assert held.layers == (0, 2, 3)
+        assert weights_sent(hub) < 4 * size
+
+
+async def test_nobody_is_believed_what_the_hub_has_where_it_says_something_else(
+    tmp_path: Path, whole: Manifest, hub: HubStandin
+) -> None:
+    other = await asyncio.to_thread(
+        make_checkpoint, tmp_path / "other", "llama", layers=8, hidden=64, vocab=300
+    )
+    async with house(tmp_path / "with a liar", "liar", "victim") as made:
+        made.hub = HubSettings(hub.url)
+        liar, victim = made.start("liar", other), made.start("victim", patience_s=4.0)
+        await up(liar, victim)
+        origin = f"org/toy@{hub.commit}"
+        said = [replace(held, origin=origin) for held in liar.holding()]
+        victim.supervisor.hear(said, 1)
+        with pytest.raises(TransferFailed, match=r"is not that of org/toy on the hub") as refused:
+            await victim.supervisor.pull("org/toy")
+        assert "--from hub" in refused.value.fix
+        directory = await victim.supervisor.pull("org/toy", hub_alone=True)
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+        # It has read it itself now, and believes nobody any more.
+        assert await victim.supervisor.pull("org/toy") == directory
+
+
+async def test_who_says_that_it_fetches_and_gets_nothing_is_not_waited_for(
+    tmp_path: Path, whole: Manifest, hub: HubStandin
+) -> None:
+    async with house(tmp_path, "idler", "one") as made:
+        made.hub = HubSettings(hub.url)
+        one = made.start("one", patience_s=1.0)
+        await up(one)
+        claim = PeerHolding(
+            NodeId(made.keys["idler"].node_id), "idler", Endpoint("wss://127.0.0.1:9"),
+            ModelId("org/toy"), "", 0, (), ends=False, origin=f"org/toy@{hub.commit}",
+        )  # fmt: skip
+        one.supervisor.hear([claim], 1)
+        pull = asyncio.create_task(one.supervisor.pull("org/toy"))
+        for arrived in (1, 2, 3, 4, 5, 6, 7, 8):  # while something comes it is
+            await asyncio.sleep(0.5)
+            one.supervisor.hear([replace(claim, arrived_bytes=arrived)], 1)
+        assert not pull.done()
+        assert weights_sent(hub) == 0
+        async with asyncio.timeout(30):
+            directory = await pull
+        assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+
+
+async def test_what_the_hub_said_is_told_with_what_is_missing(
+    tmp_path: Path, whole: Manifest, hub: HubStandin
+) -> None:
+    async with hub_house(tmp_path, hub.url, "one", patience_s=3.0) as (_, (one,)):
+        await one.supervisor.pull("org/toy", [LayerRange(0, 1)], ends=False, drop=True)
+        hub.mischief.token, hub.mischief.gated = "secret", True
+        with pytest.raises(TransferFailed, match=r"accepted its terms.*hf auth login"):
+            await one.supervisor.ensure(
+                ModelId("org/toy"), whole.weights_sha256, [LayerRange(1, 2)], ends=False
+            )
