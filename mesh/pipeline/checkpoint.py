@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mesh.errors import BadRequest, ContextTooLong, NotEnoughMemory
+from mesh.models.in_use import use
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.progress import Progress
 from mesh.models.tokenizer import Tokenizer
@@ -104,8 +105,10 @@ def load_asker(
     """The ends and the tokenizer, with the reasons of what was chosen.
 
     Sets torch's thread count. `begins` is told what it takes, before any of it is taken, and where
-    it is counted. Raises BadCheckpoint, UnsupportedFamily, BadValue, NotEnoughMemory.
+    it is counted. No node removes the directory while this process lives. Raises BadCheckpoint,
+    UnsupportedFamily, BadValue, NotEnoughMemory, Busy.
     """
+    use(directory)
     manifest = read_manifest(directory, model_id=model_id, cache_dir=options.cache_dir)
     text = CheckpointText(Tokenizer.load(manifest), manifest.vocab_size)
     if _is_thin(manifest, options):

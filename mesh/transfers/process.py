@@ -30,6 +30,7 @@ from mesh.errors import (
     as_mesh_error,
 )
 from mesh.models.hub_cache import hub_snapshot
+from mesh.models.in_use import unused
 from mesh.models.manifest import read_manifest
 from mesh.models.partial import RECORD, read_partial
 from mesh.models.partial_draft import discard
@@ -236,8 +237,8 @@ class FetcherProcess(Worker):
             raise ModelNotFound(f"{directory} holds no model.", fix="See `hearthnet list`.")
         if fetches.is_fetching(directory):
             raise ModelInUse(f"{directory} is being fetched.", fix="Wait until that has ended.")
+        await asyncio.to_thread(_remove, directory)
         self._shelf.remove(directory)
-        await asyncio.to_thread(discard, directory)
         return directory
 
     # What is here
@@ -329,6 +330,11 @@ class FetcherProcess(Worker):
                 link.close("you are no longer trusted here")
         if self._fetches is not None:
             self._fetches.keep_only(members)
+
+
+def _remove(directory: Path) -> None:
+    with unused(directory):
+        discard(directory)
 
 
 def _kept(model: LocalCheckpoint, cache_dir: Path) -> StoredCheckpoint:

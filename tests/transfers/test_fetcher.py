@@ -8,11 +8,13 @@ import os
 import random
 import shutil
 import signal
+import sys
+from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import pytest
 
-from mesh.errors import TransferFailed
+from mesh.errors import ModelInUse, TransferFailed
 from mesh.models.manifest import Manifest, read_manifest
 from mesh.models.partial import PIECE_BYTES, read_journal
 from mesh.models.partial_writer import PartialWriter, pieces_of
@@ -39,6 +41,18 @@ def small_checkpoint(directory: Path) -> Path:
     return make_checkpoint(directory, "llama", layers=2, hidden=64, vocab=300)
 
 
+async def used_elsewhere(directory: Path) -> asyncio.subprocess.Process:
+    """Another process that uses a checkpoint, from now on and until it ends."""
+    script = (
+        "import pathlib, sys, time; from mesh.models.in_use import use;"
+        f"use(pathlib.Path({str(directory)!r})); print('used', flush=True); time.sleep(100)"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=PIPE)
+    assert process.stdout is not None
+    assert await process.stdout.readline() == b"used\n"
+    return process
+
+
 async def test_layers_then_the_rest_come_from_a_neighbour(tmp_path: Path, whole: Manifest) -> None:
     async with house(tmp_path, "full", "empty") as made:
         full, empty = made.start("full", whole.directory), made.start("empty")
@@ -60,6 +74,12 @@ async def test_layers_then_the_rest_come_from_a_neighbour(tmp_path: Path, whole:
             while len(empty.supervisor.holdings) < 2:  # noqa: ASYNC110 - it says so by itself
                 await asyncio.sleep(0.05)
             await asyncio.to_thread(shutil.rmtree, gone)
+            other = await used_elsewhere(directory)
+            with pytest.raises(ModelInUse, match="Another node of this machine"):
+                await empty.supervisor.remove(directory)
+            assert await asyncio.to_thread(right, directory, whole) == set(whole.tensors)
+            other.kill()
+            await other.wait()
             await empty.supervisor.remove(directory)
         assert empty.supervisor.holdings == ()
         left = await asyncio.to_thread(lambda: [*directory.parent.glob("*/*")])
