@@ -21,6 +21,7 @@ from mesh.deployments.room import Change, Standing, absences, room_of_others, to
 from mesh.deployments.weights import Checkpoint, WeightsSource
 from mesh.deployments.wishes import Deployment, Plan, Quant, Span, Wish, live, merged
 from mesh.errors import BadRequest, Forbidden, NotFound
+from mesh.identity.naming import nodes_meant, told_apart
 from mesh.types import LayerRange, NodeId
 
 
@@ -121,21 +122,22 @@ class Deploying:
         return {**row, "gaps": []}
 
     async def wake(self, model: str, *, may_wake: bool) -> bool:
-        """Have a model up whose deployments all rest; whether that had to be wished for.
+        """Have a model up whose deployments all rest, or are of no replica; whether that had to be
+        wished for.
 
         Raises Forbidden unless who asks `may_wake`, and as `deploy`.
         """
         found = [each for each in live(self._house.deployments()) if each.wish.model_id == model]
-        resting = [each for each in found if each.wish.resting and each.wish.replicas]
-        if not resting or any(each.is_wanted for each in found):
+        if not found or any(each.is_wanted for each in found):
             return False
+        first = next((each for each in found if each.wish.replicas), found[0])
         if not may_wake:
             raise Forbidden(
                 f"{model} is COLD, and who asks may not wake it.",
                 fix="Use a trusted key (`hearthnet keys create --trusted`), or `hearthnet run`.",
                 param="model",
             )
-        await self.deploy({"model": resting[0].id})
+        await self.deploy({"model": first.id, "replicas": max(1, first.wish.replicas)})
         return True
 
     async def scale(self, model: str, replicas: int) -> dict[str, Any]:
@@ -280,15 +282,13 @@ class Deploying:
         return span
 
     def _node(self, who: str) -> NodeId:
-        """A member by its name, its id or the beginning of that."""
+        """The member that is meant, see `nodes_meant`."""
         names = self._house.names()
-        found = [node for node, name in names.items() if who in (node, name)]
-        found = found or [node for node in names if len(who) >= 6 and node.startswith(who)]
+        found = nodes_meant(who, names.items())
         if len(found) != 1:
-            known = ", ".join(sorted(names.values()))
             raise BadRequest(
                 f"{'no' if not found else 'more than one'} member is called {who!r}.",
-                fix=f"Name one of: {known}.",
+                fix=f"Name one of: {told_apart(names.items())}.",
                 param="nodes",
             )
         return found[0]

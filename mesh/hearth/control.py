@@ -17,6 +17,7 @@ from mesh.identity.decisions import LevelChanged, Readmitted, Revoked
 from mesh.identity.fingerprints import fingerprint
 from mesh.identity.invitations import DEFAULT_TTL_S, qr_code
 from mesh.identity.keys import short_id
+from mesh.identity.naming import nodes_meant, told_apart
 from mesh.identity.roster import Member, Roster, TrustLevel
 from mesh.types import NodeId
 
@@ -205,14 +206,18 @@ def _name(roster: Roster, node: NodeId) -> str:
 
 
 def _find(roster: Roster, who: str) -> Member:
-    """The member of that id, short id or name. Raises NotFound, and BadRequest for two."""
-    found = [m for m in roster.members.values() if who in (m.node_id, short_id(m.node_id), m.name)]
-    exact = [m for m in found if m.node_id == who]
-    if len(exact or found) == 1:
-        return (exact or found)[0]
+    """The member of that name or id, see `nodes_meant`. Raises NotFound, BadRequest for two."""
+    known = [(member.node_id, member.name) for member in roster.members.values()]
+    found = nodes_meant(who, known)
+    if len(found) == 1:
+        return roster.members[found[0]]
     if not found:
         raise NotFound(f"{who!r} is no member.", fix="See `hearthnet members`.", param="member")
-    raise BadRequest(f"{len(found)} members are called {who!r}.", fix="Use the id.", param="member")
+    raise BadRequest(
+        f"{len(found)} members are called {who!r}.",
+        fix=f"Name one of: {told_apart(known)}.",
+        param="member",
+    )
 
 
 def _level(text: str) -> TrustLevel:

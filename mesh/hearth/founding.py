@@ -53,7 +53,7 @@ async def found(
         await log.decide(kind, lambda parents, wall_ms: payload, wall_ms=founded_ms)
     finally:
         await log.close()
-    return Founding(HearthRecord(hearth_id, name), code)
+    return Founding(HearthRecord(hearth_id, name, node_name=node_name), code)
 
 
 async def recover(log: EventLog, key: NodeKey, hearth_id: str, node_name: str, code: str) -> None:

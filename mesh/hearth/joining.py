@@ -152,7 +152,7 @@ async def _join_at(joiner: JoiningNode, ticket: Ticket, host: str, port: int) ->
     kept: list[HearthRecord] = []
 
     async def keep(joined: Joined) -> None:
-        record = _record(joined)
+        record = _record(joined, joiner.name)
         await asyncio.to_thread(write_record, joiner.paths.hearth, record)
         kept.append(record)
 
@@ -160,7 +160,7 @@ async def _join_at(joiner: JoiningNode, ticket: Ticket, host: str, port: int) ->
     return kept[0]
 
 
-def _record(joined: Joined) -> HearthRecord:
+def _record(joined: Joined, node_name: str) -> HearthRecord:
     welcome = joined.welcome
     if not any(member.node_id == joined.inviter for member in welcome.members):
         raise PairingRejected(
@@ -168,4 +168,4 @@ def _record(joined: Joined) -> HearthRecord:
             fix="Check what runs there.",
             param="protocol",
         )
-    return HearthRecord(welcome.hearth_id, welcome.hearth_name, welcome.members)
+    return HearthRecord(welcome.hearth_id, welcome.hearth_name, welcome.members, node_name)

@@ -26,11 +26,13 @@ _MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class HearthRecord:
-    """The hearth a node is in. `members` are those it was told of as it joined; founders: none."""
+    """The hearth a node is in. `members` are those it was told of as it joined; founders: none.
+    `node_name` is what this node was called as it came in, '' where an earlier version wrote it."""
 
     hearth_id: str
     name: str
     members: tuple[Member, ...] = ()
+    node_name: str = ""
 
 
 def read_record(path: Path) -> HearthRecord | None:
@@ -42,7 +44,7 @@ def read_record(path: Path) -> HearthRecord | None:
         if not record.hearth_id.startswith(HEARTH_PREFIX):
             raise _too_old(path)
         members = tuple(_member(row) for row in record.members)
-        return HearthRecord(record.hearth_id, record.name, members)
+        return HearthRecord(record.hearth_id, record.name, members, record.node_name)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -59,6 +61,7 @@ def write_record(path: Path, record: HearthRecord) -> None:
         "version": 1,
         "hearth_id": record.hearth_id,
         "name": record.name,
+        "node_name": record.node_name,
         "members": [asdict(_row(member)) for member in record.members],
     }
     try:
@@ -81,6 +84,7 @@ class _Record:
     name: str
     members: tuple[_Row, ...]
     version: int = 1
+    node_name: str = ""
 
 
 def _row(member: Member) -> _Row:

@@ -77,7 +77,12 @@ def is_node_id(text: str) -> bool:
 
 def short_id(full: NodeId) -> str:
     """The six characters shown on screen. Never decides anything."""
-    return full.removeprefix(_PREFIX)[:6]
+    return without_prefix(full)[:6]
+
+
+def without_prefix(full: NodeId) -> str:
+    """What tells an id from others."""
+    return full.removeprefix(_PREFIX)
 
 
 def load_or_create(path: Path) -> NodeKey:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mesh.config import Config
+from mesh.hearth.record import read_record
 from mesh.identity.keys import load_or_create
 from mesh.models.local import find_local_models
 from mesh.node.node import Node
@@ -30,6 +31,7 @@ def run(config: Config, *, on_ready: Callable[[DaemonRecord], None] | None = Non
 async def _run(
     config: Config, paths: StatePaths, on_ready: Callable[[DaemonRecord], None] | None
 ) -> None:
+    config = await asyncio.to_thread(with_known_name, config, paths)
     key = await asyncio.to_thread(load_or_create, paths.identity_key)
     models = await asyncio.to_thread(find_local_models, config, cache_dir())
     node = Node(config, key, models)
@@ -50,6 +52,14 @@ async def _run(
     finally:
         await node.stop()
         await asyncio.to_thread(_forget, paths.runtime_file)
+
+
+def with_known_name(config: Config, paths: StatePaths) -> Config:
+    """Where no setting says what this node is called, it is what the hearth knows it by."""
+    record = read_record(paths.hearth)
+    if record is None or not record.node_name or "name" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"name": record.node_name})
 
 
 def _forget(file: Path) -> None:

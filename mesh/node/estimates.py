@@ -25,6 +25,7 @@ from mesh.discovery.directory import NodeView, ShardStore
 from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest
 from mesh.health.detector import Verdict
+from mesh.identity.naming import nodes_meant, told_apart
 from mesh.node.fetched_weights import FetchedWeights
 from mesh.node.served_speed import AskedTimes
 from mesh.routing.fitting import float_format, shard_bytes
@@ -258,6 +259,12 @@ class Estimates:
                 param="with",
             )
         speeds = own.devices[0].speeds
+        if memory == 0 or (gb_s is not None and float(gb_s) == 0):
+            raise BadRequest(
+                f"{text!r} is no machine: neither its memory nor its speed is 0.",
+                fix="Give NAME=GIB or NAME=GIB:GB/S, as in attic=8:20.",
+                param="with",
+            )
         if gb_s is not None:
             speeds = tuple(replace(each, decode_gb_s=float(gb_s)) for each in speeds)
         device = Device(own.devices[0].name, memory, memory, speeds)
@@ -318,16 +325,13 @@ def _pin(text: str, known: Iterable[Machine]) -> tuple[NodeId, LayerRange]:
 
 
 def _node(who: str, known: Iterable[Machine]) -> NodeId:
-    """A node by its name, its id or the beginning of that."""
-    machines = list(known)
-    found = {each.node_id for each in machines if who in (each.node_id, each.name)}
-    if not found and len(who) >= 6:
-        found = {each.node_id for each in machines if each.node_id.startswith(who)}
+    """The node that is meant, see `nodes_meant`."""
+    names = [(each.node_id, each.name) for each in known]
+    found = nodes_meant(who, names)
     if len(found) != 1:
-        names = ", ".join(sorted(each.name for each in machines))
         raise BadRequest(
             f"{'no' if not found else 'more than one'} node is called {who!r}.",
-            fix=f"Name one of: {names}.",
+            fix=f"Name one of: {told_apart(names)}.",
             param="nodes",
         )
-    return found.pop()
+    return found[0]

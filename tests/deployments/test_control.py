@@ -162,6 +162,16 @@ async def test_who_makes_room_rests_before_the_new_is_wished_and_comes_back_in_i
     assert home.held() == {"large-16", "small-4"}
 
 
+async def test_what_has_no_replica_any_more_is_woken_with_one() -> None:
+    home = Verbs(100)
+    await home.verbs.deploy({"model": "small-4"})
+    await home.verbs.scale("small-4", 0)
+    assert home.held() == set()
+    assert await home.verbs.wake("small-4", may_wake=True)
+    assert home.held() == {"small-4"}
+    assert not await home.verbs.wake("small-4", may_wake=True), "it is up"
+
+
 async def test_where_nobody_may_rest_it_is_refused_and_nothing_is_signed() -> None:
     home = Verbs(100, up_s=HOUR - 1)
     await home.verbs.deploy({"model": "small-6"})

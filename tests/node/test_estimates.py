@@ -137,6 +137,9 @@ async def test_nodes_come_and_go_in_thought(estimates: Estimates) -> None:
     with_doubted = {**without, "with": ["Doubted"], "nodes": ["Doubted"]}
     assert used(await estimates.plan(with_doubted)) == {"Doubted"}
     assert used(await estimates.plan({**ASK, "with": ["tower=64:900"]})) == {"tower"}
+    for nothing in ("tower=0", "tower=64:0", "tower=64:0.0"):
+        with pytest.raises(BadRequest, match="is no machine"):
+            await estimates.plan({**ASK, "with": [nothing]})
 
 
 async def test_a_way_that_was_measured_counts_instead_of_a_common_one(store: ShardStore) -> None:
