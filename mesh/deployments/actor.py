@@ -28,6 +28,7 @@ from mesh.deployments.reconcile import (
     reconcile,
     wishes_of,
 )
+from mesh.deployments.turns import Turns
 from mesh.deployments.weights import OnProgress, WeightsSource, local_model
 from mesh.deployments.wishes import Deployment, live, merged
 from mesh.errors import MeshError, as_mesh_error
@@ -121,6 +122,7 @@ class Reconciler:
         self._called_for: set[str] = set()
         """Deployments that somebody here wants to ask, though nothing of them is placed here."""
         self._due = asyncio.Event()
+        self._looks = Turns("looking after the shards")
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -144,17 +146,18 @@ class Reconciler:
     def try_again(self) -> None:
         """Whatever failed is tried again now."""
         self.phases.try_again()
+        self._looks.try_again()
         self.look()
 
     async def _run(self) -> None:
         while True:
             self._due.clear()
-            self._step()
+            await self._looks.take("of this node", self._step)
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await self._due.wait()
 
-    def _step(self) -> None:
+    async def _step(self) -> None:
         view = self._view()
         wanted = wishes_of(view)
         for shard in [each for each in self._loads if each not in wanted]:

@@ -117,9 +117,8 @@ class Phases:
         """It failed; it waits twice as long after each time."""
         known = self._failures.get(shard)
         count = 1 if known is None else known.count + 1
-        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(count - 1, 16))
         reason = f"{error.message} {error.fix}".strip()
-        self._failures[shard] = _Failure(reason, now + wait_s, count)
+        self._failures[shard] = _Failure(reason, now + wait_s(count), count)
         lacks = error.code in (NotEnoughMemory.code, DiskFull.code)
         self.put(shard, Phase.FAILED, reason, lacks_memory=lacks)
 
@@ -145,6 +144,11 @@ class Phases:
         for known in (self._now, self._failures):
             for shard in [each for each in known if each not in shards]:
                 del known[shard]
+
+
+def wait_s(failures: int) -> float:
+    """For how long something is left alone that failed so often, once at least, without a break."""
+    return min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** min(failures - 1, 16))
 
 
 def unforeseen(error: Exception) -> MeshError:

@@ -9,18 +9,17 @@ and of what this node has seen itself: after a start everybody has just been see
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from mesh.deployments.laid import AvailableNode, Laid
 from mesh.deployments.placement import make_plan, planner, stale, without
+from mesh.deployments.turns import Turns
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
 from mesh.errors import MeshError
 from mesh.processes.tasks import end, spawn
 from mesh.types import NodeId
-
-logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
 SETTLE_S = 5.0
@@ -46,7 +45,8 @@ class Members(Protocol):
     async def laid_out(
         self, wish: Wish, before: Plan | None, freed_mb: Mapping[NodeId, int]
     ) -> Laid:
-        """Where the planner lays what `before` lacks of a wish, were `freed_mb` more free."""
+        """Where the planner lays what `before` lacks of a wish, were `freed_mb` more free. Raises
+        MeshError where the wish cannot be planned at all."""
 
     def refused(self, deployment: Deployment) -> Collection[Span]:
         """The spans of its plan for which their machines say that they have no room."""
@@ -80,6 +80,8 @@ class Replanner:
         self._since: dict[str, float] = {}
         self._not_before: dict[str, float] = {}
         self._tries: dict[str, int] = {}
+        self._looks = Turns("planning anew")
+        self._turns = Turns("planning anew deployment", self._unplanned)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -93,7 +95,7 @@ class Replanner:
 
     async def _run(self) -> None:
         while True:
-            await self._look()
+            await self._looks.take("all deployments", self._look)
             await asyncio.sleep(TICK_S)
 
     async def _look(self) -> None:
@@ -105,23 +107,34 @@ class Replanner:
             if node in alive or node not in self._seen:
                 self._seen[node] = now
         gone = {node: now - self._seen[node] for node in planned - alive}
-        names = self._members.names()
         for deployment in deployments:
-            refused = self._refused(deployment)
-            why = stale(deployment, gone, self._members.trusted(), self._limit_s, names)
-            why = why or _no_room(refused, names)
-            if why is None:
-                self._since.pop(deployment.id, None)
-                self._tries.pop(deployment.id, None)
-                continue
-            since = self._since.setdefault(deployment.id, now)
-            is_mine = planner(deployment, alive) == self._members.node
-            waits = now - since < self._settle_s or now < self._not_before.get(deployment.id, 0.0)
-            if is_mine and not waits:
-                tries = self._tries[deployment.id] = self._tries.get(deployment.id, 0) + 1
-                pause_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(tries - 1, 16))
-                self._not_before[deployment.id] = now + pause_s
-                await self._plan(deployment, machines, why, refused)
+            turn = partial(self._turn, deployment, machines, gone, now)
+            await self._turns.take(deployment.id, turn)
+
+    async def _turn(
+        self,
+        deployment: Deployment,
+        machines: Sequence[AvailableNode],
+        gone_s: Mapping[NodeId, float],
+        now: float,
+    ) -> None:
+        """Plan it anew if that is due, and this node's to do."""
+        alive, names = {machine.node for machine in machines}, self._members.names()
+        refused = self._refused(deployment)
+        why = stale(deployment, gone_s, self._members.trusted(), self._limit_s, names)
+        why = why or _no_room(refused, names)
+        if why is None:
+            self._since.pop(deployment.id, None)
+            self._tries.pop(deployment.id, None)
+            return
+        since = self._since.setdefault(deployment.id, now)
+        is_mine = planner(deployment, alive) == self._members.node
+        waits = now - since < self._settle_s or now < self._not_before.get(deployment.id, 0.0)
+        if is_mine and not waits:
+            tries = self._tries[deployment.id] = self._tries.get(deployment.id, 0) + 1
+            pause_s = min(LONGEST_RETRY_S, RETRY_S * 2.0 ** min(tries - 1, 16))
+            self._not_before[deployment.id] = now + pause_s
+            await self._plan(deployment, machines, why, refused)
 
     def _refused(self, deployment: Deployment) -> Collection[Span]:
         """Of a plan that counts; what is pinned stays where it is."""
@@ -141,18 +154,14 @@ class Replanner:
         plan = deployment.plan
         asked = not deployment.is_planned or (bool(refused) and plan is not None and plan.asked)
         wish, before = deployment.wish, without(plan, refused)
-        try:
-            laid = await self._members.laid_out(wish, before, {})
-            new = make_plan(
-                wish, deployment.event, machines, before, asked=asked, why=why, laid=laid
-            )
-            if plan is None or _differs(new, plan):
-                await self._members.publish_plan(new)
-        except MeshError as error:
-            logger.warning("deployment=%s cannot be planned anew: %s", deployment.id, error)
-            self._tell("deployment_unplanned", deployment=deployment.id, reason=error.message)
-            return
+        laid = await self._members.laid_out(wish, before, {})
+        new = make_plan(wish, deployment.event, machines, before, asked=asked, why=why, laid=laid)
+        if plan is None or _differs(new, plan):
+            await self._members.publish_plan(new)
         self._tell("deployment_planned", deployment=deployment.id, reason=why)
+
+    def _unplanned(self, deployment: str, error: MeshError) -> None:
+        self._tell("deployment_unplanned", deployment=deployment, reason=error.message)
 
 
 def _no_room(refused: Collection[Span], names: Mapping[NodeId, str]) -> str | None:

@@ -11,10 +11,12 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from mesh.deployments.listing import ON_ITS_WAY
 from mesh.deployments.phases import Phase
+from mesh.deployments.turns import Turns
 from mesh.deployments.wishes import Deployment, Wish, live
 from mesh.errors import MeshError, NoRoute, PipelineStalled
 from mesh.processes.tasks import end, spawn
@@ -77,6 +79,8 @@ class Sleeper:
         self._up_since: dict[str, float] = {}
         self._used_at: dict[str, float] = {}
         self._signs: dict[str, Hashable] = {}
+        self._looks = Turns("having deployments rest")
+        self._turns = Turns("having a deployment rest")
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -95,7 +99,7 @@ class Sleeper:
 
     async def _run(self) -> None:
         while True:
-            await self._look()
+            await self._looks.take("by their use", self._look)
             await asyncio.sleep(TICK_S)
 
     async def _look(self) -> None:
@@ -106,12 +110,16 @@ class Sleeper:
                 del known[name]
         for name, deployment in wanted.items():
             self._up_since.setdefault(name, now)
-            use = self._house.use(deployment)
-            is_used = use.is_busy or self._signs.get(name) != use.signs
-            if is_used or name not in self._used_at or self._is_on_its_way(deployment):
-                self._used_at[name], self._signs[name] = now, use.signs
-            if self._may_rest(deployment, now):
-                await self._rest(deployment)
+            await self._turns.take(name, partial(self._turn, deployment, now))
+
+    async def _turn(self, deployment: Deployment, now: float) -> None:
+        """See whether it is used, and have it rest if it is time for that."""
+        name, use = deployment.id, self._house.use(deployment)
+        is_used = use.is_busy or self._signs.get(name) != use.signs
+        if is_used or name not in self._used_at or self._is_on_its_way(deployment):
+            self._used_at[name], self._signs[name] = now, use.signs
+        if self._may_rest(deployment, now):
+            await self._rest(deployment)
 
     def _may_rest(self, deployment: Deployment, now: float) -> bool:
         wish, plan = deployment.wish, deployment.plan

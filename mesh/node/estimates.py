@@ -23,7 +23,7 @@ from mesh.deployments.wishes import Plan, Span, Wish
 from mesh.discovery.advertisement import Advertisement
 from mesh.discovery.directory import NodeView, ShardStore
 from mesh.discovery.weights import HeldWeights
-from mesh.errors import BadRequest
+from mesh.errors import BadRequest, WeightsMismatch
 from mesh.health.detector import Verdict
 from mesh.identity.naming import nodes_meant, told_apart
 from mesh.node.fetched_weights import FetchedWeights
@@ -88,7 +88,8 @@ class Estimates:
         """Where what `before` lacks of a wish goes, on machines that are `alive`. Where it is to be
         split `evenly`, or not all of them were measured, only how much fits on each.
 
-        Raises ModelNotFound, BadCheckpoint, and what fetching raises.
+        Raises ModelNotFound, BadCheckpoint, WeightsMismatch where the wish counts other layers than
+        the weights have, and what fetching raises.
         """
         lacking = wish.replicas - (0 if before is None else len(before.replicas))
         open_gaps = gaps(wish, before, alive)
@@ -101,6 +102,7 @@ class Estimates:
         model = await self._shape(wish.model_id, positions)
         if model.weights_sha256 != wish.weights_sha256:
             return UNKNOWN
+        _require_layers_of(model, wish)
         machines = [
             each
             for each in self.machines(model)
@@ -269,6 +271,17 @@ class Estimates:
             speeds = tuple(replace(each, decode_gb_s=float(gb_s)) for each in speeds)
         device = Device(own.devices[0].name, memory, memory, speeds)
         return Machine(NodeId(f"imagined {name}"), name, (device,), rtt_ms=_UNMEASURED_MS)
+
+
+def _require_layers_of(model: ModelShape, wish: Wish) -> None:
+    """Raise WeightsMismatch where a wish for these weights counts other layers than they have."""
+    if model.total_layers != wish.total_layers:
+        raise WeightsMismatch(
+            f"the wish for {wish.model_id} counts {wish.total_layers} layers, its weights have"
+            f" {model.total_layers}.",
+            fix=f"`hearthnet evict {wish.model_id}`, and deploy it again.",
+            param="total_layers",
+        )
 
 
 def _is_measured(machine: Machine) -> bool:

@@ -19,7 +19,7 @@ from mesh.deployments.reconcile import ServedShard
 from mesh.deployments.refusals import Refusals
 from mesh.deployments.wishes import Deployment, Plan, Span, Wish, live
 from mesh.discovery.directory import ShardStore
-from mesh.errors import MeshError
+from mesh.errors import MeshError, WeightsMismatch
 from mesh.routing.machines import ITEMSIZE
 from mesh.types import LayerRange, NodeId, ShardId
 
@@ -74,7 +74,10 @@ class Layouts:
         alive: Collection[NodeId],
     ) -> Laid:
         """Where the planner lays what `before` lacks of a wish on nodes that are `alive`, were
-        `freed_mb` more free; what is `there` is loaded. `UNKNOWN` where it cannot say in time."""
+        `freed_mb` more free; what is `there` is loaded. `UNKNOWN` where it cannot say in time.
+
+        Raises WeightsMismatch: layers that the weights do not have are not split evenly either.
+        """
         if self.planner is None:
             return UNKNOWN
         more = Counter(freed_mb)
@@ -84,6 +87,8 @@ class Layouts:
         try:
             async with asyncio.timeout(LAYOUT_S):
                 return await self.planner.layout(wish, before, alive, said, evenly=evenly)
+        except WeightsMismatch:
+            raise
         except (MeshError, TimeoutError) as error:
             logger.info("deployment=%s is split evenly: %s", wish.deployment, error)
             return UNKNOWN

@@ -38,6 +38,8 @@ class World:
         self.is_quick = asyncio.Event()
         self.is_quick.set()
         self.is_broken = False
+        self.is_odd = False
+        """Asked what it serves it breaks."""
         self.drops = 0
 
     def deployments(self) -> dict[str, Deployment]:
@@ -50,6 +52,8 @@ class World:
         return {}
 
     def served(self) -> list[ServedShard]:
+        if self.is_odd:
+            raise RuntimeError("a mistake of ours")
         return []
 
     def free_mb(self) -> int | None:
@@ -260,3 +264,12 @@ async def test_what_cannot_be_unloaded_is_tried_again_later_as_well(watched: Wat
     assert watched.world.drops == 1
     watched.world.is_broken = False
     await watched.until()
+
+
+async def test_a_look_that_fails_is_not_the_last_one(watched: Watched) -> None:
+    watched.world.is_odd = True
+    watched.wish(["0-1"])
+    await asyncio.sleep(0.05)
+    watched.world.is_odd = False
+    watched.loop.try_again()
+    await watched.until(("0-1", "none"))

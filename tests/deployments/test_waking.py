@@ -28,20 +28,27 @@ class House:
     def __init__(self, wish: Wish, node: NodeId = A) -> None:
         self.node = node
         self.wished: list[Wish] = []
+        self.others: list[Deployment] = []
         self.now = Use(is_busy=False, signs=0)
         self.is_coming = False
+        self.broken: set[str] = set()
+        """Deployments about whose use nothing can be said; "" for all of them."""
         plan = make_plan(
             wish, "cd" * 32, [AvailableNode(A, "a"), AvailableNode(B, "b")], None, asked=True
         )
         self._deployment = Deployment(wish, plan, "cd" * 32, A, 0)
 
     def deployments(self) -> dict[str, Deployment]:
-        return {self._deployment.id: self._deployment}
+        if "" in self.broken:
+            raise RuntimeError("a mistake of ours")
+        return {each.id: each for each in (*self.others, self._deployment)}
 
     def alive(self) -> set[NodeId]:
         return {A, B}
 
     def use(self, deployment: Deployment) -> Use:
+        if deployment.id in self.broken:
+            raise RuntimeError("a mistake of ours")
         return self.now
 
     async def publish_wish(self, wish: Wish) -> Deployment:
@@ -103,6 +110,30 @@ def test_what_is_still_brought_up_does_not_rest_before_anybody_can_use_it() -> N
     house.is_coming = False
     assert slept(house, 200.0) == []
     assert slept(house, 900.0) == [replace(WISH, resting=True)]
+
+
+def test_one_of_which_nothing_can_be_said_keeps_no_other_up() -> None:
+    house = House(WISH)
+    first = replace(WISH, deployment="/" * 16, model_id=ModelId("another"))
+    house.others.append(Deployment(first, None, "cd" * 32, A, 0))
+    house.broken = {first.deployment}
+    assert slept(house, 900.0) == [replace(WISH, resting=True)]
+
+
+def test_what_fails_for_all_ends_nothing() -> None:
+    house = House(WISH)
+
+    async def main() -> None:
+        sleeper = Sleeper(house, lambda kind, **fields: None, lambda deployment: False)
+        sleeper.start()
+        house.broken = {""}
+        await asyncio.sleep(60.0)
+        house.broken = set()
+        await asyncio.sleep(900.0)
+        await sleeper.stop()
+
+    run_virtually(main)
+    assert house.wished == [replace(WISH, resting=True)]
 
 
 class Verbs:

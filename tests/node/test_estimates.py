@@ -22,11 +22,12 @@ from mesh.deployments.weights import LocalWeights
 from mesh.deployments.wishes import Plan, Replica, Span, Wish
 from mesh.discovery.directory import NodeInfo, ShardStore
 from mesh.discovery.weights import HeldWeights
-from mesh.errors import BadRequest, MeshError, ModelNotFound
+from mesh.errors import BadRequest, MeshError, ModelNotFound, WeightsMismatch
 from mesh.health.detector import Verdict
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.manifest import read_manifest
 from mesh.node.estimates import EstimateContext, Estimates
+from mesh.node.layouts import Layouts
 from mesh.node.served_speed import AskedTimes
 from mesh.routing.fitting import benches
 from mesh.routing.machines import Demand, Machine
@@ -272,6 +273,25 @@ async def test_what_a_lost_machine_held_goes_where_it_is_fastest_with_room(
     # What would be free if others rested.
     laid, spans = await goes_to({NEAR: 1000})
     assert (laid.refusal, spans) == (None, [Span(NEAR, lost.layers)])
+
+
+@pytest.mark.parametrize("counted", [100, 1])
+async def test_a_wish_that_counts_other_layers_than_its_weights_have_is_refused(
+    store: ShardStore, estimates: Estimates, counted: int
+) -> None:
+    shape = shape_of(await LocalWeights({}, (), None).manifest("builtin"), 256)
+    wish = Wish("0" * 16, shape.model_id, shape.weights_sha256, counted, 8, quant="none")
+    spans = (Span(NEAR, LayerRange(0, 1)), Span(FAR, LayerRange(1, shape.total_layers)))
+    before = Plan(wish.deployment, "ab" * 32, 0, (Replica(0, spans),), 1, asked=True)
+    layouts = Layouts(await asyncio.to_thread(Config), OWN, store, dict)
+    layouts.planner = estimates
+    for plan in (None, before):
+        alive = {OWN, NEAR, FAR}
+        with pytest.raises(WeightsMismatch, match=f"counts {counted} .* have {shape.total_layers}"):
+            await estimates.layout(replace(wish, replicas=2), plan, alive, NOTHING)
+        # Nor is it split evenly, as what nobody can lay out.
+        with pytest.raises(WeightsMismatch):
+            await layouts.laid_out(replace(wish, replicas=2), plan, {}, (), alive)
 
 
 @pytest.mark.parametrize("quant", ["none", "int8"])

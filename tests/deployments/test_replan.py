@@ -1,0 +1,124 @@
+"""Planning anew: whatever goes wrong with one deployment, the others have their turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mesh.deployments.laid import UNKNOWN, AvailableNode, Laid
+from mesh.deployments.replan import RETRY_S, SETTLE_S, Replanner
+from mesh.deployments.wishes import Deployment, Plan, Span, Wish
+from mesh.errors import NoRoute
+from mesh.types import ModelId, NodeId
+from tests.simulation.virtual_loop import run_virtually
+
+HERE = NodeId("a")
+BAD, GOOD = "0" * 16, "f" * 16
+
+
+class House:
+    """One node, whose log has two wishes without a plan. `errors` come of what is done for the
+    first of them, by what that is."""
+
+    node = HERE
+
+    def __init__(self, **errors: Exception) -> None:
+        self.errors = errors
+        self.asked: list[str] = []
+        self.planned: list[str] = []
+        self.told: list[dict[str, Any]] = []
+        self.log = {
+            name: Deployment(Wish(name, ModelId(name), "ab" * 32, 4, 40), None, "cd" * 32, HERE, 0)
+            for name in (BAD, GOOD)
+        }
+
+    def deployments(self) -> dict[str, Deployment]:
+        self._fail("deployments")
+        return self.log
+
+    def machines(self) -> Sequence[AvailableNode]:
+        return [AvailableNode(HERE, "attic", 1000)]
+
+    async def laid_out(
+        self, wish: Wish, before: Plan | None, freed_mb: Mapping[NodeId, int]
+    ) -> Laid:
+        self.asked.append(wish.deployment)
+        if wish.deployment == BAD:
+            self._fail("laid_out")
+        return UNKNOWN
+
+    def refused(self, deployment: Deployment) -> Collection[Span]:
+        if deployment.id == BAD:
+            self._fail("refused")
+        return ()
+
+    def trusted(self) -> Collection[NodeId]:
+        return [HERE]
+
+    def names(self) -> Mapping[NodeId, str]:
+        return {HERE: "attic"}
+
+    async def publish_plan(self, plan: Plan) -> None:
+        self.planned.append(plan.deployment)
+        known = self.log[plan.deployment]
+        self.log[plan.deployment] = Deployment(known.wish, plan, known.event, HERE, 0)
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        self.told.append({"kind": kind, **fields})
+
+    def _fail(self, what: str) -> None:
+        if what in self.errors:
+            raise self.errors[what]
+
+
+def watched(house: House, seconds: float, *later: float) -> list[list[str]]:
+    """What was planned after so many seconds, and after the later ones, with nothing in the way
+    any more."""
+    found = []
+
+    async def main() -> None:
+        replanner = Replanner(house, 10.0, house.tell)
+        replanner.start()
+        for wait_s in (seconds, *later):
+            await asyncio.sleep(wait_s)
+            found.append(list(house.planned))
+            house.errors = {}
+        await replanner.stop()
+
+    run_virtually(main)
+    return found
+
+
+@pytest.mark.parametrize("error", [ValueError("a mistake of ours"), NoRoute("no way.", fix="")])
+def test_one_that_cannot_be_planned_is_told_and_waits_while_others_are_planned(
+    error: Exception,
+) -> None:
+    house = House(laid_out=error)
+    before, soon, then = watched(house, SETTLE_S + 2, RETRY_S - 5, 10.0)
+    assert before == soon == [GOOD]
+    assert house.asked == [BAD, GOOD, BAD]
+    assert then == [GOOD, BAD]
+    first, *others = house.told
+    assert (first["kind"], first["deployment"]) == ("deployment_unplanned", BAD)
+    assert str(error).strip() in first["reason"]
+    assert [each["kind"] for each in others] == ["deployment_planned"] * 2
+
+
+def test_one_that_cannot_even_be_looked_at_waits_alone() -> None:
+    house = House(refused=ValueError("a mistake of ours"))
+    bad = house.log[BAD]
+    house.log[BAD] = replace(bad, plan=Plan(BAD, bad.event, 0, (), 0, asked=True))
+    assert watched(house, 60.0) == [[GOOD]]
+    unplanned = [each for each in house.told if each["kind"] == "deployment_unplanned"]
+    assert 2 <= len(unplanned) < 10, "less often each time"
+
+
+def test_what_fails_for_all_is_tried_again() -> None:
+    house = House(deployments=ValueError("a mistake of ours"))
+    before, then = watched(house, 60.0, 120.0)
+    assert before == []
+    assert then == [BAD, GOOD]
