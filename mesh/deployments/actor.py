@@ -14,23 +14,24 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mesh.deployments.phases import FIRST_WAIT_S, LONGEST_WAIT_S, Phase, Phases, unforeseen
+from mesh.deployments.provisioning import Provisioning
 from mesh.deployments.reconcile import (
     Decision,
     DropAction,
     LoadAction,
     OwnShard,
-    ServedShard,
     ShardStage,
     View,
     reconcile,
     wishes_of,
 )
 from mesh.deployments.turns import Turns
-from mesh.deployments.weights import OnProgress, WeightsSource, local_model
+from mesh.deployments.weights import WeightsSource, local_model
 from mesh.deployments.wishes import Deployment, live, merged
+from mesh.deployments.world import World
 from mesh.errors import MeshError, as_mesh_error
 from mesh.models.local import LocalModel
 from mesh.processes.tasks import end, spawn
@@ -39,62 +40,6 @@ from mesh.types import LayerRange, ModelId, NodeId, ShardId
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
-
-
-class World(Protocol):
-    """What a node is, for the loop."""
-
-    @property
-    def node(self) -> NodeId:
-        """This node."""
-
-    def deployments(self) -> dict[str, Deployment]:
-        """What the log says."""
-
-    def held(self) -> list[OwnShard]:
-        """The shards that this node serves or is loading to serve."""
-
-    def failed(self) -> Mapping[ShardId, MeshError]:
-        """Those of them that its process has given up."""
-
-    def served(self) -> list[ServedShard]:
-        """What others serve."""
-
-    def free_mb(self) -> int | None:
-        """What is free on the device; None while nobody knows."""
-
-    @property
-    def own_quant(self) -> str:
-        """The number format of this node's own settings."""
-
-    def need_mb(self, deployment: Deployment, layers: LayerRange) -> int:
-        """What these layers would take."""
-
-    def refusal(self, deployment: Deployment, layers: LayerRange) -> MeshError | None:
-        """Why this node's settings do not let it hold these layers at all."""
-
-    def asked(self) -> list[ModelId]:
-        """The models that this node asks because they are deployed."""
-
-    async def ask(self, model: LocalModel) -> None:
-        """Ask this model from now on."""
-
-    def known(self) -> list[ModelId]:
-        """The models whose files this node knows because they are deployed, asked or not."""
-
-    async def ask_no_more(self, model_id: ModelId, *, forget: bool) -> None:
-        """Ask this model no longer, and perhaps know nothing of it any more."""
-
-    async def serve(
-        self, deployment: Deployment, layers: LayerRange, on_progress: OnProgress
-    ) -> None:
-        """Load these layers and serve them; returns once they are served."""
-
-    async def unserve(self, shard: ShardId) -> int:
-        """Serve it no longer; how many sessions were ended."""
-
-    def dedicate(self, shards: Collection[ShardId]) -> None:
-        """Have the weights of exactly these stay on the device, used or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +61,10 @@ class Reconciler:
         self._weights = weights
         self._hooks = hooks
         self._cache_dir = cache_dir
+        self._provisioning = Provisioning(self.phases, self._ended)
         self._loads: dict[ShardId, asyncio.Task[None]] = {}
+        self._left_mb: int | None = None
+        """What is free once what is loading has all that it will take."""
         self._drops: dict[ShardId, asyncio.Task[None]] = {}
         self._asking: dict[ModelId, asyncio.Task[None]] = {}
         self._called_for: set[str] = set()
@@ -133,6 +81,7 @@ class Reconciler:
         """Act no more; what is loaded stays until its process ends."""
         tasks = [*self._loads.values(), *self._drops.values(), *self._asking.values()]
         await end([*([self._task] if self._task is not None else []), *tasks])
+        await self._provisioning.stop()
 
     def look(self) -> None:
         """The log, a peer or a process may have changed."""
@@ -167,17 +116,30 @@ class Reconciler:
                 self.phases.failed(shard, error, _now())
                 self._begin(self._drops, shard, self._let_go(DropAction(shard, "it failed")))
         decision = reconcile(view)
+        self._follow(view, decision)
+        self._world.dedicate([shard for shard, (each, _) in wanted.items() if each.wish.dedicated])
+        self._note(view, wanted, decision)
+        self._look_after_asking(view.deployments, decision.unfetched)
+
+    def _follow(self, view: View, decision: Decision) -> None:
+        """Begin and end what is decided."""
+        coming = {held.shard for held in view.held if held.is_to_come}
+        self._provisioning.keep_only(coming - {drop.shard for drop in decision.drops})
         for drop in decision.drops:
             if drop.shard in self._loads:
                 self._loads[drop.shard].cancel()
-            if drop.shard not in self._drops and drop.shard not in self._loads:
+            elif drop.shard not in self._drops and drop.shard not in coming:
                 self._begin(self._drops, drop.shard, self._drop(drop))
-        if decision.load is not None and decision.load.shard not in self._drops:
-            load, deployment = decision.load, view.deployments[decision.load.deployment]
-            self._begin(self._loads, load.shard, self._load(deployment, load))
-        self._world.dedicate([shard for shard, (each, _) in wanted.items() if each.wish.dedicated])
-        self._note(view, wanted, decision)
-        self._look_after_asking(view.deployments)
+        for fetch in decision.fetches:
+            deployment = view.deployments[fetch.deployment]
+            shard = _not_held(fetch.shard, deployment, fetch.layers, fetch.mb)
+            self._provisioning.begin(shard, partial(self._fetch, deployment, fetch))
+        if (load := decision.load) is not None:
+            model = self._provisioning.take(load.shard)
+            if view.free_mb is not None:
+                self._left_mb = view.free_mb - load.mb
+            loading = self._load(view.deployments[load.deployment], load, model)
+            self._begin(self._loads, load.shard, loading)
 
     def _view(self) -> View:
         world = self._world
@@ -191,19 +153,34 @@ class Reconciler:
             or shard in self._drops
         ]
         for shard, state in busy:
-            known = held.get(shard) or _unborn(shard, deployments, world)
-            if known is not None:
-                held[shard] = replace(known, state=state)
+            wished = _wished(shard, deployments, world.node)
+            if shard in held:
+                held[shard] = replace(held[shard], state=state)
+            elif wished is not None:  # no process knows of it yet, or any more
+                held[shard] = replace(_not_held(shard, *wished), state=state)
+        for each in self._provisioning.to_come():
+            wished = _wished(each.shard, deployments, world.node)
+            mb = each.mb if wished is None else world.need_mb(*wished)
+            held.setdefault(each.shard, replace(each, mb=mb))
         return View(
             world.node,
             deployments,
             list(held.values()),
             world.served(),
-            world.free_mb(),
+            self._free_mb(),
             world.need_mb,
             not_yet=self.phases.not_yet(_now()),
             own_quant=world.own_quant,
         )
+
+    def _free_mb(self) -> int | None:
+        """What is free beside what is loading, which takes its memory bit by bit."""
+        free_mb = self._world.free_mb()
+        if not self._loads:
+            self._left_mb = None
+        if free_mb is None or self._left_mb is None:
+            return free_mb
+        return min(free_mb, self._left_mb)
 
     def _note(
         self,
@@ -227,23 +204,25 @@ class Reconciler:
 
     # Loading and dropping
 
-    async def _load(self, deployment: Deployment, load: LoadAction) -> None:
-        shard = load.shard
+    async def _fetch(self, deployment: Deployment, fetch: LoadAction) -> LocalModel:
+        refusal = self._world.refusal(deployment, fetch.layers)
+        if refusal is not None:
+            raise refusal
+        return await self._provide(deployment, fetch.shard)
+
+    async def _load(self, deployment: Deployment, load: LoadAction, model: LocalModel) -> None:
+        shard, loading = load.shard, self._bring_up(deployment, load, model)
         try:
-            await as_mesh_error(self._bring_up(deployment, load), f"loading {shard}", unforeseen)
+            await as_mesh_error(loading, f"loading {shard}", unforeseen)
             self.phases.ready(shard)
         except MeshError as error:
             logger.warning("deployment=%s shard=%s: %s", deployment.id, shard, error)
             self.phases.failed(shard, error, _now())
 
-    async def _bring_up(self, deployment: Deployment, load: LoadAction) -> None:
+    async def _bring_up(self, deployment: Deployment, load: LoadAction, model: LocalModel) -> None:
         shard = load.shard
-        refusal = self._world.refusal(deployment, load.layers)
-        if refusal is not None:
-            raise refusal
-        self.phases.put(shard, Phase.PROVISIONING)
-        await self._ask_here(deployment, shard)
         self.phases.put(shard, Phase.DEPLOYING)
+        await self._world.ask(model)
         wished = self._world.deployments().get(deployment.id, deployment)
         far = partial(self.phases.bytes, shard)
         await self._world.serve(wished, load.layers, far)  # as it is wished by now
@@ -294,8 +273,11 @@ class Reconciler:
 
     # Asking
 
-    def _look_after_asking(self, deployments: Mapping[str, Deployment]) -> None:
-        """Ask what is placed here, was deployed from here or is called for, and nothing else."""
+    def _look_after_asking(
+        self, deployments: Mapping[str, Deployment], unfetched: Collection[ShardId]
+    ) -> None:
+        """Ask what is placed here, was deployed from here or is called for, and nothing else. That
+        has to be fetched too, so that it waits with what is `unfetched` unless it is called for."""
         here, wanted, resting = self._world.node, dict[ModelId, Deployment](), set[ModelId]()
         for each in live(deployments):
             placed = each.plan is not None and here in each.plan.nodes
@@ -307,7 +289,9 @@ class Reconciler:
         asked = self._world.asked()
         for model_id, deployment in wanted.items():
             name = _ends(deployment)
-            if model_id not in asked and name not in self.phases.not_yet(_now()):
+            called = self._called_for & _names(deployments, deployment)
+            waits = not called and deployment.shards_of(here).keys() & unfetched
+            if model_id not in asked and name not in self.phases.not_yet(_now()) and not waits:
                 self._begin(self._asking, model_id, self._ask(deployment, name))
         for model_id in self._world.known():
             forget = model_id not in resting
@@ -335,10 +319,13 @@ class Reconciler:
 
         def ended(_: asyncio.Task[None]) -> None:
             tasks.pop(key, None)
-            self.look()
-            self._hooks.changed()
+            self._ended()
 
         task.add_done_callback(ended)
+
+    def _ended(self) -> None:
+        self.look()
+        self._hooks.changed()
 
     def _moved(self, shard: ShardId, now: Any) -> None:
         if now.phase is not Phase.QUEUED:
@@ -356,14 +343,21 @@ def _ends(deployment: Deployment) -> ShardId:
     return ShardId(f"{deployment.wish.model_id}:ends")
 
 
-def _unborn(shard: ShardId, deployments: Mapping[str, Deployment], world: World) -> OwnShard | None:
-    """What a task is busy with that no process knows of yet."""
+def _wished(
+    shard: ShardId, deployments: Mapping[str, Deployment], node: NodeId
+) -> tuple[Deployment, LayerRange] | None:
+    """Who has a node hold a shard now, and its layers."""
     for each in live(deployments):
-        layers = each.shards_of(world.node).get(shard)
+        layers = each.shards_of(node).get(shard)
         if layers is not None:
-            wish = each.wish
-            return OwnShard(shard, wish.model_id, wish.weights_sha256, layers, 0)
+            return each, layers
     return None
+
+
+def _not_held(shard: ShardId, deployment: Deployment, layers: LayerRange, mb: int = 0) -> OwnShard:
+    """A shard that takes nothing now, and perhaps `mb` later."""
+    wish = deployment.wish
+    return OwnShard(shard, wish.model_id, wish.weights_sha256, layers, mb)
 
 
 def _now() -> float:

@@ -20,7 +20,7 @@ class Phase(StrEnum):
     """Where a span is on its way."""
 
     QUEUED = "QUEUED"
-    """It waits, for memory or for another."""
+    """It waits, for memory or for others that are fetched or loaded before it."""
     PROVISIONING = "PROVISIONING"
     """Its weights are being brought to this machine."""
     DEPLOYING = "DEPLOYING"

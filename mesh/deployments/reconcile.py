@@ -1,7 +1,7 @@
 """What a node does next, so that what it holds becomes what is wished: pure.
 
-One node's view goes in, at most one load and any number of drops come out, with the reason for
-whatever has to wait. Asked again after each, it ends with nothing to do. The rules:
+One node's view goes in, at most one load and any number of fetches and drops come out, with the
+reason for whatever has to wait. Asked again after each, it ends with nothing to do. The rules:
 
 - Where memory allows, the new is loaded before the old is dropped.
 - A shard that nobody wishes for any more goes once every layer of it is served by shards that the
@@ -14,7 +14,9 @@ whatever has to wait. Asked again after each, it ends with nothing to do. The ru
   what is wished. Its name is that of the one to come, so that it goes first, one at a time, and the
   gap is told: another format is always an operator's wish, whoever made the plan. Where the new one
   would not fit in its place, it stays.
-- Never over memory: a load is let in only when it fits what is free, one at a time.
+- Never over memory: a load is let in only when it fits what is free, one at a time. Weights are
+  fetched before that, of several shards at a time, each of which has the room kept that it will
+  take, so that a long download holds up no other load and is not in vain.
 - What is held by hand (`--model`, `--layers`) is neither loaded nor dropped here.
 
 Knows no clock, no log and no process.
@@ -22,7 +24,7 @@ Knows no clock, no log and no process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -30,10 +32,22 @@ from mesh.deployments.formats import UNTOLD, LoadedFormat, is_as_wished
 from mesh.deployments.wishes import Deployment, live
 from mesh.types import LayerRange, ModelId, NodeId, ShardId
 
+MAX_PROVISIONED = 4
+"""So many shards have their weights fetched at a time: more would share the same line and disk."""
+_BOUNDLESS = 1 << 60
+"""MiB that are free where nobody knows what is."""
+
+Wishes = dict[ShardId, tuple[Deployment, LayerRange]]
+"""Shards, each with the deployment that has it here."""
+
 
 class ShardStage(StrEnum):
     """How far a node is with a shard."""
 
+    PROVISIONING = "provisioning"
+    """Its weights are being fetched; it takes no memory yet."""
+    PROVISIONED = "provisioned"
+    """They are here, and it is to be loaded once it may."""
     LOADING = "loading"
     READY = "ready"
     LEAVING = "leaving"
@@ -41,8 +55,8 @@ class ShardStage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OwnShard:
-    """A shard that this node holds or is busy with; `mb` is what it takes. `by_hand`: its owner
-    configured it."""
+    """A shard that this node holds or is busy with; `mb` is what it takes, or will take once it is
+    loaded. `by_hand`: its owner configured it."""
 
     shard: ShardId
     model_id: ModelId
@@ -52,6 +66,11 @@ class OwnShard:
     state: ShardStage = ShardStage.READY
     by_hand: bool = False
     loaded: LoadedFormat = UNTOLD
+
+    @property
+    def is_to_come(self) -> bool:
+        """Whether nothing of it is in memory yet."""
+        return self.state in (ShardStage.PROVISIONING, ShardStage.PROVISIONED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +88,9 @@ class ServedShard:
 class View:
     """All that a node decides by.
 
-    `free_mb` is what is free beside all that is held or loading, None where nobody knows; then
-    what loads is let in and refused by its process. `need_mb` says what some layers would take.
+    `free_mb` is what is free beside all that is held or loading, not what is to come, None where
+    nobody knows; then what loads is let in and refused by its process. Of `held`, what is to come
+    stands in the order in which it was let in. `need_mb` says what some layers would take.
     `not_yet` are shards whose last try failed and that wait for the next, with the reason.
     `own_quant` is the number format of the node's own settings.
     """
@@ -87,7 +107,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class LoadAction:
-    """Fetch and serve these layers."""
+    """Layers to be fetched or, once their weights are here, loaded and served."""
 
     deployment: str
     shard: ShardId
@@ -97,8 +117,8 @@ class LoadAction:
 
 @dataclass(frozen=True, slots=True)
 class DropAction:
-    """Serve this shard no longer. With a `gap` there is a while in which nobody serves its layers;
-    `why` says what for."""
+    """Serve this shard no longer, or bring it up no further. With a `gap` there is a while in which
+    nobody serves its layers; `why` says what for."""
 
     shard: ShardId
     why: str
@@ -108,124 +128,202 @@ class DropAction:
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What is to be done now, and what waits for what, by shard. What is `lacking` waits for room
-    that nobody here makes."""
+    that nobody here makes; what is `unfetched`, until fewer are being fetched."""
 
     load: LoadAction | None = None
+    fetches: tuple[LoadAction, ...] = ()
     drops: tuple[DropAction, ...] = ()
     waiting: Mapping[ShardId, str] | None = None
     lacking: frozenset[ShardId] = frozenset()
+    unfetched: frozenset[ShardId] = frozenset()
 
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do."""
-        return self.load is None and not self.drops
+        return self.load is None and not self.fetches and not self.drops
 
 
 def reconcile(view: View) -> Decision:
     """The next steps of one node; see the module."""
     wanted = wishes_of(view)
-    surplus = [
-        held
-        for held in view.held
-        if not held.by_hand and held.shard not in wanted and held.state is not ShardStage.LEAVING
-    ]
-    drops = [drop for held in surplus if (drop := _may_go(view, wanted, held)) is not None]
-    waiting: dict[ShardId, str] = {}
-    lacking: set[ShardId] = set()
-    drops += _replaced(view, wanted, waiting, lacking)
-    going = {drop.shard for drop in drops}
+    to_come = [held for held in view.held if held.is_to_come]
+    coming = [held for held in to_come if _is_to_be(wanted, held)]
+    room_mb, short = _beside(coming, _BOUNDLESS if view.free_mb is None else view.free_mb)
+    draft = _Draft(view, wanted, room_mb, is_kept=len(short) < len(coming))
+    draft.drops += [drop for held in draft.surplus if (drop := _may_go(draft, held)) is not None]
+    _replace(draft, [held for held in coming if held not in short])
+    for held in coming:
+        if held.state is ShardStage.PROVISIONED:
+            draft.load_fetched(held, fits=held not in short)
     here = {held.shard: held for held in view.held}
-    load: LoadAction | None = None
-    busy = [h.shard for h in view.held if h.state is ShardStage.LOADING and h.shard in wanted]
     for shard, (deployment, layers) in wanted.items():
-        if shard in here:
-            if here[shard].weights_sha256 != deployment.wish.weights_sha256:
-                waiting[shard] = "other weights are held here by that name"
-            continue
-        if (reason := (view.not_yet or {}).get(shard)) is not None:
-            waiting[shard] = reason
-            continue
-        if busy or load is not None:
-            waiting[shard] = f"after {busy[0] if busy else load.shard if load else ''}"
-            continue
-        need = view.need_mb(deployment, layers)
-        if view.free_mb is None or need <= view.free_mb:
-            load = LoadAction(deployment.id, shard, layers, need)
-            continue
-        waiting[shard] = f"needs {need} MiB, {view.free_mb} MiB are free"
-        leaving = [h for h in view.held if h.shard in going or h.state is ShardStage.LEAVING]
-        if view.free_mb + sum(held.mb for held in leaving) >= need:
-            waiting[shard] += "; room is being made"
-            continue
-        first = _make_room(
-            view, deployment, shard, need, [h for h in surplus if h.shard not in going]
-        )
-        drops += first
-        going |= {drop.shard for drop in first}
-        if not first:
-            lacking.add(shard)
-    return Decision(load, tuple(drops), waiting, frozenset(lacking))
+        if shard not in here:
+            draft.let_in(deployment, shard, layers)
+        elif not here[shard].is_to_come and not _is_to_be(wanted, here[shard]):
+            draft.waiting[shard] = "other weights are held here by that name"
+    stopped = [
+        DropAction(held.shard, "nobody wants it any more") for held in to_come if held not in coming
+    ]
+    return draft.decision(stopped)
 
 
-def wishes_of(view: View) -> dict[ShardId, tuple[Deployment, LayerRange]]:
+def wishes_of(view: View) -> Wishes:
     """What this node is to hold; of two deployments that want the same shard, the first's."""
-    wanted: dict[ShardId, tuple[Deployment, LayerRange]] = {}
+    wanted: Wishes = {}
     for deployment in live(view.deployments):
         for shard, layers in deployment.shards_of(view.node).items():
             wanted.setdefault(shard, (deployment, layers))
     return wanted
 
 
-def _replaced(
-    view: View,
-    wanted: Mapping[ShardId, tuple[Deployment, LayerRange]],
-    waiting: dict[ShardId, str],
-    lacking: set[ShardId],
-) -> list[DropAction]:
-    """What goes to be loaded anew as it is wished now; what of that has to wait is noted."""
+@dataclass(slots=True)
+class _Draft:
+    """A decision in the making. `room_mb` is what is free beside all that `is_kept` room for."""
+
+    view: View
+    wanted: Wishes
+    room_mb: int
+    is_kept: bool
+    load: LoadAction | None = None
+    fetches: list[LoadAction] = field(default_factory=list)
+    drops: list[DropAction] = field(default_factory=list)
+    waiting: dict[ShardId, str] = field(default_factory=dict)
+    lacking: set[ShardId] = field(default_factory=set)
+    unfetched: set[ShardId] = field(default_factory=set)
+
+    @property
+    def surplus(self) -> list[OwnShard]:
+        """What is held, not wished for, and not going already."""
+        going = {drop.shard for drop in self.drops}
+        return [
+            each
+            for each in self.view.held
+            if not (each.by_hand or each.is_to_come or each.state is ShardStage.LEAVING)
+            and each.shard not in self.wanted
+            and each.shard not in going
+        ]
+
+    def decision(self, stopped: Iterable[DropAction]) -> Decision:
+        """As it is now; what is `stopped` is brought up no further."""
+        return Decision(
+            self.load, tuple(self.fetches), (*stopped, *self.drops), self.waiting,
+            frozenset(self.lacking), frozenset(self.unfetched),
+        )  # fmt: skip
+
+    def load_fetched(self, held: OwnShard, *, fits: bool) -> None:
+        """Its weights are here: it is loaded when that is its turn."""
+        deployment, layers = self.wanted[held.shard]
+        if not fits:
+            self._wait_for_room(deployment, held.shard, held.mb)
+        elif (busy := self._loading()) is not None:
+            self.waiting[held.shard] = f"its weights are here; after {busy}"
+        else:
+            self.load = LoadAction(deployment.id, held.shard, layers, held.mb)
+
+    def let_in(self, deployment: Deployment, shard: ShardId, layers: LayerRange) -> None:
+        """Have its weights fetched and keep room for it, or say what it waits for."""
+        fetching = [h.shard for h in self.view.held if h.state is ShardStage.PROVISIONING]
+        fetching += [each.shard for each in self.fetches]
+        if (reason := (self.view.not_yet or {}).get(shard)) is not None:
+            self.waiting[shard] = reason
+        elif len(fetching) >= MAX_PROVISIONED:
+            more = f" or one of {len(fetching) - 1} more"
+            self.waiting[shard] = f"after {fetching[0]}{more} whose weights are fetched"
+            self.unfetched.add(shard)
+        elif (need := self.view.need_mb(deployment, layers)) <= self.room_mb:
+            self.fetches.append(LoadAction(deployment.id, shard, layers, need))
+            self.room_mb -= need
+            self.is_kept = True
+        else:
+            self._wait_for_room(deployment, shard, need)
+
+    def _loading(self) -> ShardId | None:
+        """What is being loaded, or is to be now."""
+        for held in self.view.held:
+            if held.state is ShardStage.LOADING and held.shard in self.wanted:
+                return held.shard
+        return self.load.shard if self.load is not None else None
+
+    def _wait_for_room(self, deployment: Deployment, shard: ShardId, need: int) -> None:
+        beside = " beside what is to come" if self.is_kept else ""
+        self.waiting[shard] = f"needs {need} MiB, {self.room_mb} MiB are free{beside}"
+        if (busy := self._loading()) is not None:
+            self.waiting[shard] += f"; after {busy}"
+            return
+        going = {drop.shard for drop in self.drops}
+        leaving = [h for h in self.view.held if h.shard in going or h.state is ShardStage.LEAVING]
+        lacks = need - self.room_mb - sum(held.mb for held in leaving)
+        if lacks <= 0:
+            self.waiting[shard] += "; room is being made"
+        elif first := _make_room(deployment, shard, lacks, self.surplus):
+            self.drops += first
+        else:
+            self.lacking.add(shard)
+
+
+def _is_to_be(wanted: Wishes, held: OwnShard) -> bool:
+    """Whether these weights are wished for by this name."""
+    deployment, _ = wanted.get(held.shard, (None, None))
+    return deployment is not None and deployment.wish.weights_sha256 == held.weights_sha256
+
+
+def _beside(coming: Iterable[OwnShard], free_mb: int) -> tuple[int, list[OwnShard]]:
+    """What is free when what is to come has come, each in its turn as far as there is room; and
+    what there is no room for any more."""
+    short: list[OwnShard] = []
+    for held in coming:
+        if held.mb <= free_mb:
+            free_mb -= held.mb
+        else:
+            short.append(held)
+    return free_mb, short
+
+
+def _replace(draft: _Draft, coming: Sequence[OwnShard]) -> None:
+    """Have go what is to be loaded anew as it is wished now; what of that has to wait is noted."""
+    view, wanted, waiting = draft.view, draft.wanted, draft.waiting
     held_here = {held.shard: held for held in view.held}
-    changing = [held.shard for held in view.held if held.state is not ShardStage.READY]
-    changing = [shard for shard in changing if shard in wanted]
-    drops: list[DropAction] = []
+    changing = [
+        held
+        for held in view.held
+        if held.shard in wanted and held.state in (ShardStage.LOADING, ShardStage.LEAVING)
+    ]
     for shard, (deployment, layers) in wanted.items():
         held = held_here.get(shard)
-        if held is None or held.state is ShardStage.LEAVING:
+        if held is None or held.is_to_come or held.state is ShardStage.LEAVING:
             continue
         if held.weights_sha256 != deployment.wish.weights_sha256:
             continue
         if is_as_wished(held.loaded, deployment.wish, view.own_quant):
             continue
+        # Of the same model it may be what went for the same reason, and is not back yet.
+        first = [*changing, *(each for each in coming if each.model_id == held.model_id)]
         if held.by_hand:
             waiting[shard] = "it is held by hand here, loaded otherwise than is wished"
         elif held.state is ShardStage.LOADING:
-            drops.append(DropAction(shard, "it is wished otherwise now"))
-        elif changing:
-            waiting[shard] = f"it is loaded anew after {changing[0]}"
-        elif _fits_instead(view, held, need := view.need_mb(deployment, layers)):
+            draft.drops.append(DropAction(shard, "it is wished otherwise now"))
+        elif first:
+            waiting[shard] = f"it is loaded anew after {first[0].shard}"
+        elif (need := view.need_mb(deployment, layers)) <= draft.room_mb + held.mb:
             waiting[shard] = "it is loaded anew, as it is wished now"
-            drops.append(DropAction(shard, "it is loaded anew, as it is wished now", gap=True))
-            changing.append(shard)
+            draft.drops.append(
+                DropAction(shard, "it is loaded anew, as it is wished now", gap=True)
+            )
+            changing.append(held)
         else:
             waiting[shard] = (
-                f"needs {need} MiB instead of {held.mb} MiB, {view.free_mb} MiB are free"
+                f"needs {need} MiB instead of {held.mb} MiB, {draft.room_mb} MiB are free"
             )
-            lacking.add(shard)
-    return drops
+            draft.lacking.add(shard)
 
 
-def _fits_instead(view: View, held: OwnShard, need: int) -> bool:
-    return view.free_mb is None or need <= view.free_mb + held.mb
-
-
-def _may_go(
-    view: View, wanted: Mapping[ShardId, tuple[Deployment, LayerRange]], held: OwnShard
-) -> DropAction | None:
+def _may_go(draft: _Draft, held: OwnShard) -> DropAction | None:
     """How a shard that is not wished for goes now; None while it has to stay."""
     if held.state is ShardStage.LOADING:
         return DropAction(held.shard, "nobody wants it any more")
     wishing = [
         each
-        for each in live(view.deployments)
+        for each in live(draft.view.deployments)
         if each.wish.model_id == held.model_id
         and each.wish.weights_sha256 == held.weights_sha256
         and each.is_wanted
@@ -234,17 +332,12 @@ def _may_go(
         return DropAction(held.shard, "no deployment wants it")
     if any(each.plan is None for each in wishing):
         return None
-    if _is_covered(view, wanted, wishing, held):
+    if _is_covered(draft.view, draft.wanted, wishing, held):
         return DropAction(held.shard, "its layers are served as wished")
     return None
 
 
-def _is_covered(
-    view: View,
-    wanted: Mapping[ShardId, tuple[Deployment, LayerRange]],
-    wishing: Sequence[Deployment],
-    held: OwnShard,
-) -> bool:
+def _is_covered(view: View, wanted: Wishes, wishing: Sequence[Deployment], held: OwnShard) -> bool:
     """Whether shards that the plans wish for serve each of its layers now."""
     planned = {
         (span.node, span.layers)
@@ -272,9 +365,7 @@ def _is_covered(
     )
 
 
-def _is_wanted(
-    view: View, wanted: Mapping[ShardId, tuple[Deployment, LayerRange]], held: OwnShard
-) -> bool:
+def _is_wanted(view: View, wanted: Wishes, held: OwnShard) -> bool:
     """Whether it is wished for just as it is."""
     deployment, _ = wanted.get(held.shard, (None, None))
     return deployment is not None and is_as_wished(held.loaded, deployment.wish, view.own_quant)
@@ -285,19 +376,17 @@ def _same(one: OwnShard | ServedShard, other: OwnShard) -> bool:
 
 
 def _make_room(
-    view: View, deployment: Deployment, shard: ShardId, need: int, surplus: Sequence[OwnShard]
+    deployment: Deployment, shard: ShardId, lacks_mb: int, surplus: Sequence[OwnShard]
 ) -> list[DropAction]:
     """The old that goes before the new is there, smallest first; nothing unless that is enough and
     an operator asked for it."""
     if deployment.plan is None or not deployment.plan.asked or not deployment.is_planned:
         return []
-    free = view.free_mb or 0
-    free += sum(held.mb for held in view.held if held.state is ShardStage.LEAVING)
     chosen: list[DropAction] = []
     for held in sorted(surplus, key=lambda each: (each.mb, each.shard)):
-        if free >= need:
+        if lacks_mb <= 0:
             break
         if held.model_id == deployment.wish.model_id and held.state is ShardStage.READY:
             chosen.append(DropAction(held.shard, f"to make room for {shard}", gap=True))
-            free += held.mb
-    return chosen if free >= need else []
+            lacks_mb -= held.mb
+    return chosen if lacks_mb <= 0 else []

@@ -11,6 +11,7 @@ from mesh.deployments.formats import LoadedFormat, is_as_wished
 from mesh.deployments.laid import AvailableNode, Laid
 from mesh.deployments.placement import gaps, make_plan, planner, stale, without
 from mesh.deployments.reconcile import (
+    MAX_PROVISIONED,
     Decision,
     DropAction,
     LoadAction,
@@ -38,7 +39,8 @@ class SimulatedNode:
     """One machine: what it holds, by shard.
 
     It has no room after all for what it `will_refuse`, as its process says once it loads that; what
-    it `refused` it does not try again by itself.
+    it `refused` it does not try again by itself. Of models in `awaited` nobody gives it the
+    weights for now.
     """
 
     node: NodeId
@@ -48,10 +50,15 @@ class SimulatedNode:
     held: dict[ShardId, OwnShard] = field(default_factory=dict)
     will_refuse: set[ShardId] = field(default_factory=set)
     refused: set[ShardId] = field(default_factory=set)
+    awaited: set[ModelId] = field(default_factory=set)
 
     @property
     def free_mb(self) -> int:
-        return self.total_mb - sum(held.mb for held in self.held.values())
+        return self.total_mb - sum(h.mb for h in self.held.values() if not h.is_to_come)
+
+    @property
+    def fetching(self) -> list[OwnShard]:
+        return [h for h in self.held.values() if h.state is ShardStage.PROVISIONING]
 
     @property
     def ready(self) -> list[OwnShard]:
@@ -199,7 +206,7 @@ class SimulatedHouse:
         self.nodes.append(SimulatedNode(NodeId(f"j{number}{len(self.nodes)}"), total_mb))
 
     def kill(self, node: SimulatedNode) -> None:
-        node.is_up, node.held, node.refused = False, {}, set()
+        node.is_up, node.held, node.refused, node.awaited = False, {}, set(), set()
 
     def runs_short(self, node: SimulatedNode) -> None:
         """It has no room after all for what it is given and does not have."""
@@ -239,15 +246,15 @@ class SimulatedHouse:
         ]
         return reconcile(
             View(
-                node.node, self.deployments, list(node.held.values()), served, node.free_mb,
+                node.node, self.deployments, self._held(node), served, node.free_mb,
                 need_mb, not_yet=dict.fromkeys(node.refused, "no room after all"),
                 own_quant=OWN_QUANT,
             )
         )  # fmt: skip
 
     def step(self, node: SimulatedNode) -> bool:
-        """One turn of a node: what was loading is ready, then one decision; whether it did
-        anything."""
+        """One turn of a node: what was loading is ready and what was fetched is here, then one
+        decision; whether it did anything."""
         moved = self._mature(node)
         decision = self.decide(node)
         self._obey(node, decision)
@@ -282,26 +289,56 @@ class SimulatedHouse:
         found = absences(change, (), (), self.machines(), mb_of)
         return {(each.machine, str(each.drops)) for each in found}
 
+    def _held(self, node: SimulatedNode) -> list[OwnShard]:
+        """With what is to come as large as it is wished now."""
+        found = []
+        for held in node.held.values():
+            mb = [
+                need_mb(each, held.layers)
+                for each in live(self.deployments)
+                if held.is_to_come and held.shard in each.shards_of(node.node)
+            ]
+            found.append(replace(held, mb=mb[0]) if mb else held)
+        return found
+
     def _mature(self, node: SimulatedNode) -> bool:
-        """What was loading is ready; whether anything was."""
-        loading = [each for each in node.held.values() if each.state is ShardStage.LOADING]
-        for each in loading:
-            loaded = replace(each.loaded, dtype=DTYPES[each.loaded.quant])
-            node.held[each.shard] = replace(each, state=ShardStage.READY, loaded=loaded)
-        return bool(loading)
+        """What was loading is ready, what was fetched is here; whether anything was."""
+        moved = False
+        for each in list(node.held.values()):
+            if each.state is ShardStage.LOADING:
+                loaded = replace(each.loaded, dtype=DTYPES[each.loaded.quant])
+                node.held[each.shard] = replace(each, state=ShardStage.READY, loaded=loaded)
+            elif each.state is ShardStage.PROVISIONING and each.model_id not in node.awaited:
+                node.held[each.shard] = replace(each, state=ShardStage.PROVISIONED)
+            else:
+                continue
+            moved = True
+        return moved
 
     def _obey(self, node: SimulatedNode, decision: Decision) -> None:
         for drop in decision.drops:
             self._drop(node, drop)
+        for fetch in decision.fetches:
+            self._fetch(node, fetch)
         if decision.load is not None:
             self._load(node, decision.load)
 
+    def _fetch(self, node: SimulatedNode, fetch: LoadAction) -> None:
+        wish = self.deployments[fetch.deployment].wish
+        assert fetch.shard not in node.held
+        assert fetch.shard not in node.refused
+        node.held[fetch.shard] = OwnShard(
+            fetch.shard, wish.model_id, WEIGHTS, fetch.layers, fetch.mb, ShardStage.PROVISIONING
+        )
+        assert len(node.fetching) <= MAX_PROVISIONED
+
     def _load(self, node: SimulatedNode, load: LoadAction) -> None:
         wish = self.deployments[load.deployment].wish
-        assert load.shard not in node.held
-        assert load.shard not in node.refused
+        assert node.held[load.shard].state is ShardStage.PROVISIONED
+        assert all(each.state is not ShardStage.LOADING for each in node.held.values())
         if load.shard in node.will_refuse:
             node.refused.add(load.shard)
+            del node.held[load.shard]
             return
         loaded = LoadedFormat(quant=wish.quant or OWN_QUANT, kv_tokens=max(wish.context, 16))
         node.held[load.shard] = OwnShard(
@@ -319,7 +356,7 @@ class SimulatedHouse:
         ]
         before = self.served(held.model_id)
         del node.held[drop.shard]
-        if not wishing:
+        if not wishing or held.is_to_come:
             return
         is_replaced = any(
             drop.shard in each.shards_of(node.node)

@@ -12,11 +12,11 @@ import pytest
 
 from mesh.deployments.actor import Reconciler, ReconcilerHooks
 from mesh.deployments.formats import LoadedFormat
-from mesh.deployments.phases import Phase
-from mesh.deployments.reconcile import OwnShard, ServedShard, ShardStage
+from mesh.deployments.phases import Phase, PhaseProgress
+from mesh.deployments.reconcile import MAX_PROVISIONED, OwnShard, ServedShard, ShardStage
 from mesh.deployments.weights import Checkpoint, LocalWeights, OnProgress
 from mesh.deployments.wishes import Deployment, Plan, Quant, Replica, Span, Wish
-from mesh.errors import MeshError
+from mesh.errors import MeshError, TransferFailed
 from mesh.models.builtin import checkpoint_dir
 from mesh.models.local import LocalModel
 from mesh.types import LayerRange, ModelId, NodeId, ShardId, shard_id
@@ -89,7 +89,9 @@ class World:
             name, wish.model_id, wish.weights_sha256, layers, MB * len(layers), ShardStage.LOADING,
             loaded=LoadedFormat(quant=quant),
         )  # fmt: skip
+        assert all(each.state is not ShardStage.LOADING for each in self.held()), "one at a time"
         self.has[name] = loading
+        assert self.total_mb >= sum(each.mb for each in self.held()), "never over memory"
         self.loads.append(quant)
         try:
             await self.is_quick.wait()
@@ -111,12 +113,16 @@ class World:
 
 
 class SlowDisk(LocalWeights):
-    """Has a checkpoint's files once it is told so, which it is."""
+    """Has a checkpoint's files once it is told so, which it is, but never those that are `far`.
+    `asked` are those that it is asked for now; where it has an `error` it says that."""
 
     def __init__(self, cache: Path) -> None:
         super().__init__({}, [], cache)
         self.is_there = asyncio.Event()
         self.is_there.set()
+        self.far: set[ModelId] = set()
+        self.asked: list[ModelId] = []
+        self.error: MeshError | None = None
 
     async def ensure(
         self,
@@ -127,8 +133,14 @@ class SlowDisk(LocalWeights):
         *,
         runs_ends: bool = True,
     ) -> Path:
-        await self.is_there.wait()
-        return await super().ensure(model_id, weights_sha256, layers, on_progress)
+        self.asked.append(model_id)
+        try:
+            if self.error is not None:
+                raise self.error
+            await (asyncio.Event() if model_id in self.far else self.is_there).wait()
+            return await super().ensure(model_id, weights_sha256, layers, on_progress)
+        finally:
+            self.asked.remove(model_id)
 
 
 class Watched:
@@ -155,7 +167,20 @@ class Watched:
         spans = tuple(Span(HERE, LayerRange.parse(each)) for each in layers)
         plan = Plan(wish.deployment, event, 0, (Replica(0, spans),), 1, asked=True)
         made = Deployment(replace(wish, quant=quant), plan, event, HERE, 0)
-        self.world.log = {made.id: made}
+        self.world.log = self.world.log | {made.id: made}
+        self.loop.look()
+        return made
+
+    def wish_far(self, number: int, *layers: str) -> Deployment:
+        """Have another model here as well, whose files never come."""
+        model = ModelId(f"far{number}")
+        self.disk.far.add(model)
+        self._events += 1
+        event, name = f"{self._events:064x}", f"{number:x}" * 16
+        spans = tuple(Span(HERE, LayerRange.parse(each)) for each in layers)
+        plan = Plan(name, event, 0, (Replica(0, spans),), 1, asked=True)
+        made = Deployment(Wish(name, model, "ef" * 32, 9, 90), plan, event, HERE, 0)
+        self.world.log = self.world.log | {made.id: made}
         self.loop.look()
         return made
 
@@ -167,11 +192,21 @@ class Watched:
         }
         await holds(lambda: self._is(wanted))
 
-    async def until_phase(self, layers: str, phase: Phase) -> None:
+    async def until_phase(self, layers: str, phase: Phase) -> PhaseProgress:
         """Until they are so far."""
-        shard = shard_id(self.checkpoint.model_id, LayerRange.parse(layers))
+        return await self._until(
+            shard_id(self.checkpoint.model_id, LayerRange.parse(layers)), phase
+        )
+
+    async def until_far(self, number: int, layers: str, phase: Phase) -> PhaseProgress:
+        """The same of a model whose files never come."""
+        shard = shard_id(ModelId(f"far{number}"), LayerRange.parse(layers))
+        return await self._until(shard, phase)
+
+    async def _until(self, shard: ShardId, phase: Phase) -> PhaseProgress:
         phases = self.loop.phases.all
         await holds(lambda: shard in phases() and phases()[shard].phase is phase)
+        return phases()[shard]
 
     def _is(self, wanted: set[tuple[ShardId, str]]) -> bool:
         phases = self.loop.phases.all()
@@ -237,6 +272,82 @@ async def test_what_is_wished_otherwise_while_it_is_fetched_is_loaded_once(
     watched.disk.is_there.set()
     await watched.until(("0-3", "int8"))
     assert watched.world.loads == ["int8"]
+
+
+async def test_a_long_download_holds_up_no_other_load_and_keeps_its_room(watched: Watched) -> None:
+    large = watched.wish_far(1, "0-1")
+    await watched.until_far(1, "0-1", Phase.PROVISIONING)
+    watched.wish(["0-3"])
+    await watched.until(("0-3", "none"))
+    watched.wish(["0-3", "4-4"])
+    told = await watched.until_phase("4-4", Phase.QUEUED)
+    assert told.reason == "needs 10 MiB, 0 MiB are free beside what is to come"
+    assert told.lacks_memory
+    # What nobody wants any more is not fetched any longer, and its room is others'.
+    before = watched.disk.asked.count(large.wish.model_id)
+    del watched.world.log[large.id]
+    watched.loop.look()
+    await watched.until(("0-3", "none"), ("4-4", "none"))
+    assert watched.disk.asked.count(large.wish.model_id) < before
+
+
+async def test_only_so_many_are_fetched_at_a_time(watched: Watched) -> None:
+    watched.world.total_mb = 1000
+    for number in range(1, MAX_PROVISIONED + 3):
+        watched.wish_far(number, "0-1")
+    await watched.until_far(MAX_PROVISIONED, "0-1", Phase.PROVISIONING)
+    waiting = await watched.until_far(MAX_PROVISIONED + 2, "0-1", Phase.QUEUED)
+    assert waiting.reason == "after far1:0-1 or one of 3 more whose weights are fetched"
+    assert len(set(watched.disk.asked)) == MAX_PROVISIONED, "nor for asking"
+    # Who wants to ask it now has that at once.
+    watched.loop.call_for("6" * 16)
+    await holds(lambda: ModelId("far6") in watched.disk.asked)
+    assert ModelId("far5") not in watched.disk.asked
+
+
+async def test_what_is_fetched_is_loaded_one_after_the_other(watched: Watched) -> None:
+    watched.disk.is_there.clear()
+    watched.world.is_quick.clear()
+    watched.wish(["0-0", "1-1", "2-2"])
+    for layers in ("0-0", "1-1", "2-2"):
+        await watched.until_phase(layers, Phase.PROVISIONING)
+    watched.disk.is_there.set()
+    await holds(lambda: bool(watched.world.has))
+    (loading,) = watched.world.has
+    for layers in ("0-0", "1-1", "2-2"):
+        if shard_id(watched.checkpoint.model_id, LayerRange.parse(layers)) != loading:
+            told = await watched.until_phase(layers, Phase.QUEUED)
+            assert told.reason == f"its weights are here; after {loading}"
+    assert watched.world.loads == ["none"]
+    watched.world.is_quick.set()
+    await watched.until(("0-0", "none"), ("1-1", "none"), ("2-2", "none"))
+
+
+async def test_what_cannot_be_fetched_fails_with_the_reason_and_is_tried_again(
+    watched: Watched,
+) -> None:
+    watched.disk.error = TransferFailed("nobody has it.", fix="Start who has.")
+    watched.wish(["0-1"])
+    told = await watched.until_phase("0-1", Phase.FAILED)
+    assert told.reason == "nobody has it. Start who has."
+    assert not watched.world.loads
+    watched.disk.error = None
+    watched.loop.try_again()
+    await watched.until(("0-1", "none"))
+
+
+async def test_what_loads_takes_its_memory_bit_by_bit_and_is_promised_all_of_it(
+    watched: Watched,
+) -> None:
+    watched.world.is_quick.clear()
+    watched.wish(["0-3"])
+    await watched.until_phase("0-3", Phase.DEPLOYING)
+    await holds(lambda: bool(watched.world.has))
+    (loading,) = watched.world.has.values()
+    watched.world.has[loading.shard] = replace(loading, mb=0)  # none of it is taken yet
+    watched.wish(["0-3", "0-2"])
+    told = await watched.until_phase("0-2", Phase.QUEUED)
+    assert told.reason == "needs 30 MiB, 20 MiB are free; after builtin:0-3"
 
 
 async def test_what_nobody_foresaw_is_tried_again_later_and_not_at_once(watched: Watched) -> None:

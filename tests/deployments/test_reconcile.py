@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mesh.deployments.formats import LoadedFormat, is_as_wished
 from mesh.deployments.reconcile import (
+    MAX_PROVISIONED,
     LoadAction,
     OwnShard,
     ServedShard,
@@ -34,7 +35,10 @@ AMPLE_MB = 100 * LAYER_MB
 LIMIT_S = 10.0
 
 WISHES = ("deploy", "scale", "change", "pin", "rest", "evict")
-HAPPENINGS = ("kill", "back", "join", "short", "recover", "wait", "step", "step", "step", "step")
+HAPPENINGS = (
+    "kill", "back", "join", "short", "recover", "wait", "await", "come", "step", "step", "step",
+    "step",
+)  # fmt: skip
 OPERATIONS = st.lists(
     st.tuples(st.sampled_from(WISHES + HAPPENINGS), st.integers(0, 7), st.integers(0, 3)),
     max_size=40,
@@ -51,6 +55,7 @@ def run(house: SimulatedHouse, operations: list[tuple[str, int, int]]) -> None:
         elif deployed:
             wish_otherwise(house, what, deployed[which % len(deployed)], which, count)
         happen(house, what, which, count)
+        give(house.nodes[which % len(house.nodes)], what, count)
         house.replan(LIMIT_S)
 
 
@@ -96,6 +101,15 @@ def happen(house: SimulatedHouse, what: str, which: int, count: int) -> None:
             house.step(node)
 
 
+def give(node: SimulatedNode, what: str, count: int) -> None:
+    """What may happen to what a machine fetches."""
+    match what:
+        case "await":
+            node.awaited.add(ModelId(f"m{count % 3}"))
+        case "come":
+            node.awaited.clear()
+
+
 def as_wished(house: SimulatedHouse, node: SimulatedNode) -> set[ShardId]:
     """What a node holds of what it is to hold, in the format of the first deployment that wants
     it."""
@@ -108,6 +122,7 @@ def as_wished(house: SimulatedHouse, node: SimulatedNode) -> set[ShardId]:
         held.shard
         for held in node.held.values()
         if held.shard in wishes and is_as_wished(held.loaded, wishes[held.shard], OWN_QUANT)
+        if not held.is_to_come
     }
 
 
@@ -121,6 +136,7 @@ def test_with_room_everybody_ends_with_exactly_what_is_wished(
     pinned = {pin.node for each in live(house.deployments) for pin in each.wish.pins}
     for node in house.nodes:
         house.recovers(node)
+        node.awaited.clear()
         node.gone_s += 0.0 if node.is_up else 2 * LIMIT_S
         if node.node in pinned and not node.is_up:
             house.bring_back(node)
@@ -156,7 +172,39 @@ def test_without_room_it_comes_to_rest_and_says_what_waits(
     for node in house.up:
         decision = house.decide(node)
         wanted = {s for d in live(house.deployments) for s in d.shards_of(node.node)}
-        assert set(decision.waiting or {}) == wanted - as_wished(house, node)
+        fetched = {held.shard for held in node.fetching}
+        assert set(decision.waiting or {}) == wanted - as_wished(house, node) - fetched
+        node.awaited.clear()
+    assert house.settle()
+    for node in house.up:
+        wanted = {s for d in live(house.deployments) for s in d.shards_of(node.node)}
+        assert set(house.decide(node).waiting or {}) == wanted - as_wished(house, node)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 4), st.booleans(), OPERATIONS, st.integers(0, 2))
+def test_what_does_not_come_holds_up_nothing_else(
+    nodes: int, is_measured: bool, operations: list[tuple[str, int, int]], which: int
+) -> None:
+    house = SimulatedHouse([AMPLE_MB] * nodes, is_measured=is_measured)
+    late = ModelId(f"m{which}")
+    for node in house.nodes:
+        node.awaited = {late}
+    run(house, [each for each in operations if each[0] not in ("await", "come", "join", "kill")])
+    for node in house.nodes:
+        house.recovers(node)
+    house.replan(LIMIT_S)
+    assert house.settle()
+    for node in house.nodes:
+        wanted = {
+            shard
+            for each in live(house.deployments)
+            for shard in each.shards_of(node.node)
+            if each.wish.model_id != late
+        }
+        assert len(node.fetching) <= MAX_PROVISIONED
+        if len(node.fetching) < MAX_PROVISIONED:
+            assert wanted <= as_wished(house, node)
 
 
 @settings(max_examples=200, deadline=None)
@@ -233,10 +281,11 @@ def view(deployed: Deployment, *held: OwnShard, free_mb: int) -> View:
 def test_the_new_is_loaded_before_the_old_is_dropped_where_memory_allows() -> None:
     moved = deployment(("me", "0-3"))
     first = reconcile(view(moved, holding("0-1"), free_mb=40))
-    assert first.load == LoadAction(
-        moved.id, shard_id(ModelId("m"), LayerRange(0, 4)), LayerRange(0, 4), 40
-    )
-    assert not first.drops
+    new = LoadAction(moved.id, shard_id(ModelId("m"), LayerRange(0, 4)), LayerRange(0, 4), 40)
+    assert (first.fetches, first.load, first.drops) == ((new,), None, ())
+    fetched = holding("0-3", ShardStage.PROVISIONED)
+    second = reconcile(view(moved, holding("0-1"), fetched, free_mb=40))
+    assert (second.fetches, second.load, second.drops) == ((), new, ())
     still = reconcile(view(moved, holding("0-1"), holding("0-3", ShardStage.LOADING), free_mb=0))
     assert still.is_idle
     then = reconcile(view(moved, holding("0-1"), holding("0-3"), free_mb=0))
@@ -251,6 +300,94 @@ def test_without_room_the_old_goes_first_and_the_gap_is_told_if_an_operator_aske
     waits = reconcile(view(by_itself, holding("0-1"), free_mb=25))
     assert waits.is_idle
     assert waits.waiting == {"m:0-3": "needs 40 MiB, 25 MiB are free"}
+
+
+def test_what_is_fetched_keeps_its_room_and_holds_up_nothing_that_fits_beside_it() -> None:
+    wished = deployment(("me", "0-5"), ("me", "6-8"), ("me", "9-9"), layers=10)
+    large = holding("0-5", ShardStage.PROVISIONING)
+    first = reconcile(view(wished, large, free_mb=80))
+    assert [each.shard for each in first.fetches] == ["m:9-9"]
+    needs = "needs 30 MiB, 20 MiB are free beside what is to come"
+    assert (first.waiting, first.lacking) == ({"m:6-8": needs}, {"m:6-8"})
+    small = holding("9-9", ShardStage.PROVISIONED)
+    second = reconcile(view(wished, large, small, free_mb=80))
+    assert second.load is not None
+    assert (second.load.shard, second.fetches) == (small.shard, ())
+    loading = replace(small, state=ShardStage.LOADING)
+    come = replace(large, state=ShardStage.PROVISIONED)
+    third = reconcile(view(wished, come, loading, free_mb=70))
+    assert third.is_idle
+    assert third.waiting is not None
+    assert third.waiting[large.shard] == "its weights are here; after m:9-9"
+    ready = replace(small, state=ShardStage.READY)
+    fourth = reconcile(view(wished, come, ready, free_mb=70))
+    assert fourth.load is not None
+    assert fourth.load.shard == large.shard
+
+
+def test_two_that_do_not_fit_together_are_not_both_fetched() -> None:
+    both = deployment(("me", "0-2"), ("me", "3-5"), layers=6)
+    decision = reconcile(view(both, free_mb=50))
+    assert [each.shard for each in decision.fetches] == ["m:0-2"]
+    assert decision.waiting == {"m:3-5": "needs 30 MiB, 20 MiB are free beside what is to come"}
+
+
+def test_what_has_no_room_any_more_once_it_is_fetched_is_not_loaded_and_keeps_none() -> None:
+    wished = deployment(("me", "0-5"), ("me", "6-8"), layers=9)
+    come = holding("0-5", ShardStage.PROVISIONED)
+    decision = reconcile(view(wished, come, free_mb=50))
+    assert decision.load is None
+    assert [each.shard for each in decision.fetches] == ["m:6-8"]
+    assert decision.waiting == {"m:0-5": "needs 60 MiB, 50 MiB are free"}
+    assert decision.lacking == {"m:0-5"}
+    # What was held in its place goes first, as an operator asked for this.
+    old = holding("7-8")
+    other = reconcile(view(deployment(("me", "0-5"), layers=9), come, old, free_mb=50))
+    assert [(drop.shard, drop.gap) for drop in other.drops] == [("m:7-8", True)]
+
+
+def test_so_many_are_fetched_at_a_time_and_the_others_say_what_they_wait_for() -> None:
+    spans = [("me", f"{layer}-{layer}") for layer in range(MAX_PROVISIONED + 1)]
+    wished = deployment(*spans, layers=len(spans))
+    first = reconcile(view(wished, free_mb=AMPLE_MB))
+    assert len(first.fetches) == MAX_PROVISIONED
+    last = f"m:{MAX_PROVISIONED}-{MAX_PROVISIONED}"
+    more = MAX_PROVISIONED - 1
+    assert first.waiting == {last: f"after m:0-0 or one of {more} more whose weights are fetched"}
+    assert first.unfetched == {last}
+    assert not first.lacking
+    coming = [holding(text, ShardStage.PROVISIONING) for _, text in spans[:-1]]
+    assert reconcile(view(wished, *coming, free_mb=AMPLE_MB)).unfetched == {last}
+    coming[0] = replace(coming[0], state=ShardStage.PROVISIONED)
+    then = reconcile(view(wished, *coming, free_mb=AMPLE_MB))
+    assert [each.shard for each in then.fetches] == [last]
+
+
+def test_what_is_fetched_and_not_wished_for_any_more_is_given_up() -> None:
+    come, other = holding("0-1", ShardStage.PROVISIONED), holding("2-3", ShardStage.PROVISIONING)
+    other = replace(other, weights_sha256="cd" * 32)
+    decision = reconcile(view(deployment(("me", "2-3")), come, other, free_mb=20))
+    assert {drop.shard for drop in decision.drops} == {come.shard, other.shard}
+    assert not any(drop.gap for drop in decision.drops)
+    after = reconcile(view(deployment(("me", "2-3")), free_mb=20))
+    assert [each.shard for each in after.fetches] == [other.shard]
+
+
+def test_what_is_loaded_anew_waits_for_its_own_model_and_for_no_download_of_another() -> None:
+    deployed = wished_as(deployment(("me", "0-1"), ("me", "2-3")), "int8")
+    here = loaded_as(holding("0-1"), "bf16", "none")
+    back = holding("2-3", ShardStage.PROVISIONED)
+    waits = reconcile(view(deployed, here, back, free_mb=40))
+    assert waits.waiting == {"m:0-1": "it is loaded anew after m:2-3"}
+    assert not waits.drops
+    another = replace(deployed.wish, deployment="f" * 16, model_id=ModelId("n"))
+    plan = replace(deployed.plan, deployment=another.deployment) if deployed.plan else None
+    others = replace(deployed, wish=another, plan=plan)
+    far = replace(back, shard=ShardId("n:2-3"), model_id=another.model_id)
+    far = replace(far, state=ShardStage.PROVISIONING)
+    seen = view(deployed, here, loaded_as(holding("2-3"), "int8", "int8"), far, free_mb=40)
+    both = replace(seen, deployments={deployed.id: deployed, others.id: others})
+    assert [drop.shard for drop in reconcile(both).drops] == [here.shard]
 
 
 def test_two_that_hold_the_same_do_not_both_go_for_each_other_s_sake() -> None:
@@ -310,8 +447,7 @@ def test_what_is_loaded_otherwise_than_is_wished_is_loaded_anew(
         leaving = replace(seen, held=[replace(held, state=ShardStage.LEAVING)])
         assert reconcile(leaving).is_idle
         then = reconcile(replace(seen, held=[], free_mb=40))
-        assert then.load is not None
-        assert then.load.shard == held.shard
+        assert [each.shard for each in then.fetches] == [held.shard]
 
 
 def test_what_would_not_fit_in_its_own_place_stays_and_says_so() -> None:
