@@ -136,7 +136,7 @@ def test_lists_from_variables_are_comma_separated(monkeypatch: pytest.MonkeyPatc
         ("peer", ["host"], "HOST:PORT"),
         ("peer", ["host:0"], "HOST:PORT"),
         ("dtype", "int8", "'auto', 'fp32', 'bf16' or 'fp16'"),
-        ("device", "gpu", "pattern"),
+        ("device", "gpu", "not written as it has to be"),
         ("threads", "many", "'auto'"),
         ("threads", 0, "greater than or equal to 1"),
         ("name", "a\x1b", "printable"),
@@ -154,6 +154,27 @@ def test_bad_values_name_key_source_and_reason(key: str, value: Any, why: str) -
     assert f"{key} (from --{key.replace('_', '-')})" in refused.value.message
     assert why in refused.value.message
     assert refused.value.fix
+
+
+def test_a_bad_value_is_told_with_what_is_allowed() -> None:
+    with pytest.raises(BadValue) as refused:
+        load_config({"device": "tpu"})
+    assert "auto, cpu, cuda, cuda:N or mps" in refused.value.fix
+    assert "^" not in refused.value.message
+
+
+def test_each_bad_value_is_its_own_key_s(tmp_path: Path) -> None:
+    host = "[research.distributed_inference.host]\n"
+    slow, few = 'transfer_mb_per_second = "fast"\n', "kv_tokens = -5\n"
+    for text, key, why, other in (
+        (host + few + slow, "kv_tokens", "greater than or equal to 16", "valid number"),
+        (host + slow, "transfer_mb_per_second", "valid number", "equal to 16"),
+    ):
+        with pytest.raises(BadValue) as refused:
+            load_config(file=written(tmp_path, text))
+        assert refused.value.param == f"research.distributed_inference.host.{key}"
+        assert why in refused.value.message
+        assert other not in refused.value.message
 
 
 def test_number_of_layer_ranges_must_fit() -> None:
@@ -186,6 +207,13 @@ def test_unknown_keys_are_refused_with_the_nearest(
         load_config(file=file)
     assert refused.value.message == f"{file} sets {key}, which is no setting."
     assert refused.value.fix == f"Did you mean {nearest}?"
+
+
+def test_where_nothing_is_near_an_unknown_key_all_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UnknownKey) as refused:
+        load_config(file=written(tmp_path, "xyz = 1"))
+    assert refused.value.fix.startswith("There are: state_dir, name, model, layers,")
+    assert refused.value.fix.endswith(" coordination, policy, research.")
 
 
 def test_unknown_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,8 @@ class CoordinationSection(BaseModel):
     """The Redis, ``redis://[USER:PASSWORD@]HOST:PORT/DB`` or ``rediss://`` for TLS. Also
     ``MX_REDIS_HOST`` and ``MX_REDIS_PORT``."""
     namespace: str = Field(default="default", pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
-    """The Kubernetes namespace of the resources. Also ``MX_METADATA_NAMESPACE``."""
+    """The Kubernetes namespace of the resources: small letters, digits, and ``-`` between them.
+    Also ``MX_METADATA_NAMESPACE``."""
     kubeconfig: Path | None = None
     """The file that says where the Kubernetes API server is. Unset: the pod's service account, or
     the user's own file."""

@@ -7,7 +7,6 @@ settings do.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import os
 import socket
@@ -33,6 +32,7 @@ from pydantic_settings import (
 )
 
 from mesh.config.modelexpress import alias_of, from_modelexpress
+from mesh.config.problems import first_problem, meanings, unknown
 from mesh.config.sections import (
     CoordinationSection,
     DeploymentsSection,
@@ -42,7 +42,7 @@ from mesh.config.sections import (
     ResearchSection,
     RoutingSection,
 )
-from mesh.errors import BadValue, ConfigError, UnknownKey
+from mesh.errors import BadValue
 from mesh.paths import default_config_file, default_state_dir
 from mesh.types import LayerRange
 
@@ -274,7 +274,7 @@ def load_config(flags: Mapping[str, Any] | None = None, *, file: Path | None = N
     try:
         config = Config(**merged)
     except ValidationError as error:
-        raise _first_problem(error, origins) from None
+        raise first_problem(error, origins, meanings(Config)) from None
     return Settings(config, origins, path)
 
 
@@ -333,7 +333,7 @@ def _read_environment() -> dict[str, Any]:
     known = {_variable(key) for key in _keys()} | _CLIENT_VARIABLES
     for name in os.environ:
         if name.startswith(ENV_PREFIX) and name not in known:
-            raise _unknown(name, sorted(known), "The environment")
+            raise unknown(name, sorted(known), "The environment")
     source: PydanticBaseSettingsSource = EnvSettingsSource(
         Config, env_prefix=ENV_PREFIX, env_nested_delimiter=_NESTED
     )
@@ -370,30 +370,3 @@ def _merge(target: dict[str, Any], values: Mapping[str, Any], prefix: str = "") 
         target[key] = value
         touched.append(prefix + key)
     return touched
-
-
-def _first_problem(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
-    problems = error.errors(include_url=False)
-    # A union's branch is part of the location ("threads.int"); the key is what people wrote.
-    path = [str(part) for part in problems[0]["loc"] if not isinstance(part, int)]
-    key = ".".join(path)
-    known = _keys()
-    if problems[0]["type"] == "extra_forbidden":
-        return _unknown(key, known, origins.get(key, "the configuration"))
-    while "." in key and key not in known:
-        key = key.rpartition(".")[0]
-    same = [p["msg"] for p in problems if p["loc"][:1] == problems[0]["loc"][:1]]
-    why = "; ".join(same).replace("Value error, ", "")
-    if not key:
-        return BadValue(f"{why}.", fix="Correct the settings.")
-    return BadValue(
-        f"{key} (from {origins.get(key, 'default')}) has a value that cannot be used: {why}.",
-        fix="See `hearthnet config show` for the keys and their values.",
-        param=key,
-    )
-
-
-def _unknown(key: str, known: list[str], origin: str) -> UnknownKey:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    fix = f"Did you mean {near[0]}?" if near else "See `hearthnet config show` for the keys."
-    return UnknownKey(f"{origin} sets {key}, which is no setting.", fix=fix, param=key)
