@@ -78,12 +78,15 @@ def from_dict(fields: dict[str, Any]) -> MeshError:
     kind = _BY_CODE.get(str(fields.get("code")))
     if kind is None:
         return RemoteError(fields)
-    param = fields.get("param")
-    return kind(
+    param, wait_s = fields.get("param"), fields.get("retry_after_s")
+    error = kind(
         str(fields.get("message", "")),
         fix=str(fields.get("fix", "")),
         param=None if param is None else str(param),
     )
+    if isinstance(error, Busy) and isinstance(wait_s, int):
+        error.retry_after_s = wait_s
+    return error
 
 
 async def as_mesh_error(
@@ -244,7 +247,26 @@ class PipelineStalled(GenerationError, code="pipeline_stalled", http_status=504,
 
 
 class Busy(GenerationError, code="busy", http_status=429, retryable=True):
-    """A concurrency limit is reached."""
+    """A concurrency limit is reached.
+
+    `retry_after_s` is in how many seconds it is not any more, where that is known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        fix: str,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message, fix=fix, param=param)
+        self.retry_after_s = retry_after_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `MeshError`; with `retry_after_s` where that is known."""
+        known = {} if self.retry_after_s is None else {"retry_after_s": self.retry_after_s}
+        return {**super().to_dict(), **known}
 
 
 class LimitReached(Busy, code="limit_reached"):

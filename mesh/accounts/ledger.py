@@ -339,14 +339,16 @@ class ResourceLedger:
         account.refused += 1
         principal = account.principal
         personal = self.personal(principal, resource)
-        wait_s = max(rate.since + window(resource), rate.barred_until) - self._clock.monotonic()
+        until = max(rate.since + window(resource), rate.barred_until)
+        wait_s = max(1, round(until - self._clock.monotonic()))
         kind = LimitReached if personal is None else QuotaExceeded
         limit = self.limit(principal, resource)
         more = f", {amount:g} more were asked for" if amount else ""
         raise kind(
             f"{principal} may use {limit:g} {words(resource)}; {rate.used:g} are used{more}.",
-            fix=f"Try again in {max(1, round(wait_s))} s.",
+            fix=f"Try again in {wait_s} s.",
             param=resource.value,
+            retry_after_s=wait_s,
         )
 
     def _shown(self, account: _Account) -> dict[str, dict[str, float | None]]:

@@ -244,7 +244,7 @@ class _Scoped:
             raise Unauthorized(
                 f"This needs a key with the scope {self._needed}.",
                 fix="Use `hearthnet` as the user who runs the daemon, or make a key with"
-                " `hearthnet keys create`.",
+                f" `hearthnet keys create --scope {self._needed}`.",
             )
         raise Forbidden(
             f"This key has no scope {self._needed}.",

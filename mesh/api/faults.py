@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mesh.errors import InternalError, MeshError, MethodNotAllowed, NotFound
+from mesh.errors import Busy, InternalError, MeshError, MethodNotAllowed, NotFound
 
 _TYPES = {
     401: "authentication_error",
@@ -16,6 +16,7 @@ _TYPES = {
     429: "rate_limit_error",
 }
 _RETRY_AFTER_S = {429: 1, 503: 5}
+"""Where the error does not say how long to wait."""
 
 
 def error_body(error: MeshError) -> dict[str, Any]:
@@ -39,8 +40,11 @@ def error_body(error: MeshError) -> dict[str, Any]:
 def error_response(error: MeshError) -> Response:
     """The response for an error that ends a request."""
     headers = {}
-    if error.http_status in _RETRY_AFTER_S:
-        headers["Retry-After"] = str(_RETRY_AFTER_S[error.http_status])
+    wait_s = error.retry_after_s if isinstance(error, Busy) else None
+    if wait_s is None:
+        wait_s = _RETRY_AFTER_S.get(error.http_status)
+    if wait_s is not None:
+        headers["Retry-After"] = str(wait_s)
     if error.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(error), status_code=error.http_status, headers=headers)

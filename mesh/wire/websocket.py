@@ -122,7 +122,9 @@ async def serve(
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise PortInUse(
-                f"Something else listens on {host}:{port}.", fix="Stop it, or choose another port."
+                f"Something else listens on {host}:{port}.",
+                fix="Stop it, or choose another with --port (0 takes a free one).",
+                param="port",
             ) from exc
         raise BadValue(
             f"Other nodes cannot be listened for on {host}:{port}: {exc.strerror}.",

@@ -113,6 +113,9 @@ def test_a_rate_is_refused_within_its_window_and_free_after_it() -> None:
     ) as no:
         ledger.spend(ANN, EVENTS, 3)
     assert no.value.fix == "Try again in 40 s."
+    told = from_dict(no.value.to_dict())
+    assert isinstance(told, LimitReached)
+    assert told.retry_after_s == 40
     ledger.spend(ANN, EVENTS, 2)
     assert ledger.exhausted(ANN, EVENTS)
     with pytest.raises(LimitReached):

@@ -59,6 +59,7 @@ async def test_keyless_callers_chat_and_administer_nothing(
         for method, path in ADMINISTRATION:
             refused = await http.request(method, path, json={}, headers=headers)
             assert code(refused) == (401, "unauthorized"), path
+            assert "`hearthnet keys create --scope admin`" in refused.json()["error"]["fix"]
 
 
 async def test_a_stale_or_foreign_key_is_refused_even_where_none_is_needed(
@@ -164,7 +165,8 @@ async def test_requests_over_the_quota_get_429_and_reading_is_free(
     over = await http.post("/v1/chat/completions", json=CHAT)
     assert code(over) == (429, "quota_exceeded")
     assert over.json()["error"]["type"] == "rate_limit_error"
-    assert int(over.headers["retry-after"]) >= 1
+    assert over.json()["error"]["fix"] == f"Try again in {over.headers['retry-after']} s."
+    assert int(over.headers["retry-after"]) > 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

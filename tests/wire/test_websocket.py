@@ -169,8 +169,9 @@ async def test_accept_can_refuse() -> None:
 
 async def test_a_port_in_use_is_named() -> None:
     async with listening() as house:
-        with pytest.raises(PortInUse, match=str(house.server.port)):
+        with pytest.raises(PortInUse, match=str(house.server.port)) as refused:
             await serve("127.0.0.1", house.server.port, accept=house.accept, hello=hello())
+    assert "--port" in refused.value.fix
 
 
 async def test_an_address_that_may_not_be_used_is_named() -> None:
