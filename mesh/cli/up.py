@@ -13,7 +13,7 @@ import typer
 
 from mesh.cli.options import ConfigFile, StateDir
 from mesh.cli.output import note, say
-from mesh.cli.ports import require_free
+from mesh.cli.starting import require_device, require_startable
 from mesh.logs import MAX_FILE_BYTES, log_to_stderr, move_aside
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ def up(  # noqa: PLR0913 - flags
 
 def prepare(config: Config, paths: StatePaths) -> None:
     """What a first start makes, and shows to people only: none of it goes to the daemon's log."""
+    require_device(config.device)
     make_first_key(config, paths)
     found_first_hearth(config, paths)
 
@@ -97,7 +98,7 @@ def make_first_key(config: Config, paths: StatePaths) -> None:
         keys = ApiKeys.load(paths.api_keys)
         if keys.keys:
             return
-        require_free(config)
+        require_startable(config)
         scopes = frozenset({Scope.CHAT, Scope.INTERVENTIONS})
         _, text = keys.create("first", scopes, Quota(), SystemClock())
     note(f"API key (shown once; more with `hearthnet keys create`): {text}")
@@ -116,7 +117,7 @@ def found_first_hearth(config: Config, paths: StatePaths) -> None:
     from mesh.runtime import sole_use
 
     with sole_use(paths):
-        require_free(config)
+        require_startable(config)
         key = load_or_create(paths.identity_key)
         founding = asyncio.run(
             found(key, config.name, paths.events_dir, SystemClock(), lambda report: None)

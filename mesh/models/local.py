@@ -33,10 +33,13 @@ class LocalModel:
     """What all layers take as stored; the ends come on top."""
 
 
-def find_local_models(config: Config, cache_dir: Path) -> list[LocalModel]:
-    """Read every configured checkpoint's manifest.
+def find_local_models(
+    config: Config, cache_dir: Path, *, is_hashed: bool = True
+) -> list[LocalModel]:
+    """Read every configured checkpoint's manifest, see `read_manifest` for `is_hashed`.
 
     Raises:
+        ModelNotFound: nothing is there.
         BadCheckpoint: a directory cannot be used.
         BadValue: layers outside the model, two models of one id, a shard over the memory limit.
     """
@@ -51,7 +54,9 @@ def find_local_models(config: Config, cache_dir: Path) -> list[LocalModel]:
                 fix="Give one its own id: --model PATH=ID.",
                 param="model",
             )
-        manifest = read_manifest(directory, model_id=model_id, cache_dir=cache_dir)
+        manifest = read_manifest(
+            directory, model_id=model_id, cache_dir=cache_dir, is_hashed=is_hashed
+        )
         span = _span(manifest, layers)
         _check_size(manifest, span, config.distributed.host.shard_max_vram_mb)
         found.append(

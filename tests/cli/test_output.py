@@ -244,9 +244,10 @@ def test_a_detached_daemon_that_takes_its_time_is_waited_for(
 
 def test_detached_daemon_that_fails_says_why(tmp_path: Path, environment: dict[str, str]) -> None:
     state = tmp_path / "state"
+    founds_nothing = {"HEARTHNET_RESEARCH__DISTRIBUTED_INFERENCE__ENABLED": "false"}
     finished = subprocess.run(
         [*COMMAND, "up", "--detach", "--state-dir", str(state), "--model", "/nonexistent"],
-        env=environment,
+        env=environment | founds_nothing,
         capture_output=True,
         text=True,
         timeout=60,

@@ -1,17 +1,19 @@
-"""What `hearthnet up` asks before it makes anything: whether it could listen."""
+"""What `hearthnet up` asks before it makes anything: whether it could start."""
 
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mesh.cli.ports import require_free
+from mesh.cli.starting import require_device
 from mesh.cli.up import prepare
 from mesh.config import Config
-from mesh.errors import AlreadyRunning, BadValue, PortInUse
+from mesh.errors import AlreadyRunning, BadValue, MeshError, ModelNotFound, PortInUse
 from mesh.identity.api_keys import ApiKeys
 from mesh.paths import StatePaths
 from mesh.runtime import sole_use
@@ -54,12 +56,28 @@ def test_an_address_of_another_machine_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("api_host", ["127.0.0.1", "0.0.0.0"])  # noqa: S104 - is refused
-def test_a_first_start_that_cannot_listen_makes_nothing(
-    tmp_path: Path, taken: int, api_host: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("wrong", "refusal"),
+    [
+        ({}, PortInUse),
+        ({"interface": ("eth99",)}, BadValue),
+        ({"model": ("/nonexistent",)}, ModelNotFound),
+        ({"model": ("nosuch",)}, ModelNotFound),
+        ({"layers": ("900-912",)}, BadValue),
+        ({"device": "cuda" if sys.platform == "darwin" else "mps"}, BadValue),
+    ],
+)
+def test_a_first_start_that_cannot_succeed_makes_nothing(
+    tmp_path: Path,
+    taken: int,
+    api_host: str,
+    wrong: dict[str, object],
+    refusal: type[MeshError],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    wanted = config(tmp_path, port=taken, api_host=api_host)
+    wanted = config(tmp_path, **{"port": 0 if wrong else taken, "api_host": api_host, **wrong})
     paths = StatePaths(wanted.state_dir).create()
-    with pytest.raises(PortInUse):
+    with pytest.raises(refusal):
         prepare(wanted, paths)
     assert not paths.hearth.exists()
     assert not paths.identity_key.exists()
@@ -73,3 +91,15 @@ def test_where_a_node_runs_already_that_is_what_is_said(tmp_path: Path, taken: i
     paths = StatePaths(wanted.state_dir).create()
     with sole_use(paths), pytest.raises(AlreadyRunning):
         prepare(wanted, paths)
+
+
+def test_a_device_that_cannot_be_there_is_refused(tmp_path: Path) -> None:
+    for device, platform in (("cuda", "linux"), ("cuda:1", "darwin"), ("mps", "linux")):
+        with pytest.raises(BadValue, match=f"no device {device}") as refused:
+            require_device(device, platform, tmp_path)
+        assert "--device auto" in refused.value.fix
+    for device in ("auto", "cpu"):
+        require_device(device, "linux", tmp_path)
+    (tmp_path / "nvidia0").touch()
+    for device, platform in (("cuda:7", "linux"), ("mps", "darwin")):
+        require_device(device, platform, tmp_path)

@@ -1,0 +1,50 @@
+"""Whether a node could start, asked before anything is made that outlives a start that fails."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mesh.cli.ports import require_free
+from mesh.errors import BadValue
+
+if TYPE_CHECKING:
+    from mesh.config import Config
+
+_DEV = Path("/dev")
+_CARDS = ("nvidia*", "nvhost*", "kfd", "dxg")
+"""What the drivers make there: NVIDIA's, also on a Jetson; AMD's, whose cards torch calls cuda as
+well; that of WSL 2."""
+
+
+def require_startable(config: Config) -> None:
+    """Look at ports, interfaces and models as the node will, without reading all of the weights.
+
+    Raises what its start would: PortInUse, BadValue, ModelNotFound, BadCheckpoint and kin.
+    """
+    from mesh.discovery.interfaces import choose
+    from mesh.models.local import find_local_models
+    from mesh.paths import cache_dir
+
+    choose(config.interface)
+    find_local_models(config, cache_dir(), is_hashed=False)
+    require_free(config)
+
+
+def require_device(device: str, platform: str = sys.platform, dev: Path = _DEV) -> None:
+    """Raise BadValue for one that cannot be there. What may be there, torch finds out later."""
+    kind = device.partition(":")[0]
+    if kind == "mps" and platform != "darwin":
+        why = "it is for Apple's machines"
+    elif kind == "cuda" and platform == "darwin":
+        why = "Apple's machines have none"
+    elif kind == "cuda" and platform == "linux" and not any(map(any, map(dev.glob, _CARDS))):
+        why = "no driver of a graphics card is loaded"
+    else:
+        return
+    raise BadValue(
+        f"There is no device {device} on this machine: {why}.",
+        fix="Use --device auto, which takes the best that is there, or cpu.",
+        param="device",
+    )
