@@ -323,7 +323,7 @@ class ScriptedView:
                 }
             ],
             "reasons": ["device=cpu: no accelerator found"],
-            "warnings": ["disk is nearly full"],
+            "warnings": [{"message": "The disk is nearly full.", "fix": "Free some."}],
         }
 
     def peers(self) -> list[dict[str, Any]]:

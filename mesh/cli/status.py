@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
+from collections.abc import Collection
 from contextlib import aclosing
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,11 +21,16 @@ from mesh.units import memory_size
 if TYPE_CHECKING:
     from mesh.client import Client
 
+_BYTES = re.compile(r"(\w+) bytes")
 _CLEAR = "\x1b[H\x1b[2J"
 _POLL_S = 30
 """So long the daemon waits in one request."""
 _REDRAW_S = 0.5
 """What changes faster is drawn together."""
+_LITTLE = 0.01
+"""Of a limit: who holds or uses less of it is listed with all only."""
+_NOTES = 2
+"""Of one model's notes, so many are listed, unless all are asked for."""
 
 
 WaitReady = Annotated[
@@ -32,6 +40,9 @@ WaitReady = Annotated[
         metavar="MODEL",
         help="Wait until all of it is ready, and show where; exit code 5: not in time.",
     ),
+]
+All = Annotated[
+    bool, typer.Option("--all", help="Every note, and who holds or uses next to nothing as well.")
 ]
 Layers = Annotated[
     str | None, typer.Option(metavar="LO-HI", help="Wait for these layers, not for all.")
@@ -48,6 +59,7 @@ def status(
     watch: Annotated[
         bool, typer.Option("--watch", help="Go on, and show what changes until Ctrl-C.")
     ] = False,
+    everything: All = False,
     wait_ready: WaitReady = None,
     layers: Layers = None,
     timeout: Timeout = 600.0,
@@ -56,15 +68,15 @@ def status(
     if wait_ready is not None:
         if watch:
             raise typer.BadParameter("--watch and --wait-ready exclude each other.")
-        daemon.show(
-            daemon.ask(lambda client: _when_ready(client, wait_ready, layers, timeout)), _show_ready
-        )
+        row = daemon.ask(lambda client: _when_ready(client, wait_ready, layers, timeout))
+        daemon.show(row, lambda row: print_ready(row, daemon.ask(lambda client: client.status())))
     elif layers is not None:
         raise typer.BadParameter("--layers are those of --wait-ready MODEL.")
     elif watch:
-        daemon.ask(lambda client: _watch(client, as_json=daemon.json))
+        daemon.ask(lambda client: _watch(client, as_json=daemon.json, everything=everything))
     else:
-        daemon.show(daemon.ask(lambda client: client.status()), show)
+        picture = daemon.ask(lambda client: client.status())
+        daemon.show(picture, lambda picture: show(picture, everything=everything))
 
 
 async def _when_ready(
@@ -85,12 +97,16 @@ async def _when_ready(
                 raise
 
 
-def _show_ready(row: dict[str, Any]) -> None:
+def print_ready(row: dict[str, Any], picture: dict[str, Any]) -> None:
+    """Print which nodes, by the names that the status has, serve what of a model that is ready."""
+    names = {each["id"]: each["name"] for each in (picture["node"], *picture["peers"])}
     for worker in row["workers"]:
-        say(f"ready: {row['model_name']} {worker['layers']} on {worker['holder'][:6]}")
+        holder = worker["holder"]
+        name = names.get(holder) or holder[:6]
+        say(f"ready: {row['model_name']} {worker['layers']} on {name}")
 
 
-async def _watch(client: Client, *, as_json: bool) -> None:
+async def _watch(client: Client, *, as_json: bool, everything: bool) -> None:
     """The picture, drawn anew when it changes; as JSON, a line for each. Ends with the daemon."""
     import asyncio
 
@@ -111,11 +127,13 @@ async def _watch(client: Client, *, as_json: bool) -> None:
 
     async def draw() -> None:
         clears = sys.stdout.isatty() and terminal_features()[0]
+        told: list[str] = []
         while await news.wait():
             news.clear()
             if not as_json:
                 sys.stdout.write(_CLEAR if clears else "")
-                show(picture)
+                show(picture, everything=everything, told=() if clears else told)
+                told = _notes(picture, everything=everything)
                 say("" if clears else "---")
             await asyncio.sleep(_REDRAW_S)
 
@@ -144,8 +162,11 @@ def models(daemon: AskedDaemon) -> None:
     daemon.show({"models": found}, lambda _: print_models(found))
 
 
-def show(picture: dict[str, Any]) -> None:
-    """Print what `GET /mesh/v1/status` returned."""
+def show(picture: dict[str, Any], *, everything: bool = False, told: Collection[str] = ()) -> None:
+    """Print what `GET /mesh/v1/status` returned, but for notes that were `told`.
+
+    Without `everything` what matters to few is left out.
+    """
     node = picture["node"]
     mesh = "on" if node["enabled"] else "off (local models only)"
     say(f"{node['name']} ({node['id'][:6]}) · {node['software']} · mesh {mesh}")
@@ -161,11 +182,28 @@ def show(picture: dict[str, Any]) -> None:
         free, total = (memory_size(memory[of] << 20) for of in ("free_mb", "total_mb"))
         say(f"free: {free} of {total} ({memory['bound']})")
     _show_work(picture)
-    print_accounts(picture["accounts"])
+    print_accounts(picture["accounts"], everything=everything)
+    for line in _notes(picture, everything=everything):
+        if line not in told:
+            note(line)
+
+
+def _notes(picture: dict[str, Any], *, everything: bool) -> list[str]:
+    """The lines of notes and warnings; of those about one model's computing the first few."""
+    about = {shard["shard_id"]: shard["model_id"] for shard in picture["shards"]}
+    about |= {f"ends of {model['id']}": model["id"] for model in picture["models"]}
+    lines, seen = [], Counter[str]()
     for reason in picture["reasons"]:
-        note(f"note: {reason}")
-    for warning in picture["warnings"]:
-        note(f"warning: {warning}")
+        model = about.get(reason.partition(": ")[0])
+        if model is not None:
+            seen[model] += 1
+        if everything or model is None or seen[model] <= _NOTES:
+            lines.append(f"note: {reason}")
+    left = sum(max(0, many - _NOTES) for many in seen.values())
+    if left and not everything:
+        lines.append(f"note: {left} more on how the models are computed: `hearthnet status --all`")
+    warnings = picture["warnings"]
+    return [*lines, *(f"warning: {each['message']} {each['fix']}".rstrip() for each in warnings)]
 
 
 def _show_work(picture: dict[str, Any]) -> None:
@@ -206,31 +244,60 @@ def _taken(memory: dict[str, int] | None) -> str:
     return f" · {weights} of weights, {caches} of caches, {headroom} to compute"
 
 
-def print_accounts(reports: list[dict[str, Any]]) -> None:
-    """Who holds or uses how much of what, and of how much; those who were refused something."""
-    rows = [
-        (
-            principal["node"] or f"{principal['kind']} {principal['name'][:12]}",
-            report["where"],
-            ", ".join(_amount(name, found) for name, found in principal["resources"].items()),
-            principal["refused"] or None,
-        )
-        for report in reports
-        for principal in report["principals"]
-    ]
+def print_accounts(reports: list[dict[str, Any]], *, everything: bool = False) -> None:
+    """Who holds or uses how much of what, and of how much; those who were refused something.
+
+    Without `everything` not who holds or uses next to nothing.
+    """
+    rows = []
+    for report in reports:
+        for principal in report["principals"]:
+            amounts = [
+                _amount(name, found)
+                for name, found in principal["resources"].items()
+                if everything or _share(found) >= _LITTLE
+            ]
+            if amounts or principal["refused"] or everything:
+                who = principal["node"] or f"{principal['kind']} {principal['name'][:12]}"
+                refused = principal["refused"] or None
+                rows.append((who, report["where"], ", ".join(amounts), refused))
     if rows:
         say()
         print_table(("WHO", "WHERE", "HOLDS", "REFUSED"), rows)
 
 
+def _share(found: dict[str, Any]) -> float:
+    """How much of what may be held or used is; 1 where that has no limit."""
+    most = _most(found)
+    return 1.0 if most is None else _held(found) / most if most else inf
+
+
 def _amount(name: str, found: dict[str, Any]) -> str:
-    """``3/8 streams``, ``1.5/16 MiB buffered``, ``7 events per minute``."""
-    words = name.replace("_", " ")
+    """``3 of 8 streams``, ``1.5 of 16 MiB buffered``, ``7 events per minute``."""
+    words = _BYTES.sub(r"MiB of \1s", name.replace("_", " ")).replace("bytes", "MiB")
     unit = 2**20 if "bytes" in name else 1
-    amount = f"{found['held' if 'held' in found else 'used'] / unit:.3g}"
-    limits = [limit for limit in (found["limit"], found.get("total")) if limit is not None]
-    most = f"/{min(limits) / unit:.3g}" if limits else ""
-    return f"{amount}{most} {words.replace('bytes', 'MiB')}"
+    most = _most(found)
+    limit = "" if most is None else f" of {_number(most / unit)}"
+    return f"{_number(_held(found) / unit)}{limit} {words}"
+
+
+def _held(found: dict[str, Any]) -> float:
+    amount: float = found["held" if "held" in found else "used"]
+    return amount
+
+
+def _most(found: dict[str, Any]) -> float | None:
+    return min(
+        (limit for limit in (found["limit"], found.get("total")) if limit is not None), default=None
+    )
+
+
+def _number(amount: float) -> str:
+    """``100,000``, ``1.5``; never in powers of ten."""
+    if amount >= 100:
+        return f"{amount:,.0f}"
+    shown = f"{amount:.2f}".rstrip("0").rstrip(".")
+    return "under 0.01" if shown == "0" and amount > 0 else shown
 
 
 def print_models(models: list[dict[str, Any]]) -> None:

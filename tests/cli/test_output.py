@@ -14,7 +14,7 @@ import pytest
 
 from mesh import errors
 from mesh.cli.output import event_line, one_line, print_table, printable, report
-from mesh.cli.status import print_models
+from mesh.cli.status import print_accounts, print_models, print_ready
 from mesh.cli.up import make_first_key
 from mesh.config import Config
 from mesh.identity.api_keys import ApiKeys, Scope
@@ -80,6 +80,31 @@ def test_a_model_that_cannot_be_asked_says_why(capsys: pytest.CaptureFixture[str
         "slow   8       loading                  -        -\n"
         "far    8       not held here (--model)  -        -\n"
     )
+
+
+def test_accounts_are_told_in_plain_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    events = {"held": 2, "limit": 100_000, "together": 2, "total": None}
+    stored = {"held": 916, "limit": 64 << 20, "together": 916, "total": None}
+    one = {"kind": "peer", "name": "b" * 52, "node": "beta", "refused": 0}
+    resources = {"events_stored": events, "event_bytes_stored": stored}
+    reports = [{"where": "the daemon", "principals": [{**one, "resources": resources}]}]
+    print_accounts(reports)
+    assert capsys.readouterr().out == ""
+    print_accounts(reports, everything=True)
+    said = "2 of 100,000 events stored, under 0.01 of 64 MiB of events stored"
+    assert said in capsys.readouterr().out
+    resources["streams"] = {"held": 1, "limit": 8, "together": 1, "total": 8}
+    print_accounts(reports)
+    assert "the daemon  1 of 8 streams" in capsys.readouterr().out
+
+
+def test_who_serves_a_model_that_is_ready_is_told_by_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    workers = [{"layers": "0-5", "holder": "a" * 52}, {"layers": "6-11", "holder": "z" * 52}]
+    picture = {"node": {"id": "a" * 52, "name": "attic"}, "peers": []}
+    print_ready({"model_name": "toy", "workers": workers}, picture)
+    assert capsys.readouterr().out == "ready: toy 0-5 on attic\nready: toy 6-11 on zzzzzz\n"
 
 
 def test_open_api_gets_one_key_that_is_kept(

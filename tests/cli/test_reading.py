@@ -100,11 +100,27 @@ async def test_tables_are_plain_and_harmless_in_a_pipe(hearthnet: Run, daemon: S
     assert "held here: echo 0-5" in status.out
     how_far = "48 % packed (325.1 of 671.1 MB)"
     assert f"loading: slow:0-3 · {how_far} · needs 812 MiB · for 2 s\n" in status.out
-    held = "3/8 streams, 1.5/16 MiB buffered, 7 events per minute"
+    held = "3 of 8 streams, 1.5 of 16 MiB buffered, 7 events per minute"
     assert re.search(rf"attic\S*  echo:0-5  {held}  2\n", status.out)
-    assert "warning: disk is nearly full" in status.err
+    assert "warning: The disk is nearly full. Free some.\n" in status.err
     assert "device=cpu: no accelerator found" in status.err
     assert not any("\x1b" in text for text in (models.out, peers.out, status.out, status.err))
+
+
+async def test_status_leaves_out_what_matters_to_few_unless_all_is_wanted(
+    hearthnet: Run, daemon: Served
+) -> None:
+    plain = daemon.view.status
+    notes = ["device cpu: no card", *(f"echo:0-5: note {number}" for number in range(4))]
+    daemon.view.status = lambda: {**plain(), "reasons": notes}  # type: ignore[method-assign]
+    short, whole = await hearthnet("status"), await hearthnet("status", "--all")
+    assert [line for line in short.err.splitlines() if line.startswith("note")] == [
+        "note: device cpu: no card", "note: echo:0-5: note 0", "note: echo:0-5: note 1",
+        "note: 2 more on how the models are computed: `hearthnet status --all`",
+    ]  # fmt: skip
+    assert [line for line in whole.err.splitlines() if line.startswith("note")] == [
+        f"note: {note}" for note in notes
+    ]
 
 
 @pytest.mark.parametrize("verb", ["status", "chat", "down", "run"])

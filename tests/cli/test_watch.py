@@ -55,6 +55,24 @@ async def test_it_is_drawn_anew_and_leaves_out_what_nobody_can_read(
         assert 1 <= drawn < 40 // 2  # of forty that were told
 
 
+async def test_what_was_noted_is_not_noted_again(
+    daemon: Served, environment: dict[str, str]
+) -> None:
+    view = watch(daemon)
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND, "status", "--watch", stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE, env=environment,
+    )  # fmt: skip
+    assert process.stdout is not None
+    async with asyncio.timeout(30):
+        await process.stdout.readuntil(b"---\n")
+        view.steps = 1
+        await process.stdout.readuntil(b"---\n")
+        await daemon.server.close()
+        _, err = await process.communicate()
+    assert err.count(b"note: device=cpu: no accelerator found\n") == 1
+
+
 async def test_json_is_a_line_for_each_and_the_end_of_the_daemon_its_end(
     daemon: Served, environment: dict[str, str]
 ) -> None:
