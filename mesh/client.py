@@ -253,6 +253,13 @@ class Client(Administration):
             )
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return not_running(f"Nothing answers at {self.url}.")
+        if "without sending a response" in str(error):  # the same
+            return LinkLost(
+                f"Who listens at {self.url} hung up without an answer: the API is elsewhere, or"
+                " the daemon stops.",
+                fix="Name the address of the API, not that of the nodes: `hearthnet status` on that"
+                " machine shows it (`--api-port` of `hearthnet up`).",
+            )
         return LinkLost(
             f"The connection to the daemon at {self.url} broke: {type(error).__name__}.",
             fix="See `hearthnet status` and the daemon's log.",

@@ -7,7 +7,7 @@ reader can do. Raise at the place that knows; translate once at each edge. A new
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -307,6 +307,17 @@ class ShardError(MeshError, code="shard_error"):
 
 class ModelNotFound(ShardError, code="model_not_found", http_status=404):
     """No such model here or on any peer."""
+
+
+def nobody_asks(model: str, askable: Iterable[str]) -> ModelNotFound:
+    """The error for a model that cannot be asked where these can be."""
+    known = ", ".join(sorted(askable)) or "none"
+    return ModelNotFound(
+        f"This node cannot ask for {model!r}; it can ask for: {known}.",
+        fix="Bring it up with `hearthnet deploy`, or ask with `hearthnet run`, which does; see"
+        " `hearthnet models`.",
+        param="model",
+    )
 
 
 class BadCheckpoint(ShardError, code="bad_checkpoint", http_status=400):

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
-from mesh.errors import ExperimentalDisabled, ModelNotFound
+from mesh.errors import ExperimentalDisabled, nobody_asks
 from mesh.pipeline.entrance import Entrance
 from mesh.pipeline.live import LiveCounts
 from mesh.pipeline.supervisor import AskerSupervisor
@@ -91,12 +91,7 @@ class Askers:
     def _asker_of(self, request: GenerationRequest) -> AskerSupervisor:
         asker = self._askers.get(request.model)
         if asker is None:
-            known = ", ".join(sorted(self._askers)) or "none"
-            raise ModelNotFound(
-                f"this node cannot ask for {request.model!r}; it can ask for: {known}.",
-                fix="Start it with `--model PATH=ID` (and `--layers none` to hold no layers).",
-                param="model",
-            )
+            raise nobody_asks(request.model, self._askers)
         disabled = self._why_disabled(request.model)
         if disabled is not None:
             raise ExperimentalDisabled(disabled, fix="Set research.distributed_inference.enabled.")

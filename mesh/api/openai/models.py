@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mesh.api.services import MeshView
-from mesh.errors import ModelNotFound
+from mesh.errors import nobody_asks
 
 
 def routes(view: MeshView) -> list[Route]:
@@ -20,14 +20,10 @@ def routes(view: MeshView) -> list[Route]:
 
     async def one(request: Request) -> Response:
         wanted = request.path_params["model_id"]
-        for model in _runnable(view):
-            if model["id"] == wanted:
-                return JSONResponse(model)
-        raise ModelNotFound(
-            f"No model {wanted!r} can answer now.",
-            fix="See `hearthnet models` for the models and what each misses.",
-            param="model",
-        )
+        models = {model["id"]: model for model in _runnable(view)}
+        if wanted not in models:
+            raise nobody_asks(wanted, models)
+        return JSONResponse(models[wanted])
 
     return [Route("/v1/models", listing), Route("/v1/models/{model_id:path}", one)]
 
