@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from mesh.cli.options import AskedDaemon, asks
-from mesh.cli.output import print_table, say
+from mesh.cli.output import one_line, print_table, say
 
 _FORKED = (
     "{name} has signed two histories and decides nothing until that is settled: `hearthnet members"
@@ -70,8 +70,12 @@ def revoke(
     member: Member,
     *,
     reason: Annotated[str, typer.Option(help="Why, for the record.")] = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Put a member out for good: its links are cut everywhere, its key never comes back."""
+    if not yes:
+        question = f"Put {one_line(member)} out for good? Its key never comes back."
+        typer.confirm(question, abort=True, err=True)
     _change(daemon, "revoke", member, reason=reason)
 
 

@@ -36,7 +36,7 @@ def test_both_sides_of_a_partition_decide_and_agree_when_it_heals(tmp_path: Path
 
         attic.unplug()
         assert attic.hearthnet("members", "promote", "sofa")["done"]
-        assert barn.hearthnet("members", "revoke", "shed", "--reason", "sold")["done"]
+        assert barn.hearthnet("members", "revoke", "shed", "--yes", "--reason", "sold")["done"]
         until(lambda: not attic.linked(), "attic is alone")
         until(lambda: "shed" not in sofa.members(), "barn and sofa go on")
         # Neither side knows what the other decided.

@@ -132,7 +132,8 @@ def test_found_invite_join_promote_revoke_and_what_the_wire_shows(tmp_path: Path
             api = barn.record.api_port
 
             revoked_at = time.monotonic()
-            assert hearthnet("members", "revoke", "sofa", "--reason", "sold", node=attic)["done"]
+            out = ("members", "revoke", "sofa", "--yes", "--reason", "sold")
+            assert hearthnet(*out, node=attic)["done"]
             until(lambda: not up_peers(sofa), "it loses its links")
             until(lambda: up_peers(barn) == {"attic"}, "barn cut it off as well", limit_s=20)
             assert time.monotonic() - revoked_at < 30

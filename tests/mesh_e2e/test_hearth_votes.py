@@ -138,10 +138,10 @@ def test_invite_waits_answers_leave_a_node_that_is_put_out_and_anchors_vote(tmp_
         assert hearthnet("members", "promote", "loft", "--to", "anchor", node=stays)["done"]
         until(lambda: members(loft).get("loft") == "anchor", "it knows that it decides")
 
-        assert not hearthnet("members", "revoke", stays.name, node=attic)["done"]
+        assert not hearthnet("members", "revoke", "--yes", stays.name, node=attic)["done"]
         assert stays.name in up_peers(attic)
         until(lambda: loft.get("/mesh/v1/hearth")["pending"], "the vote arrives")
-        assert hearthnet("members", "revoke", stays.name, node=loft)["done"]
+        assert hearthnet("members", "revoke", "--yes", stays.name, node=loft)["done"]
         for node in (attic, loft):
             until(lambda node=node: stays.name not in up_peers(node), "it is out everywhere")
         assert members(attic) == {"attic": "anchor", "loft": "anchor"}
