@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tui.picture import Picture
-from tui.words import count, fetching, pace, share
+from tui.words import count, fetching, ordinals, pace, share
 
 _STATES = {
     "READY": ("ok", "ready"),
@@ -33,8 +33,8 @@ LEVELS = {"HOT": "HOT, on a device", "WARM": "WARM, in memory", "COLD": "COLD, o
 
 @dataclass(frozen=True, slots=True)
 class DeployedSpan:
-    """A span of a deployment: a glyph's state, words, fewer of them, and how much of its bytes has
-    come, from 0 to 1; None where that is not counted."""
+    """A span of a deployment: of which replica, counted from 1, a glyph's state, words, fewer of
+    them, and how much of its bytes has come, from 0 to 1; None where that is not counted."""
 
     replica: int
     node: str
@@ -160,6 +160,7 @@ def _noun(replicas: int) -> str:
 
 def _deployed(row: Mapping[str, Any], own: str) -> Deployed:
     state, words = _state(row["state"])
+    replicas = ordinals(row["spans"])
     level = row.get("level") or ""
     return Deployed(
         key=row["deployment"],
@@ -172,12 +173,12 @@ def _deployed(row: Mapping[str, Any], own: str) -> Deployed:
         is_coming=row["state"] in _ON_ITS_WAY,
         missing=tuple(row["missing"]),
         why=row["why"] or "",
-        parts=tuple(_part(span, own) for span in row["spans"]),
+        parts=tuple(_part(span, replicas[span["replica"]], own) for span in row["spans"]),
         settings={name: row[name] for name in _SETTINGS if row.get(name)},
     )
 
 
-def _part(span: Mapping[str, Any], own: str) -> DeployedSpan:
+def _part(span: Mapping[str, Any], replica: int, own: str) -> DeployedSpan:
     state, words = _state(span["phase"])
     if span["phase"] == "QUEUED" and span["node_id"] != own and not span["reason"]:
         words = "not up yet"  # how far it is, only that node knows
@@ -191,7 +192,7 @@ def _part(span: Mapping[str, Any], own: str) -> DeployedSpan:
     come = _come(span) if is_counted else None
     if come is not None:
         briefly += f" {int(100 * come)} %"
-    return DeployedSpan(span["replica"], span["node"], span["layers"], state, words, briefly, come)
+    return DeployedSpan(replica, span["node"], span["layers"], state, words, briefly, come)
 
 
 def _state(name: str) -> tuple[str, str]:

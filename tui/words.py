@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -113,6 +113,12 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def ordinals(spans: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """How people count the replicas of a deployment's spans: 1, 2 and so on, by their numbers,
+    which begin at 0 and are never used again."""
+    return {number: at for at, number in enumerate(sorted({s["replica"] for s in spans}), 1)}
+
+
 def short(identity: str | None) -> str:
     """A node's id as people see it."""
     return (identity or "")[:6]
@@ -124,6 +130,39 @@ def event_line(event: Mapping[str, Any]) -> str:
     keys += [key for key in event if key not in (*_HEAD, *_FIRST)]
     told = (f"{key}={_short(event[key])}" for key in keys)
     return f"{time_of(event['at'])} {event['type']} {' '.join(told)}".rstrip()
+
+
+def happened(event: Mapping[str, Any]) -> str:
+    """What happens to the route of an answer, or before it begins."""
+    match event["type"]:
+        case "shard_failover":
+            lost, taken = _layers(event["lost"]), [_layers(name) for name in event["replaced_by"]]
+            over = "" if taken == [lost] else f", over layers {' and '.join(taken)}"
+            return f"layers {lost} are asked elsewhere now{over}"
+        case "shard_status":
+            return _left(event["node"], _layers(event["shard_id"]), event)
+        case "bringing_up":
+            percent = "" if event["percent"] is None else f", {event['percent']} %"
+            return f"{event['model']} is not up yet: {event['phase']}{percent}"
+        case "queued":
+            return f"all shards are full; number {event['position']} in line"
+        case kind:
+            return f"the distributed run ended: {event.get('reason', kind)}"
+
+
+def _left(node: str, layers: str, event: Mapping[str, Any]) -> str:
+    """Why an answer goes on without what a node has."""
+    if event["status"] == "full":
+        return f"{node} has no more room for layers {layers}; looking for others"
+    if event["status"] == "draining":
+        return f"{node} is stopping; layers {layers} are moved"
+    why = event["reason"].rstrip(".")
+    return f"{node} dropped out ({why}); looking for others with layers {layers}"
+
+
+def _layers(shard: str) -> str:
+    """``6-11`` of the shard ``toy:6-11``."""
+    return shard.rpartition(":")[2]
 
 
 def _short(value: Any) -> str:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO
 
-from mesh.cli.output import event_line, note, printable, say, summary_line
+from mesh.cli.output import note, printable, say, summary_line
 
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 
@@ -42,7 +42,7 @@ class ReceivedAnswer:
         if shown.get("drafted_tokens"):
             parts.append(f"{shown['accepted_tokens']} of {shown['drafted_tokens']} guesses right")
         hops = [
-            f"  {hop['node']} {hop['layers']}: {hop['p50_ms']:.1f} ms a token, "
+            f"  {hop['node']} {hop['layers']}: {hop['p50_ms']:.1f} ms a step, "
             f"{hop['compute_p50_ms']:.1f} of them computing"
             for hop in shown["hops"]
         ]
@@ -185,7 +185,9 @@ async def receive(
 def _take(chunk: dict[str, Any], answer: ReceivedAnswer, shown: Display) -> None:
     extension = chunk.get("hearthnet", {})
     if "event" in extension:
-        shown.event(event_line(extension["event"]))
+        from tui.words import happened
+
+        shown.event(happened(extension["event"]))
     elif extension:
         answer.extension = extension
     answer.usage = chunk.get("usage") or answer.usage

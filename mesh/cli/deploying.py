@@ -114,13 +114,15 @@ _WORDS = {
 
 def print_deployments(rows: list[dict[str, Any]]) -> None:
     """A table of deployments, one line for each span."""
+    from tui.words import ordinals
+
     print_table(
         ("DEPLOYED", "STATE", "REPLICA", "NODE", "LAYERS", "PHASE"),
         [
             (
                 row["model_id"],
                 f"{row['state']} ({row['level']})",
-                f"{span['replica']} of {row['replicas']}",
+                f"{ordinals(row['spans']).get(span['replica'], 'none')} of {row['replicas']}",
                 span["node"],
                 span["layers"],
                 in_words(span),
@@ -136,7 +138,7 @@ def print_deployments(rows: list[dict[str, Any]]) -> None:
             note(f"note: {row['model_id']} was planned anew: {row['why']}")
 
 
-_NOTHING = {"replica": 0, "node": None, "layers": None, "phase": "-", "reason": None}
+_NOTHING = {"replica": None, "node": None, "layers": None, "phase": "-", "reason": None}
 
 
 def shown(row: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ def print_plan(plan: dict[str, Any]) -> None:
         f"{plan['model_id']}: {count} layers in {_format(plan['quant'])}, caches for"
         f" {streams} stream{'s' if streams > 1 else ''} of {plan['context']} positions"
     )
-    for number, replica in enumerate(plan["replicas"]):
+    for number, replica in enumerate(plan["replicas"], 1):
         say()
         if len(plan["replicas"]) > 1:
             say(f"replica {number}")

@@ -124,17 +124,3 @@ def summary_line(extension: dict[str, Any], usage: dict[str, Any]) -> str:
     if timings["tokens_per_second"] is not None:
         parts.append(f"{timings['tokens_per_second']:.1f} tok/s")
     return " · ".join(parts)
-
-
-def event_line(event: dict[str, Any]) -> str:
-    """A diagnostic frame in words."""
-    if event["type"] == "shard_failover":
-        return f"{event['lost']} was replaced by {', '.join(event['replaced_by'])}"
-    if event["type"] == "shard_status":
-        return f"{event['shard_id']} on {event['node']}: {event['status']} ({event['reason']})"
-    if event["type"] == "bringing_up":
-        percent = "" if event["percent"] is None else f", {event['percent']} %"
-        return f"{event['model']} is not up yet: {event['phase']}{percent}"
-    if event["type"] == "queued":
-        return f"all shards are full; number {event['position']} in line"
-    return f"the distributed run ended: {event['reason']}"

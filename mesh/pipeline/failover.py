@@ -78,7 +78,7 @@ class Failover:
             raise lost.error
         session, shard = self._session, lost.hop.shard
         status = "full" if isinstance(lost.error, NO_ROOM) else "degraded"
-        yield ShardStatus(shard.shard_id, shard.node_name, status, str(lost.error))
+        yield ShardStatus(shard.shard_id, shard.node_name, status, lost.error.message)
         self._excluded.add(key_of(shard))
         session.failovers += 1
         hops: tuple[RouteHop, ...] = ()

@@ -105,15 +105,15 @@ def choose_kernels(
         return Kernels(PLAIN, "kernels plain: no linear layer to pack")
     _leave_the_file(module)
     if kind is HalvedLinear:
-        reason = f"kernels {HALVED}: {replaced} layers in 16 bit, computed in fp32 and checked"
-        return Kernels(HALVED, reason)
+        kept = f"{replaced} linear layers in 16 bit, computed in fp32 and checked"
+        return Kernels(HALVED, f"kernels {HALVED}: {kept}")
     with torch.inference_mode():
         is_filled = fill_rows(_packed_parts(module), dtype)
     filled = f", few rows filled up to {_FULL_ROWS}" if is_filled else ""
     return Kernels(
         PACKED,
-        f"kernels {PACKED}: {replaced} layers of {str(dtype)[6:]} on the CPU, packed and checked"
-        + filled,
+        f"kernels {PACKED}: {replaced} linear layers of {str(dtype)[6:]} on the CPU, packed and"
+        f" checked{filled}",
     )
 
 

@@ -230,7 +230,7 @@ async def test_reasoning_stands_apart(screen: dict[str, str]) -> None:
 
 async def test_what_happens_to_the_route_stands_above_the_answer(screen: dict[str, str]) -> None:
     async with Terminal(screen, "run", "failover", "x") as terminal:
-        await terminal.until_screen("was replaced by failover:4-11]\none two\n")
+        await terminal.until_screen("elsewhere now, over layers 4-11]\none two\n")
         assert await asyncio.wait_for(terminal.process.wait(), 20) == 0
 
 
@@ -312,7 +312,7 @@ async def test_pipes_json_and_timings(hearthnet: Run, served: Served, tmp_path: 
     assert (first["text"], second["text"]) == ("a", "b")
     assert first["usage"] == second["usage"]
     assert "total " in finished.err
-    assert "kitchen 6-11: 1.0 ms a token" in finished.err
+    assert "kitchen 6-11: 1.0 ms a step" in finished.err
     assert "6 of 8 guesses right" in finished.err
     finished = await hearthnet("run", "thinks", "a", "--json", **host)
     answer = json.loads(finished.out)

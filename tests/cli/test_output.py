@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mesh import errors
-from mesh.cli.output import event_line, one_line, print_table, printable, report
+from mesh.cli.output import one_line, print_table, printable, report
 from mesh.cli.status import print_accounts, print_models, print_ready
 from mesh.cli.up import make_first_key
 from mesh.config import Config
@@ -283,7 +283,3 @@ def test_detached_daemon_that_fails_says_why(tmp_path: Path, environment: dict[s
     assert "/nonexistent" in finished.stderr
     assert not (state / "daemon.json").exists()
     assert os.listdir(state / "logs") == ["daemon.log"]  # noqa: PTH208 - names only
-
-
-def test_whoever_waits_for_room_is_told_where_it_stands() -> None:
-    assert event_line({"type": "queued", "position": 2}) == "all shards are full; number 2 in line"

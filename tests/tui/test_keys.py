@@ -351,7 +351,7 @@ async def test_an_answer_streams_with_its_route_beside_it(daemon: Daemon) -> Non
         text = await top.until("kitchen 6-11 1.0 ms")
         assert "one two" in text
         assert "▸ hello" in text
-        assert "⚠ failover:6-11 was" in text
+        assert "⚠ layers 6-11 are asked" in text
         assert "first token 12 ms" in text
         await top.press("ctrl+t")
         await top.until("Ask stuck")

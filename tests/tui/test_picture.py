@@ -8,7 +8,7 @@ import pytest
 
 from tests.tui.house import hop, peer, shard, whole
 from tui.picture import GAP, Picture, bottleneck, coverages, nodes, readiness
-from tui.words import loading
+from tui.words import happened, loading
 
 
 def picture(**parts: Any) -> Picture:
@@ -142,3 +142,28 @@ def test_a_neighbours_node_is_no_trouble_and_comes_last() -> None:
         ("next door", "other", "other hearth")
     ] * 2
     assert "next door" not in [node.name for node in seen[:-2]]
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ({"type": "shard_status", "shard_id": "a:b:6-11", "node": "gamma", "status": "degraded",
+          "reason": "The connection broke."},
+         "gamma dropped out (The connection broke); looking for others with layers 6-11"),
+        ({"type": "shard_status", "shard_id": "toy:6-11", "node": "gamma", "status": "full",
+          "reason": "No room."}, "gamma has no more room for layers 6-11; looking for others"),
+        ({"type": "shard_status", "shard_id": "toy:6-11", "node": "gamma", "status": "draining",
+          "reason": "it is stopping"}, "gamma is stopping; layers 6-11 are moved"),
+        ({"type": "shard_failover", "lost": "toy:6-11", "replaced_by": ["toy:6-11"]},
+         "layers 6-11 are asked elsewhere now"),
+        ({"type": "shard_failover", "lost": "toy:6-11", "replaced_by": ["toy:6-8", "toy:9-11"]},
+         "layers 6-11 are asked elsewhere now, over layers 6-8 and 9-11"),
+        ({"type": "queued", "position": 2}, "all shards are full; number 2 in line"),
+        ({"type": "bringing_up", "model": "toy", "phase": "LOADING", "percent": None},
+         "toy is not up yet: LOADING"),
+        ({"type": "pipeline_aborted", "reason": "no replacement"},
+         "the distributed run ended: no replacement"),
+    ],
+)  # fmt: skip
+def test_what_happens_to_a_route_is_told_in_words(event: dict[str, Any], said: str) -> None:
+    assert happened(event) == said

@@ -19,7 +19,7 @@ from mesh.errors import MeshError
 from tui.picture import Picture
 from tui.screens.screen import TopScreen
 from tui.widgets.beside import Beside
-from tui.words import clean, printable
+from tui.words import clean, happened, printable
 
 
 class ChatScreen(TopScreen):
@@ -127,7 +127,7 @@ class ChatScreen(TopScreen):
             beside.shown = hashlib.sha256(chunk["id"].encode()).hexdigest()[:16]
         extension = clean(chunk.get("hearthnet", {}))
         if "event" in extension:
-            beside.happened = (*beside.happened[-4:], _happened(extension["event"]))
+            beside.happened = (*beside.happened[-4:], happened(extension["event"]))
         elif extension:
             beside.ended = extension
         texts = [choice["delta"].get("content") or "" for choice in chunk["choices"]]
@@ -136,13 +136,3 @@ class ChatScreen(TopScreen):
 
 def _ready(picture: Picture) -> list[str]:
     return [model["id"] for model in picture.rows("models") if model["runnable"]]
-
-
-def _happened(event: Mapping[str, Any]) -> str:
-    match event["type"]:
-        case "shard_failover":
-            return f"{event['lost']} was replaced by {', '.join(event['replaced_by'])}"
-        case "shard_status":
-            return f"{event['shard_id']} on {event['node']}: {event['status']} ({event['reason']})"
-        case _:
-            return f"the distributed run ended: {event.get('reason', event['type'])}"
