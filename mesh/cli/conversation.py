@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -69,9 +70,12 @@ class Conversation:
             self.system = value
         elif name in SETTINGS:
             try:
-                self.options[name] = SETTINGS[name](value)
+                given = SETTINGS[name](value)
             except ValueError:
                 return f"{one_line(value)!r} is no value for {name}."
+            if why := _out_of_bounds(name, given):
+                return f"{name}: {why}."
+            self.options[name] = given
         else:
             near = difflib.get_close_matches(name, ["system", *SETTINGS], n=1)
             hint = f"did you mean {near[0]}?" if near else ", ".join(["system", *SETTINGS])
@@ -83,6 +87,12 @@ def _flag(text: str) -> bool:
     if text not in {"true", "on", "false", "off"}:
         raise ValueError(text)
     return text in {"true", "on"}
+
+
+def _format(text: str) -> str:
+    if text not in {"fp16", "bf16", "fp32"}:
+        raise ValueError(text)
+    return text
 
 
 def _number(text: str) -> float:
@@ -100,6 +110,30 @@ SETTINGS: dict[str, Any] = {
     "seed": int,
     "max_tokens": int,
     "stop": str,
-    "wire_dtype": str,
+    "wire_dtype": _format,
     "ignore_eos": _flag,
 }
+
+_IS = {
+    "greater than or equal to": operator.ge,
+    "greater than": operator.gt,
+    "less than or equal to": operator.le,
+    "less than": operator.lt,
+}
+_BOUNDS: dict[str, dict[str, float]] = {
+    "temperature": {"greater than or equal to": 0, "less than or equal to": 2},
+    "top_p": {"greater than": 0, "less than or equal to": 1},
+    "top_k": {"greater than or equal to": -1, "less than": 2**31},
+    "min_p": {"greater than or equal to": 0, "less than or equal to": 1},
+    "repetition_penalty": {"greater than or equal to": 0.01, "less than or equal to": 10},
+    "seed": {"greater than or equal to": -(2**63), "less than": 2**63},
+    "max_tokens": {"greater than or equal to": 1, "less than": 2**31},
+}
+"""As the daemon has them, which refuses a question in the same words."""
+
+
+def _out_of_bounds(name: str, given: Any) -> str | None:
+    for bound, number in _BOUNDS.get(name, {}).items():
+        if not _IS[bound](given, number):
+            return f"Input should be {bound} {number}"
+    return None

@@ -13,6 +13,13 @@ from mesh.cli.options import AskedDaemon, asks
 if TYPE_CHECKING:
     from mesh.client import Client
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A model's name, ORG/NAME or ORG/NAME/FILE.gguf of the hub, or a checkpoint's"
+        " directory or GGUF file (PATH[=ID])."
+    ),
+]
 Wait = Annotated[bool, typer.Option("--wait", help="Return once all of it is up.")]
 Minimum = Annotated[
     float | None,
@@ -35,7 +42,7 @@ With = Annotated[
     ),
 ]
 Without = Annotated[
-    list[str] | None, typer.Option(metavar="NODE", help="Estimate without it. Repeatable.")
+    list[str] | None, typer.Option(metavar="A,B", help="Estimate without these. Repeatable.")
 ]
 Streams = Annotated[
     int | None, typer.Option(min=1, max=1024, help="Estimate for so many at a time.")
@@ -45,9 +52,7 @@ Streams = Annotated[
 @asks
 def deploy(  # noqa: PLR0913 - flags
     daemon: AskedDaemon,
-    model: Annotated[
-        str, typer.Argument(help="A model's name, or the directory of a checkpoint [=ID].")
-    ],
+    model: Model,
     *,
     replicas: Annotated[int | None, typer.Option(min=1, max=16, help="Whole copies of it.")] = None,
     dedicated: Annotated[
@@ -75,13 +80,14 @@ def deploy(  # noqa: PLR0913 - flags
     wanted: dict[str, Any] = {
         "replicas": replicas, "dedicated": dedicated, "quant": quant, "context": context,
         "minimum_s": minimum, "keep_alive_s": keep_alive, "layers": pins(layers),
-        "nodes": None if nodes is None else [n.strip() for n in nodes.split(",") if n.strip()],
+        "nodes": None if nodes is None else _names(nodes),
     }  # fmt: skip
     order = {name: value for name, value in wanted.items() if value is not None}
     if estimate or with_ or without or streams is not None:
         for kept_for in ("minimum_s", "keep_alive_s"):
             order.pop(kept_for, None)
-        supposed = {"with": with_, "without": without, "streams": streams}
+        left_out = None if without is None else [name for text in without for name in _names(text)]
+        supposed = {"with": with_, "without": left_out, "streams": streams}
         order |= {name: value for name, value in supposed.items() if value is not None}
         daemon.show(daemon.ask(lambda client: client.plan(model, **order)), print_plan)
         return
@@ -92,3 +98,7 @@ def deploy(  # noqa: PLR0913 - flags
         return await follow(client, row["deployment"]) if wait else row
 
     daemon.show(daemon.ask(question), shown)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

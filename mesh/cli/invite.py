@@ -19,7 +19,7 @@ _ENDINGS = {
     "used": "the code was used",
     "guessed": "somebody tried wrong codes",
     "expired": "its time is over",
-    "closed": "the invitation was closed",
+    "closed": "another invitation took its place, or it was taken back",
 }
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from mesh.cli.options import AskedDaemon, ask, asks
-from mesh.cli.output import print_table, say
+from mesh.cli.output import note, print_table, say
 from mesh.errors import BadValue, NotRunning
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ def create(
         directly,
     )
     daemon.show(made, lambda _: say(made["key"]))
+    if not daemon.json:
+        note(f"shown once: keep it now; its id is {made['id']}, see `hearthnet keys`")
 
 
 @app.command()

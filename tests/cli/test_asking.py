@@ -8,7 +8,10 @@ import signal
 import sys
 
 import pytest
+from pydantic import ValidationError
 
+from mesh.api.openai.schemas import ChatBody
+from mesh.cli.conversation import Conversation
 from tests.api.conftest import Served
 from tests.cli.conftest import COMMAND, Run
 from tests.cli.terminal import Terminal
@@ -65,7 +68,8 @@ async def test_raw_prompt_and_json(hearthnet: Run, daemon: Served) -> None:
 async def test_failover_is_told_on_stderr(hearthnet: Run, daemon: Served) -> None:
     finished = await hearthnet("run", "failover", "x")
     assert finished.out == "one two\n"
-    assert "[failover:6-11 was replaced by failover:4-11]" in finished.err
+    assert "[kitchen dropped out (the connection ended); looking for others with" in finished.err
+    assert "[layers 6-11 are asked elsewhere now, over layers 4-11]" in finished.err
     assert "1 failover(s)" in finished.err
 
 
@@ -153,7 +157,32 @@ async def test_piped_chat_answers_each_line_and_remembers(hearthnet: Run, daemon
     assert temperatures == [0.0, 0.25, 0.25]
     assert "did you mean system?" in finished.err
     assert "'x' is no value for seed" in finished.err
-    assert "kitchen 6-11: 1.0 ms a token" in finished.err
+    assert "kitchen 6-11: 1.0 ms a step" in finished.err
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", ("-0.1", "0", "2", "9")), ("top_p", ("0", "1", "1.5")),
+        ("top_k", ("-2", "-1", str(2**31))), ("min_p", ("-1", "0", "2")),
+        ("repetition_penalty", ("0", "0.01", "10", "11")), ("seed", (str(2**63), str(-(2**63)))),
+        ("max_tokens", ("0", "1", str(2**31))),
+    ],
+)  # fmt: skip
+def test_a_chat_refuses_the_values_that_the_daemon_does_in_its_words(
+    name: str, values: tuple[str, ...]
+) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    for value in values:
+        conversation = Conversation("m")
+        try:
+            ChatBody.model_validate({**body, name: json.loads(value)})
+            expected = f"{name} = {value}"
+        except ValidationError as error:
+            expected = f"{name}: {error.errors()[0]['msg']}."
+        assert conversation.set(name, value) == expected
+        if " = " not in expected:
+            assert conversation.options == {"temperature": 0.0}
 
 
 async def test_chat_with_an_unknown_model_names_the_known(hearthnet: Run, daemon: Served) -> None:

@@ -68,7 +68,9 @@ async def test_keys_are_made_and_revoked_without_a_daemon(hearthnet: Run, tmp_pa
     state_dir = tmp_path / "state"
     where = ("--state-dir", str(state_dir))
     made = await hearthnet("keys", "create", *where)
-    assert made.out.startswith("hn_")
+    (key,) = made.out.splitlines()
+    assert key.startswith("hn_")
+    assert "shown once" in made.err
     file = StatePaths(state_dir).api_keys
     assert stat.S_IMODE((await asyncio.to_thread(file.stat)).st_mode) == 0o600
     (row,) = json.loads((await hearthnet("keys", *where, "--json")).out)["keys"]

@@ -6,9 +6,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mesh.hearth.listing import LogFilter
 from mesh.paths import StatePaths
 from mesh.runtime import DaemonRecord
 from tests.cli.conftest import Run
@@ -43,6 +45,40 @@ async def test_the_signed_log_is_a_table_or_json(hearthnet: Run, house: Daemon) 
     assert (wanted.author, wanted.kind, wanted.limit) == ("sofa", "member", 5)
     page = json.loads((await hearthnet("log", "--json")).out)
     assert [row["type"] for row in page["decisions"]] == ["member.added"]
+
+
+async def test_an_author_who_is_nobody_is_told_from_one_who_signed_nothing(
+    hearthnet: Run, house: Daemon
+) -> None:
+    async def nothing(_: LogFilter) -> dict[str, Any]:
+        return {"decisions": [], "facts": [], "next": None}
+
+    members = [{"name": "sofa", "node_id": "n" * 52}]
+    house.hearth.log = nothing  # type: ignore[method-assign]
+    house.hearth.view = lambda: {"members": members, "out": []}  # type: ignore[method-assign]
+    for author in ("sofa", "nnn"):
+        silent = await hearthnet("log", "--author", author)
+        assert (silent.code, silent.out) == (0, "nothing in the log is of that kind\n")
+    nobody = await hearthnet("log", "--author", "zz")
+    assert (nobody.code, nobody.out) == (4, "")
+    assert "Nobody here is called 'zz'." in nobody.err
+
+
+async def test_a_member_is_put_out_after_a_yes_only(hearthnet: Run, house: Daemon) -> None:
+    for answer in ("", "n\n"):
+        refused = await hearthnet("members", "revoke", "attic", stdin=answer)
+        assert (refused.code, house.hearth.out) == (1, [])
+        assert "Put attic out for good?" in refused.err
+    for arguments, answer in ((["--yes"], ""), ([], "y\n")):
+        done = await hearthnet("members", "revoke", "attic", *arguments, "--json", stdin=answer)
+        assert json.loads(done.out)["done"]
+    assert house.hearth.out == ["attic", "attic"]
+
+
+async def test_names_with_commas_are_split_for_an_estimate(hearthnet: Run, house: Daemon) -> None:
+    asked = ["--without", "attic, kitchen", "--without", "study", "--json"]
+    assert (await hearthnet("deploy", "llama", "--estimate", *asked)).code == 0
+    assert house.plans.orders[-1]["without"] == ["attic", "kitchen", "study"]
 
 
 async def test_what_a_job_printed_is_harmless(hearthnet: Run, house: Daemon) -> None:

@@ -27,7 +27,7 @@ async def test_status_says_of_every_span_how_far_it_is(daemon: Served, hearthnet
     parts = {name: house[name] for name in ("deployments", "weights")}
     daemon.view.status = lambda: {**plain(), **parts}  # type: ignore[method-assign]
     text = " ".join((await hearthnet("status")).out.split())
-    assert "qwen PROVISIONING (WARM) 0 of 2 kitchen 0-11 is ready" in text
+    assert "qwen PROVISIONING (WARM) 1 of 2 kitchen 0-11 is ready" in text
     assert "sofa 12-15 is being fetched, 34 %" in text
     assert "study 0-3 failed: needs 900 MiB, 300 MiB are free" in text
 
@@ -168,6 +168,19 @@ async def test_what_is_no_daemon_is_said_to_be_none(hearthnet: Run, answer: byte
         finished = await hearthnet("peers", "--host", host)
     assert (finished.code, finished.out) == (1, "")
     assert "is not a hearthnet daemon" in finished.err
+
+
+async def test_whoever_hangs_up_is_said_not_to_be_the_api(hearthnet: Run) -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finished = await hearthnet("status", "--host", host)
+    assert (finished.code, finished.out) == (1, "")
+    assert "the API is elsewhere" in finished.err
+    assert "--api-port" in finished.err
 
 
 async def test_wrong_key_is_exit_code_6(hearthnet: Run) -> None:
