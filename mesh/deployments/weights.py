@@ -22,6 +22,8 @@ from mesh.models.local import BUILTIN, LocalModel
 from mesh.models.manifest import Manifest, looks_like_checkpoint, read_manifest
 from mesh.types import LayerRange, ModelId
 
+_PATHS = ("/", "~", "./", "../")
+"""How a path begins that can be no name."""
 _MAX_NAMED = 256
 
 OnProgress = Callable[[int, int, float], None]
@@ -131,6 +133,10 @@ class LocalWeights:
             return manifest
         for found in self._candidates(ModelId(model)):
             return self._read(found, ModelId(model))
+        if path.startswith(_PATHS):
+            if not directory.exists():
+                raise ModelNotFound(f"{path} is not there.", fix="Check the path.", param="model")
+            return self._read(directory, checkpoint_name(directory))  # which says what is wrong
         raise self._missing(model)
 
     def _locate(self, model_id: ModelId, weights_sha256: str, on_progress: OnProgress) -> Path:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from mesh.deployments.weights import LocalWeights
-from mesh.errors import ModelNotFound
+from mesh.errors import MeshError, ModelNotFound
 from mesh.models.builtin import checkpoint_dir
 from mesh.types import LayerRange, ModelId
 from tests.gguf_files import write_gguf
@@ -54,3 +55,12 @@ async def test_what_was_named_by_its_path_is_found_by_its_name_after_a_restart(
     file.unlink()
     with pytest.raises(ModelNotFound):
         await again.find("mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("empty", "has no config.json"), ("gone.gguf", "is not there")]
+)
+async def test_what_is_wrong_with_a_path_is_said(tmp_path: Path, name: str, why: str) -> None:
+    await asyncio.to_thread((tmp_path / "empty").mkdir)
+    with pytest.raises(MeshError, match=why):
+        await LocalWeights({}, (), None).manifest(str(tmp_path / name))
