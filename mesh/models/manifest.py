@@ -12,6 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -106,6 +107,17 @@ class Manifest:
             )
         wanted = tuple(f"{self.layer_prefix}{layer}." for layer in range(layers.start, layers.stop))
         return tuple(entry for name, entry in self.tensors.items() if name.startswith(wanted))
+
+    def layers_here(self) -> tuple[LayerRange, ...]:
+        """The runs of layers of which every byte is here: all of them, but in a partial one."""
+        complete = [
+            layer
+            for layer in range(self.total_layers)
+            if all(each.present for each in self.layer_tensors(LayerRange(layer, layer + 1)))
+        ]
+        runs = groupby(enumerate(complete), key=lambda pair: pair[1] - pair[0])
+        found = [[layer for _, layer in run] for _, run in runs]
+        return tuple(LayerRange(run[0], run[-1] + 1) for run in found)
 
     def ends_tensors(self) -> tuple[TensorEntry, ...]:
         """Embedding, final norm and head; towers for other modalities are left out."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +234,7 @@ class CoordinationHere:
         address = self._network.address
         for model in list(self._models.values()) if address is not None else ():
             if model not in self._on_disk:
-                self._on_disk[model] = tuple(_layers_on_disk(model))
+                self._on_disk[model] = _layers_on_disk(model)
             if (ref := _ref(model.model_id, model.weights_sha256)) is None:
                 continue
             for layers in self._on_disk[model]:
@@ -287,19 +286,9 @@ def _manifest(directory: Path, model_id: ModelId) -> Manifest | None:
         return None
 
 
-def _layers_on_disk(model: LocalModel) -> Iterator[LayerRange]:
-    """The runs of layers of which every byte is here: all of them, but in a partial checkpoint."""
+def _layers_on_disk(model: LocalModel) -> tuple[LayerRange, ...]:
     manifest = _manifest(Path(model.directory), model.model_id)
-    if manifest is None:
-        return
-    complete = [
-        layer
-        for layer in range(manifest.total_layers)
-        if all(each.present for each in manifest.layer_tensors(LayerRange(layer, layer + 1)))
-    ]
-    for _, run in groupby(enumerate(complete), key=lambda pair: pair[1] - pair[0]):
-        layers = [layer for _, layer in run]
-        yield LayerRange(layers[0], layers[-1] + 1)
+    return () if manifest is None else manifest.layers_here()
 
 
 def _tensors(held: OwnPart) -> tuple[TensorDescriptor, ...]:

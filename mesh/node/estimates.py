@@ -26,6 +26,7 @@ from mesh.discovery.weights import HeldWeights
 from mesh.errors import BadRequest, WeightsMismatch
 from mesh.health.detector import Verdict
 from mesh.identity.naming import nodes_meant, told_apart
+from mesh.models.manifest import Manifest
 from mesh.node.fetched_weights import FetchedWeights
 from mesh.node.served_speed import AskedTimes
 from mesh.routing.fitting import float_format, shard_bytes
@@ -37,7 +38,7 @@ from mesh.types import LayerRange, ModelId, NodeId
 _UNMEASURED_MS, _UNMEASURED_MB_S = 1.0, 100.0
 """A way that nobody has measured yet counts as a common one of a house."""
 
-_MAX_SHAPES = 64
+_MAX_MODELS = 64
 
 _IMAGINED = re.compile(r"([^=:]{1,64})=(\d{1,5}(?:\.\d+)?)(?::(\d{1,5}(?:\.\d+)?))?")
 
@@ -60,19 +61,39 @@ class EstimateContext:
     asked: AskedTimes
 
 
+@dataclass(frozen=True, slots=True)
+class _KnownModel:
+    """A model that was asked about; `here` are the layers that lie on this machine's disk."""
+
+    shape: ModelShape
+    most_positions: int | None
+    here: tuple[LayerRange, ...]
+
+    def require_positions(self, context: int) -> None:
+        """Raise BadRequest for more positions than the model can tell apart."""
+        if self.most_positions is not None and context > self.most_positions:
+            raise BadRequest(
+                f"{self.shape.model_id} takes {self.most_positions} positions, not {context}.",
+                fix=f"Ask for a context of {self.most_positions} or less.",
+                param="context",
+            )
+
+
 class Estimates:
     """Implements `mesh.api.services.PlanControl`."""
 
     def __init__(self, house: EstimateContext, weights: FetchedWeights) -> None:
         self._house = house
         self._weights = weights
-        self._shapes: dict[tuple[str, str], ModelShape] = {}
+        self._known: dict[tuple[str, str], _KnownModel] = {}
         """By name and the weights' hash: of what was asked about last."""
 
     async def plan(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """See `PlanControl`. Raises ModelNotFound, BadCheckpoint, and BadRequest for nodes that
         nobody knows."""
-        model = await self._shape(order["model"], order["context"])
+        known = await self._look_up(order["model"], order["context"])
+        known.require_positions(order["context"])
+        model = known.shape
         machines, demand = self._asked(model, order)
         return as_json(await asyncio.to_thread(lay_out, model, machines, demand))
 
@@ -99,7 +120,8 @@ class Estimates:
         # A shard that is loaded sets its whole cache aside, however short prompts are to be.
         kv_tokens = self._house.config.distributed.host.kv_tokens
         positions = max(wish.context or DEFAULT_CONTEXT, kv_tokens)
-        model = await self._shape(wish.model_id, positions)
+        known = await self._look_up(wish.model_id, positions)
+        model = known.shape
         if model.weights_sha256 != wish.weights_sha256:
             return UNKNOWN
         _require_layers_of(model, wish)
@@ -126,9 +148,10 @@ class Estimates:
     def need_mb(self, wish: Wish, layers: LayerRange) -> int | None:
         """What these layers take of this machine, caches and all, as a shard counts it before it
         loads; None while nobody has asked about the model."""
-        model = self._shapes.get((wish.model_id, wish.weights_sha256))
-        if model is None:
+        known = self._known.get((wish.model_id, wish.weights_sha256))
+        if known is None:
             return None
+        model = known.shape
         own = [each for each in self.machines(model) if each.node_id == self._house.node]
         quant = self._quant(wish.quant, own)
         devices = own[0].devices if own else ()
@@ -154,15 +177,15 @@ class Estimates:
         """Whether who takes layers has no use for the ends, but with the first and the last."""
         return self._house.config.distributed.thin == "always"
 
-    async def _shape(self, name: str, context: int) -> ModelShape:
+    async def _look_up(self, name: str, context: int) -> _KnownModel:
         manifest = await self._weights.manifest(name)
-        shape = await asyncio.to_thread(shape_of, manifest, context)
-        key = shape.model_id, shape.weights_sha256
-        self._shapes.pop(key, None)
-        self._shapes[key] = shape
-        if len(self._shapes) > _MAX_SHAPES:
-            del self._shapes[next(iter(self._shapes))]
-        return shape
+        known = await asyncio.to_thread(_known, manifest, context)
+        key = known.shape.model_id, known.shape.weights_sha256
+        self._known.pop(key, None)
+        self._known[key] = known
+        if len(self._known) > _MAX_MODELS:
+            del self._known[next(iter(self._known))]
+        return known
 
     def _asked(self, model: ModelShape, order: Mapping[str, Any]) -> tuple[list[Machine], Demand]:
         machines = {each.node_id: each for each in self.machines(model)}
@@ -194,6 +217,8 @@ class Estimates:
             if (each.model_id, each.weights_sha256) == (model.model_id, model.weights_sha256)
         ]
         held = [HeldLayers(layers) for each in own for layers in each.layers]
+        known = self._known.get((model.model_id, model.weights_sha256)) if here else None
+        held += [HeldLayers(layers) for layers in (known.here if known is not None else ())]
         has_ends_here = any(each.ends for each in own)
         free = view.capacity.disk_free_bytes if view.capacity is not None else None
         if free is not None and not (has_ends_here or self._is_thin):
@@ -282,6 +307,12 @@ def _require_layers_of(model: ModelShape, wish: Wish) -> None:
             fix=f"`hearthnet evict {wish.model_id}`, and deploy it again.",
             param="total_layers",
         )
+
+
+def _known(manifest: Manifest, context: int) -> _KnownModel:
+    is_read = bool(manifest.weights_sha256)  # else there are the headers alone
+    here = manifest.layers_here() if is_read else ()
+    return _KnownModel(shape_of(manifest, context), manifest.max_positions, here)
 
 
 def _is_measured(machine: Machine) -> bool:

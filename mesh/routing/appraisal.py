@@ -129,6 +129,10 @@ def _in_all(
         )
     a_layer = max(sum(b.weight_bytes) / len(b.weight_bytes) + b.cache_bytes for b in found)
     lacking = max(1, wanted - held)
+    missing = round(lacking * a_layer)
+    if not held:  # then all that goes beside them is missing as well
+        all_layers = LayerRange(0, model.total_layers)
+        missing = min(b.need(all_layers).total - b.have_bytes for b in found)
     copies = "" if demand.replicas == 1 else f" of {demand.replicas} copies"
     if held >= wanted:
         message = (
@@ -137,9 +141,9 @@ def _in_all(
     else:
         message = (
             f"the machines that may be used have room for {held} of {wanted} layers{copies};"
-            f" {memory_size(lacking * a_layer)} are missing."
+            f" {memory_size(missing)} are missing."
         )
-    return Refusal("not_enough_memory", message, fix, round(lacking * a_layer))
+    return Refusal("not_enough_memory", message, fix, missing)
 
 
 def _why(

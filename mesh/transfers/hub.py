@@ -34,6 +34,8 @@ REPOSITORY = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?")
 _TIMEOUT_S, _CONNECT_TIMEOUT_S = 30.0, 10.0
 _RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
 _LONGEST_WAIT_S = 300.0
+_TRIES_TO_REACH = 3
+"""Without a connection somebody waits in vain who has only just asked: these take two seconds."""
 _MAX_LISTING_BYTES = 32 << 20
 
 
@@ -178,6 +180,8 @@ class Hub:
             if is_all:
                 return bytes(body)
             failures += 1
+            if failure.is_unreachable and failures >= _TRIES_TO_REACH:
+                failures = len(_RETRY_S) + 1
             await _pause(failures, failure, name, 0)
 
     @contextmanager
@@ -197,6 +201,7 @@ class Hub:
             failure.wait_s, failure.why = wait.seconds, wait.why
         except httpx.TransportError as error:
             failure.why = str(error) or type(error).__name__
+            failure.is_unreachable = isinstance(error, httpx.ConnectError)
 
     async def _once(
         self, url: str, name: str, start: int, stop: int | None
@@ -238,6 +243,7 @@ class _Failure:
 
     why: str = "it ended early"
     wait_s: float = 0.0
+    is_unreachable: bool = False
 
 
 async def _pause(failures: int, failure: _Failure, name: str, at: int) -> None:
@@ -245,7 +251,7 @@ async def _pause(failures: int, failure: _Failure, name: str, at: int) -> None:
     if failures > len(_RETRY_S):
         raise TransferFailed(
             f"The hub did not give {name}: {failure.why}.",
-            fix="Check the connection to the internet, then pull it again; what came is kept.",
+            fix="Check the connection to the internet, then try again; what came is kept.",
         )
     logger.info("hub: %s for %s; going on at byte %d", failure.why, name, at)
     await asyncio.sleep(max(failure.wait_s, _RETRY_S[failures - 1]))

@@ -81,10 +81,13 @@ async def test_a_machine_whose_disk_is_full_is_left_out_and_says_so(
     for node in (OWN, NEAR):
         full = replace(cpu(1000), disk_free_bytes=1 << 10)
         store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=full)
-    answer = await estimates.plan(ASK)
+    answer = await estimates.plan({**ASK, "without": ["Own"]})
     assert used(answer) == {"Far"}
     why = {row["node"]: row["why"] for row in answer["machines"]}
-    assert why["Own"].startswith("no room on its disk")
+    assert why["Near"].startswith("no room on its disk")
+    answer = await estimates.plan(ASK)
+    assert used(answer) == {"Own"}, "the files lie here"
+    assert answer["replicas"][0]["shards"][0]["fetch_bytes"] == 0
     manifest = await asyncio.to_thread(read_manifest, checkpoint_dir())
     shape = shape_of(manifest, 256)
     held = HeldWeights(
@@ -92,7 +95,7 @@ async def test_a_machine_whose_disk_is_full_is_left_out_and_says_so(
         (LayerRange(0, shape.total_layers),), ends=True, endpoint=Endpoint(""),
     )  # fmt: skip
     store.update(NodeInfo(NEAR, "Near", "", "test"), (), capacity=full, weights=[held])
-    assert used(await estimates.plan(ASK)) == {"Near"}
+    assert used(await estimates.plan({**ASK, "without": ["Own"]})) == {"Near"}
 
 
 def told(host: NodeId, asker_ms: float, *, mb_s: float = 0.0) -> AskedTimes:
@@ -164,7 +167,7 @@ async def test_what_does_not_fit_is_an_answer(
 ) -> None:
     for node in (OWN, NEAR, FAR):
         store.update(NodeInfo(node, node.title(), "", "test"), (), capacity=cpu(200))
-    answer = await estimates.plan({**ASK, "context": 1 << 20})
+    answer = await estimates.plan({**ASK, "context": 4096, "streams": 16})
     assert answer["refusal"]["code"] == "not_enough_memory"
     assert "--context" in answer["refusal"]["fix"]
     print_plan(answer)
@@ -176,6 +179,7 @@ async def test_what_does_not_fit_is_an_answer(
     [
         ({"nodes": ["nobody"]}, BadRequest),
         ({"layers": ["Own=9"]}, BadRequest),
+        ({"context": 4097}, BadRequest),
         ({"layers": ["nobody=0-1"]}, BadRequest),
         ({"model": "none/such"}, ModelNotFound),
     ],
