@@ -66,7 +66,8 @@ class Reconciler:
         self._left_mb: int | None = None
         """What is free once what is loading has all that it will take."""
         self._drops: dict[ShardId, asyncio.Task[None]] = {}
-        self._asking: dict[ModelId, asyncio.Task[None]] = {}
+        self._asks: dict[ModelId, asyncio.Task[None]] = {}
+        self._ends_of_asking: dict[ModelId, asyncio.Task[None]] = {}
         self._called_for: set[str] = set()
         """Deployments that somebody here wants to ask, though nothing of them is placed here."""
         self._due = asyncio.Event()
@@ -79,7 +80,8 @@ class Reconciler:
 
     async def stop(self) -> None:
         """Act no more; what is loaded stays until its process ends."""
-        tasks = [*self._loads.values(), *self._drops.values(), *self._asking.values()]
+        begun = (self._loads, self._drops, self._asks, self._ends_of_asking)
+        tasks = [task for each in begun for task in each.values()]
         await end([*([self._task] if self._task is not None else []), *tasks])
         await self._provisioning.stop()
 
@@ -287,17 +289,21 @@ class Reconciler:
                 wanted.setdefault(each.wish.model_id, each)
         self._called_for &= {name for d in live(deployments) for name in _names(deployments, d)}
         asked = self._world.asked()
+        for model_id in self._asks.keys() - wanted.keys():
+            self._asks[model_id].cancel()  # nobody needs what it fetches any more
         for model_id, deployment in wanted.items():
             name = _ends(deployment)
             called = self._called_for & _names(deployments, deployment)
-            waits = not called and deployment.shards_of(here).keys() & unfetched
+            waits = not called and bool(deployment.shards_of(here).keys() & unfetched)
+            waits = waits or model_id in self._ends_of_asking
             if model_id not in asked and name not in self.phases.not_yet(_now()) and not waits:
-                self._begin(self._asking, model_id, self._ask(deployment, name))
+                self._begin(self._asks, model_id, self._ask(deployment, name))
         for model_id in self._world.known():
             forget = model_id not in resting
-            if model_id not in wanted and (forget or model_id in asked):
+            is_idle = model_id not in wanted and model_id not in self._asks
+            if is_idle and (forget or model_id in asked):
                 ending = self._world.ask_no_more(model_id, forget=forget)
-                self._begin(self._asking, model_id, ending)
+                self._begin(self._ends_of_asking, model_id, ending)
 
     async def _ask(self, deployment: Deployment, name: ShardId) -> None:
         try:

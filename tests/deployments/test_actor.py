@@ -248,6 +248,16 @@ async def test_a_gap_that_a_change_opens_is_told_and_no_other_one(watched: Watch
     assert watched.gaps() == ["builtin:0-3", "builtin:0-2"], "both have one name"
 
 
+async def test_what_was_evicted_is_fetched_no_more_to_be_asked_either(watched: Watched) -> None:
+    far = watched.wish_far(1, "0-1")
+    watched.loop.call_for(far.id)
+    await holds(lambda: watched.disk.asked.count(ModelId("far1")) == 2)
+    evicted = replace(far, wish=replace(far.wish, evicted=True))
+    watched.world.log = {**watched.world.log, far.id: evicted}
+    watched.loop.look()
+    await holds(lambda: ModelId("far1") not in watched.disk.asked)
+
+
 async def test_what_is_wished_otherwise_while_it_loads_is_loaded_as_it_is_wished_now(
     watched: Watched,
 ) -> None:
